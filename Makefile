@@ -1,0 +1,34 @@
+# Two commands for a newcomer: `make train` and `make test`. Everything lives in .venv.
+PY := .venv/bin/python
+STAMP := .venv/.installed
+# The test runner shares two cores with torch: one thread per worker keeps both busy and results repeatable.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2
+
+.PHONY: train test test-full check docs setup clean
+
+train: setup
+	$(PY) examples/objective_demo.py
+
+test: setup
+	$(PYTEST) -m "not full"
+
+test-full: setup
+	$(PYTEST)
+
+check: setup
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/basedpyright
+
+setup: $(STAMP)
+
+# torch first and pinned: a looser range would take a CUDA build of several gigabytes.
+$(STAMP): pyproject.toml
+	test -x $(PY) || python3 -m venv .venv
+	$(PY) -m pip install --quiet --upgrade pip
+	$(PY) -c "import torch" 2>/dev/null || $(PY) -m pip install --quiet torch==2.13.0
+	$(PY) -m pip install --quiet -e ".[plot,tasks,test,dev]"
+	touch $(STAMP)
+
+clean:
+	rm -rf .venv build dist

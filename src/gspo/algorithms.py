@@ -1,0 +1,253 @@
+"""The family of objectives as one torch-free table.
+
+Config, doctor, docs and `gspo.objectives` all read this table; nothing else holds an algorithm's
+defaults or its formula. objective = ratio level x gate x advantage x aggregation (x correction, KL).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+Level = Literal["token", "sequence", "sequence_token"]
+Gate = Literal["clip", "cispo", "sapo", "gmpo", "none"]
+Advantage = Literal["group_std", "group_mean", "leave_one_out", "batch", "gae"]
+Aggregation = Literal["sequence_mean", "sequence_sum", "token_mean", "token_sum"]
+
+LEVELS: tuple[str, ...] = get_args(Level)
+AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
+
+# The settings that belong to a gate, with the value that switches each one off or its usual default.
+GATE_SETTINGS: Mapping[str, Mapping[str, float | None]] = MappingProxyType(
+    {
+        "clip": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
+        "cispo": {"weight_max": 5.0},
+        "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
+        "gmpo": {"log_clip_low": 0.4, "log_clip_high": 0.4},
+        "none": {},
+    }
+)
+
+# Settings that every objective understands.
+COMMON_SETTINGS: Mapping[str, Any] = MappingProxyType({"kl_coef": 0.0, "kl_estimator": "k3", "correction": None})
+
+# Behavior corrections in the one canonical form. `only_negative` restricts a mask to A < 0.
+CORRECTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "tis": {"level": "token", "action": "clamp", "metric": "ratio", "upper": 2.0},
+        "mis": {"level": "token", "action": "mask", "metric": "ratio", "upper": 2.0},
+        "icepop": {
+            "level": "token",
+            "action": "mask",
+            "metric": "ratio",
+            "lower": 0.5,
+            "upper": 5.0,
+        },
+        # Drop A < 0 where the mean of log(mu/pi) exceeds 0.05: the mean ratio pi/mu is below exp(-0.05).
+        "sequence_mask": {
+            "level": "sequence",
+            "action": "mask",
+            "metric": "ratio",
+            "agg": "mean",
+            "lower": 0.951229424500714,
+            "upper": None,
+            "only_negative": True,
+        },
+        "geometric": {
+            "level": "sequence",
+            "action": "mask",
+            "metric": "ratio",
+            "agg": "mean",
+            "lower": 0.99,
+            "upper": 1.001,
+        },
+    }
+)
+
+# What a change of `actor.importance_sampling_level` brings for the keys the user left unset.
+LEVEL_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "token": {"clip_low": 0.2, "clip_high": 0.2, "aggregation": "sequence_mean"},
+        "sequence": {"clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence_mean"},
+    }
+)
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One row of the family.
+
+    >>> ALGORITHMS["gspo"].settings["clip_high"]
+    0.0004
+    """
+
+    name: str
+    title: str
+    level: Level
+    gate: Gate
+    advantage: Advantage
+    aggregation: Aggregation
+    settings: Mapping[str, float | None]
+    formula: str
+    paper: str
+    note: str = ""
+    minibatches: int = 4
+    zero_variance_groups: Literal["count", "drop", "refill"] = "count"
+    overlong_penalty: bool = False
+
+
+_TOKEN_CLIP = "min( wᵢₜ Aᵢ , clip(wᵢₜ, 1−ε_low, 1+ε_high) Aᵢ )"
+_TOKEN_RATIO = "wᵢₜ = π_θ(yᵢₜ)/π_old(yᵢₜ)"
+_SEQ_RATIO = "sᵢ = exp( (1/|yᵢ|) Σₜ log π_θ(yᵢₜ)/π_old(yᵢₜ) )"
+
+
+def _algorithm(name: str, gate: Gate = "clip", *, clip: tuple[float, float] | None = None, **fields: Any) -> Algorithm:
+    settings = dict(GATE_SETTINGS[gate])
+    if clip is not None:
+        settings["clip_low"], settings["clip_high"] = clip
+    return Algorithm(name=name, gate=gate, settings=MappingProxyType(settings), **fields)
+
+
+ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
+    {
+        a.name: a
+        for a in (
+            _algorithm(
+                "gspo",
+                clip=(3e-4, 4e-4),
+                title="Group Sequence Policy Optimization",
+                level="sequence",
+                advantage="group_std",
+                aggregation="sequence_mean",
+                formula=f"J = E (1/G) Σᵢ min( sᵢ Aᵢ , clip(sᵢ, 1−ε_low, 1+ε_high) Aᵢ ),   {_SEQ_RATIO}",
+                paper="arXiv 2507.18071, eq. 5–7",
+                note="One ratio per completion, clipped and rewarded per completion.",
+            ),
+            _algorithm(
+                "gspo_token",
+                clip=(3e-4, 4e-4),
+                title="GSPO with token-level advantages",
+                level="sequence_token",
+                advantage="group_std",
+                aggregation="sequence_mean",
+                formula="J = E (1/G) Σᵢ (1/|yᵢ|) Σₜ min( sᵢₜ Aᵢₜ , clip(sᵢₜ, 1−ε_low, 1+ε_high) Aᵢₜ ),   "
+                "sᵢₜ = sg[sᵢ] · π_θ(yᵢₜ)/sg[π_θ(yᵢₜ)]",
+                paper="arXiv 2507.18071, eq. 13–17",
+                note="Equal to gspo in value, clipping and gradient where Aᵢₜ = Aᵢ.",
+            ),
+            _algorithm(
+                "grpo",
+                clip=(0.2, 0.2),
+                title="Group Relative Policy Optimization",
+                level="token",
+                advantage="group_std",
+                aggregation="sequence_mean",
+                formula=f"J = E (1/G) Σᵢ (1/|yᵢ|) Σₜ {_TOKEN_CLIP},   {_TOKEN_RATIO}",
+                paper="arXiv 2402.03300, eq. 3",
+            ),
+            _algorithm(
+                "ppo",
+                clip=(0.2, 0.2),
+                title="Proximal Policy Optimization",
+                level="token",
+                advantage="gae",
+                aggregation="token_mean",
+                formula=f"J = E (1/Σᵢ|yᵢ|) Σᵢ Σₜ {_TOKEN_CLIP.replace('Aᵢ', 'Aᵢₜ')},   {_TOKEN_RATIO},   Aᵢₜ by GAE",
+                paper="arXiv 1707.06347, eq. 7",
+                note="Needs a critic.",
+            ),
+            _algorithm(
+                "dr_grpo",
+                clip=(0.2, 0.2),
+                title="GRPO done right",
+                level="token",
+                advantage="group_mean",
+                aggregation="token_sum",
+                formula=f"J = E (1/(G·L)) Σᵢ Σₜ {_TOKEN_CLIP},   {_TOKEN_RATIO},   L = max_new_tokens",
+                paper="arXiv 2503.20783, §3",
+                note="No division by the group's std or the completion's length.",
+            ),
+            _algorithm(
+                "dapo",
+                clip=(0.2, 0.28),
+                title="Decoupled clip and dynamic sampling",
+                level="token",
+                advantage="group_std",
+                aggregation="token_mean",
+                formula=f"J = E (1/Σᵢ|yᵢ|) Σᵢ Σₜ {_TOKEN_CLIP},   {_TOKEN_RATIO}",
+                paper="arXiv 2503.14476, eq. 8",
+                note="Groups of equal rewards are resampled; overlong completions are penalised.",
+                zero_variance_groups="refill",
+                overlong_penalty=True,
+            ),
+            _algorithm(
+                "rloo",
+                clip=(0.2, 0.2),
+                title="REINFORCE leave-one-out",
+                level="token",
+                advantage="leave_one_out",
+                aggregation="sequence_mean",
+                formula=f"J = E (1/G) Σᵢ (1/|yᵢ|) Σₜ {_TOKEN_CLIP},   {_TOKEN_RATIO},   Aᵢ = rᵢ − mean of the others",
+                paper="arXiv 2402.14740, eq. 7",
+            ),
+            _algorithm(
+                "reinforce_pp",
+                clip=(0.2, 0.2),
+                title="REINFORCE++",
+                level="token",
+                advantage="batch",
+                aggregation="token_mean",
+                formula=f"J = E (1/Σᵢ|yᵢ|) Σᵢ Σₜ {_TOKEN_CLIP},   {_TOKEN_RATIO},   Aᵢ normalised over the batch",
+                paper="arXiv 2501.03262",
+            ),
+            _algorithm(
+                "luspo",
+                clip=(2e-3, 2.5e-3),
+                title="Length-unbiased sequence policy optimization",
+                level="sequence",
+                advantage="group_std",
+                aggregation="sequence_sum",
+                formula=f"J = E (1/G) Σᵢ |yᵢ| · min( sᵢ Aᵢ , clip(sᵢ, 1−ε_low, 1+ε_high) Aᵢ ),   {_SEQ_RATIO}",
+                paper="arXiv 2602.05261",
+                note="GSPO without the 1/|y| in the gradient.",
+                minibatches=8,
+            ),
+            _algorithm(
+                "gmpo",
+                "gmpo",
+                title="Geometric-mean policy optimization",
+                level="sequence",
+                advantage="group_std",
+                aggregation="sequence_mean",
+                formula="J = E (1/G) Σᵢ Aᵢ exp( (1/|yᵢ|) Σₜ dᵢₜ ),   dᵢₜ = min(log wᵢₜ, c_high) for A > 0, "
+                "max(log wᵢₜ, −c_low) for A < 0",
+                paper="arXiv 2507.20673, eq. 3",
+                note="Each token's log-ratio is bounded on the side the sign of A allows.",
+            ),
+            _algorithm(
+                "cispo",
+                "cispo",
+                title="Clipped importance-sampling policy optimization",
+                level="token",
+                advantage="group_std",
+                aggregation="token_mean",
+                formula=f"J = E (1/Σᵢ|yᵢ|) Σᵢ Σₜ sg[min(wᵢₜ, w_max)] Aᵢ log π_θ(yᵢₜ),   {_TOKEN_RATIO}",
+                paper="arXiv 2506.13585, eq. 4",
+                note="The weight is bounded, no token loses its gradient.",
+            ),
+            _algorithm(
+                "sapo",
+                "sapo",
+                title="Soft adaptive policy optimization",
+                level="token",
+                advantage="group_std",
+                aggregation="sequence_mean",
+                formula=f"J = E (1/G) Σᵢ (1/|yᵢ|) Σₜ (4/τ) σ(τ(wᵢₜ−1)) Aᵢ,   {_TOKEN_RATIO},   "
+                "τ = τ_pos for A > 0, else τ_neg",
+                paper="arXiv 2511.20347",
+            ),
+        )
+    }
+)

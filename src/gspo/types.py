@@ -1,0 +1,155 @@
+"""The objects that cross a boundary. Frozen, torch-free, each with an example.
+
+Vocabulary: a *prompt* is answered by a *group* of *samples*; each sample has one *completion*
+(its tokens after the prompt); a *step* consumes one rollout batch of groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class SampleId(NamedTuple):
+    """Who a sample is, and the key of its randomness.
+
+    >>> SampleId(submission=17, sample=3)
+    SampleId(submission=17, sample=3, turn=0, attempt=0)
+    """
+
+    submission: int  # position of its prompt in the run's endless stream of prompts
+    sample: int  # index inside the group
+    turn: int = 0  # assistant turn of an episode
+    attempt: int = 0  # raised when the same sample must be drawn anew, e.g. after a refill
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One problem, rendered once into tokens; text is never tokenised again.
+
+    >>> Prompt(tokens=(5, 6, 7), text="2+2=", data={"answer": "4"}).data["answer"]
+    '4'
+    """
+
+    tokens: tuple[int, ...]
+    text: str
+    data: Mapping[str, Any] = field(default_factory=dict)  # the row's columns, handed to rewards
+    source: str = ""  # the data set it came from
+    row: int = 0  # its row there
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How completions are drawn. `greedy` is argmax; log-probs are then of the tempered distribution.
+
+    >>> SamplingParams(max_new_tokens=64, temperature=1.0).top_p
+    1.0
+    """
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    greedy: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Ask a sampler for one completion. Requests with equal `prompt` share its prefill and its cache.
+
+    `prefix` continues an interrupted sample: its tokens are kept and prefilled again.
+
+    >>> Request(SampleId(0, 0), (1, 2, 3), SamplingParams(max_new_tokens=8)).prefix is None
+    True
+    """
+
+    id: SampleId
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    prefix: Sample | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One completion, token by token, all arrays of its length.
+
+    >>> Sample.of(SampleId(0, 0), tokens=[4, 9], behavior_logp=[-0.1, -0.7], version=3).versions.tolist()
+    [3, 3]
+    """
+
+    id: SampleId
+    tokens: NDArray[np.int32]  # a sampled EOS is one of them
+    behavior_logp: NDArray[np.float32]  # of the distribution actually sampled
+    versions: NDArray[np.int32]  # weight version that sampled each token
+    mask: NDArray[np.bool_]  # True at trained tokens (False: tool and environment tokens)
+    turns: NDArray[np.int16]  # assistant turn of each token
+    finish: FinishReason
+    routes: NDArray[np.int16] | None = None  # [T, layers, top_k] experts chosen, MoE only
+
+    @staticmethod
+    def of(
+        id: SampleId, tokens: Any, behavior_logp: Any, version: int, finish: FinishReason = "stop", mask: Any = None
+    ) -> Sample:
+        tokens_array = np.asarray(tokens, dtype=np.int32)
+        num = len(tokens_array)
+        return Sample(
+            id=id,
+            tokens=tokens_array,
+            behavior_logp=np.asarray(behavior_logp, dtype=np.float32),
+            versions=np.full(num, version, dtype=np.int32),
+            mask=np.ones(num, dtype=np.bool_) if mask is None else np.asarray(mask, dtype=np.bool_),
+            turns=np.full(num, id.turn, dtype=np.int16),
+            finish=finish,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A reward that was really computed, with its named parts before weighting.
+
+    >>> Score(1.1, {"math": 1.0, "format": 0.1}).value
+    1.1
+    """
+
+    value: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The reward machinery did not answer; never a number. The sample is masked and counted.
+
+    >>> Failure("timeout", "numeric: no answer in 5 s").kind
+    'timeout'
+    """
+
+    kind: Literal["timeout", "crash", "infra"]
+    message: str
+
+
+Outcome = Score | Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A prompt, its samples, and what each was worth.
+
+    >>> Group(0, Prompt((1,), "?"), samples=(), texts=(), outcomes=()).outcomes
+    ()
+    """
+
+    submission: int
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+    texts: tuple[str, ...]  # completions as text, for rewards and people
+    outcomes: tuple[Outcome, ...]

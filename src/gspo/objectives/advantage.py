@@ -1,0 +1,127 @@
+"""Advantages: what a completion was worth beside its peers. Computed in float64, from rewards [n] and group ids [n].
+
+Groups are given by id, never by reshaping, so uneven and partial groups are right by construction.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gspo.objectives.rows import Rows, compute_dtype, keep_trained, mean_tokens
+
+SetOf = Literal["batch", "group"] | None
+
+# Rewards closer than this (relative to their size) are equal: sums of parts differ in the last bit.
+SAME = 1e-6
+
+
+def group_std(rewards: Tensor, groups: Tensor) -> Tensor:
+    """A_i = (r_i − mean_G r) / std_G r   (arXiv 2507.18071, eq. 6); unbiased std, nothing added to it.
+
+    A group of equal rewards, or of one sample, gives exactly 0.
+    """
+    return normalize(rewards, groups, mean_level="group", std_level="group")
+
+
+def group_mean(rewards: Tensor, groups: Tensor) -> Tensor:
+    """A_i = r_i − mean_G r   (Dr. GRPO, arXiv 2503.20783)."""
+    return normalize(rewards, groups, mean_level="group", std_level=None)
+
+
+def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
+    """A_i = r_i − (1/(G−1)) Σ_{j≠i} r_j   (RLOO, arXiv 2402.14740, eq. 7)."""
+    return normalize(rewards, groups, mean_level="group", std_level=None, leave_one_out=True)
+
+
+def batch(rewards: Tensor, groups: Tensor) -> Tensor:
+    """A_i = (r_i − mean r) / std r over the whole rollout batch   (REINFORCE++, arXiv 2501.03262)."""
+    return normalize(rewards, groups, mean_level="batch", std_level="batch")
+
+
+def normalize(
+    x: Tensor,
+    groups: Tensor,
+    *,
+    mean_level: SetOf,
+    std_level: SetOf,
+    leave_one_out: bool = False,
+    unbiased: bool = True,
+    eps: float = 0.0,
+) -> Tensor:
+    """(x − mean) / (std + eps), each over the batch, over the element's group, or left out (None).
+
+    Where the set's values are all the same (range ≤ SAME · max(1, |x|)) the centred value, and anything divided by
+    that set's std, is exactly 0.
+    """
+    if x.ndim != 1 or groups.shape != x.shape:
+        raise ValueError(f"x and groups are [n], got {tuple(x.shape)} and {tuple(groups.shape)}")
+    out = x.to(torch.float64)
+    everyone = torch.zeros_like(groups)
+    if mean_level is not None:
+        count, mean, same = _set_statistics(x.to(torch.float64), groups if mean_level == "group" else everyone)
+        out = out - mean
+        if leave_one_out:
+            out = out * count / (count - 1).clamp(min=1)
+        out = torch.where(same, 0.0, out)
+    if std_level is not None:
+        ids = groups if std_level == "group" else everyone
+        count, mean, same = _set_statistics(x.to(torch.float64), ids)
+        squares = _set_sum((x.to(torch.float64) - mean).square(), ids)
+        std = (squares / (count - int(unbiased)).clamp(min=1)).sqrt()
+        out = torch.where(same, 0.0, out / torch.where(same, 1.0, std + eps))
+    return out.to(compute_dtype(x.dtype))
+
+
+def gae(
+    rewards: Tensor, values: Tensor, rows: Rows, discount: float = 1.0, gae_lambda: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """A_t = Σ_k (γλ)^k δ_{t+k},  δ_t = r_t + γ V_{t+1} − V_t,  V after the last token 0   (arXiv 1506.02438, eq. 16).
+
+    Token-shaped rewards and values in; advantages and returns A + V out, 0 at masked tokens. Time counts trained
+    tokens only: a masked span between two turns is stepped over.
+    """
+    if rows.cu_seqlens is not None:
+        # A recursion over time wants [B, T]; this reads lengths from the device once per rollout batch.
+        lengths = rows.cu_seqlens.diff()
+        column = torch.arange(int(lengths.max()) if len(lengths) else 0, device=rewards.device)
+        inside = column < lengths.unsqueeze(-1)
+        padded = [inside.new_zeros(inside.shape, dtype=t.dtype).masked_scatter(inside, t) for t in (rewards, values)]
+        trained = inside if rows.mask is None else torch.zeros_like(inside).masked_scatter(inside, rows.mask)
+        flat = Rows(trained, None, None, rows.num_tokens, inside.shape)
+        advantages, returns = gae(padded[0], padded[1], flat, discount, gae_lambda)
+        return advantages[inside], returns[inside]
+    rewards, values = keep_trained(rewards, rows), keep_trained(values, rows)
+    trained = torch.ones_like(rewards, dtype=torch.bool) if rows.mask is None else rows.mask
+    next_value = torch.zeros_like(rewards[:, 0]) if rewards.shape[1] else rewards.new_zeros(rewards.shape[0])
+    running = torch.zeros_like(next_value)
+    advantages = torch.zeros_like(rewards)
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + discount * next_value - values[:, t]
+        running = torch.where(trained[:, t], delta + discount * gae_lambda * running, running)
+        next_value = torch.where(trained[:, t], values[:, t], next_value)
+        advantages[:, t] = torch.where(trained[:, t], running, 0.0)
+    return advantages, keep_trained(advantages + values, rows)
+
+
+def sequence_advantage(token_advantage: Tensor, rows: Rows) -> Tensor:
+    """A_i = (1/|y_i|) Σ_t A_it over trained tokens: the mean. (A sum would multiply the gradient by |y_i|.)"""
+    return mean_tokens(keep_trained(token_advantage, rows), rows)
+
+
+def _set_sum(x: Tensor, ids: Tensor) -> Tensor:
+    """The sum over each element's set, at the element."""
+    _, index = ids.unique(return_inverse=True)
+    return torch.zeros_like(x).index_add(0, index, x)[index]
+
+
+def _set_statistics(x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """count, mean and whether all values are the same, of each element's set, at the element."""
+    _, index = ids.unique(return_inverse=True)
+    low = torch.full_like(x, torch.inf).scatter_reduce(0, index, x, "amin")[index]
+    high = torch.full_like(x, -torch.inf).scatter_reduce(0, index, x, "amax")[index]
+    size = torch.maximum(low.abs(), high.abs()).clamp(min=1)
+    count = _set_sum(torch.ones_like(x), ids)
+    return count, _set_sum(x, ids) / count, high - low <= SAME * size

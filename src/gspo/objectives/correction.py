@@ -1,0 +1,129 @@
+"""Behavior correction: the weight π_old/μ of what the sampler drew, apart from the policy ratio π_θ/π_old.
+
+One canonical form, {level, action, metric, agg, upper, lower, only_negative}; TIS, MIS, IcePop, sequence mask and
+geometric rejection are rows of `algorithms.CORRECTIONS`. exp(Σ log-ratios) collapses with length, so a sequence's
+weight is always the geometric mean, whatever statistic is compared with the bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gspo.algorithms import CORRECTIONS
+from gspo.objectives.kl import kl
+from gspo.objectives.ratio import bounded
+from gspo.objectives.rows import Rows, keep_trained, mean_tokens, spread, sum_tokens
+
+DEFAULTS: Mapping[str, Any] = {
+    "level": "token",
+    "action": "mask",
+    "metric": "ratio",
+    "agg": "mean",
+    "upper": 5.0,
+    "lower": None,
+    "only_negative": False,
+}
+CHOICES = {
+    "level": ("token", "sequence"),
+    "action": ("mask", "clamp"),
+    "metric": ("ratio", "kl_k1", "kl_k2", "kl_k3"),
+    "agg": ("mean", "sum", "max"),
+}
+
+
+class Weights(NamedTuple):
+    weight: Tensor  # factor of each token, or of each sequence at level sequence
+    raw: Tensor  # the same before truncation or masking
+    outside: Tensor  # bool: beyond the bounds (and so clamped or dropped)
+
+
+def canonical(correction: str | Mapping[str, Any]) -> dict[str, Any]:
+    """The full form of a preset's name or of a partial mapping (which may start from `preset`)."""
+    given = {"preset": correction} if isinstance(correction, str) else dict(correction)
+    preset = given.pop("preset", None)
+    if preset is not None and preset not in CORRECTIONS:
+        raise ValueError(f"unknown correction {preset!r}; known: {', '.join(CORRECTIONS)}")
+    foreign = set(given) - set(DEFAULTS)
+    if foreign:
+        raise TypeError(f"correction has no setting {', '.join(sorted(foreign))}; it has {', '.join(DEFAULTS)}")
+    form = {**DEFAULTS, **(CORRECTIONS[preset] if preset else {}), **given}
+    for name, choices in CHOICES.items():
+        if form[name] not in choices:
+            raise ValueError(f"correction {name} must be one of {', '.join(choices)}, got {form[name]!r}")
+    if form["action"] == "clamp" and form["metric"] != "ratio":
+        raise ValueError("correction: action clamp truncates the ratio; with a kl metric use action mask")
+    if form["lower"] is not None and form["upper"] is not None and form["lower"] > form["upper"]:
+        raise ValueError(f"correction: lower {form['lower']} is above upper {form['upper']}")
+    return form
+
+
+def weights(
+    proximal_logp: Tensor, behavior_logp: Tensor, advantage: Tensor, rows: Rows, form: Mapping[str, Any]
+) -> Weights:
+    """w = π_old(y_it)/μ(y_it), or its geometric mean over the sequence, kept within [lower, upper].
+
+    `form` is canonical; `advantage` has the shape of the result (tokens or sequences). Nothing is differentiated.
+    action mask: weight 0 outside the bounds. action clamp: weight truncated to the bounds.
+    """
+    proximal, behavior = proximal_logp.detach(), behavior_logp.detach()
+    r = keep_trained(proximal - behavior, rows)
+    if form["metric"] == "ratio":
+        judged = r
+    else:
+        # KL metrics stay in their own unit; ratio is compared in log space.
+        judged = keep_trained(kl(proximal, behavior, form["metric"].removeprefix("kl_")), rows)
+    if form["level"] == "sequence":
+        r = mean_tokens(r, rows)
+        judged = _over_sequence(judged, rows, form["agg"])
+    statistic = bounded(judged).exp() if form["metric"] == "ratio" else judged
+    inside = torch.ones_like(statistic, dtype=torch.bool)
+    if form["upper"] is not None:
+        inside &= statistic <= form["upper"]
+    if form["lower"] is not None:
+        inside &= statistic >= form["lower"]
+    if form["only_negative"]:
+        inside |= advantage >= 0
+    raw = bounded(r).exp()
+    if form["action"] == "clamp":
+        weight = raw.clamp(min=form["lower"], max=form["upper"]) if _has_bound(form) else raw
+        weight = torch.where(inside, raw, weight)
+    else:
+        weight = torch.where(inside, raw, torch.zeros_like(raw))
+    return Weights(weight, raw, ~inside)
+
+
+def to_sequences(token_weights: Weights, rows: Rows) -> Weights:
+    """One weight for a sequence ratio: the mean of its tokens' weights, dropped tokens counting as 0."""
+    weight, raw, outside = token_weights
+    outside_any = sum_tokens(keep_trained(outside.to(weight.dtype), rows), rows) > 0
+    return Weights(
+        mean_tokens(keep_trained(weight, rows), rows), mean_tokens(keep_trained(raw, rows), rows), outside_any
+    )
+
+
+def to_tokens(sequence_weights: Weights, rows: Rows) -> Weights:
+    """The sequence's weight at each of its tokens."""
+    weight, raw, outside = sequence_weights
+    return Weights(spread(weight, rows), spread(raw, rows), spread(outside, rows))
+
+
+def _has_bound(form: Mapping[str, Any]) -> bool:
+    return form["lower"] is not None or form["upper"] is not None
+
+
+def _over_sequence(x: Tensor, rows: Rows, agg: str) -> Tensor:
+    if agg == "mean":
+        return mean_tokens(x, rows)
+    if agg == "sum":
+        return sum_tokens(x, rows)
+    lowest = x if rows.mask is None else torch.where(rows.mask, x, torch.full_like(x, -torch.inf))
+    if rows.cu_seqlens is None:
+        top = lowest.amax(-1) if rows.shape[1] else torch.full_like(rows.num_tokens, -torch.inf)
+    else:
+        top = torch.segment_reduce(lowest, "max", offsets=rows.cu_seqlens, unsafe=True, initial=-torch.inf)
+    # A sequence without trained tokens has nothing to judge.
+    return torch.where(rows.num_tokens > 0, top, torch.zeros_like(top))

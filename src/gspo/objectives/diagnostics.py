@@ -1,0 +1,60 @@
+"""What an update did, in numbers a person can read. Detached; counted once, per sequence and per token apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+QUANTILES = {"p05": 0.05, "p50": 0.50, "p95": 0.95}
+
+
+def log_s_summary(log_s: Tensor) -> dict[str, Tensor]:
+    """Mean, std, quantiles and largest |log s| over sequences [B]; of nothing: NaN."""
+    if log_s.numel() == 0:
+        return {name: log_s.new_tensor(torch.nan) for name in ("mean", "std", *QUANTILES, "max_abs")}
+    log_s = log_s.detach()
+    quantiles = torch.quantile(log_s, torch.tensor(list(QUANTILES.values()), dtype=log_s.dtype, device=log_s.device))
+    return {
+        "mean": log_s.mean(),
+        "std": log_s.std(correction=0),
+        **dict(zip(QUANTILES, quantiles.unbind(), strict=True)),
+        "max_abs": log_s.abs().max(),
+    }
+
+
+def clip_fractions(stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Clipped shares by sequences (any token clipped) and by tokens, and by side.
+
+    `stats` are the [B] tensors of `Objective.stats`, possibly of several micro-batches joined: sums of counts are
+    divided once, so no split changes a share. Sequences without trained tokens are not counted.
+    """
+    trained = stats["num_tokens"] > 0
+    num_sequences = trained.sum().clamp(min=1)
+    num_tokens = stats["num_tokens"].sum().clamp(min=1)
+    low, high = stats["clipped_low"], stats["clipped_high"]
+    return {
+        "sequences_low": ((low > 0) & trained).sum() / num_sequences,
+        "sequences_high": ((high > 0) & trained).sum() / num_sequences,
+        "sequences": (((low > 0) | (high > 0)) & trained).sum() / num_sequences,
+        "tokens_low": low.sum() / num_tokens,
+        "tokens_high": high.sum() / num_tokens,
+        "tokens": (low.sum() + high.sum()) / num_tokens,
+    }
+
+
+def effective_sample_size(log_weight: Tensor) -> Tensor:
+    """(Σ w)² / (n Σ w²) of importance weights given by their logs: 1 when all are equal, 1/n when one has all."""
+    if log_weight.numel() == 0:
+        return log_weight.new_tensor(torch.nan)
+    # The largest weight is divided out: the ratio is unchanged and nothing overflows.
+    w = (log_weight.detach() - log_weight.detach().max()).exp()
+    return w.sum().square() / (w.square().sum() * w.numel())
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """H = −Σ_v p_v log p_v of softmax(logits), over the last dimension, in float32 at least."""
+    logp = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    # 0 · log 0 = 0 where a token was ruled out with −inf.
+    return -(logp.exp() * torch.where(logp == -torch.inf, 0.0, logp)).sum(-1)

@@ -1,0 +1,59 @@
+"""Gates: what an importance ratio is allowed to do to an advantage.
+
+Every gate of the family factors as  objective = A · g(log ratio, sign of A).  The functions here return g, so that
+one advantage per sequence multiplies once per sequence, not once per token. `positive` is A > 0. No gradient flows
+into anything but the log-ratio (and log π for CISPO).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from gspo.objectives.ratio import LOG_RATIO_BOUND, bounded
+
+
+def clip_bounds(
+    positive: Tensor,
+    clip_low: float | None,
+    clip_high: float | None,
+    dual_clip: float | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Log bounds within which a ratio acts.  A > 0: (−∞, log(1 + ε_high)];  A ≤ 0: [log(1 − ε_low), log c).
+
+    min( s A , clip(s, 1 − ε_low, 1 + ε_high) A )   (arXiv 2507.18071, eq. 5; 1707.06347, eq. 7) bounds s above where
+    A > 0 and below where A < 0, and nowhere else. c is the dual clip for A < 0   (arXiv 1912.09729, eq. 5).
+    Infinity is LOG_RATIO_BOUND: exp stays finite. None switches a bound off.
+    """
+    high = LOG_RATIO_BOUND if clip_high is None else math.log1p(clip_high)
+    low = -LOG_RATIO_BOUND if clip_low is None or clip_low >= 1 else math.log1p(-clip_low)
+    dual = LOG_RATIO_BOUND if dual_clip is None else math.log(dual_clip)
+    return by_sign(positive, -LOG_RATIO_BOUND, low, dtype), by_sign(positive, high, dual, dtype)
+
+
+def by_sign(positive: Tensor, a: float, b: float, dtype: torch.dtype) -> Tensor:
+    """a where A > 0, b elsewhere, in `dtype` (torch.where of two Python numbers would round them to float32)."""
+    full = (torch.full((), x, dtype=dtype, device=positive.device) for x in (a, b))
+    return torch.where(positive, *full)
+
+
+def clip(log_ratio: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """g = exp( clamp(log s, low, high) ) with the bounds of `clip_bounds`; who was clamped has no gradient."""
+    clamped = torch.clamp(log_ratio, low, high)
+    return clamped.exp(), clamped.detach() != log_ratio.detach()
+
+
+def cispo(log_ratio: Tensor, logp: Tensor, weight_max: float) -> Tensor:
+    """g = sg[ min(w, w_max) ] · log π_θ   (arXiv 2506.13585, eq. 4): the weight is bounded, no gradient dropped."""
+    return log_ratio.detach().clamp(-LOG_RATIO_BOUND, math.log(weight_max)).exp() * logp
+
+
+def sapo(log_ratio: Tensor, tau: Tensor) -> Tensor:
+    """g = (4/τ) · σ( τ (w − 1) ), τ = τ_pos for A > 0 and τ_neg otherwise   (arXiv 2511.20347).
+
+    At w = 1 the slope in w is exactly 1 for every τ. Nothing is clipped.
+    """
+    return 4 / tau * torch.sigmoid(tau * (bounded(log_ratio).exp() - 1))

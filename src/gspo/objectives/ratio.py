@@ -1,0 +1,39 @@
+"""Log importance ratios. All are logs: 1 ± ε is decided by comparing log s with log(1 ± ε)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gspo.objectives.rows import Rows, compute_dtype, keep_trained, mean_tokens, spread
+
+# e^20 is far outside every clip range, and far inside float32. Beyond it a ratio is a number only in name.
+LOG_RATIO_BOUND = 20.0
+
+
+def token_log_ratio(logp: Tensor, proximal_logp: Tensor, rows: Rows) -> Tensor:
+    """d_it = log π_θ(y_it) − log π_old(y_it), 0 at masked tokens.
+
+    Differentiable in `logp` only. Upcast before the difference: two bfloat16 values cancel to noise.
+    """
+    dtype = compute_dtype(logp.dtype)
+    return keep_trained(logp.to(dtype) - proximal_logp.detach().to(dtype), rows)
+
+
+def sequence_log_ratio(token_log_ratio: Tensor, rows: Rows) -> Tensor:
+    """log s_i = (1/|y_i|) Σ_t d_it   (arXiv 2507.18071, eq. 7): the log of the geometric mean. Returns [B]."""
+    return mean_tokens(token_log_ratio, rows)
+
+
+def sequence_token_log_ratio(logp: Tensor, log_s: Tensor, rows: Rows) -> Tensor:
+    """log s_it = (log π_θ(y_it) − sg[log π_θ(y_it)]) + sg[log s_i]   (eq. 14): value of s_i, gradient of the token.
+
+    The difference comes first: it is exactly 0, so s_i survives. In the other order log s is added to a number of
+    the size of log π and rounded away.
+    """
+    logp = keep_trained(logp.to(log_s.dtype), rows)
+    return (logp - logp.detach()) + spread(log_s.detach(), rows)
+
+
+def bounded(log_ratio: Tensor) -> Tensor:
+    """log_ratio within ± LOG_RATIO_BOUND, so that exp cannot overflow; ±inf becomes NaN, never a plausible number."""
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND) + 0.0 * log_ratio.detach()

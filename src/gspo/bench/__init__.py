@@ -1,0 +1,1 @@
+"""Measurements that print their own tables: the objective alone, and (later) whole steps against TRL."""

@@ -1,0 +1,21 @@
+"""Configuration: one schema, YAML with places, AReaL's spellings, algorithm-aware defaults. Torch-free."""
+
+from gspo.config.document import digest, document, dump
+from gspo.config.load import load
+from gspo.config.loaded import Loaded, Origin
+from gspo.config.resolve import Objective, effective_objective, proximal_policy, value_of
+from gspo.config.schema import Config
+
+__all__ = [
+    "Config",
+    "Loaded",
+    "Objective",
+    "Origin",
+    "digest",
+    "document",
+    "dump",
+    "effective_objective",
+    "load",
+    "proximal_policy",
+    "value_of",
+]

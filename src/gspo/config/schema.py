@@ -13,7 +13,9 @@ from typing import Any, Literal
 from gspo.algorithms import ALGORITHMS
 
 
-def key(default: Any, doc: str, *, low: float | None = None, high: float | None = None, above: float | None = None):
+def key(
+    default: Any, doc: str, *, low: float | None = None, high: float | None = None, above: float | None = None
+) -> Any:
     """A field with its sentence and bounds (low and high inclusive, `above` exclusive)."""
     metadata = {"doc": doc, "low": low, "high": high, "above": above}
     if isinstance(default, type):
@@ -153,7 +155,7 @@ class Actor:
         None, "Ratio per token (PPO, GRPO) or per sequence (GSPO); null: the algorithm's. Brings clip and aggregation."
     )
     eps_clip: float | Literal["auto"] | None = key(
-        None, "Lower clip range ε_low, or auto; null: the level's or algorithm's.", above=0.0
+        None, "Lower clip range ε_low, or auto; null: the level's or algorithm's.", above=0.0, high=1.0
     )
     eps_clip_higher: float | None = key(
         None, "Upper clip range ε_high; null: eps_clip where that is set, else the algorithm's.", above=0.0
@@ -202,7 +204,7 @@ class Actor:
     mask_no_eos_with_zero: bool = key(False, "Truncated completions get advantage 0.")
 
     temperature: float | None = key(
-        None, "Sampling temperature for the trainer's log-probs; null: gconfig.temperature."
+        None, "Sampling temperature for the trainer's log-probs; null: gconfig.temperature.", low=0.0
     )
     max_new_tokens: int | None = key(None, "For the token_sum denominator; null: gconfig.max_new_tokens.", low=1)
     max_nonfinite_updates: int = key(3, "Non-finite updates in a row that end the run.", low=1)

@@ -2,6 +2,6 @@
 
 from gspo.objectives.aggregate import denominator
 from gspo.objectives.loss import Objective, loss
-from gspo.objectives.rows import Rows, rows
+from gspo.objectives.rows import Rows, mean_tokens, rows
 
-__all__ = ["Objective", "Rows", "denominator", "loss", "rows"]
+__all__ = ["Objective", "Rows", "denominator", "loss", "mean_tokens", "rows"]

@@ -16,13 +16,13 @@ from gspo.objectives.ratio import LOG_RATIO_BOUND, bounded
 
 
 def clip_bounds(
-    positive: Tensor,
+    advantage: Tensor,
     clip_low: float | None,
     clip_high: float | None,
     dual_clip: float | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Log bounds within which a ratio acts.  A > 0: (−∞, log(1 + ε_high)];  A ≤ 0: [log(1 − ε_low), log c).
+    """Log bounds within which a ratio acts.  A > 0: (−∞, log(1 + ε_high)];  A < 0: [log(1 − ε_low), log c].
 
     min( s A , clip(s, 1 − ε_low, 1 + ε_high) A )   (arXiv 2507.18071, eq. 5; 1707.06347, eq. 7) bounds s above where
     A > 0 and below where A < 0, and nowhere else. c is the dual clip for A < 0   (arXiv 1912.09729, eq. 5).
@@ -31,7 +31,10 @@ def clip_bounds(
     high = LOG_RATIO_BOUND if clip_high is None else math.log1p(clip_high)
     low = -LOG_RATIO_BOUND if clip_low is None or clip_low >= 1 else math.log1p(-clip_low)
     dual = LOG_RATIO_BOUND if dual_clip is None else math.log(dual_clip)
-    return by_sign(positive, -LOG_RATIO_BOUND, low, dtype), by_sign(positive, high, dual, dtype)
+    # A = 0 is never clipped: an equal-reward group must not count in the clip fraction.
+    below = by_sign(advantage < 0, low, -LOG_RATIO_BOUND, dtype)
+    above = torch.where(advantage < 0, dual, by_sign(advantage > 0, high, LOG_RATIO_BOUND, dtype))
+    return below, above
 
 
 def by_sign(positive: Tensor, a: float, b: float, dtype: torch.dtype) -> Tensor:

@@ -161,7 +161,7 @@ def _gate(
     positive = advantage > 0
     if algorithm.gate == "gmpo":
         # Each token's log-ratio is bounded, then their mean is taken   (arXiv 2507.20673, eq. 3, in logs).
-        low = gate.by_sign(positive, -LOG_RATIO_BOUND, -chosen["log_clip_low"], d.dtype)
+        low = gate.by_sign(advantage < 0, -chosen["log_clip_low"], -LOG_RATIO_BOUND, d.dtype)
         high = gate.by_sign(positive, chosen["log_clip_high"], LOG_RATIO_BOUND, d.dtype)
         bounded_d = torch.clamp(d, spread(low, layout), spread(high, layout))
         return _Gated(sequence_log_ratio(bounded_d, layout).exp(), True, bounded_d.detach() != d.detach(), False)
@@ -174,7 +174,7 @@ def _gate(
         log_ratio = d
     if algorithm.gate == "clip":
         low, high = gate.clip_bounds(
-            positive, chosen["clip_low"], chosen["clip_high"], chosen["dual_clip"], log_ratio.dtype
+            advantage, chosen["clip_low"], chosen["clip_high"], chosen["dual_clip"], log_ratio.dtype
         )
         if not by_sequence:
             low, high = at_tokens(low), at_tokens(high)

@@ -1,0 +1,191 @@
+"""A config as text: the resolved file of a run, its digest, and docs/config.md.
+
+docs/config.md is written by `python -m gspo.config > docs/config.md`; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, fields, is_dataclass
+from itertools import product
+from typing import Any
+
+from gspo.config import areal
+from gspo.config.check import Key, known_keys
+from gspo.config.interpolate import escape
+from gspo.config.loaded import Loaded
+from gspo.config.resolve import proximal_policy
+from gspo.config.schema import Config
+
+
+def dump(loaded: Loaded) -> str:
+    """The resolved config with every key and, behind each, who decided it; `load` of it gives an equal config."""
+    lines = ["# The resolved config: every key, and who decided it."]
+    lines += _dump_section(loaded.config, "", "", loaded)
+    return "\n".join(lines) + "\n"
+
+
+def _dump_section(section: Any, prefix: str, indent: str, loaded: Loaded) -> Iterable[str]:
+    for entry in fields(section):
+        value, key = getattr(section, entry.name), prefix + entry.name
+        if is_dataclass(value):
+            yield f"{indent}{entry.name}:"
+            yield from _dump_section(value, key + ".", indent + "  ", loaded)
+        else:
+            yield f"{indent}{entry.name}: {_value(value)}  # {_comment(str(loaded.origins[key]))}"
+
+
+def _comment(text: str) -> str:
+    return re.sub(r"[^\x20-\x7e\xa1-\ufefe]", "?", text)
+
+
+def _value(value: Any) -> str:
+    """A value as YAML on one line."""
+    if isinstance(value, str):
+        plain = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_./-]*", value) and value.lower() not in _WORDS
+        return value if plain else _quoted(escape(value))
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_quoted(str(name))}: {_value(child)}" for name, child in value.items()) + "}"
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return repr(value)
+
+
+def _quoted(text: str) -> str:
+    """Double quotes keep every text, line breaks and lone surrogates included."""
+
+    def character(c: str) -> str:
+        if c in '"\\':
+            return "\\" + c
+        return c if c.isprintable() else f"\\U{ord(c):08x}"
+
+    return '"' + "".join(map(character, text)) + '"'
+
+
+_WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
+
+
+def digest(config: Config) -> str:
+    """A fingerprint of every value, whatever file or spelling it came from.
+
+    >>> digest(Config()) == digest(Config(seed=1)), digest(Config()) == digest(Config(seed=2))
+    (True, False)
+    """
+    return hashlib.sha256(json.dumps(asdict(config), sort_keys=True).encode()).hexdigest()
+
+
+# -- docs/config.md -------------------------------------------------------------------------------------------
+
+
+def document() -> str:
+    """docs/config.md: every key from the schema, the table of π_old, and AReaL's keys."""
+    parts = [
+        _INTRODUCTION,
+        *_key_tables(),
+        _PROXIMAL_INTRODUCTION,
+        _proximal_table(),
+        _AREAL_INTRODUCTION,
+        _areal_table(),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+_INTRODUCTION = """# Configuration
+
+This file is generated from the schema: `python -m gspo.config > docs/config.md`.
+
+A config is a YAML file and overrides on the command line: `key=value`, `+key=value` and `++key=value` set a key,
+`~key` resets it to its default. Values are YAML; `1e-6` is a number. `${section.key}` takes another key's value and
+type, or becomes part of a text; `${oc.env:NAME,default}` takes an environment variable; `\\${` is the characters
+themselves. An unknown key, a wrong type or a value out of range is an error that names the key, the place where it was
+set and the nearest known name; all problems of a file are reported together. Flags below `vllm` and `sglang` are passed
+on to those servers unread.
+
+Who decides a key: what you set > `actor.importance_sampling_level` > `algorithm` > the default. The level, where it
+differs from the algorithm's own, brings the clip range and the aggregation, not the advantage or the sampling. A
+null that leaves a choice ("null: the algorithm's") is the same as no key. The resolved config, with every key and who
+decided it, is `config.yaml` in the run directory and can be loaded again.
+
+## Keys"""
+
+
+def _key_tables() -> Iterable[str]:
+    """One table a section class; sections of the same class are one table, under all their names."""
+    keys = known_keys()
+    groups: dict[type | None, list[Key]] = {None: []}
+    for key in keys.values():
+        if key.section is not None:
+            groups.setdefault(key.section, []).append(key)
+    for holders in groups.values():
+        prefix = holders[0].name + "." if holders else ""
+        rows = [key for name, key in keys.items() if name.startswith(prefix) and "." not in name.removeprefix(prefix)]
+        title = ", ".join(f"`{holder.name}`" for holder in holders) or "Top level"
+        doc = " ".join(dict.fromkeys(holder.doc for holder in holders))
+        body = [
+            f"| `{key.name.removeprefix(prefix)}` | {_type(key)} | {_default(key)} | {_cell(key.doc)} |" for key in rows
+        ]
+        yield "\n".join([f"### {title}", *([f"\n{doc}"] if doc else []), "", _HEAD, *body])
+
+
+_HEAD = "| key | value | default | meaning |\n|---|---|---|---|"
+
+
+def _type(key: Key) -> str:
+    if key.section is not None:
+        return "section or null" if key.nullable else "section"
+    wanted = key.wanted.removesuffix(" or null").replace("one of ", "").removeprefix("a ").removeprefix("an ")
+    return _cell(wanted + (f", {key.bounds}" if key.bounds else ""))
+
+
+def _default(key: Key) -> str:
+    if key.section is not None:
+        return "null" if key.default is None else "below"
+    return _cell(f"`{_value(key.default)}`")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "\\<")
+
+
+_PROXIMAL_INTRODUCTION = """## Where π_old comes from
+
+`actor.prox_logp_method` decides where it is set. Unset, it means: the trainer computes π_old where it is needed
+(mini-batch 1 takes its own detached forward, later ones a forward under the weights at the start of the batch), unless
+AReaL's `recompute_logprob: false` without decoupling asks for the sampler's values. `use_decoupled_loss: true` adds the
+weight π_old/μ, bounded by `actor.rejection_sampling`; setting the latter alone switches it on."""
+
+
+def _proximal_table() -> str:
+    rows = [
+        "| `prox_logp_method` | `recompute_logprob` | `use_decoupled_loss` | π_old | weight π_old/μ |",
+        "|---|---|---|---|---|",
+    ]
+    for method, recompute, decoupled in product(
+        (None, "recompute", "rollout", "loglinear"), (None, True, False), (False, True)
+    ):
+        chosen = proximal_policy(recompute, decoupled, method)
+        weight = "yes" if chosen.corrected else "none: π_old is μ" if decoupled else "no"
+        cells = (_value(method), _value(recompute), _value(decoupled), chosen.method, weight)
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+_AREAL_INTRODUCTION = """## AReaL's keys
+
+Configs of AReaL load, of the time of `areal.launcher.*` (2025) and of `scheduler.type` (2026). Keys not listed here and
+not above are errors. Each of these leaves one line saying what became of it. Backends are written as there:
+`sglang:d4p1t1`, `vllm:d2t2`, `fsdp:d4`; `megatron:` and `archon:` are refused."""
+
+
+def _areal_table() -> str:
+    rows = ["| AReaL | here |", "|---|---|"]
+    groups: dict[str, list[str]] = {}
+    for rule in areal.rules().values():
+        groups.setdefault(rule.sentence, []).append(rule.key)
+    rows += [f"| {', '.join(f'`{key}`' for key in keys)} | {_cell(sentence)} |" for sentence, keys in groups.items()]
+    return "\n".join(rows)

@@ -1,0 +1,105 @@
+"""`load`: a YAML file and overrides become one resolved config that knows who set each key.
+
+text → tree with places (tree.py) → `${…}` replaced (interpolate.py) → foreign spellings translated (areal.py) →
+names, types and bounds checked (check.py) → made concrete (resolve.py). All problems are reported together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from gspo.config import areal, check, tree
+from gspo.config.interpolate import interpolate, section_behind
+from gspo.config.loaded import Loaded, Origin, origin_of
+from gspo.config.resolve import resolve, value_of
+from gspo.config.schema import Config
+from gspo.config.tree import Node, Override
+from gspo.errors import ConfigError
+
+
+def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded:
+    """The resolved config of a YAML file (None: all defaults) with overrides on top; ConfigError otherwise.
+
+    >>> loaded = load(None, ["+actor.importance_sampling_level=sequence"])
+    >>> loaded.config.actor.eps_clip, str(loaded.origin("actor.eps_clip")), loaded.is_set("actor.eps_clip")
+    (0.0003, 'level sequence', False)
+    """
+    path = None if path is None else Path(path)
+    root = tree.empty("default") if path is None else tree.read(path)
+    problems: list[str] = []
+    messages: list[str] = []
+    for text in overrides:
+        try:
+            _override(root, tree.parse_override(text), problems)
+        except ConfigError as error:
+            problems.append(str(error))
+    problems += interpolate(root, lambda reference: _elsewhere(root, reference))
+    areal.migrate(root, problems, messages)
+    config, places = check.build(root, problems)
+    origins = _origins(config, places)
+    # Values that failed their checks are defaults by now: a resolution problem may only be their echo.
+    if not problems:
+        resolve(config, origins, problems, messages)
+    tree.fail(problems)
+    return Loaded(config, origins, tree.by_line(messages), path)
+
+
+def _override(root: Node, override: Override, problems: list[str]) -> None:
+    if override.node is not None:
+        _open_references(root, override.key)
+        tree.put(root, override.key, override.node)
+        return
+    if not _is_known(override.key):
+        problems.append(check.unknown_key(override.key, tree.COMMAND_LINE))
+    for key in (override.key, *areal.spellings(override.key)):
+        tree.pop(root, key)
+
+
+def _is_known(key: str) -> bool:
+    keys = check.known_keys()
+    free = (name for name, known in keys.items() if known.free)
+    return key in keys or areal.is_known(key) or any(key.startswith(name + ".") for name in free)
+
+
+def _open_references(root: Node, key: str) -> None:
+    """Where a section on the way is `${other.section}`, copy that section, so that one key of it can be set."""
+    names = key.split(".")
+    for depth in range(1, len(names)):
+        section = tree.get(root, ".".join(names[:depth]))
+        target = None if section is None else section_behind(root, section)
+        if section is not None and target is not None:
+            section.value = target.copy().value
+
+
+def _elsewhere(root: Node, reference: str) -> Node | None:
+    """What `${reference}` means where the config does not write that key: another spelling of it, or the default."""
+    for spelling in (areal.renamed(reference), *areal.spellings(reference)):
+        node = tree.get(root, spelling)
+        if node is not None:
+            return node
+    key = check.known_keys().get(areal.renamed(reference))
+    if key is not None:
+        return Node({} if key.section is not None and not key.nullable else _default_node(key.default), "default")
+    return Node(None, "default") if areal.is_known(reference) else None
+
+
+def _default_node(default: object) -> object:
+    return [Node(item, "default", text=str(item)) for item in default] if isinstance(default, list) else default
+
+
+def _origins(config: Config, places: dict[str, str]) -> dict[str, Origin]:
+    """Who decided each key so far; a null that means "decide for me" is not a decision."""
+    origins: dict[str, Origin] = {}
+    for name, key in check.known_keys().items():
+        section = name.rpartition(".")[0]
+        if section and value_of(config, section) is None:
+            continue
+        value = value_of(config, name)
+        if key.section is not None and value is not None:
+            if name in places and key.nullable:
+                origins[name] = origin_of(places[name])
+            continue
+        unset = name not in places or (value is None and key.leaves_choice)
+        origins[name] = Origin("default") if unset else origin_of(places[name])
+    return origins

@@ -1,0 +1,359 @@
+"""From text to a tree that remembers where each value was written: YAML and overrides.
+
+Nothing here knows the schema. A `Node` is a mapping, a list or a scalar with its place ("run.yaml:12" or
+"command line"), so that every later complaint can say where to look.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gspo.errors import ConfigError
+
+COMMAND_LINE = "command line"
+MAX_FILE_BYTES = 1 << 20
+MAX_NODES = 50_000  # a config has hundreds; only an explosion of aliases has more
+MAX_DEPTH = 50
+
+_INT = re.compile(r"[-+]?(0x[0-9a-fA-F_]+|0o?[0-7_]+|0b[01_]+|[0-9][0-9_]*)")
+# YAML 1.1 takes 1e-6 for a string because it has no dot; people write learning rates that way.
+_FLOAT = re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?")
+_SPECIAL_FLOAT = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_BOOLS = {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}
+_TAG = "tag:yaml.org,2002:"
+_PLAIN_TAGS = {_TAG + name for name in ("str", "int", "float", "bool", "null", "timestamp", "value", "merge")}
+
+
+@dataclass
+class Node:
+    """One value and its place. `value` is None, bool, int, float, str, list[Node] or dict[str, Node].
+
+    >>> node = Node(3e-4, "run.yaml:7", text="3e-4", plain=True)
+    >>> node.from_command_line
+    False
+    """
+
+    value: Any
+    place: str
+    text: str = ""  # a scalar as it was written
+    plain: bool = False  # written without quotes
+    settled: bool = False  # its `${…}` are replaced; what is left of them is meant literally
+
+    @property
+    def from_command_line(self) -> bool:
+        return self.place == COMMAND_LINE
+
+    def data(self) -> Any:
+        """The value as plain Python objects."""
+        if isinstance(self.value, dict):
+            return {name: child.data() for name, child in self.value.items()}
+        if isinstance(self.value, list):
+            return [child.data() for child in self.value]
+        return self.value
+
+    def copy(self) -> Node:
+        if isinstance(self.value, dict):
+            return replace(self, value={name: child.copy() for name, child in self.value.items()})
+        if isinstance(self.value, list):
+            return replace(self, value=[child.copy() for child in self.value])
+        return replace(self)
+
+
+def empty(place: str) -> Node:
+    return Node({}, place)
+
+
+def fail(problems: Sequence[str]) -> None:
+    """Raise all problems as one ConfigError; nothing where there are none."""
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(by_line(problems))))
+
+
+def by_line(sentences: Sequence[str]) -> list[str]:
+    """Sentences that begin with their place, in the order of the file; others, and the command line's, after them.
+
+    >>> by_line(["a.yaml:10: x", "command line: y", "a.yaml:9: z"])
+    ['a.yaml:9: z', 'a.yaml:10: x', 'command line: y']
+    """
+
+    def line(sentence: str) -> float:
+        match = re.match(r".*?:(\d+): ", sentence)
+        return int(match[1]) if match else math.inf
+
+    return sorted(sentences, key=line)
+
+
+# -- YAML ---------------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> Node:
+    """The tree of a YAML file; ConfigError for anything that is not one mapping of safe YAML."""
+    try:
+        raw = path.read_bytes() if path.stat().st_size <= MAX_FILE_BYTES else None
+    except FileNotFoundError:
+        raise ConfigError(f"config file {path} does not exist; check the path given to --config") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"config file {path} cannot be read: {reason}; give the path of a YAML file") from None
+    if raw is None:
+        raise ConfigError(f"config file {path} is larger than {MAX_FILE_BYTES} bytes; is it a config file?")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}:{line}: not UTF-8 text (byte {raw[error.start]:#04x}); save it as UTF-8") from None
+    root = parse(text, lambda line: f"{path}:{line}")
+    if root.value is None:
+        return empty(f"{path}:1")
+    if not isinstance(root.value, dict):
+        raise ConfigError(f"{root.place}: a config is a mapping of keys to values, got {describe(root)}")
+    return root
+
+
+def parse(text: str, place_of: Callable[[int], str]) -> Node:
+    """The tree of a YAML text; `place_of` names a line (counted from 1)."""
+    try:
+        composed = yaml.compose(text, Loader=yaml.SafeLoader)
+        if composed is None:
+            return Node(None, place_of(1))
+        return _Converter(place_of).convert(composed, 0)
+    except RecursionError:
+        raise ConfigError(f"{place_of(1)}: nested too deeply (more than {MAX_DEPTH} levels)") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        what = " ".join(part for part in (error.context, error.problem) if part)
+        raise ConfigError(f"{place_of(mark.line + 1 if mark else 1)}: not valid YAML: {what}") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1 if isinstance(error.position, int) else 1
+        raise ConfigError(f"{place_of(line)}: not valid YAML: a control character is not allowed here") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{place_of(1)}: not valid YAML: {error}") from None
+    except ValueError as error:  # PyYAML lets int() and chr() speak for broken \x escapes
+        raise ConfigError(f"{place_of(1)}: not valid YAML: {error}") from None
+
+
+@dataclass
+class _Converter:
+    place_of: Callable[[int], str]
+    count: int = 0
+    open: set[int] = field(default_factory=set)
+
+    def convert(self, node: yaml.Node, depth: int) -> Node:
+        place = self.place_of(node.start_mark.line + 1)
+        self.count += 1
+        if self.count > MAX_NODES:
+            raise ConfigError(f"{place}: more than {MAX_NODES} values after expanding aliases; is it a config file?")
+        if depth > MAX_DEPTH:
+            raise ConfigError(f"{place}: nested too deeply (more than {MAX_DEPTH} levels)")
+        if id(node) in self.open:
+            raise ConfigError(f"{place}: an alias contains itself")
+        if isinstance(node, yaml.ScalarNode):
+            return _scalar(node, place)
+        self.open.add(id(node))
+        expected = "map" if isinstance(node, yaml.MappingNode) else "seq"
+        if node.tag != _TAG + expected:
+            raise ConfigError(f"{place}: the YAML tag {_tag_name(node.tag)} is not allowed; configs are plain data")
+        if isinstance(node, yaml.MappingNode):
+            value: Any = self.mapping(node, depth)
+        else:
+            value = [self.convert(child, depth + 1) for child in node.value]
+        self.open.discard(id(node))
+        return Node(value, place)
+
+    def mapping(self, node: yaml.MappingNode, depth: int) -> dict[str, Node]:
+        merged: dict[str, Node] = {}
+        own: dict[str, Node] = {}
+        for name_node, value_node in node.value:
+            place = self.place_of(name_node.start_mark.line + 1)
+            if name_node.tag == _TAG + "merge":
+                sources = self.convert(value_node, depth + 1)
+                for source in sources.value if isinstance(sources.value, list) else [sources]:
+                    if not isinstance(source.value, dict):
+                        raise ConfigError(f"{place}: << merges mappings, got {describe(source)}")
+                    merged = {**{k: child.copy() for k, child in source.value.items()}, **merged}
+                continue
+            name = _scalar(name_node, place) if isinstance(name_node, yaml.ScalarNode) else None
+            if name is None or not name.text:
+                raise ConfigError(f"{place}: a key must be a name, got {'nothing' if name else 'a list or mapping'}")
+            if name.text in own:
+                first = own[name.text].place
+                raise ConfigError(f"{place}: the key {name.text} appears twice (first at {first}); remove one of them")
+            child = self.convert(value_node, depth + 1)
+            # A key's place is the line of its name: its value may begin a line below, or at an anchor far above.
+            own[name.text] = replace(child, place=place)
+        return {**merged, **own}
+
+
+def _tag_name(tag: str) -> str:
+    return "!!" + tag.removeprefix(_TAG) if tag.startswith(_TAG) else tag
+
+
+def _scalar(node: yaml.ScalarNode, place: str) -> Node:
+    if node.tag not in _PLAIN_TAGS:
+        raise ConfigError(f"{place}: the YAML tag {_tag_name(node.tag)} is not allowed; configs are plain data")
+    kind = node.tag.removeprefix(_TAG)
+    text: str = node.value
+    result = Node(text, place, text=text, plain=node.style is None)
+    if kind == "null":
+        result.value = None
+    elif kind == "bool":
+        if text.lower() not in _BOOLS:
+            raise ConfigError(f"{place}: {text!r} is not a boolean; write true or false")
+        result.value = _BOOLS[text.lower()]
+    elif kind in ("int", "float") or (kind == "str" and result.plain):
+        number = _number(text, place)
+        if number is None and kind != "str" and ":" not in text:  # 12:30 is base 60 in YAML 1.1; to us it is text
+            raise ConfigError(f"{place}: {text!r} is not a number")
+        if number is not None:
+            result.value = number
+    return result
+
+
+def _number(text: str, place: str) -> int | float | None:
+    if len(text) > 100:
+        if _INT.fullmatch(text) or _FLOAT.fullmatch(text):
+            raise ConfigError(f"{place}: a number of {len(text)} characters is not a sensible value")
+        return None
+    if _INT.fullmatch(text):
+        digits = text.replace("_", "")
+        if re.fullmatch(r"[-+]?0[0-9]+", digits):  # 010 is octal in YAML 1.1 and decimal in 1.2: the decimal is meant
+            return int(digits, 10)
+        return int(digits, 0)
+    if _SPECIAL_FLOAT.fullmatch(text):
+        return float(text.replace(".", ""))
+    if _FLOAT.fullmatch(text) and any(c.isdigit() for c in text):
+        return float(text.replace("_", ""))
+    return None
+
+
+def describe(node: Node) -> str:
+    """What a value is, for an error message.
+
+    >>> describe(Node([], "x"))
+    'a list'
+    """
+    value = node.value
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return f"the boolean {str(value).lower()}"
+    if isinstance(value, dict):
+        return "a section" if value else "an empty section"
+    if isinstance(value, list):
+        return "a list"
+    if isinstance(value, str):
+        return f"the text {clip(value)!r}"
+    return f"{'the integer' if isinstance(value, int) else 'the number'} {node.text or value}"
+
+
+def clip(text: str, width: int = 80) -> str:
+    """Short enough to sit in an error message."""
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+# -- Paths in a tree ----------------------------------------------------------------------------------------
+
+
+def get(root: Node, key: str) -> Node | None:
+    """The node at a dotted key, or None."""
+    node = root
+    for name in key.split("."):
+        if not isinstance(node.value, dict) or name not in node.value:
+            return None
+        node = node.value[name]
+    return node
+
+
+def pop(root: Node, key: str) -> Node | None:
+    """Take the node at a dotted key out of the tree, and the sections that it leaves empty stay."""
+    section, _, name = key.rpartition(".")
+    parent = get(root, section) if section else root
+    if parent is None or not isinstance(parent.value, dict):
+        return None
+    return parent.value.pop(name, None)
+
+
+def put(root: Node, key: str, node: Node) -> None:
+    """Set a dotted key; a mapping is merged into a mapping, anything else replaces."""
+    parent = root
+    names = key.split(".")
+    for name in names[:-1]:
+        child = parent.value.get(name)
+        if child is None or not isinstance(child.value, dict):
+            child = parent.value[name] = empty(node.place)
+        parent = child
+    existing = parent.value.get(names[-1])
+    if existing is not None and isinstance(existing.value, dict) and isinstance(node.value, dict):
+        for name, child in node.value.items():
+            put(existing, name, child)
+    else:
+        parent.value[names[-1]] = node
+
+
+def walk(node: Node, prefix: str = "") -> Iterator[tuple[str, Node]]:
+    """Every (dotted key, node) below a mapping, sections before what they hold."""
+    if isinstance(node.value, dict):
+        for name, child in node.value.items():
+            key = f"{prefix}{name}"
+            yield key, child
+            yield from walk(child, key + ".")
+
+
+# -- Overrides ----------------------------------------------------------------------------------------------
+
+_OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*)(?P<value>=.*)?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Override:
+    """`key=value`, or the reset of a key where `node` is None.
+
+    >>> parse_override("+actor.importance_sampling_level=sequence").key
+    'actor.importance_sampling_level'
+    """
+
+    key: str
+    node: Node | None
+    text: str
+
+
+def parse_override(text: str) -> Override:
+    """Read `key=value`, `+key=value`, `++key=value` or `~key`; the value is YAML."""
+    match = _OVERRIDE.fullmatch(text)
+    mark = match["mark"] if match else None
+    if match is None or (match["value"] is None) != (mark == "~"):
+        raise ConfigError(
+            f"{COMMAND_LINE}: {clip(text)!r} is not an override; write key=value, +key=value, ++key=value, "
+            "or ~key to reset a key to its default"
+        )
+    if mark == "~":
+        return Override(match["key"], None, text)
+    written = match["value"][1:]
+    if written.startswith("${"):  # to YAML `${a}` is text only by luck; `${oc.env:A,b}` may not be
+        return Override(match["key"], Node(written, COMMAND_LINE, text=written, plain=True), text)
+    node = parse(written, lambda _line: COMMAND_LINE)
+    if written == "":
+        node = Node("", COMMAND_LINE, text="")  # as in Hydra, `key=` is the empty text, not null
+    return Override(match["key"], node, text)
+
+
+# -- Values that could not be had ----------------------------------------------------------------------------
+
+
+class _Failed(str):
+    """Stands for a value that could not be interpolated, so that it is complained about once."""
+
+
+FAILED = _Failed()
+
+
+def is_failed(node: Node) -> bool:
+    """Whether interpolation of this node failed and was reported already."""
+    return node.value is FAILED

@@ -1,0 +1,344 @@
+"""Attention over a forest of segments: a shared prefix is computed once, however many continue it.
+
+Registered with transformers as `gspo_tree`. The model is called with one row [1, N] of tokens, true
+positions, and the layout as the forward keyword `tree`, so that a checkpointed layer recomputes with
+the same layout. A token sees every token of its ancestor segments and, causally, its own segment.
+
+How it is computed. Visibility falls into rectangles: each segment's triangle (cut into row tiles, so
+that a long prompt does not pay for its masked half) and, per segment that has children, the rows of all
+children against the path above them. A token is in one tile and in at most one path rectangle, so its
+two partial softmaxes merge by their log-sum-exp; keys of a prefix are never copied per child.
+Rectangles of like shape are batched. The plan is made once per layout and serves every layer. The
+backward pass recomputes scores, so memory is linear in N.
+
+Shapes: N tokens, H query heads, J key/value heads, R = H/J, D head size; per call B rectangles of
+Q rows by C columns. Device-neutral; a CUDA kernel (flash-varlen, flex) would take the place of
+`_TreeAttention` inside `tree_attention`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+TREE = "gspo_tree"
+
+# Rows of a tile: small enough to skip most of a long triangle's masked half, large enough for GEMMs.
+_TILE_ROWS = 128
+# Scores per head of one batched call: the working set of a call stays near the cache.
+_CALL_SCORES = 1 << 17
+# A rectangle joins a call while padding costs less than starting another one would.
+_PAD_RATIO, _PAD_FREE = 1.2, 1 << 12
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """One batch of rectangles. Padded rows and columns are masked everywhere, so they add exactly zero."""
+
+    path: bool  # rows against their ancestors (merges into what the own triangles left)
+    rows: Tensor  # [J·B·Q] into [N·J]
+    cols: Tensor  # [J·B·C] into [N·J]
+    shape: tuple[int, int, int]  # B, Q, C
+    mask: Tensor | None  # additive [B or 1, Q, 1, C]
+
+
+class TreeLayout:
+    """Segments of one packed row, and the plans (one per window, head count and device) made from them.
+
+    start, length, parent: [S]; parent −1 is a root, parents precede children, segments tile the row.
+
+    >>> TreeLayout([0, 2, 5], [2, 3, 1], [-1, 0, 0]).positions.tolist()
+    [0, 1, 2, 3, 4, 2]
+    """
+
+    def __init__(self, start: Any, length: Any, parent: Any) -> None:
+        self.start, self.length, self.parent = (np.asarray(x, dtype=np.int64) for x in (start, length, parent))
+        offset = np.zeros_like(self.start)  # true position of a segment's first token
+        self._paths: dict[int, NDArray[np.int64]] = {
+            -1: np.zeros(0, np.int64)
+        }  # tokens from the root to a segment's end
+        parents = set(self.parent.tolist())
+        for s, (begin, num, up) in enumerate(
+            zip(self.start.tolist(), self.length.tolist(), self.parent.tolist(), strict=True)
+        ):
+            if up >= s:
+                raise ValueError(f"segment {s} has parent {up}; parents must precede children")
+            above = self._paths[up]
+            offset[s] = len(above)
+            if s in parents:
+                self._paths[s] = np.concatenate([above, np.arange(begin, begin + num)])
+        self.positions = np.concatenate(
+            [np.zeros(0, np.int64), *(np.arange(o, o + n) for o, n in zip(offset, self.length, strict=True))]
+        )
+        self._plans: dict[Any, list[_Call]] = {}
+
+    def plan(self, window: int | None, num_kv_heads: int, dtype: torch.dtype, device: torch.device) -> list[_Call]:
+        """Own triangles first, then path rectangles: the merge needs the former done."""
+        key = (window, num_kv_heads, dtype, device)
+        if key not in self._plans:
+            self._plans[key] = [
+                _call(path, batch, self.positions, window, num_kv_heads, dtype, device)
+                for path, rectangles in ((False, self._triangles(window)), (True, self._path_rectangles(window)))
+                for batch in _batches(rectangles)
+            ]
+        return self._plans[key]
+
+    def _triangles(self, window: int | None) -> list[_Rectangle]:
+        rectangles: list[_Rectangle] = []
+        for begin, num in zip(self.start.tolist(), self.length.tolist(), strict=True):
+            num_tiles = max(1, round(num / _TILE_ROWS))
+            edges = [num * i // num_tiles for i in range(num_tiles + 1)]
+            for low, high in itertools.pairwise(edges):
+                first = 0 if window is None else max(0, low - window + 1)
+                rectangles.append((np.arange(begin + low, begin + high), np.arange(begin + first, begin + high)))
+        return [r for r in rectangles if len(r[0])]
+
+    def _path_rectangles(self, window: int | None) -> list[_Rectangle]:
+        rectangles: list[_Rectangle] = []
+        children: dict[int, list[int]] = {}
+        for s, up in enumerate(self.parent.tolist()):
+            if up >= 0:
+                children.setdefault(up, []).append(s)
+        for up, kids in children.items():
+            cols = self._paths[up]
+            rows = np.concatenate([np.arange(self.start[s], self.start[s] + self.length[s]) for s in kids])
+            if window is not None:
+                cols = cols[max(0, len(cols) - window + 1) :]
+                rows = rows[self.positions[rows] - window < len(self._paths[up]) - 1]
+            if not len(rows) or not len(cols):
+                continue
+            num_tiles = -(-len(rows) * len(cols) // _CALL_SCORES)
+            rectangles += [(part, cols) for part in np.array_split(rows, num_tiles) if len(part)]
+        return rectangles
+
+
+_Rectangle = tuple[NDArray[np.int64], NDArray[np.int64]]  # row tokens, column tokens
+
+
+def _batches(rectangles: Sequence[_Rectangle]) -> Iterator[list[_Rectangle]]:
+    """Rectangles of like shape together, within a budget of padding and of scores."""
+    batch: list[_Rectangle] = []
+    rows = cols = area = 0
+    for rectangle in sorted(rectangles, key=lambda r: (-len(r[1]), -len(r[0]))):
+        num_rows, num_cols = len(rectangle[0]), len(rectangle[1])
+        tall, wide = max(rows, num_rows), max(cols, num_cols)
+        padded, real = (len(batch) + 1) * tall * wide, area + num_rows * num_cols
+        if batch and (padded > _CALL_SCORES or padded > _PAD_RATIO * real + _PAD_FREE):
+            yield batch
+            batch, rows, cols, area = [], 0, 0, 0
+            tall, wide, real = num_rows, num_cols, num_rows * num_cols
+        batch.append(rectangle)
+        rows, cols, area = tall, wide, real
+    if batch:
+        yield batch
+
+
+def _call(
+    path: bool,
+    batch: Sequence[_Rectangle],
+    positions: NDArray[np.int64],
+    window: int | None,
+    num_kv_heads: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> _Call:
+    shape = len(batch), max(len(rows) for rows, _ in batch), max(len(cols) for _, cols in batch)
+    rows, cols = np.full(shape[:2], -1), np.full((shape[0], shape[2]), -1)
+    for b, (row_tokens, col_tokens) in enumerate(batch):
+        rows[b, : len(row_tokens)], cols[b, : len(col_tokens)] = row_tokens, col_tokens
+    row_position, col_position = positions[rows][:, :, None], positions[cols][:, None, :]
+    # Ancestors always lie before a row, so one comparison of true positions serves triangles and paths.
+    visible = (col_position <= row_position) & (rows >= 0)[:, :, None] & (cols >= 0)[:, None, :]
+    if window is not None:
+        visible &= row_position - col_position < window
+    mask = None
+    if not visible.all():
+        if (visible == visible[:1]).all():
+            visible = visible[:1]
+        mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~torch.from_numpy(visible), -torch.inf)
+        mask = mask[:, :, None, :].to(device)
+
+    def heads(tokens: NDArray[np.int64]) -> Tensor:
+        flat = np.maximum(tokens, 0).reshape(1, -1) * num_kv_heads + np.arange(num_kv_heads)[:, None]
+        return torch.from_numpy(flat.reshape(-1)).to(device)
+
+    return _Call(path, heads(rows), heads(cols), shape, mask)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What the scores depend on besides q and k."""
+
+    calls: list[_Call]
+    num_kv_heads: int
+    scale: float
+    softcap: float | None
+
+    def scores(self, call: _Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Gathered q (scaled) [J·B, Q·R, D], gathered k [J·B, C, D], scores [J·B, Q·R, C], d softcap."""
+        num, tall, wide = call.shape
+        batch = self.num_kv_heads * num
+        q_rows = q.index_select(0, call.rows).mul_(self.scale).view(batch, -1, k.shape[-1])
+        k_cols = k.index_select(0, call.cols).view(batch, wide, -1)
+        s = torch.bmm(q_rows, k_cols.transpose(1, 2))
+        slope = None
+        if self.softcap is not None:
+            s.div_(self.softcap).tanh_()
+            slope = 1 - s * s
+            s.mul_(self.softcap)
+        if call.mask is not None:
+            s.view(self.num_kv_heads, num, tall, -1, wide).add_(call.mask)
+        return q_rows, k_cols, s, slope
+
+
+class _TreeAttention(torch.autograd.Function):
+    """softmax(q·kᵀ·scale + visibility)·v, with q [N·J, R·D], k [N·J, D], v [N·J, E] → [N·J, R·E]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, form: _Form) -> Tensor:
+        num_rep = q.shape[1] // k.shape[1]
+        out = q.new_zeros(q.shape[0], num_rep, v.shape[1])  # [N·J, R, E]
+        lse = q.new_zeros(q.shape[0], num_rep)
+        for call in form.calls:
+            _, _, s, _ = form.scores(call, q, k)
+            # A fully masked row (padding, or a window that ends before the prefix) has peak −inf; a finite
+            # stand-in makes its weights 0 instead of NaN.
+            peak = s.amax(-1, keepdim=True).clamp_min_(torch.finfo(s.dtype).min)
+            p = s.sub_(peak).exp_()
+            total = p.sum(-1, keepdim=True)
+            v_cols = v.index_select(0, call.cols).view(s.shape[0], call.shape[2], -1)
+            part = torch.bmm(p, v_cols).div_(total.clamp_min(torch.finfo(s.dtype).tiny)).view(-1, *out.shape[1:])
+            part_lse = (total.log() + peak).view(-1, num_rep)
+            if call.path:
+                excess = part_lse - lse.index_select(0, call.rows)
+                part.sub_(out.index_select(0, call.rows)).mul_(excess.sigmoid()[:, :, None])
+                # log(1 + e^excess); softplus would drop the 1 beyond its threshold of 20
+                part_lse = -nn.functional.logsigmoid(-excess)
+            else:
+                part_lse = part_lse.masked_fill_(part_lse == -torch.inf, 0.0)
+            out.index_add_(0, call.rows, part)
+            lse.index_add_(0, call.rows, part_lse)
+        out = out.view(q.shape[0], -1)
+        ctx.form = form
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        form: _Form = ctx.form
+        grad = grads[0].contiguous()
+        num_rep = lse.shape[1]
+        delta = (grad * out).view(*lse.shape, -1).sum(-1)  # Σ_e dO·O, the softmax's normalisation term
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for call in form.calls:
+            q_rows, k_cols, s, slope = form.scores(call, q, k)
+            batch, tall, wide = s.shape
+            p = s.sub_(lse.index_select(0, call.rows).view(batch, tall, 1)).exp_()
+            grad_rows = grad.index_select(0, call.rows).view(batch, tall, -1)
+            v_cols = v.index_select(0, call.cols).view(batch, wide, -1)
+            dv.index_add_(0, call.cols, torch.bmm(p.transpose(1, 2), grad_rows).view(batch * wide, -1))
+            ds = torch.bmm(grad_rows, v_cols.transpose(1, 2))
+            ds.sub_(delta.index_select(0, call.rows).view(batch, tall, 1)).mul_(p)
+            if slope is not None:
+                ds.mul_(slope)
+            dk.index_add_(0, call.cols, torch.bmm(ds.transpose(1, 2), q_rows).view(batch * wide, -1))
+            dq.index_add_(0, call.rows, torch.bmm(ds, k_cols).view(batch * tall // num_rep, -1), alpha=form.scale)
+        return dq, dk, dv, None
+
+
+def tree_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: TreeLayout,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention of one packed row: q [H, N, D], k [J, N, D], v [J, N, E] → [N, H, E].
+
+    `window`: a token sees keys less than `window` true positions back. `softcap`: c·tanh(scores/c).
+    """
+    (num_heads, num_tokens, head_dim), num_kv = q.shape, k.shape[0]
+    # Half precision keeps its inputs and outputs; the scores of a whole prefix are summed in float32.
+    dtype = torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
+    form = _Form(
+        layout.plan(window, num_kv, dtype, q.device), num_kv, head_dim**-0.5 if scale is None else scale, softcap
+    )
+    rows = [x.transpose(0, 1).reshape(num_tokens * num_kv, -1).to(dtype) for x in (q, k, v)]
+    out: Tensor = _TreeAttention.apply(*rows, form)  # pyright: ignore[reportAssignmentType]
+    return out.view(num_tokens, num_heads, -1).to(q.dtype)
+
+
+def _tree_attention_forward(
+    module: nn.Module,
+    query: Tensor,  # [1, H, N, D]
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    tree: TreeLayout | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The function transformers calls in every layer. What it cannot honour it refuses: the probe reports it."""
+    if tree is None:
+        raise ValueError(f"attention {TREE!r} needs the layout: call the model with tree=TreeLayout(…)")
+    if attention_mask is not None or query.shape[0] != 1:
+        raise ValueError(f"attention {TREE!r} takes one packed row and no mask; got batch {query.shape[0]}")
+    if dropout:
+        raise ValueError(f"attention dropout is {dropout}; a policy is always evaluated without dropout")
+    foreign = [name for name in ("s_aux", "position_bias", "cu_seq_lens_q") if kwargs.get(name) is not None]
+    if foreign:
+        raise ValueError(f"attention {TREE!r} does not know {', '.join(foreign)}, which this model passes")
+    kind = _layer_type(module)
+    if kind not in (None, "full_attention", "sliding_attention"):
+        raise ValueError(f"attention {TREE!r} does not know the layer type {kind!r}")
+    if kind == "sliding_attention" and sliding_window is None:
+        raise ValueError("a sliding-window layer did not say its window")
+    return tree_attention(
+        query[0], key[0], value[0], tree, scale=scaling, window=sliding_window, softcap=softcap
+    ).unsqueeze(0), None
+
+
+def _layer_type(module: nn.Module) -> str | None:
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    index = getattr(module, "layer_idx", None)
+    return kinds[index] if kinds and index is not None and index < len(kinds) else None
+
+
+# No mask function is registered beside it: transformers then builds no mask, which is what the tree wants.
+AttentionInterface.register(TREE, _tree_attention_forward)
+
+
+@contextlib.contextmanager
+def use_attention(model: nn.Module, name: str) -> Iterator[None]:
+    """Run `model` with the attention implementation `name`, and put back what was there.
+
+    Trainer and sampler share one model and want different implementations, so neither sets one for good.
+    """
+    configs = list({id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}.values())
+    before = [config._attn_implementation for config in configs]
+    for config in configs:
+        config._attn_implementation = name
+    try:
+        yield
+    finally:
+        for config, value in zip(configs, before, strict=True):
+            config._attn_implementation = value

@@ -1,0 +1,192 @@
+"""Models and tokenizers from a local folder or a hub name, through transformers, safetensors only.
+
+Nothing found in a folder is executed or unpickled, and nothing is silently random: a tensor that is
+missing, foreign or of another shape is an error that names it. `embedded:*` names are built, not loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from gspo.errors import DataError
+
+EMBEDDED = "embedded:"
+# Tensors that older transformers versions wrote and newer ones compute: no weight is lost with them.
+_COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder, a hub name or an embedded model."""
+    if path.startswith(EMBEDDED):
+        from gspo.models import embedded
+
+        return embedded.build(path)[1]
+    _refuse_code(path, "tokenizer_config.json")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError) as cause:
+        raise _unreachable(path, "tokenizer", "tokenizer_path", cause) from cause
+    if not len(tokenizer):
+        raise DataError(f"the tokenizer in {path!r} has an empty vocabulary: set tokenizer_path")
+    return tokenizer
+
+
+def load_model(
+    path: str,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    *,
+    from_scratch: bool = False,
+    seed: int = 0,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> PreTrainedModel:
+    """The causal language model of a folder, a hub name or an `embedded:` name, in evaluation mode.
+
+    `from_scratch` takes the config alone and draws weights from `seed`. With `tokenizer` given, a vocabulary
+    that is too small for it is refused.
+    """
+    if path.startswith(EMBEDDED):
+        from gspo.models import embedded
+
+        model = embedded.build(path)[0].to(dtype)  # pyright: ignore[reportArgumentType]
+    else:
+        _refuse_code(path, "config.json")
+        if not from_scratch:
+            _refuse_pickles(path)
+        with _quiet():
+            model = _from_config(path, dtype, seed) if from_scratch else _from_weights(path, dtype)
+    if tokenizer is not None:
+        check_vocabulary(model, tokenizer, path)
+    return model.to(device).eval()  # pyright: ignore[reportArgumentType]
+
+
+def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """DataError where the tokenizer has ids that the model has no embedding for."""
+    num_rows = len(cast("torch.nn.Embedding", model.get_input_embeddings()).weight)
+    highest = max(tokenizer.get_vocab().values(), default=-1)
+    if highest >= num_rows:
+        raise DataError(
+            f"the tokenizer has token ids up to {highest} but {path!r} has embeddings for {num_rows}: "
+            "they do not belong together; set tokenizer_path to the model's own tokenizer"
+        )
+
+
+def _from_config(path: str, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError) as cause:
+        raise _unreachable(path, "config", "actor.path", cause) from cause
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+
+
+def _from_weights(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        # Shapes are compared by us below, so that the error names every tensor and not only the first.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    except (OSError, ValueError, RuntimeError) as cause:
+        raise _unreachable(path, "model", "actor.path", cause) from cause
+    except Exception as cause:
+        # safetensors raises a type of its own for a damaged file.
+        if type(cause).__name__ != "SafetensorError":
+            raise
+        raise DataError(f"a safetensors file in {path!r} is damaged: {cause}; fetch the model again") from cause
+    model, info = loaded
+    foreign = [name for name in info["unexpected_keys"] if not name.endswith(_COMPUTED)]
+    shapes = [f"{name} (file {tuple(got)}, model {tuple(want)})" for name, got, want in info["mismatched_keys"]]
+    problems = [
+        f"{what}: {_list(names)}"
+        for what, names in (
+            ("missing tensors", info["missing_keys"]),
+            ("foreign tensors", foreign),
+            ("tensors of another shape", shapes),
+            ("errors", info.get("error_msgs") or ()),
+        )
+        if names
+    ]
+    if problems:
+        raise DataError(
+            f"the weights in {path!r} are not those of {type(model).__name__}; {'; '.join(problems)}. "
+            "Training from such a mixture would start from random weights: check actor.path"
+        )
+    return model
+
+
+def _refuse_code(path: str, file: str) -> None:
+    """A folder that wants its own Python code run is refused by name, before transformers looks at it."""
+    config = Path(path) / file
+    if not config.is_file():
+        return
+    try:
+        content = json.loads(config.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as cause:
+        raise DataError(f"{config} is not readable JSON: {cause}") from cause
+    if isinstance(content, dict) and "auto_map" in content:
+        raise DataError(
+            f"{config} asks to run the folder's own Python code (auto_map): refused. "
+            "Use an architecture that transformers has, or remove auto_map if it has this one"
+        )
+
+
+def _refuse_pickles(path: str) -> None:
+    folder = Path(path)
+    if not folder.is_dir():
+        return
+    if not any(folder.glob("*.safetensors")):
+        pickles = sorted(p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt"})
+        if pickles:
+            raise DataError(
+                f"{folder} holds its weights as pickles ({_list(pickles)}), which can run code: refused. "
+                "Convert them to safetensors first"
+            )
+        raise DataError(
+            f"{folder} holds no *.safetensors file: actor.path must be a model folder "
+            "(actor.init_from_scratch=true takes the config alone)"
+        )
+
+
+def _unreachable(path: str, what: str, key: str, cause: Exception) -> DataError:
+    first = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+    if Path(path).is_dir():
+        return DataError(f"the {what} in {path!r} cannot be loaded: {first}; check {key}")
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        return DataError(f"there is no folder {path!r}: check {key}")
+    return DataError(
+        f"the {what} {path!r} is neither a folder nor to be had from the hub ({first}). Without network, copy the "
+        f"model here and set {key} to the folder, or use embedded:tiny"
+    )
+
+
+class _quiet:  # noqa: N801 - reads as a statement
+    """transformers logs what is missing; our error says it, once."""
+
+    def __enter__(self) -> None:
+        self._before = transformers.logging.get_verbosity()
+        self._bar = transformers.logging.is_progress_bar_enabled()
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+
+    def __exit__(self, *_: Any) -> None:
+        transformers.logging.set_verbosity(self._before)
+        if self._bar:
+            transformers.logging.enable_progress_bar()
+
+
+def _list(names: Iterable[Any], most: int = 8) -> str:
+    names = sorted(map(str, names))
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

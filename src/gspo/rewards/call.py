@@ -1,0 +1,226 @@
+"""How a reward function is found, called and checked, whatever its signature. Runs inside the workers.
+
+Three signatures, told apart by the names of the parameters:
+- ours:  `f(text, **columns) -> float`, once per completion;
+- AReaL: `f(prompt, completions, prompt_ids, completion_ids, **data) -> float`, once per completion, which is passed as
+  `completions` (a string), as AReaL itself does;
+- TRL:   `f(completions, prompts=…, completion_ids=…, **columns) -> list[float]`, once per group; every column is a
+  list. Where the row's prompt is a list of messages, completions are lists of messages too.
+Each may be `async`; then the completions of a group are awaited together.
+
+Imports only the standard library and the built-ins: a worker must start fast and must not load torch by our doing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from gspo.rewards.builtin import BUILTIN
+
+SAMPLE, AREAL, TRL = "text", "areal", "trl"
+GRACE_S = 0.5  # an awaited call is given up softly at the timeout; the kill comes this much later
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One bound reward function of the spec."""
+
+    name: str
+    function: Callable[..., Any]
+    shape: str
+    accepts: frozenset[str] | None  # parameter names, None where it takes **kwargs
+    kwargs: dict[str, Any]
+    is_async: bool
+
+    @property
+    def per_group(self) -> bool:
+        return self.shape == TRL or self.is_async
+
+
+Item = tuple[str, Sequence[str], Sequence[int], Sequence[Sequence[int]], dict[str, Any]]
+Result = float | tuple[str, str]  # a value, or (kind of failure, message)
+
+
+def bind(name: str, kwargs: dict[str, Any]) -> Call:
+    """Find a function by name and read its signature. Raises ValueError with a sentence for the user."""
+    function = BUILTIN[name] if name in BUILTIN else _find(name)
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} has no readable signature: {error}") from None
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    names = [n for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    if len(names) >= 4 and names[0] == "prompt" and names[2:4] == ["prompt_ids", "completion_ids"]:
+        shape = AREAL
+    elif "completions" in names:
+        shape = TRL
+    elif names and names[0] in ("text", "completion"):
+        shape = SAMPLE
+    else:
+        raise ValueError(
+            f"{name}({', '.join(names)}) has none of the known signatures: f(completions, **columns) -> list[float], "
+            f"f(prompt, completions, prompt_ids, completion_ids, **data) -> float, or f(text, **columns) -> float"
+        )
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004 — an object whose __call__ is a coroutine function
+    )
+    return Call(name, function, shape, None if open_ended else frozenset(names), kwargs, is_async)
+
+
+def call_sample(call: Call, item: Item, index: int) -> Result:
+    """Score one completion."""
+    try:
+        value = _invoke_sample(call, item, index)
+        if type(value) is float and math.isfinite(value):
+            return value
+        return checked(call.name, _runner().run(_within(value, None)) if inspect.isawaitable(value) else value)
+    except BaseException as error:  # SystemExit and KeyboardInterrupt of user code are its crash, not ours
+        return "crash", _describe(call.name, error)
+
+
+def call_group(call: Call, item: Item, timeout_s: float) -> list[Result]:
+    """Score all completions of a group by one call (TRL), or by awaiting one call for each."""
+    num = len(item[1])
+    try:
+        if call.shape != TRL:
+            return _runner().run(_gather(call, item, timeout_s))
+        values = _invoke_group(call, item)
+        if inspect.isawaitable(values):
+            values = _runner().run(_within(values, timeout_s))
+    except TimeoutError as error:
+        kind = "timeout" if call.is_async else "crash"
+        return [(kind, _describe(call.name, error) if kind == "crash" else _late(call.name, timeout_s))] * num
+    except BaseException as error:
+        return [("crash", _describe(call.name, error))] * num
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if not isinstance(values, list | tuple):
+        message = f"{call.name} returned {_show(values)}; it must return a list of {num} numbers, one per completion"
+        return [("crash", message)] * num
+    if len(values) != num:
+        return [("crash", f"{call.name} returned {len(values)} rewards for {num} completions")] * num
+    return [checked(call.name, value) for value in values]
+
+
+def checked(name: str, value: Any) -> Result:
+    """A finite float, or what was wrong with it. A failure is never a number."""
+    if not isinstance(value, numbers.Real):
+        if hasattr(value, "item") and getattr(value, "size", None) != 0:
+            try:
+                value = value.item()  # numpy and torch scalars
+            except (TypeError, ValueError, RuntimeError):
+                return "crash", f"{name} returned {_show(value)}; it must return one number per completion"
+        if not isinstance(value, numbers.Real):
+            return "crash", f"{name} returned {_show(value)}; it must return a number"
+    try:
+        number = float(value)
+    except OverflowError:
+        return "crash", f"{name} returned an integer too large for a reward"
+    if not math.isfinite(number):
+        return "crash", f"{name} returned {number}; a reward must be finite"
+    return number
+
+
+def _find(name: str) -> Callable[..., Any]:
+    where, _, attribute = name.rpartition(":")
+    try:
+        if where.endswith(".py"):
+            path = Path(where)
+            if not path.is_file():
+                raise ValueError(f"{name}: there is no file {where}")
+            spec = importlib.util.spec_from_file_location(f"gspo_user_{path.stem}", path)
+            if spec is None or spec.loader is None:
+                raise ValueError(f"{name}: {where} is no Python file")
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(where)
+    except ValueError:
+        raise
+    except BaseException as error:
+        raise ValueError(f"{name}: importing {where} failed: {type(error).__name__}: {error}") from error
+    function: Any = module
+    for step in attribute.split("."):
+        function = getattr(function, step, None)
+    if not callable(function):
+        raise ValueError(f"{name}: {where} has no function {attribute}")
+    return function
+
+
+def _columns(call: Call, columns: dict[str, Any], taken: Sequence[str]) -> dict[str, Any]:
+    merged = {**columns, **call.kwargs}
+    return {k: v for k, v in merged.items() if k not in taken and (call.accepts is None or k in call.accepts)}
+
+
+def _invoke_sample(call: Call, item: Item, index: int) -> Any:
+    prompt, completions, prompt_ids, completion_ids, data = item
+    ids = completion_ids[index] if len(completion_ids) else []
+    if call.shape == AREAL:
+        taken = ("prompt", "completions", "prompt_ids", "completion_ids")
+        return call.function(prompt, completions[index], prompt_ids, ids, **_columns(call, data, taken))
+    columns = {**data, "prompt": prompt}
+    if len(completion_ids):  # otherwise a length reward must fail rather than take 0 for a count
+        columns["num_tokens"] = len(ids)
+    return call.function(completions[index], **_columns(call, columns, ("text", "completion")))
+
+
+def _invoke_group(call: Call, item: Item) -> Any:
+    prompt, completions, prompt_ids, completion_ids, data = item
+    num = len(completions)
+    messages = data.get("messages")
+    columns: dict[str, Any] = {key: [value] * num for key, value in data.items()}
+    columns["prompts"] = [messages if messages else prompt] * num
+    columns["prompt_ids"] = [prompt_ids] * num
+    columns["completion_ids"] = completion_ids
+    texts: list[Any] = list(completions)
+    if messages:
+        texts = [[{"role": "assistant", "content": text}] for text in completions]
+    return call.function(completions=texts, **_columns(call, columns, ("completions",)))
+
+
+@lru_cache(maxsize=1)
+def _runner() -> asyncio.Runner:
+    """One event loop for a worker's life: clients that user code keeps between calls belong to their loop."""
+    return asyncio.Runner()
+
+
+async def _gather(call: Call, item: Item, timeout_s: float) -> list[Result]:
+    async def one(index: int) -> Result:
+        try:
+            return checked(call.name, await asyncio.wait_for(_invoke_sample(call, item, index), timeout_s))
+        except TimeoutError:
+            return "timeout", _late(call.name, timeout_s)
+        except BaseException as error:
+            return "crash", _describe(call.name, error)
+
+    return list(await asyncio.gather(*(one(index) for index in range(len(item[1])))))
+
+
+async def _within(values: Any, timeout_s: float | None) -> Any:
+    return await asyncio.wait_for(values, timeout_s)
+
+
+def _late(name: str, timeout_s: float) -> str:
+    return f"{name}: no answer in {timeout_s:g} s"
+
+
+def _describe(name: str, error: BaseException) -> str:
+    return f"{name} raised {type(error).__name__}: {error}"[:2000]
+
+
+def _show(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception:
+        text = "an object that cannot be shown"
+    return f"{text[:80]} ({type(value).__name__})"

@@ -1,0 +1,125 @@
+"""A reward worker: reads groups from its socket, calls the reward functions, writes one line per call.
+
+It is forked by the supervisor (`warden.py`), which watches the *clock page*: shared memory in which the worker notes
+what it is doing and until when it may. A hang inside C code cannot stop that watch, because nothing here takes part.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import pickle
+import resource
+import signal
+import socket
+import struct
+import sys
+import time
+from mmap import mmap
+from typing import Any
+
+from gspo.rewards.call import GRACE_S, Call, bind, call_group, call_sample
+
+# deadline (CLOCK_MONOTONIC seconds, 0: idle), call number inside the job, sample (−1: all of the group), part
+CLOCK = struct.Struct("=dqqq")
+LENGTH = struct.Struct("=I")
+_PR_SET_PDEATHSIG = 1
+
+
+def set_clock(page: mmap, deadline: float, call: int = -1, sample: int = -1, part: int = -1) -> None:
+    # The deadline last when arming, first when disarming: the watcher never pairs a deadline with another call.
+    if deadline:
+        page[8 : CLOCK.size] = CLOCK.pack(0.0, call, sample, part)[8:]
+        page[0:8] = struct.pack("=d", deadline)
+    else:
+        page[0:8] = struct.pack("=d", 0.0)
+
+
+def run(channel: socket.socket, page: mmap, parts: list[dict[str, Any]], settings: dict[str, Any]) -> None:
+    """The life of a worker process; returns when the supervisor closes the channel."""
+    set_clock(page, time.monotonic() + settings["startup_s"])
+    _isolate(settings)
+    try:
+        calls = [bind(part["name"], part["kwargs"]) for part in parts]
+    except ValueError as error:
+        _send(channel, {"fatal": str(error)})
+        return
+    _send(channel, {"ready": True})
+    set_clock(page, 0.0)
+    gc.freeze()
+    stream = channel.makefile("rb")
+    while header := stream.read(LENGTH.size):
+        frame = stream.read(LENGTH.unpack(header)[0])
+        line, _, payload = frame.partition(b"\n")
+        job = json.loads(line)
+        try:
+            item = pickle.loads(payload)  # written by the trainer, our own parent
+        except Exception as error:
+            why = f"a column of the row cannot be rebuilt in a reward worker: {type(error).__name__}: {error}"
+            _send(
+                channel,
+                {"call": 0, "part": 0, "values": [], "failures": [(s, "infra", why) for s in range(job["num"])]},
+            )
+            _send(channel, {"done": True})
+            continue
+        _work(channel, page, calls, job, item, settings["timeout_s"])
+
+
+def _work(
+    channel: socket.socket, page: mmap, calls: list[Call], job: dict[str, Any], item: Any, timeout_s: float
+) -> None:
+    """Make the calls of one group, from number `start` on; an earlier worker may have died on the one before."""
+    failed = set(job["failed"])
+    num = len(item[1])
+    plan = [(p, -1) for p, call in enumerate(calls) if call.per_group]
+    plan += [(p, s) for s in range(num) for p, call in enumerate(calls) if not call.per_group]
+    for number, (part, sample) in enumerate(plan):
+        if number < job["start"] or sample in failed or len(failed) == num:
+            continue
+        call = calls[part]
+        grace_s = GRACE_S if call.is_async else 0.0
+        set_clock(page, time.monotonic() + timeout_s + grace_s, number, sample, part)
+        if sample < 0:
+            results = list(enumerate(call_group(call, item, timeout_s)))
+        else:
+            results = [(sample, call_sample(call, item, sample))]
+        set_clock(page, 0.0)
+        failures = [(s, *r) for s, r in results if isinstance(r, tuple)]
+        failed.update(s for s, *_ in failures)
+        values = [(s, r) for s, r in results if not isinstance(r, tuple)]
+        _send(channel, {"call": number, "part": part, "values": values, "failures": failures})
+    _send(channel, {"done": True})
+
+
+def _send(channel: socket.socket, message: dict[str, Any]) -> None:
+    channel.sendall(json.dumps(message).encode() + b"\n")
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent ends. Elsewhere than on Linux the pipe's end does it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _isolate(settings: dict[str, Any]) -> None:
+    """Own session and process group (killed as one), no terminal signals, bounded memory, first to go without RAM."""
+    os.setsid()
+    die_with_parent(settings["warden"])
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    # A handler, not SIG_IGN: programs started by a reward must not inherit deafness to SIGINT.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    if settings["memory_mb"]:
+        limit = settings["memory_mb"] * 2**20
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    except OSError:
+        pass  # not Linux, or a container that forbids it: the memory limit above still holds

@@ -1,0 +1,47 @@
+"""What a sampler refuses at submit, by the name of the key that would allow it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gspo.errors import DataError
+from gspo.types import Request
+
+
+def check(request: Request, *, num_vocab: int, max_context: int, sees_text: bool) -> None:
+    """Refuse what cannot be sampled, by the name of the key that would allow it."""
+    who, params, num = f"request {tuple(request.id)}", request.params, len(request.prompt)
+    if num == 0:
+        raise DataError(f"{who}: the prompt is empty; a completion needs at least one token before it")
+    prefix = () if request.prefix is None else request.prefix.tokens
+    for name, tokens in (("prompt", request.prompt), ("prefix", prefix)):
+        ids = np.asarray(tokens)
+        if len(ids) and (ids.min() < 0 or ids.max() >= num_vocab):
+            bad = int(ids[(ids < 0) | (ids >= num_vocab)][0])
+            raise DataError(
+                f"{who}: {name} token {bad} is outside the model's vocabulary of {num_vocab}; "
+                "does tokenizer_path belong to actor.path?"
+            )
+    if params.max_new_tokens < 1:
+        raise DataError(f"{who}: gconfig.max_new_tokens is {params.max_new_tokens}, it must be at least 1")
+    if num + params.max_new_tokens > max_context:
+        raise DataError(
+            f"{who}: prompt of {num} tokens + gconfig.max_new_tokens {params.max_new_tokens} = "
+            f"{num + params.max_new_tokens} exceeds the context of {max_context}; "
+            "lower gconfig.max_new_tokens or train_dataset.max_length"
+        )
+    if not params.greedy and not params.temperature > 0:
+        raise DataError(
+            f"{who}: gconfig.temperature is {params.temperature}, it must be > 0; for argmax set gconfig.greedy"
+        )
+    if not 0 < params.top_p <= 1 or params.top_k < 0:
+        raise DataError(f"{who}: gconfig.top_p {params.top_p} must be in (0, 1], gconfig.top_k {params.top_k} ≥ 0")
+    if params.min_new_tokens > params.max_new_tokens:
+        raise DataError(
+            f"{who}: gconfig.min_new_tokens {params.min_new_tokens} exceeds "
+            f"gconfig.max_new_tokens {params.max_new_tokens}"
+        )
+    if params.stop and not sees_text:
+        raise DataError(f"{who}: gconfig.stop holds strings but the sampler was given no `decode` to see text")
+    if request.prefix is not None and request.prefix.finish == "stop":
+        raise DataError(f"{who}: its prefix ended by itself (finish 'stop'); there is nothing to continue")

@@ -1,0 +1,360 @@
+"""Keys and values of running samples, and the attention that reads them through transformers' attention interface.
+
+A prompt's keys and values are stored once for all rows of its group; a row stores only its own tokens. Every forward
+is packed as one sequence `[1, tokens]` whose layout is described by a plan; the registered attention function finds
+store and plan in a context variable, so nothing depends on a model handing keyword arguments or a cache through.
+
+Shapes: R row slots, G group slots, K key/value heads, E query heads per key/value head, P prompt tokens,
+T own tokens, D head dimension, N rows of this forward, M rows of the fullest group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AttentionInterface
+
+from gspo.errors import RolloutError
+
+ATTENTION = "gspo_decode"  # not in transformers' mask registry: models then build no mask at all
+
+
+@dataclass(slots=True)
+class PrefillPlan:
+    """Whole prompts, sorted so that equal lengths are neighbours and run as one batch."""
+
+    runs: list[tuple[int, int, int]]  # (first token, number of prompts, length)
+    slots: list[int]  # group slot of each prompt, in order
+
+
+@dataclass(slots=True)
+class ExtendPlan:
+    """Own tokens of rows whose prompt is stored already (an interrupted sample goes on)."""
+
+    segments: list[tuple[int, int, int, int, int]]  # (first token, length, row slot, group slot, prompt length)
+
+
+@dataclass(slots=True)
+class Grid:
+    """Which row sits where in the [G, M] table of groups; remade only when rows join, leave or move."""
+
+    group_n: NDArray[np.int64]
+    rank_n: NDArray[np.int64]
+    row_of_cell: NDArray[np.int64]  # [G * M]; empty cells repeat row 0 and nobody reads them
+    num_groups: int
+    num_ranks: int
+    index: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def heads(self, num_kv: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Row index of (group, head, rank) and cell index of (row, head), both flat."""
+        if num_kv not in self.index:
+            kv = np.arange(num_kv)
+            cells_g_1_m = self.row_of_cell.reshape(self.num_groups, 1, self.num_ranks)
+            gather = (cells_g_1_m * num_kv + kv[:, None]).reshape(-1)
+            scatter = ((self.group_n[:, None] * num_kv + kv) * self.num_ranks + self.rank_n[:, None]).reshape(-1)
+            self.index[num_kv] = (torch.from_numpy(gather).to(device), torch.from_numpy(scatter).to(device))
+        return self.index[num_kv]
+
+
+def make_grid(group_n: NDArray[np.int64], alive_n: NDArray[np.bool_]) -> Grid:
+    """Place living rows in the table of groups. Dead rows own no cell; they read one that exists."""
+    rank_n = np.zeros_like(group_n)
+    living = np.flatnonzero(alive_n)
+    order = living[np.argsort(group_n[living], kind="stable")]
+    starts = np.flatnonzero(np.diff(group_n[order], prepend=-1))
+    rank_n[order] = np.arange(len(order)) - np.repeat(starts, np.diff(starts, append=len(order)))
+    group_n = np.where(alive_n, group_n, group_n[living[0]])
+    num_groups, num_ranks = int(group_n.max()) + 1, int(rank_n.max()) + 1
+    row_of_cell = np.zeros(num_groups * num_ranks, dtype=np.int64)
+    row_of_cell[group_n[living] * num_ranks + rank_n[living]] = living
+    return Grid(group_n, rank_n, row_of_cell, num_groups, num_ranks)
+
+
+@dataclass(slots=True)
+class DecodePlan:
+    """One token for each of N rows."""
+
+    grid: Grid
+    prompt_len_n: NDArray[np.int64]
+    own_len_n: NDArray[np.int64]  # own tokens stored before this one
+    prompt_max: int = 0
+    own_max: int = 0  # with this token
+    even: bool = False  # every row is as long as the longest: no mask, and one slice to write to
+    masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+    targets: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.prompt_max, self.own_max = int(self.prompt_len_n.max()), int(self.own_len_n.max()) + 1
+        self.even = bool((self.own_len_n == self.own_max - 1).all())
+
+    def mask(self, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """0 where row n sees a key, −inf elsewhere, [N, 1, P + T]; None where all is seen. Positions are true ones."""
+        if window is not None and window >= self.prompt_max + self.own_max:
+            window = None
+        if window not in self.masks:
+            prompt_n_1, own_n_1 = self.prompt_len_n[:, None], self.own_len_n[:, None]
+            prompt_p, own_t = np.arange(self.prompt_max), np.arange(self.own_max)
+            seen_p, seen_t = prompt_p < prompt_n_1, own_t <= own_n_1
+            if window is not None:
+                first_n_1 = prompt_n_1 + own_n_1 - window  # the query's position minus the window: the last unseen
+                seen_p, seen_t = seen_p & (prompt_p > first_n_1), seen_t & (prompt_n_1 + own_t > first_n_1)
+            seen = np.concatenate([seen_p, seen_t], axis=1)
+            mask = None
+            if not seen.all():
+                hidden = torch.from_numpy(~seen).to(device)
+                mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)[:, None]
+            self.masks[window] = mask
+        return self.masks[window]
+
+    def target(self, num_kv: int, capacity: int, device: torch.device) -> Tensor:
+        """Flat index in [R * K * T] of the place of each row's new key, per head."""
+        if num_kv not in self.targets:
+            rows_n_1 = np.arange(len(self.own_len_n))[:, None] * num_kv
+            flat = (rows_n_1 + np.arange(num_kv)) * capacity + self.own_len_n[:, None]
+            self.targets[num_kv] = torch.from_numpy(flat.reshape(-1)).to(device)
+        return self.targets[num_kv]
+
+
+Plan = PrefillPlan | ExtendPlan | DecodePlan
+
+
+class KVStore:
+    """Per layer: prompt keys and values [G, K, P, D], own ones [R, K, T, D]. Capacities grow geometrically."""
+
+    def __init__(self) -> None:
+        self.num_groups = self.prompt_len = self.num_rows = self.own_len = 0
+        self.prompt: dict[int, tuple[Tensor, Tensor]] = {}
+        self.own: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def reserve(self, *, groups: int = 0, prompt_len: int = 0, rows: int = 0, own_len: int = 0) -> None:
+        """Make room for so many slots of such lengths; what is stored stays."""
+        prompt = (_grown(self.num_groups, groups), _grown(self.prompt_len, prompt_len))
+        if prompt != (self.num_groups, self.prompt_len):
+            self.num_groups, self.prompt_len = prompt
+            self.prompt = {i: (_resized(k, *prompt), _resized(v, *prompt)) for i, (k, v) in self.prompt.items()}
+        own = (_grown(self.num_rows, rows), _grown(self.own_len, own_len))
+        if own != (self.num_rows, self.own_len):
+            self.num_rows, self.own_len = own
+            self.own = {i: (_resized(k, *own), _resized(v, *own)) for i, (k, v) in self.own.items()}
+
+    def move_rows(self, source: list[int], target: list[int], length: int) -> None:
+        """Copy the first `length` own tokens of some row slots into others."""
+        for tensors in self.own.values():
+            for tensor in tensors:
+                tensor[target, :, :length] = tensor[source, :, :length]
+
+    def move_groups(self, source: list[int], target: list[int]) -> None:
+        for tensors in self.prompt.values():
+            for tensor in tensors:
+                tensor[target] = tensor[source]
+
+    def num_bytes(self) -> int:
+        return sum(t.nbytes for pair in (*self.prompt.values(), *self.own.values()) for t in pair)
+
+    def prompt_of(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        if layer not in self.prompt:
+            self.prompt[layer] = _allocated(self.num_groups, self.prompt_len, key, value)
+        return self.prompt[layer]
+
+    def own_of(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        if layer not in self.own:
+            self.own[layer] = _allocated(self.num_rows, self.own_len, key, value)
+        return self.own[layer]
+
+
+def _grown(have: int, need: int) -> int:
+    return have if need <= have else max(need, have + have // 2)
+
+
+def _resized(tensor: Tensor, slots: int, length: int) -> Tensor:
+    # Zeros, never empty: a masked key still meets a product with 0, and 0 · NaN is NaN.
+    new = tensor.new_zeros(slots, tensor.shape[1], length, tensor.shape[3])
+    new[: tensor.shape[0], :, : tensor.shape[2]] = tensor
+    return new
+
+
+def _allocated(slots: int, length: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    heads = key.shape[1]
+    return key.new_zeros(slots, heads, length, key.shape[-1]), value.new_zeros(slots, heads, length, value.shape[-1])
+
+
+_ACTIVE: ContextVar[tuple[KVStore, Plan] | None] = ContextVar("gspo_decode", default=None)
+
+
+@contextmanager
+def active(store: KVStore, plan: Plan) -> Iterator[None]:
+    """The store and plan that attention uses inside this block."""
+    token = _ACTIVE.set((store, plan))
+    try:
+        yield
+    finally:
+        _ACTIVE.reset(token)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The function transformers calls in every layer: query [1, K·E, N, D], key and value [1, K, N, D]."""
+    found = _ACTIVE.get()
+    if found is None:
+        raise RolloutError(f"attention {ATTENTION!r} was called outside the sampler: the trainer sets its own")
+    if attention_mask is not None or position_bias is not None:
+        raise RolloutError(f"{type(module).__name__} adds a mask or bias of its own to attention: not supported")
+    store, plan = found
+    layer: Any = module.layer_idx
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rule = _Rule(scale, sliding_window, softcap, s_aux)
+    match plan:
+        case PrefillPlan():
+            return _prefill(store, plan, layer, query, key, value, rule), None
+        case ExtendPlan():
+            return _extend(store, plan, layer, query, key, value, rule), None
+        case DecodePlan():
+            return _decode(store, plan, layer, query, key, value, rule), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+
+
+@dataclass(slots=True)
+class _Rule:
+    """What one layer does with its scores."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None  # [K·E] a logit per head that takes mass and gives no value
+
+
+def _weights(scores: Tensor, rule: _Rule, mask: Tensor | None) -> Tensor:
+    """Softmax over the last dimension of [rows, K·E, keys]; `mask` broadcasts; at least in float32."""
+    if rule.softcap is not None:
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    if mask is not None:
+        scores = scores + mask
+    num_keys = scores.shape[-1]
+    if rule.sinks is not None:
+        sinks = rule.sinks.to(scores.dtype).view(-1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    return torch.softmax(scores, dim=-1, dtype=dtype)[..., :num_keys]
+
+
+def segment_attention(query: Tensor, key: Tensor, value: Tensor, rule: _Rule) -> Tensor:
+    """Causal attention of the last L positions over all S: query [B, K·E, L, D], key and value [B, K, S, ·].
+
+    Returns [B, L, K·E, D].
+    """
+    (batch, heads, length, _), (num_kv, num_keys) = query.shape, key.shape[1:3]
+    offset = num_keys - length
+    windowed = rule.window is not None and rule.window < num_keys
+    plain = rule.softcap is None and rule.sinks is None
+    if plain and offset == 0 and not windowed:
+        out = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=rule.scale, enable_gqa=heads != num_kv
+        )
+        return out.transpose(1, 2)
+    query_l_1 = torch.arange(offset, num_keys, device=query.device)[:, None]
+    key_s = torch.arange(num_keys, device=query.device)
+    seen_l_s = key_s <= query_l_1
+    if windowed and rule.window is not None:
+        seen_l_s &= key_s > query_l_1 - rule.window
+    if plain:
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=seen_l_s, scale=rule.scale, enable_gqa=heads != num_kv
+        )
+        return out.transpose(1, 2)
+    mask_l_s = torch.zeros_like(seen_l_s, dtype=query.dtype).masked_fill_(~seen_l_s, -torch.inf)
+    grouped = (query * rule.scale).reshape(batch, num_kv, -1, query.shape[-1])  # [B, K, E·L, D]
+    scores = (grouped @ key.transpose(-1, -2)).view(batch, heads, length, num_keys)
+    # Heads last but one, so that a sink per head lines up.
+    weights = _weights(scores.transpose(1, 2), rule, mask_l_s[:, None]).transpose(1, 2).to(value.dtype)
+    out = weights.reshape(batch, num_kv, -1, num_keys) @ value
+    return out.view(batch, heads, length, -1).transpose(1, 2)
+
+
+def _prefill(
+    store: KVStore, plan: PrefillPlan, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: _Rule
+) -> Tensor:
+    keys, values = store.prompt_of(layer, key, value)
+    outputs, done = [], 0
+    for start, count, length in plan.runs:
+        q, k, v = (
+            x[0, :, start : start + count * length].unflatten(1, (count, length)).transpose(0, 1)
+            for x in (query, key, value)
+        )  # [count, heads, length, D]
+        slots = torch.tensor(plan.slots[done : done + count], device=query.device)
+        keys[slots, :, :length], values[slots, :, :length] = k, v
+        outputs.append(segment_attention(q, k, v, rule).reshape(count * length, query.shape[1], -1))
+        done += count
+    return torch.cat(outputs)[None]
+
+
+def _extend(
+    store: KVStore, plan: ExtendPlan, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: _Rule
+) -> Tensor:
+    prompt_k, prompt_v = store.prompt_of(layer, key, value)
+    own_k, own_v = store.own_of(layer, key, value)
+    outputs = []
+    for start, length, row, group, prompt_len in plan.segments:
+        q, k, v = (x[:, :, start : start + length] for x in (query, key, value))
+        own_k[row, :, :length], own_v[row, :, :length] = k[0], v[0]
+        k = torch.cat([prompt_k[None, group, :, :prompt_len], k], dim=2)
+        v = torch.cat([prompt_v[None, group, :, :prompt_len], v], dim=2)
+        outputs.append(segment_attention(q, k, v, rule)[0])
+    return torch.cat(outputs)[None]
+
+
+def _decode(
+    store: KVStore, plan: DecodePlan, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: _Rule
+) -> Tensor:
+    """One softmax over two parts: a group's rows against its one prompt, and each row against its own tokens."""
+    own_k, own_v = store.own_of(layer, key, value)
+    _, num_kv, num_rows, dim = key.shape
+    dim_v, heads, capacity = value.shape[-1], query.shape[1], own_k.shape[2]
+    per_kv = heads // num_kv
+    if plan.even:
+        own_k[:num_rows, :, plan.own_max - 1] = key[0].transpose(0, 1)
+        own_v[:num_rows, :, plan.own_max - 1] = value[0].transpose(0, 1)
+    else:
+        target = plan.target(num_kv, capacity, key.device)
+        own_k.view(-1, dim).index_copy_(0, target, key[0].transpose(0, 1).reshape(-1, dim))
+        own_v.view(-1, dim_v).index_copy_(0, target, value[0].transpose(0, 1).reshape(-1, dim_v))
+    own_k = own_k.view(-1, capacity, dim)[: num_rows * num_kv, : plan.own_max]  # [N·K, T, D]
+    own_v = own_v.view(-1, capacity, dim_v)[: num_rows * num_kv, : plan.own_max]
+    prompt_k, prompt_v = store.prompt_of(layer, key, value)
+    grid, length = plan.grid, plan.prompt_max
+    prompt_k = prompt_k.view(-1, store.prompt_len, dim)[: grid.num_groups * num_kv, :length]  # [G·K, P, D]
+    prompt_v = prompt_v.view(-1, store.prompt_len, dim_v)[: grid.num_groups * num_kv, :length]
+    to_grid, to_rows = grid.heads(num_kv, query.device)
+    stacked = (grid.num_groups * num_kv, grid.num_ranks * per_kv)  # [G·K, M·E, ·]: all rows of a group as queries
+
+    q = (query[0].transpose(0, 1) * rule.scale).reshape(num_rows * num_kv, per_kv, dim)
+    q_grid = q.index_select(0, to_grid).view(*stacked, dim)
+    on_prompt = torch.bmm(q_grid, prompt_k.transpose(1, 2)).view(-1, per_kv, length).index_select(0, to_rows)
+    scores = torch.cat([on_prompt, torch.bmm(q, own_k.transpose(1, 2))], dim=-1)  # [N·K, E, P + T]
+    mask = plan.mask(rule.window, scores.dtype, scores.device)
+    weights = _weights(scores.view(num_rows, heads, -1), rule, mask).to(value.dtype)
+    weights = weights.reshape(num_rows * num_kv, per_kv, -1)
+    weights_grid = weights[..., :length].index_select(0, to_grid).view(*stacked, length)
+    from_prompt = torch.bmm(weights_grid, prompt_v).view(-1, per_kv, dim_v).index_select(0, to_rows)
+    return torch.baddbmm(from_prompt, weights[..., length:], own_v).view(1, num_rows, heads, dim_v)

@@ -1,0 +1,106 @@
+"""The table of running rows: who sits in which slot and what it has said so far. Plain numpy columns."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gspo.types import FinishReason, Request, Sample
+
+
+class Rows:
+    """One row slot per running sample; slots 0…`used`−1 enter the forward, dead ones among them as padding.
+
+    A row's last token has no key or value yet: it is the input of the next forward. So a row of `count` tokens has
+    `count − 1` stored.
+    """
+
+    def __init__(self, multiple: int) -> None:
+        self.multiple = multiple  # `used` is a multiple of it, so that few matrix shapes occur
+        self.used = 0
+        self.requests: list[Request | None] = []
+        self.alive = np.zeros(0, dtype=np.bool_)
+        self.group = np.zeros(0, dtype=np.int64)  # group slot
+        self.prompt_len = np.zeros(0, dtype=np.int64)
+        self.count = np.zeros(0, dtype=np.int64)  # completion tokens, a prefix included
+        self.rule = np.zeros(0, dtype=np.int64)  # index of its sampling rule
+        self.key = np.zeros((0, 4), dtype=np.int64)  # submission, sample, turn, attempt
+        self.tokens = np.zeros((0, 0), dtype=np.int32)
+        self.logp = np.zeros((0, 0), dtype=np.float32)
+        self.versions = np.zeros((0, 0), dtype=np.int32)
+
+    _COLUMNS = ("alive", "group", "prompt_len", "count", "rule", "key", "tokens", "logp", "versions")
+
+    def living(self) -> NDArray[np.int64]:
+        return np.flatnonzero(self.alive[: self.used])
+
+    def padded(self, num: int) -> int:
+        return -(-num // self.multiple) * self.multiple
+
+    def reserve(self, rows: int, length: int) -> None:
+        rows, have, width = self.padded(rows), len(self.alive), self.tokens.shape[1]
+        if length > width:
+            length = max(length, width + width // 2)
+            for name in ("tokens", "logp", "versions"):
+                setattr(self, name, np.pad(getattr(self, name), ((0, 0), (0, length - width))))
+        if rows > have:
+            for name in self._COLUMNS:
+                column = getattr(self, name)
+                setattr(self, name, np.pad(column, ((0, rows - have), *((0, 0),) * (column.ndim - 1))))
+            self.requests += [None] * (rows - have)
+
+    def join(self, requests: list[Request], groups: list[int], rules: list[int]) -> NDArray[np.int64]:
+        """Seat requests in dead slots, lowest first; a prefix is what a row has said already."""
+        self.reserve(int(self.alive.sum()) + len(requests), max(r.params.max_new_tokens for r in requests))
+        slots = np.flatnonzero(~self.alive)[: len(requests)]
+        for slot, request in zip(slots, requests, strict=True):
+            self.requests[slot] = request
+            if request.prefix is not None:
+                num = len(request.prefix.tokens)
+                self.tokens[slot, :num] = request.prefix.tokens
+                self.logp[slot, :num] = request.prefix.behavior_logp
+                self.versions[slot, :num] = request.prefix.versions
+        self.alive[slots] = True
+        self.group[slots], self.rule[slots] = groups, rules
+        self.prompt_len[slots] = [len(r.prompt) for r in requests]
+        self.count[slots] = [0 if r.prefix is None else len(r.prefix.tokens) for r in requests]
+        self.key[slots] = [(r.id.submission, r.id.sample, r.id.turn, r.id.attempt) for r in requests]
+        self.used = max(self.used, self.padded(int(slots[-1]) + 1))
+        return slots
+
+    def append(self, slots: NDArray[np.int64], tokens: NDArray, logp: NDArray, version: int) -> None:
+        at = self.count[slots]
+        self.tokens[slots, at], self.logp[slots, at], self.versions[slots, at] = tokens, logp, version
+        self.count[slots] = at + 1
+
+    def take(self, slot: int, finish: FinishReason) -> Sample:
+        """The sample of a row as it stands; the slot is dead afterwards."""
+        request, num = self.requests[slot], int(self.count[slot])
+        assert request is not None
+        self.requests[slot], self.alive[slot] = None, False
+        mask, turns = np.ones(num, dtype=np.bool_), np.full(num, request.id.turn, dtype=np.int16)
+        if request.prefix is not None:
+            kept = len(request.prefix.tokens)
+            mask[:kept], turns[:kept] = request.prefix.mask, request.prefix.turns
+        tokens, logp = self.tokens[slot, :num].copy(), self.logp[slot, :num].copy()
+        return Sample(request.id, tokens, logp, self.versions[slot, :num].copy(), mask, turns, finish)
+
+    def compact(self) -> tuple[list[int], list[int]]:
+        """Where dropping dead slots shortens the forward, move the last living rows into the first dead slots.
+
+        Returns (from, to): few rows move, however many are stored.
+        """
+        living = self.living()
+        used = self.padded(len(living))
+        if used >= self.used:
+            return [], []
+        source = living[living >= used]
+        target = np.flatnonzero(~self.alive[:used])[: len(source)]
+        for name in self._COLUMNS:
+            column = getattr(self, name)
+            column[target] = column[source]
+        self.alive[source] = False
+        for i, j in zip(source, target, strict=True):
+            self.requests[j], self.requests[i] = self.requests[i], None
+        self.used = used
+        return source.tolist(), target.tolist()

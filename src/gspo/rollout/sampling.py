@@ -1,0 +1,102 @@
+"""From logits to tokens: the processed distribution, one inverse-CDF draw per row, and its log-prob.
+
+Shapes: N rows, V vocabulary. Everything is a function of (logits, settings, uniforms); there is no state here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_BLOCK = 256  # tokens summed together in the first level of the draw
+_NUCLEUS = 1024  # likeliest tokens looked at before a full sort is paid for
+
+
+def keep_top_k(logits_n_v: Tensor, k: int) -> Tensor:
+    """−inf below the k-th largest logit of each row; ties with it stay."""
+    if k >= logits_n_v.shape[-1]:
+        return logits_n_v
+    kth_n_1 = torch.topk(logits_n_v, k, dim=-1).values[:, -1:]
+    return logits_n_v.masked_fill(logits_n_v < kth_n_1, -torch.inf)
+
+
+def keep_top_p(logits_n_v: Tensor, p: float) -> Tensor:
+    """−inf outside the nucleus: the likeliest tokens up to and with the one that brings their mass to p.
+
+    A token stays iff the mass of the strictly likelier ones is < p (and so do ties with the last that stays).
+    """
+    num_vocab = logits_n_v.shape[-1]
+    total_n_1 = torch.logsumexp(logits_n_v, dim=-1, keepdim=True)
+    top = min(_NUCLEUS, num_vocab)
+    # A nucleus is nearly always far smaller than the vocabulary, and a partial sort far cheaper than a full one.
+    sorted_n_k = torch.topk(logits_n_v, top, dim=-1).values
+    before_n_k = _mass_before(sorted_n_k, total_n_1)
+    if top < num_vocab and bool((before_n_k[:, -1] < p).any()):
+        sorted_n_k = torch.sort(logits_n_v, dim=-1, descending=True).values
+        before_n_k = _mass_before(sorted_n_k, total_n_1)
+    last_n_1 = (before_n_k < p).sum(dim=-1, keepdim=True).clamp_(min=1) - 1
+    return logits_n_v.masked_fill(logits_n_v < sorted_n_k.gather(-1, last_n_1), -torch.inf)
+
+
+def _mass_before(sorted_n_k: Tensor, total_n_1: Tensor) -> Tensor:
+    mass_n_k = (sorted_n_k - total_n_1).double().exp_()
+    return mass_n_k.cumsum(dim=-1) - mass_n_k
+
+
+def process(
+    logits_n_v: Tensor, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, forbidden: Tensor | None = None
+) -> Tensor:
+    """log π of the distribution actually sampled: forbidden tokens, temperature, top-k, top-p, normalised.
+
+    `forbidden` [N, V] bool is True where a token must not be drawn. float32, or float64 if the logits are.
+    A row that holds NaN or +inf, or nothing but −inf, comes out as NaN.
+    """
+    x = logits_n_v if logits_n_v.dtype in (torch.float32, torch.float64) else logits_n_v.float()
+    if forbidden is not None:
+        x = x.masked_fill(forbidden, -torch.inf)
+    if temperature != 1.0:
+        x = x / temperature
+    if top_k > 0:
+        x = keep_top_k(x, top_k)
+    if top_p < 1.0:
+        x = keep_top_p(x, top_p)
+    return torch.log_softmax(x, dim=-1)
+
+
+def draw(logp_n_v: Tensor, uniform_n: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Tokens [N] and their log-probs [N] (float64); `uniform_n` in [0, 1), None takes the likeliest token.
+
+    The token is the first whose cumulative probability exceeds u. Two levels, blocks and then tokens of one block,
+    with cumulative sums in float64: no token of probability zero is ever drawn, at any size of vocabulary.
+    """
+    num_rows, num_vocab = logp_n_v.shape
+    mass_n_v = logp_n_v.exp()
+    num_blocks = -(-num_vocab // _BLOCK)
+    if num_vocab % _BLOCK:
+        mass_n_v = F.pad(mass_n_v, (0, num_blocks * _BLOCK - num_vocab))
+    mass_n_b_k = mass_n_v.view(num_rows, num_blocks, _BLOCK)
+    blocks_n_b = mass_n_b_k.sum(dim=-1).double()
+    cumulative_n_b = blocks_n_b.cumsum(dim=-1)
+    total_n_1 = cumulative_n_b[:, -1:]
+    if uniform_n is None:
+        token_n_1 = logp_n_v.argmax(dim=-1, keepdim=True)
+    else:
+        target_n_1 = uniform_n[:, None].to(total_n_1) * total_n_1
+        block_n_1 = _first_above(cumulative_n_b, target_n_1)
+        inside_n_k = mass_n_b_k[torch.arange(num_rows, device=logp_n_v.device), block_n_1[:, 0]].double()
+        # Read, not subtracted: a sum of earlier blocks ≤ target leaves a remainder ≥ 0, and a leading token of mass 0
+        # is then never "above" it.
+        below_n_1 = F.pad(cumulative_n_b, (1, 0)).gather(-1, block_n_1)
+        rest_n_1 = target_n_1 - below_n_1
+        token_n_1 = block_n_1 * _BLOCK + _first_above(inside_n_k.cumsum(dim=-1), rest_n_1)
+    # The row sum of a float32 log-softmax over 10⁵ tokens is off by up to 1e-5; the block sums know it better.
+    logp_n_1 = logp_n_v.gather(-1, token_n_1).double() - total_n_1.log()
+    return token_n_1[:, 0], logp_n_1[:, 0]
+
+
+def _first_above(cumulative_n_k: Tensor, target_n_1: Tensor) -> Tensor:
+    """Index of the first cumulative sum > target; at most that of the last entry with mass (u·total may round up)."""
+    index_n_1 = (cumulative_n_k <= target_n_1).sum(dim=-1, keepdim=True)
+    last_n_1 = (cumulative_n_k < cumulative_n_k[:, -1:]).sum(dim=-1, keepdim=True)
+    return torch.minimum(index_n_1, last_n_1)

@@ -1,0 +1,127 @@
+"""The embedded task: column addition with its working written out, from nothing but a seed.
+
+A prompt `37+48=` is answered by one column after the other from the right, each `digits + carry = two-digit sum`, then
+the result after `>`: `7+8+0=15,3+4+1=08>85`. Every column has one shape, so a small model can learn it; a wrong carry
+spoils everything after it, so it has something to learn.
+
+Who sees which problem is decided by a hash of the operands in sorted order (so 37+48 and 48+37 go together): the warm
+start, reinforcement learning and the held-out test draw from three disjoint sets, whatever the seed. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from gspo import rng
+from gspo.errors import DataError
+
+ALPHABET = "0123456789+=,>"
+MARKER = ">"
+
+Split = Literal["warm", "train", "test"]
+SPLITS: tuple[Split, ...] = ("warm", "train", "test")
+# The range of the hash that belongs to each split: 40 % warm start, 40 % RL, 20 % held out.
+_BOUNDS = {"warm": (0.0, 0.4), "train": (0.4, 0.8), "test": (0.8, 1.0)}
+_CHUNK = 1024  # problems drawn at once
+
+
+class Problem(NamedTuple):
+    """One addition.
+
+    >>> worked((37, 48))
+    Problem(question='37+48=', answer='85', solution='7+8+0=15,3+4+1=08>85')
+    """
+
+    question: str
+    answer: str
+    solution: str  # the whole completion, without EOS
+
+
+def worked(operands: Sequence[int]) -> Problem:
+    """Write out an addition; operands may differ in length (missing digits are 0)."""
+    total, carry, columns = sum(operands), 0, []
+    for place in range(len(str(max(operands)))):
+        digits = [operand // 10**place % 10 for operand in operands]
+        column = sum(digits) + carry
+        columns.append("+".join(map(str, (*digits, carry))) + f"={column:02d}")
+        carry = column // 10
+    return Problem("+".join(map(str, operands)) + "=", str(total), ",".join(columns) + f"{MARKER}{total}")
+
+
+def split_of(operands: Sequence[int]) -> Split:
+    """Which of the three disjoint sets a problem belongs to.
+
+    >>> split_of((37, 48)) == split_of((48, 37))
+    True
+    """
+    u = float(_share(np.asarray([sorted(operands)]))[0])
+    return next(split for split in SPLITS if _BOUNDS[split][0] <= u < _BOUNDS[split][1])
+
+
+def problem(
+    index: int, *, split: Split = "train", seed: int = 1, digits: tuple[int, int] = (1, 3), operands: int = 2
+) -> Problem:
+    """Problem number `index` of a split's endless stream; a pure function of its arguments."""
+    chunk, offset = divmod(index, _CHUNK)
+    return worked(_draw(chunk, split, seed, digits, operands)[offset].tolist())
+
+
+def problems(
+    split: Split, *, seed: int = 1, digits: tuple[int, int] = (1, 3), operands: int = 2, start: int = 0
+) -> Iterator[Problem]:
+    """The stream of `problem(start), problem(start + 1), …`, endless; the same problem may come again."""
+    while True:
+        chunk, offset = divmod(start, _CHUNK)
+        for row in _draw(chunk, split, seed, digits, operands)[offset:].tolist():
+            yield worked(row)
+            start += 1
+
+
+def distinct_problems(
+    split: Split, count: int, *, seed: int = 1, digits: tuple[int, int] = (1, 3), operands: int = 2
+) -> list[Problem]:
+    """The first `count` different problems of the stream, or all there are of this difficulty if those are fewer."""
+    found: dict[str, Problem] = {}
+    repeats = 0
+    for drawn in problems(split, seed=seed, digits=digits, operands=operands):
+        # So long without a new one: nothing worth waiting for is left.
+        if len(found) == count or repeats > max(4 * _CHUNK, 4 * len(found)):
+            break
+        repeats = repeats + 1 if drawn.question in found else 0
+        found.setdefault(drawn.question, drawn)
+    return list(found.values())
+
+
+def _draw(chunk: int, split: str, seed: int, digits: tuple[int, int], operands: int) -> np.ndarray:
+    """Operands of `_CHUNK` problems [_CHUNK, operands], each the first of its attempts that falls into the split."""
+    if split not in _BOUNDS:
+        raise DataError(f"embedded:arithmetic has the splits {', '.join(SPLITS)}, got {split!r}")
+    low, high = digits
+    if not (1 <= low <= high <= 6 and 2 <= operands <= 8):
+        raise DataError(f"embedded:arithmetic takes 1 to 6 digits and 2 to 8 operands, got {digits} and {operands}")
+    row = chunk * _CHUNK + np.arange(_CHUNK)
+    key = f"arithmetic/{split}/{low}-{high}/{operands}"
+    chosen = np.zeros((_CHUNK, operands), dtype=np.int64)
+    missing = np.ones(_CHUNK, dtype=bool)
+    attempt = 0
+    while missing.any():
+        # All operands of a problem have the same number of digits; a single digit may be 0.
+        length = low + (rng.uniform(seed, key, row, attempt, 0) * (high - low + 1)).astype(np.int64)
+        floor = np.where(length == 1, 0, 10 ** (length - 1))[:, None]
+        u = rng.uniform(seed, key, row[:, None], attempt, 1 + np.arange(operands)[None, :])
+        drawn = floor + (u * (10 ** length[:, None] - floor)).astype(np.int64)
+        share = _share(np.sort(drawn, axis=1))
+        take = missing & (share >= _BOUNDS[split][0]) & (share < _BOUNDS[split][1])
+        chosen[take] = drawn[take]
+        missing &= ~take
+        attempt += 1
+    return chosen
+
+
+def _share(sorted_operands: np.ndarray) -> np.ndarray:
+    """A number in [0, 1) for each row of operands, the same in every run and for every seed."""
+    columns = [sorted_operands[:, i] for i in range(sorted_operands.shape[1])]
+    return rng.uniform(0, "arithmetic-split", *columns)

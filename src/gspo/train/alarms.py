@@ -1,0 +1,53 @@
+"""Checks that run with every step and speak up when training is not doing what its name says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+# Steps in a row before a check speaks; it then speaks again at twice, four times, … as many.
+PATIENCE = 20
+
+
+def alarms(metrics: Mapping[str, Any], counts: dict[str, int], *, clips: bool, num_minibatches: int) -> Iterator[str]:
+    """Messages for this step. `counts` (steps in a row, by alarm) is the caller's, and part of the checkpoint."""
+    clipped = (metrics.get("clip/sequences_low") or 0.0) + (metrics.get("clip/sequences_high") or 0.0)
+    seen = metrics.get("ratio/log_s_std") is not None
+    conditions = {
+        "nothing clipped": (
+            clips and num_minibatches > 1 and seen and clipped == 0,
+            "no sequence was clipped for {n} steps: the clip range is wider than the policy's drift; "
+            "set actor.eps_clip lower, or actor.eps_clip=auto",
+        ),
+        "most clipped": (
+            clips and clipped > 0.5,
+            "more than half of the sequences were clipped for {n} steps: set actor.eps_clip higher or "
+            "actor.optimizer.lr lower, or actor.eps_clip=auto",
+        ),
+        "ratio stuck at 1": (
+            num_minibatches > 1 and seen and metrics.get("ratio/log_s_max_abs") == 0.0,
+            "every ratio was exactly 1 for {n} steps: π_old is taken from the policy being trained, or nothing is "
+            "updated (learning rate 0?)",
+        ),
+        "nothing to learn": (
+            metrics.get("reward/zero_variance_groups") == 1.0,
+            "every group had equal rewards for {n} steps: the task is too hard, too easy, or the reward is broken; "
+            "look at samples/ and at gconfig.n_samples",
+        ),
+        "entropy collapsed": (
+            (metrics.get("policy/entropy") or 1.0) < 1e-3,
+            "the policy's entropy has been below 0.001 for {n} steps: it no longer explores; set "
+            "gconfig.temperature or stop earlier",
+        ),
+    }
+    if (worst := metrics.get("ratio/first_minibatch_max_abs")) is not None and worst > 1e-6:
+        yield f"mini-batch 1 has a ratio other than 1 (|log s| up to {worst:.2e}): π_old is not its own forward"
+    for name, (holds, message) in conditions.items():
+        counts[name] = counts.get(name, 0) + 1 if holds else 0
+        if (
+            holds
+            and counts[name] >= PATIENCE
+            and (counts[name] // PATIENCE).bit_count() == 1
+            and not counts[name] % PATIENCE
+        ):
+            yield message.format(n=counts[name])

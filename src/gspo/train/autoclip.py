@@ -1,0 +1,43 @@
+"""`eps_clip: auto`: a clip range that follows the policy's own drift towards a target share of clipped sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class AutoClip:
+    """Settings; the state is one number (see `follow`)."""
+
+    target_fraction: float = 0.15
+    high_over_low: float = 4 / 3
+    decay: float = 0.8
+    eps_max: float = 0.2
+
+
+def follow(
+    state: float | None, log_s: NDArray[np.float64], advantages: NDArray[np.float64], how: AutoClip
+) -> float | None:
+    """The next ε_low before bounds: an exponential average of past steps' quantiles.
+
+    A sequence is clipped where log s moves the way its advantage points, beyond ε_high for A > 0 and beyond ε_low for
+    A < 0. With ε_high = ρ ε_low, a rise divided by ρ and a fall are on one scale, and their (1 − target) quantile is
+    the ε_low that would have clipped the target share. Give the sequences of mini-batches ≥ 2 only.
+    """
+    seen = np.isfinite(log_s) & (advantages != 0)
+    if not seen.any():
+        return state
+    moved = np.where(advantages > 0, log_s / how.high_over_low, -log_s)[seen]
+    quantile = float(np.quantile(moved, 1 - how.target_fraction))
+    return quantile if state is None else how.decay * state + (1 - how.decay) * quantile
+
+
+def bounds(state: float | None, noise_floor: float, default: tuple[float, float], how: AutoClip) -> tuple[float, float]:
+    """(ε_low, ε_high): never below the noise floor, never above eps_max; the preset's own before anything was seen."""
+    if state is None:
+        return default
+    low = max(state, noise_floor, 1e-6)
+    return min(low, how.eps_max), min(low * how.high_over_low, how.eps_max)

@@ -1,0 +1,162 @@
+"""A rollout batch with everything decided before the first update: rewards, advantages, mini-batches.
+
+Sequences are numbered 0…n−1 in the order of groups and samples; every array here is [n]. Membership in mini-batches is
+fixed before anything is skipped, so that no skip can change a denominator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gspo.objectives import advantage
+from gspo.train.packing import Completion, PackItem
+from gspo.types import Group, Sample, Score
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """n sequences of one rollout batch, ready to train."""
+
+    groups: tuple[Group, ...]
+    group_of: NDArray[np.int64]  # position of the sequence's group in `groups`
+    scored: NDArray[np.bool_]  # False: the reward failed; the sequence is out of every count
+    rewards: Floats  # as scored; NaN where it failed
+    shaped: Floats  # after length penalty, bias, scaling, clip
+    advantages: Floats  # final; 0 where not scored
+    counted: NDArray[np.bool_]  # in the denominator: scored, and not in a dropped group
+    minibatch: NDArray[np.int64]
+
+    @cached_property
+    def samples(self) -> list[Sample]:
+        return [sample for group in self.groups for sample in group.samples]
+
+    @cached_property
+    def trained_tokens(self) -> NDArray[np.int64]:
+        """|y_i|: trained tokens of each sequence."""
+        return np.array([int(sample.mask.sum()) for sample in self.samples], dtype=np.int64)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.group_of)
+
+    @property
+    def live(self) -> NDArray[np.bool_]:
+        """Sequences that can change the gradient: an advantage, and a token to carry it."""
+        return self.counted & (self.advantages != 0) & (self.trained_tokens > 0)
+
+    def items(self, which: NDArray[np.bool_]) -> list[PackItem]:
+        """The chosen sequences as pack items, each prompt with its completions."""
+        items, index = [], 0
+        for group in self.groups:
+            numbers = range(index, index + len(group.samples))
+            chosen = [
+                Completion(sample.tokens, sample.mask, i)
+                for i, sample in zip(numbers, group.samples, strict=True)
+                if which[i]
+            ]
+            if chosen:
+                items.append(PackItem(np.asarray(group.prompt.tokens, dtype=np.int64), tuple(chosen)))
+            index += len(group.samples)
+        return items
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """How a score becomes a reward, in this order: overlong penalty, bias, scaling, clip."""
+
+    bias: float = 0.0
+    scaling: float = 1.0
+    clip: float = 20.0
+    overlong_tokens: int = 0  # 0: no penalty
+    overlong_factor: float = 1.0
+    max_new_tokens: int = 0
+
+
+def shape(scores: Floats, lengths: NDArray[np.int64], how: Shaping) -> Floats:
+    """clip( (score − penalty + bias) · scaling ), the penalty rising linearly over the last `overlong_tokens`.
+
+    (DAPO, arXiv 2503.14476, eq. 13: 0 up to L − tail, then (L − tail − |y|)/tail.)
+    """
+    out = scores.copy()
+    if how.overlong_tokens:
+        over = np.clip((lengths - (how.max_new_tokens - how.overlong_tokens)) / how.overlong_tokens, 0.0, 1.0)
+        out = out - how.overlong_factor * over
+    return np.clip((out + how.bias) * how.scaling, -how.clip, how.clip)
+
+
+def normalised(rewards: Floats, group_of: NDArray[np.int64], norm: str | Mapping[str, Any]) -> Floats:
+    """Advantages by a preset's name (`group_std`, …) or by an explicit normalisation."""
+    x, groups = torch.from_numpy(np.ascontiguousarray(rewards)), torch.from_numpy(np.ascontiguousarray(group_of))
+    if isinstance(norm, str):
+        kinds = {
+            "group_std": advantage.group_std,
+            "group_mean": advantage.group_mean,
+            "leave_one_out": advantage.leave_one_out,
+            "batch": advantage.batch,
+        }
+        return kinds[norm](x, groups).numpy()
+    return advantage.normalize(x, groups, **norm).numpy()
+
+
+def assemble(
+    groups: Sequence[Group],
+    *,
+    norm: str | Mapping[str, Any],
+    shaping: Shaping,
+    num_minibatches: int,
+    adv_norm: Mapping[str, Any] | None = None,
+    zero_variance: str = "count",
+    truncated_is_zero: bool = False,
+) -> Batch:
+    """Scores to advantages, and sequences to mini-batches."""
+    groups = tuple(groups)
+    group_of = np.repeat(np.arange(len(groups)), [len(g.samples) for g in groups]).astype(np.int64)
+    outcomes = [outcome for group in groups for outcome in group.outcomes]
+    samples = [sample for group in groups for sample in group.samples]
+    rewards = np.array([o.value if isinstance(o, Score) else np.nan for o in outcomes], dtype=np.float64)
+    scored = ~np.isnan(rewards)
+    lengths = np.array([int(s.mask.sum()) for s in samples], dtype=np.int64)
+    shaped = shape(rewards, lengths, shaping)
+    advantages = np.zeros(len(rewards))
+    # A failed reward leaves its group: the others are compared among themselves.
+    advantages[scored] = normalised(shaped[scored], group_of[scored], norm)
+    if truncated_is_zero:
+        advantages[np.array([s.finish == "length" for s in samples])] = 0.0
+    if adv_norm is not None and scored.any():
+        advantages[scored] = normalised(advantages[scored], group_of[scored], adv_norm)
+    counted = scored.copy()
+    if zero_variance == "drop":
+        flat = np.array([not (advantages[(group_of == g) & scored] != 0).any() for g in range(len(groups))])
+        counted &= ~flat[group_of] if len(groups) else counted
+    return Batch(
+        groups=groups,
+        group_of=group_of,
+        scored=scored,
+        rewards=rewards,
+        shaped=shaped,
+        advantages=advantages,
+        counted=counted,
+        minibatch=_minibatches(group_of, len(groups), num_minibatches),
+    )
+
+
+def is_flat(group: Group) -> bool:
+    """Whether all scored rewards of a group are the same, so that it teaches nothing."""
+    values = np.array([o.value for o in group.outcomes if isinstance(o, Score)])
+    return not normalised(values, np.zeros(len(values), dtype=np.int64), "group_mean").any()
+
+
+def _minibatches(group_of: NDArray[np.int64], num_groups: int, num: int) -> NDArray[np.int64]:
+    """Whole groups per mini-batch where that divides (a prompt is then computed once), else runs of sequences."""
+    if num_groups % num == 0:
+        return group_of // max(num_groups // num, 1)
+    return np.arange(len(group_of)) * num // max(len(group_of), 1)

@@ -1,0 +1,155 @@
+"""The numbers of a step, by the names of docs/metrics.md. Shares are of the population their line says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gspo.objectives.diagnostics import clip_fractions, effective_sample_size, log_s_summary
+from gspo.train.batch import Batch
+from gspo.train.step import StepReport
+from gspo.types import Score
+
+
+def step_metrics(batch: Batch, report: StepReport, version: int) -> dict[str, Any]:
+    """Everything but times, evaluation and the clip range."""
+    lengths = batch.trained_tokens
+    finished = np.array([s.finish != "length" for s in batch.samples])
+    groups = [batch.advantages[batch.group_of == g] for g in range(len(batch.groups))]
+    behind = [version - int(s.versions.min()) for s in batch.samples if len(s.versions)]
+    out: dict[str, Any] = {
+        "reward/mean": _mean(batch.rewards[batch.scored]),
+        "reward/std": float(batch.rewards[batch.scored].std()) if batch.scored.any() else None,
+        "reward/zero_variance_groups": float(np.mean([not a.any() for a in groups])) if groups else None,
+        "reward/failures": int((~batch.scored).sum()),
+        **_parts(batch),
+        "length/mean": _mean(lengths),
+        "length/max": int(lengths.max()) if len(lengths) else None,
+        "length/clipped_mean": _mean(lengths[(report.clipped_low + report.clipped_high) > 0]),
+        "length/truncated": float(1 - finished.mean()) if len(finished) else None,
+        "staleness/mean": _mean(np.array(behind)),
+        "staleness/max": max(behind, default=0),
+        "policy/entropy": _weighted(report.entropy, lengths),
+        "policy/kl_behavior": _weighted(report.kl_behavior, lengths),
+        "loss/mean": _mean(np.array(report.losses)),
+        "grad/norm": _mean(np.array(report.grad_norms)),
+        "grad/norm_max": max(report.grad_norms, default=None),
+        "grad/skipped_updates": report.taken.count(False),
+        "skipped/zero_advantage_sequences": int((batch.counted & ~batch.live).sum()),
+    }
+    first, entered = batch.minibatch == 0, np.isfinite(report.log_s)
+    # With one mini-batch all there is is the first; its ratios are 1 unless π_old is the sampler's.
+    later = entered & (~first if batch.minibatch.max(initial=0) > 0 else True)
+    out |= _ratio(report, lengths, later)
+    if (first & entered).any():
+        out["ratio/first_minibatch_max_abs"] = float(np.abs(report.log_s[first & entered]).max())
+    out |= _noise(report.noise_log_s[fresh(batch, version)])
+    return out
+
+
+def fresh(batch: Batch, version: int) -> NDArray[np.bool_]:
+    """Sequences whose every token was sampled by the current weights: only these measure noise."""
+    return np.array([bool((s.versions == version).all()) for s in batch.samples], dtype=bool)
+
+
+def noise_floor(report: StepReport, batch: Batch, version: int) -> float | None:
+    """p95 of |log s| between sampler and trainer at the same weights; None where nothing measured it."""
+    noise = report.noise_log_s[fresh(batch, version)]
+    noise = noise[np.isfinite(noise)]
+    return float(np.quantile(np.abs(noise), 0.95)) if len(noise) else None
+
+
+def _ratio(report: StepReport, lengths: NDArray[np.int64], which: NDArray[np.bool_]) -> dict[str, Any]:
+    log_s = torch.from_numpy(report.log_s[which])
+    stats = {
+        "num_tokens": torch.from_numpy(lengths[which].astype(np.float64)),
+        "clipped_low": torch.from_numpy(report.clipped_low[which]),
+        "clipped_high": torch.from_numpy(report.clipped_high[which]),
+    }
+    shares = clip_fractions(stats) if len(log_s) else {}
+    return {
+        **{f"ratio/log_s_{name}": float(value) if len(log_s) else None for name, value in log_s_summary(log_s).items()},
+        "clip/sequences_low": float(shares["sequences_low"]) if shares else None,
+        "clip/sequences_high": float(shares["sequences_high"]) if shares else None,
+        "clip/tokens": float(shares["tokens"]) if shares else None,
+        "ess/sequences": float(effective_sample_size(log_s)) if len(log_s) else None,
+    }
+
+
+def _noise(noise: NDArray[np.float64]) -> dict[str, Any]:
+    noise = noise[np.isfinite(noise)]
+    if not len(noise):
+        return {"noise/log_s_mean": None, "noise/log_s_std": None, "noise/log_s_p95_abs": None}
+    return {
+        "noise/log_s_mean": float(noise.mean()),
+        "noise/log_s_std": float(noise.std()),
+        "noise/log_s_p95_abs": float(np.quantile(np.abs(noise), 0.95)),
+    }
+
+
+def _parts(batch: Batch) -> dict[str, Any]:
+    values: dict[str, list[float]] = {}
+    for group in batch.groups:
+        for outcome in group.outcomes:
+            for name, value in outcome.parts.items() if isinstance(outcome, Score) else ():
+                values.setdefault(name, []).append(value)
+    return {f"reward/part_{name}": float(np.mean(v)) for name, v in values.items()}
+
+
+def sample_rows(batch: Batch, report: StepReport, step: int) -> list[Mapping[str, Any]]:
+    """One object per sample, for samples/step_*.jsonl."""
+    rows: list[Mapping[str, Any]] = []
+    index = 0
+    for group in batch.groups:
+        for sample, text, outcome in zip(group.samples, group.texts, group.outcomes, strict=True):
+            clipped = report.clipped_low[index] + report.clipped_high[index]
+            rows.append(
+                {
+                    "step": step,
+                    "sequence": index,
+                    "submission": sample.id.submission,
+                    "sample": sample.id.sample,
+                    "prompt": group.prompt.text,
+                    "completion": text,
+                    "answer": group.prompt.data.get("answer"),
+                    "reward": batch.rewards[index],
+                    "reward_parts": dict(outcome.parts) if isinstance(outcome, Score) else None,
+                    "failure": None if isinstance(outcome, Score) else f"{outcome.kind}: {outcome.message}",
+                    "advantage": batch.advantages[index],
+                    "length": int(batch.trained_tokens[index]),
+                    "finish": sample.finish,
+                    "log_s": report.log_s[index],
+                    "clipped": bool(clipped > 0) if np.isfinite(clipped) else None,
+                    "minibatch": int(batch.minibatch[index]),
+                    "version": int(sample.versions[-1]) if len(sample.versions) else None,
+                }
+            )
+            index += 1
+    return rows
+
+
+def token_tensors(batch: Batch, report: StepReport) -> dict[str, np.ndarray]:
+    """Per-token values of the kept sequences: `<sequence>/tokens`, `/behavior_logp`, `/logp`, `/entropy`."""
+    out: dict[str, np.ndarray] = {}
+    for index in sorted(report.logp):
+        sample = batch.samples[index]
+        out[f"{index}/tokens"] = np.ascontiguousarray(sample.tokens[sample.mask])
+        out[f"{index}/behavior_logp"] = np.ascontiguousarray(sample.behavior_logp[sample.mask])
+        out[f"{index}/logp"] = report.logp[index]
+        out[f"{index}/entropy"] = report.token_entropy[index]
+    return out
+
+
+def _mean(values: NDArray[Any]) -> float | None:
+    return float(values.mean()) if len(values) else None
+
+
+def _weighted(values: NDArray[np.float64], weights: NDArray[np.int64]) -> float | None:
+    """Token mean from per-sequence token means, over the sequences that entered the model."""
+    seen = np.isfinite(values)
+    total = weights[seen].sum()
+    return float((values[seen] * weights[seen]).sum() / total) if total else None

@@ -1,0 +1,85 @@
+"""From prompts to scored groups: requests to the sampler, completions to the rewards, as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from gspo.errors import RewardError, RolloutError
+from gspo.rewards.pool import RewardPool
+from gspo.rewards.spec import RewardItem
+from gspo.rollout.engine import Sampler
+from gspo.types import Failure, Group, Outcome, Prompt, Request, Sample, SampleId, SamplingParams
+
+# A workflow turns requests into finished samples by means of a sampler, in any order; every request gets one sample
+# with its id. The default asks once and takes what comes; an episode asks again, turn by turn.
+Workflow = Callable[[Sequence[Request], Sampler], Iterable[Sample]]
+
+
+def single_turn(requests: Sequence[Request], sampler: Sampler) -> Iterator[Sample]:
+    """One completion per prompt."""
+    sampler.submit(requests)
+    yield from sampler.completed()
+
+
+def sample_groups(
+    prompts: Sequence[tuple[int, Prompt]],
+    *,
+    num_samples: int,
+    params: SamplingParams,
+    sampler: Sampler,
+    rewards: RewardPool,
+    decode: Callable[[Sequence[int]], str],
+    workflow: Workflow = single_turn,
+    on_sample: Callable[[], None] = lambda: None,
+    attempt: int = 0,
+) -> list[Group]:
+    """Groups in the order of `prompts` (submission index, prompt), whatever the order of completion."""
+    requests = [
+        Request(SampleId(submission, i, attempt=attempt), prompt.tokens, params)
+        for submission, prompt in prompts
+        for i in range(num_samples)
+    ]
+    by_submission = dict(prompts)
+    arrived: dict[int, dict[int, Sample]] = {submission: {} for submission, _ in prompts}
+    whole: dict[int, tuple[tuple[Sample, ...], tuple[str, ...]]] = {}
+    for sample in workflow(requests, sampler):
+        submission, number = sample.id.submission, sample.id.sample
+        if number in arrived.get(submission, {number: None}):
+            raise RolloutError(f"the sampler returned {sample.id}, which was not asked for or came twice")
+        arrived[submission][number] = sample
+        on_sample()
+        if len(arrived[submission]) == num_samples:
+            samples = tuple(arrived[submission][i] for i in range(num_samples))
+            texts = tuple(decode(s.tokens.tolist()) for s in samples)
+            whole[submission] = samples, texts
+            # A whole group goes to the rewards at once: scoring runs beside sampling.
+            rewards.submit(submission, _item(by_submission[submission], samples, texts))
+    if missing := [submission for submission, _ in prompts if submission not in whole]:
+        raise RolloutError(f"the sampler ended with {len(missing)} of {len(prompts)} groups unfinished")
+    outcomes: dict[Any, tuple[Outcome, ...]] = {key: tuple(scores) for key, scores in rewards.completed()}
+    return [
+        Group(submission, prompt, *whole[submission], outcomes=outcomes[submission]) for submission, prompt in prompts
+    ]
+
+
+def refuse_failures(groups: Sequence[Group], max_fraction: float) -> list[Failure]:
+    """The failures of a batch; RewardError where they are too many to go on."""
+    outcomes = [outcome for group in groups for outcome in group.outcomes]
+    failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+    if failures and (len(failures) > max_fraction * len(outcomes) or len(failures) == len(outcomes)):
+        raise RewardError(
+            f"{len(failures)} of {len(outcomes)} rewards failed in one batch (allowed: reward.max_failure_fraction = "
+            f"{max_fraction}). The first: {failures[0].kind}: {failures[0].message}"
+        )
+    return failures
+
+
+def _item(prompt: Prompt, samples: Sequence[Sample], texts: tuple[str, ...]) -> RewardItem:
+    return RewardItem(
+        prompt.text,
+        texts,
+        prompt_ids=prompt.tokens,
+        completion_ids=tuple(s.tokens.tolist() for s in samples),
+        data=prompt.data,
+    )

@@ -1,0 +1,239 @@
+"""From a resolved config to the parts a trainer needs. The only file of `train/` that knows config keys by heart,
+besides the loop; every part itself takes plain values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from gspo.config import Loaded, effective_objective
+from gspo.config.schema import Config, DatasetSpec, Frequency, Generation, Norm
+from gspo.errors import ConfigError
+from gspo.models.loading import load_model, load_tokenizer
+from gspo.rewards.pool import RewardPool
+from gspo.rewards.spec import reward_spec
+from gspo.rollout.local import LocalSampler
+from gspo.tasks.dataset import Dataset, default_reward, load_dataset
+from gspo.train.batch import Shaping
+from gspo.train.policy import PolicyModule
+from gspo.train.step import Plan
+from gspo.types import SamplingParams
+
+
+def refuse_unbuilt(config: Config) -> None:
+    """Every key is used or refused: what this version accepts in a config but cannot run yet, with what to set."""
+    actor = config.actor
+    refused = {
+        "ref": (config.ref is not None, "a reference model is not built yet; remove ref"),
+        "critic": (config.critic is not None, "a critic is not built yet; choose an algorithm without one"),
+        "actor.kl_loss_coef": (actor.kl_loss_coef > 0, "KL in the loss is not built yet; set 0"),
+        "actor.kl_ctl": (actor.kl_ctl > 0, "KL in the reward is not built yet; set 0"),
+        "actor.use_lora": (actor.use_lora, "LoRA is not built yet; set false"),
+        "actor.entropy_coef": (actor.entropy_coef > 0, "an entropy bonus is not built yet; set 0"),
+        "actor.path": (actor.path.endswith(".gguf"), "GGUF files are not read yet; give a safetensors folder"),
+        "actor.prox_logp_method": (actor.prox_logp_method == "loglinear", "loglinear is not built yet; set recompute"),
+        "rollout.max_head_offpolicyness": (
+            config.rollout.max_head_offpolicyness > 0,
+            "asynchronous training is not built yet; set 0",
+        ),
+        "rollout.backend": (
+            config.rollout.backend not in ("auto", "local", "local:d1"),
+            "sampler servers are not built yet; set auto or local",
+        ),
+        "actor.backend": (
+            config.actor.backend not in ("auto", "local", "fsdp:d1"),
+            "several ranks are not built yet; set auto",
+        ),
+        "scheduler.type": (
+            config.scheduler.type not in (None, "local"),
+            "the ray and slurm launchers are not built yet; set local",
+        ),
+        "stats_logger.wandb.mode": (
+            config.stats_logger.wandb.mode != "disabled",
+            "Weights & Biases is not built yet; set disabled",
+        ),
+        "stats_logger.tensorboard": (config.stats_logger.tensorboard, "TensorBoard is not built yet; set false"),
+        "profile": (config.profile, "the timeline is not built yet; set false"),
+    }
+    lines = [f"{key}: {why}" for key, (is_set, why) in refused.items() if is_set]
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def device_and_dtype(config: Config) -> tuple[torch.device, torch.dtype]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = config.actor.dtype
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else "float32"
+    return device, getattr(torch, name)
+
+
+def set_threads(config: Config) -> int:
+    """Thread count is part of a run's identity: sums over threads round differently."""
+    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    return torch.get_num_threads()
+
+
+def make_policy(config: Config, sequence_level: bool) -> tuple[PolicyModule, Any]:
+    """The policy and its tokenizer, checked against a plain forward pass."""
+    actor = config.actor
+    device, dtype = device_and_dtype(config)
+    tokenizer = load_tokenizer(config.tokenizer_path or actor.path)
+    model = load_model(
+        actor.path, dtype, device, from_scratch=actor.init_from_scratch, seed=config.seed, tokenizer=tokenizer
+    )
+    policy = PolicyModule(
+        model,
+        chunk_size=actor.logprobs_chunk_size,
+        fp32_head=sequence_level if actor.fp32_lm_head is None else actor.fp32_lm_head,
+        gradient_checkpointing=actor.gradient_checkpointing,
+    )
+    policy.probe()
+    policy.share_prefix = policy.share_prefix and actor.share_prefix
+    return policy, tokenizer
+
+
+def make_sampler(config: Config, policy: PolicyModule, tokenizer: Any, version: int) -> LocalSampler:
+    """The in-process sampler on the policy's own weights."""
+    generation = getattr(policy.model, "generation_config", None)
+    ends = {tokenizer.eos_token_id}
+    configured = getattr(generation, "eos_token_id", None)
+    ends.update(configured if isinstance(configured, list) else [configured])
+    return LocalSampler(
+        policy.model,
+        seed=config.seed,
+        eos_token_ids=sorted(e for e in ends if e is not None),
+        decode=decoder(tokenizer),
+        max_rows=config.rollout.max_concurrent_rollouts or 256,
+        max_context=config.gconfig.max_tokens,
+        version=version,
+    )
+
+
+def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def sampling_params(g: Generation) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=g.max_new_tokens,
+        min_new_tokens=g.min_new_tokens,
+        temperature=g.temperature,
+        top_p=g.top_p,
+        top_k=g.top_k,
+        greedy=g.greedy,
+        stop_token_ids=tuple(g.stop_token_ids),
+        stop=tuple(g.stop),
+        ignore_eos=g.ignore_eos,
+    )
+
+
+def make_data(spec: DatasetSpec, split: str, tokenizer: Any, seed: int, key: str) -> Dataset:
+    return load_dataset(
+        spec.path,
+        spec.split or split,
+        tokenizer=tokenizer,
+        max_length=spec.max_length,
+        size=spec.size,
+        seed=seed,
+        system_prompt=spec.system_prompt,
+        prompt_column=spec.prompt_column,
+        answer_column=spec.answer_column,
+        chat_template=None if spec.chat_template == "auto" else False,
+        key=key,
+    )
+
+
+def make_rewards(config: Config, given: Any, log_path: str) -> RewardPool:
+    """The reward functions of the caller, of the config, or of the task."""
+    reward = config.reward
+    if given is not None:
+        spec = reward_spec(given)
+    elif reward.functions:
+        spec = reward_spec(reward.functions, weights=reward.weights, format_regex=reward.format_regex)
+    else:
+        spec = reward_spec(default_reward(config.train_dataset.path))
+    return RewardPool(spec, workers=reward.workers, timeout_s=reward.timeout, log_path=log_path)
+
+
+def make_plan(loaded: Loaded) -> tuple[Plan, str | Mapping[str, Any]]:
+    """The update's plan, and how rewards become advantages."""
+    config, objective = loaded.config, effective_objective(loaded)
+    actor = config.actor
+    plan = Plan(
+        name=objective["name"],
+        settings=objective["settings"],
+        num_minibatches=actor.ppo_n_minibatches or 1,
+        temperature=float(actor.temperature or config.gconfig.temperature or 1.0),
+        max_tokens=actor.mb_spec.max_tokens_per_mb,
+        min_micro_batches=actor.mb_spec.n_mbs or 1,
+        max_norm=actor.optimizer.gradient_clipping,
+        max_new_tokens=actor.max_new_tokens or config.gconfig.max_new_tokens,
+    )
+    if actor.reward_norm is not None:
+        return plan, norm_settings(actor.reward_norm)
+    return plan, objective["advantage"]
+
+
+def norm_settings(norm: Norm) -> dict[str, Any]:
+    return {
+        "mean_level": norm.mean_level,
+        "std_level": norm.std_level,
+        "leave_one_out": norm.mean_leave1out,
+        "unbiased": norm.std_unbiased,
+        "eps": norm.eps,
+    }
+
+
+def make_shaping(config: Config) -> Shaping:
+    actor, longest = config.actor, config.gconfig.max_new_tokens
+    tail = (actor.overlong_tokens or max(longest // 5, 1)) if actor.overlong_reward_penalty else 0
+    return Shaping(
+        bias=actor.reward_bias,
+        scaling=actor.reward_scaling,
+        clip=actor.reward_clip,
+        overlong_tokens=tail,
+        overlong_factor=actor.overlong_penalty_factor,
+        max_new_tokens=longest,
+    )
+
+
+def is_due(frequency: Frequency, step: int, steps_per_epoch: int, seconds_since: float) -> bool:
+    """Whether something with this frequency happens after `step`."""
+    return bool(
+        (frequency.freq_steps and step % frequency.freq_steps == 0)
+        or (frequency.freq_epochs and step % (frequency.freq_epochs * steps_per_epoch) == 0)
+        or (frequency.freq_secs and seconds_since >= frequency.freq_secs)
+    )
+
+
+# Keys that may change between a run and its resumption: they decide when to look and what to show, not what is learnt.
+FREE = (
+    "total_train_steps", "total_train_epochs", "strict", "on_alarm", "profile", "saver", "recover", "evaluator",
+    "stats_logger", "rollout.dump_to_file", "rollout.request_timeout", "rollout.request_retries", "reward.timeout",
+    "reward.workers", "cluster.fileroot", "scheduler",
+)  # fmt: skip
+
+
+def changed_keys(before: Config, after: Config) -> list[str]:
+    """`key: before → after` for every key that decides what is learnt."""
+    old, new = _flat(asdict(before)), _flat(asdict(after))
+    return [
+        f"{key}: {old.get(key)!r} → {new.get(key)!r}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not any(key == f or key.startswith(f + ".") for f in FREE)
+    ]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            out |= _flat(value, f"{prefix}{name}.")
+        else:
+            out[f"{prefix}{name}"] = value
+    return out

@@ -1,0 +1,206 @@
+"""One training step: the mini-batches of a rollout batch, each one optimizer update.
+
+Three policies, kept apart: `behavior` sampled the tokens, `proximal` (the paper's π_old) is the policy at the start of
+the batch, and the current one is being trained. π_old of mini-batch 1 is its own detached forward; later mini-batches
+take the sampler's log-probs where these were measured to be the same, or a forward made before the first update.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gspo import objectives
+from gspo.train.batch import Batch
+from gspo.train.optim import apply_update
+from gspo.train.packing import Packed, PackItem, micro_batches, pack
+from gspo.train.policy import PolicyModule
+
+# Where π_old of mini-batches 2…K comes from; `rollout` also replaces mini-batch 1's own forward.
+ProximalSource = Literal["recompute", "sampler", "rollout"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What stays the same from step to step."""
+
+    name: str  # preset of `gspo.objectives`
+    settings: Mapping[str, Any]
+    num_minibatches: int
+    temperature: float
+    max_tokens: int  # per micro-batch
+    min_micro_batches: int
+    max_norm: float
+    max_new_tokens: int
+    skip_zero_advantage: bool = True  # False where another loss term needs every sequence
+
+
+@dataclass
+class StepReport:
+    """What happened to every sequence, [n], and to every update, [K]. NaN where a sequence did not enter the model."""
+
+    log_s: NDArray[np.float64]
+    clipped_low: NDArray[np.float64]  # tokens clipped with A ≤ 0
+    clipped_high: NDArray[np.float64]  # tokens clipped with A > 0
+    noise_log_s: NDArray[np.float64]  # mini-batch 1: trainer against sampler, same weights
+    entropy: NDArray[np.float64]  # token mean
+    kl_behavior: NDArray[np.float64]  # token mean of log μ − log π_θ
+    logp: dict[int, NDArray[np.float32]]  # of the sequences whose tokens are kept
+    token_entropy: dict[int, NDArray[np.float32]]
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    taken: list[bool] = field(default_factory=list)  # False: the gradient was not finite, nothing was touched
+    num_input_tokens: int = 0
+    seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("proximal", "forward_backward", "optimizer"), 0.0)
+    )
+
+
+def train_step(
+    policy: PolicyModule,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    plan: Plan,
+    *,
+    proximal: ProximalSource,
+    learning_rates: Sequence[float],
+    keep_tokens_of: frozenset[int] = frozenset(),
+    on_update: Callable[[int], None] = lambda k: None,
+) -> StepReport:
+    """K optimizer updates on one rollout batch."""
+    n = batch.num_sequences
+    report = StepReport(*(np.full(n, np.nan) for _ in range(6)), logp={}, token_entropy={})
+    enters = batch.live if plan.skip_zero_advantage else batch.counted & (batch.trained_tokens > 0)
+    behavior = {int(i): batch.samples[i].behavior_logp[batch.samples[i].mask] for i in np.flatnonzero(enters)}
+    with _clock(report, "proximal"):
+        proximal_logp = _proximal(policy, batch, enters, behavior, plan, proximal)
+    for k in range(plan.num_minibatches):
+        members = batch.minibatch == k
+        # The denominator counts what was skipped: skipping saves work, it does not change the algorithm.
+        counted = members & batch.counted
+        denominator = objectives.denominator(
+            plan.name,
+            num_sequences=max(int(counted.sum()), 1),
+            num_tokens=max(int(batch.trained_tokens[counted].sum()), 1),
+            max_new_tokens=plan.max_new_tokens,
+            aggregation=plan.settings["aggregation"],
+        )
+        loss = 0.0
+        with _clock(report, "forward_backward"):
+            for packed in _packed(policy, batch.items(members & enters), plan):
+                own = proximal_logp is None or (k == 0 and proximal != "rollout")
+                loss += _backward(
+                    policy, packed, batch, plan, None if own else proximal_logp, behavior, denominator, report, k,
+                    keep_tokens_of,
+                )  # fmt: skip
+        with _clock(report, "optimizer"):
+            norm, taken = apply_update(optimizer, lr=learning_rates[k], max_norm=plan.max_norm)
+        report.losses.append(loss)
+        report.grad_norms.append(norm)
+        report.taken.append(taken)
+        on_update(k)
+    return report
+
+
+def _backward(
+    policy: PolicyModule,
+    packed: Packed,
+    batch: Batch,
+    plan: Plan,
+    proximal_logp: Mapping[int, NDArray[np.float32]] | None,
+    behavior: Mapping[int, NDArray[np.float32]],
+    denominator: float,
+    report: StepReport,
+    k: int,
+    keep_tokens_of: frozenset[int],
+) -> float:
+    """Forward, loss and backward of one micro-batch; writes what happened to its sequences into the report."""
+    out = policy(packed, temperature=plan.temperature)
+    index = packed.index.cpu().numpy()
+    device, dtype = out.logp.device, out.logp.dtype
+    behavior_logp = _gather(behavior, index).to(device, dtype)
+    proximal = out.logp.detach() if proximal_logp is None else _gather(proximal_logp, index).to(device, dtype)
+    result = objectives.loss(
+        plan.name,
+        out.logp,
+        proximal,
+        torch.from_numpy(batch.advantages[index]).to(device, dtype),
+        None,
+        behavior_logp=behavior_logp,
+        cu_seqlens=packed.cu_seqlens,
+        denominator=denominator,
+        **plan.settings,
+    )
+    result.loss.backward()
+    report.num_input_tokens += packed.num_tokens
+    for name in ("log_s", "clipped_low", "clipped_high"):
+        getattr(report, name)[index] = result.stats[name].cpu().numpy()
+    layout = objectives.rows(out.logp, None, packed.cu_seqlens)
+    drift = objectives.mean_tokens(behavior_logp - out.logp.detach(), layout).cpu().numpy()
+    report.kl_behavior[index] = drift
+    report.entropy[index] = objectives.mean_tokens(out.entropy, layout).cpu().numpy()
+    if k == 0:
+        report.noise_log_s[index] = -drift
+    if keep_tokens_of.intersection(index.tolist()):
+        cuts = packed.cu_seqlens.cpu().numpy()
+        for b, i in enumerate(index.tolist()):
+            if i in keep_tokens_of:
+                report.logp[i] = out.logp[cuts[b] : cuts[b + 1]].detach().float().cpu().numpy()
+                report.token_entropy[i] = out.entropy[cuts[b] : cuts[b + 1]].float().cpu().numpy()
+    return float(result.loss.detach())
+
+
+def _proximal(
+    policy: PolicyModule,
+    batch: Batch,
+    enters: NDArray[np.bool_],
+    behavior: Mapping[int, NDArray[np.float32]],
+    plan: Plan,
+    source: ProximalSource,
+) -> Mapping[int, NDArray[np.float32]] | None:
+    """log π_old of the sequences that need a stored one, by number; None where no mini-batch does."""
+    if source != "recompute":
+        return behavior
+    if plan.num_minibatches == 1:
+        return None
+    stored: dict[int, NDArray[np.float32]] = {}
+    with torch.no_grad():
+        for packed in _packed(policy, batch.items(enters & (batch.minibatch > 0)), plan):
+            logp = policy(packed, temperature=plan.temperature, with_entropy=False).logp.cpu().numpy()
+            cuts = packed.cu_seqlens.cpu().numpy()
+            for b, i in enumerate(packed.index.tolist()):
+                stored[i] = logp[cuts[b] : cuts[b + 1]]
+    return stored
+
+
+def _packed(policy: PolicyModule, items: Sequence[PackItem], plan: Plan) -> Iterator[Packed]:
+    if not items:
+        return
+    device = next(policy.parameters()).device
+    for part in micro_batches(
+        items, plan.max_tokens, min_batches=plan.min_micro_batches, share_prefix=policy.share_prefix
+    ):
+        yield pack(part, share_prefix=policy.share_prefix).to(device)
+
+
+def _gather(per_sequence: Mapping[int, NDArray[np.float32]], index: NDArray[np.int64]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([per_sequence[int(i)] for i in index]))
+
+
+class _clock:  # noqa: N801 - reads as a statement
+    """Add the seconds of a block to the report."""
+
+    def __init__(self, report: StepReport, name: str) -> None:
+        self.report, self.name = report, name
+
+    def __enter__(self) -> None:
+        self.start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.report.seconds[self.name] += time.perf_counter() - self.start

@@ -1,0 +1,216 @@
+"""Configs of AReaL's two eras load; each foreign key leaves one line; the impossible is refused with a remedy."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+from areal_files import NEW, OLD
+
+from gspo.config import effective_objective, load, value_of
+from gspo.config.areal import rules
+from gspo.config.check import known_keys
+from gspo.errors import ConfigError
+
+AUTO = "auto takes the CUDA devices"
+
+
+def loaded(folder, text, overrides=()):
+    path = folder / "areal.yaml"
+    path.write_text(text)
+    return load(path, overrides)
+
+
+def refusal(folder, text, overrides=()):
+    with pytest.raises(ConfigError) as caught:
+        loaded(folder, text, overrides)
+    return str(caught.value)
+
+
+def leaves(data, prefix=""):
+    """The dotted keys of a config file that are not the schema's: a section that AReaL alone knows counts as one."""
+    for name, value in data.items():
+        key = prefix + name
+        if key in rules() and (key not in known_keys() or rules()[key].kind in ("drop", "repeat")):
+            yield key
+        elif isinstance(value, dict) and not (key in known_keys() and known_keys()[key].free):
+            yield from leaves(value, key + ".")
+
+
+def test_the_old_era_loads_with_its_meaning(tmp_path):
+    result = loaded(tmp_path, OLD)
+    config = result.config
+    assert (config.rollout.backend, config.actor.backend) == ("sglang:d2", "fsdp:d2")
+    assert (config.gconfig.n_samples, config.rollout.max_head_offpolicyness) == (4, 3)
+    assert (config.actor.eps_clip, config.actor.eps_clip_higher, config.actor.optimizer.lr) == (0.3, 0.3, 2e-5)
+    assert (config.actor.temperature, config.rollout.consumer_batch_size) == (0.9, 64)
+    assert config.sglang == {"model_path": "some/model", "random_seed": 3, "mem_fraction_static": 0.7}
+    assert (config.recover.mode, config.recover.freq_secs, config.cluster.fileroot) == (
+        "disabled",
+        1800.0,
+        "/data/runs",
+    )
+    objective = effective_objective(result)
+    assert (objective["level"], objective["advantage"], objective["proximal"]) == ("token", "group_std", "recompute")
+    assert objective["settings"]["correction"]["upper"] == 4.0
+    assert objective["settings"]["correction"]["action"] == "mask"
+
+
+def test_the_new_era_loads_with_its_meaning(tmp_path):
+    result = loaded(tmp_path, NEW)
+    config = result.config
+    assert (config.rollout.backend, config.actor.backend) == ("vllm:d2p1t1", "fsdp:d2p1t1")
+    assert (config.scheduler.type, config.gconfig.top_k, config.recover.mode) == ("local", 0, "auto")
+    assert (config.actor.weight_update_mode, config.actor.prox_logp_method) == ("nccl", "recompute")
+    assert (config.evaluator.at_start, config.stats_logger.tensorboard, config.profile) == (True, False, False)
+    objective = effective_objective(result)
+    assert (objective["name"], objective["level"], objective["settings"]["clip_low"]) == ("grpo", "sequence", 0.3)
+    assert objective["settings"]["correction"]["upper"] == 4.0
+
+
+@pytest.mark.parametrize("text", [OLD, NEW])
+def test_each_foreign_key_leaves_exactly_one_line_with_its_place(tmp_path, text):
+    messages = [line for line in loaded(tmp_path, text).messages if AUTO not in line]
+    assert all(line.startswith(f"{tmp_path}/areal.yaml:") for line in messages)
+    told = [line.split(": ", 1)[1].split(" ")[0] for line in messages]
+    assert len(told) == len(set(told))
+    assert set(leaves(yaml.safe_load(text))) <= set(told)
+    # Beyond AReaL's own keys, only foreign values of ours are told about.
+    assert set(told) - set(leaves(yaml.safe_load(text))) <= {
+        "actor.prox_logp_method",
+        "actor.weight_update_mode",
+        "gconfig.top_k",
+        "recover.mode",
+        "stats_logger.tensorboard",
+        "allocation_mode",
+    }
+
+
+@pytest.mark.parametrize(
+    ("written", "key", "value"),
+    [
+        ("async_training: false\nrollout: {max_head_offpolicyness: 4}", "rollout.max_head_offpolicyness", 0),
+        ("async_training: true\nrollout: {max_head_offpolicyness: 4}", "rollout.max_head_offpolicyness", 4),
+        ("actor: {dynamic_sampling: true}", "actor.zero_variance_groups", "refill"),
+        ("algorithm: dapo\nactor: {dynamic_sampling: false}", "actor.zero_variance_groups", "count"),
+        ("dynamic_bs: true", "actor.zero_variance_groups", "drop"),
+        ("actor: {group_size: 16}", "gconfig.n_samples", 16),
+        ("actor: {recompute_logprobs: false}", "actor.prox_logp_method", "rollout"),
+        ("actor: {use_sapo_loss: true}", "algorithm", "sapo"),
+        ("actor: {use_cispo_loss: true}", "algorithm", "cispo"),
+        ("actor: {prox_logp_method: reuse_train_logp}", "actor.prox_logp_method", "recompute"),
+        ("actor: {enable_tree_training: false}", "actor.share_prefix", False),
+        ("critic: {eps_clip: 0.5}", "critic.value_eps_clip", 0.5),
+        ("evaluator: {eval_before_train: false}", "evaluator.at_start", False),
+        ("recover: {mode: off}", "recover.mode", "disabled"),
+        ("recover: {mode: 'on'}", "recover.mode", "auto"),
+        ("gconfig: {top_k: -1}", "gconfig.top_k", 0),
+        ("perf_tracer: {enabled: true}", "profile", True),
+        ("stats_logger: {tensorboard: {path: /x}}", "stats_logger.tensorboard", True),
+        ("actor: {mb_spec: {max_tokens_per_mb: null}}", "actor.mb_spec.max_tokens_per_mb", 8192),
+        ("actor: {overlong_penalty_factor: null}", "actor.overlong_penalty_factor", 1.0),
+        ("allocation_mode: vllm:d4t2+fsdp:d8", "rollout.backend", "vllm:d4t2"),
+        ("allocation_mode: sglang:d4+d4p1t1", "actor.backend", "fsdp:d4"),
+        ("allocation_mode: sglang.d4p1m2+d4p1m1\nactor: {backend: fsdp}", "rollout.backend", "sglang:d4t2"),
+        ("allocation_mode: sglang:d4+d4\nactor: {backend: 'fsdp:d4p1t1'}", "actor.backend", "fsdp:d4p1t1"),
+    ],
+)
+def test_old_spellings_mean_what_they_meant_and_say_so_once(tmp_path, written, key, value):
+    result = loaded(tmp_path, written)
+    assert value_of(result.config, key) == value
+    assert len([line for line in result.messages if AUTO not in line]) == 1
+
+
+@pytest.mark.parametrize(
+    ("cap", "expected"),
+    [
+        ("behav_imp_weight_cap: 3", ("token", "mask", 3.0)),
+        ("behave_imp_weight_cap: 3.0", ("token", "mask", 3.0)),
+        ("behave_imp_weight_cap: 3, behave_imp_weight_mode: token_mask", ("token", "mask", 3.0)),
+        ("behave_imp_weight_cap: 3, behave_imp_weight_mode: token_truncate", ("token", "clamp", 3.0)),
+        ("behave_imp_weight_cap: 3, behave_imp_weight_mode: sequence_mask", ("sequence", "mask", 3.0)),
+        ("behave_imp_weight_cap: 3, behave_imp_weight_mode: sequence_truncate", ("sequence", "clamp", 3.0)),
+        ("behave_imp_weight_mode: sequence_mask", ("sequence", "mask", 5.0)),
+        ("behave_imp_weight_cap: null, behave_imp_weight_mode: disabled", None),
+        ("behave_imp_weight_mode: disabled", None),
+        ("behav_imp_weight_cap: null", None),
+    ],
+)
+def test_the_weight_cap_becomes_rejection_sampling(tmp_path, cap, expected):
+    result = loaded(tmp_path, f"actor: {{use_decoupled_loss: true, {cap}}}")
+    correction = result.config.actor.rejection_sampling
+    got = None if correction is None else (correction.level, correction.action, correction.upper)
+    assert got == expected
+    assert len([line for line in result.messages if AUTO not in line]) == len(cap.split(","))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("actor: {behav_imp_weight_cap: 0.5}", ["behav_imp_weight_cap", "above 1"]),
+        ("actor: {behave_imp_weight_mode: tokens}", ["behave_imp_weight_mode", "token_mask"]),
+        (
+            "actor: {behav_imp_weight_cap: 3, rejection_sampling: {upper: 4}}",
+            ["rejection_sampling.upper", "remove one"],
+        ),
+        ("actor: {group_size: 4}\ngconfig: {n_samples: 8}", ["gconfig.n_samples", "remove one"]),
+        ("actor: {use_sapo_loss: true}\nalgorithm: gspo", ["algorithm", "gspo", "remove one"]),
+        ("actor: {use_sapo_loss: false}\nalgorithm: sapo", ["use_sapo_loss", "contradicts"]),
+        ("actor: {use_sapo_loss: true, use_cispo_loss: true}", ["algorithm", "remove one"]),
+        ("actor: {dynamic_sampling: 3}", ["dynamic_sampling must be true or false"]),
+        ("actor: {experiment_name: other}", ["actor.experiment_name", "one run has one experiment_name"]),
+        ("saver: {fileroot: /elsewhere}", ["saver.fileroot", "cluster.fileroot"]),
+        ("actor: {megatron: {ddp: {}}}", ["actor.megatron", "fsdp:dN"]),
+        ("actor: {archon: {attn_type: x}}", ["actor.archon", "fsdp:dN"]),
+        ("ref: {backend: 'megatron:d4'}", ["ref.backend", "actor.backend"]),
+        ("allocation_mode: sglang:d4+megatron:d4", ["allocation_mode", "megatron", "fsdp"]),
+        ("allocation_mode: sglang:d4|d4", ["allocation_mode", "rollout.backend: local"]),
+        ("allocation_mode: sglang:d4", ["allocation_mode", "no trainer"]),
+        ("allocation_mode: sglang:d4+eval", ["allocation_mode", "gspo eval"]),
+        ("allocation_mode: sglang:d4+d4\nrollout: {backend: 'vllm:d2'}", ["rollout.backend", "remove one"]),
+        ("enable_offload: true", ["enable_offload", "actor.backend"]),
+        ("ref: {init_from_scratch: true}", ["ref.init_from_scratch", "refused"]),
+        ("rollout: {agent: {mode: inline}}", ["rollout.agent", "Python"]),
+        ("teacher: {path: x}", ["teacher", "not offered"]),
+        ("actor: {m2_threshold: 0.04}", ["m2_threshold", "rejection_sampling"]),
+        ("gconfig: {frequency_penalty: 0.1}", ["frequency_penalty", "remove it"]),
+        ("total_train_n_seqs: 100", ["total_train_steps"]),
+        ("stats_logger: {swanlab: {mode: online}}", ["swanlab", "wandb"]),
+        ("train_dataset: {type: sft}", ["train_dataset.type must be rl"]),
+    ],
+)
+def test_what_cannot_be_had_is_refused_with_what_to_do(tmp_path, text, words):
+    message = refusal(tmp_path, text)
+    assert f"{tmp_path}/areal.yaml:" in message
+    for word in words:
+        assert word in message
+
+
+def test_an_agreeing_repetition_is_fine_even_across_eras(tmp_path):
+    text = "actor: {group_size: 4, use_sapo_loss: true}\ngconfig: {n_samples: 4}\nalgorithm: sapo\n"
+    assert loaded(tmp_path, text).config.gconfig.n_samples == 4
+
+
+def test_the_command_line_beats_the_file_across_spellings(tmp_path):
+    old = "actor: {behave_imp_weight_cap: 3.0, group_size: 4, use_decoupled_loss: true}\n"
+    config = loaded(tmp_path, old, ["actor.rejection_sampling.upper=9", "gconfig.n_samples=2"]).config
+    assert config.actor.rejection_sampling is not None
+    assert (config.actor.rejection_sampling.upper, config.gconfig.n_samples) == (9.0, 2)
+    new = "actor: {rejection_sampling: {upper: 3.0}, use_decoupled_loss: true}\ngconfig: {n_samples: 4}\n"
+    config = loaded(tmp_path, new, ["+actor.behave_imp_weight_cap=9", "+actor.group_size=2"]).config
+    assert config.actor.rejection_sampling is not None
+    assert (config.actor.rejection_sampling.upper, config.gconfig.n_samples) == (9.0, 2)
+    assert loaded(tmp_path, old, ["actor.rejection_sampling=null"]).config.actor.rejection_sampling is None
+    result = loaded(tmp_path, "rollout: {max_head_offpolicyness: 2}\nasync_training: false", ["async_training=true"])
+    assert result.config.rollout.max_head_offpolicyness == 2
+
+
+def test_no_rule_shadows_a_key_that_it_would_make_unusable():
+    """A rule for a key that the schema has too must put good values back, or be one of the switches of AReaL's."""
+    accepted_only = {"actor.use_sapo_loss", "actor.use_cispo_loss", "allocation_mode"}
+    for key in set(rules()) & set(known_keys()) - accepted_only:
+        assert rules()[key].kind == "translate" or key.startswith("cluster.name_resolve"), key
+
+
+def test_every_target_of_a_rule_is_a_key_of_ours():
+    for rule in rules().values():
+        assert not rule.target or rule.target in known_keys(), rule

@@ -1,0 +1,345 @@
+"""Every warning and every error: a config that triggers it, and its neighbour that does not."""
+
+import pytest
+
+from gspo.config import dump, load
+from gspo.config.lint import check, lint
+from gspo.config.unused import ineffective
+from gspo.errors import ConfigError
+
+BASE = ["algorithm=gspo"]
+REF = "ref.path=embedded:tiny"
+
+
+def findings(*overrides, num_gpus=0, base=BASE):
+    return lint(load(None, [*base, *overrides]), num_gpus=num_gpus)
+
+
+def keys(*overrides, severity, **kwargs):
+    return [f.key for f in findings(*overrides, **kwargs) if f.severity == severity]
+
+
+def test_the_presets_have_nothing_to_object_to():
+    for name in (
+        "gspo",
+        "gspo_token",
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "rloo",
+        "reinforce_pp",
+        "luspo",
+        "gmpo",
+        "cispo",
+        "sapo",
+    ):
+        assert findings(base=[f"algorithm={name}"]) == [], name
+    assert findings("critic.path=embedded:tiny", base=["algorithm=ppo"]) == []
+
+
+# (key of the finding, overrides that trigger it, overrides that do not)
+ERRORS = [
+    ("actor.kl_loss_coef", ["actor.kl_loss_coef=0.1"], ["actor.kl_loss_coef=0.1", REF]),
+    ("actor.kl_ctl", ["actor.kl_ctl=0.1"], ["actor.kl_ctl=0.1", REF]),
+    ("gconfig.n_samples", ["gconfig.n_samples=1"], ["gconfig.n_samples=2"]),
+    ("gconfig.n_samples", ["algorithm=rloo", "gconfig.n_samples=1"], ["algorithm=reinforce_pp", "gconfig.n_samples=1"]),
+    (
+        "gconfig.n_samples",
+        ["algorithm=reinforce_pp", "gconfig.n_samples=1", "actor.reward_norm.std_level=group"],
+        ["algorithm=reinforce_pp", "gconfig.n_samples=1", "actor.reward_norm.std_level=batch"],
+    ),
+    ("actor.ppo_n_minibatches", ["actor.ppo_n_minibatches=3"], ["actor.ppo_n_minibatches=2"]),
+    ("actor.ppo_n_minibatches", ["actor.ppo_n_minibatches=512"], ["actor.ppo_n_minibatches=256"]),
+    (
+        "critic.ppo_n_minibatches",
+        ["algorithm=ppo", "critic.path=embedded:tiny", "critic.ppo_n_minibatches=3"],
+        ["algorithm=ppo", "critic.path=embedded:tiny", "critic.ppo_n_minibatches=8"],
+    ),
+    ("algorithm", ["algorithm=ppo"], ["algorithm=ppo", "critic.path=embedded:tiny"]),
+    (
+        "gconfig.min_new_tokens",
+        ["gconfig.min_new_tokens=9", "gconfig.max_new_tokens=8"],
+        ["gconfig.min_new_tokens=8", "gconfig.max_new_tokens=8"],
+    ),
+    ("eval_gconfig.min_new_tokens", ["eval_gconfig.min_new_tokens=600"], ["eval_gconfig.min_new_tokens=500"]),
+    ("actor.eps_clip", ["algorithm=grpo", "actor.eps_clip=1.0"], ["algorithm=grpo", "actor.eps_clip=0.9"]),
+    ("actor.eps_clip", ["algorithm=cispo", "actor.eps_clip=auto"], ["algorithm=gspo", "actor.eps_clip=auto"]),
+    ("actor.eps_clip", ["algorithm=grpo", "actor.eps_clip=auto"], ["algorithm=gspo_token", "actor.eps_clip=auto"]),
+    (
+        "actor.use_decoupled_loss",
+        ["actor.use_decoupled_loss=true", "actor.prox_logp_method=rollout"],
+        ["actor.use_decoupled_loss=true", "actor.prox_logp_method=recompute"],
+    ),
+    ("actor.target_modules", ["actor.use_lora=true", "actor.target_modules=[]"], ["actor.target_modules=[]"]),
+    (
+        "reward.weights",
+        ["reward.functions=[math,format]", "reward.weights=[1.0]"],
+        ["reward.functions=[math,format]", "reward.weights=[1.0,0.1]"],
+    ),
+    (
+        "actor.overlong_tokens",
+        ["algorithm=dapo", "actor.overlong_tokens=600"],
+        ["algorithm=gspo", "actor.overlong_tokens=600"],
+    ),
+    (
+        "actor.mask_no_eos_with_zero",
+        ["actor.mask_no_eos_with_zero=true", "gconfig.ignore_eos=true"],
+        ["actor.mask_no_eos_with_zero=true", "gconfig.ignore_eos=true", "gconfig.stop=['\\n']"],
+    ),
+    (
+        "cluster.n_gpus_per_node",
+        ["cluster.n_gpus_per_node=4", "rollout.backend=vllm:d4", "actor.backend=fsdp:d4"],
+        ["cluster.n_gpus_per_node=8", "rollout.backend=vllm:d4", "actor.backend=fsdp:d4"],
+    ),
+]
+
+WARNINGS = [
+    ("actor.eps_clip", ["actor.eps_clip=0.2"], ["actor.eps_clip=0.005"]),
+    ("actor.eps_clip", ["actor.eps_clip=0.2"], ["actor.eps_clip=0.2", "gconfig.max_new_tokens=4"]),
+    ("actor.eps_clip", ["actor.eps_clip=0.2"], ["actor.eps_clip=0.2", "algorithm=grpo"]),
+    ("actor.eps_clip_higher", ["actor.eps_clip_higher=0.3"], ["actor.eps_clip_higher=0.003"]),
+    ("actor.eps_clip", ["actor.eps_clip=1e-6"], ["actor.eps_clip=1e-6", "actor.dtype=float64"]),
+    ("actor.ppo_n_minibatches", ["actor.ppo_n_minibatches=1"], ["actor.ppo_n_minibatches=2"]),
+    (
+        "actor.ppo_n_minibatches",
+        ["actor.ppo_n_minibatches=1"],
+        ["actor.ppo_n_minibatches=1", "actor.prox_logp_method=rollout"],
+    ),
+    ("actor.loss_aggregation", ["actor.loss_aggregation=token_mean"], ["actor.loss_aggregation=sequence_sum"]),
+    (
+        "actor.loss_aggregation",
+        ["actor.loss_aggregation=token_mean"],
+        ["actor.loss_aggregation=token_mean", "algorithm=grpo"],
+    ),
+    ("actor.kl_ctl", ["actor.kl_ctl=0.1", REF], ["actor.kl_ctl=0.1", REF, "algorithm=gspo_token"]),
+    ("actor.kl_ctl", ["actor.kl_ctl=0.1", REF], ["actor.kl_loss_coef=0.1", REF]),
+    (
+        "actor.kl_ctl",
+        ["actor.kl_ctl=0.1", "actor.kl_loss_coef=0.1", REF, "algorithm=grpo"],
+        ["actor.kl_ctl=0.1", REF, "algorithm=grpo"],
+    ),
+    (
+        "actor.importance_sampling_level",
+        ["algorithm=ppo", "critic.path=embedded:tiny", "actor.importance_sampling_level=sequence"],
+        ["algorithm=ppo", "critic.path=embedded:tiny"],
+    ),
+    ("critic", ["critic.path=embedded:tiny"], ["critic.path=embedded:tiny", "algorithm=ppo"]),
+    (
+        "rollout.max_head_offpolicyness",
+        ["rollout.max_head_offpolicyness=4"],
+        ["rollout.max_head_offpolicyness=4", "actor.use_decoupled_loss=true"],
+    ),
+    (
+        "rollout.max_head_offpolicyness",
+        ["rollout.max_head_offpolicyness=4"],
+        ["rollout.max_head_offpolicyness=4", "actor.prox_logp_method=rollout"],
+    ),
+    ("gconfig.top_p", ["gconfig.top_p=0.9", "actor.prox_logp_method=rollout"], ["gconfig.top_p=0.9"]),
+    ("gconfig.top_k", ["gconfig.top_k=20", "actor.use_decoupled_loss=true"], ["gconfig.top_k=20"]),
+    (
+        "actor.prox_logp_method",
+        ["actor.prox_logp_method=rollout", "rollout.backend=vllm:d4", "cluster.n_gpus_per_node=8"],
+        ["actor.prox_logp_method=rollout", "rollout.backend=local"],
+    ),
+    (
+        "actor.rejection_sampling.upper",
+        ["actor.rejection_sampling.upper=null", "actor.rejection_sampling.action=clamp"],
+        ["actor.rejection_sampling.upper=2.0", "actor.rejection_sampling.action=clamp"],
+    ),
+    (
+        "actor.rejection_sampling.agg",
+        ["actor.rejection_sampling.level=sequence", "actor.rejection_sampling.agg=sum"],
+        ["actor.rejection_sampling.level=sequence", "actor.rejection_sampling.agg=mean"],
+    ),
+    (
+        "actor.mb_spec.max_tokens_per_mb",
+        ["train_dataset.max_length=600", "actor.mb_spec.max_tokens_per_mb=1000"],
+        ["train_dataset.max_length=400", "actor.mb_spec.max_tokens_per_mb=1000"],
+    ),
+    (
+        "actor.backend",
+        ["rollout.backend=vllm:d4", "actor.backend=fsdp:d4"],
+        ["rollout.backend=vllm:d4", "actor.backend=fsdp:d4", "scheduler.type=slurm"],
+    ),
+    (
+        "actor.reward_norm",
+        ["actor.reward_norm.mean_level=batch"],
+        ["algorithm=null", "actor.reward_norm.mean_level=batch"],
+    ),
+    (
+        "actor.reward_norm",
+        ["actor.reward_norm.mean_level=group"],
+        ["actor.reward_norm.mean_level=group", "actor.reward_norm.std_level=group"],
+    ),
+    ("actor.adv_norm", ["actor.adv_norm.std_level=group"], ["actor.adv_norm.std_level=batch"]),
+    ("gconfig.temperature", ["gconfig.temperature=0"], ["gconfig.temperature=0.1"]),
+    ("gconfig.greedy", ["gconfig.greedy=true"], ["eval_gconfig.greedy=true"]),
+    ("actor.temperature", ["actor.temperature=0.7"], ["actor.temperature=0.7", "gconfig.temperature=0.7"]),
+    ("gconfig.max_tokens", ["gconfig.max_tokens=500"], ["gconfig.max_tokens=512"]),
+    (
+        "reward.functions",
+        ["train_dataset.path=rows.jsonl"],
+        ["train_dataset.path=rows.jsonl", "reward.functions=[math]"],
+    ),
+    ("reward.functions", ["train_dataset.path=rows.jsonl"], ["train_dataset.path=openai/gsm8k"]),
+    (
+        "valid_dataset.split",
+        ["valid_dataset.path=embedded:arithmetic", "valid_dataset.split=train"],
+        ["valid_dataset.path=embedded:arithmetic"],
+    ),
+    ("actor.optimizer.lr", ["actor.optimizer.lr=0"], ["actor.optimizer.lr=1e-9"]),
+    ("actor.optimizer.lr", ["actor.path=org/model", "actor.optimizer.lr=1e-3"], ["actor.optimizer.lr=1e-3"]),
+    (
+        "actor.optimizer.lr",
+        ["actor.path=org/model", "actor.optimizer.lr=3e-4"],
+        ["actor.path=org/model", "actor.optimizer.lr=3e-4", "actor.use_lora=true"],
+    ),
+    (
+        "actor.init_from_scratch",
+        ["actor.init_from_scratch=true", "actor.use_lora=true"],
+        ["actor.init_from_scratch=true"],
+    ),
+    ("actor.dtype", ["actor.dtype=bfloat16"], ["actor.dtype=float32"]),
+    ("actor.dtype", ["actor.dtype=bfloat16"], ["actor.dtype=bfloat16", "actor.backend=fsdp:d4"]),
+    (
+        "actor.fp32_lm_head",
+        ["actor.dtype=bfloat16", "actor.fp32_lm_head=false"],
+        ["actor.dtype=bfloat16", "actor.fp32_lm_head=false", "algorithm=grpo"],
+    ),
+    ("actor.fp32_lm_head", ["actor.dtype=bfloat16", "actor.fp32_lm_head=false"], ["actor.dtype=bfloat16"]),
+    ("actor.disable_dropout", ["actor.disable_dropout=false"], ["actor.disable_dropout=true"]),
+]
+
+
+@pytest.mark.parametrize(("key", "wrong", "right"), ERRORS)
+def test_the_impossible_is_an_error_and_its_neighbour_is_not(key, wrong, right):
+    assert key in keys(*wrong, severity="error")
+    assert keys(*right, severity="error") == []
+
+
+@pytest.mark.parametrize(("key", "wrong", "right"), WARNINGS)
+def test_the_suspicious_is_a_warning_and_its_neighbour_is_not(key, wrong, right):
+    before = [f for f in findings(*wrong) if f.severity == "warning" and f.key == key]
+    after = [f.message for f in findings(*right)]
+    assert before
+    assert not any(f.message in after for f in before)
+    assert keys(*wrong, severity="error") == []
+
+
+def test_every_finding_names_key_place_and_remedy(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("algorithm: gspo\nactor:\n  eps_clip: 0.4\n  ppo_n_minibatches: 1\n")
+    found = {f.key: f for f in lint(load(file, ["gconfig.temperature=0"]), num_gpus=0)}
+    assert found["actor.eps_clip"].where == f"{file}:3"
+    assert found["gconfig.temperature"].where == "command line"
+    assert "3e-4" in found["actor.eps_clip"].remedy
+    assert all(f.remedy and f.message and not f.message.endswith(".") for f in found.values())
+
+
+def test_the_areal_example_of_old_is_told_that_its_ratio_never_acts():
+    found = keys("actor.eps_clip=0.4", "actor.ppo_n_minibatches=1", severity="warning")
+    assert {"actor.eps_clip", "actor.ppo_n_minibatches"} <= set(found)
+
+
+def test_an_undividable_batch_is_told_the_nearest_numbers_that_work():
+    (finding,) = [
+        f for f in findings("gconfig.n_samples=7", "actor.ppo_n_minibatches=6") if f.key == "actor.ppo_n_minibatches"
+    ]
+    assert "32 prompts × 7 samples = 224 sequences" in finding.message
+    assert finding.remedy == "set actor.ppo_n_minibatches: 4 or 7, or train_dataset.batch_size: 30 or 36"
+    for repair in ("actor.ppo_n_minibatches=4", "actor.ppo_n_minibatches=7"):
+        assert keys("gconfig.n_samples=7", repair, severity="error") == []
+    for prompts in (30, 36):
+        sizes = ["gconfig.n_samples=7", "actor.ppo_n_minibatches=6", f"train_dataset.batch_size={prompts}"]
+        assert keys(*sizes, severity="error") == []
+
+
+def test_a_prompt_batch_set_on_the_rollout_is_the_key_that_is_named():
+    overrides = ["rollout.consumer_batch_size=5", "gconfig.n_samples=3"]
+    (finding,) = [f for f in findings(*overrides) if f.severity == "error"]
+    assert "rollout.consumer_batch_size: 4 or 8" in finding.remedy
+
+
+def test_on_a_gpu_machine_auto_is_bfloat16():
+    assert "actor.fp32_lm_head" in keys("actor.fp32_lm_head=false", severity="warning", num_gpus=1)
+    assert "actor.fp32_lm_head" not in keys("actor.fp32_lm_head=false", severity="warning", num_gpus=0)
+
+
+def test_check_returns_warnings_and_refuses_the_impossible():
+    assert [f.key for f in check(load(None, ["algorithm=gspo", "actor.eps_clip=0.2"]), num_gpus=0)] == [
+        "actor.eps_clip"
+    ]
+    with pytest.raises(ConfigError, match=r"gconfig\.n_samples \(command line\)"):
+        check(load(None, ["algorithm=gspo", "gconfig.n_samples=1"]), num_gpus=0)
+
+
+def test_strict_makes_warnings_errors():
+    with pytest.raises(ConfigError, match="strict"):
+        check(load(None, ["algorithm=gspo", "actor.eps_clip=0.2", "strict=true"]), num_gpus=0)
+
+
+UNUSED = [
+    (["actor.sapo_tau_pos=2"], "actor.sapo_tau_pos", ["algorithm=sapo"]),
+    (["actor.c_clip=3", "algorithm=cispo"], "actor.c_clip", ["algorithm=gspo"]),
+    (["actor.eps_clip=0.1", "algorithm=sapo"], "actor.eps_clip", ["algorithm=grpo"]),
+    (["actor.cispo_weight_max=3"], "actor.cispo_weight_max", ["algorithm=cispo"]),
+    (["actor.gmpo_log_clip=0.3"], "actor.gmpo_log_clip", ["algorithm=gmpo"]),
+    (["actor.eps_clip_auto.decay=0.5"], "actor.eps_clip_auto.decay", ["actor.eps_clip=auto"]),
+    (["actor.gae_lambda=0.95"], "actor.gae_lambda", ["algorithm=ppo", "critic.path=x"]),
+    (["actor.discount=0.95"], "actor.discount", ["algorithm=ppo", "critic.path=x"]),
+    (["critic.value_eps_clip=0.3"], "critic.value_eps_clip", ["algorithm=ppo"]),
+    (["actor.lora_rank=8"], "actor.lora_rank", ["actor.use_lora=true"]),
+    (["actor.target_modules=[q_proj]"], "actor.target_modules", ["actor.use_lora=true"]),
+    (["ref.path=x"], "ref.path", ["actor.kl_loss_coef=0.1"]),
+    (["actor.kl_estimator=k2"], "actor.kl_estimator", ["actor.kl_loss_coef=0.1", "ref.path=x"]),
+    (["actor.max_refills=3"], "actor.max_refills", ["algorithm=dapo"]),
+    (["actor.overlong_tokens=50"], "actor.overlong_tokens", ["actor.overlong_reward_penalty=true"]),
+    (["actor.max_new_tokens=100"], "actor.max_new_tokens", ["algorithm=dr_grpo"]),
+    (
+        ["actor.rejection_sampling.upper=2", "actor.use_decoupled_loss=false"],
+        "actor.rejection_sampling.upper",
+        ["actor.use_decoupled_loss=true"],
+    ),
+    (["actor.rejection_sampling.agg=max"], "actor.rejection_sampling.agg", ["actor.rejection_sampling.level=sequence"]),
+    (["vllm.seed=1"], "vllm", ["rollout.backend=vllm:d1"]),
+    (["actor.weight_update_mode=shm"], "actor.weight_update_mode", ["rollout.backend=vllm:d1"]),
+    (["rollout.queue_size=8"], "rollout.queue_size", ["rollout.max_head_offpolicyness=2"]),
+    (["gconfig.top_k=5", "gconfig.greedy=true"], "gconfig.top_k", ["gconfig.greedy=false"]),
+    (
+        ["gconfig.stop_token_ids=[3]", "gconfig.min_new_tokens=512"],
+        "gconfig.stop_token_ids",
+        ["gconfig.min_new_tokens=0"],
+    ),
+    (
+        ["actor.optimizer.beta1=0.8", "actor.optimizer.type=sgd"],
+        "actor.optimizer.beta1",
+        ["actor.optimizer.type=adamw"],
+    ),
+    (
+        ["actor.optimizer.min_lr_ratio=0.1"],
+        "actor.optimizer.min_lr_ratio",
+        ["actor.optimizer.lr_scheduler_type=cosine"],
+    ),
+    (["reward.weights=[2.0]"], "reward.weights", ["reward.functions=[math]"]),
+    (["reward.format_regex=x"], "reward.format_regex", ["reward.functions=[format]"]),
+    (["total_train_epochs=2", "total_train_steps=9"], "total_train_epochs", ["total_train_steps=null"]),
+    (["stats_logger.wandb.project=x"], "stats_logger.wandb.project", ["stats_logger.wandb.mode=offline"]),
+    (["actor.adv_norm.eps=0.1"], "actor.adv_norm.eps", ["actor.adv_norm.std_level=batch"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "key", "remedy"), UNUSED)
+def test_a_key_that_nothing_reads_is_named_and_its_reader_silences_it(overrides, key, remedy):
+    idle = dict(ineffective(load(None, [*BASE, *overrides]), num_gpus=0))
+    assert idle.get(key)
+    assert key not in dict(ineffective(load(None, [*BASE, *overrides, *remedy]), num_gpus=0))
+
+
+def test_a_key_the_user_left_alone_is_never_reported():
+    assert ineffective(load(None, BASE), num_gpus=0) == []
+
+
+def test_a_resolved_config_does_not_complain_of_the_keys_it_restates(tmp_path):
+    file = tmp_path / "resolved.yaml"
+    file.write_text(dump(load(None, [*BASE, "actor.sapo_tau_pos=2"])))
+    assert [key for key, _ in ineffective(load(file), num_gpus=0)] == ["actor.sapo_tau_pos"]

@@ -1,0 +1,125 @@
+"""The command line: set, add, reset; and what was set is told apart from what was not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gspo.config import load
+from gspo.config.check import known_keys
+from gspo.errors import ConfigError
+
+
+@pytest.mark.parametrize("mark", ["", "+", "++"])
+def test_every_spelling_of_set_works_for_keys_in_the_file_and_not(tmp_path, mark):
+    path = tmp_path / "run.yaml"
+    path.write_text("seed: 3\n")
+    config = load(path, [f"{mark}seed=4", f"{mark}actor.optimizer.lr=1e-5"]).config
+    assert (config.seed, config.actor.optimizer.lr) == (4, 1e-5)
+
+
+def test_every_key_of_the_schema_can_be_reset_and_known_ones_never_are_unknown():
+    for name in known_keys():
+        assert load(None, [f"~{name}"]).config == load(None).config
+
+
+def test_every_plain_key_accepts_its_own_default():
+    overrides = [
+        f"+{k.name}={json.dumps(k.default)}" for k in known_keys().values() if k.section is None and not k.free
+    ]
+    nullable = {k.name for k in known_keys().values() if k.section is not None and k.nullable}
+    outside = [o for o in overrides if not any(o.startswith(f"+{name}.") for name in nullable)]
+    # The switches follow the algorithm, whatever was written; everything else is what was written.
+    assert load(None, outside).config == load(None).config
+
+
+def test_reset_forgets_what_the_file_says_under_any_name(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("seed: 9\nactor: {group_size: 4, behave_imp_weight_cap: 3.0, use_decoupled_loss: true}\n")
+    config = load(path, ["~seed", "~gconfig.n_samples", "~actor.rejection_sampling"]).config
+    assert (config.seed, config.gconfig.n_samples, config.actor.rejection_sampling) == (1, 8, None)
+
+
+def test_overrides_apply_in_order():
+    assert load(None, ["seed=4", "~seed", "seed=6"]).config.seed == 6
+    assert not load(None, ["seed=4", "~seed"]).is_set("seed")
+
+
+def test_lists_mappings_and_nulls_are_values(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("ref: {path: x}\nvllm: {a: 1, b: {c: 2}}\nactor: {optimizer: {lr: 1e-5, eps: 1e-7}}\n")
+    overrides = ["reward.functions=[numeric, format]", "ref=null", "vllm={b: {d: 3}}", "vllm.e=true"]
+    config = load(path, [*overrides, "actor.optimizer={lr: 2e-5}"]).config
+    assert config.reward.functions == ["numeric", "format"]
+    assert config.ref is None
+    assert config.vllm == {"a": 1, "b": {"c": 2, "d": 3}, "e": True}
+    assert (config.actor.optimizer.lr, config.actor.optimizer.eps) == (2e-5, 1e-7)
+
+
+def test_a_key_of_a_null_section_brings_the_section_to_life(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("ref: null\n")
+    assert load(path, ["ref.path=other"]).config.ref.path == "other"
+
+
+def test_a_key_inside_a_referred_section_can_be_set_alone(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("actor: {mb_spec: {max_tokens_per_mb: 100, n_mbs: 3}}\nref: {mb_spec: '${actor.mb_spec}'}\n")
+    config = load(path, ["ref.mb_spec.n_mbs=7"]).config
+    assert (config.ref.mb_spec.max_tokens_per_mb, config.ref.mb_spec.n_mbs) == (100, 7)
+    assert config.actor.mb_spec.n_mbs == 3
+
+
+def test_values_may_refer_to_keys_and_be_empty_or_hold_equals_signs():
+    config = load(None, ["seed=${gconfig.n_samples}", "train_dataset.system_prompt=a=b", "reward.format_regex="]).config
+    assert (config.seed, config.train_dataset.system_prompt, config.reward.format_regex) == (8, "a=b", "")
+
+
+def test_origins_tell_who_decided(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("algorithm: gspo\nseed: 1\nactor:\n  use_lora: false\n")
+    loaded = load(path, ["threads=2"])
+    assert str(loaded.origin("seed")) == f"{path}:2"
+    assert loaded.is_set("seed")  # although 1 is its default
+    assert str(loaded.origin("threads")) == "command line"
+    assert str(loaded.origin("actor.eps_clip")) == "algorithm gspo"
+    assert str(loaded.origin("gconfig.top_p")) == "default"
+    assert not loaded.is_set("gconfig.top_p")
+    assert not loaded.is_set("gconfig")
+    assert loaded.is_set("actor")
+    assert not loaded.is_set("no.such.key")
+
+
+def test_a_null_that_leaves_the_choice_to_us_is_not_a_setting():
+    loaded = load(None, ["actor.eps_clip=null", "actor.importance_sampling_level=sequence"])
+    assert loaded.config.actor.eps_clip == 3e-4
+    assert not loaded.is_set("actor.eps_clip")
+
+
+def test_an_optional_section_written_empty_is_set(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("ref: {}\n")
+    assert load(path).is_set("ref")
+    assert not load(None).is_set("ref")
+
+
+@pytest.mark.parametrize(
+    "text", ["seed", "=3", "~seed=3", "+~seed", "a b=3", "seed==", "--seed=3", "", "~", "seed..x=1"]
+)
+def test_what_is_no_override_is_refused_with_the_forms(text):
+    with pytest.raises(ConfigError) as caught:
+        load(None, [text])
+    assert "command line" in str(caught.value)
+
+
+def test_all_bad_overrides_are_reported_together():
+    with pytest.raises(ConfigError) as caught:
+        load(None, ["seed", "sed=1", "threads=[1", "~nope"])
+    assert len(str(caught.value).splitlines()) == 4
+
+
+def test_a_broken_value_on_the_command_line_is_a_config_error():
+    for text in ("seed=[1", "seed={a: 1", "seed=!!python/name:os.system", "seed=&a [*a]"):
+        with pytest.raises(ConfigError, match="command line"):
+            load(None, [text])

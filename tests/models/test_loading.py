@@ -1,0 +1,123 @@
+import json
+
+import pytest
+import tokenizers
+import torch
+import transformers as tf
+from safetensors.torch import load_file, save_file
+
+from gspo.errors import DataError
+from gspo.models.loading import load_model, load_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    config = tf.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    config.tie_word_embeddings = True
+    tf.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def save_tokenizer(folder, size):
+    vocabulary = {f"t{i}": i for i in range(size)}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="t0"))
+    tf.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="t0").save_pretrained(folder)
+
+
+def edit(folder, change):
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def test_a_folder_with_tied_weights_loads_as_it_was_saved(folder):
+    saved = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" not in saved
+    model = load_model(str(folder), torch.float64)
+    assert model.dtype == torch.float64
+    assert not model.training
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    torch.testing.assert_close(model.model.norm.weight, saved["model.norm.weight"].double())
+
+
+def test_missing_foreign_and_misshapen_tensors_are_named(folder):
+    def change(tensors):
+        del tensors["model.norm.weight"]
+        tensors["model.layers.7.stray"] = torch.zeros(2)
+        tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(3, 16)
+
+    edit(folder, change)
+    with pytest.raises(DataError) as error:
+        load_model(str(folder))
+    for part in (
+        "missing tensors: model.norm.weight",
+        "foreign tensors: model.layers.7.stray",
+        "up_proj.weight (file (3, 16)",
+    ):
+        assert part in str(error.value)
+
+
+def test_pickled_weights_are_refused_by_name_and_not_opened(folder, tmp_path):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"not even a pickle")
+    with pytest.raises(DataError, match=r"pickles \(pytorch_model.bin\)"):
+        load_model(str(folder))
+    (folder / "pytorch_model.bin").unlink()
+    with pytest.raises(DataError, match=r"no \*.safetensors"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize(("file", "load"), [("config.json", load_model), ("tokenizer_config.json", load_tokenizer)])
+def test_a_folder_that_wants_its_own_code_run_is_refused(folder, file, load):
+    canary = folder / "canary"
+    (folder / "modeling.py").write_text(f"open({str(canary)!r}, 'w')\n")
+    path = folder / file
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(
+        json.dumps(content | {"auto_map": {"AutoModelForCausalLM": "modeling.M", "AutoTokenizer": "modeling.T"}})
+    )
+    with pytest.raises(DataError, match="auto_map"):
+        load(str(folder))
+    assert not canary.exists()
+
+
+def test_a_damaged_file_is_an_error_that_says_so(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"damaged|cannot be loaded"):
+        load_model(str(folder))
+    (folder / "config.json").write_text("{")
+    with pytest.raises(DataError, match="not readable JSON"):
+        load_model(str(folder))
+
+
+def test_a_name_that_cannot_be_reached_says_what_to_do():
+    for load in (load_model, load_tokenizer):
+        with pytest.raises(DataError, match=r"neither a folder nor .*embedded:tiny"):
+            load("nobody/no-such-model")
+        with pytest.raises(DataError, match="there is no folder '/no/such/folder'"):
+            load("/no/such/folder")
+
+
+def test_from_scratch_takes_the_config_alone_and_is_fixed_by_its_seed(folder):
+    (folder / "model.safetensors").unlink()
+    first, same, other = (load_model(str(folder), from_scratch=True, seed=seed) for seed in (3, 3, 4))
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(first.state_dict()[name], same.state_dict()[name])
+    assert not torch.equal(first.state_dict()[name], other.state_dict()[name])
+
+
+def test_a_vocabulary_too_small_for_the_tokenizer_is_refused(folder):
+    save_tokenizer(folder, 32)
+    load_model(str(folder), tokenizer=load_tokenizer(str(folder)))
+    save_tokenizer(folder, 33)
+    with pytest.raises(DataError, match=r"ids up to 32 but .* embeddings for 32"):
+        load_model(str(folder), tokenizer=load_tokenizer(str(folder)))

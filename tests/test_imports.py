@@ -1,0 +1,168 @@
+"""The design's import directions, and the commands that start without torch."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gspo
+
+SOURCE = Path(gspo.__file__).parent
+HEAVY = ("torch", "transformers", "ray", "vllm", "pandas", "datasets")
+
+# A room may import rooms of lower floors, and neighbours on its own floor as long as no two import each other in a
+# circle. `report` reads run directories and knows types alone.
+FLOORS = {
+    name: floor
+    for floor, names in enumerate(
+        (
+            ("types", "errors", "algorithms", "rng"),
+            ("config",),
+            ("objectives",),
+            ("tasks", "rewards", "envs", "models"),
+            ("rollout",),
+            ("train",),
+            ("launcher",),
+            ("report", "studies", "bench"),
+            ("cli",),
+            ("__main__",),
+        )
+    )
+    for name in names
+}
+REPORT_MAY_IMPORT = {"types", "errors", "report"}
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def imports_of(tree: ast.AST, module: str, is_package: bool):
+    """Every `gspo` module imported anywhere in the file, functions included: a lazy import is an import."""
+    package = module.split(".") if is_package else module.split(".")[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            yield origin, node.lineno
+            # `from gspo import config` names the room only in its alias.
+            yield from ((f"{origin}.{alias.name}", node.lineno) for alias in node.names if origin == "gspo")
+
+
+def violations(module: str, tree: ast.AST, is_package: bool = False) -> list[str]:
+    room = room_of(module)
+    found = []
+    for target, line in imports_of(tree, module, is_package):
+        target_room = room_of(target)
+        if target.split(".")[0] != "gspo" or target_room in ("", "__version__", room):
+            continue
+        if target_room not in FLOORS:
+            found.append(f"{module}:{line} imports {target}, a room this test does not know")
+        elif room == "report" and target_room not in REPORT_MAY_IMPORT:
+            found.append(f"{module}:{line}: report may not import {target_room}")
+        elif FLOORS[target_room] > FLOORS[room]:
+            found.append(f"{module}:{line}: {room} may not import {target_room}")
+    return found
+
+
+def modules():
+    for file in sorted(SOURCE.rglob("*.py")):
+        parts = file.relative_to(SOURCE.parent).with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        yield ".".join(parts[:-1] if is_package else parts), file, is_package
+
+
+def test_every_room_has_a_floor():
+    unknown = {module for module, _, _ in modules() if room_of(module) and room_of(module) not in FLOORS}
+    assert not unknown, f"give these a place in the design's table: {unknown}"
+
+
+def test_imports_point_one_way():
+    found = [
+        problem
+        for module, file, is_package in modules()
+        if room_of(module)
+        for problem in violations(module, ast.parse(file.read_text()), is_package)
+    ]
+    assert not found, "\n".join(found)
+
+
+def circle(rooms: dict[str, set[str]]) -> list[str] | None:
+    """A circle of rooms that import each other, if there is one."""
+
+    def visit(room: str, trail: list[str]) -> list[str] | None:
+        if room in trail:
+            return [*trail[trail.index(room) :], room]
+        return next((found for to in sorted(rooms.get(room, ())) if (found := visit(to, [*trail, room]))), None)
+
+    return next((found for room in sorted(rooms) if (found := visit(room, []))), None)
+
+
+def test_no_rooms_import_each_other_in_a_circle():
+    rooms: dict[str, set[str]] = {}
+    for module, file, is_package in modules():
+        for target, _ in imports_of(ast.parse(file.read_text()), module, is_package):
+            if (
+                target.startswith("gspo.")
+                and room_of(module)
+                and room_of(target) not in ("__version__", room_of(module))
+            ):
+                rooms.setdefault(room_of(module), set()).add(room_of(target))
+    assert circle(rooms) is None
+    assert circle({"tasks": {"models"}, "models": {"tasks"}}) == ["models", "tasks", "models"]
+
+
+@pytest.mark.parametrize(
+    ("module", "code"),
+    [
+        ("gspo.objectives.gate", "from gspo.train import loop"),
+        ("gspo.objectives.gate", "def f():\n    import gspo.models.embedded"),
+        ("gspo.config.load", "from gspo import objectives"),
+        ("gspo.rollout.local", "from ..train.loop import run"),
+        ("gspo.tasks.files", "from gspo.rollout import engine"),
+        ("gspo.report.html", "from gspo.config import load"),
+        ("gspo.types", "from gspo.config import schema"),
+    ],
+)
+def test_a_wrong_import_is_found(module, code):
+    assert violations(module, ast.parse(code))
+
+
+def test_right_imports_are_let_through():
+    code = "import json\nfrom gspo.types import Sample\nfrom gspo.config import load\nfrom gspo.rollout import engine"
+    assert not violations("gspo.train.loop", ast.parse(code))
+
+
+def heavy_modules_after(code: str, *args: str) -> list[str]:
+    script = (
+        f"import sys\nsys.argv = ['gspo', *{list(args)!r}]\ntry:\n    exec({code!r})\nexcept SystemExit:\n    pass\n"
+        f"print('\\nHEAVY', [name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return ast.literal_eval(done.stdout.rpartition("HEAVY ")[2])
+
+
+@pytest.mark.parametrize("module", ["gspo", "gspo.config.load", "gspo.config.lint", "gspo.config.explain", "gspo.cli"])
+def test_import_leaves_torch_out(module):
+    assert heavy_modules_after(f"import {module}") == []
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["objectives"], ["objectives", "gspo"], ["doctor", "-h"]])
+def test_light_commands_leave_torch_out(args):
+    assert heavy_modules_after("from gspo.cli import main; sys.exit(main())", *args) == []
+
+
+@pytest.mark.parametrize("verb", ["doctor", "config"])
+def test_config_verbs_leave_torch_out(verb, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("algorithm: gspo\n")
+    assert heavy_modules_after("from gspo.cli import main; sys.exit(main())", verb, str(file)) == []
+
+
+def test_the_probe_sees_a_heavy_import():
+    assert heavy_modules_after("import torch") == ["torch"]

@@ -150,12 +150,12 @@ def test_backend_auto_is_said_once():
 
 TABLE = {
     # (prox_logp_method, recompute_logprob, use_decoupled_loss): (π_old, weight π_old/μ)
-    (None, None, False): ("recompute", False),
-    (None, True, False): ("recompute", False),
-    (None, False, False): ("rollout", False),
-    (None, None, True): ("recompute", True),
-    (None, True, True): ("recompute", True),
-    (None, False, True): ("recompute", True),
+    ("auto", None, False): ("auto", False),
+    ("auto", True, False): ("recompute", False),
+    ("auto", False, False): ("rollout", False),
+    ("auto", None, True): ("recompute", True),
+    ("auto", True, True): ("recompute", True),
+    ("auto", False, True): ("recompute", True),
     ("recompute", None, False): ("recompute", False),
     ("recompute", True, False): ("recompute", False),
     ("recompute", False, False): ("recompute", False),
@@ -179,7 +179,7 @@ YAML = {None: "null", True: "true", False: "false"}
 
 
 def test_the_table_of_the_proximal_policy_is_complete():
-    assert set(TABLE) == set(product((None, "recompute", "rollout", "loglinear"), (None, True, False), (False, True)))
+    assert set(TABLE) == set(product(("auto", "recompute", "rollout", "loglinear"), (None, True, False), (False, True)))
 
 
 @pytest.mark.parametrize("row", TABLE, ids=str)
@@ -190,7 +190,7 @@ def test_each_row_of_the_proximal_policy(row):
     result = load(
         None,
         [
-            f"actor.prox_logp_method={method or 'null'}",
+            f"actor.prox_logp_method={method}",
             f"actor.recompute_logprob={YAML[recompute]}",
             f"actor.use_decoupled_loss={YAML[decoupled]}",
         ],
@@ -199,7 +199,8 @@ def test_each_row_of_the_proximal_policy(row):
     assert (objective["proximal"], objective["corrected"]) == TABLE[row]
     assert (objective["settings"]["correction"] is not None) == TABLE[row][1]
     assert result.config.actor.prox_logp_method == TABLE[row][0]
-    assert result.config.actor.recompute_logprob == (TABLE[row][0] == "recompute")
+    expected = recompute if TABLE[row][0] == "auto" else TABLE[row][0] == "recompute"
+    assert result.config.actor.recompute_logprob == expected
     contradicted = (method, recompute) in {("recompute", False), ("rollout", True)} or (method, decoupled) == (
         "rollout",
         True,

@@ -154,10 +154,11 @@ def _cell(text: str) -> str:
 
 _PROXIMAL_INTRODUCTION = """## Where π_old comes from
 
-`actor.prox_logp_method` decides where it is set. Unset, it means: the trainer computes π_old where it is needed
-(mini-batch 1 takes its own detached forward, later ones a forward under the weights at the start of the batch), unless
-AReaL's `recompute_logprob: false` without decoupling asks for the sampler's values. `use_decoupled_loss: true` adds the
-weight π_old/μ, bounded by `actor.rejection_sampling`; setting the latter alone switches it on."""
+`actor.prox_logp_method` decides where it is set. Unset (`auto`), mini-batch 1 takes its own detached forward; later
+ones take the sampler's values while their measured noise is far below the clip range, else a forward under the weights
+at the start of the batch. AReaL's `recompute_logprob` counts only then: `false` without decoupling asks for the
+sampler's values, `true` for the trainer's. `use_decoupled_loss: true` adds the weight π_old/μ, bounded by
+`actor.rejection_sampling`; setting the latter alone switches it on."""
 
 
 def _proximal_table() -> str:
@@ -166,7 +167,7 @@ def _proximal_table() -> str:
         "|---|---|---|---|---|",
     ]
     for method, recompute, decoupled in product(
-        (None, "recompute", "rollout", "loglinear"), (None, True, False), (False, True)
+        ("auto", "recompute", "rollout", "loglinear"), (None, True, False), (False, True)
     ):
         chosen = proximal_policy(recompute, decoupled, method)
         weight = "yes" if chosen.corrected else "none: π_old is μ" if decoupled else "no"

@@ -315,10 +315,10 @@ def _proximal_words(f: Facts) -> str:
         return "interpolated between the sampler's and the trainer's log-probs by each token's weight version"
     if parts == 1:
         return "the trainer's weights at the start of the batch; with one mini-batch that is the policy itself: ratio 1"
-    return (
-        f"the trainer's weights at the start of the batch: mini-batch 1 is its own π_old, mini-batches 2…{parts} "
-        "take a forward pass before the first update"
-    )
+    own = f"the trainer's weights at the start of the batch: mini-batch 1 is its own π_old, mini-batches 2…{parts} "
+    if method == "auto":
+        return f"{own}take the sampler's log-probs while their measured noise is far below ε, else a forward pass"
+    return f"{own}take a forward pass before the first update"
 
 
 def _correction_words(f: Facts) -> str:

@@ -193,7 +193,7 @@ def clip_range(f: Facts) -> Iterator[Finding]:
 
 
 def ratio_always_one(f: Facts) -> Iterator[Finding]:
-    if f.num_minibatches > 1 or f.objective["proximal"] != "recompute":
+    if f.num_minibatches > 1 or f.objective["proximal"] not in ("auto", "recompute"):
         return
     rest = "only the π_old/μ weight acts" if f.objective["corrected"] else "GSPO, GSPO-token and GRPO coincide"
     auto = ", and eps_clip: auto has nothing to follow" if f.objective["eps_auto"] else ""
@@ -244,14 +244,14 @@ def policies(f: Facts) -> Iterator[Finding]:
             "π_old is the sampler's own policy μ (prox_logp_method rollout), so the weight π_old/μ is always 1",
             "set actor.prox_logp_method: recompute, or actor.use_decoupled_loss: false",
         )
-    if stale > 0 and proximal == "recompute" and not f.objective["corrected"]:
+    if stale > 0 and proximal in ("auto", "recompute") and not f.objective["corrected"]:
         yield f.warn(
             "rollout.max_head_offpolicyness",
             f"samples may be {stale} versions old, and recomputing π_old hides that: nothing corrects or clips it",
             "set actor.use_decoupled_loss: true (weighs by π_old/μ), or actor.prox_logp_method: rollout",
         )
     cut = [key for key, on in (("top_p", f.config.gconfig.top_p < 1), ("top_k", f.config.gconfig.top_k > 0)) if on]
-    if cut and (proximal != "recompute" or f.objective["corrected"]):
+    if cut and (proximal not in ("auto", "recompute") or f.objective["corrected"]):
         yield f.warn(
             f"gconfig.{cut[0]}",
             f"{' and '.join(cut)} cut the sampled distribution, while its log-probs serve as π_old or in π_old/μ; "

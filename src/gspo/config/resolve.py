@@ -23,7 +23,7 @@ DEFAULT = Origin("default")
 class ProximalPolicy(NamedTuple):
     """Where π_old comes from, whether π_old/μ weighs the loss, and what the user should hear about it."""
 
-    method: str  # recompute, rollout or loglinear
+    method: str  # auto, recompute, rollout or loglinear
     corrected: bool
     note: str = ""
 
@@ -36,10 +36,11 @@ def proximal_policy(
     >>> proximal_policy(recompute_logprob=False, use_decoupled_loss=False, prox_logp_method=None)
     ProximalPolicy(method='rollout', corrected=False, note='')
     """
-    if prox_logp_method is None:
+    if prox_logp_method in (None, "auto"):
         # AReaL recomputes for the decoupled loss whatever the switch says.
-        method = "rollout" if recompute_logprob is False and not use_decoupled_loss else "recompute"
-        return ProximalPolicy(method, use_decoupled_loss)
+        if use_decoupled_loss or recompute_logprob:
+            return ProximalPolicy("recompute", use_decoupled_loss)
+        return ProximalPolicy("auto" if recompute_logprob is None else "rollout", False)
     note = ""
     if recompute_logprob is not None and prox_logp_method == ("rollout" if recompute_logprob else "recompute"):
         note = f"actor.recompute_logprob has no effect: actor.prox_logp_method {prox_logp_method} decides"
@@ -60,7 +61,7 @@ class Objective(TypedDict):
     aggregation: str
     settings: dict[str, Any]
     eps_auto: bool  # clip_low and clip_high are only where eps_clip: auto starts
-    proximal: str  # recompute, rollout or loglinear
+    proximal: str  # auto, recompute, rollout or loglinear
     corrected: bool  # π_old/μ weighs the loss
 
 
@@ -255,8 +256,9 @@ class _Resolver:
             self.messages.append(chosen.note)
         source = "actor.use_decoupled_loss" if actor.use_decoupled_loss else "actor.recompute_logprob"
         origin = Origin("derived", f"from {source}") if self.is_set(source) else DEFAULT
-        self.fill("actor.prox_logp_method", chosen.method, origin)
-        if actor.recompute_logprob != (chosen.method == "recompute"):
+        if actor.prox_logp_method in (None, "auto") and actor.prox_logp_method != chosen.method:
+            self.override("actor.prox_logp_method", chosen.method, origin)
+        if chosen.method != "auto" and actor.recompute_logprob != (chosen.method == "recompute"):
             origin = Origin("derived", "from actor.prox_logp_method")
             self.override("actor.recompute_logprob", chosen.method == "recompute", origin)
 

@@ -179,8 +179,10 @@ class Actor:
     sapo_tau_neg: float = key(1.05, "SAPO temperature for A ≤ 0.", above=0.0)
     use_cispo_loss: bool | None = key(None, "AReaL's switch; the same as algorithm: cispo.")
 
-    prox_logp_method: Literal["recompute", "rollout", "loglinear"] | None = key(
-        None, "Where π_old comes from: the trainer, the sampler, or interpolation; null: recompute where needed."
+    prox_logp_method: Literal["auto", "recompute", "rollout", "loglinear"] | None = key(
+        None,
+        "Where π_old comes from: the trainer, the sampler, or interpolation; auto or null: the trainer, or the sampler "
+        "where its noise was measured to be far below the clip range.",
     )
     recompute_logprob: bool | None = key(None, "AReaL's switch; false without decoupling means rollout.")
     use_decoupled_loss: bool = key(False, "Weigh by π_old/μ (behavior correction) beside the policy ratio.")

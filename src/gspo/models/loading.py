@@ -55,7 +55,8 @@ def load_model(
     if path.startswith(EMBEDDED):
         from gspo.models import embedded
 
-        model = embedded.build(path)[0].to(dtype)  # pyright: ignore[reportArgumentType]
+        model: Any = embedded.build(path)[0]
+        model = model.to(dtype)  # pyright: ignore[reportArgumentType]
     else:
         _refuse_code(path, "config.json")
         if not from_scratch:

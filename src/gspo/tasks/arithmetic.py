@@ -20,6 +20,7 @@ from gspo.errors import DataError
 
 ALPHABET = "0123456789+=,>"
 MARKER = ">"
+DIGITS = (2, 4)  # of the operands, unless a path says otherwise
 
 Split = Literal["warm", "train", "test"]
 SPLITS: tuple[Split, ...] = ("warm", "train", "test")
@@ -40,15 +41,26 @@ class Problem(NamedTuple):
     solution: str  # the whole completion, without EOS
 
 
-def worked(operands: Sequence[int]) -> Problem:
-    """Write out an addition; operands may differ in length (missing digits are 0)."""
-    total, carry, columns = sum(operands), 0, []
+def worked(operands: Sequence[int], forgets: Sequence[bool] = ()) -> Problem:
+    """Write out an addition; operands may differ in length (missing digits are 0).
+
+    `forgets[i]` drops the carry into column i (from the right), as a careless pupil would, and goes on from there: the
+    working then ends in a wrong result. `answer` is right all the same.
+
+    >>> worked((37, 48), forgets=(False, True)).solution
+    '7+8+0=15,3+4+0=07>75'
+    """
+    carry, columns, written = 0, [], ""
     for place in range(len(str(max(operands)))):
+        if place < len(forgets) and forgets[place]:
+            carry = 0
         digits = [operand // 10**place % 10 for operand in operands]
         column = sum(digits) + carry
         columns.append("+".join(map(str, (*digits, carry))) + f"={column:02d}")
         carry = column // 10
-    return Problem("+".join(map(str, operands)) + "=", str(total), ",".join(columns) + f"{MARKER}{total}")
+        written = f"{column % 10}{written}"
+    result = f"{carry}{written}".lstrip("0") or "0"
+    return Problem("+".join(map(str, operands)) + "=", str(sum(operands)), ",".join(columns) + f"{MARKER}{result}")
 
 
 def split_of(operands: Sequence[int]) -> Split:
@@ -62,7 +74,7 @@ def split_of(operands: Sequence[int]) -> Split:
 
 
 def problem(
-    index: int, *, split: Split = "train", seed: int = 1, digits: tuple[int, int] = (1, 3), operands: int = 2
+    index: int, *, split: Split = "train", seed: int = 1, digits: tuple[int, int] = DIGITS, operands: int = 2
 ) -> Problem:
     """Problem number `index` of a split's endless stream; a pure function of its arguments."""
     chunk, offset = divmod(index, _CHUNK)
@@ -70,7 +82,7 @@ def problem(
 
 
 def problems(
-    split: Split, *, seed: int = 1, digits: tuple[int, int] = (1, 3), operands: int = 2, start: int = 0
+    split: Split, *, seed: int = 1, digits: tuple[int, int] = DIGITS, operands: int = 2, start: int = 0
 ) -> Iterator[Problem]:
     """The stream of `problem(start), problem(start + 1), …`, endless; the same problem may come again."""
     while True:
@@ -81,7 +93,7 @@ def problems(
 
 
 def distinct_problems(
-    split: Split, count: int, *, seed: int = 1, digits: tuple[int, int] = (1, 3), operands: int = 2
+    split: Split, count: int, *, seed: int = 1, digits: tuple[int, int] = DIGITS, operands: int = 2
 ) -> list[Problem]:
     """The first `count` different problems of the stream, or all there are of this difficulty if those are fewer."""
     found: dict[str, Problem] = {}

@@ -198,7 +198,7 @@ def _embedded(path: str, split: str | None, *, size: int | None, seed: int, key:
     found = re.fullmatch(r"embedded:arithmetic(?::([1-6])(?:-([1-6]))?)?", path)
     if not found:
         raise DataError(f"{key}.path: {path} is not embedded; there is embedded:arithmetic, or embedded:arithmetic:2-3")
-    digits = (int(found[1]), int(found[2] or found[1])) if found[1] else (1, 3)
+    digits = (int(found[1]), int(found[2] or found[1])) if found[1] else arithmetic.DIGITS
     part: arithmetic.Split = "test" if split in HELD_OUT else "train"
     count = size if size is not None else 512 if part == "test" else 4096
     # The held-out problems are the same for every seed of a run: runs are compared on them.

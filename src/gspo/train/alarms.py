@@ -9,8 +9,13 @@ from typing import Any
 PATIENCE = 20
 
 
-def alarms(metrics: Mapping[str, Any], counts: dict[str, int], *, clips: bool, num_minibatches: int) -> Iterator[str]:
-    """Messages for this step. `counts` (steps in a row, by alarm) is the caller's, and part of the checkpoint."""
+def alarms(
+    metrics: Mapping[str, Any], counts: dict[str, int], *, clips: bool, num_minibatches: int, own_forward: bool
+) -> Iterator[str]:
+    """Messages for this step. `counts` (steps in a row, by alarm) is the caller's, and part of the checkpoint.
+
+    own_forward: π_old of mini-batch 1 is its own detached forward, so its ratios must be 1.
+    """
     clipped = (metrics.get("clip/sequences_low") or 0.0) + (metrics.get("clip/sequences_high") or 0.0)
     seen = metrics.get("ratio/log_s_std") is not None
     conditions = {
@@ -40,7 +45,7 @@ def alarms(metrics: Mapping[str, Any], counts: dict[str, int], *, clips: bool, n
             "gconfig.temperature or stop earlier",
         ),
     }
-    if (worst := metrics.get("ratio/first_minibatch_max_abs")) is not None and worst > 1e-6:
+    if own_forward and (worst := metrics.get("ratio/first_minibatch_max_abs")) is not None and worst > 1e-6:
         yield f"mini-batch 1 has a ratio other than 1 (|log s| up to {worst:.2e}): π_old is not its own forward"
     for name, (holds, message) in conditions.items():
         counts[name] = counts.get(name, 0) + 1 if holds else 0

@@ -154,7 +154,7 @@ def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
 
 
 def _load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
-    by_name = dict(model.named_parameters())
+    by_name: dict[str, Any] = dict(model.named_parameters())
     optimizer.state.clear()
     for key, value in tensors.items():
         name, _, moment = key.rpartition("/")

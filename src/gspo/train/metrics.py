@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from gspo.objectives.diagnostics import clip_fractions, effective_sample_size, log_s_summary
 from gspo.train.batch import Batch
+from gspo.train.clock import Clock
 from gspo.train.step import StepReport
 from gspo.types import Score
 
@@ -49,6 +50,20 @@ def step_metrics(batch: Batch, report: StepReport, version: int) -> dict[str, An
         out["ratio/first_minibatch_max_abs"] = float(np.abs(report.log_s[first & entered]).max())
     out |= _noise(report.noise_log_s[fresh(batch, version)])
     return out
+
+
+def time_metrics(batch: Batch, report: StepReport, clock: Clock) -> dict[str, float]:
+    """Seconds by part, and tokens per second; call it last."""
+    sampled = sum(len(s.tokens) for s in batch.samples)
+    # As a plain trainer would count them: prompt and completion of every sequence, trained or skipped.
+    whole = sum(len(batch.groups[g].prompt.tokens) for g in batch.group_of) + sampled
+    seconds = clock.seconds
+    return {
+        **{f"time/{name}_s": value for name, value in (seconds | report.seconds).items()},
+        "time/step_s": clock.total(),
+        "throughput/rollout_tokens_s": sampled / max(seconds.get("rollout", 0.0), 1e-9),
+        "throughput/train_tokens_s": whole / max(seconds.get("train", 0.0), 1e-9),
+    }
 
 
 def fresh(batch: Batch, version: int) -> NDArray[np.bool_]:

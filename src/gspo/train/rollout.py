@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from gspo.errors import RewardError, RolloutError
 from gspo.rewards.pool import RewardPool
 from gspo.rewards.spec import RewardItem
 from gspo.rollout.engine import Sampler
+from gspo.train.clock import Clock
 from gspo.types import Failure, Group, Outcome, Prompt, Request, Sample, SampleId, SamplingParams
 
 # A workflow turns requests into finished samples by means of a sampler, in any order; every request gets one sample
@@ -31,8 +33,8 @@ def sample_groups(
     rewards: RewardPool,
     decode: Callable[[Sequence[int]], str],
     workflow: Workflow = single_turn,
-    on_sample: Callable[[], None] = lambda: None,
     attempt: int = 0,
+    clock: Clock | None = None,
 ) -> list[Group]:
     """Groups in the order of `prompts` (submission index, prompt), whatever the order of completion."""
     requests = [
@@ -48,7 +50,6 @@ def sample_groups(
         if number in arrived.get(submission, {number: None}):
             raise RolloutError(f"the sampler returned {sample.id}, which was not asked for or came twice")
         arrived[submission][number] = sample
-        on_sample()
         if len(arrived[submission]) == num_samples:
             samples = tuple(arrived[submission][i] for i in range(num_samples))
             texts = tuple(decode(s.tokens.tolist()) for s in samples)
@@ -57,7 +58,9 @@ def sample_groups(
             rewards.submit(submission, _item(by_submission[submission], samples, texts))
     if missing := [submission for submission, _ in prompts if submission not in whole]:
         raise RolloutError(f"the sampler ended with {len(missing)} of {len(prompts)} groups unfinished")
-    outcomes: dict[Any, tuple[Outcome, ...]] = {key: tuple(scores) for key, scores in rewards.completed()}
+    # What is left of scoring once sampling is done; the rest ran beside it.
+    with clock("reward") if clock is not None else contextlib.nullcontext():
+        outcomes: dict[Any, tuple[Outcome, ...]] = dict(rewards.completed())
     return [
         Group(submission, prompt, *whole[submission], outcomes=outcomes[submission]) for submission, prompt in prompts
     ]

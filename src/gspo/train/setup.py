@@ -1,24 +1,24 @@
-"""From a resolved config to the parts a trainer needs. The only file of `train/` that knows config keys by heart,
-besides the loop; every part itself takes plain values."""
+"""From a resolved config to the parts of a trainer. Only here and in the loop are config keys read."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from gspo.config import Loaded, effective_objective
 from gspo.config.schema import Config, DatasetSpec, Frequency, Generation, Norm
-from gspo.errors import ConfigError
+from gspo.errors import ConfigError, DataError
 from gspo.models.loading import load_model, load_tokenizer
 from gspo.rewards.pool import RewardPool
 from gspo.rewards.spec import reward_spec
 from gspo.rollout.local import LocalSampler
-from gspo.tasks.dataset import Dataset, default_reward, load_dataset
+from gspo.tasks.dataset import Dataset, default_reward, load_dataset, make_dataset
 from gspo.train.batch import Shaping
+from gspo.train.optim import learning_rate, make_optimizer
 from gspo.train.policy import PolicyModule
 from gspo.train.step import Plan
 from gspo.types import SamplingParams
@@ -132,7 +132,28 @@ def sampling_params(g: Generation) -> SamplingParams:
     )
 
 
-def make_data(spec: DatasetSpec, split: str, tokenizer: Any, seed: int, key: str) -> Dataset:
+def make_data(given: Any, spec: DatasetSpec, split: str, tokenizer: Any, seed: int, key: str) -> Dataset:
+    """The caller's data set or rows, else the one the config names."""
+    if isinstance(given, Dataset):
+        return given
+    if given is not None:
+        return make_dataset(given, tokenizer=tokenizer, source="the caller's rows", split=split, key=key)
+    return load_data(spec, split, tokenizer, seed, key)
+
+
+def refuse_long_prompts(data: Dataset, limit: int, max_new_tokens: int) -> None:
+    """A prompt that leaves no room for its completion is an error now, not in the middle of the night."""
+    room = limit - max_new_tokens
+    for row in range(len(data)):
+        if (length := len(data.prompt(row).tokens)) > room:
+            raise DataError(
+                f"{data.key}, row {row}: the prompt has {length} tokens; with gconfig.max_new_tokens = "
+                f"{max_new_tokens} the context of {limit} leaves {max(room, 0)}. Set gconfig.max_new_tokens lower, or "
+                f"{data.key}.max_length={max(room, 1)} to drop such rows"
+            )
+
+
+def load_data(spec: DatasetSpec, split: str, tokenizer: Any, seed: int, key: str) -> Dataset:
     return load_dataset(
         spec.path,
         spec.split or split,
@@ -164,6 +185,8 @@ def make_plan(loaded: Loaded) -> tuple[Plan, str | Mapping[str, Any]]:
     """The update's plan, and how rewards become advantages."""
     config, objective = loaded.config, effective_objective(loaded)
     actor = config.actor
+    if objective["advantage"] == "gae":
+        raise ConfigError(f"algorithm {config.algorithm} needs a critic, which is not built yet; choose another")
     plan = Plan(
         name=objective["name"],
         settings=objective["settings"],
@@ -211,29 +234,37 @@ def is_due(frequency: Frequency, step: int, steps_per_epoch: int, seconds_since:
     )
 
 
-# Keys that may change between a run and its resumption: they decide when to look and what to show, not what is learnt.
-FREE = (
-    "total_train_steps", "total_train_epochs", "strict", "on_alarm", "profile", "saver", "recover", "evaluator",
-    "stats_logger", "rollout.dump_to_file", "rollout.request_timeout", "rollout.request_retries", "reward.timeout",
-    "reward.workers", "cluster.fileroot", "scheduler",
-)  # fmt: skip
+def make_trained_optimizer(config: Config, policy: PolicyModule) -> torch.optim.Optimizer:
+    o = config.actor.optimizer
+    return make_optimizer(
+        policy.parameters(),
+        kind=o.type,
+        lr=float(o.lr or 0.0),
+        weight_decay=o.weight_decay,
+        betas=(o.beta1, o.beta2),
+        eps=o.eps,
+    )
 
 
-def changed_keys(before: Config, after: Config) -> list[str]:
-    """`key: before → after` for every key that decides what is learnt."""
-    old, new = _flat(asdict(before)), _flat(asdict(after))
+def learning_rates(config: Config, first: int, count: int, total: int) -> list[float]:
+    """The rates of `count` updates from number `first` on."""
+    o = config.actor.optimizer
     return [
-        f"{key}: {old.get(key)!r} → {new.get(key)!r}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not any(key == f or key.startswith(f + ".") for f in FREE)
+        learning_rate(
+            first + k,
+            total,
+            peak=float(o.lr or 0.0),
+            schedule=o.lr_scheduler_type,
+            warmup_proportion=o.warmup_steps_proportion,
+            min_ratio=o.min_lr_ratio,
+        )
+        for k in range(count)
     ]
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            out |= _flat(value, f"{prefix}{name}.")
-        else:
-            out[f"{prefix}{name}"] = value
-    return out
+def evaluation_params(config: Config) -> tuple[SamplingParams, int]:
+    """How held-out problems are answered, and how often each."""
+    how = config.eval_gconfig
+    if how is not None:
+        return sampling_params(how), how.n_samples
+    return replace(sampling_params(config.gconfig), greedy=True, temperature=1.0, top_p=1.0, top_k=0), 1

@@ -57,6 +57,7 @@ class StepReport:
     grad_norms: list[float] = field(default_factory=list)
     taken: list[bool] = field(default_factory=list)  # False: the gradient was not finite, nothing was touched
     num_input_tokens: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)  # what this step was run with, as metrics
     seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("proximal", "forward_backward", "optimizer"), 0.0)
     )

@@ -1,4 +1,4 @@
-"""`eps_clip: auto`: a clip range that follows the policy's own drift towards a target share of clipped sequences."""
+"""What a step's measurements decide for the next: the clip range of `eps_clip: auto`, and where π_old comes from."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from gspo.train.step import ProximalSource
+
+# The sampler's log-probs serve as π_old while their noise is this many times smaller than the clip range.
+NOISE_MARGIN = 10.0
+
 
 @dataclass(frozen=True)
 class AutoClip:
-    """Settings; the state is one number (see `follow`)."""
+    """Settings of `eps_clip: auto`; its state is one number (see `follow`)."""
 
     target_fraction: float = 0.15
     high_over_low: float = 4 / 3
@@ -35,9 +40,18 @@ def follow(
     return quantile if state is None else how.decay * state + (1 - how.decay) * quantile
 
 
-def bounds(state: float | None, noise_floor: float, default: tuple[float, float], how: AutoClip) -> tuple[float, float]:
+def bounds(
+    state: float | None, noise: float | None, default: tuple[float, float], how: AutoClip
+) -> tuple[float, float]:
     """(ε_low, ε_high): never below the noise floor, never above eps_max; the preset's own before anything was seen."""
     if state is None:
         return default
-    low = max(state, noise_floor, 1e-6)
+    low = max(state, noise or 0.0, 1e-6)
     return min(low, how.eps_max), min(low * how.high_over_low, how.eps_max)
+
+
+def proximal_source(noise: float | None, eps: float | None, current: ProximalSource) -> ProximalSource:
+    """For `prox_logp_method: auto`: the sampler's values while their measured noise is far below the clip range."""
+    if noise is None:
+        return current
+    return "sampler" if noise * NOISE_MARGIN < (0.2 if eps is None else eps) else "recompute"

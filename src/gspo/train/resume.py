@@ -1,0 +1,89 @@
+"""Going on where a run was left: the last good checkpoint, if it is this run's. Never a silent start from scratch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from gspo.config import Config, load
+from gspo.errors import CheckpointError, ConfigError
+from gspo.train import checkpoint
+from gspo.train.rundir import RunDir
+from gspo.train.state import State
+
+# Keys that may change between a run and its resumption: they decide when to look and what to show, not what is learnt.
+FREE = (
+    "total_train_steps", "total_train_epochs", "strict", "on_alarm", "profile", "saver", "recover", "evaluator",
+    "stats_logger", "rollout.dump_to_file", "rollout.request_timeout", "rollout.request_retries", "reward.timeout",
+    "reward.workers", "cluster.fileroot", "scheduler",
+)  # fmt: skip
+
+
+def resume(
+    run: RunDir,
+    config: Config,
+    policy: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    identity: Mapping[str, Any],
+    say: Callable[[str], None],
+) -> State | None:
+    """The state of the newest whole checkpoint, its weights and moments put into place; None in a new directory."""
+    found = checkpoint.steps(run.checkpoints)
+    if not found:
+        run.cut_back(-1)
+        return None
+    if config.recover.mode == "disabled":
+        raise ConfigError(
+            f"{run.path} holds a run already; set recover.mode=auto to resume it, trial_name to start another, "
+            "or remove the folder"
+        )
+    for folder, manifest in checkpoint.latest(run.checkpoints):
+        if isinstance(manifest, CheckpointError):
+            say(f"ignored: {manifest}")
+            continue
+        _refuse_other_settings(run, config)
+        stored = checkpoint.load(folder, policy, optimizer)
+        theirs = stored.pop("identity")
+        if odd := [f"{k}: {theirs.get(k)} → {v}" for k, v in identity.items() if theirs.get(k) != v]:
+            raise ConfigError(f"{folder} is of another run ({'; '.join(odd)}); set trial_name to start a new one")
+        state = State(**stored)
+        run.cut_back(state.step)
+        say(f"resumed from {folder} at step {state.step}")
+        return state
+    raise CheckpointError(
+        f"none of the {len(found)} checkpoints in {run.checkpoints} can be used; move them away to start afresh"
+    )
+
+
+def _refuse_other_settings(run: RunDir, config: Config) -> None:
+    file = run.path / "config.yaml"
+    if file.exists() and (changes := changed_keys(load(file).config, config)):
+        raise ConfigError(
+            f"{run.path} was started with other settings:\n  "
+            + "\n  ".join(changes)
+            + "\nset trial_name to start another run, or undo the change"
+        )
+
+
+def changed_keys(before: Config, after: Config) -> list[str]:
+    """`key: before → after` for every key that decides what is learnt."""
+    had, has = _flat(asdict(before)), _flat(asdict(after))
+    return [
+        f"{key}: {had.get(key)!r} → {has.get(key)!r}"
+        for key in sorted(had.keys() | has.keys())
+        if had.get(key) != has.get(key) and not any(key == f or key.startswith(f + ".") for f in FREE)
+    ]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            out |= _flat(value, f"{prefix}{name}.")
+        else:
+            out[f"{prefix}{name}"] = value
+    return out

@@ -1,0 +1,34 @@
+"""Ctrl-C, SIGTERM and SIGUSR1: finish the step, save, leave. A second Ctrl-C leaves at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+ASKED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopRequest:
+    """Whether someone asked the run to stop; handlers are in place from `listen` to `restore`."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._before: dict[int, object] = {}
+
+    def listen(self, say: Callable[[str], None]) -> None:
+        def handle(number: int, _: FrameType | None) -> None:
+            if self.signal is not None and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self.signal = number
+            say(f"{signal.Signals(number).name}: saving after this step (Ctrl-C once more: leave at once)")
+
+        # Only the main thread may set handlers; a Trainer in another thread is stopped by its owner.
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, handle) for number in ASKED}
+
+    def restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+        self._before = {}

@@ -1,0 +1,28 @@
+"""What a run is, beside weights and moments. There is no RNG state: every draw is a function of its key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gspo.train.step import ProximalSource
+
+
+@dataclass
+class State:
+    """Plain numbers, saved with every checkpoint.
+
+    >>> State(step=3).submission
+    0
+    """
+
+    step: int = 0  # finished steps; also the version of the weights
+    submission: int = 0  # next prompt of the stream
+    update: int = 0  # optimizer updates
+    proximal: ProximalSource = "recompute"  # where π_old of mini-batches 2…K comes from
+    noise: float | None = None  # last measured p95 |log s|, sampler against trainer at the same weights
+    auto_eps: float | None = None
+    nonfinite_in_row: int = 0
+    best_accuracy: float | None = None
+    best_step: int | None = None
+    seconds: float = 0.0  # spent training, over all sessions
+    alarm_counts: dict[str, int] = field(default_factory=dict)

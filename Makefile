@@ -4,9 +4,12 @@ STAMP := .venv/.installed
 # The test runner shares two cores with torch: one thread per worker keeps both busy and results repeatable.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2
 
-.PHONY: train test test-full check docs setup clean
+.PHONY: train demo test test-full check docs setup clean
 
 train: setup
+	.venv/bin/gspo train examples/quickstart.yaml
+
+demo: setup
 	$(PY) examples/objective_demo.py
 
 test: setup
@@ -19,6 +22,10 @@ check: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/basedpyright
+
+# Pages that are written by the code they describe; a test says when they are stale.
+docs: setup
+	$(PY) -m gspo.config > docs/config.md
 
 setup: $(STAMP)
 

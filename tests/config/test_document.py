@@ -139,4 +139,4 @@ def test_the_documentation_has_every_key_and_every_key_of_areals():
         assert f"`{name.rpartition('.')[2]}`" in text
     for name in rules():
         assert f"`{name}`" in text
-    assert text.count("\n| null | ") >= 6  # the rows of π_old without a method
+    assert text.count("\n| auto | ") >= 6  # the rows of π_old without a method

@@ -43,7 +43,7 @@ def test_the_gspo_example_reads_right():
     assert "J = E (1/G) Σᵢ min( sᵢ Aᵢ , clip(sᵢ, 1−3e-4, 1+4e-4) Aᵢ )" in text
     assert "32 prompts × 8 samples = 256 sequences" in text
     assert "4 of 64 sequences" in text
-    assert "mini-batches 2…4 take a forward pass before the first update" in text
+    assert "mini-batches 2…4 take the sampler's log-probs while their measured noise is far below ε" in text
     assert report.exit_code == 0
 
 

@@ -50,11 +50,14 @@ def to_text(report: Report, *, width: int = 100, styled: bool = False) -> str:
 
 def algorithm_table(*, width: int = 100, styled: bool = False) -> str:
     """All presets, a row each."""
+    # The paper has its place on the card; in a narrow terminal whole words matter more.
+    columns = ("name", "ratio", "gate", "advantage", "aggregation", *(("paper",) if width >= 100 else ()))
     table = Table(box=None, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
-    for column in ("name", "ratio", "gate", "advantage", "aggregation", "paper"):
-        table.add_column(column, overflow="fold", style="bold" if column == "name" else None)
+    for column in columns:
+        table.add_column(column, no_wrap=True, style="bold" if column == "name" else None)
     for a in ALGORITHMS.values():
-        table.add_row(a.name, a.level, _gate(a), a.advantage, a.aggregation, a.paper)
+        cells = (a.name, a.level, _gate(a), a.advantage, a.aggregation, a.paper.partition(",")[0])
+        table.add_row(*cells[: len(columns)])
     hint = Text("\n`gspo objectives gspo` shows one formula; `algorithm: gspo` in a config chooses it.", style="dim")
     return _render(Group(table, hint), width, styled)
 

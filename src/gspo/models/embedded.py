@@ -38,7 +38,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "head_dim": 32,
-            "max_position_embeddings": 256,
+            "max_position_embeddings": 2048,
             "tie_word_embeddings": True,
             "initializer_range": 0.05,
             "eos_token_id": 1,

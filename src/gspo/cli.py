@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import io
 import json
 import os
+import re
+import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gspo import __version__
 from gspo.errors import ConfigError, GspoError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from gspo.config.load import Loaded
 
 OVERRIDES = "key=value, +key=value, ++key=value, or ~key for its default"
@@ -75,8 +81,12 @@ def help_text() -> str:
 gspo {__version__}: reinforcement-learning post-training for language models,
 with Group Sequence Policy Optimization at its centre.
 
-Try first:
-  gspo train examples/quickstart.yaml          a tiny model learns to add, in minutes, on a CPU
+Quickstart, on a CPU, without a download:
+  gspo train examples/quickstart.yaml          a tiny model learns to add; two minutes, live figures
+  gspo eval runs/quickstart/gspo --samples 8   its best checkpoint on held-out problems: avg@8, pass@k
+  gspo export runs/quickstart/gspo             a folder that transformers loads
+
+Before you train your own:
   gspo doctor examples/math/gsm8k_gspo.yaml    what a config will do, before it does it
   gspo objectives gspo                         the formula, its paper, its defaults
 
@@ -85,6 +95,7 @@ Verbs:
 
 Any key of the config can be set on the command line: `gspo doctor run.yaml gconfig.n_samples=16`.
 `~key` resets one to its default; `+key=value` and `++key=value` mean `key=value`.
+Ctrl-C saves; the same command goes on. A run is a folder: docs/run-directory.md says what is in it.
 Exit codes: 0 done, 1 failed run, 2 bad usage or config, 130 interrupted."""
 
 
@@ -132,10 +143,205 @@ def _train(args: argparse.Namespace) -> int:
 
     loaded = _load(args)
     check(loaded)  # the loop says the warnings; the impossible is refused here, seconds before torch is imported
+    config = loaded.config
+    path = Path(config.cluster.fileroot) / config.experiment_name / config.trial_name
+    again = shlex.join(["gspo", "train", *(["--config", args.config] if args.config else []), *args.words])
+    from gspo.report.read import read_metrics
     from gspo.train import run
 
-    summary = run(loaded)
-    return 0 if summary.finished else 130  # stopped by a signal, whole and resumable
+    before = max((row["step"] for row in read_metrics(path)), default=0)
+    try:
+        summary = run(loaded)
+    except KeyboardInterrupt:
+        print(f"gspo: interrupted; this goes on from the last checkpoint, if there is one:\n  {again}", file=sys.stderr)
+        return 130
+    if not summary.finished:
+        _show_run(path, f"Stopped and saved after step {summary.steps}.", {"go on": again})
+        return 130  # stopped by a signal, whole and resumable
+    said = "Finished."
+    if summary.steps == before:
+        said = "This run was finished before; nothing was trained. Raise total_train_steps, or set trial_name."
+    _show_run(
+        path,
+        said,
+        {"next": f"gspo eval {shlex.quote(str(path))} --samples 8", "": f"gspo export {shlex.quote(str(path))}"},
+    )
+    return 0
+
+
+def _show_run(path: Path, said: str, commands: Mapping[str, str]) -> None:
+    """What a run came to: figures, picture, and what to do next."""
+    from gspo.config.render import inert
+    from gspo.report.plot import plot_run
+    from gspo.report.summary import summarise
+    from gspo.report.terminal import run_view
+
+    try:
+        drawn = str(plot_run(path) or "no step yet")
+    except ImportError:
+        drawn = "training.png needs matplotlib: pip install 'gspo[plot]'"
+    places = {"run": str(path), "plot": drawn, **commands}
+    print()
+    _console().print(run_view(said, summarise(path), {name: inert(text) for name, text in places.items()}))
+
+
+def _eval_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="RUN|MODEL [key=value …]",
+        help="a run directory, or a model: folder, hub name, embedded:tiny",
+    )
+    parser.add_argument(
+        "--step", default="best", metavar="best|last|N", help="which checkpoint of a run; 0: before training"
+    )
+    parser.add_argument(
+        "--data", metavar="PATH", help="problems: file, folder, hub name, embedded:arithmetic (valid_dataset.path)"
+    )
+    parser.add_argument("--split", metavar="NAME", help="test unless said; all: every row (valid_dataset.split)")
+    parser.add_argument("--problems", metavar="N", help="how many, or all (evaluator.size)")
+    parser.add_argument(
+        "--samples", metavar="N", help="per problem; more than one are drawn, not greedy (eval_gconfig.n_samples)"
+    )
+    parser.add_argument("--greedy", action="store_true", help="the most likely token (eval_gconfig.greedy)")
+    parser.add_argument("--temperature", metavar="T", help="draw at this temperature (eval_gconfig.temperature)")
+    parser.add_argument("--max-new-tokens", metavar="N", help="longest completion (eval_gconfig.max_new_tokens)")
+    parser.add_argument("--name", help="a run's result goes to RUN/eval_NAME.json")
+    parser.add_argument("--json", action="store_true", help="the figures as one JSON object")
+
+
+def _eval(args: argparse.Namespace) -> int:
+    target, loaded, run = _examined(args)
+    step = 0
+    if run is not None:
+        from gspo.report.read import choose_step
+
+        step = choose_step(run, args.step)
+    from gspo.train.examine import examine
+    from gspo.train.rundir import atomic, to_json
+
+    with _progress("answering") as progress:
+        result = examine(loaded.config, run, step, progress)
+    problems = result.pop("problems")
+    file = None
+    if run is not None:
+        other = f"_{re.sub(r'[^A-Za-z0-9.]+', '-', args.data)}" if args.data else ""
+        file = run / f"eval_{args.name or f'step_{step:06d}{other}'}.json"
+        with atomic(file) as aside:
+            aside.write_text(to_json({"run": str(run), **result, "problems": problems}) + "\n", encoding="utf-8")
+    if args.json:
+        print(to_json({"target": target, **result}))
+    else:
+        from gspo.config.render import inert
+        from gspo.report.terminal import examination_view
+
+        _console().print(examination_view(inert(_heading(target, result)), result))
+        if file is not None:
+            print(inert(f"written to {file}"))
+    return 0
+
+
+def _examined(args: argparse.Namespace) -> tuple[str, Loaded, Path | None]:
+    """Who is examined and how: a run by its config, a model by the defaults; options are spellings of overrides."""
+    from gspo.config.load import load
+    from gspo.report.read import is_run, open_run
+
+    words = list(args.words)
+    if not words or "=" in words[0]:
+        raise ConfigError("whom? Give a run directory (runs/quickstart/gspo) or a model (embedded:tiny, a folder)")
+    target = words.pop(0)
+    several = (args.samples or "1") != "1" or args.temperature is not None
+    if args.greedy and several:
+        raise ConfigError("--greedy gives the same completion every time: leave out --samples and --temperature")
+    given = {
+        "valid_dataset.path": args.data and json.dumps(args.data),
+        "valid_dataset.split": args.split,
+        "evaluator.size": "null" if args.problems == "all" else args.problems,
+        "eval_gconfig.n_samples": args.samples,
+        "eval_gconfig.temperature": args.temperature,
+        "eval_gconfig.greedy": "true" if args.greedy else "false" if several else None,
+        "eval_gconfig.max_new_tokens": args.max_new_tokens,
+    }
+    overrides = [f"{key}={value}" for key, value in given.items() if value is not None] + words
+    folder = Path(target)
+    if is_run(folder):
+        if args.data and not args.split:
+            overrides.insert(0, "valid_dataset.split=test")
+        return target, load(folder / "config.yaml", overrides), folder
+    looks_like_a_path = target.startswith((".", "/", "~")) or target.count("/") > 1
+    if (folder.is_dir() or looks_like_a_path) and not (folder / "config.json").is_file():
+        open_run(folder)  # says what is missing and which runs are nearby
+    if not any(word.startswith(("valid_dataset.path=", "train_dataset.path=")) for word in overrides):
+        raise ConfigError(
+            f"which problems should {target} answer? Give --data: a file, a hub name, embedded:arithmetic"
+        )
+    return target, load(None, [f"actor.path={json.dumps(target)}", *overrides]), None
+
+
+def _heading(target: str, result: Mapping[str, Any]) -> str:
+    """Who answered what, and how."""
+    sampling, step = result["sampling"], result["step"]
+    how = "greedy" if sampling["greedy"] else f"temperature {sampling['temperature']:g}"
+    at = "" if step is None else ", before training" if step == 0 else f", step {step}"
+    of = f"{result['num_problems']:,} problems of {result['data']} ({result['split']})"
+    return f"{target}{at}: {of}, {result['num_samples']} × {how}"
+
+
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run directory")
+    parser.add_argument("--step", default="best", metavar="best|last|N", help="which checkpoint")
+    parser.add_argument("--to", metavar="DIR", help="a new or empty folder; unless said, RUN/model_step_N")
+
+
+def _export(args: argparse.Namespace) -> int:
+    from gspo.config.load import load
+    from gspo.report.read import choose_step, open_run
+
+    run = open_run(args.run)
+    step = choose_step(run, args.step)
+    if step == 0:
+        raise ConfigError(
+            f"{run}: step 0 is the model before training{', and the best' if args.step == 'best' else ''}; "
+            "there is nothing to export. Give --step last"
+        )
+    config = load(run / "config.yaml").config
+    to = Path(args.to) if args.to else run / f"model_step_{step:06d}"
+    from gspo.train.export import export
+
+    export(config, run, step, to)
+    print(f"step {step} of {run} → {to}\n  AutoModelForCausalLM.from_pretrained({str(to)!r})")
+    return 0
+
+
+def _checkpoints_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run directory")
+    parser.add_argument(
+        "--verify", action="store_true", help="read every byte and compare it with the manifest's sha256"
+    )
+
+
+def _checkpoints(args: argparse.Namespace) -> int:
+    from gspo.report.read import open_run, read_checkpoints
+    from gspo.report.terminal import checkpoints_view
+
+    run = open_run(args.run)
+    found = read_checkpoints(run)
+    damage = {c.step: _damage(c.path) for c in found} if args.verify else {}
+    _console().print(checkpoints_view(found, {step: what or "whole" for step, what in damage.items()}))
+    return 1 if any(damage.values()) else 0
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, by its manifest."""
+    from gspo.config.render import inert
+    from gspo.errors import CheckpointError
+    from gspo.train.checkpoint import verify
+
+    try:
+        verify(checkpoint)
+    except CheckpointError as problem:
+        return inert(f"DAMAGED: {problem}")
+    return None
 
 
 def _config(args: argparse.Namespace) -> int:
@@ -177,19 +383,64 @@ def _display() -> dict[str, Any]:
     return {"width": shutil.get_terminal_size().columns, "styled": styled}
 
 
+def _console() -> Console:
+    """Stdout for tables, as wide and as colourful as `_display` says; texts are never read as markup."""
+    from rich.console import Console
+
+    how = _display()
+    return Console(width=how["width"], no_color=not how["styled"], highlight=False, markup=False, emoji=False)
+
+
+@contextlib.contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr while a person looks on; silence elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
 def _nearest(word: str, known: Any) -> str:
     close = difflib.get_close_matches(word.lower().replace("-", "_"), list(known), n=1, cutoff=0.5)
     return f", the nearest is {close[0]}" if close else ""
 
 
 VERBS: dict[str, Verb] = {
+    "train": Verb(
+        "train CONFIG [key=value …]",
+        "train as a config says; the same command again goes on",
+        _config_arguments,
+        _train,
+    ),
+    "eval": Verb(
+        "eval RUN|MODEL [--data PATH] [--samples N] [--step best|last|N] [key=value …]",
+        "answer held-out problems: avg@n and pass@k with intervals",
+        _eval_arguments,
+        _eval,
+    ),
+    "export": Verb(
+        "export RUN [--step best|last|N] [--to DIR]",
+        "write a run's weights as a folder that transformers loads",
+        _export_arguments,
+        _export,
+    ),
+    "checkpoints": Verb(
+        "checkpoints RUN [--verify]",
+        "list a run's checkpoints; with --verify, check every byte",
+        _checkpoints_arguments,
+        _checkpoints,
+    ),
     "doctor": Verb(
         "doctor CONFIG [key=value …] [--json]",
         "explain a config: objective, batches, memory, warnings; touches no weights",
         _doctor_arguments,
         _doctor,
     ),
-    "train": Verb("train CONFIG [key=value …]", "train as a config says", _config_arguments, _train),
     "objectives": Verb(
         "objectives [NAME]",
         "the table of objectives, or one's formula, paper and defaults",

@@ -69,7 +69,9 @@ def explain(loaded: Loaded, *, embedded: EmbeddedShape | None = None, num_gpus: 
     """Everything `gspo doctor` has to say; `embedded` knows shapes that live above config/, see `find_shape`."""
     shape = estimate.find_shape(loaded.config.actor.path, embedded)
     facts = lint.facts_of(loaded, num_gpus)
-    findings = lint.lint(loaded, facts.num_gpus, shape.context if isinstance(shape, Shape) else None)
+    findings = lint.missing(loaded) + lint.lint(
+        loaded, facts.num_gpus, shape.context if isinstance(shape, Shape) else None
+    )
     config = facts.config
     sections = {
         "config": None if loaded.path is None else str(loaded.path),
@@ -196,8 +198,6 @@ def _words(f: Facts) -> list[str]:
         f"loss: {AGGREGATION_WORDS[objective['aggregation']]}",
         f"groups of equal rewards: {_zero_variance_words(f)}",
     ]
-    if f.actor.entropy_coef > 0:
-        words.append(f"entropy bonus: {number(f.actor.entropy_coef)} × entropy")
     return words
 
 

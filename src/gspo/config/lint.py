@@ -18,6 +18,7 @@ from gspo.config.estimate import number, visible_gpus
 from gspo.config.loaded import Loaded
 from gspo.config.resolve import Objective, effective_objective
 from gspo.config.schema import Actor, Config, Norm
+from gspo.config.unbuilt import unbuilt
 from gspo.errors import ConfigError
 
 WIDE_EPS = 0.05  # a geometric mean over more than FEW_TOKENS tokens practically never moves this far from 1
@@ -140,9 +141,15 @@ def lint(loaded: Loaded, num_gpus: int | None = None, context: int | None = None
     return sorted(found, key=lambda finding: finding.severity != "error")
 
 
+def missing(loaded: Loaded) -> list[Finding]:
+    """An error for each thing the config asks for that this version cannot do."""
+    facts = facts_of(loaded, 0)
+    return [facts.error(key, f"this version does not have {what} yet", do) for key, what, do in unbuilt(loaded.config)]
+
+
 def check(loaded: Loaded, num_gpus: int | None = None) -> list[Finding]:
     """The warnings to show before a run; ConfigError for the impossible, and for any warning where strict."""
-    found = lint(loaded, num_gpus)
+    found = missing(loaded) + lint(loaded, num_gpus)
     fatal = [finding for finding in found if finding.severity == "error" or loaded.config.strict]
     if fatal:
         tail = "" if fatal[0].severity == "error" else "\n(strict: true makes warnings errors)"
@@ -250,13 +257,15 @@ def policies(f: Facts) -> Iterator[Finding]:
             f"samples may be {stale} versions old, and recomputing π_old hides that: nothing corrects or clips it",
             "set actor.use_decoupled_loss: true (weighs by π_old/μ), or actor.prox_logp_method: rollout",
         )
-    cut = [key for key, on in (("top_p", f.config.gconfig.top_p < 1), ("top_k", f.config.gconfig.top_k > 0)) if on]
+    gconfig = f.config.gconfig
+    cuts = {"top_p": gconfig.top_p < 1, "top_k": gconfig.top_k > 0, "min_new_tokens": gconfig.min_new_tokens > 0}
+    cut = [key for key, is_on in cuts.items() if is_on]
     if cut and (proximal not in ("auto", "recompute") or f.objective["corrected"]):
         yield f.warn(
             f"gconfig.{cut[0]}",
             f"{' and '.join(cut)} cut the sampled distribution, while its log-probs serve as π_old or in π_old/μ; "
             "the trainer's are of the whole distribution, so the ratio is wrong from the first token",
-            "set gconfig.top_p: 1 and gconfig.top_k: 0, or actor.prox_logp_method: recompute without a correction",
+            "remove them from gconfig, or set actor.prox_logp_method: recompute without a correction",
         )
     if proximal == "rollout" and f.sequence_level and f.external_sampler and f.clips and min(f.clips) < SAMPLER_NOISE:
         yield f.warn(
@@ -468,7 +477,7 @@ def sampling(f: Facts) -> Iterator[Finding]:
                 f"set {section}.min_new_tokens: 0, or a larger {section}.max_new_tokens",
             )
     if generation.greedy or generation.temperature == 0:
-        yield f.warn(
+        yield (f.warn if generation.greedy else f.error)(
             "gconfig.greedy" if generation.greedy else "gconfig.temperature",
             "training samples without randomness: all completions of a prompt are equal, all advantages 0",
             "set gconfig.greedy: false and gconfig.temperature: 1.0",
@@ -491,10 +500,9 @@ def sampling(f: Facts) -> Iterator[Finding]:
     limit = generation.max_tokens
     wanted = (prompt or 0) + generation.max_new_tokens
     if limit is not None and wanted > limit:
-        yield f.warn(
+        yield f.error(
             "gconfig.max_tokens",
-            f"{limit:,} is less than the longest prompt plus max_new_tokens ({wanted:,}), so "
-            "some completions are cut short of max_new_tokens",
+            f"{limit:,} is less than the longest prompt plus max_new_tokens ({wanted:,}): such a prompt is refused",
             "raise gconfig.max_tokens, or lower gconfig.max_new_tokens",
         )
 

@@ -191,7 +191,6 @@ class Actor:
     kl_loss_coef: float = key(0.0, "Weight of KL(π_θ‖π_ref) in the loss; above 0 needs ref.", low=0.0)
     kl_ctl: float = key(0.0, "Weight of the KL penalty in the reward, as in AReaL; above 0 needs ref.", low=0.0)
     kl_estimator: Literal["k1", "k2", "k3"] | None = key(None, "KL estimator; null: k3 in the loss, k1 in the reward.")
-    entropy_coef: float = key(0.0, "Weight of an entropy bonus in the loss.", low=0.0)
 
     reward_bias: float = key(0.0, "Added to every reward, before scaling.")
     reward_scaling: float = key(1.0, "Multiplies every reward, after the bias.")
@@ -265,8 +264,9 @@ class Evaluator(Frequency):
 
 @dataclass
 class Recover(Frequency):
+    freq_secs: float | None = key(300.0, "Every so many seconds.", above=0)
     mode: Literal["auto", "disabled", "resume", "fault"] = key(
-        "auto", "A used run directory: auto resumes it, disabled refuses it."
+        "auto", "A used run directory: auto (also AReaL's resume and fault) resumes it, disabled refuses it."
     )
 
 

@@ -110,8 +110,9 @@ def _engines(f: Facts) -> Iterator[Idle]:
     for engine in ("vllm", "sglang"):
         if f.external_sampler != engine:
             yield engine, f"rollout.backend is {config.rollout.backend}, not {engine}"
-    in_process = config.rollout.backend == "local" or (config.rollout.backend == "auto" and f.on_cpu)
-    if in_process:
+    if config.rollout.max_head_offpolicyness == 0:
+        yield "rollout.queue_size", "synchronous sampling has no queue"
+    if f.external_sampler is None:
         for key in ("actor.weight_update_mode", "rollout.request_retries"):
             yield key, "the sampler runs in the trainer's process"
 
@@ -140,5 +141,10 @@ def _rest(f: Facts) -> Iterator[Idle]:
     config = f.config
     if config.total_train_steps is not None:
         yield "total_train_epochs", "total_train_steps decides"
+    if config.valid_dataset is not None:
+        for key in ("batch_size", "shuffle"):
+            yield f"valid_dataset.{key}", "held-out problems are taken in their order, evaluator.size of them"
+    if config.eval_gconfig is not None:
+        yield "eval_gconfig.max_tokens", "gconfig.max_tokens bounds every sequence"
     if config.stats_logger.wandb.mode == "disabled":
         yield "stats_logger.wandb.project", "stats_logger.wandb.mode is disabled"

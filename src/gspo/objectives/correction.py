@@ -93,7 +93,8 @@ def weights(
         weight = torch.where(inside, raw, weight)
     else:
         weight = torch.where(inside, raw, torch.zeros_like(raw))
-    return Weights(weight, raw, ~inside)
+    # 0 unless a log-ratio is NaN or infinite: a mask must not hide what was never a number.
+    return Weights(weight + 0.0 * r, raw, ~inside)
 
 
 def to_sequences(token_weights: Weights, rows: Rows) -> Weights:

@@ -374,7 +374,9 @@ class LocalSampler:
                 top_k=rule.params.top_k,
                 forbidden=forbidden,
             )
-            tokens, logps = draw(logp_v, None if rule.params.greedy else torch.from_numpy(uniform[part]).to(logp_v))
+            tokens, logps = draw(
+                logp_v, None if rule.params.greedy else torch.from_numpy(uniform[part]).to(logp_v.device)
+            )
             token[part], logp[part] = tokens.cpu().numpy(), logps.cpu().numpy()
             ended[part] = rule.ends_v[token[part]]
             full[part] = count + 1 >= rule.params.max_new_tokens

@@ -43,11 +43,14 @@ def follow(
 def bounds(
     state: float | None, noise: float | None, default: tuple[float, float], how: AutoClip
 ) -> tuple[float, float]:
-    """(ε_low, ε_high): never below the noise floor, never above eps_max; the preset's own before anything was seen."""
+    """(ε_low, ε_high) at their fixed ratio, neither above eps_max, nor below the noise of π_old.
+
+    `noise` is None where π_old is the trainer's own; `default` is the preset's range, for before anything was seen.
+    """
     if state is None:
         return default
-    low = max(state, noise or 0.0, 1e-6)
-    return min(low, how.eps_max), min(low * how.high_over_low, how.eps_max)
+    low = min(max(state, noise or 0.0, 1e-6), how.eps_max / max(1.0, how.high_over_low))
+    return low, low * how.high_over_low
 
 
 def proximal_source(noise: float | None, eps: float | None, current: ProximalSource) -> ProximalSource:

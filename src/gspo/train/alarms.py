@@ -18,6 +18,7 @@ def alarms(
     """
     clipped = (metrics.get("clip/sequences_low") or 0.0) + (metrics.get("clip/sequences_high") or 0.0)
     seen = metrics.get("ratio/log_s_std") is not None
+    entropy = metrics.get("policy/entropy")  # 0 is a value: the most collapsed of all
     conditions = {
         "nothing clipped": (
             clips and num_minibatches > 1 and seen and clipped == 0,
@@ -40,7 +41,7 @@ def alarms(
             "look at samples/ and at gconfig.n_samples",
         ),
         "entropy collapsed": (
-            (metrics.get("policy/entropy") or 1.0) < 1e-3,
+            entropy is not None and entropy < 1e-3,
             "the policy's entropy has been below 0.001 for {n} steps: it no longer explores; set "
             "gconfig.temperature or stop earlier",
         ),

@@ -129,10 +129,11 @@ def assemble(
     advantages = np.zeros(len(rewards))
     # A failed reward leaves its group: the others are compared among themselves.
     advantages[scored] = normalised(shaped[scored], group_of[scored], norm)
-    if truncated_is_zero:
-        advantages[np.array([s.finish == "length" for s in samples])] = 0.0
     if adv_norm is not None and scored.any():
         advantages[scored] = normalised(advantages[scored], group_of[scored], adv_norm)
+    if truncated_is_zero:
+        # Last: a normalisation after it would give them an advantage again.
+        advantages[np.array([s.finish == "length" for s in samples], dtype=bool)] = 0.0
     counted = scored.copy()
     if zero_variance == "drop":
         flat = np.array([not (advantages[(group_of == g) & scored] != 0).any() for g in range(len(groups))])

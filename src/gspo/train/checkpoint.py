@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from gspo.errors import CheckpointError
+from gspo.train.rundir import writing
 
 FORMAT = 1
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
@@ -38,35 +39,33 @@ def save(
     target = root / f"step_{step:06d}"
     aside = root / f".{target.name}.tmp"
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        with writing(target):
+            root.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir()
+            save_file(_weights(model), aside / FILES[0])
+            save_file(_moments(model, optimizer) if optimizer is not None else {}, aside / FILES[1])
+            (aside / FILES[2]).write_text(json.dumps(state, indent=1, allow_nan=False))
+            manifest = {
+                "format": FORMAT,
+                "step": step,
+                "config": config,
+                "files": {
+                    name: {"sha256": _sha256(aside / name), "bytes": (aside / name).stat().st_size} for name in FILES
+                },
+            }
+            manifest["sha256"] = _own_sha256(manifest)
+            (aside / "manifest.json").write_text(json.dumps(manifest, indent=1))
+            for name in (*FILES, "manifest.json"):
+                _sync(aside / name)
+            _sync(aside)
+            # An older checkpoint of the same step can only be one that a resumed run is replacing.
+            if target.exists():
+                shutil.rmtree(target)
+            os.rename(aside, target)
+            _sync(root)
+    finally:
         shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        save_file(_weights(model), aside / FILES[0])
-        save_file(_moments(model, optimizer) if optimizer is not None else {}, aside / FILES[1])
-        (aside / FILES[2]).write_text(json.dumps(state, indent=1, allow_nan=False))
-        manifest = {
-            "format": FORMAT,
-            "step": step,
-            "config": config,
-            "files": {
-                name: {"sha256": _sha256(aside / name), "bytes": (aside / name).stat().st_size} for name in FILES
-            },
-        }
-        (aside / "manifest.json").write_text(json.dumps(manifest, indent=1))
-        for name in (*FILES, "manifest.json"):
-            _sync(aside / name)
-        _sync(aside)
-        # An older checkpoint of the same step can only be one that a resumed run is replacing.
-        if target.exists():
-            shutil.rmtree(target)
-        os.rename(aside, target)
-        _sync(root)
-    except OSError as cause:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise CheckpointError(
-            f"could not write {target}: {cause.strerror or cause}; earlier checkpoints are untouched. "
-            "Free space, or set cluster.fileroot to another disk, and run the same command again"
-        ) from cause
     return target
 
 
@@ -80,15 +79,18 @@ def steps(root: Path) -> list[int]:
 
 def verify(folder: Path) -> dict[str, Any]:
     """The manifest, if every file is as it was written; else CheckpointError naming the file."""
+    file = folder / "manifest.json"
     try:
-        manifest = json.loads((folder / "manifest.json").read_bytes())
-        listed = manifest["files"]
+        manifest = json.loads(file.read_bytes())
         if manifest["format"] != FORMAT:
             raise CheckpointError(f"{folder}: format {manifest['format']}, this version reads {FORMAT}")
-        if set(listed) != set(FILES):
-            raise CheckpointError(f"{folder}/manifest.json: lists {sorted(listed)}, expected {sorted(FILES)}")
-    except (OSError, ValueError, KeyError, TypeError) as cause:
-        raise CheckpointError(f"{folder}/manifest.json is missing or damaged ({cause})") from cause
+        listed, own = manifest["files"], manifest.pop("sha256")
+        if own != _own_sha256(manifest) or set(listed) != set(FILES):
+            raise CheckpointError(f"{file} is damaged: its sha256 is not its own")
+        if folder.name != f"step_{manifest['step']:06d}":
+            raise CheckpointError(f"{folder} holds step {manifest['step']}: folders were renamed or swapped")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as cause:
+        raise CheckpointError(f"{file} is missing or damaged ({cause})") from cause
     for name in FILES:
         file = folder / name
         if not file.is_file():
@@ -129,11 +131,16 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
     return json.loads((folder / FILES[2]).read_text())
 
 
-def prune(root: Path, keep: int, best: int | None) -> None:
-    """Delete all but the newest `keep` and the best; called only after a newer one was published."""
-    for step in steps(root)[:-keep]:
-        if step != best:
-            shutil.rmtree(root / f"step_{step:06d}", ignore_errors=True)
+def prune(root: Path, step: int, keep: int, best: int | None) -> None:
+    """Delete all but the newest `keep` and the best; called only after the checkpoint of `step` was published.
+
+    One that lies beyond it was found damaged when the run resumed from an older one, and must not count as the newest.
+    """
+    found = steps(root)
+    whole = [s for s in found if s <= step]
+    for s in found:
+        if s not in whole[-keep:] and s != best:
+            shutil.rmtree(root / f"step_{s:06d}", ignore_errors=True)
     for debris in root.glob(".step_*.tmp"):
         shutil.rmtree(debris, ignore_errors=True)
 
@@ -144,7 +151,7 @@ def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    names = {p: name for name, p in model.named_parameters()}
+    names: dict[Any, str] = {p: name for name, p in model.named_parameters()}
     return {
         f"{names[p]}/{key}": value.detach().contiguous()
         for p, state in optimizer.state.items()
@@ -161,6 +168,11 @@ def _load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: M
         p = by_name[name]
         # The step counter stays where the fused kernel wants it: with the parameter, in float32.
         optimizer.state[p][moment] = value.to(p.device)
+
+
+def _own_sha256(manifest: Mapping[str, Any]) -> str:
+    """The manifest vouches for itself, too."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(file: Path) -> str:

@@ -90,14 +90,29 @@ def summarise(groups: Sequence[Group], k: int) -> Evaluation:
     return Evaluation(len(groups), k, avg, avg_ci, best, best_ci, sum(lengths) / max(len(lengths), 1), failures)
 
 
-def _mean(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and half-width of its 95 % interval; Wilson's for shares of 0 and 1, where the normal one has no width."""
-    n = len(values)
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean and the ends of its 95 % interval, from values of independent problems in 0…1.
+
+    Wilson's where all are 0 or 1: it has a width at 0 % and 100 %, where the normal one has none.
+
+    >>> [round(x, 4) for x in interval([1.0] * 512)]
+    [1.0, 0.9926, 1.0]
+    """
+    n, z = len(values), 1.96
     if n == 0:
-        return math.nan, math.nan
+        return math.nan, math.nan, math.nan
     mean = sum(values) / n
     if set(values) <= {0.0, 1.0}:
-        z = 1.96
-        return mean, z / (1 + z * z / n) * math.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
-    variance = sum((v - mean) ** 2 for v in values) / max(n - 1, 1)
-    return mean, 1.96 * math.sqrt(variance / n)
+        middle = (mean + z * z / (2 * n)) / (1 + z * z / n)
+        half = z / (1 + z * z / n) * math.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
+    else:
+        middle = mean
+        half = z * math.sqrt(sum((v - mean) ** 2 for v in values) / max(n - 1, 1) / n)
+    # Rounding must not leave the mean outside its own interval.
+    return mean, min(max(middle - half, 0.0), mean), max(min(middle + half, 1.0), mean)
+
+
+def _mean(values: Sequence[float]) -> tuple[float, float]:
+    """Mean, and the longer arm of its 95 % interval."""
+    mean, low, high = interval(values)
+    return mean, max(mean - low, high - mean)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from gspo.config import Loaded, digest, dump, load
 from gspo.config.lint import check
-from gspo.errors import TrainingError
+from gspo.errors import GspoError, TrainingError
 from gspo.tasks.dataset import Dataset
 from gspo.tasks.order import order
 from gspo.train import checkpoint, setup
@@ -70,8 +71,7 @@ class Trainer:
         self.loaded = config if isinstance(config, Loaded) else load(config, overrides)
         self.config = self.loaded.config
         self.warnings = check(self.loaded)
-        setup.refuse_unbuilt(self.config)
-        self.workflow = workflow or single_turn
+        self.workflow = workflow or partial(single_turn, deadline_s=self.config.rollout.request_timeout)
         self.stop = StopRequest()
         self._given = reward, dataset, valid
 
@@ -96,6 +96,17 @@ class Trainer:
     def sample(self, clock: Clock) -> list[Group]:
         """Fill a rollout batch with scored groups; where asked, in place of those that teach nothing."""
         self.display.phase("sampling")
+        begin = self.state.submission
+        try:
+            return self.fill(clock)
+        except GspoError:
+            # Nothing has changed since the last step but the place in the stream: the run can go on from there.
+            self.state.submission = begin
+            self.keep()
+            raise
+
+    def fill(self, clock: Clock) -> list[Group]:
+        """Scored groups for one batch, by as many rounds as it takes."""
         actor, groups, self.num_flat = self.config.actor, [], 0
         for _ in range(actor.max_refills):
             prompts = [self.next_prompt() for _ in range(self.num_prompts - len(groups))]
@@ -175,7 +186,8 @@ class Trainer:
             metrics["reward/refilled_groups"] = self.num_flat
             if self.config.rollout.dump_to_file:
                 self.run.samples(step, sample_rows(batch, report, step), token_tensors(batch, report))
-        last = step == self.total_steps or self.stop.signal is not None
+        last = step == self.total_steps
+        # Not for a signal: a resumed run must not have measured more than an uninterrupted one.
         if last or self.is_due(self.config.evaluator, self.evaluated):
             with clock("eval"):
                 metrics |= self.evaluate().metrics()
@@ -186,6 +198,7 @@ class Trainer:
         self.alarm(metrics)
         if (
             last
+            or self.stop.signal is not None
             or self.state.best_step == step
             or self.is_due(self.config.saver, self.saved)
             or self.is_due(self.config.recover, self.saved)
@@ -199,7 +212,7 @@ class Trainer:
         self.display.phase("evaluating")
         self.evaluated = time.monotonic()
         params, num_samples = setup.evaluation_params(self.config)
-        result, _ = evaluate(
+        result, groups = evaluate(
             self.valid,
             num_problems=self.config.evaluator.size,
             num_samples=num_samples,
@@ -209,16 +222,22 @@ class Trainer:
             decode=self.decode,
             workflow=self.workflow,
         )
+        refuse_failures(groups, self.config.reward.max_failure_fraction)
         if self.state.best_accuracy is None or result.accuracy > self.state.best_accuracy:
             self.state.best_accuracy, self.state.best_step = result.accuracy, self.state.step
         return result
 
     def save(self) -> None:
         """Publish a checkpoint of this step, then forget those no longer needed."""
-        self.saved = time.monotonic()
         state = {**asdict(self.state), "identity": self.identity}
         checkpoint.save(self.run.checkpoints, self.state.step, self.policy, self.optimizer, state, digest(self.config))
-        checkpoint.prune(self.run.checkpoints, self.config.saver.keep, self.state.best_step)
+        checkpoint.prune(self.run.checkpoints, self.state.step, self.config.saver.keep, self.state.best_step)
+        self.saved, self.saved_step = time.monotonic(), self.state.step
+
+    def keep(self) -> None:
+        """The last finished step, where no checkpoint holds it yet. Call it between steps only."""
+        if self.state.step != self.saved_step:
+            self.save()
 
     # Opening and closing
 
@@ -232,12 +251,11 @@ class Trainer:
         self.rewards = setup.make_rewards(config, reward, str(self.run.path / "rewards.log"))
         self.policy, self.tokenizer = setup.make_policy(config, self.plan.settings["level"] != "token")
         self.decode = setup.decoder(self.tokenizer)
-        self.data = setup.make_data(rows, config.train_dataset, "train", self.tokenizer, config.seed, "train_dataset")
-        held_out = config.valid_dataset or config.train_dataset
-        self.valid = setup.make_data(valid, held_out, "test", self.tokenizer, config.seed, "valid_dataset")
-        limit = config.gconfig.max_tokens or self.policy.model.config.get_text_config().max_position_embeddings
-        for data in (self.data, self.valid):
-            setup.refuse_long_prompts(data, limit, config.gconfig.max_new_tokens)
+        self.data, self.valid = setup.make_data(config, rows, valid, self.tokenizer)
+        limit = setup.context_length(config, self.policy)
+        setup.refuse_long_prompts(self.data, limit, config.gconfig.max_new_tokens)
+        longest = setup.evaluation_params(config)[0].max_new_tokens
+        setup.refuse_long_prompts(self.valid, limit, longest, "eval_gconfig")
         self.num_prompts = config.rollout.consumer_batch_size or config.train_dataset.batch_size
         self.steps_per_epoch = max(len(self.data) // self.num_prompts, 1)
         self.total_steps = config.total_train_steps or config.total_train_epochs * self.steps_per_epoch
@@ -253,12 +271,15 @@ class Trainer:
         with atomic(self.run.path / "environment.json") as aside:
             aside.write_text(to_json(environment(str(self.policy.model.device), threads)), encoding="utf-8")
         self.saved = self.evaluated = time.monotonic()
+        self.saved_step = self.state.step
         self.stop.listen(self.say)
 
     def begin(self) -> None:
         """Say what is about to happen; measure held-out accuracy before the first step."""
         for message in (*self.loaded.messages, *(f"warning: {finding}" for finding in self.warnings)):
             self.say(message)
+        if self.valid is self.data:
+            self.say(f"warning: {len(self.data)} rows leave none to hold out; evaluation reads them too. Give valid=…")
         if self.state.step == 0 and self.config.evaluator.at_start:
             metrics = {"step": 0, **self.evaluate().metrics()}
             self.run.metrics(metrics)
@@ -267,6 +288,7 @@ class Trainer:
     def end(self) -> Summary:
         finished = self.state.step >= self.total_steps
         if not finished:
+            self.keep()  # the signal may have come after the step had looked for it
             self.say(f"stopped after step {self.state.step}; run the same command again to go on from there")
         return Summary(self.run.path, self.state.step, self.state.seconds, finished)
 
@@ -294,7 +316,9 @@ class Trainer:
         if self.config.actor.eps_clip != "auto":
             return self.plan
         start = self.plan.settings["clip_low"], self.plan.settings["clip_high"]
-        low, high = bounds(self.state.auto_eps, self.state.noise, start, self.auto_clip())
+        # The sampler's noise binds ε only where π_old is the sampler's.
+        noise = None if self.state.proximal == "recompute" else self.state.noise
+        low, high = bounds(self.state.auto_eps, noise, start, self.auto_clip())
         return replace(self.plan, settings={**self.plan.settings, "clip_low": low, "clip_high": high})
 
     def auto_clip(self) -> AutoClip:
@@ -335,15 +359,17 @@ class Trainer:
 
     def alarm(self, metrics: dict[str, Any]) -> None:
         own_forward = self.config.actor.prox_logp_method != "rollout"
-        for message in alarms(
+        spoken = alarms(
             metrics,
             self.state.alarm_counts,
             clips=metrics["clip/eps_low"] is not None,
             num_minibatches=self.plan.num_minibatches,
             own_forward=own_forward,
-        ):
+        )
+        for message in list(spoken):  # all of them have counted before the first can end the run
             self.say(f"alarm at step {metrics['step']}: {message}")
             if self.config.on_alarm == "stop":
+                self.keep()
                 raise TrainingError(f"stopped by on_alarm: stop at step {metrics['step']}: {message}")
 
     def kept(self, batch: Batch) -> frozenset[int]:

@@ -46,8 +46,8 @@ def step_metrics(batch: Batch, report: StepReport, version: int) -> dict[str, An
     # With one mini-batch all there is is the first; its ratios are 1 unless π_old is the sampler's.
     later = entered & (~first if batch.minibatch.max(initial=0) > 0 else True)
     out |= _ratio(report, lengths, later)
-    if (first & entered).any():
-        out["ratio/first_minibatch_max_abs"] = float(np.abs(report.log_s[first & entered]).max())
+    opening = np.abs(report.log_s[first & entered])
+    out["ratio/first_minibatch_max_abs"] = float(opening.max()) if len(opening) else None
     out |= _noise(report.noise_log_s[fresh(batch, version)])
     return out
 

@@ -46,10 +46,13 @@ def learning_rate(
     return peak * (min_ratio + (1 - min_ratio) * factor)
 
 
-def apply_update(optimizer: torch.optim.Optimizer, *, lr: float, max_norm: float) -> tuple[float, bool]:
+def apply_update(
+    optimizer: torch.optim.Optimizer, *, lr: float, max_norm: float, is_finite: bool = True
+) -> tuple[float, bool]:
     """Clip, check, step. Returns the gradient norm before clipping, and whether the step was taken.
 
-    A norm that is not finite touches neither weights nor moments. Gradients are dropped either way.
+    A norm or a loss (`is_finite`) that is not finite touches neither weights nor moments. Gradients are dropped either
+    way.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # A parameter that no sequence reached has gradient 0, not none: the optimizer must see the same set each time.
@@ -57,7 +60,7 @@ def apply_update(optimizer: torch.optim.Optimizer, *, lr: float, max_norm: float
         if p.grad is None:
             p.grad = torch.zeros_like(p)
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    taken = bool(norm.isfinite())
+    taken = is_finite and bool(norm.isfinite())
     if taken:
         if max_norm:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)

@@ -113,8 +113,12 @@ class Packed:
         return rows, order, torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 
     def to(self, device: torch.device | str) -> Packed:
-        """The same micro-batch on another device."""
-        return replace(self, **{name: getattr(self, name).to(device) for name in self.__dataclass_fields__})
+        """The same micro-batch on another device; its layout lives on the host and comes along."""
+        if self.tokens.device == torch.device(device):
+            return self
+        moved = replace(self, **{name: getattr(self, name).to(device) for name in self.__dataclass_fields__})
+        moved.__dict__["layout"] = self.layout
+        return moved
 
 
 def forest(

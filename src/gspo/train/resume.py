@@ -33,14 +33,17 @@ def resume(
 ) -> State | None:
     """The state of the newest whole checkpoint, its weights and moments put into place; None in a new directory."""
     found = checkpoint.steps(run.checkpoints)
-    if not found:
-        run.cut_back(-1)
-        return None
-    if config.recover.mode == "disabled":
+    used = bool(found) or (run.path / "metrics.jsonl").exists()
+    if used and config.recover.mode == "disabled":
         raise ConfigError(
             f"{run.path} holds a run already; set recover.mode=auto to resume it, trial_name to start another, "
             "or remove the folder"
         )
+    if not found:
+        if used:
+            say(f"{run.path} was left before its first checkpoint: starting again from step 0")
+        run.cut_back(-1)
+        return None
     for folder, manifest in checkpoint.latest(run.checkpoints):
         if isinstance(manifest, CheckpointError):
             say(f"ignored: {manifest}")
@@ -72,10 +75,14 @@ def _refuse_other_settings(run: RunDir, config: Config) -> None:
 def changed_keys(before: Config, after: Config) -> list[str]:
     """`key: before → after` for every key that decides what is learnt."""
     had, has = _flat(asdict(before)), _flat(asdict(after))
+    optimizer = after.actor.optimizer
+    # A schedule and a warm-up are shares of the whole: then its length decides every learning rate.
+    scheduled = optimizer.lr_scheduler_type != "constant" or optimizer.warmup_steps_proportion > 0
+    free = tuple(f for f in FREE if not (scheduled and f.startswith("total_train")))
     return [
         f"{key}: {had.get(key)!r} → {has.get(key)!r}"
         for key in sorted(had.keys() | has.keys())
-        if had.get(key) != has.get(key) and not any(key == f or key.startswith(f + ".") for f in FREE)
+        if had.get(key) != has.get(key) and not any(key == f or key.startswith(f + ".") for f in free)
     ]
 
 

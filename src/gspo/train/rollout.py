@@ -18,10 +18,10 @@ from gspo.types import Failure, Group, Outcome, Prompt, Request, Sample, SampleI
 Workflow = Callable[[Sequence[Request], Sampler], Iterable[Sample]]
 
 
-def single_turn(requests: Sequence[Request], sampler: Sampler) -> Iterator[Sample]:
-    """One completion per prompt."""
+def single_turn(requests: Sequence[Request], sampler: Sampler, deadline_s: float | None = None) -> Iterator[Sample]:
+    """One completion per prompt, all within the deadline (rollout.request_timeout)."""
     sampler.submit(requests)
-    yield from sampler.completed()
+    yield from sampler.completed(deadline_s)
 
 
 def sample_groups(
@@ -47,7 +47,7 @@ def sample_groups(
     whole: dict[int, tuple[tuple[Sample, ...], tuple[str, ...]]] = {}
     for sample in workflow(requests, sampler):
         submission, number = sample.id.submission, sample.id.sample
-        if number in arrived.get(submission, {number: None}):
+        if not 0 <= number < num_samples or number in arrived.get(submission, {number: None}):
             raise RolloutError(f"the sampler returned {sample.id}, which was not asked for or came twice")
         arrived[submission][number] = sample
         if len(arrived[submission]) == num_samples:
@@ -57,7 +57,10 @@ def sample_groups(
             # A whole group goes to the rewards at once: scoring runs beside sampling.
             rewards.submit(submission, _item(by_submission[submission], samples, texts))
     if missing := [submission for submission, _ in prompts if submission not in whole]:
-        raise RolloutError(f"the sampler ended with {len(missing)} of {len(prompts)} groups unfinished")
+        raise RolloutError(
+            f"the sampler ended with {len(missing)} of {len(prompts)} groups unfinished; if it needs longer, set "
+            "rollout.request_timeout higher"
+        )
     # What is left of scoring once sampling is done; the rest ran beside it.
     with clock("reward") if clock is not None else contextlib.nullcontext():
         outcomes: dict[Any, tuple[Outcome, ...]] = dict(rewards.completed())

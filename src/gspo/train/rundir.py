@@ -15,14 +15,15 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+from safetensors import SafetensorError
 
-from gspo.errors import ConfigError
+from gspo.errors import CheckpointError, ConfigError
 
 
 class RunDir:
@@ -30,12 +31,15 @@ class RunDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "samples").mkdir(exist_ok=True)
-        self._lock = open(path / ".lock", "w")  # noqa: SIM115 - held until close
+        try:
+            (path / "samples").mkdir(parents=True, exist_ok=True)
+            self._lock = open(path / ".lock", "w")  # noqa: SIM115 - held until close
+        except OSError as cause:
+            raise ConfigError(f"{path} cannot be written: {cause.strerror}; set cluster.fileroot") from cause
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as cause:
+            self._lock.close()
             raise ConfigError(
                 f"{path} is in use by another trainer; wait for it, or set trial_name to start another run"
             ) from cause
@@ -47,10 +51,11 @@ class RunDir:
 
     def metrics(self, row: Mapping[str, Any]) -> None:
         """Append one step's metrics."""
-        if self._metrics is None:
-            self._metrics = open(self.path / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
-        self._metrics.write(to_json(row) + "\n")
-        self._metrics.flush()
+        with writing(self.path / "metrics.jsonl") as file:
+            if self._metrics is None:
+                self._metrics = open(file, "a", encoding="utf-8")  # noqa: SIM115
+            self._metrics.write(to_json(row) + "\n")
+            self._metrics.flush()
 
     def samples(self, step: int, rows: Iterable[Mapping[str, Any]], tokens: Mapping[str, np.ndarray]) -> None:
         """Every sample of a step, and the per-token values of the kept ones."""
@@ -76,21 +81,46 @@ class RunDir:
                 sample.unlink()
 
     def log(self, line: str) -> None:
-        with open(self.path / "log.txt", "a", encoding="utf-8", errors="backslashreplace") as file:
+        # The display has shown the line already; a full disk must not replace the error that is being told.
+        with (
+            contextlib.suppress(OSError),
+            open(self.path / "log.txt", "a", encoding="utf-8", errors="backslashreplace") as file,
+        ):
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
     def close(self) -> None:
         if self._metrics is not None:
-            self._metrics.close()
+            # After a failed write the rest of the line is still in the buffer, and fails again.
+            with contextlib.suppress(OSError):
+                self._metrics.close()
+            self._metrics = None
         self._lock.close()
 
 
 @contextlib.contextmanager
-def atomic(target: Path):
+def writing(file: Path) -> Iterator[Path]:
+    """A disk that is full or gone is an error that says so, whoever writes: Python, or safetensors' own writer."""
+    try:
+        yield file
+    except (OSError, SafetensorError) as cause:
+        why = getattr(cause, "strerror", None) or cause
+        raise CheckpointError(
+            f"could not write {file}: {why}; what was written before is untouched. Free space, or set "
+            "cluster.fileroot to another disk, and run the same command again"
+        ) from cause
+
+
+@contextlib.contextmanager
+def atomic(target: Path) -> Iterator[Path]:
     """Write beside the place, then rename: readers see the old file or the new one, never half."""
     aside = target.with_name(f".{target.name}.tmp")
-    yield aside
-    os.replace(aside, target)
+    try:
+        with writing(target):
+            yield aside
+            os.replace(aside, target)
+    finally:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
 
 
 def to_json(value: Any) -> str:

@@ -17,51 +17,12 @@ from gspo.rewards.pool import RewardPool
 from gspo.rewards.spec import reward_spec
 from gspo.rollout.local import LocalSampler
 from gspo.tasks.dataset import Dataset, default_reward, load_dataset, make_dataset
+from gspo.tasks.sources import in_held_out
 from gspo.train.batch import Shaping
 from gspo.train.optim import learning_rate, make_optimizer
 from gspo.train.policy import PolicyModule
 from gspo.train.step import Plan
 from gspo.types import SamplingParams
-
-
-def refuse_unbuilt(config: Config) -> None:
-    """Every key is used or refused: what this version accepts in a config but cannot run yet, with what to set."""
-    actor = config.actor
-    refused = {
-        "ref": (config.ref is not None, "a reference model is not built yet; remove ref"),
-        "critic": (config.critic is not None, "a critic is not built yet; choose an algorithm without one"),
-        "actor.kl_loss_coef": (actor.kl_loss_coef > 0, "KL in the loss is not built yet; set 0"),
-        "actor.kl_ctl": (actor.kl_ctl > 0, "KL in the reward is not built yet; set 0"),
-        "actor.use_lora": (actor.use_lora, "LoRA is not built yet; set false"),
-        "actor.entropy_coef": (actor.entropy_coef > 0, "an entropy bonus is not built yet; set 0"),
-        "actor.path": (actor.path.endswith(".gguf"), "GGUF files are not read yet; give a safetensors folder"),
-        "actor.prox_logp_method": (actor.prox_logp_method == "loglinear", "loglinear is not built yet; set recompute"),
-        "rollout.max_head_offpolicyness": (
-            config.rollout.max_head_offpolicyness > 0,
-            "asynchronous training is not built yet; set 0",
-        ),
-        "rollout.backend": (
-            config.rollout.backend not in ("auto", "local", "local:d1"),
-            "sampler servers are not built yet; set auto or local",
-        ),
-        "actor.backend": (
-            config.actor.backend not in ("auto", "local", "fsdp:d1"),
-            "several ranks are not built yet; set auto",
-        ),
-        "scheduler.type": (
-            config.scheduler.type not in (None, "local"),
-            "the ray and slurm launchers are not built yet; set local",
-        ),
-        "stats_logger.wandb.mode": (
-            config.stats_logger.wandb.mode != "disabled",
-            "Weights & Biases is not built yet; set disabled",
-        ),
-        "stats_logger.tensorboard": (config.stats_logger.tensorboard, "TensorBoard is not built yet; set false"),
-        "profile": (config.profile, "the timeline is not built yet; set false"),
-    }
-    lines = [f"{key}: {why}" for key, (is_set, why) in refused.items() if is_set]
-    if lines:
-        raise ConfigError("\n".join(lines))
 
 
 def device_and_dtype(config: Config) -> tuple[torch.device, torch.dtype]:
@@ -74,7 +35,8 @@ def device_and_dtype(config: Config) -> tuple[torch.device, torch.dtype]:
 
 def set_threads(config: Config) -> int:
     """Thread count is part of a run's identity: sums over threads round differently."""
-    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(config.threads or cores or 1)
     return torch.get_num_threads()
 
 
@@ -132,8 +94,24 @@ def sampling_params(g: Generation) -> SamplingParams:
     )
 
 
-def make_data(given: Any, spec: DatasetSpec, split: str, tokenizer: Any, seed: int, key: str) -> Dataset:
-    """The caller's data set or rows, else the one the config names."""
+def make_data(config: Config, given: Any, given_valid: Any, tokenizer: Any) -> tuple[Dataset, Dataset]:
+    """Training and held-out problems: the caller's data sets or rows, else those the config names.
+
+    Where nobody names held-out problems they are the training data's held-out part, never its training part: its own
+    test split, or a twentieth of the caller's rows. Both are the same object where few rows leave none to hold out.
+    """
+    data = _one(given, config.train_dataset, "train", tokenizer, config.seed, "train_dataset")
+    if given_valid is None and config.valid_dataset is None and given is not None:
+        return _divide(data)
+    return data, _one(given_valid, held_out(config), "test", tokenizer, config.seed, "valid_dataset")
+
+
+def held_out(config: Config) -> DatasetSpec:
+    """Which held-out problems the config means: valid_dataset, or the whole test split of the training data."""
+    return config.valid_dataset or replace(config.train_dataset, split="test", size=None)
+
+
+def _one(given: Any, spec: DatasetSpec, split: str, tokenizer: Any, seed: int, key: str) -> Dataset:
     if isinstance(given, Dataset):
         return given
     if given is not None:
@@ -141,15 +119,34 @@ def make_data(given: Any, spec: DatasetSpec, split: str, tokenizer: Any, seed: i
     return load_data(spec, split, tokenizer, seed, key)
 
 
-def refuse_long_prompts(data: Dataset, limit: int, max_new_tokens: int) -> None:
+def _divide(data: Dataset) -> tuple[Dataset, Dataset]:
+    sides: tuple[list[Any], list[Any]] = [], []
+    for index, row in enumerate(data.rows):
+        sides[in_held_out(data.prompt(index).text, 0.05)].append(row)
+    if not all(sides):
+        return data, data
+    train, valid = (replace(data, rows=rows, _prompts={}) for rows in sides)
+    return train, replace(valid, split="test", key="valid_dataset")
+
+
+def context_length(config: Config, policy: PolicyModule) -> int:
+    """Longest prompt + completion: the model's context, or less where gconfig.max_tokens says so."""
+    own = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+    asked = config.gconfig.max_tokens
+    if asked is not None and asked > own:
+        raise ConfigError(f"gconfig.max_tokens is {asked}, but the context of {config.actor.path} is {own}; set {own}")
+    return asked or own
+
+
+def refuse_long_prompts(data: Dataset, limit: int, max_new_tokens: int, section: str = "gconfig") -> None:
     """A prompt that leaves no room for its completion is an error now, not in the middle of the night."""
     room = limit - max_new_tokens
     for row in range(len(data)):
         if (length := len(data.prompt(row).tokens)) > room:
             raise DataError(
-                f"{data.key}, row {row}: the prompt has {length} tokens; with gconfig.max_new_tokens = "
-                f"{max_new_tokens} the context of {limit} leaves {max(room, 0)}. Set gconfig.max_new_tokens lower, or "
-                f"{data.key}.max_length={max(room, 1)} to drop such rows"
+                f"{data.key}, row {row}: the prompt has {length} tokens; with {section}.max_new_tokens = "
+                f"{max_new_tokens} the context of {limit} leaves {max(room, 0)}. Set {section}.max_new_tokens lower, "
+                f"or {data.key}.max_length={max(room, 1)} to drop such rows"
             )
 
 
@@ -169,7 +166,7 @@ def load_data(spec: DatasetSpec, split: str, tokenizer: Any, seed: int, key: str
     )
 
 
-def make_rewards(config: Config, given: Any, log_path: str) -> RewardPool:
+def make_rewards(config: Config, given: Any, log_path: str | None) -> RewardPool:
     """The reward functions of the caller, of the config, or of the task."""
     reward = config.reward
     if given is not None:
@@ -185,8 +182,6 @@ def make_plan(loaded: Loaded) -> tuple[Plan, str | Mapping[str, Any]]:
     """The update's plan, and how rewards become advantages."""
     config, objective = loaded.config, effective_objective(loaded)
     actor = config.actor
-    if objective["advantage"] == "gae":
-        raise ConfigError(f"algorithm {config.algorithm} needs a critic, which is not built yet; choose another")
     plan = Plan(
         name=objective["name"],
         settings=objective["settings"],

@@ -24,6 +24,7 @@ class StopRequest:
             self.signal = number
             say(f"{signal.Signals(number).name}: saving after this step (Ctrl-C once more: leave at once)")
 
+        self.signal = None  # what an earlier run was asked does not stop the next
         # Only the main thread may set handlers; a Trainer in another thread is stopped by its owner.
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, handle) for number in ASKED}

@@ -7,8 +7,9 @@ take the sampler's log-probs where these were measured to be the same, or a forw
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -79,8 +80,10 @@ def train_step(
     report = StepReport(*(np.full(n, np.nan) for _ in range(6)), logp={}, token_entropy={})
     enters = batch.live if plan.skip_zero_advantage else batch.counted & (batch.trained_tokens > 0)
     behavior = {int(i): batch.samples[i].behavior_logp[batch.samples[i].mask] for i in np.flatnonzero(enters)}
+    # Packed once, for π_old and for training: the same computation at the same weights has ratio exactly 1.
+    packs = [_packed(policy, batch.items(enters & (batch.minibatch == k)), plan) for k in range(plan.num_minibatches)]
     with _clock(report, "proximal"):
-        proximal_logp = _proximal(policy, batch, enters, behavior, plan, proximal)
+        proximal_logp = behavior if proximal != "recompute" else _recomputed(policy, packs[1:], plan)
     for k in range(plan.num_minibatches):
         members = batch.minibatch == k
         # The denominator counts what was skipped: skipping saves work, it does not change the algorithm.
@@ -94,14 +97,17 @@ def train_step(
         )
         loss = 0.0
         with _clock(report, "forward_backward"):
-            for packed in _packed(policy, batch.items(members & enters), plan):
-                own = proximal_logp is None or (k == 0 and proximal != "rollout")
+            for packed in packs[k]:
+                own = k == 0 and proximal != "rollout"
                 loss += _backward(
                     policy, packed, batch, plan, None if own else proximal_logp, behavior, denominator, report, k,
                     keep_tokens_of,
                 )  # fmt: skip
         with _clock(report, "optimizer"):
-            norm, taken = apply_update(optimizer, lr=learning_rates[k], max_norm=plan.max_norm)
+            # A clamp has gradient 0 at NaN: only the loss tells.
+            norm, taken = apply_update(
+                optimizer, lr=learning_rates[k], max_norm=plan.max_norm, is_finite=math.isfinite(loss)
+            )
         report.losses.append(loss)
         report.grad_norms.append(norm)
         report.taken.append(taken)
@@ -157,37 +163,25 @@ def _backward(
     return float(result.loss.detach())
 
 
-def _proximal(
-    policy: PolicyModule,
-    batch: Batch,
-    enters: NDArray[np.bool_],
-    behavior: Mapping[int, NDArray[np.float32]],
-    plan: Plan,
-    source: ProximalSource,
-) -> Mapping[int, NDArray[np.float32]] | None:
-    """log π_old of the sequences that need a stored one, by number; None where no mini-batch does."""
-    if source != "recompute":
-        return behavior
-    if plan.num_minibatches == 1:
-        return None
+@torch.no_grad()
+def _recomputed(
+    policy: PolicyModule, packs: Sequence[Sequence[Packed]], plan: Plan
+) -> Mapping[int, NDArray[np.float32]]:
+    """log π_old under the weights at the start of the batch, by sequence number; one forward, before any update."""
     stored: dict[int, NDArray[np.float32]] = {}
-    with torch.no_grad():
-        for packed in _packed(policy, batch.items(enters & (batch.minibatch > 0)), plan):
-            logp = policy(packed, temperature=plan.temperature, with_entropy=False).logp.cpu().numpy()
-            cuts = packed.cu_seqlens.cpu().numpy()
-            for b, i in enumerate(packed.index.tolist()):
-                stored[i] = logp[cuts[b] : cuts[b + 1]]
+    for packed in (packed for packs_k in packs for packed in packs_k):
+        logp = policy(packed, temperature=plan.temperature, with_entropy=False).logp.cpu().numpy()
+        cuts = packed.cu_seqlens.cpu().numpy()
+        for b, i in enumerate(packed.index.tolist()):
+            stored[i] = logp[cuts[b] : cuts[b + 1]]
     return stored
 
 
-def _packed(policy: PolicyModule, items: Sequence[PackItem], plan: Plan) -> Iterator[Packed]:
-    if not items:
-        return
+def _packed(policy: PolicyModule, items: Sequence[PackItem], plan: Plan) -> list[Packed]:
+    """The micro-batches of one mini-batch, on the policy's device."""
     device = next(policy.parameters()).device
-    for part in micro_batches(
-        items, plan.max_tokens, min_batches=plan.min_micro_batches, share_prefix=policy.share_prefix
-    ):
-        yield pack(part, share_prefix=policy.share_prefix).to(device)
+    parts = micro_batches(items, plan.max_tokens, min_batches=plan.min_micro_batches, share_prefix=policy.share_prefix)
+    return [pack(part, share_prefix=policy.share_prefix).to(device) for part in parts] if items else []
 
 
 def _gather(per_sequence: Mapping[int, NDArray[np.float32]], index: NDArray[np.int64]) -> torch.Tensor:

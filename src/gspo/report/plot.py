@@ -1,0 +1,264 @@
+"""One picture of a run, `training.png`: did it learn, was anything clipped, how far did sequences move.
+
+Needs matplotlib (`pip install 'gspo[plot]'`). Drawn with figures of its own: no display, no global state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gspo.report.read import Row, by_sequence, read_config, read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's colours: told apart with any kind of colour vision; every curve is labelled in words besides.
+BLUE, ORANGE, GREEN, RED, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9"
+INK, FAINT, GRID = "#222222", "#6b6b6b", "#e6e6e6"
+STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "font.family": "DejaVu Sans",
+    "text.color": INK,
+    "axes.labelcolor": FAINT,
+    "axes.edgecolor": "#bbbbbb",
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "ytick.minor.size": 0,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "legend.handlelength": 1.6,
+    "lines.solid_capstyle": "round",
+}
+
+Curve = tuple[NDArray[np.float64], NDArray[np.float64]]  # steps, values (NaN where nothing was measured)
+
+
+def plot_run(run: Path, to: Path | None = None) -> Path | None:
+    """Draw RUN/training.png and return its path; None where there is no step yet. ImportError without matplotlib."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    rows = read_metrics(run)
+    steps = [row for row in rows if row["step"] > 0]
+    if not steps:
+        return None
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(13, 7.4), layout="constrained", facecolor="white")
+        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, wspace=0.02, hspace=0.03)  # pyright: ignore[reportOptionalMemberAccess, reportCallIssue]
+        grid = figure.subplots(2, 3)
+        _learning(grid[0, 0], steps, rows)
+        whole = by_sequence(run)
+        _clipping(grid[0, 1], steps, whole)
+        _movement(grid[0, 2], steps, whole)
+        _scales(grid[1, 0], steps, whole)
+        _lengths(grid[1, 1], steps)
+        _entropy(grid[1, 2], steps)
+        last = steps[-1]["step"]
+        for axes in grid.flat:
+            axes.set_xlim(0, 1.015 * max(last, 2))
+            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.margins(y=0.08)
+        for axes in grid[1]:
+            axes.set_xlabel("step")
+        figure.suptitle(_title(run, rows), x=0.012, ha="left", fontsize=12, fontweight="bold")
+        target = to or run / "training.png"
+        aside = target.with_name(f".{target.name}.tmp")
+        figure.savefig(aside, dpi=130, format="png")
+        os.replace(aside, target)
+    return target
+
+
+def _title(run: Path, rows: Sequence[Row]) -> str:
+    # $ would start a formula in matplotlib's texts.
+    name = f"{run.parent.name}/{run.name}".replace("$", r"\$")
+    parts = [name]
+    with contextlib.suppress(Exception):  # a title without the algorithm's name is a title still
+        if algorithm := read_config(run).get("algorithm"):
+            parts.append(str(algorithm).replace("$", r"\$"))
+    seen = [row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None]
+    if seen:
+        parts.append(f"held-out accuracy {seen[0]:.1%} → {seen[-1]:.1%}")
+    parts.append(f"{rows[-1]['step']:,} steps")
+    return "   ·   ".join(parts)
+
+
+def _learning(axes: Axes, steps: Sequence[Row], rows: Sequence[Row]) -> None:
+    _head(axes, "Does it learn?", "reward of the samples; accuracy on held-out problems, 95 % interval")
+    x, reward = _curve(steps, "reward/mean")
+    _smoothed(axes, x, reward, BLUE, "reward, mean of the batch")
+    evals = [row for row in rows if row.get("eval/accuracy") is not None]
+    if evals:
+        at, accuracy = _curve(evals, "eval/accuracy")
+        half = np.nan_to_num(_curve(evals, "eval/accuracy_ci")[1])
+        below, above = np.minimum(half, accuracy), np.minimum(half, 1 - accuracy)
+        axes.errorbar(
+            at, accuracy, yerr=[below, above], color=RED, marker="o", markersize=3.5, linewidth=1.4, elinewidth=1,
+            capsize=2, label="held-out accuracy", zorder=4,
+        )  # fmt: skip
+        if np.nanmin(reward) >= 0 and np.nanmax(reward) <= 1:
+            axes.set_ylim(0, 1.04)
+    axes.legend(loc="lower right")
+
+
+def _clipping(axes: Axes, steps: Sequence[Row], whole: bool) -> None:
+    low_eps, high_eps = _last(steps, "clip/eps_low"), _last(steps, "clip/eps_high")
+    if low_eps is None or high_eps is None:
+        _head(axes, "What is clipped?", "this objective does not clip the ratio")
+        return
+    what = "that give no gradient" if whole else "with a clipped token"
+    _head(axes, "What is clipped?", f"share of the sequences of mini-batches ≥ 2 {what}")
+    ratio = "s" if whole else "w"
+    x, low = _curve(steps, "clip/sequences_low")
+    _, high = _curve(steps, "clip/sequences_high")
+    low, high = np.nan_to_num(low), np.nan_to_num(high)
+    axes.stackplot(
+        x, low, high, colors=[ORANGE, SKY], alpha=0.9, linewidth=0,
+        labels=[f"A < 0 and {ratio} < 1 − {low_eps:.2g}", f"A > 0 and {ratio} > 1 + {high_eps:.2g}"],
+    )  # fmt: skip
+    axes.set_ylim(0, max(1.15 * float((low + high).max()), 0.05))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.legend(loc="upper right", reverse=True)
+
+
+def _movement(axes: Axes, steps: Sequence[Row], whole: bool) -> None:
+    _head(
+        axes, "How far do sequences move?", "log s in mini-batches ≥ 2" + (" against the clip range" if whole else "")
+    )
+    x, median = _curve(steps, "ratio/log_s_p50")
+    _, p05 = _curve(steps, "ratio/log_s_p05")
+    _, p95 = _curve(steps, "ratio/log_s_p95")
+    _, low = _curve(steps, "clip/eps_low")
+    _, high = _curve(steps, "clip/eps_high")
+    if whole and np.isfinite(low).any():  # a token's ε says nothing about a sequence's s
+        axes.fill_between(x, -low, high, color=GREEN, alpha=0.13, linewidth=0, label="clip range")
+        for edge in (-low, high):
+            axes.plot(x, edge, color=GREEN, linewidth=1.1)
+    axes.fill_between(x, p05, p95, color=BLUE, alpha=0.22, linewidth=0, label="5–95 % of sequences")
+    axes.plot(x, median, color=BLUE, linewidth=1.5, label="median")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(bottom, top + 0.2 * (top - bottom))  # room for the legend above the curves
+    axes.legend(loc="upper right", ncols=3, columnspacing=1.0)
+
+
+def _scales(axes: Axes, steps: Sequence[Row], whole: bool) -> None:
+    if whole:
+        _head(axes, "Is ε sensible?", "|log s|: ε belongs between the noise and the farthest sequences")
+    else:
+        _head(axes, "Is drift above the noise?", "|log s| per sequence; this objective clips tokens, not sequences")
+    shown = [
+        ("ratio/log_s_max_abs", "farthest sequence", FAINT, 1.0, "-"),
+        ("ratio/log_s_std", "standard deviation", BLUE, 1.6, "-"),
+        ("clip/eps_high", "ε high", GREEN, 1.4, "--"),
+        ("clip/eps_low", "ε low", GREEN, 1.4, ":"),
+    ]
+    drawn: list[NDArray[np.float64]] = []
+    for name, label, color, width, dash in shown if whole else shown[:2]:
+        x, y = _curve(steps, name)
+        y[y <= 0] = np.nan
+        if np.isfinite(y).any():
+            axes.plot(x, y, color=color, linewidth=width, linestyle=dash, label=label)
+            drawn.append(y)
+    x, noise = _curve(steps, "noise/log_s_p95_abs")
+    noise[noise <= 0] = np.nan
+    if drawn or np.isfinite(noise).any():
+        axes.set_yscale("log")
+    if np.isfinite(noise).any():
+        floor = float(np.nanmin(noise)) / 3
+        axes.fill_between(x, np.full_like(noise, floor), noise, color=RED, alpha=0.25, linewidth=0, label="noise floor")
+        axes.plot(x, noise, color=RED, linewidth=1.2)
+        axes.set_ylim(bottom=floor)
+    if drawn or np.isfinite(noise).any():
+        axes.legend(loc="center right", bbox_to_anchor=(1.0, 0.42))
+
+
+def _lengths(axes: Axes, steps: Sequence[Row]) -> None:
+    _head(axes, "How long are completions?", "tokens; those that hit max_new_tokens are truncated")
+    x, mean = _curve(steps, "length/mean")
+    _smoothed(axes, x, mean, BLUE, "mean")
+    _, clipped = _curve(steps, "length/clipped_mean")
+    if np.isfinite(clipped).any():
+        axes.plot(x, clipped, color=ORANGE, marker=".", markersize=3, linewidth=0.8, alpha=0.9, label="of clipped ones")
+    _, longest = _curve(steps, "length/max")
+    axes.plot(x, longest, color=FAINT, linewidth=1.0, linestyle=":", label="longest")
+    top = np.nanmax(longest) if np.isfinite(longest).any() else 1.0
+    axes.set_ylim(0, 1.3 * float(top))
+    _, truncated = _curve(steps, "length/truncated")
+    last = truncated[-5:]
+    if np.isfinite(last).any():
+        axes.text(0.02, 0.05, f"truncated, last 5 steps: {np.nanmean(last):.1%}", transform=axes.transAxes, color=FAINT)
+    axes.legend(loc="upper right", ncols=3)
+
+
+def _entropy(axes: Axes, steps: Sequence[Row]) -> None:
+    _head(axes, "Does it still explore?", "entropy per token in nats; gradient norm before clipping")
+    x, entropy = _curve(steps, "policy/entropy")
+    _smoothed(axes, x, entropy, BLUE, "entropy")
+    axes.set_ylim(0, 1.25 * max(float(np.nanmax(entropy)) if np.isfinite(entropy).any() else 1.0, 1e-6))
+    other = axes.twinx()
+    other.grid(False)
+    _, norm = _curve(steps, "grad/norm")
+    other.plot(x, norm, color=ORANGE, linewidth=1.1, alpha=0.9, label="gradient norm (right)")
+    other.set_ylim(0, 1.25 * max(float(np.nanmax(norm)) if np.isfinite(norm).any() else 1.0, 1e-6))
+    other.tick_params(colors=ORANGE, length=0)
+    other.spines["top"].set_visible(False)
+    handles, labels = axes.get_legend_handles_labels()
+    more, names = other.get_legend_handles_labels()
+    axes.legend([*handles, *more], [*labels, *names], loc="upper right", ncols=2)
+
+
+def _head(axes: Axes, question: str, sentence: str) -> None:
+    axes.set_title(question, loc="left", fontsize=10.5, fontweight="bold", pad=20)
+    line = axes.text(0, 1.025, sentence, transform=axes.transAxes, fontsize=8, color=FAINT, va="bottom")
+    line.set_in_layout(False)  # a long sentence must not make its panel narrow
+
+
+def _smoothed(axes: Axes, x: NDArray[np.float64], y: NDArray[np.float64], color: str, label: str) -> None:
+    """The values, faintly, and their running mean."""
+    width = max(1, len(y) // 12)
+    if width > 1:
+        axes.plot(x, y, color=color, linewidth=0.9, alpha=0.3)
+    axes.plot(x, running_mean(y, width), color=color, linewidth=1.9, label=label)
+
+
+def running_mean(values: NDArray[np.float64], width: int) -> NDArray[np.float64]:
+    """The mean of each value and those up to `width` steps around it; gaps (NaN) are left out of the mean.
+
+    >>> running_mean(np.array([0.0, 3.0, 6.0]), 1).tolist(), running_mean(np.array([0.0, np.nan, 6.0]), 3).tolist()
+    ([0.0, 3.0, 6.0], [0.0, 3.0, 6.0])
+    """
+    half = width // 2
+    out = np.full(len(values), np.nan)
+    for index in range(len(values)):
+        near = values[max(index - half, 0) : index + half + 1]
+        if np.isfinite(near).any():
+            out[index] = np.nanmean(near)
+    return out
+
+
+def _curve(rows: Sequence[Row], name: str) -> Curve:
+    values = [row.get(name) for row in rows]
+    return (
+        np.array([row["step"] for row in rows], dtype=np.float64),
+        np.array([np.nan if v is None or isinstance(v, str) else v for v in values], dtype=np.float64),
+    )
+
+
+def _last(rows: Sequence[Row], name: str) -> Any:
+    return next((row[name] for row in reversed(rows) if row.get(name) is not None), None)

@@ -1,0 +1,109 @@
+"""Reading a run directory: metrics, config, checkpoints; while it is written too. See docs/run-directory.md."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gspo.errors import ConfigError
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A published checkpoint, as its folder tells; `gspo checkpoints --verify` reads its bytes too.
+
+    >>> Checkpoint(Path("runs/a/b/checkpoints/step_000060"), 60, 4_000_000, 1.7e9, True).step
+    60
+    """
+
+    path: Path
+    step: int
+    bytes: int
+    written: float  # seconds since 1970
+    best: bool  # highest held-out accuracy of the run
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is a run directory: a model folder has config.json, a run has config.yaml."""
+    return (path / "config.yaml").is_file()
+
+
+def open_run(path: str | Path) -> Path:
+    """The folder, if it is a run directory; else ConfigError that names the runs nearby."""
+    path = Path(path)
+    if is_run(path):
+        return path
+    nearby = sorted(str(file.parent) for depth in ("*", "*/*") for file in path.glob(f"{depth}/config.yaml"))
+    hint = f"; there is {', '.join(nearby[:4])}" if nearby else ""
+    what = "holds no config.yaml" if path.is_dir() else "does not exist"
+    raise ConfigError(f"{path} is no run directory: it {what}{hint}. A run is <cluster.fileroot>/<experiment>/<trial>")
+
+
+def read_metrics(run: Path) -> list[Row]:
+    """The rows of metrics.jsonl by step; a last line that is still being written is left out."""
+    rows: list[Row] = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in (run / "metrics.jsonl").read_bytes().split(b"\n"):
+            with contextlib.suppress(ValueError):
+                row = json.loads(line)
+                if isinstance(row, dict) and isinstance(row.get("step"), int):
+                    rows.append(row)
+    return rows
+
+
+def read_config(run: Path) -> Row:
+    """config.yaml as plain values."""
+    try:
+        config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as cause:
+        raise ConfigError(f"{run / 'config.yaml'} cannot be read: {cause}") from cause
+    return config if isinstance(config, dict) else {}
+
+
+def by_sequence(run: Path) -> bool:
+    """Whether the objective has one ratio per sequence (GSPO), not one per token; where nobody knows, it is GSPO."""
+    with contextlib.suppress(ConfigError):
+        actor = read_config(run).get("actor")
+        return not isinstance(actor, dict) or actor.get("importance_sampling_level") != "token"
+    return True
+
+
+def best_step(run: Path) -> int | None:
+    """The step of the highest held-out accuracy, the earliest of equals; 0 is the model before training."""
+    seen = [(row["eval/accuracy"], row["step"]) for row in read_metrics(run) if row.get("eval/accuracy") is not None]
+    return max(seen, key=lambda pair: (pair[0], -pair[1]))[1] if seen else None
+
+
+def read_checkpoints(run: Path) -> list[Checkpoint]:
+    """Published checkpoints, oldest first."""
+    best = best_step(run)
+    found = []
+    for folder in (run / "checkpoints").glob("step_*"):
+        number = folder.name.removeprefix("step_")
+        # A trainer may delete an old checkpoint under our eyes.
+        with contextlib.suppress(FileNotFoundError):
+            if number.isdigit() and folder.is_dir():
+                size = sum(file.stat().st_size for file in folder.iterdir())
+                found.append(Checkpoint(folder, int(number), size, folder.stat().st_mtime, int(number) == best))
+    return sorted(found, key=lambda c: c.step)
+
+
+def choose_step(run: Path, which: str) -> int:
+    """The step that `best`, `last` or a number means; 0 is the model before training. Else ConfigError."""
+    steps = [c.step for c in read_checkpoints(run)]
+    best = best_step(run)
+    if which == "best" and best is not None:
+        which = str(best)
+    elif which in ("best", "last"):  # a run that was never evaluated has no best
+        which = str(steps[-1]) if steps else "none"
+    if which.isdigit() and (int(which) == 0 or int(which) in steps):
+        return int(which)
+    there = f"there are {', '.join(map(str, steps))}" if steps else "there is none yet"
+    raise ConfigError(f"{run} has no checkpoint of step {which}; {there}. --step takes best, last or a number")

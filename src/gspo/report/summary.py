@@ -1,0 +1,126 @@
+"""What a run came to, in a dozen figures: the table at the end of `gspo train`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gspo.report.read import Row, best_step, by_sequence, read_metrics
+
+ENDS = 5  # steps averaged at either end of the reward curve: one batch is noisy
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Figures of a run; None where nothing was measured."""
+
+    steps: int
+    seconds: float
+    accuracy: tuple[float, float] | None  # before training (or at the first evaluation) and its half-width, 95 %
+    accuracy_end: tuple[float, float] | None
+    accuracy_step: int | None  # of the first figure; 0 is before training
+    problems: int | None
+    best_step: int | None
+    reward: float | None  # mean of the first ENDS steps
+    reward_end: float | None  # mean of the last ENDS steps
+    clipped_low: float | None  # share of the sequences of mini-batches 2…K, mean over steps
+    clipped_high: float | None
+    by_sequence: bool  # False: the share of sequences with a clipped token
+    eps: tuple[float, float] | None  # of the last step
+    entropy: tuple[float, float] | None  # first and last ENDS steps
+    rollout_tokens_s: float | None
+    train_tokens_s: float | None
+
+
+def summarise(run: Path) -> Summary:
+    """The figures of a run directory, finished or not."""
+    rows = read_metrics(run)
+    steps = [row for row in rows if row["step"] > 0]
+    evals = [row for row in rows if row.get("eval/accuracy") is not None]
+    reward, entropy = _values(steps, "reward/mean"), _values(steps, "policy/entropy")
+    last: Row = steps[-1] if steps else {}
+    eps = (last.get("clip/eps_low"), last.get("clip/eps_high"))
+    return Summary(
+        steps=max((row["step"] for row in rows), default=0),
+        seconds=sum(_values(steps, "time/step_s")),
+        accuracy=_accuracy(evals[0]) if evals else None,
+        accuracy_end=_accuracy(evals[-1]) if evals else None,
+        accuracy_step=evals[0]["step"] if evals else None,
+        problems=evals[-1].get("eval/problems") if evals else None,
+        best_step=best_step(run),
+        reward=_mean(reward[:ENDS]),
+        reward_end=_mean(reward[-ENDS:]),
+        clipped_low=_mean(_values(steps, "clip/sequences_low")),
+        clipped_high=_mean(_values(steps, "clip/sequences_high")),
+        by_sequence=by_sequence(run),
+        eps=(eps[0], eps[1]) if eps[0] is not None and eps[1] is not None else None,
+        entropy=(sum(entropy[:ENDS]) / len(entropy[:ENDS]), sum(entropy[-ENDS:]) / len(entropy[-ENDS:]))
+        if entropy
+        else None,
+        rollout_tokens_s=_rate(steps, "rollout"),
+        train_tokens_s=_rate(steps, "train"),
+    )
+
+
+def summary_rows(s: Summary) -> list[tuple[str, str]]:
+    """The figures as (name, text), those that were measured."""
+    rows: list[tuple[str, str]] = [("steps", f"{s.steps:,} in {duration(s.seconds)}")]
+    if s.accuracy and s.accuracy_end:
+        since = "" if s.accuracy_step == 0 else f" (first measured at step {s.accuracy_step})"
+        rows.append(
+            ("held-out accuracy", f"{_share(s.accuracy)} → {_share(s.accuracy_end)}  on {s.problems:,} problems{since}")
+        )
+    if s.best_step is not None:
+        rows.append(("best", "before training (step 0)" if s.best_step == 0 else f"step {s.best_step}"))
+    if s.reward is not None and s.reward_end is not None:
+        rows.append(("reward", f"{s.reward:.3f} → {s.reward_end:.3f}  mean of the first and last {ENDS} steps"))
+    if s.clipped_low is not None and s.clipped_high is not None:
+        eps = f"  at ε {s.eps[0]:.2g} / {s.eps[1]:.2g}" if s.eps else ""
+        what = "sequences" if s.by_sequence else "sequences with any clipped token"
+        share = f"{s.clipped_low:.1%} low + {s.clipped_high:.1%} high, of {what}"
+        rows.append(("clipped", share + eps))
+    if s.entropy is not None:
+        rows.append(("entropy", f"{s.entropy[0]:.3f} → {s.entropy[1]:.3f} nats per token"))
+    if s.rollout_tokens_s and s.train_tokens_s:
+        rows.append(("tokens/s", f"{s.rollout_tokens_s:,.0f} sampled, {s.train_tokens_s:,.0f} trained"))
+    return rows
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them.
+
+    >>> duration(65.2), duration(7322)
+    ('1 min 5 s', '2 h 2 min')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def _accuracy(row: Row) -> tuple[float, float]:
+    return row["eval/accuracy"], row.get("eval/accuracy_ci") or 0.0
+
+
+def _share(pair: tuple[float, float]) -> str:
+    return f"{pair[0]:.1%} ± {100 * pair[1]:.1f}"
+
+
+def _values(rows: Sequence[Row], name: str) -> list[float]:
+    return [row[name] for row in rows if row.get(name) is not None]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _rate(rows: Sequence[Row], part: str) -> float | None:
+    """Tokens of all steps over seconds of all steps: a mean of rates would favour the quick steps."""
+    seen: list[tuple[Any, Any]] = [(row.get(f"throughput/{part}_tokens_s"), row.get(f"time/{part}_s")) for row in rows]
+    pairs = [(rate, seconds) for rate, seconds in seen if rate is not None and seconds is not None]
+    total = sum(seconds for _, seconds in pairs)
+    return sum(rate * seconds for rate, seconds in pairs) / total if total else None

@@ -1,0 +1,56 @@
+"""How runs, evaluations and checkpoints look on a terminal: values in, rich renderables out.
+
+Texts that came from outside are made inert by the caller; nothing here is read as markup.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from gspo.report.read import Checkpoint
+from gspo.report.summary import Summary, duration, summary_rows
+
+
+def run_view(said: str, summary: Summary, places: Mapping[str, str]) -> RenderableType:
+    """A sentence, the figures, and where everything is."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in (*summary_rows(summary), *places.items()):
+        table.add_row(Text(name), Text(text, style="bold" if name == "held-out accuracy" else ""))
+    return Group(Text(said, style="bold"), table)
+
+
+def examination_view(head: str, result: Mapping[str, Any]) -> RenderableType:
+    """avg@n and pass@k of `gspo eval`, a line each."""
+    n = result["num_samples"]
+    shares = {f"avg@{n}": result["avg"]} | {f"pass@{k}": share for k, share in result["pass"].items() if n > 1}
+    table = Table.grid(padding=(0, 2))
+    for name, share in shares.items():
+        if share["value"] is not None:
+            ends = f"{share['low']:.1%} … {share['high']:.1%}"
+            table.add_row(Text(name, style="dim"), Text(f"{share['value']:.1%}", style="bold"), Text(ends, style="dim"))
+    tail = f"95 % intervals over problems; {result['mean_tokens']:.1f} tokens per completion, "
+    tail += f"{result['truncated']:.1%} truncated; {duration(result['seconds'])}"
+    if result["reward_failures"]:
+        tail += f"; {result['reward_failures']} rewards failed and count nowhere"
+    return Group(Text(head, style="bold"), table, Text(tail, style="dim"))
+
+
+def checkpoints_view(found: Sequence[Checkpoint], notes: Mapping[int, str]) -> RenderableType:
+    """Step, size, date and a note for each."""
+    if not found:
+        return Text("no checkpoint yet")
+    table = Table.grid(padding=(0, 3))
+    table.add_row(*(Text(name, style="dim") for name in ("step", "size", "written", "")))
+    for c in found:
+        written = time.strftime("%Y-%m-%d %H:%M", time.localtime(c.written))
+        words = [word for word in ("best" if c.best else "", notes.get(c.step, "")) if word]
+        table.add_row(Text(str(c.step)), Text(f"{c.bytes / 1e6:,.1f} MB"), Text(written), Text(", ".join(words)))
+    return table

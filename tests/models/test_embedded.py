@@ -1,0 +1,152 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from gspo.errors import DataError
+from gspo.models import embedded
+from gspo.tasks import arithmetic
+
+NAME = "embedded:tiny"
+
+
+@pytest.fixture
+def brief(tmp_path, monkeypatch):
+    """A cache of its own and a recipe of two steps, so that building takes no time."""
+    recipe = {**embedded.RECIPES[NAME], "warm": {**embedded.RECIPES[NAME]["warm"], "steps": 2}}
+    monkeypatch.setitem(embedded.RECIPES, NAME, recipe)
+    monkeypatch.setenv("GSPO_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_a_model_is_built_once_and_then_taken_from_the_cache(brief, monkeypatch):
+    model, _ = embedded.build(NAME)
+    calls = []
+    monkeypatch.setattr(embedded, "warm_start", lambda name: calls.append(name))
+    again, tokenizer = embedded.build(NAME)
+    assert not calls
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert [p.name for p in brief.iterdir() if not p.name.startswith(".")] == [embedded.folder(NAME).name]
+    assert len(tokenizer) == len(embedded.VOCABULARY) <= model.config.vocab_size
+
+
+def test_building_twice_gives_the_same_weights(brief):
+    first, second = (embedded.warm_start(NAME).state_dict() for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "sums"])
+def test_a_damaged_cache_is_built_anew(brief, damage):
+    whole = {n: p.clone() for n, p in embedded.build(NAME)[0].named_parameters()}
+    file = embedded.folder(NAME) / ("SHA256.json" if damage == "sums" else "model.safetensors")
+    content = bytearray(file.read_bytes())
+    if damage == "delete":
+        file.unlink()
+    elif damage == "truncate":
+        file.write_bytes(content[:-5])
+    elif damage == "sums":
+        file.write_text("[")
+    else:
+        content[len(content) // 2] ^= 4
+        file.write_bytes(content)
+    again = dict(embedded.build(NAME)[0].named_parameters())
+    assert all(torch.equal(again[n], w) for n, w in whole.items())
+    assert embedded._is_whole(embedded.folder(NAME))
+
+
+def test_a_build_that_is_killed_leaves_nothing_that_looks_whole(brief, monkeypatch):
+    def killed(name):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(embedded, "warm_start", killed)
+        embedded.build(NAME)
+    assert not embedded.folder(NAME).exists()
+    assert not [p for p in brief.iterdir() if p.is_dir()]
+    embedded.build(NAME)
+
+
+def test_another_recipe_is_another_folder(monkeypatch):
+    before, path = embedded.digest(NAME), embedded.folder(NAME)
+    recipe = {**embedded.RECIPES[NAME], "digits": (2, 5)}
+    monkeypatch.setitem(embedded.RECIPES, NAME, recipe)
+    assert embedded.digest(NAME) != before
+    assert embedded.folder(NAME) != path
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones():
+    with pytest.raises(DataError, match=r"actor\.path 'embedded:huge'.*embedded:tiny"):
+        embedded.build("embedded:huge")
+
+
+def test_the_tokenizer_has_one_token_per_character_and_round_trips():
+    tokenizer = embedded.tokenizer()
+    problem = arithmetic.worked((37, 48))
+    ids = tokenizer.encode(problem.question + problem.solution)
+    assert len(ids) == len(problem.question + problem.solution)
+    assert tokenizer.decode(ids) == problem.question + problem.solution
+    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == tokenizer.decode(ids)
+    assert tokenizer.eos_token_id == embedded.shape(NAME)["eos_token_id"]
+    assert tokenizer.pad_token_id == embedded.shape(NAME)["pad_token_id"]
+
+
+def test_the_model_is_small_and_of_the_declared_shape():
+    model, _ = embedded.build(NAME)
+    assert sum(p.numel() for p in model.parameters()) <= 3_000_000
+    for key, value in embedded.shape(NAME).items():
+        assert getattr(model.config, key) == value, key
+
+
+def test_the_teacher_forgets_most_carries_and_so_the_model_has_something_to_learn():
+    warm = embedded.RECIPES[NAME]["warm"]
+    stream = arithmetic.problems("warm", seed=warm["seed"])
+    drawn = [embedded._careless(next(stream), step, 0, warm) for step in range(300)]
+    wrong = np.mean([not p.solution.endswith(">" + p.answer) for p in drawn])
+    assert 0.3 < wrong < 0.9
+
+
+def test_two_processes_that_build_at_once_both_get_the_model(brief):
+    """The slower one must not take away the folder that the faster one is reading."""
+    code = (
+        "from gspo.models import embedded as e\n"
+        "r = e.RECIPES['embedded:tiny']\n"
+        "e.RECIPES = {'embedded:tiny': {**r, 'warm': {**r['warm'], 'steps': 2}}}\n"
+        "print(sum(p.numel() for p in e.build('embedded:tiny')[0].parameters()))\n"
+    )
+    env = {**os.environ, "GSPO_CACHE": str(brief), "OMP_NUM_THREADS": "1"}
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    results = [process.communicate(timeout=100) for process in both]
+    assert [process.returncode for process in both] == [0, 0], results
+    assert results[0][0] == results[1][0]
+
+
+def test_a_build_that_was_slower_leaves_the_faster_ones_model_in_place(brief, monkeypatch):
+    """What another process has published meanwhile is the same recipe: it is kept, and whoever reads it reads on."""
+    finished = brief / "elsewhere"
+    embedded.build(NAME)
+    shutil.copytree(embedded.folder(NAME), finished)
+    shutil.rmtree(embedded.folder(NAME))
+    slow = embedded.warm_start
+
+    def overtaken(name):
+        model = slow(name)
+        shutil.copytree(finished, embedded.folder(NAME))
+        overtaken.inode = os.stat(embedded.folder(NAME)).st_ino
+        time.sleep(0.01)
+        return model
+
+    monkeypatch.setattr(embedded, "warm_start", overtaken)
+    embedded.build(NAME)
+    assert os.stat(embedded.folder(NAME)).st_ino == overtaken.inode
+    assert json.loads((embedded.folder(NAME) / "SHA256.json").read_text())

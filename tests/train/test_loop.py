@@ -1,0 +1,615 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import loop_rewards
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from training_runs import asked, digests, make_trainer, metrics, path_of, samples, train, without_clocks
+
+from gspo.algorithms import ALGORITHMS
+from gspo.config import load
+from gspo.errors import CheckpointError, ConfigError, TrainingError
+from gspo.tasks.dataset import make_dataset
+from gspo.train import Trainer, checkpoint
+from gspo.train.alarms import PATIENCE
+from gspo.train.evaluate import FIRST
+from gspo.train.rollout import single_turn
+
+pytestmark = pytest.mark.usefixtures("tiny")
+
+FOUR = ("total_train_steps=4", "evaluator.freq_steps=2", "saver.freq_steps=2")
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory, tiny):
+    """Four steps without interruption."""
+    return train(tmp_path_factory.mktemp("straight"), *FOUR)
+
+
+def interrupt(number=signal.SIGINT):
+    os.kill(os.getpid(), number)
+
+
+# The same run twice, and a run in two halves
+
+
+def test_two_runs_are_the_same_to_the_last_bit_and_another_seed_is_not(straight, tmp_path):
+    _, path = straight
+    _, again = train(tmp_path / "again", *FOUR)
+    assert digests(again) == digests(path)
+    _, other = train(tmp_path / "other", *FOUR, "seed=2")
+    assert digests(other)["model.safetensors"] != digests(path)["model.safetensors"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_run_stopped_by_a_signal_and_resumed_is_the_uninterrupted_one(straight, tmp_path, number, capsys):
+    _, path = straight
+    sent = []
+
+    def workflow(requests, sampler):
+        if sampler.version == 1 and requests[0].id.submission < FIRST and not sent:
+            sent.append(number)
+            interrupt(number)
+        return single_turn(requests, sampler)
+
+    trainer = make_trainer(tmp_path, *FOUR, workflow=workflow)
+    summary = trainer.train()
+    assert sent
+    assert (summary.finished, summary.steps) == (False, 2)  # the step it was in is finished
+    assert "eval/accuracy" in metrics(summary.path)[2]  # due at step 2 anyway
+    assert f"{signal.Signals(number).name}: saving after this step" in capsys.readouterr().out
+    assert "stopped after step 2; run the same command again" in (summary.path / "log.txt").read_text()
+    again = trainer.train()  # the same call goes on
+    assert (again.finished, again.steps) == (True, 4)
+    assert f"resumed from {summary.path}/checkpoints/step_000002 at step 2" in capsys.readouterr().out
+    assert digests(again.path) == digests(path)
+
+
+def test_a_stop_between_due_evaluations_measures_nothing_extra(straight, tmp_path):
+    _, path = straight
+
+    def workflow(requests, sampler):
+        if sampler.version == 2 and requests[0].id.submission < FIRST:
+            interrupt()
+        return single_turn(requests, sampler)
+
+    _, stopped = train(tmp_path, *FOUR, workflow=workflow)
+    assert checkpoint.steps(stopped / "checkpoints")[-1] == 3
+    assert "eval/accuracy" not in metrics(stopped)[3]
+    _, whole = train(tmp_path, *FOUR)
+    assert digests(whole) == digests(path)
+
+
+class SignalledLate(Trainer):
+    """The signal comes after the step has looked for it."""
+
+    def record(self, batch, report, clock):
+        super().record(batch, report, clock)
+        if self.state.step == 1:
+            interrupt()
+
+
+def test_a_signal_that_comes_after_the_step_was_recorded_saves_it_all_the_same(straight, tmp_path):
+    _, path = straight
+    quiet = [*FOUR, "evaluator.at_start=false"]
+    trainer, stopped = train(tmp_path, *quiet, kind=SignalledLate)
+    assert trainer.state.step == 1
+    assert checkpoint.steps(stopped / "checkpoints") == [1]
+    _, whole = train(tmp_path, *quiet)
+    assert digests(whole)["model.safetensors"] == digests(path)["model.safetensors"]
+    assert [row["step"] for row in metrics(whole)] == [1, 2, 3, 4]
+
+
+def test_a_signal_before_the_first_step_leaves_a_directory_that_starts_anew(tmp_path):
+    def workflow(requests, sampler):
+        interrupt()
+        return single_turn(requests, sampler)
+
+    trainer, stopped = train(tmp_path, workflow=workflow)
+    assert trainer.state.step == 0
+    assert checkpoint.steps(stopped / "checkpoints") == []
+    _, path = train(tmp_path, "total_train_steps=1")
+    assert [row["step"] for row in metrics(path)] == [0, 1]
+    assert "left before its first checkpoint" in (path / "log.txt").read_text()
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on_to_the_same_end(straight, tmp_path, capsys):
+    _, path = straight
+    _, mine = train(tmp_path, *FOUR, "saver.freq_steps=1", "saver.keep=4", "total_train_steps=3")
+    broken = mine / "checkpoints" / "step_000003" / "model.safetensors"
+    content = bytearray(broken.read_bytes())
+    content[len(content) // 2] ^= 1
+    broken.write_bytes(content)
+    with (mine / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "torn')
+    capsys.readouterr()
+    train(tmp_path, *FOUR)
+    said = capsys.readouterr().out
+    assert f"ignored: {broken} is damaged" in said
+    assert "resumed from" in said
+    assert "at step 2" in said
+    got, want = digests(mine), digests(path)
+    # Step 3 was the last of the first session and measured; the resumed one did not measure it.
+    assert got == want
+
+
+def test_only_damaged_checkpoints_are_an_error_and_never_a_silent_start_from_scratch(tmp_path):
+    _, path = train(tmp_path, "total_train_steps=1")
+    rows = metrics(path)
+    for folder in (path / "checkpoints").iterdir():
+        (folder / "state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
+        train(tmp_path)
+    assert metrics(path) == rows
+
+
+def test_gradient_checkpointing_gives_the_same_run(straight, tmp_path):
+    _, path = straight
+    _, mine = train(tmp_path, *FOUR, "actor.gradient_checkpointing=true")
+    assert digests(mine) == digests(path)
+
+
+def test_micro_batches_change_no_result(straight, tmp_path):
+    _, path = straight
+    _, mine = train(tmp_path, *FOUR, "actor.mb_spec.max_tokens_per_mb=100")
+    for got, want in zip(metrics(mine), metrics(path), strict=True):
+        assert got.get("reward/mean") == want.get("reward/mean")
+        assert got.get("grad/norm", 0.0) == pytest.approx(want.get("grad/norm", 0.0), rel=1e-4)
+
+
+# The run directory
+
+
+def strict(text):
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+METRICS = {
+    "step", "reward/mean", "reward/std", "reward/zero_variance_groups", "reward/failures", "reward/part_final",
+    "reward/refilled_groups", "length/mean", "length/max", "length/clipped_mean", "length/truncated", "staleness/mean",
+    "staleness/max", "policy/entropy", "policy/kl_behavior", "policy/proximal", "loss/mean", "grad/norm",
+    "grad/norm_max", "grad/skipped_updates", "skipped/zero_advantage_sequences", "ratio/log_s_mean", "ratio/log_s_std",
+    "ratio/log_s_p05", "ratio/log_s_p50", "ratio/log_s_p95", "ratio/log_s_max_abs", "ratio/first_minibatch_max_abs",
+    "clip/sequences_low", "clip/sequences_high", "clip/tokens", "clip/eps_low", "clip/eps_high", "ess/sequences",
+    "noise/log_s_mean", "noise/log_s_std", "noise/log_s_p95_abs", "optimizer/lr",
+}  # fmt: skip
+TIMES = {
+    "time/rollout_s", "time/reward_s", "time/train_s", "time/sync_s", "time/step_s", "time/bookkeeping_s",
+    "time/proximal_s", "time/forward_backward_s", "time/optimizer_s", "throughput/rollout_tokens_s",
+    "throughput/train_tokens_s",
+}  # fmt: skip
+EVAL = {f"eval/{name}" for name in ("accuracy", "accuracy_ci", "pass_at_k", "k", "problems", "length")} | {
+    "eval/reward_failures"
+}
+
+
+def test_the_run_directory_holds_what_the_contract_says(straight):
+    _, path = straight
+    names = {p.name for p in path.iterdir()} - {".lock"}
+    assert names == {"config.yaml", "metrics.jsonl", "samples", "checkpoints", "environment.json", "log.txt"}
+    assert {p.name for p in (path / "checkpoints").iterdir()} <= {"step_000002", "step_000004"}
+    assert {p.name for p in (path / "samples").iterdir()} == {
+        f"step_00000{i}.{kind}" for i in (1, 2, 3, 4) for kind in ("jsonl", "safetensors")
+    }
+    assert strict((path / "environment.json").read_text())["threads"] == 1
+    resolved = load(path / "config.yaml").config
+    assert (resolved.actor.eps_clip, resolved.actor.eps_clip_higher) == (0.002, 0.002)
+    assert path.parts[-2:] == ("gspo", "trial0")
+
+
+def test_a_metrics_row_has_every_documented_name_and_strict_json(straight):
+    _, path = straight
+    rows = [strict(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert rows[0].keys() == {"step"} | EVAL
+    for row in rows[1:]:
+        assert row.keys() - {"time/eval_s"} == METRICS | TIMES | (EVAL if row["step"] in (2, 4) else set())
+    assert all(row["eval/problems"] == 16 for row in rows if "eval/problems" in row)
+    moved = [row["ratio/log_s_max_abs"] for row in rows[1:] if row["ratio/log_s_max_abs"] is not None]
+    assert max(moved) > 1e-4  # the second mini-batch is another policy than the first
+
+
+def test_samples_are_every_sequence_with_what_happened_to_it(straight):
+    _, path = straight
+    for step in (1, 2, 3, 4):
+        lines = (path / f"samples/step_{step:06d}.jsonl").read_text().splitlines()
+        rows = [strict(line) for line in lines]
+        assert len(rows) == 8 * 4
+        assert [row["sequence"] for row in rows] == list(range(32))
+        assert {row["version"] for row in rows} == {step - 1}
+        assert [row["submission"] for row in rows] == np.repeat(range(8 * step - 8, 8 * step), 4).tolist()
+        for row in rows:
+            assert row["reward"] == float(row["completion"].endswith(">" + row["answer"]))
+            assert (row["log_s"] is None) == (row["advantage"] == 0)
+            assert row["minibatch"] == row["sequence"] // 16
+            assert row["length"] >= 8
+        row = metrics(path)[step]
+        assert row["reward/mean"] == pytest.approx(np.mean([r["reward"] for r in rows]))
+        assert row["skipped/zero_advantage_sequences"] == sum(r["advantage"] == 0 for r in rows)
+        tensors = load_file(path / f"samples/step_{step:06d}.safetensors")
+        kept = {int(name.partition("/")[0]) for name in tensors}
+        live = [r["sequence"] for r in rows if r["advantage"] != 0]
+        assert kept <= set(live)
+        assert len(kept) == min(16, len(live))
+        for i in kept:
+            gap = tensors[f"{i}/logp"] - tensors[f"{i}/behavior_logp"]
+            assert len(gap) == rows[i]["length"] == len(tensors[f"{i}/tokens"]) == len(tensors[f"{i}/entropy"])
+            if rows[i]["minibatch"] == 0:
+                assert np.abs(gap).max() < 1e-4  # the sampler and the trainer are the same policy
+            else:
+                assert gap.mean() == pytest.approx(rows[i]["log_s"], abs=1e-5)
+
+
+def test_the_checkpoints_weights_are_the_trained_ones_and_the_best_is_kept(straight):
+    trainer, path = straight
+    state = json.loads((path / "checkpoints/step_000004/state.json").read_text())
+    assert state["step"] == 4
+    assert state["submission"] == 4 * 8
+    assert state["update"] == 4 * 2
+    measured = {row["step"]: row["eval/accuracy"] for row in metrics(path) if "eval/accuracy" in row}
+    assert state["best_accuracy"] == max(measured.values())
+    assert state["best_step"] == min(s for s, a in measured.items() if a == max(measured.values()))
+    stored = load_file(path / "checkpoints/step_000004/model.safetensors")
+    for name, p in trainer.policy.named_parameters():
+        assert torch.equal(p.detach(), torch.from_numpy(stored[name]))
+
+
+def test_held_out_problems_are_none_of_the_training_problems(straight):
+    trainer, path = straight
+    trained = asked(path)
+    held_out = {trainer.valid.prompt(i).text for i in range(len(trainer.valid))}
+    assert trained <= {trainer.data.prompt(i).text for i in range(len(trainer.data))}
+    assert len(held_out) >= 16
+    assert not held_out & {trainer.data.prompt(i).text for i in range(len(trainer.data))}
+
+
+def test_held_out_accuracy_of_the_untrained_model_is_measured_at_step_0(straight, tmp_path):
+    _, path = straight
+    first = metrics(path)[0]
+    assert first["step"] == 0
+    assert 0 < first["eval/accuracy"] < 1
+    _, quiet = train(tmp_path, "evaluator.at_start=false", "total_train_steps=1")
+    assert [row["step"] for row in metrics(quiet)] == [1]
+
+
+# Whose directory is it
+
+
+def test_other_settings_in_a_used_directory_are_refused_with_what_differs(tmp_path):
+    _, path = train(tmp_path, "total_train_steps=1")
+    before = digests(path)
+    with pytest.raises(ConfigError) as caught:
+        train(tmp_path, "actor.eps_clip=0.01", "gconfig.n_samples=8", "saver.keep=5")
+    message = str(caught.value)
+    assert "actor.eps_clip: 0.002 → 0.01" in message
+    assert "gconfig.n_samples: 4 → 8" in message
+    assert "saver.keep" not in message  # decides what is kept, not what is learnt
+    assert "trial_name" in message
+    assert digests(path) == before
+    assert load(path / "config.yaml").config.actor.eps_clip == 0.002
+
+
+def test_another_data_set_in_a_used_directory_is_refused(tmp_path):
+    rows = [{"question": f"{a}+{a}=", "answer": str(2 * a)} for a in range(10, 50)]
+    train(tmp_path, "total_train_steps=1", dataset=rows)
+    with pytest.raises(ConfigError, match=r"is of another run \(data: "):
+        train(tmp_path, "total_train_steps=2", dataset=rows[1:])
+
+
+def test_recover_mode_disabled_refuses_a_used_directory(tmp_path):
+    _, path = train(tmp_path, "total_train_steps=1")
+    before = digests(path)
+    with pytest.raises(ConfigError, match=r"holds a run already.*recover\.mode=auto"):
+        train(tmp_path, "recover.mode=disabled")
+    assert digests(path) == before
+    for folder in (path / "checkpoints").iterdir():  # also before the first checkpoint: the metrics are somebody's
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+    with pytest.raises(ConfigError, match="holds a run already"):
+        train(tmp_path, "recover.mode=disabled")
+    assert [row["step"] for row in metrics(path)] == [0, 1]
+    train(tmp_path / "new", "recover.mode=disabled", "total_train_steps=1")
+
+
+def test_a_second_trainer_in_the_same_directory_is_refused_and_the_first_goes_on(tmp_path):
+    refused = []
+
+    def workflow(requests, sampler):
+        if not refused:
+            with pytest.raises(ConfigError, match="in use by another trainer") as caught:
+                make_trainer(tmp_path).train()
+            refused.append(caught)
+        return single_turn(requests, sampler)
+
+    trainer, path = train(tmp_path, "total_train_steps=1", workflow=workflow)
+    assert refused
+    assert trainer.state.step == 1
+    assert len(metrics(path)) == 2
+
+
+def test_a_finished_run_is_left_as_it_is(tmp_path):
+    _, path = train(tmp_path, "total_train_steps=1")
+    before = digests(path)
+    trainer, _ = train(tmp_path, "total_train_steps=1")
+    assert trainer.state.step == 1
+    assert digests(path) == before
+
+
+def test_a_longer_run_goes_on_from_a_shorter_one(straight, tmp_path):
+    _, path = straight
+    train(tmp_path, *FOUR, "total_train_steps=2")
+    _, mine = train(tmp_path, *FOUR)
+    assert digests(mine) == digests(path)
+
+
+def test_ctrl_c_saves_says_how_to_go_on_and_exits_130(tmp_path):
+    words = [
+        sys.executable, "-m", "gspo", "train", str(tmp_path / "run.yaml"), f"cluster.fileroot={tmp_path}",
+        "total_train_steps=1000", "actor.path=embedded:tiny", "train_dataset.path=embedded:arithmetic:2-3",
+        "train_dataset.size=200", "train_dataset.batch_size=4", "gconfig.n_samples=4", "gconfig.max_new_tokens=24",
+        "evaluator.size=4", "threads=1", "algorithm=gspo",
+    ]  # fmt: skip
+    (tmp_path / "run.yaml").write_text("trial_name: stopped\n")
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step") and " 2/1000" in line:
+            process.send_signal(signal.SIGINT)
+            break
+    out, err = process.communicate(timeout=60)
+    path = tmp_path / "gspo" / "stopped"
+    assert process.returncode == 130, err
+    assert "SIGINT: saving after this step" in out
+    assert "run the same command again to go on" in out
+    assert "Traceback" not in err
+    last = metrics(path)[-1]["step"]
+    assert last >= 2
+    folder = path / "checkpoints" / f"step_{last:06d}"
+    assert checkpoint.verify(folder)["step"] == last
+
+
+# What a caller brings
+
+
+def test_a_reward_function_by_name_runs_in_a_worker_and_is_logged_by_its_label(tmp_path):
+    _, path = train(tmp_path, "reward.functions=[loop_rewards:digits,final]", "total_train_steps=2")
+    row = metrics(path)[1]
+    assert row["reward/mean"] == pytest.approx(row["reward/part_digits"] + row["reward/part_final"])
+    rows = samples(path, 1)
+    for r in rows:
+        assert r["reward_parts"]["digits"] == loop_rewards.digits(r["completion"], r["answer"])
+    # 'final' needs its marker: by name alone it compares with the last number.
+    assert row["reward/failures"] == 0
+
+
+@pytest.mark.parametrize("reward", [loop_rewards.lengths, [loop_rewards.digits, "final"]])
+def test_a_python_function_is_a_reward(tmp_path, reward):
+    _, path = train(tmp_path, reward=reward, workflow=None)
+    rows = samples(path, 1)
+    if callable(reward):
+        assert [r["reward"] for r in rows] == [len(r["completion"]) for r in rows]
+    else:
+        assert [r["reward_parts"]["digits"] for r in rows] == [
+            loop_rewards.digits(r["completion"], r["answer"]) for r in rows
+        ]
+    assert len(metrics(path)) == 4
+
+
+def test_a_callers_rows_are_trained_on_and_a_part_of_them_is_held_out(tmp_path):
+    rows = [{"prompt": f"{a}+{b}=", "ground_truth": str(a + b)} for a in range(10, 22) for b in range(10, 22)]
+    trainer, path = train(tmp_path, dataset=rows)
+    trained = asked(path)
+    given = {row["prompt"] for row in rows}
+    held_out = {trainer.valid.prompt(i).text for i in range(len(trainer.valid))}
+    assert trained < given
+    assert held_out < given
+    assert not trained & held_out
+    assert metrics(path)[0]["eval/problems"] == len(held_out) <= 16
+
+
+def test_a_callers_held_out_rows_are_what_is_evaluated(tmp_path):
+    rows = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(10, 40)]
+    held = [{"prompt": f"{a}+{a + 1}=", "answer": str(2 * a + 1)} for a in range(10, 15)]
+    trainer, path = train(tmp_path, dataset=rows, valid=held, overrides=())
+    assert metrics(path)[0]["eval/problems"] == 5
+    assert len(trainer.data) == 30
+    tokenizer = trainer.tokenizer
+    own = make_dataset(rows[:9], tokenizer=tokenizer)
+    trainer, _ = train(
+        tmp_path / "dataset", "total_train_steps=1", dataset=own, valid=make_dataset(held, tokenizer=tokenizer)
+    )
+    assert trainer.data is own
+
+
+def test_a_workflow_decides_how_requests_become_samples(tmp_path):
+    """The first token of every completion is declared untrained, as a tool's words would be."""
+    seen = []
+
+    def workflow(requests, sampler):
+        seen.append(len(requests))
+        for sample in single_turn(requests, sampler):
+            sample.mask[0] = False
+            yield sample
+
+    _, path = train(tmp_path, "total_train_steps=2", workflow=workflow)
+    assert seen == [16, 32, 32, 16]  # held out, two batches, held out
+    rows = samples(path, 1)
+    tensors = load_file(path / "samples/step_000001.safetensors")
+    assert tensors
+    for name, value in tensors.items():
+        assert len(value) == rows[int(name.partition("/")[0])]["length"]
+    plain, _ = train(tmp_path / "plain", "total_train_steps=2")
+    assert metrics(path)[1]["length/mean"] == metrics(plain.run.path)[1]["length/mean"] - 1
+
+
+def test_a_trainer_takes_a_yaml_path_and_overrides(tmp_path):
+    (tmp_path / "run.yaml").write_text("algorithm: grpo\ntrial_name: by_path\nthreads: 1\n")
+    trainer = Trainer(tmp_path / "run.yaml", overrides=["algorithm=gspo"])
+    assert trainer.config.algorithm == "gspo"
+    assert trainer.config.trial_name == "by_path"
+
+
+# Every road through the update
+
+
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "ppo"])
+def test_every_preset_without_a_critic_trains(tmp_path, algorithm):
+    overrides = [f"algorithm={algorithm}", "total_train_steps=2", "evaluator.at_start=false", "evaluator.size=4"]
+    # The presets' own clip ranges and mini-batches, as a user gets them.
+    trainer, path = train(tmp_path, *overrides, "~actor.eps_clip", "~actor.ppo_n_minibatches")
+    rows = metrics(path)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["grad/skipped_updates"] == 0 for row in rows)
+    assert max(row["grad/norm"] for row in rows) > 0
+    assert trainer.plan.name == algorithm
+    assert trainer.state.update == 2 * ALGORITHMS[algorithm].minibatches
+
+
+def test_ppo_is_refused_until_there_is_a_critic(tmp_path):
+    with pytest.raises(ConfigError, match="critic"):
+        train(tmp_path, "algorithm=ppo")
+
+
+@pytest.mark.parametrize(("method", "sources"), [
+    ("auto", ["recompute", "sampler"]), ("recompute", ["recompute", "recompute"]), ("rollout", ["rollout", "rollout"]),
+])  # fmt: skip
+def test_the_proximal_policy_comes_from_where_the_config_says(tmp_path, method, sources):
+    _, path = train(tmp_path, f"actor.prox_logp_method={method}", "total_train_steps=2", "evaluator.at_start=false")
+    rows = metrics(path)
+    assert [row["policy/proximal"] for row in rows] == sources
+    first = rows[0]["ratio/first_minibatch_max_abs"]
+    # The sampler's values are those of the same weights up to float32 rounding; its own forward is exact.
+    assert 0 < first < 1e-5 if method == "rollout" else first == 0
+    assert 0 < rows[0]["noise/log_s_p95_abs"] < 1e-5
+    assert rows[1]["ratio/log_s_max_abs"] > 1e-4
+    if method == "auto":
+        assert "comes from the sampler: noise p95" in (path / "log.txt").read_text()
+
+
+def test_all_proximal_sources_learn_the_same_up_to_the_noise(tmp_path):
+    rewards = {}
+    for method in ("recompute", "rollout"):
+        _, path = train(tmp_path / method, f"actor.prox_logp_method={method}", "evaluator.at_start=false")
+        rewards[method] = [row["grad/norm"] for row in metrics(path)]
+    assert rewards["rollout"] == pytest.approx(rewards["recompute"], rel=1e-2)
+    assert rewards["rollout"] != rewards["recompute"]
+
+
+@pytest.mark.parametrize("preset", ["tis", "icepop", "sequence_mask", "geometric"])
+def test_the_decoupled_loss_with_a_behavior_correction_trains(tmp_path, preset):
+    _, path = train(
+        tmp_path, "actor.use_decoupled_loss=true", f"actor.rejection_sampling.preset={preset}", "total_train_steps=2",
+        "evaluator.at_start=false",
+    )  # fmt: skip
+    assert max(row["grad/norm"] for row in metrics(path)) > 0
+    assert {row["policy/proximal"] for row in metrics(path)} == {"recompute"}
+
+
+def test_refilled_batches_hold_no_group_of_equal_rewards(tmp_path):
+    trainer, path = train(tmp_path, "actor.zero_variance_groups=refill", "total_train_steps=2", "actor.max_refills=20")
+    rows = metrics(path)[1:]
+    assert all(row["reward/zero_variance_groups"] == 0 for row in rows)
+    assert all(row["skipped/zero_advantage_sequences"] == 0 for row in rows)
+    assert sum(row["reward/refilled_groups"] for row in rows) > 0
+    # Every prompt that was asked counts as asked, also those that were thrown away.
+    assert trainer.state.submission == 2 * 8 + sum(row["reward/refilled_groups"] for row in rows)
+
+
+def test_refilling_gives_up_with_what_to_set_and_keeps_the_last_step(tmp_path):
+    with pytest.raises(TrainingError, match=r"actor\.max_refills.*actor\.zero_variance_groups=count"):
+        train(
+            tmp_path,
+            "actor.zero_variance_groups=refill",
+            "actor.max_refills=2",
+            reward={"name": "regex", "pattern": "^"},
+        )
+    assert checkpoint.steps(path_of(tmp_path) / "checkpoints") == []
+
+
+def test_dropped_groups_leave_the_denominator_in_the_loop(tmp_path):
+    norms = {}
+    for how in ("count", "drop"):
+        _, path = train(tmp_path / how, f"actor.zero_variance_groups={how}", "total_train_steps=1",
+                        "actor.ppo_n_minibatches=1", "actor.optimizer.gradient_clipping=0")  # fmt: skip
+        norms[how] = metrics(path)[1]
+    skipped = norms["count"]["skipped/zero_advantage_sequences"]
+    assert skipped > 0
+    assert norms["drop"]["grad/norm"] == pytest.approx(norms["count"]["grad/norm"] * 32 / (32 - skipped), rel=1e-4)
+
+
+def test_the_automatic_clip_range_moves_and_survives_a_checkpoint(tmp_path):
+    auto = ("actor.eps_clip=auto", "total_train_steps=4", "saver.freq_steps=1", "evaluator.at_start=false")
+    _, path = train(tmp_path / "whole", *auto)
+    lows = [row["clip/eps_low"] for row in metrics(path)]
+    assert lows[0] == 3e-4  # the preset's, before anything was seen
+    assert len(set(lows)) > 2
+    assert all(row["clip/eps_high"] == pytest.approx(4 / 3 * row["clip/eps_low"]) for row in metrics(path))
+    train(tmp_path / "halves", *auto, "total_train_steps=2")
+    _, halves = train(tmp_path / "halves", *auto)
+    got = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in digests(halves)["metrics"]]
+    want = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in digests(path)["metrics"]]
+    assert got == want
+    assert digests(halves)["model.safetensors"] == digests(path)["model.safetensors"]
+
+
+# What speaks up, what ends a run
+
+
+class Poisoned(Trainer):
+    """From step 2 on a gradient is not a number."""
+
+    def begin(self):
+        super().begin()
+        weight = next(self.policy.parameters())
+        weight.register_hook(lambda g: g * float("nan") if self.state.step >= 1 else g)
+
+
+def test_non_finite_gradients_touch_nothing_and_end_the_run_with_a_typed_error(tmp_path):
+    trainer = make_trainer(tmp_path, "actor.max_nonfinite_updates=3", "saver.freq_steps=1", kind=Poisoned)
+    with pytest.raises(TrainingError, match=r"3 updates in a row.*actor\.max_nonfinite_updates"):
+        trainer.train()
+    path = path_of(tmp_path)
+    rows = metrics(path)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert (rows[1]["grad/skipped_updates"], rows[2]["grad/skipped_updates"]) == (0, 2)
+    assert rows[2]["grad/norm"] is None
+    states = [load_file(path / f"checkpoints/step_00000{i}" / "model.safetensors") for i in (1, 2)]
+    moments = [load_file(path / f"checkpoints/step_00000{i}" / "optimizer.safetensors") for i in (1, 2)]
+    for first, second in (states, moments):
+        assert all(np.array_equal(first[name], second[name]) for name in first)
+    assert "non-finite gradient, update skipped" in (path / "log.txt").read_text()
+    # The poison gone, the same command goes on.
+    trainer, _ = train(tmp_path, "actor.max_nonfinite_updates=3", "saver.freq_steps=1")
+    assert trainer.state.step == 3
+    assert metrics(path)[3]["grad/skipped_updates"] == 0
+
+
+def test_an_alarm_is_said_and_with_on_alarm_stop_ends_the_run_without_losing_a_step(tmp_path, capsys):
+    dull = ("actor.optimizer.lr=0", f"total_train_steps={PATIENCE + 1}", "train_dataset.batch_size=2",
+            "evaluator.size=1", "gconfig.max_new_tokens=2", "actor.eps_clip=0.2",
+            "evaluator.at_start=false")  # fmt: skip
+    with pytest.raises(TrainingError, match="equal rewards for 20 steps"):
+        train(tmp_path, *dull, "on_alarm=stop")
+    assert checkpoint.steps(path_of(tmp_path) / "checkpoints")[-1] == PATIENCE
+    assert f"alarm at step {PATIENCE}: every group had equal rewards" in capsys.readouterr().out
+    trainer, path = train(tmp_path, *dull, "on_alarm=warn")
+    assert trainer.state.step == PATIENCE + 1
+    assert [row["step"] for row in metrics(path)] == list(range(1, PATIENCE + 2))
+
+
+def test_the_same_rows_are_written_whatever_the_display(straight, tmp_path, monkeypatch):
+    """A live panel on a terminal is a view: the run is the same."""
+    _, path = straight
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    _, mine = train(tmp_path, *FOUR)
+    assert [without_clocks(r) for r in metrics(mine)] == [without_clocks(r) for r in metrics(path)]

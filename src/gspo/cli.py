@@ -226,7 +226,8 @@ def _eval(args: argparse.Namespace) -> int:
     file = None
     if run is not None:
         other = f"_{re.sub(r'[^A-Za-z0-9.]+', '-', args.data)}" if args.data else ""
-        file = run / f"eval_{args.name or f'step_{step:06d}{other}'}.json"
+        several = f"_n{result['num_samples']}" if result["num_samples"] > 1 else ""
+        file = run / f"eval_{args.name or f'step_{step:06d}{other}{several}'}.json"
         with atomic(file) as aside:
             aside.write_text(to_json({"run": str(run), **result, "problems": problems}) + "\n", encoding="utf-8")
     if args.json:

@@ -39,6 +39,8 @@ def test_the_presets_have_nothing_to_object_to():
 
 # (key of the finding, overrides that trigger it, overrides that do not)
 ERRORS = [
+    ("gconfig.temperature", ["gconfig.temperature=0"], ["gconfig.temperature=0.1"]),
+    ("gconfig.max_tokens", ["gconfig.max_tokens=500"], ["gconfig.max_tokens=512"]),
     ("actor.kl_loss_coef", ["actor.kl_loss_coef=0.1"], ["actor.kl_loss_coef=0.1", REF]),
     ("actor.kl_ctl", ["actor.kl_ctl=0.1"], ["actor.kl_ctl=0.1", REF]),
     ("gconfig.n_samples", ["gconfig.n_samples=1"], ["gconfig.n_samples=2"]),
@@ -172,10 +174,8 @@ WARNINGS = [
         ["actor.reward_norm.mean_level=group", "actor.reward_norm.std_level=group"],
     ),
     ("actor.adv_norm", ["actor.adv_norm.std_level=group"], ["actor.adv_norm.std_level=batch"]),
-    ("gconfig.temperature", ["gconfig.temperature=0"], ["gconfig.temperature=0.1"]),
     ("gconfig.greedy", ["gconfig.greedy=true"], ["eval_gconfig.greedy=true"]),
     ("actor.temperature", ["actor.temperature=0.7"], ["actor.temperature=0.7", "gconfig.temperature=0.7"]),
-    ("gconfig.max_tokens", ["gconfig.max_tokens=500"], ["gconfig.max_tokens=512"]),
     (
         "reward.functions",
         ["train_dataset.path=rows.jsonl"],

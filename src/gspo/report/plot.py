@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo.report.read import Row, by_sequence, read_config, read_metrics
+from gspo.report.read import Row, accuracy_interval, by_sequence, read_config, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -105,10 +105,9 @@ def _learning(axes: Axes, steps: Sequence[Row], rows: Sequence[Row]) -> None:
     evals = [row for row in rows if row.get("eval/accuracy") is not None]
     if evals:
         at, accuracy = _curve(evals, "eval/accuracy")
-        half = np.nan_to_num(_curve(evals, "eval/accuracy_ci")[1])
-        below, above = np.minimum(half, accuracy), np.minimum(half, 1 - accuracy)
+        low, high = np.array([accuracy_interval(row)[1:] for row in evals]).T
         axes.errorbar(
-            at, accuracy, yerr=[below, above], color=RED, marker="o", markersize=3.5, linewidth=1.4, elinewidth=1,
+            at, accuracy, yerr=[accuracy - low, high - accuracy], color=RED, marker="o", markersize=3.5, linewidth=1.4, elinewidth=1,
             capsize=2, label="held-out accuracy", zorder=4,
         )  # fmt: skip
         if np.nanmin(reward) >= 0 and np.nanmax(reward) <= 1:

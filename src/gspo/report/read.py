@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,24 @@ def read_config(run: Path) -> Row:
     except (OSError, ValueError, yaml.YAMLError) as cause:
         raise ConfigError(f"{run / 'config.yaml'} cannot be read: {cause}") from cause
     return config if isinstance(config, dict) else {}
+
+
+def accuracy_interval(row: Row) -> tuple[float, float, float]:
+    """Held-out accuracy of a row with one, and the ends of its 95 % interval.
+
+    One sample per problem is a share of n, and gets Wilson's interval; several are not independent, and get theirs from
+    the row.
+
+    >>> [round(x, 3) for x in accuracy_interval({"eval/accuracy": 1.0, "eval/k": 1, "eval/problems": 512})]
+    [1.0, 0.993, 1.0]
+    """
+    share, n, z = row["eval/accuracy"], row.get("eval/problems") or 0, 1.96
+    if row.get("eval/k") != 1 or not n:
+        half = row.get("eval/accuracy_ci") or 0.0
+        return share, max(share - half, 0.0), min(share + half, 1.0)
+    middle = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return share, max(min(middle - half, share), 0.0), min(max(middle + half, share), 1.0)
 
 
 def by_sequence(run: Path) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gspo.report.read import Row, best_step, by_sequence, read_metrics
+from gspo.report.read import Row, accuracy_interval, best_step, by_sequence, read_metrics
 
 ENDS = 5  # steps averaged at either end of the reward curve: one batch is noisy
 
@@ -18,8 +18,8 @@ class Summary:
 
     steps: int
     seconds: float
-    accuracy: tuple[float, float] | None  # before training (or at the first evaluation) and its half-width, 95 %
-    accuracy_end: tuple[float, float] | None
+    accuracy: tuple[float, float, float] | None  # before training (or at the first evaluation), with its 95 % interval
+    accuracy_end: tuple[float, float, float] | None
     accuracy_step: int | None  # of the first figure; 0 is before training
     problems: int | None
     best_step: int | None
@@ -45,8 +45,8 @@ def summarise(run: Path) -> Summary:
     return Summary(
         steps=max((row["step"] for row in rows), default=0),
         seconds=sum(_values(steps, "time/step_s")),
-        accuracy=_accuracy(evals[0]) if evals else None,
-        accuracy_end=_accuracy(evals[-1]) if evals else None,
+        accuracy=accuracy_interval(evals[0]) if evals else None,
+        accuracy_end=accuracy_interval(evals[-1]) if evals else None,
         accuracy_step=evals[0]["step"] if evals else None,
         problems=evals[-1].get("eval/problems") if evals else None,
         best_step=best_step(run),
@@ -102,12 +102,8 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def _accuracy(row: Row) -> tuple[float, float]:
-    return row["eval/accuracy"], row.get("eval/accuracy_ci") or 0.0
-
-
-def _share(pair: tuple[float, float]) -> str:
-    return f"{pair[0]:.1%} ± {100 * pair[1]:.1f}"
+def _share(ends: tuple[float, float, float]) -> str:
+    return f"{ends[0]:.1%} ({100 * ends[1]:.1f}–{100 * ends[2]:.1f})"
 
 
 def _values(rows: Sequence[Row], name: str) -> list[float]:

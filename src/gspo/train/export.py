@@ -53,7 +53,9 @@ def write_model(policy: PolicyModule, tokenizer: Any, to: Path, origin: dict[str
             model.generation_config.save_pretrained(aside)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
         tokenizer.save_pretrained(aside)
         (aside / "gspo.json").write_text(json.dumps(origin, indent=1) + "\n", encoding="utf-8")
-        os.chmod(aside, 0o755)  # mkdtemp's folders are private
+        os.chmod(aside, 0o755)  # mkdtemp's folders are private, and so are safetensors' files
+        for file in aside.iterdir():
+            os.chmod(file, 0o644)
         if to.exists():
             to.rmdir()  # empty, or it is an error
         aside.rename(to)

@@ -17,6 +17,7 @@ from gspo.types import Prompt
 
 pytestmark = pytest.mark.usefixtures("tiny")
 
+CONTEXT = embedded.shape("embedded:tiny")["max_position_embeddings"]
 ROWS = [{"question": f"{a}+{a}=", "answer": str(2 * a)} for a in range(10, 50)]
 
 
@@ -27,19 +28,23 @@ def nothing_was_sampled(root):
 
 @pytest.mark.parametrize("key", ["train_dataset", "valid_dataset"])
 def test_a_prompt_longer_than_the_context_is_refused_before_anything_is_sampled(tmp_path, key):
-    rows = [*ROWS[:20], {"question": "1" * 250 + "+1=", "answer": "?"}]
+    rows = [*ROWS[:20], {"question": "1" * (CONTEXT - 6) + "+1=", "answer": "?"}]
     given = {"dataset": rows, "valid": ROWS[:3]} if key == "train_dataset" else {"dataset": ROWS, "valid": rows}
-    with pytest.raises(DataError, match=rf"{key}, row 20: the prompt has 253 tokens.*max_new_tokens.*max_length"):
+    with pytest.raises(
+        DataError, match=rf"{key}, row 20: the prompt has {CONTEXT - 3} tokens.*max_new_tokens.*max_length"
+    ):
         train(tmp_path, **given)
     assert nothing_was_sampled(tmp_path)
 
 
 def test_room_for_the_completion_is_part_of_the_context(tmp_path):
-    with pytest.raises(DataError, match=r"gconfig\.max_new_tokens = 255"):
-        train(tmp_path, "gconfig.max_new_tokens=255", dataset=ROWS, valid=ROWS[:1])
-    with pytest.raises(DataError, match=r"eval_gconfig\.max_new_tokens = 255"):
-        train(tmp_path, "eval_gconfig.max_new_tokens=255", dataset=ROWS, valid=ROWS[:1])
-    with pytest.raises(ConfigError, match=r"gconfig\.max_tokens is 4096, but the context of embedded:tiny is 256"):
+    with pytest.raises(DataError, match=rf"gconfig\.max_new_tokens = {CONTEXT - 1}"):
+        train(tmp_path, f"gconfig.max_new_tokens={CONTEXT - 1}", dataset=ROWS, valid=ROWS[:1])
+    with pytest.raises(DataError, match=rf"eval_gconfig\.max_new_tokens = {CONTEXT - 1}"):
+        train(tmp_path, f"eval_gconfig.max_new_tokens={CONTEXT - 1}", dataset=ROWS, valid=ROWS[:1])
+    with pytest.raises(
+        ConfigError, match=rf"gconfig\.max_tokens is 4096, but the context of embedded:tiny is {CONTEXT}"
+    ):
         train(tmp_path, "gconfig.max_tokens=4096")
     assert nothing_was_sampled(tmp_path)
 
@@ -176,13 +181,13 @@ def test_a_disk_without_space_for_a_checkpoint_loses_nothing_and_the_same_comman
 
 def test_a_disk_without_space_for_samples_is_a_typed_error(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    trainer_error = pytest.raises(CheckpointError, match=r"samples/step_000001.*cluster\.fileroot")
-    resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, hard))  # the resolved config fits, 32 samples do not
+    wide = ("total_train_steps=1", "gconfig.n_samples=16")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # the resolved config fits, 128 samples do not
     try:
-        with trainer_error:
-            train(tmp_path, "total_train_steps=1")
+        with pytest.raises(CheckpointError, match=r"samples/step_000001.*cluster\.fileroot"):
+            train(tmp_path, *wide)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [row["step"] for row in metrics(path_of(tmp_path))] == [0]
-    train(tmp_path, "total_train_steps=1")
+    train(tmp_path, *wide)
     assert [row["step"] for row in metrics(path_of(tmp_path))] == [0, 1]

@@ -14,16 +14,22 @@ def test_avg_and_pass_at_k_are_shares_over_problems():
     assert result.accuracy == pytest.approx((0.25 + 1 + 0) / 3)
     assert result.pass_at_k == pytest.approx(2 / 3)
     assert result.length == 2
-    # Shares 1/4, 1, 0: variance 0.2708; the half-width is 1.96 · √(variance / 3).
-    assert result.accuracy_ci == pytest.approx(1.96 * math.sqrt(0.2708333333 / 3))
+
+
+def test_the_interval_is_over_problems_not_over_samples():
+    """Shares 1/4, 3/4 and 1/2, 30 problems of each: variance 0.0421; the half-width is 1.96 · √(variance / 90)."""
+    groups = [make_group(i, rewards) for i in range(30) for rewards in ([1, 0, 0, 0], [1, 1, 1, 0], [0, 1, 0, 1])]
+    result = summarise(groups, 4)
+    assert result.accuracy == pytest.approx(0.5)
+    assert result.accuracy_ci == pytest.approx(1.96 * math.sqrt(0.0421348315 / 90))
 
 
 def test_one_sample_per_problem_has_wilsons_interval_also_where_all_are_right():
     half, full = (summarise([make_group(i, [float(i < n)]) for i in range(100)], 1) for n in (50, 100))
-    # Wilson's half-width for 50 of 100 is 0.0962, for 100 of 100 it is 0.0185.
+    # Wilson's interval of 50 of 100 is 0.5 ± 0.0962, of 100 of 100 it is 0.9630 … 1: the longer arm is given.
     assert (half.accuracy, full.accuracy) == (0.5, 1.0)
     assert half.accuracy_ci == pytest.approx(0.0962, abs=5e-4)
-    assert full.accuracy_ci == pytest.approx(0.0185, abs=5e-4)
+    assert full.accuracy_ci == pytest.approx(0.0370, abs=5e-4)
 
 
 def test_a_reward_that_did_not_answer_is_no_wrong_answer():

@@ -198,7 +198,12 @@ def test_noise_is_measured_in_mini_batch_1_only_and_is_the_difference_to_the_sam
 
 def test_detaching_in_every_mini_batch_is_seen_as_a_ratio_stuck_at_1(monkeypatch):
     """The bug that shipped elsewhere: π_old is the policy being trained, so nothing is ever clipped."""
-    monkeypatch.setattr(step_module, "_proximal", lambda *_: None)
+    backward = step_module._backward
+
+    def detached(policy, packed, batch, plan, proximal_logp, *rest):
+        return backward(policy, packed, batch, plan, None, *rest)
+
+    monkeypatch.setattr(step_module, "_backward", detached)
     model = model_zoo.build("qwen3", torch.float32)
     batch = make_batch(uneven_groups(), 3)
     report = run(model, batch, make_plan(num_minibatches=3), lr=0.05)

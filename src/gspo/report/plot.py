@@ -106,9 +106,10 @@ def _learning(axes: Axes, steps: Sequence[Row], rows: Sequence[Row]) -> None:
     if evals:
         at, accuracy = _curve(evals, "eval/accuracy")
         low, high = np.array([accuracy_interval(row)[1:] for row in evals]).T
+        arms = [accuracy - low, high - accuracy]
         axes.errorbar(
-            at, accuracy, yerr=[accuracy - low, high - accuracy], color=RED, marker="o", markersize=3.5, linewidth=1.4, elinewidth=1,
-            capsize=2, label="held-out accuracy", zorder=4,
+            at, accuracy, yerr=arms, color=RED, marker="o", markersize=3.5, linewidth=1.4, elinewidth=1, capsize=2,
+            label="held-out accuracy", zorder=4,
         )  # fmt: skip
         if np.nanmin(reward) >= 0 and np.nanmax(reward) <= 1:
             axes.set_ylim(0, 1.04)

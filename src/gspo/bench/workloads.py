@@ -1,0 +1,138 @@
+"""The work that is measured: random weights, prompts of a fixed number of tokens, completions of a fixed length.
+
+Both sides get the same model folder, tokenizer, prompts and reward; two updates per rollout batch, no KL.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gspo import rng
+
+TINY = {
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+}
+# The shape of SmolLM2-135M.
+SMALL = {
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+EOS, PAD = 0, 1
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts × samples, tokens of each, and how many of the groups get equal rewards."""
+
+    name: str
+    model: dict[str, Any]
+    num_prompts: int
+    num_samples: int
+    prompt_tokens: int
+    new_tokens: int
+    flat_of_8: int = 0
+    goal: float = 0.0  # TRL's time ÷ ours
+    num_minibatches: int = 2
+
+    @property
+    def num_sequences(self) -> int:
+        return self.num_prompts * self.num_samples
+
+
+WORKLOADS = {
+    w.name: w
+    for w in (
+        Workload("tiny", TINY, 32, 8, 16, 32, goal=6),
+        Workload("small", SMALL, 4, 8, 44, 48, goal=3),
+        Workload("long", SMALL, 2, 8, 512, 32, goal=8),
+        Workload("sparse", SMALL, 8, 8, 44, 48, flat_of_8=7, goal=7),
+    )
+}
+
+
+def rows(workload: Workload, count: int) -> list[dict[str, Any]]:
+    """`count` prompts of exactly `prompt_tokens` words, of which `flat_of_8` in eight have a constant reward."""
+    vocabulary = workload.model["vocab_size"]
+    words = 2 + (rng.uniform(1, "bench", range(count * workload.prompt_tokens)) * (vocabulary - 2)).astype(int)
+    grid = words.reshape(count, workload.prompt_tokens)
+    return [
+        {"prompt": " ".join(f"w{w}" for w in line), "flat": i % 8 < workload.flat_of_8} for i, line in enumerate(grid)
+    ]
+
+
+def reward(completions: Sequence[str], flat: Sequence[bool], **_: Any) -> list[float]:
+    """Something that differs within a group and costs nothing; constant where the row says so."""
+    return [0.0 if f else float(sum(map(ord, c)) % 97) for c, f in zip(completions, flat, strict=True)]
+
+
+def write_model(workload: Workload, folder: Path) -> None:
+    """The model and a word tokenizer (`w17` is token 17), as a folder any library loads."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    fields = dict(workload.model)
+    ends = {"eos_token_id": EOS, "pad_token_id": PAD, "bos_token_id": None}
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields, **ends)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    words = {"<eos>": EOS, "<pad>": PAD} | {f"w{i}": i for i in range(2, config.vocab_size)}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    # The default decoder joins words with spaces.
+    inner.decoder = decoders.WordPiece(prefix="##")  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>")
+    tokenizer.save_pretrained(folder)
+    (folder / "workload.json").write_text(json.dumps(workload.name))
+
+
+def flops(workload: Workload) -> tuple[float, float]:
+    """Floating-point operations that decoding one token of one row, and training one step, cannot do without.
+
+    2 per weight and token forward, 4 backward; prompts once per group, the head at trained positions only; attention is
+    left out (a few per cent here), so shares of the GEMM rate are slightly low.
+    """
+    m = workload.model
+    head_dim = m.get("head_dim") or m["hidden_size"] // m["num_attention_heads"]
+    attention = m["hidden_size"] * head_dim * (2 * m["num_attention_heads"] + 2 * m["num_key_value_heads"])
+    trunk = m["num_hidden_layers"] * (attention + 3 * m["hidden_size"] * m["intermediate_size"])
+    head = m["hidden_size"] * m["vocab_size"]
+    live = workload.num_prompts * (8 - workload.flat_of_8) / 8
+    inputs = live * (workload.prompt_tokens + workload.num_samples * (workload.new_tokens - 1))
+    targets = live * workload.num_samples * workload.new_tokens
+    return 2.0 * (trunk + head), 6.0 * (trunk * inputs + head * targets)
+
+
+def gemm_rate() -> float:
+    """GFLOP/s of a matrix product of this machine, now, with this process's threads."""
+    import time
+
+    import torch
+
+    a, b = torch.randn(2048, 1024), torch.randn(1024, 1536)
+    best = 0.0
+    for _ in range(12):
+        start = time.perf_counter()
+        a @ b
+        best = max(best, 2 * 2048 * 1024 * 1536 / (time.perf_counter() - start) / 1e9)
+    return best

@@ -82,8 +82,8 @@ gspo {__version__}: reinforcement-learning post-training for language models,
 with Group Sequence Policy Optimization at its centre.
 
 Quickstart, on a CPU, without a download:
-  gspo train examples/quickstart.yaml          a tiny model learns to add; two minutes, live figures
-  gspo eval runs/quickstart/gspo --samples 8   its best checkpoint on held-out problems: avg@8, pass@k
+  gspo train examples/quickstart.yaml          a tiny model learns to add, in a minute or two
+  gspo eval runs/quickstart/gspo --samples 8   its best checkpoint on held-out problems: pass@k
   gspo export runs/quickstart/gspo             a folder that transformers loads
 
 Before you train your own:
@@ -146,7 +146,7 @@ def _train(args: argparse.Namespace) -> int:
     config = loaded.config
     path = Path(config.cluster.fileroot) / config.experiment_name / config.trial_name
     again = shlex.join(["gspo", "train", *(["--config", args.config] if args.config else []), *args.words])
-    from gspo.report.read import read_metrics
+    from gspo.report.read import best_step, read_metrics
     from gspo.train import run
 
     before = max((row["step"] for row in read_metrics(path)), default=0)
@@ -161,11 +161,8 @@ def _train(args: argparse.Namespace) -> int:
     said = "Finished."
     if summary.steps == before:
         said = "This run was finished before; nothing was trained. Raise total_train_steps, or set trial_name."
-    _show_run(
-        path,
-        said,
-        {"next": f"gspo eval {shlex.quote(str(path))} --samples 8", "": f"gspo export {shlex.quote(str(path))}"},
-    )
+    name, step = shlex.quote(str(path)), "" if best_step(path) else " --step last"  # step 0 is nobody's export
+    _show_run(path, said, {"next": f"gspo eval {name} --samples 8", "": f"gspo export {name}{step}"})
     return 0
 
 

@@ -11,7 +11,7 @@ from gspo.config.areal import rules
 from gspo.config.check import known_keys
 from gspo.errors import ConfigError
 
-AUTO = "auto takes the CUDA devices"
+AUTO = "auto is one process here"
 
 
 def loaded(folder, text, overrides=()):

@@ -1,9 +1,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
@@ -64,9 +61,10 @@ def test_a_build_that_is_killed_leaves_nothing_that_looks_whole(brief, monkeypat
     def killed(name):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(embedded, "warm_start", killed)
-        embedded.build(NAME)
+        with pytest.raises(KeyboardInterrupt):
+            embedded.build(NAME)
     assert not embedded.folder(NAME).exists()
     assert not [p for p in brief.iterdir() if p.is_dir()]
     embedded.build(NAME)
@@ -96,7 +94,7 @@ def test_the_tokenizer_has_one_token_per_character_and_round_trips():
     assert tokenizer.pad_token_id == embedded.shape(NAME)["pad_token_id"]
 
 
-def test_the_model_is_small_and_of_the_declared_shape():
+def test_the_model_is_small_and_of_the_declared_shape(brief):
     model, _ = embedded.build(NAME)
     assert sum(p.numel() for p in model.parameters()) <= 3_000_000
     for key, value in embedded.shape(NAME).items():
@@ -111,26 +109,6 @@ def test_the_teacher_forgets_most_carries_and_so_the_model_has_something_to_lear
     assert 0.3 < wrong < 0.9
 
 
-def test_two_processes_that_build_at_once_both_get_the_model(brief):
-    """The slower one must not take away the folder that the faster one is reading."""
-    code = (
-        "from gspo.models import embedded as e\n"
-        "r = e.RECIPES['embedded:tiny']\n"
-        "e.RECIPES = {'embedded:tiny': {**r, 'warm': {**r['warm'], 'steps': 2}}}\n"
-        "print(sum(p.numel() for p in e.build('embedded:tiny')[0].parameters()))\n"
-    )
-    env = {**os.environ, "GSPO_CACHE": str(brief), "OMP_NUM_THREADS": "1"}
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for _ in range(2)
-    ]
-    results = [process.communicate(timeout=100) for process in both]
-    assert [process.returncode for process in both] == [0, 0], results
-    assert results[0][0] == results[1][0]
-
-
 def test_a_build_that_was_slower_leaves_the_faster_ones_model_in_place(brief, monkeypatch):
     """What another process has published meanwhile is the same recipe: it is kept, and whoever reads it reads on."""
     finished = brief / "elsewhere"
@@ -143,7 +121,6 @@ def test_a_build_that_was_slower_leaves_the_faster_ones_model_in_place(brief, mo
         model = slow(name)
         shutil.copytree(finished, embedded.folder(NAME))
         overtaken.inode = os.stat(embedded.folder(NAME)).st_ino
-        time.sleep(0.01)
         return model
 
     monkeypatch.setattr(embedded, "warm_start", overtaken)

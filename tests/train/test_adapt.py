@@ -55,8 +55,9 @@ def test_the_range_is_never_below_the_noise_nor_above_its_bound():
     for state in (-1.0, 0.0, 1e-9, 1e-3, 0.04, 0.3):
         for noise in (None, 0.0, 2e-3, 1.0):
             low, high = bounds(state, noise, (3e-4, 4e-4), how)
-            assert low >= min(noise or 0.0, how.eps_max)
-            assert 0 < low <= high <= how.eps_max
+            assert low >= min(noise or 0.0, how.eps_max / how.high_over_low)
+            assert 0 < low < high <= how.eps_max + 1e-12
+            assert high / low == pytest.approx(how.high_over_low)  # also at the bound
     assert bounds(1e-3, 2e-3, (3e-4, 4e-4), how) == pytest.approx((2e-3, 2e-3 * how.high_over_low))
     assert bounds(None, 1.0, (3e-4, 4e-4), how) == (3e-4, 4e-4)  # before anything was seen: the preset's
 

@@ -83,7 +83,7 @@ def test_counted_groups_stay_and_dropped_ones_leave_the_count():
     [([1, 1, 1], True), ([1, 1 + 1e-9], True), ([1, 0], False), ([FAILED, 1], True), ([FAILED] * 2, True), ([3], True)],
 )
 def test_a_flat_group_is_one_whose_scored_rewards_agree(rewards, flat):
-    assert is_flat(make_group(0, rewards)) == flat
+    assert is_flat(make_group(0, rewards), Shaping()) == flat
 
 
 def test_mini_batches_are_whole_groups_where_they_divide_and_equal_runs_where_not():

@@ -131,6 +131,12 @@ def test_the_newest_whole_checkpoint_comes_after_the_damaged_ones(tmp_path):
     assert found[1][1]["step"] == 2
 
 
+def test_a_checkpoint_under_another_steps_name_is_refused(tmp_path):
+    os.rename(save(tmp_path, 1), tmp_path / "step_000007")
+    with pytest.raises(CheckpointError, match="holds step 1: folders were renamed or swapped"):
+        checkpoint.verify(tmp_path / "step_000007")
+
+
 def test_another_models_checkpoint_is_refused_before_a_tensor_is_touched(tmp_path):
     folder = save(tmp_path, 1)
     for name, dtype, what in (

@@ -17,6 +17,7 @@ from gspo.errors import CheckpointError, ConfigError, TrainingError
 from gspo.tasks.dataset import make_dataset
 from gspo.train import Trainer, checkpoint
 from gspo.train.alarms import PATIENCE
+from gspo.train.display import Lines, LivePanel
 from gspo.train.evaluate import FIRST
 from gspo.train.rollout import single_turn
 
@@ -297,6 +298,13 @@ def test_other_settings_in_a_used_directory_are_refused_with_what_differs(tmp_pa
     assert load(path / "config.yaml").config.actor.eps_clip == 0.002
 
 
+def test_the_length_of_a_run_is_free_unless_a_schedule_is_a_share_of_it(tmp_path):
+    schedule = "actor.optimizer.lr_scheduler_type=linear"
+    train(tmp_path, "total_train_steps=1", schedule)
+    with pytest.raises(ConfigError, match="total_train_steps: 1 → 2"):
+        train(tmp_path, "total_train_steps=2", schedule)
+
+
 def test_another_data_set_in_a_used_directory_is_refused(tmp_path):
     rows = [{"question": f"{a}+{a}=", "answer": str(2 * a)} for a in range(10, 50)]
     train(tmp_path, "total_train_steps=1", dataset=rows)
@@ -414,6 +422,19 @@ def test_a_callers_rows_are_trained_on_and_a_part_of_them_is_held_out(tmp_path):
     assert held_out < given
     assert not trained & held_out
     assert metrics(path)[0]["eval/problems"] == len(held_out) <= 16
+
+
+def test_the_seed_orders_the_rows_unless_they_are_not_shuffled(tmp_path):
+    rows = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(10, 26)]
+    orders = {}
+    for how in ("seed=1", "seed=2", "train_dataset.shuffle=false"):
+        _, path = train(
+            tmp_path / how, how, "total_train_steps=2", "evaluator.at_start=false", dataset=rows, valid=rows
+        )
+        orders[how] = [row["prompt"] for step in (1, 2) for row in samples(path, step)[::4]]
+        assert sorted(orders[how]) == sorted(row["prompt"] for row in rows)  # an epoch visits every row once
+    assert orders["seed=1"] != orders["seed=2"]
+    assert orders["train_dataset.shuffle=false"] == [row["prompt"] for row in rows]
 
 
 def test_a_callers_held_out_rows_are_what_is_evaluated(tmp_path):
@@ -611,5 +632,7 @@ def test_the_same_rows_are_written_whatever_the_display(straight, tmp_path, monk
     _, path = straight
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    _, mine = train(tmp_path, *FOUR)
+    trainer, mine = train(tmp_path, *FOUR)
+    assert isinstance(trainer.display, LivePanel)
+    assert isinstance(straight[0].display, Lines)
     assert [without_clocks(r) for r in metrics(mine)] == [without_clocks(r) for r in metrics(path)]

@@ -96,7 +96,7 @@ def test_a_sample_nobody_asked_for_is_an_error(sampler, rewards, workflow):
     with pytest.raises(RolloutError, match="was not asked for or came twice"):
         groups_of(sampler, rewards, workflow=workflow)
     sampler.abort()
-    assert list(sampler.completed()) == [] or True
+    list(sampler.completed())
     list(rewards.completed())
 
 

@@ -341,6 +341,20 @@ def test_a_non_finite_gradient_touches_neither_weights_nor_moments(value):
     assert not same()
 
 
+def test_a_loss_that_is_not_a_number_touches_nothing_though_its_gradient_is_finite():
+    """A clamp has gradient 0 at NaN: the norm alone would let the update through."""
+    policy = PolicyModule(model_zoo.build("qwen3", torch.float32))
+    optimizer = adamw(policy, weight_decay=0.1)
+    groups = with_behavior([make_group(0, [1, 0, 0.5], [3, 4, 2])], policy.model, 0.8)
+    one_step(policy, optimizer, make_batch(groups))
+    same = untouched(policy, optimizer)
+    groups[0].samples[1].behavior_logp[2] = np.nan
+    report = train_step(policy, optimizer, make_batch(groups), make_plan(), proximal="rollout", learning_rates=[1e-2])
+    assert np.isnan(report.losses[0])
+    assert report.taken == [False]
+    assert same()
+
+
 def test_an_infinite_advantage_touches_nothing_and_later_mini_batches_go_on():
     policy = PolicyModule(model_zoo.build("qwen3", torch.float32))
     optimizer, plan = adamw(policy), make_plan(num_minibatches=3)

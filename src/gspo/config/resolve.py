@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypedDict
 
 from gspo.algorithms import ALGORITHMS, CORRECTIONS, LEVEL_DEFAULTS, Algorithm
 from gspo.config.backend import SAMPLERS, TRAINERS, parse_backend
+from gspo.config.estimate import visible_gpus
 from gspo.config.loaded import Loaded, Origin
 from gspo.config.schema import Config, Correction, Generation, Norm
 
@@ -354,10 +355,8 @@ class _Resolver:
             if text == "auto"
         ]
         if auto:
-            self.messages.append(
-                f"{' and '.join(auto)}: auto takes the CUDA devices of this node; without one it samples in-process "
-                "and trains on one rank in float32 with sdpa"
-            )
+            where = "on the first CUDA device, in bfloat16" if visible_gpus() else "on this CPU, in float32"
+            self.messages.append(f"{' and '.join(auto)}: auto is one process here, sampling and training {where}")
 
 
 def _owner(config: Config, key: str) -> tuple[Any, str]:

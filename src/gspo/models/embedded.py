@@ -151,6 +151,8 @@ def _make(name: str, path: Path) -> None:
             tokenizer().save_pretrained(aside)
         sums = {file.name: _sha256(file) for file in sorted(aside.iterdir())}
         (aside / "SHA256.json").write_text(json.dumps(sums, indent=1))
+        if _is_whole(path):
+            return  # another process was faster, and someone may be reading its model
         if path.exists():
             shutil.rmtree(path)
         try:

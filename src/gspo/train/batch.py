@@ -150,9 +150,13 @@ def assemble(
     )
 
 
-def is_flat(group: Group) -> bool:
-    """Whether all scored rewards of a group are the same, so that it teaches nothing."""
-    values = np.array([o.value for o in group.outcomes if isinstance(o, Score)])
+def is_flat(group: Group, shaping: Shaping) -> bool:
+    """Whether all rewards of a group are the same after shaping, so that it teaches nothing."""
+    pairs = [
+        (o.value, s.mask.sum()) for o, s in zip(group.outcomes, group.samples, strict=True) if isinstance(o, Score)
+    ]
+    scores, lengths = (np.array(column) for column in zip(*pairs, strict=True)) if pairs else (np.zeros(0), np.zeros(0))
+    values = shape(scores, lengths, shaping)
     return not normalised(values, np.zeros(len(values), dtype=np.int64), "group_mean").any()
 
 

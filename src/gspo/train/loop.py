@@ -124,8 +124,9 @@ class Trainer:
             refuse_failures(fresh, self.config.reward.max_failure_fraction)
             if actor.zero_variance_groups != "refill":
                 return fresh
-            groups += [group for group in fresh if not is_flat(group)]
-            self.num_flat += sum(map(is_flat, fresh))
+            taught = [group for group in fresh if not is_flat(group, setup.make_shaping(self.config))]
+            groups += taught
+            self.num_flat += len(fresh) - len(taught)
             if len(groups) == self.num_prompts:
                 return groups
         raise TrainingError(

@@ -1,0 +1,90 @@
+"""What a run directory tells, whole, torn or half deleted, without torch."""
+
+import subprocess
+import sys
+
+import pytest
+from made_runs import eval_row, make_run, step_row
+
+from gspo.errors import ConfigError
+from gspo.report.read import accuracy_interval, best_step, choose_step, open_run, read_checkpoints, read_metrics
+from gspo.report.summary import summarise, summary_rows
+
+
+def test_a_torn_last_line_is_left_out(tmp_path):
+    run = make_run(tmp_path, [step_row(1), step_row(2)])
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "reward/me')
+    assert [row["step"] for row in read_metrics(run)] == [1, 2]
+    assert read_metrics(tmp_path / "nothing") == []
+
+
+def test_the_best_step_is_the_first_of_the_highest_accuracy(tmp_path):
+    rows = [{"step": 0, **eval_row(0.3)}, step_row(1, **eval_row(0.9)), step_row(2), step_row(3, **eval_row(0.9))]
+    run = make_run(tmp_path, rows, steps=(1, 3))
+    assert best_step(run) == 1
+    assert [(c.step, c.bytes, c.best) for c in read_checkpoints(run)] == [(1, 1000, True), (3, 1000, False)]
+    assert [choose_step(run, which) for which in ("best", "last", "3", "0")] == [1, 3, 3, 0]
+
+
+def test_a_run_that_got_worse_has_its_best_before_training(tmp_path):
+    run = make_run(tmp_path, [{"step": 0, **eval_row(0.5)}, step_row(1, **eval_row(0.2))], steps=(1,))
+    assert choose_step(run, "best") == 0
+
+
+def test_a_run_without_evaluations_takes_its_last_checkpoint(tmp_path):
+    assert choose_step(make_run(tmp_path, [step_row(1), step_row(2)], steps=(1, 2)), "best") == 2
+
+
+@pytest.mark.parametrize("which", ["7", "-1", "beste", "1.5", ""])
+def test_a_step_without_a_checkpoint_is_refused_with_those_there_are(which, tmp_path):
+    run = make_run(tmp_path, [step_row(1)], steps=(4, 5))
+    with pytest.raises(ConfigError, match="there are 4, 5"):
+        choose_step(run, which)
+    with pytest.raises(ConfigError, match="none yet"):
+        choose_step(make_run(tmp_path / "new", []), "last")
+
+
+def test_a_folder_above_the_run_names_it(tmp_path):
+    run = make_run(tmp_path / "exp" / "trial", [])
+    assert open_run(run) == run
+    for folder in (tmp_path, tmp_path / "exp"):
+        with pytest.raises(ConfigError, match="trial"):
+            open_run(folder)
+    with pytest.raises(ConfigError, match="does not exist"):
+        open_run(tmp_path / "nowhere")
+
+
+def test_intervals_of_shares_are_wilsons_and_of_several_samples_the_rows_own():
+    # Newcombe 1998, table I, 81 of 263: 0.2553 to 0.3662
+    assert accuracy_interval(eval_row(81 / 263, 263)) == pytest.approx((0.3080, 0.2553, 0.3662), abs=5e-5)
+    assert accuracy_interval(eval_row(0.99, 100, k=4)) == pytest.approx((0.99, 0.97, 1.0))
+
+
+def test_the_summary_says_start_and_end(tmp_path):
+    rows = [{"step": 0, **eval_row(0.25)}, *(step_row(s) for s in range(1, 10)), step_row(10, **eval_row(0.75))]
+    found = summarise(make_run(tmp_path, rows))
+    assert (found.steps, found.seconds, found.best_step) == (10, 20.0, 10)
+    assert found.reward == pytest.approx(0.3)  # steps 1…5
+    assert found.reward_end == pytest.approx(0.8)  # steps 6…10
+    assert found.rollout_tokens_s == pytest.approx(5500)
+    text = dict(summary_rows(found))
+    assert text["held-out accuracy"].startswith("25.0% (21.4–28.9) → 75.0% (71.1–78.6)")
+    assert text["clipped"] == "10.0% low + 5.0% high, of sequences  at ε 0.002 / 0.0025"
+    assert text["steps"] == "10 in 20.0 s"
+
+
+@pytest.mark.parametrize(
+    "rows", [[], [{"step": 0, **eval_row(0.5)}], [step_row(1, **{"clip/sequences_low": None, "policy/entropy": None})]]
+)
+def test_a_summary_of_little_says_little(rows, tmp_path):
+    names = [name for name, _ in summary_rows(summarise(make_run(tmp_path, rows)))]
+    assert "clipped" not in names
+    assert "entropy" not in names
+
+
+def test_reading_a_run_leaves_torch_out():
+    modules = "gspo.report.read, gspo.report.summary, gspo.report.plot, gspo.report.terminal"
+    code = f"import sys, {modules}; print([m for m in ('torch', 'transformers', 'matplotlib') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,110 @@
+"""Every shipped example runs here: configs on the embedded model and task, scripts as a person would start them."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gspo import cli
+from gspo.report.read import read_metrics
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = sorted((ROOT / "examples").rglob("*.yaml"))
+HERE = ("actor.path=embedded:tiny", "train_dataset.path=embedded:arithmetic")
+SMALL = (
+    "total_train_steps=2", "train_dataset.batch_size=4", "gconfig.n_samples=4", "actor.ppo_n_minibatches=2",
+    "evaluator.size=8", "threads=1",
+)  # fmt: skip
+
+
+def python(*args: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *args], capture_output=True, text=True, timeout=250, check=False, cwd=cwd,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8", "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+
+
+def steps_under(root: Path) -> list[int]:
+    (metrics,) = root.glob("*/*/metrics.jsonl")
+    return [row["step"] for row in read_metrics(metrics.parent)]
+
+
+def test_there_are_examples():
+    assert {"quickstart.yaml", "gsm8k_gspo.yaml", "gsm8k_grpo.yaml"} <= {path.name for path in CONFIGS}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_doctor_has_nothing_to_object_to_a_shipped_config(path, capsys):
+    assert cli.main(["doctor", str(path)]) == 0
+    assert "Nothing to object" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_shipped_config_trains_on_the_embedded_model_and_task(path, tmp_path):
+    done = python("-m", "gspo", "train", str(path), *HERE, *SMALL, f"cluster.fileroot={tmp_path}")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert steps_under(tmp_path) == [0, 1, 2]
+
+
+def test_the_script_trains_as_the_command_does(tmp_path):
+    config = "examples/math/gsm8k_gspo.yaml"
+    script = python(
+        "examples/math/gsm8k_rl.py", "--config", config, *HERE, *SMALL, f"cluster.fileroot={tmp_path / 'script'}"
+    )
+    assert script.returncode == 0, script.stderr + script.stdout
+    assert "2 steps" in script.stdout.splitlines()[-1]
+    command = python("-m", "gspo", "train", config, *HERE, *SMALL, f"cluster.fileroot={tmp_path / 'command'}")
+    assert command.returncode == 0, command.stderr
+    trained = [metrics_of(tmp_path / side) for side in ("script", "command")]
+    assert trained[0] == trained[1]
+
+
+def metrics_of(root: Path) -> list[dict]:
+    (file,) = root.glob("*/*/metrics.jsonl")
+    clocks = ("time/", "throughput/")
+    return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in read_metrics(file.parent)]
+
+
+# The snippets of docs/python.md that are files of their own
+
+SNIPPETS = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL))
+
+
+def test_the_document_has_its_snippets():
+    assert set(SNIPPETS) == {"my_run.py", "rewards.py", "my_data.py", "my_workflow.py", "my_sampler.py"}
+
+
+@pytest.mark.parametrize("name", [name for name in SNIPPETS if name.startswith("my_")])
+def test_a_documented_script_runs(name, tmp_path):
+    (tmp_path / name).write_text(SNIPPETS[name])
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    done = python(name, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr + done.stdout
+    if name == "my_sampler.py":
+        assert len(re.findall(r"^\d \d\S*>\d+<eos> -\S+ stop$", done.stdout, re.MULTILINE)) >= 3, done.stdout
+    else:
+        assert steps_under(tmp_path / "runs")[-1] >= 1
+
+
+def test_the_documented_reward_signatures_score_alike(tmp_path):
+    from gspo.rewards.pool import RewardItem, RewardPool
+    from gspo.rewards.spec import reward_spec
+    from gspo.types import Score
+
+    file = tmp_path / "rewards.py"
+    file.write_text(SNIPPETS["rewards.py"])
+    item = RewardItem("2+2=", ("4", "5"), (1, 2), ((3,), (4,)), {"answer": "4"})
+    for name in ("per_completion", "areal", "trl"):
+        with RewardPool(reward_spec(f"{file}:{name}"), workers=1) as pool:
+            (scores,) = pool.score([item])
+        assert [score.value for score in scores if isinstance(score, Score)] == [1.0, 0.0], (name, scores)
+
+
+def test_the_commands_of_the_quickstart_are_commands():
+    text = (ROOT / "docs" / "quickstart.md").read_text()
+    verbs = re.findall(r"^gspo (\w+)", text, re.MULTILINE)
+    assert verbs
+    assert set(verbs) <= set(cli.VERBS)

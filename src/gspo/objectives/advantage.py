@@ -90,7 +90,7 @@ def gae(
         inside = column < lengths.unsqueeze(-1)
         padded = [inside.new_zeros(inside.shape, dtype=t.dtype).masked_scatter(inside, t) for t in (rewards, values)]
         trained = inside if rows.mask is None else torch.zeros_like(inside).masked_scatter(inside, rows.mask)
-        flat = Rows(trained, None, None, rows.num_tokens, inside.shape)
+        flat = Rows(trained, None, rows.num_tokens, inside.shape)
         advantages, returns = gae(padded[0], padded[1], flat, discount, gae_lambda)
         return advantages[inside], returns[inside]
     rewards, values = keep_trained(rewards, rows), keep_trained(values, rows)

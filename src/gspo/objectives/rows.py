@@ -7,24 +7,31 @@ Everything else in `objectives/` is written once, on `sum_tokens` and `spread`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 
-class Rows(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Rows:
     """B sequences over token-shaped tensors; `mask` None means that every token is trained."""
 
     mask: Tensor | None  # bool, [B, T] or [N]
     cu_seqlens: Tensor | None  # [B + 1], packed only
-    sequence_of: Tensor | None  # [N] sequence index of each token, packed only
     num_tokens: Tensor  # [B] trained tokens |y_i|, in the compute dtype
     shape: torch.Size  # of every token-shaped tensor
 
     @property
     def num_sequences(self) -> int:
         return self.num_tokens.shape[0]
+
+    @cached_property
+    def sequence_of(self) -> Tensor:
+        """[N] sequence index of each token, packed only; made when first asked for, sequence ratios never do."""
+        assert self.cu_seqlens is not None
+        return torch.repeat_interleave(self.cu_seqlens.diff(), output_size=self.shape[0])
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -45,7 +52,7 @@ def rows(like: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None = None) ->
             num_tokens = like.new_full((like.shape[0],), like.shape[1], dtype=dtype)
         else:
             num_tokens = keep.sum(-1).to(dtype)
-        return Rows(keep, None, None, num_tokens, like.shape)
+        return Rows(keep, None, num_tokens, like.shape)
     if like.ndim != 1:
         raise ValueError(f"with cu_seqlens the tensors are packed [N], got shape {tuple(like.shape)}")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.dtype.is_floating_point:
@@ -57,13 +64,8 @@ def rows(like: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None = None) ->
         int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != like.shape[0] or bool((cu_seqlens.diff() < 0).any())
     ):
         raise ValueError(f"cu_seqlens must rise from 0 to {like.shape[0]}, got {cu_seqlens.tolist()}")
-    lengths = cu_seqlens.diff()
-    index = torch.arange(lengths.shape[0], device=like.device)
-    sequence_of = index.repeat_interleave(lengths, output_size=like.shape[0])
-    layout = Rows(keep, cu_seqlens, sequence_of, lengths.to(dtype), like.shape)
-    if keep is not None:
-        layout = layout._replace(num_tokens=sum_tokens(keep.to(dtype), layout))
-    return layout
+    layout = Rows(keep, cu_seqlens, cu_seqlens.diff().to(dtype), like.shape)
+    return layout if keep is None else replace(layout, num_tokens=sum_tokens(keep.to(dtype), layout))
 
 
 def keep_trained(x: Tensor, rows: Rows) -> Tensor:
@@ -86,6 +88,6 @@ def mean_tokens(x: Tensor, rows: Rows) -> Tensor:
 
 def spread(x: Tensor, rows: Rows) -> Tensor:
     """One value per sequence, repeated at each of its tokens: [B] in, token-shaped out."""
-    if rows.sequence_of is None:
+    if rows.cu_seqlens is None:
         return x.unsqueeze(-1).expand(rows.shape)
     return x.index_select(0, rows.sequence_of)

@@ -19,8 +19,8 @@ test-full: setup
 	$(PYTEST)
 
 check: setup
-	.venv/bin/ruff check .
-	.venv/bin/ruff format --check .
+	.venv/bin/ruff check src tests examples
+	.venv/bin/ruff format --check src tests examples
 	.venv/bin/basedpyright
 
 # Pages that are written by the code they describe; a test says when they are stale.

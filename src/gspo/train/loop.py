@@ -108,7 +108,7 @@ class Trainer:
     def fill(self, clock: Clock) -> list[Group]:
         """Scored groups for one batch, by as many rounds as it takes."""
         actor, groups, self.num_flat = self.config.actor, [], 0
-        for _ in range(actor.max_refills):
+        for _ in range(1 + actor.max_refills):
             prompts = [self.next_prompt() for _ in range(self.num_prompts - len(groups))]
             with clock("rollout"):
                 fresh = sample_groups(
@@ -130,8 +130,8 @@ class Trainer:
             if len(groups) == self.num_prompts:
                 return groups
         raise TrainingError(
-            f"{actor.max_refills} rounds of sampling gave {len(groups)} of {self.num_prompts} groups with differing "
-            "rewards (actor.max_refills); the task is too easy or too hard. Set actor.zero_variance_groups=count"
+            f"{1 + actor.max_refills} rounds of sampling gave {len(groups)} of {self.num_prompts} groups whose rewards "
+            "differ (actor.max_refills); the task is too easy or too hard. Set actor.zero_variance_groups=count"
         )
 
     def assemble(self, groups: Sequence[Group]) -> Batch:

@@ -49,7 +49,7 @@ class StepReport:
     log_s: NDArray[np.float64]
     clipped_low: NDArray[np.float64]  # tokens clipped with A ≤ 0
     clipped_high: NDArray[np.float64]  # tokens clipped with A > 0
-    noise_log_s: NDArray[np.float64]  # mini-batch 1: trainer against sampler, same weights
+    noise_log_s: NDArray[np.float64]  # trainer against sampler, same weights; mini-batch 1, and all that was recomputed
     entropy: NDArray[np.float64]  # token mean
     kl_behavior: NDArray[np.float64]  # token mean of log μ − log π_θ
     logp: dict[int, NDArray[np.float32]]  # of the sequences whose tokens are kept
@@ -84,6 +84,10 @@ def train_step(
     packs = [_packed(policy, batch.items(enters & (batch.minibatch == k)), plan) for k in range(plan.num_minibatches)]
     with _clock(report, "proximal"):
         proximal_logp = behavior if proximal != "recompute" else _recomputed(policy, packs[1:], plan)
+    if proximal == "recompute":
+        # Trainer against sampler at equal weights, for nothing: the forward is there.
+        for i, logp in proximal_logp.items():
+            report.noise_log_s[i] = float(np.mean(logp - behavior[i], dtype=np.float64))
     for k in range(plan.num_minibatches):
         members = batch.minibatch == k
         # The denominator counts what was skipped: skipping saves work, it does not change the algorithm.

@@ -152,10 +152,9 @@ def assemble(
 
 def is_flat(group: Group, shaping: Shaping) -> bool:
     """Whether all rewards of a group are the same after shaping, so that it teaches nothing."""
-    pairs = [
-        (o.value, s.mask.sum()) for o, s in zip(group.outcomes, group.samples, strict=True) if isinstance(o, Score)
-    ]
-    scores, lengths = (np.array(column) for column in zip(*pairs, strict=True)) if pairs else (np.zeros(0), np.zeros(0))
+    scored = [(o.value, s) for o, s in zip(group.outcomes, group.samples, strict=True) if isinstance(o, Score)]
+    scores = np.array([value for value, _ in scored], dtype=np.float64)
+    lengths = np.array([sample.mask.sum() for _, sample in scored], dtype=np.int64)
     values = shape(scores, lengths, shaping)
     return not normalised(values, np.zeros(len(values), dtype=np.int64), "group_mean").any()
 

@@ -14,7 +14,7 @@ from gspo.algorithms import ALGORITHMS
 from gspo.config import estimate, lint
 from gspo.config.backend import SAMPLERS, TRAINERS, parse_backend
 from gspo.config.estimate import EmbeddedShape, Item, Shape, Unknown, number
-from gspo.config.lint import Facts, Finding
+from gspo.config.facts import Facts, Finding, facts_of
 from gspo.config.loaded import Loaded
 from gspo.config.resolve import Objective
 from gspo.config.schema import Norm
@@ -68,7 +68,7 @@ class Report:
 def explain(loaded: Loaded, *, embedded: EmbeddedShape | None = None, num_gpus: int | None = None) -> Report:
     """Everything `gspo doctor` has to say; `embedded` knows shapes that live above config/, see `find_shape`."""
     shape = estimate.find_shape(loaded.config.actor.path, embedded)
-    facts = lint.facts_of(loaded, num_gpus)
+    facts = facts_of(loaded, num_gpus)
     findings = lint.missing(loaded) + lint.lint(
         loaded, facts.num_gpus, shape.context if isinstance(shape, Shape) else None
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gspo.config.check import known_keys
-from gspo.config.lint import Facts, facts_of
+from gspo.config.facts import Facts, facts_of
 from gspo.config.loaded import Loaded
 from gspo.config.resolve import value_of
 from gspo.config.schema import Norm, Optimizer

@@ -22,15 +22,16 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 class Display(Protocol):
     def say(self, message: str) -> None: ...
     def phase(self, name: str) -> None: ...
+    def start_at(self, step: int) -> None: ...
     def step(self, metrics: Mapping[str, Any], example: tuple[str, str, bool] | None) -> None: ...
     def close(self) -> None: ...
 
 
-def make_display(title: str, total_steps: int, done: int = 0) -> Display:
+def make_display(title: str, total_steps: int) -> Display:
     """Live on a terminal, plain in a pipe, a log or a dumb terminal."""
     console = Console(stderr=False)
     if console.is_terminal and not console.is_dumb_terminal:
-        return LivePanel(console, title, total_steps, done)
+        return LivePanel(console, title, total_steps)
     return Lines(total_steps)
 
 
@@ -46,6 +47,9 @@ class Lines:
     def phase(self, name: str) -> None:
         pass
 
+    def start_at(self, step: int) -> None:
+        pass
+
     def step(self, metrics: Mapping[str, Any], example: tuple[str, str, bool] | None) -> None:
         step = f"step {metrics['step']:>{len(str(self._total))}}/{self._total}"
         print("  ".join([step, *(f"{name} {text}" for name, text in _figures(metrics))]), flush=True)
@@ -57,12 +61,12 @@ class Lines:
 class LivePanel:
     """Progress, curves of reward and clipping, the figures of the last step, and one completion."""
 
-    def __init__(self, console: Console, title: str, total_steps: int, done: int) -> None:
+    def __init__(self, console: Console, title: str, total_steps: int) -> None:
         self._console, self._title = console, title
         self._progress = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
         )
-        self._task = self._progress.add_task("", total=total_steps, completed=done)
+        self._task = self._progress.add_task("", total=total_steps)
         self._metrics: Mapping[str, Any] = {}
         self._example: tuple[str, str, bool] | None = None
         self._history: dict[str, list[float]] = {"reward": [], "clipped": []}
@@ -74,6 +78,10 @@ class LivePanel:
 
     def say(self, message: str) -> None:
         self._live.console.print(Text(inert(message)))
+
+    def start_at(self, step: int) -> None:
+        """A resumed run has steps behind it."""
+        self._progress.update(self._task, completed=step)
 
     def phase(self, name: str) -> None:
         self._phase = name

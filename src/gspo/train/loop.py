@@ -266,6 +266,7 @@ class Trainer:
         self.display = make_display(f"gspo · {self.run.path}", self.total_steps)
         started = State(proximal="rollout" if config.actor.prox_logp_method == "rollout" else "recompute")
         self.state = resume(self.run, config, self.policy, self.optimizer, self.identity, self.say) or started
+        self.display.start_at(self.state.step)
         self.sampler = setup.make_sampler(config, self.policy, self.tokenizer, self.state.step)
         with atomic(self.run.path / "config.yaml") as aside:
             aside.write_text(dump(self.loaded), encoding="utf-8")

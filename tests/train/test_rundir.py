@@ -81,6 +81,17 @@ def test_samples_hold_every_row_and_the_kept_tokens(run):
     assert not (run.path / "samples/step_000013.safetensors").exists()
 
 
+def test_samples_up_to_a_step_are_forgotten_and_nothing_else(run):
+    for step in (1, 2, 3):
+        run.samples(step, [{"step": step}], {"0/tokens": np.zeros(1, np.int32)})
+    (run.path / "samples" / "notes.txt").write_text("mine")
+    run.forget_samples(2)
+    left = sorted(file.name for file in (run.path / "samples").iterdir())
+    assert left == ["notes.txt", "step_000003.jsonl", "step_000003.safetensors"]
+    run.forget_samples(-5)
+    assert len(list((run.path / "samples").iterdir())) == 3
+
+
 def test_two_trainers_in_one_directory_are_refused_until_the_first_is_done(run):
     with pytest.raises(ConfigError, match=r"in use by another trainer.*trial_name"):
         RunDir(run.path)

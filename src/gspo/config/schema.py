@@ -281,6 +281,7 @@ class StatsLogger:
     wandb: WandB = key(WandB, "Weights & Biases.")
     tensorboard: bool = key(False, "Also write TensorBoard events.")
     keep_token_samples: int = key(16, "Sequences per step whose per-token values are kept.", low=0)
+    keep_sample_steps: int | None = key(None, "Steps whose samples stay on disk; null: all.", low=1)
 
 
 @dataclass

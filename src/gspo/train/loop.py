@@ -233,6 +233,9 @@ class Trainer:
         state = {**asdict(self.state), "identity": self.identity}
         checkpoint.save(self.run.checkpoints, self.state.step, self.policy, self.optimizer, state, digest(self.config))
         checkpoint.prune(self.run.checkpoints, self.state.step, self.config.saver.keep, self.state.best_step)
+        # Here and not with every step: what is deleted before a checkpoint could be missing after a resume.
+        if self.config.stats_logger.keep_sample_steps is not None:
+            self.run.forget_samples(self.state.step - self.config.stats_logger.keep_sample_steps)
         self.saved, self.saved_step = time.monotonic(), self.state.step
 
     def keep(self) -> None:

@@ -68,6 +68,13 @@ class RunDir:
             with atomic(self.path / "samples" / f"{name}.safetensors") as aside:
                 save_file(dict(tokens), aside)
 
+    def forget_samples(self, step: int) -> None:
+        """Delete the samples of `step` and of all before it."""
+        for file in (self.path / "samples").glob("step_*"):
+            number = file.name.removeprefix("step_").partition(".")[0]
+            if number.isdigit() and int(number) <= step:
+                file.unlink()
+
     def cut_back(self, step: int) -> None:
         """Forget everything after `step`: a resumed run writes it again."""
         file = self.path / "metrics.jsonl"

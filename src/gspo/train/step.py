@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -73,7 +73,6 @@ def train_step(
     proximal: ProximalSource,
     learning_rates: Sequence[float],
     keep_tokens_of: frozenset[int] = frozenset(),
-    on_update: Callable[[int], None] = lambda k: None,
 ) -> StepReport:
     """K optimizer updates on one rollout batch."""
     n = batch.num_sequences
@@ -115,7 +114,6 @@ def train_step(
         report.losses.append(loss)
         report.grad_norms.append(norm)
         report.taken.append(taken)
-        on_update(k)
     return report
 
 

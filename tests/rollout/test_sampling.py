@@ -6,7 +6,11 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from gspo import rng
-from gspo.rollout.sampling import draw, process
+from gspo.rollout.sampling import draw, warp
+
+
+def process(logits, **how):
+    return torch.log_softmax(warp(logits, **how), dim=-1)
 
 
 @pytest.mark.parametrize("vocab", [5, 64, 256, 1000, 150_001])
@@ -36,7 +40,7 @@ def test_a_nucleus_wider_than_the_partial_sort_falls_back_to_the_full_one():
 def test_a_token_is_the_first_whose_cumulative_probability_exceeds_u(vocab):
     logp = process(2 * torch.randn(64, vocab, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
     uniform = rng.uniform(3, "test", np.arange(64))
-    token, chosen = draw(logp, torch.from_numpy(uniform))
+    token, chosen = draw(logp.clone(), torch.from_numpy(uniform))
     cumulative = np.cumsum(logp.exp().numpy(), axis=-1)
     expected = [np.searchsorted(c, u * c[-1], side="right") for c, u in zip(cumulative, uniform, strict=True)]
     assert token.tolist() == expected
@@ -58,7 +62,7 @@ def test_frequencies_match_the_distribution():
     logits = torch.tensor([[0.0, 1.0, -1.0, 2.0, -3.0, 0.5]])
     num, expected = 40_000, torch.softmax(logits[0].double() / 0.8, -1).numpy()
     uniform = torch.from_numpy(rng.uniform(7, "sample", np.arange(num), 0, 0, 0, 0))
-    token, _ = draw(process(logits, temperature=0.8).expand(num, -1), uniform)
+    token, _ = draw(process(logits, temperature=0.8).repeat(num, 1), uniform)
     observed = np.bincount(token.numpy(), minlength=6)
     chi_square = (((observed - num * expected) ** 2) / (num * expected)).sum()
     assert chi_square < 20.5  # 5 degrees of freedom: exceeded once in a thousand seeds
@@ -78,3 +82,12 @@ def test_a_bad_logit_makes_its_row_and_only_its_row_non_finite(bad, top_p):
     logits[1, 1234] = bad
     _, logp = draw(process(logits, top_p=top_p), torch.full((3,), 0.3, dtype=torch.float64))
     assert logp.isfinite().tolist() == [True, False, True]
+
+
+def test_the_draw_does_not_depend_on_how_the_scores_lie_in_memory():
+    logits = torch.randn(8, 1000, generator=torch.Generator().manual_seed(5))
+    uniform = torch.from_numpy(rng.uniform(5, "test", np.arange(8)))
+    token, logp = draw(logits.clone(), uniform)
+    other_token, other_logp = draw(logits.t().contiguous().t(), uniform)
+    assert token.tolist() == other_token.tolist()
+    torch.testing.assert_close(logp, other_logp, rtol=0, atol=1e-6)

@@ -12,19 +12,21 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from gspo import rng
 from gspo.errors import RolloutError
 from gspo.rollout.admission import check
 from gspo.rollout.cache import ATTENTION, DecodePlan, ExtendPlan, Grid, KVStore, Plan, PrefillPlan, active, make_grid
 from gspo.rollout.rows import Rows
-from gspo.rollout.sampling import draw, process
+from gspo.rollout.sampling import draw, warp
 from gspo.rollout.weights import copy_weights
 from gspo.types import FinishReason, Request, Sample, SampleId, SamplingParams
 
@@ -81,6 +83,8 @@ class LocalSampler:
         limit = getattr(config, "max_position_embeddings", None)
         self._max_context = max_context or limit or 2**31
         self._configs = list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
+        # By instance, not by class: adapters and quantised layers keep their own forward.
+        self._linears = [m for m in model.modules() if type(m) is nn.Linear and m.weight.device.type == "cpu"]
         self._waiting: deque[Request] = deque()
         self._done: deque[Sample] = deque()
         self._references: Counter[Tokens] = Counter()  # outstanding requests of each prompt
@@ -204,9 +208,13 @@ class LocalSampler:
                 vars(module)["training"] = False  # .eval() goes through Module.__setattr__: 30 times slower
             for config in self._configs:
                 config._attn_implementation = attention
+            for module in self._linears:
+                vars(module)["forward"] = partial(_linear, module)
             with torch.no_grad():
                 yield
         finally:
+            for module in self._linears:
+                vars(module).pop("forward", None)
             for config, implementation in zip(self._configs, before, strict=True):
                 config._attn_implementation = implementation
             for module in training:  # not .train(): parts of it may have been in eval mode
@@ -228,7 +236,7 @@ class LocalSampler:
             ids = torch.tensor([[*prompt_of[sample.id], *sample.tokens.tolist()]], device=self._model.device)
             with self._engaged("eager"):
                 logits = self._model(input_ids=ids, use_cache=False).logits[0, -2]  # predicts the last token
-            expected = float(process(logits[None])[0, int(sample.tokens[-1])])
+            expected = float(torch.log_softmax(logits.double(), -1)[int(sample.tokens[-1])])
             gap = max(gap, abs(expected - float(sample.behavior_logp[-1])))
         self._counts.clear()
         tolerance = 0.2 if self._model.dtype in (torch.bfloat16, torch.float16) else 5e-3
@@ -367,7 +375,7 @@ class LocalSampler:
             if (count < rule.params.min_new_tokens).any():
                 forbidden = torch.from_numpy((count < rule.params.min_new_tokens)[:, None] & rule.ends_v)
                 forbidden = forbidden.to(logits_n_v.device)
-            logp_v = process(
+            scores = warp(
                 logits_n_v[part],
                 temperature=rule.temperature,
                 top_p=rule.params.top_p,
@@ -375,7 +383,7 @@ class LocalSampler:
                 forbidden=forbidden,
             )
             tokens, logps = draw(
-                logp_v, None if rule.params.greedy else torch.from_numpy(uniform[part]).to(logp_v.device)
+                scores, None if rule.params.greedy else torch.from_numpy(uniform[part]).to(scores.device)
             )
             token[part], logp[part] = tokens.cpu().numpy(), logps.cpu().numpy()
             ended[part] = rule.ends_v[token[part]]
@@ -449,7 +457,24 @@ class LocalSampler:
 
 
 _COUNTERS = ("prefill_forwards", "prefill_tokens", "decode_forwards", "decode_rows", "sampled_tokens")
+_FEW_ROWS = 128
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def _linear(module: nn.Linear, x: Tensor) -> Tensor:
+    """x·Wᵀ + b, as (W·xᵀ)ᵀ for few rows.
+
+    A GEMM repacks its right operand, which F.linear makes the weights: for 32 rows on a CPU that costs a quarter of the
+    time (80 → 100 GFLOP/s; a head of 49k words 57 → 79).
+    """
+    rows = x.view(-1, x.shape[-1])
+    if len(rows) > _FEW_ROWS:
+        return F.linear(x, module.weight, module.bias)
+    if module.bias is None:
+        out = torch.mm(module.weight, rows.t())
+    else:
+        out = torch.addmm(module.bias[:, None], module.weight, rows.t())
+    return out.t().view(*x.shape[:-1], -1)
 
 
 def _refuse_unsupported(model: Any) -> None:

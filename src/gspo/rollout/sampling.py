@@ -44,13 +44,13 @@ def _mass_before(sorted_n_k: Tensor, total_n_1: Tensor) -> Tensor:
     return mass_n_k.cumsum(dim=-1) - mass_n_k
 
 
-def process(
+def warp(
     logits_n_v: Tensor, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, forbidden: Tensor | None = None
 ) -> Tensor:
-    """log π of the distribution actually sampled: forbidden tokens, temperature, top-k, top-p, normalised.
+    """Logits of the distribution actually sampled, not normalised: forbidden tokens, temperature, top-k, top-p.
 
-    `forbidden` [N, V] bool is True where a token must not be drawn. float32, or float64 if the logits are.
-    A row that holds NaN or +inf, or nothing but −inf, comes out as NaN.
+    `forbidden` [N, V] bool is True where a token must not be drawn. float32, or float64 if the logits are. The logits
+    themselves where nothing is asked for.
     """
     x = logits_n_v if logits_n_v.dtype in (torch.float32, torch.float64) else logits_n_v.float()
     if forbidden is not None:
@@ -61,37 +61,39 @@ def process(
         x = keep_top_k(x, top_k)
     if top_p < 1.0:
         x = keep_top_p(x, top_p)
-    return torch.log_softmax(x, dim=-1)
+    return x
 
 
-def draw(logp_n_v: Tensor, uniform_n: Tensor | None) -> tuple[Tensor, Tensor]:
+def draw(scores_n_v: Tensor, uniform_n: Tensor | None) -> tuple[Tensor, Tensor]:
     """Tokens [N] and their log-probs [N] (float64); `uniform_n` in [0, 1), None takes the likeliest token.
 
-    The token is the first whose cumulative probability exceeds u. Two levels, blocks and then tokens of one block,
-    with cumulative sums in float64: no token of probability zero is ever drawn, at any size of vocabulary.
+    Overwrites `scores_n_v`, which need not be normalised and may have any strides: a copy of 32 rows of 49k words costs
+    as much as a layer. The token is the first whose cumulative probability exceeds u. Two levels, blocks and then
+    tokens of one block, with cumulative sums in float64: no token of probability zero is ever drawn, at any size of
+    vocabulary. A row that holds NaN or +inf, or nothing but −inf, has log-prob NaN.
     """
-    num_rows, num_vocab = logp_n_v.shape
-    mass_n_v = logp_n_v.exp()
-    num_blocks = -(-num_vocab // _BLOCK)
-    if num_vocab % _BLOCK:
-        mass_n_v = F.pad(mass_n_v, (0, num_blocks * _BLOCK - num_vocab))
-    mass_n_b_k = mass_n_v.view(num_rows, num_blocks, _BLOCK)
-    blocks_n_b = mass_n_b_k.sum(dim=-1).double()
-    cumulative_n_b = blocks_n_b.cumsum(dim=-1)
+    num_rows, num_vocab = scores_n_v.shape
+    token_n_1 = scores_n_v.argmax(dim=-1, keepdim=True) if uniform_n is None else None
+    mass_n_v = scores_n_v.sub_(scores_n_v.amax(dim=-1, keepdim=True)).exp_()
+    whole = num_vocab // _BLOCK * _BLOCK
+    blocks_n_b = mass_n_v[:, :whole].unflatten(-1, (-1, _BLOCK)).sum(dim=-1)
+    if whole < num_vocab:
+        blocks_n_b = torch.cat([blocks_n_b, mass_n_v[:, whole:].sum(dim=-1, keepdim=True)], dim=-1)
+    cumulative_n_b = blocks_n_b.double().cumsum(dim=-1)
     total_n_1 = cumulative_n_b[:, -1:]
-    if uniform_n is None:
-        token_n_1 = logp_n_v.argmax(dim=-1, keepdim=True)
-    else:
+    if token_n_1 is None:
+        assert uniform_n is not None
         target_n_1 = uniform_n[:, None].to(total_n_1) * total_n_1
         block_n_1 = _first_above(cumulative_n_b, target_n_1)
-        inside_n_k = mass_n_b_k[torch.arange(num_rows, device=logp_n_v.device), block_n_1[:, 0]].double()
+        index_n_k = block_n_1 * _BLOCK + torch.arange(min(_BLOCK, num_vocab), device=block_n_1.device)
+        inside_n_k = mass_n_v.gather(-1, index_n_k.clamp(max=num_vocab - 1)).double()
+        inside_n_k.masked_fill_(index_n_k >= num_vocab, 0.0)
         # Read, not subtracted: a sum of earlier blocks ≤ target leaves a remainder ≥ 0, and a leading token of mass 0
         # is then never "above" it.
         below_n_1 = F.pad(cumulative_n_b, (1, 0)).gather(-1, block_n_1)
-        rest_n_1 = target_n_1 - below_n_1
-        token_n_1 = block_n_1 * _BLOCK + _first_above(inside_n_k.cumsum(dim=-1), rest_n_1)
-    # The row sum of a float32 log-softmax over 10⁵ tokens is off by up to 1e-5; the block sums know it better.
-    logp_n_1 = logp_n_v.gather(-1, token_n_1).double() - total_n_1.log()
+        token_n_1 = block_n_1 * _BLOCK + _first_above(inside_n_k.cumsum(dim=-1), target_n_1 - below_n_1)
+    # Masses and their sum are rounded once each; a float32 log-softmax over 10⁵ tokens is off by up to 1e-5.
+    logp_n_1 = mass_n_v.gather(-1, token_n_1).double().log() - total_n_1.log()
     return token_n_1[:, 0], logp_n_1[:, 0]
 
 

@@ -1,4 +1,4 @@
-"""Our side of the comparison, in a process of its own: `python -m gspo.bench.ours WORKLOAD FOLDER STEPS`."""
+"""Our side of the comparison, in a process of its own: `python -m gspo.bench.ours WORKLOAD_JSON FOLDER [key=value]`."""
 
 from __future__ import annotations
 
@@ -8,19 +8,24 @@ import resource
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from gspo.bench.workloads import WORKLOADS, flops, gemm_rate, reward, rows
+from gspo.bench.timeline import breakdown
+from gspo.bench.workloads import Workload, flops, gemm_rate, reward, rows
+
+# One group per micro-batch where a mini-batch has several: the least memory that costs no time here.
+SETTINGS = ("actor.mb_spec.n_mbs=2",)
 
 
-def measure(name: str, folder: str, steps: int) -> dict[str, float]:
-    """Train `steps` steps as a user would, and read the run directory."""
+def measure(w: Workload, folder: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Train as a user would, and read the run directory."""
     from gspo.config import load
     from gspo.train import Trainer
 
-    w = WORKLOADS[name]
     with tempfile.TemporaryDirectory() as root:
-        overrides = [
+        settings = [
             "algorithm=gspo",
             f"actor.path={folder}",
             f"actor.ppo_n_minibatches={w.num_minibatches}",
@@ -29,17 +34,22 @@ def measure(name: str, folder: str, steps: int) -> dict[str, float]:
             f"gconfig.max_new_tokens={w.new_tokens}",
             "gconfig.ignore_eos=true",
             f"train_dataset.batch_size={w.num_prompts}",
-            f"total_train_steps={steps}",
+            f"total_train_steps={w.steps}",
             f"cluster.fileroot={root}",
             "evaluator.at_start=false",
             "evaluator.size=1",
+            *SETTINGS,
+            *overrides,
         ]
-        data = rows(w, w.num_prompts * steps)
+        data = rows(w, w.num_prompts * w.steps)
         with contextlib.redirect_stdout(sys.stderr):
             rate = gemm_rate()
-            summary = Trainer(load(None, overrides), reward=reward, dataset=data, valid=data[:1]).train()
+            summary = Trainer(load(None, settings), reward=reward, dataset=data, valid=data[:1]).train()
             rate = max(rate, gemm_rate())
         lines = (Path(summary.path) / "metrics.jsonl").read_text().splitlines()
+        traces = sorted((Path(summary.path) / "profile").glob("*.trace.json.gz"))
+        breakdowns = [breakdown(trace) for trace in traces]
+        state = json.loads(next((Path(summary.path) / "checkpoints").glob("*/state.json")).read_text())
     seen = [json.loads(line) for line in lines][1:]  # the first step warms caches up
 
     def median(key: str) -> float:
@@ -50,6 +60,8 @@ def measure(name: str, folder: str, steps: int) -> dict[str, float]:
     decode, train = flops(w)
     rollout_s, train_s = median("time/rollout_s"), median("time/train_s")
     return {
+        **({"breakdown": breakdowns[-1]} if breakdowns else {}),
+        "num_parameters": state["identity"]["parameters"],
         "step_s": step,
         "rollout_s": rollout_s,
         "train_s": train_s,
@@ -58,10 +70,11 @@ def measure(name: str, folder: str, steps: int) -> dict[str, float]:
         "bookkeeping_share": median("time/bookkeeping_s") / step,
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
         "gemm_gflops": rate,
+        "floor_s": decode * w.num_sequences * w.new_tokens / rate / 1e9 + train / rate / 1e9,
         "train_share": train / train_s / 1e9 / rate,
         "decode_share": decode * w.num_sequences * w.new_tokens / rollout_s / 1e9 / rate,
     }
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], sys.argv[2], int(sys.argv[3]))))
+    print(json.dumps(measure(Workload(**json.loads(sys.argv[1])), sys.argv[2], sys.argv[3:])))

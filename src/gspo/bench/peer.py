@@ -1,7 +1,8 @@
-"""TRL's side, in a process of its own: `python -m gspo.bench.peer WORKLOAD FOLDER STEPS`.
+"""TRL's side, in a process of its own: `python -m gspo.bench.peer WORKLOAD_JSON FOLDER [DEVICE_BATCH]`.
 
 Its GRPOTrainer with importance_sampling_level="sequence" and the settings that made it fastest here: one generation of
-the whole rollout batch, two optimizer updates on it, no gradient accumulation, no KL, no reference model.
+the whole rollout batch, two optimizer updates on it, no gradient accumulation, no KL, no reference model. DEVICE_BATCH
+is TRL's per_device_train_batch_size (8 where a user sets nothing), the rest of a mini-batch is then accumulated.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import time
 from itertools import pairwise
 from typing import Any
 
-from gspo.bench.workloads import WORKLOADS, gemm_rate, reward, rows
+from gspo.bench.workloads import Workload, gemm_rate, reward, rows
 
 
-def measure(name: str, folder: str, steps: int) -> dict[str, float]:
+def measure(w: Workload, folder: str, device_batch: int | None = None) -> dict[str, float]:
     """Seconds per rollout batch of TRL's trainer on the same work."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -29,7 +30,8 @@ def measure(name: str, folder: str, steps: int) -> dict[str, float]:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]
 
-    w = WORKLOADS[name]
+    device_batch = device_batch or w.num_sequences // w.num_minibatches
+    accumulated = w.num_sequences // w.num_minibatches // device_batch
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     starts: list[float] = []
 
@@ -47,11 +49,12 @@ def measure(name: str, folder: str, steps: int) -> dict[str, float]:
             model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
             processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
             reward_funcs=reward,  # pyright: ignore[reportArgumentType]
-            train_dataset=Dataset.from_list(rows(w, w.num_prompts * steps)),
+            train_dataset=Dataset.from_list(rows(w, w.num_prompts * w.steps)),
             callbacks=[Ticks()],
             args=GRPOConfig(
                 output_dir=root,
-                per_device_train_batch_size=w.num_sequences // w.num_minibatches,
+                per_device_train_batch_size=device_batch,
+                gradient_accumulation_steps=accumulated,
                 generation_batch_size=w.num_sequences,
                 num_generations=w.num_samples,
                 max_completion_length=w.new_tokens,
@@ -63,7 +66,7 @@ def measure(name: str, folder: str, steps: int) -> dict[str, float]:
                 beta=0.0,
                 temperature=1.0,
                 learning_rate=1e-6,
-                max_steps=steps * w.num_minibatches,
+                max_steps=w.steps * w.num_minibatches,
                 shuffle_dataset=False,
                 gradient_checkpointing=False,
                 use_cpu=True,
@@ -101,4 +104,5 @@ def measure(name: str, folder: str, steps: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], sys.argv[2], int(sys.argv[3]))))
+    device_batch = int(sys.argv[3]) if len(sys.argv) > 3 else None
+    print(json.dumps(measure(Workload(**json.loads(sys.argv[1])), sys.argv[2], device_batch)))

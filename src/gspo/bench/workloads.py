@@ -52,6 +52,8 @@ class Workload:
     new_tokens: int
     flat_of_8: int = 0
     goal: float = 0.0  # TRL's time ÷ ours
+    steps: int = 2  # of one process; the first warms caches up and is not counted
+    rounds: int = 1  # processes of each side, alternating
     num_minibatches: int = 2
 
     @property
@@ -62,8 +64,8 @@ class Workload:
 WORKLOADS = {
     w.name: w
     for w in (
-        Workload("tiny", TINY, 32, 8, 16, 32, goal=6),
-        Workload("small", SMALL, 4, 8, 44, 48, goal=3),
+        Workload("tiny", TINY, 32, 8, 16, 32, goal=6, steps=8, rounds=3),
+        Workload("small", SMALL, 4, 8, 44, 48, goal=3, steps=3, rounds=2),
         Workload("long", SMALL, 2, 8, 512, 32, goal=8),
         Workload("sparse", SMALL, 8, 8, 44, 48, flat_of_8=7, goal=7),
     )

@@ -12,16 +12,16 @@ Rectangles of like shape are batched. The plan is made once per layout and serve
 backward pass recomputes scores, so memory is linear in N.
 
 Shapes: N tokens, H query heads, J key/value heads, R = H/J, D head size; per call B rectangles of
-Q rows by C columns. Device-neutral; a CUDA kernel (flash-varlen, flex) would take the place of
-`_TreeAttention` inside `tree_attention`.
+Q rows by C columns. Device-neutral; on CUDA `flex.py` gives the same layout to a fused kernel.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -79,18 +79,18 @@ class TreeLayout:
         self.positions = np.concatenate(
             [np.zeros(0, np.int64), *(np.arange(o, o + n) for o, n in zip(offset, self.length, strict=True))]
         )
-        self._plans: dict[Any, list[_Call]] = {}
+        self.cache: dict[Any, Any] = {}  # what kernels made of this layout
 
     def plan(self, window: int | None, num_kv_heads: int, dtype: torch.dtype, device: torch.device) -> list[_Call]:
         """Own triangles first, then path rectangles: the merge needs the former done."""
         key = (window, num_kv_heads, dtype, device)
-        if key not in self._plans:
-            self._plans[key] = [
+        if key not in self.cache:
+            self.cache[key] = [
                 _call(path, batch, self.positions, window, num_kv_heads, dtype, device)
                 for path, rectangles in ((False, self._triangles(window)), (True, self._path_rectangles(window)))
                 for batch in _batches(rectangles)
             ]
-        return self._plans[key]
+        return self.cache[key]
 
     def _triangles(self, window: int | None) -> list[_Rectangle]:
         rectangles: list[_Rectangle] = []
@@ -284,7 +284,8 @@ def tree_attention(
     return out.view(num_tokens, num_heads, -1).to(q.dtype)
 
 
-def _tree_attention_forward(
+def tree_call(
+    attention: Callable[..., Tensor],
     module: nn.Module,
     query: Tensor,  # [1, H, N, D]
     key: Tensor,
@@ -297,7 +298,7 @@ def _tree_attention_forward(
     tree: TreeLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The function transformers calls in every layer. What it cannot honour it refuses: the probe reports it."""
+    """One layer by `attention`, as transformers asks for it. What cannot be honoured is refused: the probe reports it."""
     if tree is None:
         raise ValueError(f"attention {TREE!r} needs the layout: call the model with tree=TreeLayout(…)")
     if attention_mask is not None or query.shape[0] != 1:
@@ -312,9 +313,8 @@ def _tree_attention_forward(
         raise ValueError(f"attention {TREE!r} does not know the layer type {kind!r}")
     if kind == "sliding_attention" and sliding_window is None:
         raise ValueError("a sliding-window layer did not say its window")
-    return tree_attention(
-        query[0], key[0], value[0], tree, scale=scaling, window=sliding_window, softcap=softcap
-    ).unsqueeze(0), None
+    out = attention(query[0], key[0], value[0], tree, scale=scaling, window=sliding_window, softcap=softcap)
+    return out.unsqueeze(0), None
 
 
 def _layer_type(module: nn.Module) -> str | None:
@@ -324,7 +324,7 @@ def _layer_type(module: nn.Module) -> str | None:
 
 
 # No mask function is registered beside it: transformers then builds no mask, which is what the tree wants.
-AttentionInterface.register(TREE, _tree_attention_forward)
+AttentionInterface.register(TREE, partial(tree_call, tree_attention))
 
 
 @contextlib.contextmanager

@@ -1,10 +1,28 @@
-"""Where a step's time goes."""
+"""Where a step's time goes: seconds by phase, and on request a timeline of every operator for a trace viewer."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+# Steps that `profile: true` records: the first warms caches up, and two tell what changes from step to step.
+PROFILED_STEPS = (2, 3)
+
+
+@contextmanager
+def phase(seconds: MutableMapping[str, float], name: str) -> Iterator[None]:
+    """Add the seconds of a block to `seconds[name]`; the block is a named range of the timeline."""
+    start = time.perf_counter()
+    try:
+        with record_function(name):
+            yield
+    finally:
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
 
 
 class Clock:
@@ -21,13 +39,21 @@ class Clock:
         self.seconds: dict[str, float] = {}
         self._start = time.perf_counter()
 
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+    def __call__(self, name: str):
+        return phase(self.seconds, name)
 
     def total(self) -> float:
         return time.perf_counter() - self._start
+
+
+@contextmanager
+def timeline(path: Path | None) -> Iterator[None]:
+    """Record every operator of a block and write it as a Chrome trace (Perfetto, chrome://tracing); None: do nothing."""
+    if path is None:
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    with profile(activities=activities) as recorded:
+        yield
+    recorded.export_chrome_trace(str(path))

@@ -1,0 +1,201 @@
+"""docs/performance.md and its plot, made from docs/performance.json: `gspo bench` writes figures, nobody by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# The goals of `small`, beside its ratio: shares of the GEMM rate, and of TRL's memory.
+TRAIN_GOAL, DECODE_GOAL, MEMORY_GOAL = 0.70, 0.45, 0.50
+LABELS = {"prompt_tokens": "prompt tokens", "num_samples": "samples per prompt, G", "new_tokens": "new tokens"}
+
+
+def merge(path: Path, fresh: Mapping[str, Any]) -> dict[str, Any]:
+    """What was known before, with the parts measured now in place of theirs."""
+    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    known.setdefault("workloads", {}).update(fresh.get("workloads", {}))
+    known.update({name: fresh[name] for name in ("sweep", "machine") if name in fresh})
+    return known
+
+
+def write(folder: Path, results: Mapping[str, Any]) -> None:
+    """performance.json, performance.md and img/performance_sweep.png."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "performance.json").write_text(json.dumps(results, indent=1) + "\n")
+    if results.get("sweep"):
+        (folder / "img").mkdir(exist_ok=True)
+        plot(results["sweep"], folder / "img" / "performance_sweep.png")
+    (folder / "performance.md").write_text(markdown(results))
+
+
+def table(results: Mapping[str, Any]) -> list[list[str]]:
+    """A heading, then one line per workload, for the terminal and for the page."""
+    head = ["workload", "ours", "TRL", "TRL ÷ ours", "goal", "rollout tok/s", "train tok/s", "memory", "of GEMM rate"]
+    lines = [head]
+    for name, r in results["workloads"].items():
+        ours, trl = r["ours"], r.get("trl")
+        lines.append(
+            [
+                name,
+                f"{ours['step_s']:.2f} s",
+                f"{trl['step_s']:.2f} s" if trl else "–",
+                f"{r['ratio']:.1f}" if trl else "–",
+                f"≥ {r['workload']['goal']:g}" if r["workload"]["goal"] else "–",
+                _pair(ours, trl, "rollout_tokens_s", "{:,.0f}"),
+                _pair(ours, trl, "train_tokens_s", "{:,.0f}"),
+                _pair(ours, trl, "peak_bytes", "{:.1f}", 1e9) + " GB",
+                f"train {ours['train_share']:.0%}, decode {ours['decode_share']:.0%}",
+            ]
+        )
+    return lines
+
+
+def _pair(ours: Mapping[str, Any], trl: Mapping[str, Any] | None, key: str, form: str, unit: float = 1.0) -> str:
+    return " / ".join(form.format(side[key] / unit) for side in (ours, trl) if side)
+
+
+def unmet(results: Mapping[str, Any]) -> list[str]:
+    """Every goal that was missed, in words, with the distance to what arithmetic allows."""
+    found = []
+    for name, r in results["workloads"].items():
+        ours, goal = r["ours"], r["workload"]["goal"]
+        if "ratio" in r and r["ratio"] < goal:
+            limit = r["trl"]["step_s"] / ours["floor_s"]
+            found.append(
+                f"**{name}: {r['ratio']:.1f} of {goal:g}.** The products no trainer can leave out take "
+                f"{ours['floor_s']:.2f} s at this process's GEMM rate of {ours['gemm_gflops']:.0f} GFLOP/s; ours takes "
+                f"{ours['step_s']:.2f} s. At that limit the ratio would be {limit:.1f}."
+            )
+        if "memory_ratio" in r and name in ("small", "long") and r["memory_ratio"] > MEMORY_GOAL:
+            found.append(
+                f"**{name}: memory {r['memory_ratio']:.0%} of TRL's, goal {MEMORY_GOAL:.0%}.** Weights, gradients and "
+                f"AdamW's two moments alone are {_state_bytes(r) / 1e9:.1f} GB, Python with torch and transformers 0.4."
+            )
+        for share, wanted in (("train_share", TRAIN_GOAL), ("decode_share", DECODE_GOAL)):
+            if name == "small" and ours[share] < wanted:
+                found.append(
+                    f"**{name}: {share.split('_')[0]} at {ours[share]:.0%} of the GEMM rate, goal {wanted:.0%}.**"
+                )
+    return found
+
+
+def _state_bytes(result: Mapping[str, Any]) -> float:
+    return 16.0 * result["ours"]["num_parameters"]
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    rows = table(results)
+    m = results["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in m["packages"].items())
+    out = [
+        "# Performance",
+        "",
+        "<!-- Written by `gspo bench --write docs`. Do not edit: run it again. -->",
+        "",
+        "The same work on the same machine: `gspo train` and TRL's `GRPOTrainer` with",
+        '`importance_sampling_level="sequence"`, alternately, each in a process of its own. Random weights,',
+        "completions of a fixed length, two optimizer updates per rollout batch, no KL, float32. Pairs are ours / TRL.",
+        "",
+        f"{m['date']}, {m['processor']}, {m['threads']} threads, {m['memory_bytes'] / 2**30:.0f} GiB, no GPU.",
+        f"{versions}.",
+        "",
+        *_markdown_table(rows),
+        "",
+        "| workload | model | prompts × G | prompt / new tokens | seconds per step, each round: ours, TRL |",
+        "|---|---|---|---|---|",
+    ]
+    for name, r in results["workloads"].items():
+        w = r["workload"]
+        model = "Qwen3, 4 layers × 128, vocabulary 64" if name == "tiny" else "SmolLM2-135M's config"
+        if w["flat_of_8"]:
+            model += f", {w['flat_of_8']} of 8 groups with equal rewards"
+        rounds = ", ".join(f"{s:.2f}" for s in r["ours"]["rounds_s"])
+        if "trl" in r:
+            rounds += "; " + ", ".join(f"{s:.2f}" for s in r["trl"]["rounds_s"])
+        shape = f"{w['num_prompts']} × {w['num_samples']} | {w['prompt_tokens']} / {w['new_tokens']}"
+        out.append(f"| {name} | {model} | {shape} | {rounds} |")
+    out += [
+        "",
+        "TRL runs with the settings that made it fastest here: one device batch per mini-batch, one generation per",
+        "rollout batch, no gradient accumulation or checkpointing, no reference model. GEMM rate: the best of 24",
+        "products of 2048 × 1024 × 1536 in the same process. Shares count the products of weights only,",
+        "prompts once per group.",
+    ]
+    tiny = results["workloads"].get("tiny", {})
+    if "trl_default" in tiny:
+        out += [
+            f"With TRL's default device batch of 8, tiny takes {tiny['trl_default']['step_s']:.2f} s a step, "
+            f"{tiny['ratio_default']:.1f} times ours.",
+        ]
+    if missed := unmet(results):
+        out += ["", "## Goals not met, and why", "", *(f"- {line}" for line in missed)]
+    profiled = {name: r["breakdown"] for name, r in results["workloads"].items() if "breakdown" in r}
+    if profiled:
+        out += [
+            "",
+            "## Where a step's time goes",
+            "",
+            "Self time of one step by kind of work, from the timeline that `profile=true` writes. Recording slows",
+            "small operators down, so what is outside operators (Python, allocation) is an upper bound.",
+            "",
+            *_markdown_table(_breakdown_table(profiled)),
+        ]
+        tiny_share = results["workloads"].get("tiny", {}).get("ours", {}).get("bookkeeping_share")
+        if tiny_share is not None:
+            out += ["", f"Bookkeeping (metrics, sample files) takes {tiny_share:.1%} of a step of tiny."]
+    if results.get("sweep"):
+        out += ["", "## How cost grows", "", "![seconds per step](img/performance_sweep.png)", ""]
+        out += [
+            "Tiny's model, 8 prompts; where not swept 64 prompt tokens, G = 8, 32 new tokens. Slopes by least squares.",
+            "",
+            *_markdown_table(_sweep_table(results["sweep"])),
+        ]
+    return "\n".join(out) + "\n"
+
+
+def _breakdown_table(profiled: Mapping[str, Any]) -> list[list[str]]:
+    kinds = list(next(iter(next(iter(profiled.values())).values())))
+    rows = [["workload", "phase", *kinds]]
+    for name, phases in profiled.items():
+        rows += [[name, phase, *(f"{shares[kind]:.0%}" for kind in kinds)] for phase, shares in phases.items()]
+    return rows
+
+
+def _sweep_table(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    arms = list(lines[0]["slope"])
+    rows = [["one more", *(f"{arm}, ms" for arm in arms)]]
+    names = {"prompt_tokens": "prompt token", "num_samples": "sample per prompt", "new_tokens": "new token"}
+    return rows + [[names[line["axis"]], *(f"{line['slope'][arm] * 1e3:.2f}" for arm in arms)] for line in lines]
+
+
+def _markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    head, *body = rows
+    return [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in body)]
+
+
+def plot(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Seconds per step against each length, measured points and fitted lines."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    figure, axes = plt.subplots(1, len(lines), figsize=(4 * len(lines), 3.4), layout="constrained")
+    colours = {"ours": "#0072B2", "ours, prefix not shared": "#56B4E9", "TRL": "#D55E00"}
+    for axis, line in zip(np.atleast_1d(axes), lines, strict=True):
+        x = np.array(line["values"])
+        for arm, seconds in line["seconds"].items():
+            slope = line["slope"][arm]
+            fitted = np.mean(seconds) + slope * (x - x.mean())
+            axis.plot(x, seconds, "o", color=colours[arm], label=arm)
+            axis.plot(x, fitted, color=colours[arm], linewidth=1)
+        axis.set_xlabel(LABELS[line["axis"]])
+        axis.set_ylim(bottom=0)
+        axis.spines[["top", "right"]].set_visible(False)
+    np.atleast_1d(axes)[0].set_ylabel("seconds per step")
+    np.atleast_1d(axes)[0].legend(frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

@@ -1,0 +1,103 @@
+"""The forest of segments on CUDA: `attention.py`'s visibility, given to torch's flex attention as a block mask.
+
+Registered with transformers as `gspo_tree_flex`. A segment is an ancestor of another iff its interval in a walk of the
+forest holds the other's number, so visibility is three comparisons per pair at any depth of tree; blocks that nobody
+sees are skipped by the kernel. On a CPU it runs forward only, uncompiled, which is how it is tested. Whether it computes
+the right thing on a user's GPU is measured at load by `PolicyModule.probe`, which falls back to the tree.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from transformers import AttentionInterface
+
+from gspo.models.attention import TreeLayout, tree_call
+
+FLEX = "gspo_tree_flex"
+
+
+def intervals(parent: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Number of each segment in a depth-first walk, and of the first one after its descendants.
+
+    >>> enter, leave = intervals(np.array([-1, 0, 0, 2]))
+    >>> enter.tolist(), leave.tolist()
+    ([0, 1, 2, 3], [4, 2, 4, 4])
+    """
+    num = len(parent)
+    size = np.ones(num, dtype=np.int64)
+    for s in range(num - 1, -1, -1):  # parents precede children
+        if parent[s] >= 0:
+            size[parent[s]] += size[s]
+    enter, next_free, roots = np.zeros(num, dtype=np.int64), np.zeros(num, dtype=np.int64), 0
+    for s, up in enumerate(parent.tolist()):
+        if up < 0:
+            enter[s], roots = roots, roots + size[s]
+        else:
+            enter[s], next_free[up] = next_free[up], next_free[up] + size[s]
+        next_free[s] = enter[s] + 1
+    return enter, enter + size
+
+
+def block_mask(layout: TreeLayout, window: int | None, device: torch.device) -> BlockMask:
+    """Who sees whom, made once per layout, window and device."""
+    key = ("flex", window, device)
+    if key not in layout.cache:
+        enter, leave = (torch.from_numpy(np.repeat(x, layout.length)).to(device) for x in intervals(layout.parent))
+        position = torch.from_numpy(layout.positions).to(device)
+
+        def sees(b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Tensor:
+            seen = (position[col] <= position[row]) & (enter[col] <= enter[row]) & (enter[row] < leave[col])
+            return seen if window is None else seen & (position[row] - position[col] < window)
+
+        num = len(layout.positions)
+        layout.cache[key] = create_block_mask(sees, None, None, num, num, device=device)
+    return layout.cache[key]
+
+
+@cache
+def _kernel(on_cuda: bool) -> Any:
+    # Uncompiled, flex attention materialises every score: right for a test, never for training.
+    return torch.compile(flex_attention, dynamic=True) if on_cuda else flex_attention
+
+
+def flex_tree_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: TreeLayout,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """As `attention.tree_attention`: q [H, N, D], k [J, N, D], v [J, N, E] → [N, H, E]."""
+    bound = softcap or 1.0
+
+    def cap(score: Tensor, b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Tensor:
+        return bound * torch.tanh(score / bound)
+
+    out = _kernel(q.is_cuda)(
+        q[None],
+        k[None],
+        v[None],
+        score_mod=cap if softcap is not None else None,
+        block_mask=block_mask(layout, window, q.device),
+        scale=scale,
+        enable_gqa=q.shape[0] != k.shape[0],
+    )
+    return out[0].transpose(0, 1)
+
+
+def _forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    return tree_call(flex_tree_attention, module, query, key, value, attention_mask, **kwargs)
+
+
+AttentionInterface.register(FLEX, _forward)

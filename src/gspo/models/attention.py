@@ -298,7 +298,7 @@ def tree_call(
     tree: TreeLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """One layer by `attention`, as transformers asks for it. What cannot be honoured is refused: the probe reports it."""
+    """One layer by `attention`, as transformers asks for it. What cannot be honoured is refused, for the probe."""
     if tree is None:
         raise ValueError(f"attention {TREE!r} needs the layout: call the model with tree=TreeLayout(…)")
     if attention_mask is not None or query.shape[0] != 1:

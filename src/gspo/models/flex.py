@@ -2,7 +2,7 @@
 
 Registered with transformers as `gspo_tree_flex`. A segment is an ancestor of another iff its interval in a walk of the
 forest holds the other's number, so visibility is three comparisons per pair at any depth of tree; blocks that nobody
-sees are skipped by the kernel. On a CPU it runs forward only, uncompiled, which is how it is tested. Whether it computes
+sees are skipped. On a CPU it runs forward only, uncompiled, which is how it is tested. Whether it computes
 the right thing on a user's GPU is measured at load by `PolicyModule.probe`, which falls back to the tree.
 """
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gspo.errors import DataError
-from gspo.models import embedded
+from gspo.models import cache, embedded
 from gspo.tasks import arithmetic
 
 NAME = "embedded:tiny"
@@ -54,7 +54,7 @@ def test_a_damaged_cache_is_built_anew(brief, damage):
         file.write_bytes(content)
     again = dict(embedded.build(NAME)[0].named_parameters())
     assert all(torch.equal(again[n], w) for n, w in whole.items())
-    assert embedded._is_whole(embedded.folder(NAME))
+    assert cache.is_whole(embedded.folder(NAME))
 
 
 def test_a_build_that_is_killed_leaves_nothing_that_looks_whole(brief, monkeypatch):

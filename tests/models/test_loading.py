@@ -121,3 +121,10 @@ def test_a_vocabulary_too_small_for_the_tokenizer_is_refused(folder):
     save_tokenizer(folder, 33)
     with pytest.raises(DataError, match=r"ids up to 32 but .* embeddings for 32"):
         load_model(str(folder), tokenizer=load_tokenizer(str(folder)))
+
+
+def test_an_adapters_folder_is_no_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(DataError, match=r"holds an adapter, not a model: actor\.path .*--merge"):
+        load_model(str(tmp_path))

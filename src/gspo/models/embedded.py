@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo import rng
 from gspo.errors import DataError
+from gspo.models import cache
 from gspo.tasks import arithmetic
 
 if TYPE_CHECKING:
@@ -63,9 +60,8 @@ def digest(name: str) -> str:
 
 
 def folder(name: str) -> Path:
-    """Where a built model lies: $GSPO_CACHE, or ~/.cache/gspo."""
-    root = Path(os.environ.get("GSPO_CACHE") or Path.home() / ".cache" / "gspo")
-    return root / f"{name.replace(':', '-')}-{digest(name)}"
+    """Where a built model lies."""
+    return cache.root() / f"{name.replace(':', '-')}-{digest(name)}"
 
 
 def build(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -73,9 +69,9 @@ def build(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from transformers import Qwen3ForCausalLM
 
     path = folder(name)
-    if not _is_whole(path):
-        _make(name, path)
-    with _quiet():
+    if not cache.is_whole(path):
+        cache.publish(path, lambda aside: _write(name, aside))
+    with cache.quiet():
         model = Qwen3ForCausalLM.from_pretrained(path, use_safetensors=True)
     return model, tokenizer()
 
@@ -141,51 +137,7 @@ def _recipe(name: str) -> Mapping[str, Any]:
     return RECIPES[name]
 
 
-def _make(name: str, path: Path) -> None:
-    """Build beside the place and rename: a killed build leaves nothing that looks whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-"))
-    try:
-        with _quiet():
-            warm_start(name).save_pretrained(aside, safe_serialization=True)
-            tokenizer().save_pretrained(aside)
-        sums = {file.name: _sha256(file) for file in sorted(aside.iterdir())}
-        (aside / "SHA256.json").write_text(json.dumps(sums, indent=1))
-        if _is_whole(path):
-            return  # another process was faster, and someone may be reading its model
-        if path.exists():
-            shutil.rmtree(path)
-        try:
-            aside.rename(path)
-        except OSError:
-            # Another process was faster; its model is the same recipe.
-            if not _is_whole(path):
-                raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        sums = json.loads((path / "SHA256.json").read_text())
-        return bool(sums) and all(_sha256(path / name) == value for name, value in sums.items())
-    except (OSError, ValueError, AttributeError):
-        return False
-
-
-def _sha256(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """transformers' own progress bars do not belong into a one-second load."""
-    from transformers.utils import logging
-
-    enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            logging.enable_progress_bar()
+def _write(name: str, to: Path) -> None:
+    with cache.quiet():
+        warm_start(name).save_pretrained(to, safe_serialization=True)
+        tokenizer().save_pretrained(to)

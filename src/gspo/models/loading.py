@@ -1,4 +1,4 @@
-"""Models and tokenizers from a local folder or a hub name, through transformers, safetensors only.
+"""Models and tokenizers from a local folder, a hub name or a GGUF file, through transformers, safetensors only.
 
 Nothing found in a folder is executed or unpickled, and nothing is silently random: a tensor that is
 missing, foreign or of another shape is an error that names it. `embedded:*` names are built, not loaded.
@@ -12,18 +12,26 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from gspo.errors import DataError
+from gspo.models import cache, gguf, registry
 
 EMBEDDED = "embedded:"
 # Tensors that older transformers versions wrote and newer ones compute: no weight is lost with them.
 _COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 
 
+def locate(path: str, key: str = "actor.path") -> str:
+    """What transformers can load: the folder of a fetched name or of a converted .gguf file; anything else as it is."""
+    if path in registry.MODELS and not Path(path).is_dir():
+        return str(registry.fetched(path, key))
+    return str(gguf.converted(path, key)) if path.endswith(gguf.SUFFIX) else path
+
+
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder, a hub name or an embedded model."""
+    """The tokenizer of a folder, a hub name, a .gguf file, a fetched or an embedded model."""
+    path = locate(path, "tokenizer_path")
     if path.startswith(EMBEDDED):
         from gspo.models import embedded
 
@@ -47,11 +55,12 @@ def load_model(
     seed: int = 0,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> PreTrainedModel:
-    """The causal language model of a folder, a hub name or an `embedded:` name, in evaluation mode.
+    """The causal language model of a folder, a hub name, a .gguf file, a fetched or an embedded model; in eval mode.
 
     `from_scratch` takes the config alone and draws weights from `seed`. With `tokenizer` given, a vocabulary
     that is too small for it is refused.
     """
+    path = locate(path)
     if path.startswith(EMBEDDED):
         from gspo.models import embedded
 
@@ -61,7 +70,7 @@ def load_model(
         _refuse_code(path, "config.json")
         if not from_scratch:
             _refuse_pickles(path)
-        with _quiet():
+        with cache.quiet():
             model = _from_config(path, dtype, seed) if from_scratch else _from_weights(path, dtype)
     if tokenizer is not None:
         check_vocabulary(model, tokenizer, path)
@@ -148,6 +157,10 @@ def _refuse_pickles(path: str) -> None:
     folder = Path(path)
     if not folder.is_dir():
         return
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise DataError(
+            f"{folder} holds an adapter, not a model: actor.path must be a whole model; export the run with --merge"
+        )
     if not any(folder.glob("*.safetensors")):
         pickles = sorted(p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt"})
         if pickles:
@@ -171,21 +184,6 @@ def _unreachable(path: str, what: str, key: str, cause: Exception) -> DataError:
         f"the {what} {path!r} is neither a folder nor to be had from the hub ({first}). Without network, copy the "
         f"model here and set {key} to the folder, or use embedded:tiny"
     )
-
-
-class _quiet:  # noqa: N801 - reads as a statement
-    """transformers logs what is missing; our error says it, once."""
-
-    def __enter__(self) -> None:
-        self._before = transformers.logging.get_verbosity()
-        self._bar = transformers.logging.is_progress_bar_enabled()
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
-
-    def __exit__(self, *_: Any) -> None:
-        transformers.logging.set_verbosity(self._before)
-        if self._bar:
-            transformers.logging.enable_progress_bar()
 
 
 def _list(names: Iterable[Any], most: int = 8) -> str:

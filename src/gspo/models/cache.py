@@ -1,0 +1,84 @@
+"""The cache of models made on this machine: $GSPO_CACHE, or ~/.cache/gspo. Torch-free.
+
+A model is written aside and renamed, with the sha256 of every file beside it: a folder is whole or it is not used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gspo.errors import DataError
+
+SUMS = "SHA256.json"
+
+
+def root() -> Path:
+    return Path(os.environ.get("GSPO_CACHE") or Path.home() / ".cache" / "gspo")
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether every file is the one that was written."""
+    try:
+        sums = json.loads((folder / SUMS).read_text())
+        return bool(sums) and all(sha256(folder / name) == value for name, value in sums.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def publish(folder: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a folder beside the place, then rename it: a killed build leaves nothing that looks whole."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    except OSError as cause:
+        raise DataError(
+            f"{folder.parent}, where models are kept, cannot be written: {cause.strerror}; set GSPO_CACHE to another"
+        ) from cause
+    try:
+        write(aside)
+        sums = {file.name: sha256(file) for file in sorted(aside.iterdir())}
+        (aside / SUMS).write_text(json.dumps(sums, indent=1))
+        if is_whole(folder):
+            return  # another process was faster, and someone may be reading its model
+        if folder.exists():
+            shutil.rmtree(folder)
+        try:
+            aside.rename(folder)
+        except OSError:
+            # Another process was faster; its model is the same one.
+            if not is_whole(folder):
+                raise
+    except OSError as cause:
+        raise DataError(
+            f"{folder} could not be written: {cause.strerror or cause}; free space, or set GSPO_CACHE to another folder"
+        ) from cause
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def sha256(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers' own progress bars and notes do not belong into a load: our errors say what is wrong, once."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

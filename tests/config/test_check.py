@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from gspo.config import load
+from gspo.config import dump, load
 from gspo.config.check import known_keys
 from gspo.errors import ConfigError
 
@@ -131,3 +131,39 @@ def test_configuration_needs_no_torch():
     code = "import gspo.config, sys; gspo.config.load(None); print({'torch', 'transformers', 'ray'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"
+
+
+# Lists of sections and of mappings
+
+
+def test_a_list_of_sections_is_checked_key_by_key():
+    loaded = load(None, ["train_dataset.mixture=[{path: a.jsonl, weight: 2}, {path: b.jsonl}]"])
+    assert [(s.path, s.weight, s.size) for s in loaded.config.train_dataset.mixture] == [
+        ("a.jsonl", 2.0, None),
+        ("b.jsonl", 1.0, None),
+    ]
+    with pytest.raises(ConfigError) as caught:
+        load(None, ["train_dataset.mixture=[{path: a, wieght: 2}, 3, {path: b, weight: -1, size: many}]"])
+    said = str(caught.value)
+    assert "train_dataset.mixture[0].wieght is not a known key; the nearest is train_dataset.mixture[0].weight" in said
+    assert "train_dataset.mixture[1] must be a section, got the integer 3" in said
+    assert "train_dataset.mixture[2].weight must be above 0, got -1" in said
+    assert "train_dataset.mixture[2].size must be an integer or null" in said
+
+
+def test_a_list_may_mix_texts_and_mappings():
+    functions = load(None, ["reward.functions=[math, {name: final, marker: '='}]"]).config.reward.functions
+    assert functions == ["math", {"name": "final", "marker": "="}]
+    with pytest.raises(ConfigError, match=r"reward\.functions must be a text, got a list"):
+        load(None, ["reward.functions=[[math]]"])
+
+
+def test_lists_of_sections_and_mappings_survive_dump_and_load(tmp_path):
+    overrides = [
+        "train_dataset.mixture=[{path: 'a:b', name: x, chat_template: false, options: {n: 2}, reward: [{name: math}]}]",
+        "reward.functions=[math, {name: regex, pattern: 'a: [0-9]+', weight: 0.5}]",
+        "train_dataset.chat_template='{{ messages }}'",
+    ]
+    before = load(None, overrides)
+    (tmp_path / "config.yaml").write_text(dump(before))
+    assert load(tmp_path / "config.yaml").config == before.config

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from gspo.algorithms import ALGORITHMS
+from gspo.cli import _embedded_shape
 from gspo.config import effective_objective, load
+from gspo.config.estimate import Unknown, find_shape
 from gspo.config.explain import explain, formula, to_json
 from gspo.config.render import algorithm_card, algorithm_table, inert, to_text
 
@@ -98,8 +100,8 @@ def test_memory_is_listed_and_summed():
     n = memory["shape"]["parameters"]
     assert sizes["actor parameters"] == 4 * n
     assert sizes["actor optimizer state"] == 8 * n
-    assert sizes["logits, one chunk"] == 1024 * 64 * 4
-    assert memory["totals"]["trainer"] == 16 * n + 1024 * 64 * 4
+    assert sizes["logits, one chunk"] == 256 * 64 * 4
+    assert memory["totals"]["trainer"] == 16 * n + 256 * 64 * 4
     assert memory["totals"]["sampler"] == sizes["KV cache, at most"]
 
 
@@ -109,6 +111,20 @@ def test_lora_trains_less_and_a_reference_adds_its_weights():
     ref = report_of("algorithm=gspo", "actor.kl_loss_coef=1", "ref.path=embedded:tiny").sections["memory"]
     assert lora < full < ref["totals"]["trainer"]
     assert ref["totals"]["trainer"] - full == 4 * ref["shape"]["parameters"]
+
+
+def test_the_doctor_says_what_is_trained():
+    assert report_of("algorithm=gspo").sections["policies"]["trained"] == "all weights"
+    lora = report_of("algorithm=gspo", "actor.use_lora=true", "actor.lora_rank=8", "actor.target_modules=[q_proj]")
+    assert "an adapter of rank 8, scaled by alpha/rank = 2, on q_proj; the model stays frozen" in flat(lora)
+    assert lora.exit_code == 0
+
+
+def test_a_model_that_can_be_fetched_has_a_shape_before_it_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("GSPO_CACHE", str(tmp_path))
+    shape = find_shape("smollm2-135m", _embedded_shape)
+    assert shape.parameters == 134_515_008
+    assert isinstance(find_shape("gpt9", _embedded_shape), Unknown)
 
 
 def test_a_model_that_is_not_here_is_unknown_not_guessed(monkeypatch, tmp_path):

@@ -59,6 +59,11 @@ ERRORS = [
     ),
     ("algorithm", ["algorithm=ppo"], ["algorithm=ppo", "critic.path=embedded:tiny"]),
     (
+        "actor.zero_variance_groups",
+        ["algorithm=ppo", "critic={}", "gconfig.n_samples=1", "actor.zero_variance_groups=drop"],
+        ["algorithm=ppo", "critic={}", "gconfig.n_samples=1"],
+    ),
+    (
         "gconfig.min_new_tokens",
         ["gconfig.min_new_tokens=9", "gconfig.max_new_tokens=8"],
         ["gconfig.min_new_tokens=8", "gconfig.max_new_tokens=8"],
@@ -121,9 +126,14 @@ WARNINGS = [
         ["actor.kl_ctl=0.1", REF, "algorithm=grpo"],
     ),
     (
-        "actor.importance_sampling_level",
-        ["algorithm=ppo", "critic.path=embedded:tiny", "actor.importance_sampling_level=sequence"],
-        ["algorithm=ppo", "critic.path=embedded:tiny"],
+        "actor.kl_estimator",
+        ["actor.kl_loss_coef=0.1", REF, "actor.kl_estimator=k1"],
+        ["actor.kl_loss_coef=0.1", REF, "actor.kl_estimator=k2"],
+    ),
+    (
+        "actor.kl_estimator",
+        ["actor.kl_loss_coef=0.1", REF, "actor.kl_estimator=k1"],
+        ["actor.kl_ctl=0.1", REF, "actor.kl_estimator=k1", "algorithm=grpo"],
     ),
     ("critic", ["critic.path=embedded:tiny"], ["critic.path=embedded:tiny", "algorithm=ppo"]),
     (

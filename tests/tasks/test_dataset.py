@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -292,3 +293,79 @@ def test_the_held_out_share_is_what_was_asked_and_spaces_do_not_matter():
 def test_tasks_load_without_torch():
     code = "import sys, gspo.tasks.dataset, gspo.tasks.order; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+# Column mapping, templates and what the user is told
+
+
+def test_columns_are_taken_from_nested_places_and_given_new_names(tmp_path, chat_tokenizer):
+    """The form of verl's files."""
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"{i}?"}],
+            "reward_model": {"ground_truth": str(i)},
+            "extra": {"level": i},
+        }
+        for i in range(3)
+    ]
+    data = load_dataset(
+        str(write(tmp_path / "train.jsonl", rows) or tmp_path / "train.jsonl"), "all", tokenizer=chat_tokenizer,
+        answer_column="reward_model.ground_truth", columns={"level": "extra.level"},
+    )  # fmt: skip
+    assert [data.prompt(i).data["answer"] for i in range(3)] == ["0", "1", "2"]
+    assert [data.prompt(i).data["level"] for i in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"prompt_column": "qestion"},
+            "train_dataset.prompt_column is 'qestion', but rows has the columns question, answer",
+        ),
+        ({"answer_column": "a.b"}, "train_dataset.answer_column is 'a.b', but rows has the columns question, answer"),
+        ({"columns": {"x": "y"}}, "train_dataset.columns.x is 'y', but rows has the columns question, answer"),
+    ],
+)
+def test_a_column_that_does_not_exist_is_named_with_those_that_do(tokenizer, settings, says):
+    with pytest.raises(DataError, match=re.escape(says)):
+        make_dataset([{"question": "2+2=", "answer": "4"}], tokenizer=tokenizer, **settings)
+
+
+def test_a_chat_template_can_be_a_file_a_text_or_refused(tmp_path, tokenizer, chat_tokenizer):
+    row = [{"question": "2+2=", "answer": "4"}]
+    (tmp_path / "own.jinja").write_text("[{{ messages[0].content }}{{ mood }}]")
+    for template in (str(tmp_path / "own.jinja"), "[{{ messages[0].content }}{{ mood }}]"):
+        data = make_dataset(row, tokenizer=tokenizer, chat_template=template, template_kwargs={"mood": "!"})
+        assert data.prompt(0).text == "[2+2=!]"
+    assert make_dataset(row, tokenizer=chat_tokenizer, chat_template=False).prompt(0).text == "2+2="
+    assert make_dataset(row, tokenizer=chat_tokenizer, chat_template=True).prompt(0).text != "2+2="
+    with pytest.raises(DataError, match=r"chat_template must be auto, true, false, none.*got 'chatml'"):
+        make_dataset(row, tokenizer=tokenizer, chat_template="chatml")
+    with pytest.raises(DataError, match=r"chat_template: .*gone\.jinja cannot be read"):
+        make_dataset(row, tokenizer=tokenizer, chat_template=str(tmp_path / "gone.jinja"))
+
+
+def test_a_tokenizer_without_a_template_is_an_error_where_one_is_needed_and_plain_text_elsewhere(tokenizer):
+    row = [{"question": "2+2=", "answer": "4"}]
+    assert make_dataset(row, tokenizer=tokenizer).prompt(0).text == "2+2="
+    with pytest.raises(
+        DataError, match=r"train_dataset\.chat_template is true, but the tokenizer has none; give a \.jinja"
+    ):
+        make_dataset(row, tokenizer=tokenizer, chat_template=True)
+    spoken = make_dataset([{"messages": [{"role": "user", "content": "2+2="}]}], tokenizer=tokenizer)
+    with pytest.raises(
+        DataError, match=r"list of messages, and no chat template is in use; set train_dataset\.chat_template"
+    ):
+        spoken.prompt(0)
+
+
+def test_the_user_is_told_how_many_problems_there_are_and_how_many_were_dropped(tokenizer):
+    rows = [{"question": "1" * n, "answer": "1"} for n in range(1, 11)]
+    data = make_dataset(rows, tokenizer=tokenizer, source="ones", split="train", max_length=8)
+    assert data.describe() == "train_dataset: 7 problems of ones (train), 3 more dropped by train_dataset.max_length"
+
+
+def test_options_are_for_procedural_tasks(tokenizer):
+    with pytest.raises(DataError, match=r"train_dataset\.options \(min_terms\) are settings of a reasoning_gym task"):
+        load_dataset("embedded:arithmetic", tokenizer=tokenizer, options={"min_terms": 2})

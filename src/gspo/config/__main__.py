@@ -1,8 +1,8 @@
-"""`python -m gspo.config > docs/config.md` writes the documentation of all keys."""
+"""`python -m gspo.config [config | migrating]` writes a page of the documentation; `make docs` writes both."""
 
 import sys
 
-from gspo.config.document import document
+from gspo.config.document import document, migrating
 
 sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
-sys.stdout.write(document())
+sys.stdout.write(migrating() if sys.argv[1:] == ["migrating"] else document())

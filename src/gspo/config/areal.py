@@ -185,7 +185,7 @@ def _run_rules() -> Iterable[list[Rule]]:
             "cluster.name_resolve.{type,nfs_record_root,etcd3_addr,ray_actor_name}", "no service discovery is needed"
         ),
         _drop("scheduler." + services, "rewards run in local workers"),
-        _only("scheduler.reward_model_path", (None, ""), "name a reward function in reward.functions instead"),
+        _only("scheduler.reward_model_path", (None, ""), "write reward.functions: [{name: reward_model, path: …}]"),
     )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from gspo.config import foreign
 from gspo.config.schema import Config
 from gspo.config.tree import Node, clip, describe, is_failed
 
@@ -37,7 +38,8 @@ class Key:
     choices: tuple[str, ...]
     nullable: bool
     section: type | None = None
-    items: type | None = None  # of a list
+    items: type | None = None  # of a list; a dataclass where its items are sections
+    mappings: bool = False  # items of a list may also be mappings, passed on as they are
     free: bool = False  # a mapping passed on as it is
     low: float | None = None
     high: float | None = None
@@ -56,7 +58,7 @@ class Key:
         elif self.free:
             parts = ["a mapping"]
         elif self.items is not None:
-            parts = [f"a list of {_PLURALS[self.items]}"]
+            parts = [f"a list of {_PLURALS.get(self.items, 'sections')}" + " or mappings" * self.mappings]
         else:
             parts = [_SCALARS[kind] for kind in self.scalars]
         if self.choices:
@@ -73,17 +75,18 @@ class Key:
 @functools.cache
 def known_keys() -> Mapping[str, Key]:
     """Every key of the schema by its dotted name, sections before what they hold."""
-    return types.MappingProxyType({key.name: key for key in _keys(Config, "")})
+    return types.MappingProxyType({key.name: key for key in keys_of(Config, "")})
 
 
-def _keys(cls: type, prefix: str) -> Iterable[Key]:
+def keys_of(cls: type, prefix: str) -> Iterable[Key]:
+    """The keys of a section class, below `prefix`."""
     hints = get_type_hints(cls)
     for entry in fields(cls):
         default = entry.default if entry.default is not MISSING else entry.default_factory()  # type: ignore[misc]
         key = _key(prefix + entry.name, hints[entry.name], default, dict(entry.metadata))
         yield key
         if key.section is not None:
-            yield from _keys(key.section, key.name + ".")
+            yield from keys_of(key.section, key.name + ".")
 
 
 def _key(name: str, hint: Any, default: Any, metadata: Mapping[str, Any]) -> Key:
@@ -95,7 +98,10 @@ def _key(name: str, hint: Any, default: Any, metadata: Mapping[str, Any]) -> Key
         if get_origin(option) is Literal:
             found["choices"] += get_args(option)
         elif get_origin(option) is list:
-            found["items"] = get_args(option)[0]
+            inside = get_args(option)[0]
+            kinds = get_args(inside) if get_origin(inside) in (Union, types.UnionType) else (inside,)
+            found["items"] = kinds[0]
+            found["mappings"] = any(get_origin(kind) is dict for kind in kinds)
         elif get_origin(option) is dict:
             found["free"] = True
         elif is_dataclass(option):
@@ -124,14 +130,32 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     return leaves[close[0]] if close else None
 
 
-def unknown_key(name: str, place: str) -> str:
-    """The complaint about a key that nobody knows."""
-    near = nearest(name, known_keys())
+def unknown_key(name: str, place: str, names: Iterable[str] | None = None) -> str:
+    """The complaint about a key that nobody knows; `names` are the known ones, by default all of the schema."""
+    leaf = name.rpartition(".")[2]
+    theirs = foreign.find(name)
+    # A name that is ours too, one section off, is more likely a key in the wrong place than one of another system.
+    if theirs is not None and (theirs.key in (name, leaf + ".*") or not _is_ours(leaf) or "." not in name):
+        return f"{place}: {theirs.complaint(name)}"
+    near = nearest(name, known_keys() if names is None else names)
     if near is None:
         return f"{place}: {name} is not a known key; remove it (docs/config.md lists all keys)"
     if near == name:
         return f"{place}: {name} is written with a dot inside one key; write it nested, one section a line"
     return f"{place}: {name} is not a known key; the nearest is {near}: use that, or remove it"
+
+
+def _is_ours(leaf: str) -> bool:
+    return any(known.rpartition(".")[2] == leaf for known in known_keys())
+
+
+def _unknown(name: str, node: Node, names: Iterable[str] | None) -> Iterable[str]:
+    """A complaint about an unknown key, or about each key of another system's section."""
+    if isinstance(node.value, dict) and foreign.is_section(name):
+        for child_name, child in node.value.items():
+            yield from _unknown(f"{name}.{child_name}", child, names)
+    else:
+        yield unknown_key(name, node.place, names)
 
 
 def build(tree: Node, problems: list[str]) -> tuple[Config, dict[str, str]]:
@@ -145,12 +169,14 @@ def build(tree: Node, problems: list[str]) -> tuple[Config, dict[str, str]]:
 
 
 def _section(cls: type, prefix: str, node: Node, problems: list[str], places: dict[str, str]) -> Any:
-    keys = known_keys()
+    # An item of a list is no key of the schema by its full name; its own keys are.
+    own = {key.name: key for key in keys_of(cls, prefix)} if prefix.endswith("].") else None
+    keys = known_keys() if own is None else own
     values: dict[str, Any] = {}
     for name, child in node.value.items():
         key = keys.get(prefix + name) if "." not in name else None
         if key is None:
-            problems.append(unknown_key(prefix + name, child.place))
+            problems += _unknown(prefix + name, child, own)
             continue
         if is_failed(child):
             continue
@@ -175,15 +201,34 @@ def _value(key: Key, node: Node, problems: list[str], places: dict[str, str]) ->
     elif key.free and isinstance(node.value, dict):
         return _free(key, node, problems)
     elif key.items is not None and isinstance(node.value, list):
-        item = Key(key.name, None, key.doc, (key.items,), (), False)
-        values = [_BAD if is_failed(child) else _value(item, child, problems, places) for child in node.value]
-        return _BAD if any(value is _BAD for value in values) else values
+        return _items(key, node, problems, places)
     elif not isinstance(node.value, (dict, list)):
         value = _scalar(key, node)
         if value is not _BAD:
             return _bounded(key, value, node, problems)
-    problems.append(_wrong(key, node))
+    if isinstance(node.value, dict) and foreign.is_section(key.name):
+        problems += _unknown(key.name, node, None)
+    else:
+        problems.append(_wrong(key, node))
     return _BAD
+
+
+def _items(key: Key, node: Node, problems: list[str], places: dict[str, str]) -> Any:
+    """The values of a list: scalars, mappings passed on as they are, or sections."""
+    kind: Any = key.items
+    values = []
+    for number, child in enumerate(node.value):
+        if is_failed(child):
+            values.append(_BAD)
+        elif key.mappings and isinstance(child.value, dict):
+            values.append(_free(key, child, problems))
+        elif is_dataclass(key.items):
+            item = Key(f"{key.name}[{number}]", None, key.doc, (), (), False, section=kind)
+            values.append(_value(item, child, problems, places))
+        else:
+            item = Key(key.name, None, key.doc, (kind,), (), False)
+            values.append(_value(item, child, problems, places))
+    return _BAD if any(value is _BAD for value in values) else values
 
 
 def _scalar(key: Key, node: Node) -> Any:

@@ -1,6 +1,6 @@
 """A config as text: the resolved file of a run, its digest, and docs/config.md.
 
-docs/config.md is written by `python -m gspo.config > docs/config.md`; a test holds the two together.
+docs/config.md and docs/migrating.md are written by `make docs`; tests hold the pages and the tables together.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 from itertools import product
 from typing import Any
 
-from gspo.config import areal
-from gspo.config.check import Key, known_keys
+from gspo.config import areal, foreign
+from gspo.config.check import Key, keys_of, known_keys
 from gspo.config.interpolate import escape
 from gspo.config.loaded import Loaded
 from gspo.config.resolve import proximal_policy
@@ -49,6 +49,8 @@ def _value(value: Any) -> str:
         return value if plain else _quoted(escape(value))
     if isinstance(value, list):
         return "[" + ", ".join(map(_value, value)) + "]"
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_quoted(str(name))}: {_value(child)}" for name, child in value.items()) + "}"
     if value is None or isinstance(value, bool):
@@ -121,9 +123,13 @@ def _key_tables() -> Iterable[str]:
     for key in keys.values():
         if key.section is not None:
             groups.setdefault(key.section, []).append(key)
-    for holders in groups.values():
+        elif key.items is not None and is_dataclass(key.items):
+            groups.setdefault(key.items, []).append(replace(key, name=key.name + "[]"))
+    for kind, holders in groups.items():
         prefix = holders[0].name + "." if holders else ""
         rows = [key for name, key in keys.items() if name.startswith(prefix) and "." not in name.removeprefix(prefix)]
+        if kind is not None and prefix.endswith("[]."):
+            rows = list(keys_of(kind, prefix))
         title = ", ".join(f"`{holder.name}`" for holder in holders) or "Top level"
         doc = " ".join(dict.fromkeys(holder.doc for holder in holders))
         body = [
@@ -190,3 +196,69 @@ def _areal_table() -> str:
         groups.setdefault(rule.sentence, []).append(rule.key)
     rows += [f"| {', '.join(f'`{key}`' for key in keys)} | {_cell(sentence)} |" for sentence, keys in groups.items()]
     return "\n".join(rows)
+
+
+# -- docs/migrating.md ----------------------------------------------------------------------------------------
+
+
+def migrating() -> str:
+    """docs/migrating.md: every key of TRL's GRPOConfig, verl's, and AReaL's."""
+    parts = [_MIGRATING_INTRODUCTION]
+    for system, title, introduction in _SYSTEMS:
+        parts += [f"## {title}", introduction, *_foreign_tables(system)]
+    parts += ["## From AReaL", _FROM_AREAL, _areal_table()]
+    return "\n\n".join(parts) + "\n"
+
+
+_MIGRATING_INTRODUCTION = """# Coming from TRL, verl or AReaL
+
+This file is generated from `src/gspo/config/foreign.py` and `areal.py`: `make docs`.
+
+A config of AReaL loads as it is. A key of TRL's or verl's is an error that says what it is called here, in
+`gspo doctor` and at the start of `gspo train`: those systems count batches and steps differently, so nothing is
+translated behind your back. Reward functions of TRL and AReaL are taken as they are (docs/python.md).
+
+What counts what:
+
+| | a step | prompts per step | updates per step |
+|---|---|---|---|
+| gspo | one rollout batch, sampled, scored, trained | `train_dataset.batch_size` | `actor.ppo_n_minibatches` |
+| TRL | one optimizer update | `generation_batch_size / num_generations`, every `steps_per_generation` micro-steps | 1 |
+| verl | one rollout batch | `data.train_batch_size` | `train_batch_size / ppo_mini_batch_size × ppo_epochs` |
+| AReaL | one rollout batch | `train_dataset.batch_size` | `actor.ppo_n_minibatches` |"""
+
+_SYSTEMS = (
+    (
+        "TRL",
+        "From TRL",
+        """All fields of `GRPOConfig` (TRL 1.16). GSPO in TRL is `importance_sampling_level="sequence"` with `epsilon`
+and `epsilon_high` by hand; here `algorithm: gspo` brings all three. A reward function moves as it is:
+`reward.functions: [my_rewards:accuracy]`, or `Trainer(config, reward=accuracy)`.""",
+    ),
+    (
+        "verl",
+        "From verl",
+        """The keys of `ppo_trainer.yaml` that people set. A parquet file made for verl is read with
+`train_dataset: {path: train.parquet, prompt_column: prompt, answer_column: reward_model.ground_truth}`. A
+`compute_score(data_source, solution_str, ground_truth, extra_info)` becomes `f(text, answer, **columns)`.""",
+    ),
+)
+
+_FROM_AREAL = (
+    """Both eras load: `areal.launcher.*` (2025) and `scheduler.type` (2026). What differs leaves a line each:"""
+)
+
+_FATES = (("mapped", "here"), ("needless", "not needed here, because"), ("unsupported", "not offered"))
+
+
+def _foreign_tables(system: str) -> Iterable[str]:
+    for fate, title in _FATES:
+        groups: dict[tuple[str, str], list[str]] = {}
+        for row in foreign.table().values():
+            if row.system == system and row.fate == fate:
+                groups.setdefault((row.ours, row.note), []).append(row.key)
+        lines = [f"| {system} | {title} |", "|---|---|"]
+        for (ours, note), keys in groups.items():
+            words = ": ".join(filter(None, (f"`{ours}`" if ours else "", note)))
+            lines.append(f"| {', '.join(f'`{key}`' for key in keys)} | {_cell(words)} |")
+        yield "\n".join(lines)

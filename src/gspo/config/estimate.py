@@ -94,16 +94,21 @@ class Unknown:
     reason: str
 
 
-EmbeddedShape = Callable[[str], Mapping[str, Any]]
+EmbeddedShape = Callable[[str], Mapping[str, Any] | None]
 
 
 def find_shape(path: str, embedded: EmbeddedShape | None = None) -> Shape | Unknown:
-    """The shape of `actor.path`. `embedded` gives the config.json fields of an embedded model, from models/ above."""
-    if path.startswith("embedded:"):
-        if embedded is None:
-            return Unknown(f"{path}: the embedded models' shapes are not available here")
+    """The shape of `actor.path`.
+
+    `embedded`, from models/ above, gives the config.json fields of a model that it knows by name: embedded ones and
+    those that can be fetched; None for any other.
+    """
+    if path.startswith("embedded:") and embedded is None:
+        return Unknown(f"{path}: the embedded models' shapes are not available here")
+    if embedded is not None and "/" not in path and not path.endswith(".gguf") and not os.path.isdir(path):
         try:
-            return shape_of(embedded(path), path)
+            if (known := embedded(path)) is not None:
+                return shape_of(known, path)
         except (GspoError, KeyError, TypeError, ValueError) as error:
             return Unknown(f"{path}: {error}")
     if path.endswith(".gguf"):

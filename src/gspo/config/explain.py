@@ -16,8 +16,9 @@ from gspo.config.backend import SAMPLERS, TRAINERS, parse_backend
 from gspo.config.estimate import EmbeddedShape, Item, Shape, Unknown, number
 from gspo.config.facts import Facts, Finding, facts_of
 from gspo.config.loaded import Loaded
+from gspo.config.problems import data_section
 from gspo.config.resolve import Objective
-from gspo.config.schema import Norm
+from gspo.config.schema import Critic, Norm
 from gspo.config.unused import ineffective
 
 RATIO = {"token": "wᵢₜ", "sequence": "sᵢ", "sequence_token": "sᵢₜ"}
@@ -77,6 +78,7 @@ def explain(loaded: Loaded, *, embedded: EmbeddedShape | None = None, num_gpus: 
         "config": None if loaded.path is None else str(loaded.path),
         "run_directory": f"{config.cluster.fileroot}/{config.experiment_name}/{config.trial_name}",
         "objective": objective_section(facts),
+        "data": data_section(facts),
         "batch": batch_section(facts),
         "policies": policy_section(facts),
         "memory": memory_section(facts, shape, embedded),
@@ -101,10 +103,14 @@ def to_json(report: Report) -> str:
 # The objective
 
 
-def formula(objective: Objective, numbers: bool = True) -> str:
-    """The objective as it will run, put together from its parts, so that a changed level or aggregation shows."""
+def formula(objective: Objective, numbers: bool = True, penalised: bool = False) -> str:
+    """The objective as it will run, put together from its parts, so that a changed level or aggregation shows.
+
+    `penalised`: KL in the reward makes advantages differ from token to token.
+    """
     settings, level = objective["settings"], objective["level"]
-    per_token = level == "sequence_token" or (objective["advantage"] == "gae" and level == "token")
+    by_token = penalised or objective["advantage"] == "gae"
+    per_token = level == "sequence_token" or (by_token and level == "token")
     ratio, advantage = RATIO[level], "Aᵢₜ" if per_token else "Aᵢ"
 
     def shown(name: str, symbol: str) -> str:
@@ -146,7 +152,7 @@ def objective_section(f: Facts) -> dict[str, Any]:
         "paper": algorithm.paper,
         "as_published": as_published,
         "same_as": None if as_published else _same_as(objective),
-        "formula": formula(objective),
+        "formula": formula(objective, penalised=actor.kl_ctl > 0),
         "words": _words(f),
         "level": objective["level"],
         "gate": objective["gate"],
@@ -198,7 +204,28 @@ def _words(f: Facts) -> list[str]:
         f"loss: {AGGREGATION_WORDS[objective['aggregation']]}",
         f"groups of equal rewards: {_zero_variance_words(f)}",
     ]
+    if f.config.rollout.dynamic_filter_fn is not None:
+        words.append(
+            f"other groups: {f.config.rollout.dynamic_filter_fn} decides which are trained on; the rest is resampled, "
+            f"at most {f.actor.max_refills} rounds"
+        )
+    if f.actor.overlong_reward_penalty:
+        longest = f.config.gconfig.max_new_tokens
+        words.append(
+            f"overlong completions: up to {number(f.actor.overlong_penalty_factor)} less reward, rising over the last "
+            f"{f.actor.overlong_tokens:,} of {longest:,} tokens"
+        )
+    if objective["advantage"] == "gae" and f.config.critic is not None:
+        words.append(f"critic: {_critic_words(f, f.config.critic)}")
     return words
+
+
+def _critic_words(f: Facts, critic: Critic) -> str:
+    updates = critic.ppo_n_minibatches or f.num_minibatches
+    return (
+        f"{critic.path} with a new value head, {updates} updates per batch at {number(critic.optimizer.lr or 0)}, "
+        f"values clipped to ±{number(critic.value_eps_clip)} around those at the start of the batch"
+    )
 
 
 def _advantage_words(f: Facts) -> str:
@@ -208,6 +235,10 @@ def _advantage_words(f: Facts) -> str:
         words = "reward normalised by actor.reward_norm: " + _norm_words(actor.reward_norm or Norm())
     if chosen == "gae":
         words += f" (γ {actor.discount:g}, λ {actor.gae_lambda:g})"
+    if actor.kl_ctl > 0:
+        words += f"; each token pays {number(actor.kl_ctl)} × the KL to the reference that follows it"
+        if f.objective["level"] == "sequence":
+            words += " (a sequence ratio takes the mean over tokens)"
     if actor.adv_norm is not None:
         words += "; then " + _norm_words(actor.adv_norm)
     return words
@@ -221,11 +252,16 @@ def _norm_words(norm: Norm) -> str:
 
 
 def _zero_variance_words(f: Facts) -> str:
+    chosen = f.actor.zero_variance_groups or "count"
+    if f.objective["advantage"] == "gae" and chosen == "count":
+        return "as any other: the critic says what each token was worth"
+    if f.actor.kl_ctl > 0 and chosen == "count":
+        return "advantage 0 before the KL penalty, counted in the denominator"
     return {
         "count": "advantage 0, still counted in the denominator",
         "drop": "advantage 0, left out of the denominator",
         "refill": f"resampled, at most {f.actor.max_refills} rounds",
-    }[f.actor.zero_variance_groups or "count"]
+    }[chosen]
 
 
 def _decisions(f: Facts) -> list[tuple[str, Any]]:
@@ -239,6 +275,8 @@ def _decisions(f: Facts) -> list[tuple[str, Any]]:
     ]
     if gate == "clip":
         keys[1:1] = ["eps_clip", "eps_clip_higher", "c_clip"]
+    keys += ["kl_ctl"] if actor.kl_ctl > 0 else []
+    keys += ["discount", "gae_lambda"] if f.objective["advantage"] == "gae" else []
     gates = {"cispo": ["cispo_weight_max"], "sapo": ["sapo_tau_pos", "sapo_tau_neg"], "gmpo": ["gmpo_log_clip"]}
     keys[1:1] = gates.get(gate, [])
     return [("algorithm", f.config.algorithm), *((f"actor.{key}", getattr(actor, key)) for key in keys)]
@@ -282,7 +320,19 @@ def policy_section(f: Facts) -> dict[str, Any]:
         "correction": f.objective["settings"]["correction"],
         "correction_words": _correction_words(f),
         "kl": _kl_words(f),
+        "trained": _trained_words(f),
     }
+
+
+def _trained_words(f: Facts) -> str:
+    actor = f.actor
+    if not actor.use_lora:
+        return "all weights"
+    where = "all linear layers but the head"
+    if actor.target_modules != ["all-linear"]:
+        where = ", ".join(actor.target_modules)
+    scale = actor.lora_alpha / actor.lora_rank
+    return f"an adapter of rank {actor.lora_rank}, scaled by alpha/rank = {scale:g}, on {where}; the model stays frozen"
 
 
 def _sampler_words(f: Facts) -> str:
@@ -339,11 +389,19 @@ def _correction_words(f: Facts) -> str:
 def _kl_words(f: Facts) -> str:
     actor, parts = f.actor, []
     ref = "a missing reference" if f.config.ref is None else str(f.config.ref.path)
+    if _adapter_is_off(f):
+        ref += " (the policy with its adapter off)"
     if actor.kl_loss_coef > 0:
         parts.append(f"{number(actor.kl_loss_coef)} × KL to {ref} in the loss ({actor.kl_estimator or 'k3'})")
     if actor.kl_ctl > 0:
         parts.append(f"{number(actor.kl_ctl)} × KL to {ref} in the reward ({actor.kl_estimator or 'k1'})")
     return " and ".join(parts) or "none"
+
+
+def _adapter_is_off(f: Facts) -> bool:
+    """The reference is the policy's own frozen weights."""
+    ref, actor = f.config.ref, f.actor
+    return ref is not None and actor.use_lora and ref.path == actor.path and ref.dtype in ("auto", actor.dtype)
 
 
 # Memory
@@ -390,7 +448,7 @@ def _trainer_memory(f: Facts, shape: Shape, embedded: EmbeddedShape | None) -> l
         shape, chunk=actor.logprobs_chunk_size, tokens_per_mb=actor.mb_spec.max_tokens_per_mb
     )
     ref, critic = f.config.ref, f.config.critic
-    if ref is not None and (actor.kl_loss_coef > 0 or actor.kl_ctl > 0):
+    if ref is not None and (actor.kl_loss_coef > 0 or actor.kl_ctl > 0) and not _adapter_is_off(f):
         other = estimate.find_shape(ref.path or actor.path, embedded)
         dtype = f.dtype if ref.dtype == "auto" else ref.dtype
         items.append(

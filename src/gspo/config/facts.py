@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from gspo.config.backend import SAMPLERS, parse_backend
 from gspo.config.estimate import visible_gpus
@@ -74,6 +74,15 @@ class Facts:
         if self.objective["gate"] != "clip" or self.objective["eps_auto"]:
             return None
         return self.objective["settings"]["clip_low"], self.objective["settings"]["clip_high"]
+
+    @property
+    def code_rewards(self) -> list[dict[str, Any]]:
+        """The settings of every reward `code`, which runs what the model wrote."""
+        valid = self.config.valid_dataset
+        sources = [*self.config.train_dataset.mixture, *(valid.mixture if valid else ())]
+        entries = [*self.config.reward.functions, *(entry for source in sources for entry in source.reward)]
+        named = [{"name": entry} if isinstance(entry, str) else entry for entry in entries]
+        return [entry for entry in named if entry.get("name") == "code"]
 
     @property
     def on_cpu(self) -> bool:

@@ -40,6 +40,7 @@ def to_text(report: Report, *, width: int = 100, styled: bool = False) -> str:
     data = report.sections
     blocks: list[RenderableType] = [
         *_objective(data["objective"]),
+        *_data(data["data"]),
         *_batch(data["batch"]),
         *_policies(data["policies"]),
         *_memory(data["memory"]),
@@ -146,6 +147,18 @@ def _batch(data: dict[str, Any]) -> Iterable[RenderableType]:
     yield _pairs(rows)
 
 
+def _data(data: dict[str, Any]) -> Iterable[RenderableType]:
+    yield _heading("Problems")
+    yield _pairs(
+        [
+            ("training", data["training"]),
+            ("held out", data["held_out"]),
+            ("prompts", data["template"]),
+            ("reward", data["reward"]),
+        ]
+    )
+
+
 def _policies(data: dict[str, Any]) -> Iterable[RenderableType]:
     yield _heading("Policies")
     yield _pairs(
@@ -155,6 +168,7 @@ def _policies(data: dict[str, Any]) -> Iterable[RenderableType]:
             ("π_old", data["pi_old"]),
             ("correction", data["correction_words"]),
             ("KL", data["kl"]),
+            ("trained", data["trained"]),
         ]
     )
 

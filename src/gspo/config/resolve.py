@@ -109,9 +109,14 @@ def effective_objective(loaded: Loaded) -> Objective:
 
 
 def _level(algorithm: Algorithm, chosen: str | None) -> str:
-    """The ratio level; gspo_token's own counts as `sequence` in the key, which has only two values."""
+    """The ratio level; gspo_token's own counts as `sequence` in the key, which has only two values.
+
+    On top of GAE, `sequence` is GSPO-token's form: a ratio per sequence that keeps the advantage of each token.
+    """
     own = "token" if algorithm.level == "token" else "sequence"
-    return algorithm.level if chosen in (None, own) else str(chosen)
+    if chosen in (None, own):
+        return algorithm.level
+    return "sequence_token" if chosen == "sequence" and algorithm.advantage == "gae" else str(chosen)
 
 
 def _clip(algorithm: Algorithm, level: str) -> tuple[float | None, float | None]:
@@ -320,7 +325,7 @@ class _Resolver:
         if config.critic is not None:
             self.fill_from("critic.path", "actor.path")
             self.fill_from("critic.ppo_n_minibatches", "actor.ppo_n_minibatches")
-            self.fill("critic.optimizer.lr", 1e-6, DEFAULT)
+            self.fill("critic.optimizer.lr", 1e-5, DEFAULT)
         self.evaluation()
 
     def evaluation(self) -> None:

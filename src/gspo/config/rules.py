@@ -6,6 +6,7 @@ Every finding names the key, what is wrong with it, and the remedy.
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,19 +92,11 @@ def aggregation(f: Facts) -> Iterator[Finding]:
 
 
 def flattened_advantages(f: Facts) -> Iterator[Finding]:
-    if f.objective["level"] != "sequence":
-        return
-    if f.actor.kl_ctl > 0:
+    if f.objective["level"] == "sequence" and f.actor.kl_ctl > 0:
         yield f.warn(
             "actor.kl_ctl",
             "a KL penalty in the reward differs per token, and one ratio per sequence takes the mean of it",
             "set algorithm: gspo_token, which keeps per-token advantages, or use actor.kl_loss_coef instead",
-        )
-    elif f.objective["advantage"] == "gae":
-        yield f.warn(
-            "actor.importance_sampling_level",
-            "GAE gives an advantage per token, and one ratio per sequence takes their mean",
-            "set actor.importance_sampling_level: token, or a group advantage with algorithm: gspo",
         )
 
 
@@ -172,6 +165,12 @@ def references(f: Facts) -> Iterator[Finding]:
             "actor.kl_ctl",
             "the KL to the reference is counted twice: in the reward and in the loss",
             "set one of actor.kl_ctl and actor.kl_loss_coef to 0",
+        )
+    if actor.kl_loss_coef > 0 and actor.kl_estimator == "k1":
+        yield f.warn(
+            "actor.kl_estimator",
+            "k1 in the loss has the gradient of the log-prob alone, which is 0 on average: it holds nothing back",
+            "set actor.kl_estimator: k3 (the default in the loss) or k2, or use actor.kl_ctl, where k1 is right",
         )
     if f.objective["advantage"] == "gae" and f.config.critic is None:
         yield f.error(
@@ -257,6 +256,12 @@ def advantages(f: Facts) -> Iterator[Finding]:
     actor, group = f.actor, f.config.gconfig.n_samples
     chosen, own = f.objective["advantage"], ALGORITHMS[f.objective["name"]].advantage
     norm = actor.reward_norm
+    if chosen == "gae" and group == 1 and actor.zero_variance_groups in ("drop", "refill"):
+        yield f.error(
+            "actor.zero_variance_groups",
+            f"{actor.zero_variance_groups} rejects groups of equal rewards, and a group of one always is",
+            "set actor.zero_variance_groups: count, or gconfig.n_samples: 2 or more",
+        )
     by_group = chosen in GROUP_ADVANTAGES or (chosen != "gae" and _uses_groups(norm))
     if group == 1 and by_group:
         yield f.error(
@@ -296,6 +301,30 @@ def _uses_groups(norm: Norm | None) -> bool:
     return norm is not None and "group" in (norm.mean_level, norm.std_level)
 
 
+def programs(f: Facts) -> Iterator[Finding]:
+    reward = f.config.reward
+    for entry in f.code_rewards:
+        seconds = entry.get("timeout", 5.0)
+        if isinstance(seconds, int | float) and seconds + 2 > reward.timeout:
+            yield f.error(
+                "reward.timeout",
+                f"a program may take {seconds:g} s and its sandbox 2 more, its reward {reward.timeout:g} s in all",
+                f"set reward.timeout={seconds + 2:g}, or a smaller timeout of `code`",
+            )
+    if f.code_rewards and reward.allow_unsandboxed_code:
+        yield f.warn(
+            "reward.allow_unsandboxed_code",
+            "where bubblewrap does not work, model-written code runs with your own rights: files, network, keys",
+            "install the Debian package bubblewrap and remove the key, or use a machine you can lose",
+        )
+    elif f.code_rewards and shutil.which("bwrap") is None:
+        yield f.warn(
+            "reward.functions",
+            "`code` runs what the model wrote in a bubblewrap sandbox, and bwrap is not installed here",
+            "install the Debian package bubblewrap; without it a run is refused (docs/sandbox.md)",
+        )
+
+
 def rewards(f: Facts) -> Iterator[Finding]:
     reward, path = f.config.reward, f.config.train_dataset.path
     if reward.weights and reward.functions and len(reward.weights) != len(reward.functions):
@@ -304,14 +333,28 @@ def rewards(f: Facts) -> Iterator[Finding]:
             f"{len(reward.weights)} weights for {len(reward.functions)} functions",
             "give one weight per function, or remove reward.weights",
         )
-    if not reward.functions and _is_file(path):
+    train = f.config.train_dataset
+    own_rewards = [source.path for source in train.mixture if not source.reward] if train.mixture else [path]
+    files = [source for source in own_rewards if _is_file(source)]
+    if not reward.functions and files:
         yield f.warn(
             "reward.functions",
-            f"{path} is a file of rows, which brings no reward of its own; the task's guess will be used",
+            f"{files[0]} is a file of rows, which brings no reward of its own; the task's guess will be used",
             "set reward.functions, for example [math], [numeric] or [my_module:my_function]",
         )
-    valid, train = f.config.valid_dataset, f.config.train_dataset
-    if valid is not None and (valid.path, valid.split) == (train.path, train.split):
+    valid = f.config.valid_dataset
+    for key, data in (("train_dataset", train), ("valid_dataset", valid)):
+        if data is not None and any(not source.path for source in data.mixture):
+            yield f.error(f"{key}.mixture", "a source without a path has no rows", "give every source its path")
+    for entry in (*reward.functions, *(entry for source in train.mixture for entry in source.reward)):
+        if isinstance(entry, dict) and not isinstance(entry.get("name"), str):
+            yield f.error(
+                "reward.functions",
+                f"{entry} does not say which reward it is",
+                "write {name: judge, …}, {name: reward_model, …} or another name with its settings",
+            )
+    mixed = bool(train.mixture) or bool(valid and valid.mixture)
+    if valid is not None and not mixed and (valid.path, valid.split) == (train.path, train.split):
         yield f.warn(
             "valid_dataset.split" if f.loaded.is_set("valid_dataset.split") else "valid_dataset.path",
             f"evaluation reads the training problems ({train.path}, split {train.split}): it cannot see overfitting",
@@ -431,5 +474,6 @@ RULES = (
     policies,
     sampling,
     rewards,
+    programs,
     weights,
 )

@@ -53,6 +53,9 @@ class Rollout:
     consumer_batch_size: int | None = key(None, "Prompts per rollout batch; null: train_dataset.batch_size.", low=1)
     max_head_offpolicyness: int = key(0, "How many weight versions a sample may be behind; 0: synchronous.", low=0)
     queue_size: int | None = key(None, "Finished groups kept waiting; null: one rollout batch.", low=1)
+    dynamic_filter_fn: str | None = key(
+        None, "module:function (or file.py:function) that says which groups to train on; the others are resampled."
+    )
     dump_to_file: bool = key(True, "Write every sample to samples/step_*.jsonl.")
     request_timeout: float = key(3600.0, "Seconds until a sampler that does not answer fails the run.", above=0)
     request_retries: int = key(3, "How often a failed request to a sampler server is tried again.", low=0)
@@ -129,7 +132,7 @@ class Optimizer:
 
 @dataclass
 class Actor:
-    path: str = key("embedded:tiny", "Model: embedded:tiny, a folder, a hub name, or a .gguf file.")
+    path: str = key("embedded:tiny", "Model: embedded:tiny, smollm2-135m, a folder, a hub name, a .gguf file.")
     backend: str = key("auto", 'Trainer: auto, "fsdp:d4". auto: one rank where there is no CUDA.')
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = key(
         "auto", "Type of the weights; auto: bfloat16 on CUDA, float32 elsewhere."
@@ -141,15 +144,17 @@ class Actor:
     disable_dropout: bool = key(True, "Dropout off in training, as the ratio needs.")
     init_from_scratch: bool = key(False, "Random weights in the model's architecture.")
     fp32_lm_head: bool | None = key(None, "Compute the LM head in float32; null: yes for sequence ratios.")
-    logprobs_chunk_size: int = key(1024, "Positions per chunk of the LM head; bounds memory.", low=1)
+    logprobs_chunk_size: int = key(256, "Positions per chunk of the LM head; bounds memory.", low=1)
     share_prefix: bool = key(True, "Compute a group's prompt once for its completions.")
     mb_spec: MicroBatch = key(MicroBatch, "Micro-batches.")
     optimizer: Optimizer = key(Optimizer, "Optimizer and its schedule.")
     weight_update_mode: Literal["auto", "disk", "shm", "nccl"] = key("auto", "How weights reach sampler servers.")
-    use_lora: bool = key(False, "Train a low-rank adapter instead of all weights.")
+    use_lora: bool = key(False, "Train a low-rank adapter (peft) instead of all weights.")
     lora_rank: int = key(32, "Rank of the adapter.", low=1)
-    lora_alpha: int = key(16, "Scale of the adapter.", low=1)
-    target_modules: list[str] = key(["all-linear"], "Modules that get an adapter.")
+    lora_alpha: int = key(16, "Scale of the adapter: lora_alpha / lora_rank multiplies it.", low=1)
+    target_modules: list[str] = key(
+        ["all-linear"], "Layers that get an adapter, by the ends of their names; [all-linear]: all but the head."
+    )
 
     importance_sampling_level: Literal["token", "sequence"] | None = key(
         None, "Ratio per token (PPO, GRPO) or per sequence (GSPO); null: the algorithm's. Brings clip and aggregation."
@@ -230,6 +235,26 @@ class Critic:
 
 
 @dataclass
+class MixtureSource:
+    path: str = key("", "As in train_dataset.path; required.")
+    weight: float = key(1.0, "Share of the prompts drawn from this source, relative to the others.", above=0.0)
+    name: str | None = key(None, "Its name in metrics; null: the last part of path.")
+    split: str | None = key(None, "Split to read; null: the data set's above.")
+    size: int | None = key(None, "Use this many rows; procedural tasks generate them.", low=1)
+    max_length: int | None = key(None, "Longer prompts are dropped and counted; null: the data set's above.", low=1)
+    prompt_column: str | None = key(None, "Column with the question; null: guessed from usual names.")
+    answer_column: str | None = key(None, "Column with the reference answer; null: guessed from usual names.")
+    columns: dict[str, Any] = key({}, "Further columns by new name.")
+    system_prompt: str | None = key(None, "System message; null: the data set's above.")
+    chat_template: bool | str | None = key(None, "As above; null: the data set's above.")
+    chat_template_kwargs: dict[str, Any] = key({}, "Handed to the chat template; empty: the data set's above.")
+    options: dict[str, Any] = key({}, "Settings of a reasoning_gym task.")
+    reward: list[str | dict[str, Any]] = key(
+        [], "Rewards of its rows, as in reward.functions; empty: the source's own. reward.functions goes first."
+    )
+
+
+@dataclass
 class DatasetSpec:
     path: str = key("embedded:arithmetic", "embedded:arithmetic, reasoning_gym:<task>, a hub name, a file or folder.")
     type: Literal["rl"] = key("rl", "Kind of data; prompts with references.")
@@ -240,8 +265,18 @@ class DatasetSpec:
     size: int | None = key(None, "Use this many rows; procedural tasks generate them.", low=1)
     prompt_column: str | None = key(None, "Column with the question; null: guessed from usual names.")
     answer_column: str | None = key(None, "Column with the reference answer; null: guessed from usual names.")
-    system_prompt: str | None = key(None, "System message for the chat template.")
-    chat_template: Literal["auto", "none"] = key("auto", "auto: the tokenizer's, if it has one.")
+    columns: dict[str, Any] = key({}, "Further columns by new name, for rewards: {level: extra_info.level}.")
+    system_prompt: str | None = key(None, "System message; without a chat template it stands before the prompt.")
+    chat_template: bool | str = key(
+        "auto",
+        "auto: the tokenizer's, if it has one; true: insist on it; false or none: plain text; a .jinja file, or the "
+        "template itself.",
+    )
+    chat_template_kwargs: dict[str, Any] = key({}, "Handed to the chat template: {enable_thinking: false}.")
+    options: dict[str, Any] = key({}, "Settings of a reasoning_gym task: {min_terms: 2, max_terms: 4}.")
+    mixture: list[MixtureSource] = key(
+        [], "Several data sets by weight, in place of path; a source inherits split, max_length and the template keys."
+    )
 
 
 @dataclass
@@ -286,12 +321,19 @@ class StatsLogger:
 
 @dataclass
 class Reward:
-    functions: list[str] = key([], "Rewards: math, numeric, final, format, module:function, …; empty: the task's own.")
+    functions: list[str | dict[str, Any]] = key(
+        [],
+        "Rewards: math, numeric, final, format, …, module:function, or with settings {name: reward_model, path: …}, "
+        "{name: judge, url: …, model: …} (docs/data.md); empty: the task's own.",
+    )
     weights: list[float] = key([], "One weight per function; empty: all 1.")
     format_regex: str | None = key(None, "Pattern of the format reward.")
     timeout: float = key(10.0, "Seconds until a reward that does not answer is killed.", above=0)
     workers: int = key(2, "Worker processes for rewards that need one.", low=1)
     max_failure_fraction: float = key(0.5, "Share of failed rewards in a batch that stops the run.", low=0.0, high=1.0)
+    allow_unsandboxed_code: bool = key(
+        False, "UNSAFE: where bubblewrap does not work, run model-written code with your own rights (docs/sandbox.md)."
+    )
 
 
 @dataclass
@@ -307,8 +349,13 @@ class Config:
     tokenizer_path: str | None = key(None, "Tokenizer; null: actor.path.")
     allocation_mode: str | None = key(None, "AReaL's old spelling of rollout.backend and actor.backend.")
     strict: bool = key(False, "Turn warnings into errors.")
+    stall_timeout: float = key(
+        7200.0, "Seconds without any progress until a run ends itself with a stack dump (log.txt).", above=0
+    )
     on_alarm: Literal["warn", "stop"] = key("warn", "What the checks during training do.")
-    profile: bool = key(False, "Write a timeline of the first steps for a browser's trace viewer.")
+    profile: bool = key(
+        False, "Write a timeline of steps 2 and 3 (profile/*.trace.json.gz) for a browser's trace viewer."
+    )
     threads: int | None = key(None, "CPU threads of the trainer; part of a run's identity; null: all cores.", low=1)
     cluster: Cluster = key(Cluster, "Machines and the run root.")
     scheduler: Scheduler = key(Scheduler, "Where processes run.")

@@ -14,13 +14,6 @@ def unbuilt(config: Config) -> Iterator[tuple[str, str, str]]:
     """(key, what is missing, what to set instead) for everything this config asks for in vain."""
     actor, rollout = config.actor, config.rollout
     asked = (
-        ("ref", config.ref is not None, "a reference model", "remove ref"),
-        ("critic", config.critic is not None, "a critic", "choose an algorithm without one, for example gspo"),
-        ("algorithm", config.algorithm == "ppo", "PPO's critic", "choose another algorithm, for example gspo"),
-        ("actor.kl_loss_coef", actor.kl_loss_coef > 0, "KL in the loss", "set it to 0"),
-        ("actor.kl_ctl", actor.kl_ctl > 0, "KL in the reward", "set it to 0"),
-        ("actor.use_lora", actor.use_lora, "LoRA", "set it to false"),
-        ("actor.path", actor.path.endswith(".gguf"), "reading GGUF files", "give a folder with safetensors"),
         ("actor.prox_logp_method", actor.prox_logp_method == "loglinear", "loglinear", "set it to recompute"),
         ("actor.attn_impl", actor.attn_impl not in ("auto", "sdpa"), "a choice of attention kernel", "set it to auto"),
         ("actor.disable_dropout", not actor.disable_dropout, "dropout in training", "set it to true"),
@@ -48,7 +41,6 @@ def unbuilt(config: Config) -> Iterator[tuple[str, str, str]]:
             "set it to disabled",
         ),
         ("stats_logger.tensorboard", config.stats_logger.tensorboard, "TensorBoard", "set it to false"),
-        ("profile", config.profile, "the timeline", "set it to false"),
     )
     for key, is_asked, what, instead in asked:
         if is_asked:

@@ -52,7 +52,7 @@ def _objective(f: Facts) -> Iterator[Idle]:
             yield from ((f"actor.{key}", f"the objective is {name}, not {owner}") for key in keys)
     if f.objective["aggregation"] != "token_sum":
         yield "actor.max_new_tokens", "only loss_aggregation token_sum divides by it"
-    if actor.zero_variance_groups != "refill":
+    if actor.zero_variance_groups != "refill" and f.config.rollout.dynamic_filter_fn is None:
         yield "actor.max_refills", f"actor.zero_variance_groups is {actor.zero_variance_groups}, not refill"
 
 
@@ -82,10 +82,16 @@ def _rewards(f: Facts) -> Iterator[Idle]:
     for name, norm in (("reward_norm", actor.reward_norm), ("adv_norm", actor.adv_norm)):
         if norm is not None:
             yield from _norm(f"actor.{name}", norm)
+    if reward.functions:
+        for key, data in (("train_dataset", f.config.train_dataset), ("valid_dataset", f.config.valid_dataset)):
+            if data is not None and any(source.reward for source in data.mixture):
+                yield f"{key}.mixture", "its sources' reward is not used: reward.functions holds for all rows"
     if not reward.functions:
         yield "reward.weights", "reward.functions is empty, the task's own reward is used"
     if "format" not in reward.functions:
         yield "reward.format_regex", "format is not among reward.functions"
+    if not f.code_rewards:
+        yield "reward.allow_unsandboxed_code", "no reward runs model-written code (`code`)"
 
 
 def _norm(key: str, norm: Norm) -> Iterator[Idle]:
@@ -141,6 +147,10 @@ def _rest(f: Facts) -> Iterator[Idle]:
     config = f.config
     if config.total_train_steps is not None:
         yield "total_train_epochs", "total_train_steps decides"
+    for section, data in (("train_dataset", config.train_dataset), ("valid_dataset", config.valid_dataset)):
+        if data is not None and data.mixture:
+            for key in ("path", "size", "prompt_column", "answer_column", "columns", "options"):
+                yield f"{section}.{key}", f"{section}.mixture has data sets of its own"
     if config.valid_dataset is not None:
         for key in ("batch_size", "shuffle"):
             yield f"valid_dataset.{key}", "held-out problems are taken in their order, evaluator.size of them"

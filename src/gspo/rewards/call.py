@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.rewards.builtin import BUILTIN
+from gspo.rewards.sandbox import SandboxError
 
 SAMPLE, AREAL, TRL = "text", "areal", "trl"
 GRACE_S = 0.5  # an awaited call is given up softly at the timeout; the kill comes this much later
@@ -53,7 +54,7 @@ Result = float | tuple[str, str]  # a value, or (kind of failure, message)
 
 def bind(name: str, kwargs: dict[str, Any]) -> Call:
     """Find a function by name and read its signature. Raises ValueError with a sentence for the user."""
-    function = BUILTIN[name] if name in BUILTIN else _find(name)
+    function = BUILTIN[name] if name in BUILTIN else find_function(name)
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
@@ -84,6 +85,8 @@ def call_sample(call: Call, item: Item, index: int) -> Result:
         if type(value) is float and math.isfinite(value):
             return value
         return checked(call.name, _runner().run(_within(value, None)) if inspect.isawaitable(value) else value)
+    except SandboxError as error:  # the machine's doing, not the reward's
+        return "infra", _describe(call.name, error)
     except BaseException as error:  # SystemExit and KeyboardInterrupt of user code are its crash, not ours
         return "crash", _describe(call.name, error)
 
@@ -131,7 +134,8 @@ def checked(name: str, value: Any) -> Result:
     return number
 
 
-def _find(name: str) -> Callable[..., Any]:
+def find_function(name: str) -> Callable[..., Any]:
+    """`module:function` or `file.py:function`; ValueError with a sentence for the user."""
     where, _, attribute = name.rpartition(":")
     try:
         if where.endswith(".py"):

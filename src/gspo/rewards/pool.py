@@ -1,8 +1,8 @@
 """Rewards as the trainer sees them: hand in groups, get outcomes back; nothing hangs, nothing is invented.
 
-Bounded built-ins are computed here and now; everything else goes to worker processes through their supervisor
-(`warden.py`), which keeps scoring, and keeps its deadlines, while the trainer does something else. A pool belongs to
-one thread.
+Bounded built-ins are computed here and now, models and judges by their scorers (`scorer.py`); everything else goes to
+worker processes through their supervisor (`warden.py`), which keeps scoring, and keeps its deadlines, while the trainer
+does something else. A pool belongs to one thread.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ from typing import Any
 from gspo.errors import ConfigError, DataError, RewardError
 from gspo.rewards.builtin import BUILTIN
 from gspo.rewards.call import bind, call_sample
+from gspo.rewards.scorer import SCORERS, Pending
 from gspo.rewards.spec import RewardItem, RewardSpec, combine
 from gspo.rewards.worker import LENGTH
 from gspo.types import Failure, Outcome
 
+# Of one part: its results by sample, or what to ask for them once the group is wanted.
+Results = list[Any] | Pending
 _START = "import sys, json; sys.path[:] = json.loads(sys.argv[2]); import gspo.rewards.warden as w; w.main(sys.argv[1])"
 
 
@@ -63,7 +66,8 @@ class RewardPool:
         self._spec = spec
         self._key = key
         self._inline = [(i, bind(p.name, dict(p.kwargs))) for i, p in enumerate(spec) if p.inline]
-        self._remote = [i for i, part in enumerate(spec) if not part.inline]
+        self._remote = [i for i, part in enumerate(spec) if not part.inline and not part.is_scorer]
+        self._scorers = {i: SCORERS[p.name](**p.kwargs, key=key) for i, p in enumerate(spec) if p.is_scorer}
         self._log_path = log_path
         self._silence_s = silence_s
         self._startup_s = startup_s
@@ -77,9 +81,9 @@ class RewardPool:
         }
         # Token ids are bulky; only user functions can ask for them.
         self._send_ids = any(spec[i].name not in BUILTIN for i in self._remote)
-        self._jobs: dict[int, tuple[Hashable, int, dict[int, list[Any]]]] = {}  # id -> key, samples, inline results
+        self._jobs: dict[int, tuple[Hashable, int, dict[int, Results]]] = {}  # id -> key, samples, what is here already
         self._next_job = 0
-        self._finished: deque[tuple[Hashable, tuple[Outcome, ...]]] = deque()
+        self._finished: deque[tuple[Hashable, int, dict[int, Results]]] = deque()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._incoming = b""
@@ -123,7 +127,9 @@ class RewardPool:
         deadline = None if deadline_s is None else time.monotonic() + deadline_s
         while True:
             while self._finished:
-                yield self._finished.popleft()
+                # Only here are scorers waited for: all groups handed in are theirs by now.
+                key, num, results = self._finished.popleft()
+                yield key, self._outcomes(num, results)
             if not self._jobs:
                 return
             wait_s = 1.0 if deadline is None else deadline - time.monotonic()
@@ -144,6 +150,8 @@ class RewardPool:
     def close(self) -> None:
         """End the workers, with everything they started. Outstanding groups are dropped."""
         self._stop()
+        for scorer in self._scorers.values():
+            scorer.close()
         self._jobs.clear()
         self._finished.clear()
 
@@ -160,11 +168,14 @@ class RewardPool:
         for key, item in keyed:
             num = len(item.completions)
             plain = (item.prompt, item.completions, item.prompt_ids, item.completion_ids, dict(item.data))
-            inline = {part: [call_sample(call, plain, s) for s in range(num)] for part, call in self._inline}
+            results: dict[int, Results] = {
+                part: [call_sample(call, plain, s) for s in range(num)] for part, call in self._inline
+            }
+            results |= {part: scorer.start(item) for part, scorer in self._scorers.items()}
             if not self._remote or not num:
-                self._finished.append((key, self._outcomes(num, inline)))
+                self._finished.append((key, num, results))
                 continue
-            self._jobs[self._next_job] = (key, num, inline)
+            self._jobs[self._next_job] = (key, num, results)
             frames.append(self._frame(self._next_job, item))
             self._next_job += 1
         if frames and self._socket is not None:
@@ -191,10 +202,11 @@ class RewardPool:
         frame = json.dumps({"job": job, "num": len(item.completions)}).encode() + b"\n" + payload
         return LENGTH.pack(len(frame)) + frame
 
-    def _outcomes(self, num: int, results: dict[int, list[Any]]) -> tuple[Outcome, ...]:
+    def _outcomes(self, num: int, results: dict[int, Results]) -> tuple[Outcome, ...]:
         outcomes: list[Outcome] = []
+        known: dict[int, list[Any]] = {part: found() if callable(found) else found for part, found in results.items()}
         for sample in range(num):
-            values = [results[part][sample] for part in range(len(self._spec))]
+            values = [known[part][sample] for part in range(len(self._spec))]
             failure = next((value for value in values if isinstance(value, tuple)), None)
             outcomes.append(combine(self._spec, values) if failure is None else Failure(failure[0], failure[1]))
         return tuple(outcomes)
@@ -230,19 +242,19 @@ class RewardPool:
         elif "job" in message and message["job"] in self._jobs:
             key, num, results = self._jobs.pop(message["job"])
             lost = ("infra", "a reward worker gave no value")  # replaced below for every sample that has one
-            for part in self._remote:
-                results[part] = [lost] * num
+            heard: dict[int, list[Any]] = {part: [lost] * num for part in self._remote}
             for part, sample, value in message["values"]:
-                results[self._remote[part]][sample] = value
+                heard[self._remote[part]][sample] = value
             for sample, kind, text in message["failures"]:
                 for part in self._remote:
-                    results[part][sample] = (kind, text)
-            self._finished.append((key, self._outcomes(num, results)))
+                    heard[part][sample] = (kind, text)
+            self._finished.append((key, num, {**results, **heard}))
 
     def _fail_outstanding(self, why: str) -> None:
         self._stop(patience_s=0.0)
         for key, num, _ in self._jobs.values():
-            self._finished.append((key, (Failure("infra", f"{why} before it answered"),) * num))
+            failed = [("infra", f"{why} before it answered")] * num
+            self._finished.append((key, num, dict.fromkeys(range(len(self._spec)), failed)))
         self._jobs.clear()
 
     def _start(self) -> None:

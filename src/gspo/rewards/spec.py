@@ -17,12 +17,13 @@ from typing import Any
 
 from gspo.errors import ConfigError, RewardError
 from gspo.rewards.builtin import BUILTIN, INLINE
+from gspo.rewards.scorer import SCORERS, settings_of
 from gspo.types import Outcome, Score
 
 
 @dataclass(frozen=True, slots=True)
 class RewardPart:
-    """One term of the weighted sum. `name` is a built-in, `module:function` or `path/to/file.py:function`.
+    """One term of the weighted sum: a built-in, a scorer, `module:function` or `path/to/file.py:function`.
 
     >>> RewardPart("final", weight=1.0, kwargs={"marker": ">"}).label
     'final'
@@ -41,6 +42,10 @@ class RewardPart:
     def inline(self) -> bool:
         return self.name in INLINE
 
+    @property
+    def is_scorer(self) -> bool:
+        return self.name in SCORERS
+
 
 @dataclass(frozen=True, slots=True)
 class RewardItem:
@@ -55,6 +60,8 @@ class RewardItem:
     prompt_ids: Sequence[int] = ()
     completion_ids: Sequence[Sequence[int]] = ()  # also the token counts of length shaping
     data: Mapping[str, Any] = field(default_factory=dict)  # the row's columns
+    messages: Sequence[Mapping[str, Any]] = ()  # the prompt before it was rendered, for judges and reward models
+    source: str = ""  # the data set it came from, where a mixture's sources have rewards of their own
 
 
 Reward = str | Callable[..., Any] | Mapping[str, Any] | RewardPart
@@ -163,7 +170,9 @@ def _part(entry: Any, key: str) -> RewardPart:
         if callable(name):
             name = function_name(name, key)
         if not isinstance(name, str):
-            raise ConfigError(f"{key}.name must name a reward, got {name!r}: one of {', '.join(BUILTIN)}, or module:f")
+            raise ConfigError(
+                f"{key}.name must name a reward, got {name!r}: one of {', '.join((*BUILTIN, *SCORERS))}, or module:f"
+            )
         part = RewardPart(name, weight, options, label)
     elif callable(entry):
         part = RewardPart(function_name(entry, key))
@@ -171,14 +180,15 @@ def _part(entry: Any, key: str) -> RewardPart:
         part = RewardPart(entry)
     else:
         raise ConfigError(f"{key} must be a name, a function or a mapping with `name`, got {entry!r}")
-    if ":" not in part.name and part.name not in BUILTIN:
-        near = get_close_matches(part.name, BUILTIN, n=1)
+    known = (*BUILTIN, *SCORERS)
+    if ":" not in part.name and part.name not in known:
+        near = get_close_matches(part.name, known, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
-            f"{key}: no reward is called {part.name!r}; {hint}built in are {', '.join(BUILTIN)}; "
+            f"{key}: no reward is called {part.name!r}; {hint}built in are {', '.join(known)}; "
             f"your own function is written `module:function`"
         )
-    if part.name in BUILTIN:
+    if part.name in known:
         _check_arguments(part, key)
     return part
 
@@ -190,8 +200,11 @@ def _check_weight(weight: Any, key: str) -> None:
 
 def _check_arguments(part: RewardPart, key: str) -> None:
     """Every argument given to a built-in is used, and every one it needs beyond the row's columns is given."""
-    parameters = inspect.signature(BUILTIN[part.name]).parameters.values()
-    own = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in ("answer", "entry", "num_tokens")]
+    if part.is_scorer:
+        own = settings_of(part.name)
+    else:
+        parameters = inspect.signature(BUILTIN[part.name]).parameters.values()
+        own = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in ("answer", "entry", "num_tokens")]
     if unknown := set(part.kwargs) - {p.name for p in own}:
         takes = ", ".join(p.name for p in own) or "no arguments"
         raise ConfigError(f"{key}: {part.name} does not know {', '.join(sorted(unknown))}; it takes {takes}")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from gspo.errors import DataError
 from gspo.tasks import arithmetic
+from gspo.tasks.order import order
 from gspo.tasks.sources import Row, rows_of
 from gspo.types import Prompt
 
@@ -20,7 +22,7 @@ _ANSWER_COLUMNS = ("answer", "final_answer", "ground_truth", "target", "solution
 class Dataset:
     """Ordered rows and how to render them. Rows that were too long are already gone, and counted.
 
-    `prompt(row)` takes a position in 0…len−1; `order(seed, len(data), submission)` gives it.
+    `prompt(row)` takes a position in 0…len−1; `row_of(seed, submission)` gives it.
     """
 
     source: str
@@ -32,6 +34,7 @@ class Dataset:
     chat: bool | str = False  # False: plain text; True: the tokenizer's chat template; a string: that template
     num_too_long: int = 0
     key: str = "train_dataset"
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     _prompts: dict[int, Prompt] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
@@ -41,6 +44,15 @@ class Dataset:
         if row not in self._prompts:
             self._prompts[row] = self._render(row)
         return self._prompts[row]
+
+    def row_of(self, seed: int, submission: int, *, shuffle: bool = True) -> int:
+        """The row that is submitted as number `submission` of the endless stream."""
+        return order(seed, len(self), submission, shuffle=shuffle)
+
+    def describe(self) -> str:
+        """What was found, in a line for the user."""
+        dropped = f", {self.num_too_long} more dropped by {self.key}.max_length" if self.num_too_long else ""
+        return f"{self.key}: {len(self)} problems of {self.source} ({self.split}){dropped}"
 
     def digest(self) -> str:
         """A fingerprint of what will be asked, for refusing to resume on other data."""
@@ -68,7 +80,11 @@ class Dataset:
             template = self.chat if isinstance(self.chat, str) else None
             try:
                 text = self.tokenizer.apply_chat_template(
-                    messages, chat_template=template, add_generation_prompt=True, tokenize=False
+                    messages,
+                    chat_template=template,
+                    add_generation_prompt=True,
+                    tokenize=False,
+                    **self.template_kwargs,
                 )
             except Exception as error:  # templates are programs and raise what they like
                 raise DataError(
@@ -79,7 +95,7 @@ class Dataset:
             tokens = self.tokenizer.encode(text, add_special_tokens=False)
         if not len(tokens):
             raise DataError(f"{self.source}, row {row}: the prompt {text!r} has no tokens")
-        return Prompt(tuple(int(t) for t in tokens), text, data, self.source, row)
+        return Prompt(tuple(int(t) for t in tokens), text, data, self.source, row, tuple(messages))
 
 
 def load_dataset(
@@ -93,16 +109,20 @@ def load_dataset(
     system_prompt: str | None = None,
     prompt_column: str | None = None,
     answer_column: str | None = None,
+    columns: Mapping[str, str] | None = None,
     chat_template: bool | str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
     key: str = "train_dataset",
 ) -> Dataset:
     """Load a data set by name; DataError says what is wrong and which key of section `key` to set.
 
     path: `embedded:arithmetic[:2-3]`, `reasoning_gym:<task>`, a .jsonl/.json/.csv/.parquet file, a folder of them, or a
     hub name (a local copy under $GSPO_DATA goes first). split: train, test/valid/…, or None/'all' for every row.
-    Columns are found by their usual names unless given; `a.b` reaches into a nested column.
+    Columns are found by their usual names unless given; `a.b` reaches into a nested column. columns: further ones by
+    new name. options: settings of a procedural task.
     chat_template: None or 'auto' uses the tokenizer's if it has one; False or 'none' never; True insists; any other
-    string is a template.
+    string is a template, or a .jinja file with one. template_kwargs: what it is given beside the messages.
     max_length: prompts of more tokens are dropped and counted in `num_too_long`.
     """
     names: list[str] = []
@@ -113,7 +133,7 @@ def load_dataset(
         content = _column(row, names[0])
         return content if isinstance(content, str) else repr(content)
 
-    rows = rows_of(path, split, size=size, seed=seed, text_of=prompt_text, key=key)
+    rows = rows_of(path, split, size=size, seed=seed, options=options or {}, text_of=prompt_text, key=key)
     return make_dataset(
         rows,
         source=path,
@@ -123,7 +143,9 @@ def load_dataset(
         system_prompt=system_prompt,
         prompt_column=prompt_column,
         answer_column=answer_column,
+        columns=columns,
         chat_template=chat_template,
+        template_kwargs=template_kwargs,
         key=key,
     )
 
@@ -138,24 +160,24 @@ def make_dataset(
     system_prompt: str | None = None,
     prompt_column: str | None = None,
     answer_column: str | None = None,
+    columns: Mapping[str, str] | None = None,
     chat_template: bool | str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
     key: str = "train_dataset",
 ) -> Dataset:
     """A data set of rows the caller already has, with the arguments of `load_dataset`."""
     rows = [dict(row) for row in rows]
     if not rows:
         raise DataError(f"{key}.path: {source} (split {split}) has no rows; check {key}.split and {key}.size")
+    for new, name in (columns or {}).items():
+        _require(rows[0], str(name), f"columns.{new}", source, key)
+        rows = [{**row, new: _column(row, str(name))} for row in rows]
     prompt_name = _prompt_column(rows[0], prompt_column, source, key)
     answer_name = _answer_column(rows[0], answer_column, source, key)
     parsed = [_with_answer(row, index, prompt_name, answer_name, source, key) for index, row in enumerate(rows)]
-    chat: bool | str
-    if chat_template in (None, "auto"):
-        chat = bool(getattr(tokenizer, "chat_template", None))
-    elif chat_template is True and not getattr(tokenizer, "chat_template", None):
-        raise DataError(f"{key}.chat_template is true, but the tokenizer has none; give a template, or false")
-    else:
-        chat = False if chat_template == "none" else chat_template
-    whole = Dataset(source, split, parsed, tokenizer, system_prompt, prompt_name, chat, key=key)
+    chat = _chat(chat_template, tokenizer, key)
+    with_template = {"chat": chat, "template_kwargs": template_kwargs or {}}
+    whole = Dataset(source, split, parsed, tokenizer, system_prompt, prompt_name, key=key, **with_template)
     if max_length is None:
         return whole
     lengths = [len(whole.prompt(row).tokens) for row in range(len(whole))]
@@ -168,6 +190,30 @@ def make_dataset(
     prompts = {new: replace(whole.prompt(row), row=new) for new, row in enumerate(kept)}
     fit = [parsed[row] for row in kept]
     return replace(whole, rows=fit, num_too_long=len(parsed) - len(kept), _prompts=prompts)
+
+
+def _chat(chat_template: bool | str | None, tokenizer: Any, key: str) -> bool | str:
+    """False: plain text; True: the tokenizer's template; a string: that template."""
+    own = getattr(tokenizer, "chat_template", None)
+    if chat_template in (None, "auto"):
+        return bool(own)
+    if chat_template is True and not own:
+        raise DataError(
+            f"{key}.chat_template is true, but the tokenizer has none; give a .jinja file, or false for plain text"
+        )
+    if isinstance(chat_template, bool) or chat_template == "none":
+        return chat_template is True
+    template = str(chat_template)
+    if template.endswith(".jinja"):
+        try:
+            return Path(template).expanduser().read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise DataError(f"{key}.chat_template: {template} cannot be read: {error}") from None
+    if "{{" not in template and "{%" not in template:
+        raise DataError(
+            f"{key}.chat_template must be auto, true, false, none, a .jinja file or a Jinja template, got {template!r}"
+        )
+    return template
 
 
 def default_reward(path: str) -> dict[str, Any]:

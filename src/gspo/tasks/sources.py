@@ -7,7 +7,6 @@ hash of each problem's text, so that the same problem never stands on both sides
 from __future__ import annotations
 
 import csv
-import hashlib
 import json
 import os
 import re
@@ -16,27 +15,38 @@ from pathlib import Path
 from typing import Any
 
 from gspo.errors import DataError
-from gspo.tasks import arithmetic
+from gspo.tasks import arithmetic, gym
+from gspo.tasks.split import HELD_OUT, in_held_out
 
 Row = dict[str, Any]
-HELD_OUT = ("test", "valid", "validation", "val", "dev", "eval", "heldout")
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 _SPLIT_NAME = re.compile(r"(train|" + "|".join(HELD_OUT) + r")(?:[-_.].*)?", re.IGNORECASE)
 _HUB_CONFIG = {"openai/gsm8k": "main", "gsm8k": "main"}  # data sets that the hub will not load without a name
-_GYM_SHARE = 0.2  # of a procedural task held out
 
 
 def rows_of(
-    path: str, split: str | None, *, size: int | None, seed: int, text_of: Callable[[Row], str], key: str
+    path: str,
+    split: str | None,
+    *,
+    size: int | None,
+    seed: int,
+    options: Mapping[str, Any],
+    text_of: Callable[[Row], str],
+    key: str,
 ) -> list[Row]:
     """The rows of a split (None or 'all': every row), at most `size`. `text_of` gives the text that is hashed."""
     if split not in (None, "all", "train", *HELD_OUT):
         raise DataError(f"{key}.split must be train, all, or one of {', '.join(HELD_OUT)}; got {split!r}")
     held_out = split in HELD_OUT
+    if path.startswith("reasoning_gym:"):
+        return gym.rows(path.partition(":")[2], split, size=size, seed=seed, options=options, key=key)
+    if options:
+        raise DataError(
+            f"{key}.options ({', '.join(options)}) are settings of a reasoning_gym task, and {key}.path is {path}; "
+            "remove them"
+        )
     if path.startswith("embedded:"):
         return _embedded(path, split, size=size, seed=seed, key=key)
-    if path.startswith("reasoning_gym:"):
-        return _reasoning_gym(path.partition(":")[2], split, size=size, seed=seed, key=key)
     parts = _local(path, key)
     if parts is None:
         parts = _hub(path, key)
@@ -58,16 +68,6 @@ def rows_of(
     else:
         rows = [row for row in train() if in_held_out(text_of(row), 0.05) == held_out]
     return rows if size is None else rows[:size]
-
-
-def in_held_out(text: str, share: float) -> bool:
-    """Whether a problem belongs to the held-out part of a source that has none of its own.
-
-    >>> in_held_out("2+2=", 0.0), in_held_out("2+2=", 1.0)
-    (False, True)
-    """
-    digest = hashlib.blake2b(" ".join(text.split()).encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < share * 2**64
 
 
 def read_file(path: Path, key: str = "train_dataset") -> list[Row]:
@@ -210,32 +210,3 @@ def _embedded(path: str, split: str | None, *, size: int | None, seed: int, key:
             f"digits; set it lower, or {key}.path: embedded:arithmetic:{low}-{high + 1}"
         )
     return [{"question": p.question, "answer": p.answer, "solution": p.solution} for p in drawn]
-
-
-def _reasoning_gym(task: str, split: str | None, *, size: int | None, seed: int, key: str) -> list[Row]:
-    """A procedural task; the entry its scorer wants is kept under `entry`."""
-    try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
-    except ImportError:
-        raise DataError(f"{key}.path: reasoning_gym:{task} needs reasoning-gym: pip install 'gspo[tasks]'") from None
-    if task not in DATASETS:
-        from difflib import get_close_matches
-
-        near = get_close_matches(task, DATASETS, n=3) or sorted(DATASETS)[:8]
-        raise DataError(f"{key}.path: reasoning_gym has no task {task!r}; near are {', '.join(near)}")
-    held_out = split in HELD_OUT
-    count = size if size is not None else 500 if held_out else 2000
-    share = 1.0 if split in (None, "all") else _GYM_SHARE if held_out else 1 - _GYM_SHARE
-    # Some problems come twice and some fall to the other side: generate in rounds, and stop when a task has no more.
-    rows: dict[str, Row] = {}
-    num_drawn = max(8, int(1.2 * count / share))
-    start = 0 if held_out else seed  # held-out problems are the same for every seed of a run
-    for first in range(0, 4 * num_drawn, num_drawn):
-        for entry in reasoning_gym.create_dataset(task, size=num_drawn, seed=start + first):
-            question = str(entry["question"])
-            if share == 1.0 or in_held_out(question, _GYM_SHARE) == held_out:
-                rows.setdefault(question, {"question": question, "answer": entry["answer"], "entry": dict(entry)})
-            if len(rows) == count:
-                return list(rows.values())
-    return list(rows.values())

@@ -1,0 +1,192 @@
+"""A reward model: a sequence classifier with one label, loaded from a folder, that scores prompt and completion.
+
+It runs in the trainer's process and on its device: one copy, all groups of a step together, sorted by length so that
+little is padded. Equal texts are scored once. On a CPU texts are scored one by one by default: padding is then no work
+at all, and a score depends on its text alone, to the last bit, whatever else was scored with it; so a cached score and
+a computed one are the same, also after a resume.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gspo.errors import ConfigError, DataError, RewardError
+from gspo.rewards.call import Result, checked
+
+_REMEMBERED = 65536  # texts
+
+
+class RewardModel:
+    """Scores by a classifier's one logit.
+
+    path            folder (or hub name) of an AutoModelForSequenceClassification with one label, and its tokenizer
+    batch_size      texts per forward pass; null: 1 on a CPU, 32 on CUDA
+    max_length      longest text in tokens, longer ones fail; null: the model's context
+    chat_template   true, false, or null: the tokenizer's, if it has one; without: prompt and completion as plain text
+    device, dtype   null: CUDA and bfloat16 where there is CUDA, else cpu and float32
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        batch_size: int | None = None,
+        max_length: int | None = None,
+        chat_template: bool | None = None,
+        device: str | None = None,
+        dtype: str | None = None,
+        key: str = "reward",
+    ) -> None:
+        import torch
+
+        self._torch = torch
+        self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        on_cpu = self._device.type == "cpu"
+        self._batch_size = batch_size or (1 if on_cpu else 32)
+        kind = getattr(torch, dtype or ("float32" if on_cpu else "bfloat16"), None)
+        if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+            raise ConfigError(f"{key}: reward_model.dtype must be float32, bfloat16 or float16, got {dtype!r}")
+        self._model, self._tokenizer = _load(path, kind, self._device, key)
+        own = getattr(self._tokenizer, "chat_template", None)
+        if chat_template and not own:
+            raise DataError(
+                f"{key}: reward_model.chat_template is true, but the tokenizer of {path} has none; set false"
+            )
+        self._chat = bool(own) if chat_template is None else chat_template
+        context = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        self._max_length = max_length or context or 1 << 30
+        self._name = f"reward_model {path}"
+        self._scores: OrderedDict[tuple[int, ...], Result] = OrderedDict()
+        self._waiting: list[tuple[int, ...]] = []
+
+    def start(self, item: Any) -> Callable[[], list[Result]]:
+        """Take in a group; the first result asked for scores everything taken in so far."""
+        texts = [self._encode(item, completion) for completion in item.completions]
+        self._waiting += texts
+        results: list[Result] = []
+
+        def finish() -> list[Result]:
+            if not results:
+                self._score_waiting()
+                results.extend(self._lookup(text) for text in texts)
+            return results
+
+        return finish
+
+    def score(self, items: Sequence[Any]) -> list[list[Result]]:
+        """Score groups at once."""
+        pending = [self.start(item) for item in items]
+        return [finish() for finish in pending]
+
+    def close(self) -> None:
+        self._waiting.clear()
+
+    def _encode(self, item: Any, completion: str) -> tuple[int, ...]:
+        if not self._chat:
+            return tuple(self._tokenizer.encode(_plain(item) + completion))
+        asked = list(item.messages) or [{"role": "user", "content": item.prompt}]
+        said = [*asked, {"role": "assistant", "content": completion}]
+        try:
+            text = self._tokenizer.apply_chat_template(said, tokenize=False)
+        except Exception as error:  # templates are programs and raise what they like
+            raise DataError(
+                f"{self._name}: its chat template refused the conversation ({error}); set chat_template: false"
+            ) from error
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _lookup(self, text: tuple[int, ...]) -> Result:
+        if text not in self._scores:  # pushed out by so many others
+            self._waiting.append(text)
+            self._score_waiting()
+        return self._scores[text]
+
+    def _score_waiting(self) -> None:
+        new = sorted({text for text in self._waiting if text not in self._scores}, key=lambda text: (len(text), text))
+        self._waiting.clear()
+        for text in (text for text in new if not 0 < len(text) <= self._max_length):
+            self._remember(text, ("infra", f"{self._name}: {len(text)} tokens do not fit into 1…{self._max_length}"))
+        fit = [text for text in new if 0 < len(text) <= self._max_length]
+        for first in range(0, len(fit), self._batch_size):
+            batch = fit[first : first + self._batch_size]
+            for text, score in zip(batch, self._forward(batch), strict=True):
+                self._remember(text, checked(self._name, score))
+        while len(self._scores) > max(_REMEMBERED, len(new)):
+            self._scores.popitem(last=False)
+
+    def _remember(self, text: tuple[int, ...], result: Result) -> None:
+        self._scores[text] = result
+
+    def _forward(self, batch: Sequence[tuple[int, ...]]) -> list[float]:
+        torch, width = self._torch, max(map(len, batch))
+        config = self._model.config.get_text_config()
+        if config.pad_token_id is None:
+            # transformers finds a text's end by looking for padding: it must be a token no text of the batch has.
+            used = set().union(*batch)
+            config.pad_token_id = next(i for i in range(config.vocab_size) if i not in used)
+            try:
+                return self._forward(batch)
+            finally:
+                config.pad_token_id = None
+        tokens = torch.full((len(batch), width), config.pad_token_id, dtype=torch.long)
+        mask = torch.zeros_like(tokens)
+        for row, text in enumerate(batch):
+            tokens[row, : len(text)] = torch.tensor(text)
+            mask[row, : len(text)] = 1
+        with torch.inference_mode():
+            try:
+                logits = self._model(input_ids=tokens.to(self._device), attention_mask=mask.to(self._device)).logits
+            except torch.OutOfMemoryError as error:
+                raise RewardError(
+                    f"{self._name}: {len(batch)} texts of {width} tokens do not fit into memory; lower its batch_size"
+                ) from error
+        return logits[:, 0].double().tolist()
+
+
+def _plain(item: Any) -> str:
+    """The prompt for a model without a chat template: as it was written, not as the policy's template renders it."""
+    if len(item.messages) == 1 and isinstance(item.messages[0].get("content"), str):
+        return item.messages[0]["content"]
+    return item.prompt
+
+
+def _load(path: str, dtype: Any, device: Any, key: str) -> tuple[Any, Any]:
+    """The classifier and its tokenizer; DataError where the folder holds something else."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+    place = Path(path).expanduser()
+    if not place.is_dir() and (place.exists() or path.count("/") > 1 or path.startswith((".", "/", "~"))):
+        raise DataError(f"{key}: reward_model.path: there is no folder {path}")
+    source = str(place) if place.is_dir() else path
+    try:
+        config = AutoConfig.from_pretrained(source)
+        _check_labels(config, path, key)
+        model, found = AutoModelForSequenceClassification.from_pretrained(source, dtype=dtype, output_loading_info=True)
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{key}: reward_model.path: {path} cannot be loaded: {str(error)[:400]}") from error
+    if found["missing_keys"]:
+        without = ", ".join(sorted(found["missing_keys"])[:3])
+        raise DataError(
+            f"{key}: reward_model.path: {path} has no weights for {without}: it is no "
+            "trained classifier (a policy, perhaps), and its scores would be random; give the folder of a reward model"
+        )
+    if len(tokenizer) > model.config.get_text_config().vocab_size:
+        raise DataError(
+            f"{key}: reward_model.path: the tokenizer of {path} has {len(tokenizer)} tokens, its model only "
+            f"{model.config.get_text_config().vocab_size}; they do not belong together"
+        )
+    return model.to(device).eval().requires_grad_(False), tokenizer
+
+
+def _check_labels(config: Any, path: str, key: str) -> None:
+    names: Mapping[int, str] = config.id2label or {}
+    if len(names) != 1:
+        labels = ", ".join(map(str, names.values()))[:80]
+        raise DataError(
+            f"{key}: reward_model.path: {path} has {len(names)} labels ({labels}), and a "
+            "reward is one number: give a classifier with num_labels: 1, or score by a function of your own "
+            "(reward.functions: [module:function])"
+        )

@@ -1,0 +1,205 @@
+"""Training by a reward model, by a judge and on a mixture, on the tiny model: the policy learns what it should."""
+
+import threading
+
+import pytest
+import torch
+from http_judge import JudgeServer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from training_runs import digests, make_trainer, metrics, samples, train
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+
+from gspo.errors import ConfigError, DataError, RewardError
+from gspo.models import embedded
+from gspo.models.loading import load_tokenizer
+
+ALPHABET = "0123456789+=,>"
+# From random weights, four tokens at a time: whatever is rewarded is found by chance and learnt in a few steps.
+QUICK = (
+    "gconfig.max_new_tokens=4", "gconfig.ignore_eos=true", "gconfig.n_samples=8",
+    "train_dataset.batch_size=8", "actor.optimizer.lr=3e-3", "actor.eps_clip=0.2", "total_train_steps=12",
+    "evaluator.at_start=false", "evaluator.size=1",
+)  # fmt: skip
+
+
+def sevens(folder):
+    """A classifier whose one logit is high where the last token is a 7, and low elsewhere: attention and MLP are cut,
+    so its hidden state is the last token's embedding."""
+    size = len(ALPHABET) + 1
+    config = Qwen3Config(
+        vocab_size=size, hidden_size=size, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=4, max_position_embeddings=256, num_labels=1, pad_token_id=0,
+    )  # fmt: skip
+    model = AutoModelForSequenceClassification.from_config(config)
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            weights.fill_(1.0 if "norm" in name else 0.0)
+        model.get_input_embeddings().weight.copy_(torch.eye(size))
+        model.score.weight[0, 1 + ALPHABET.index("7")] = size**-0.5  # RMSNorm makes a one-hot √size long
+    model.save_pretrained(folder)
+    vocabulary = {"[PAD]": 0, **{letter: i for i, letter in enumerate(ALPHABET, 1)}}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[PAD]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def blank(tiny, tmp_path_factory):
+    """The embedded model before it was taught anything: every token is about as likely as any other."""
+    folder = tmp_path_factory.mktemp("blank")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(embedded.folder(tiny))).save_pretrained(folder)
+    load_tokenizer(tiny).save_pretrained(folder)
+    return f"actor.path={folder}"
+
+
+@pytest.fixture
+def judge():
+    server = JudgeServer()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def rewards_of(path):
+    return [row["reward/mean"] for row in metrics(path) if row["step"] > 0]
+
+
+def test_a_policy_learns_what_a_reward_model_likes(tmp_path, blank):
+    model = sevens(tmp_path / "model")
+    _, path = train(tmp_path, blank, *QUICK, f"reward.functions=[{{name: reward_model, path: '{model}'}}]")
+    rewards = rewards_of(path)
+    last = samples(path, 12)
+    assert all(row["reward"] == pytest.approx(float(row["completion"].endswith("7")), abs=1e-4) for row in last)
+    assert rewards[0] < 0.2
+    assert rewards[-1] > rewards[0] + 0.3
+
+
+def test_a_policy_learns_what_a_judge_likes_and_each_text_is_judged_once(tmp_path, blank, judge):
+    judge.score = lambda completion: completion.count("7") / 4
+    entry = f"{{name: judge, url: '{judge.url}', model: m, prompt: '{{completion}}'}}"
+    _, path = train(tmp_path, blank, *QUICK, f"reward.functions=[{entry}]")
+    rewards = rewards_of(path)
+    assert rewards[0] < 0.2
+    assert rewards[-1] > rewards[0] + 0.3
+    assert len(judge.asked) == len(set(judge.asked))
+
+
+def test_a_judge_that_is_gone_stops_the_run_with_its_reason_and_not_with_zeros(tmp_path, blank, judge):
+    judge.score = lambda completion: None
+    entry = f"{{name: judge, url: '{judge.url}', model: m, prompt: '{{completion}}', retries: 0}}"
+    with pytest.raises(RewardError, match=r"rewards failed in one batch.*max_failure_fraction.*judge at .*HTTP 500"):
+        train(tmp_path, blank, *QUICK, f"reward.functions=[{entry}]")
+    assert judge.asked
+
+
+def test_a_judge_that_fails_for_some_masks_those_and_trains_on_the_rest(tmp_path, blank, judge):
+    judge.score = lambda completion: None if completion.startswith("1") else 1.0
+    entry = f"{{name: judge, url: '{judge.url}', model: m, prompt: '{{completion}}', retries: 0}}"
+    _, path = train(tmp_path, blank, *QUICK, "total_train_steps=1", f"reward.functions=[{entry}]")
+    rows = samples(path, 1)
+    failed = [row for row in rows if row["completion"].startswith("1")]
+    assert failed
+    assert all(row["reward"] is None and row["advantage"] == 0 and "infra" in row["failure"] for row in failed)
+    assert all(row["reward"] == 1.0 for row in rows if row not in failed)
+    assert metrics(path)[-1]["reward/failures"] == len(failed)
+
+
+def mixed(*second):
+    rewards = f", reward: [{', '.join(second)}]" if second else ""
+    return (
+        "train_dataset.mixture=[{path: 'embedded:arithmetic:2', weight: 3, size: 100}, "
+        f"{{path: 'embedded:arithmetic:3', name: three, size: 100{rewards}}}]"
+    )
+
+
+def test_a_mixture_trains_with_each_sources_reward_and_reports_each(tmp_path, tiny):
+    _, path = train(tmp_path, mixed("numeric"), "total_train_steps=4", "evaluator.size=16")
+    rows = metrics(path)
+    assert {"reward/part_final@arithmetic:2", "reward/part_numeric@three"} <= rows[-1].keys()
+    log = (path / "log.txt").read_text()
+    assert (
+        "train_dataset.mixture[0]: 100 problems of embedded:arithmetic:2 (train), 75 % of prompts as arithmetic:2"
+        in log
+    )
+    asked = [row["prompt"] for step in range(1, 5) for row in samples(path, step)]
+    digits = {len(prompt.partition("+")[0]) for prompt in asked}
+    assert digits == {2, 3}
+
+
+@pytest.mark.full
+def test_a_policy_learns_both_tasks_of_a_mixture(tmp_path, tiny):
+    _, path = train(
+        tmp_path, mixed(), "total_train_steps=24", "train_dataset.batch_size=24", "gconfig.n_samples=8",
+        "evaluator.at_start=false", "evaluator.size=1",
+    )  # fmt: skip
+    rows = [row for row in metrics(path) if row["step"] > 0]
+    for name in ("reward/part_final@arithmetic:2", "reward/part_final@three"):
+        values = [row[name] for row in rows if name in row]
+        assert sum(values[-6:]) / 6 > sum(values[:6]) / 6 + 0.1, name
+
+
+def test_a_resumed_mixture_is_the_uninterrupted_one(tmp_path, tiny):
+    _, whole = train(tmp_path / "whole", mixed(), "total_train_steps=4")
+    train(tmp_path / "parts", mixed(), "total_train_steps=2")
+    _, parts = train(tmp_path / "parts", mixed(), "total_train_steps=4")
+    whole_digests, parts_digests = digests(whole), digests(parts)
+    for both in (whole_digests, parts_digests):
+        both.pop("metrics")  # the shorter run measured held-out accuracy at its own end
+    assert whole_digests == parts_digests
+
+
+def test_reasoning_gym_trains_end_to_end_with_its_own_scorer(tmp_path, tiny):
+    pytest.importorskip("reasoning_gym", reason="needs gspo[tasks]")
+    _, path = train(
+        tmp_path,
+        "train_dataset.path=reasoning_gym:chain_sum",
+        "train_dataset.options={min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}",
+        "train_dataset.size=32",
+        "total_train_steps=2",
+        "evaluator.at_start=false",
+    )
+    assert metrics(path)[-1]["reward/failures"] == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind", "says"),
+    [
+        (["train_dataset.mixture=[{weight: 2}]"], ConfigError, r"train_dataset\.mixture .*without a path"),
+        (["reward.functions=[{url: 'http://x'}]"], ConfigError, r"reward\.functions .*does not say which reward"),
+        (
+            [
+                "train_dataset.mixture=[{path: 'embedded:arithmetic', name: a}]",
+                "valid_dataset.mixture=[{path: 'embedded:arithmetic', name: a, reward: [numeric]}]",
+            ],
+            ConfigError,
+            "give a different rewards; name one of them otherwise",
+        ),
+        (["reward.functions=[{name: juge}]"], ConfigError, r"reward\.functions.*did you mean 'judge'"),
+        (["reward.functions=[{name: judge, url: 'http://x'}]"], ConfigError, "judge needs model"),
+        (["reward.functions=[{name: reward_model, path: /nowhere}]"], DataError, r"reward_model\.path"),
+        (
+            ["train_dataset.mixture=[{path: 'embedded:arithmetic', prompt_column: qestion}]"],
+            DataError,
+            r"train_dataset\.mixture\[0\]\.prompt_column is 'qestion', but .* has the columns question, answer",
+        ),
+        (
+            ["train_dataset.chat_template=true"],
+            DataError,
+            r"train_dataset\.chat_template is true.*\.jinja file, or false",
+        ),
+    ],
+)
+def test_bad_input_is_named_before_training(tmp_path, tiny, overrides, kind, says):
+    with pytest.raises(kind, match=says):
+        make_trainer(tmp_path, *overrides).train()

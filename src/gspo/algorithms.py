@@ -71,6 +71,7 @@ LEVEL_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "token": {"clip_low": 0.2, "clip_high": 0.2, "aggregation": "sequence_mean"},
         "sequence": {"clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence_mean"},
+        "sequence_token": {"clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence_mean"},
     }
 )
 

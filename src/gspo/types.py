@@ -42,6 +42,7 @@ class Prompt:
     data: Mapping[str, Any] = field(default_factory=dict)  # the row's columns, handed to rewards
     source: str = ""  # the data set it came from
     row: int = 0  # its row there
+    messages: tuple[Mapping[str, Any], ...] = ()  # what was said, before rendering: for judges and reward models
 
 
 @dataclass(frozen=True, slots=True)

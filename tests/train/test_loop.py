@@ -1,3 +1,4 @@
+import gzip
 import json
 import os
 import signal
@@ -636,3 +637,26 @@ def test_the_same_rows_are_written_whatever_the_display(straight, tmp_path, monk
     assert isinstance(trainer.display, LivePanel)
     assert isinstance(straight[0].display, Lines)
     assert [without_clocks(r) for r in metrics(mine)] == [without_clocks(r) for r in metrics(path)]
+
+
+def test_profile_writes_timelines_with_the_phases_of_a_step_and_changes_nothing(tmp_path, straight):
+    _, path = train(tmp_path, *FOUR, "profile=true")
+    traces = sorted((path / "profile").iterdir())
+    assert [t.name for t in traces] == ["step_000002.trace.json.gz", "step_000003.trace.json.gz"]
+    events = json.loads(gzip.decompress(traces[0].read_bytes()))["traceEvents"]
+    names = {e["name"] for e in events if e.get("cat") == "user_annotation"}
+    assert names >= {"rollout", "reward", "train", "proximal", "forward_backward", "optimizer", "sync", "bookkeeping"}
+    assert any(e.get("cat") == "cpu_op" and e["name"].startswith("aten::") for e in events)
+    assert digests(path) == digests(straight[1])
+
+
+def test_the_parts_of_a_step_are_timed_and_sum_to_the_step(straight):
+    for row in metrics(straight[1]):
+        if "time/step_s" not in row:
+            continue
+        parts = ("rollout", "train", "sync", "bookkeeping", "eval")
+        whole = sum(row.get(f"time/{part}_s", 0.0) for part in parts)
+        assert 0.9 * row["time/step_s"] < whole <= row["time/step_s"]
+        inner = sum(row[f"time/{part}_s"] for part in ("proximal", "forward_backward", "optimizer"))
+        assert inner <= row["time/train_s"]
+        assert row["time/reward_s"] <= row["time/rollout_s"]

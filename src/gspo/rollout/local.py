@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from gspo import rng
 from gspo.errors import RolloutError
+from gspo.faults import reached
 from gspo.rollout.admission import check
 from gspo.rollout.cache import ATTENTION, DecodePlan, ExtendPlan, Grid, KVStore, Plan, PrefillPlan, active, make_grid
 from gspo.rollout.rows import Rows
@@ -344,6 +345,7 @@ class LocalSampler:
 
     def _decode(self) -> None:
         """One token for every living row."""
+        reached("rollout.token")
         rows, used = self._rows, self._rows.used
         living, alive = rows.living(), rows.alive[:used]
         if self._grid is None:

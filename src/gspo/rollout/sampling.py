@@ -72,7 +72,7 @@ def draw(scores_n_v: Tensor, uniform_n: Tensor | None) -> tuple[Tensor, Tensor]:
     tokens of one block, with cumulative sums in float64: no token of probability zero is ever drawn, at any size of
     vocabulary. A row that holds NaN or +inf, or nothing but −inf, has log-prob NaN.
     """
-    num_rows, num_vocab = scores_n_v.shape
+    num_vocab = scores_n_v.shape[-1]
     token_n_1 = scores_n_v.argmax(dim=-1, keepdim=True) if uniform_n is None else None
     mass_n_v = scores_n_v.sub_(scores_n_v.amax(dim=-1, keepdim=True)).exp_()
     whole = num_vocab // _BLOCK * _BLOCK

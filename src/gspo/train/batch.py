@@ -7,7 +7,7 @@ fixed before anything is skipped, so that no skip can change a denominator.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gspo.objectives import advantage
+from gspo.objectives import advantage, rows
+from gspo.objectives.kl import kl
 from gspo.train.packing import Completion, PackItem
 from gspo.types import Group, Sample, Score
 
@@ -34,6 +35,12 @@ class Batch:
     advantages: Floats  # final; 0 where not scored
     counted: NDArray[np.bool_]  # in the denominator: scored, and not in a dropped group
     minibatch: NDArray[np.int64]
+    # By sequence number, at the trained tokens of every sequence that is counted; None where nothing asks for them.
+    reference_logp: Mapping[int, NDArray[Any]] | None = None
+    token_advantages: Mapping[int, Floats] | None = None  # then `advantages` holds their mean over the sequence
+    kl_penalty: Floats | None = None  # [n], what KL in the reward took from each sequence, all tokens together
+    values: Mapping[int, NDArray[Any]] | None = None  # the critic's, at the start of the batch
+    returns: Mapping[int, Floats] | None = None  # what they should have been
 
     @cached_property
     def samples(self) -> list[Sample]:
@@ -49,9 +56,18 @@ class Batch:
         return len(self.group_of)
 
     @property
+    def trainable(self) -> NDArray[np.bool_]:
+        """Sequences that a loss can reach: counted, with a token to carry it."""
+        return self.counted & (self.trained_tokens > 0)
+
+    @property
     def live(self) -> NDArray[np.bool_]:
-        """Sequences that can change the gradient: an advantage, and a token to carry it."""
-        return self.counted & (self.advantages != 0) & (self.trained_tokens > 0)
+        """Sequences that can change the policy's gradient: those with an advantage."""
+        if self.token_advantages is None:
+            return self.trainable & (self.advantages != 0)
+        # Their mean may be 0 where they are not.
+        some = {i for i, advantage in self.token_advantages.items() if advantage.any()}
+        return self.trainable & np.array([i in some for i in range(self.num_sequences)], dtype=bool)
 
     def items(self, which: NDArray[np.bool_]) -> list[PackItem]:
         """The chosen sequences as pack items, each prompt with its completions."""
@@ -67,6 +83,18 @@ class Batch:
                 items.append(PackItem(np.asarray(group.prompt.tokens, dtype=np.int64), tuple(chosen)))
             index += len(group.samples)
         return items
+
+
+@dataclass(frozen=True)
+class Credit:
+    """How the reward at the end of a completion becomes an advantage at each of its tokens (see `assign`)."""
+
+    kl_coef: float = 0.0  # actor.kl_ctl: the penalty for leaving the reference, token by token
+    kl_estimator: str = "k1"
+    discount: float = 1.0
+    gae_lambda: float = 1.0
+    adv_norm: Mapping[str, Any] | None = None  # over tokens
+    truncated_is_zero: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,7 +122,12 @@ def shape(scores: Floats, lengths: NDArray[np.int64], how: Shaping) -> Floats:
 
 
 def normalised(rewards: Floats, group_of: NDArray[np.int64], norm: str | Mapping[str, Any]) -> Floats:
-    """Advantages by a preset's name (`group_std`, …) or by an explicit normalisation."""
+    """Advantages by a preset's name (`group_std`, …) or by an explicit normalisation.
+
+    `gae` leaves rewards as they are: what they are worth is for the critic to say (`assign`).
+    """
+    if norm == "gae":
+        return rewards
     x, groups = torch.from_numpy(np.ascontiguousarray(rewards)), torch.from_numpy(np.ascontiguousarray(group_of))
     if isinstance(norm, str):
         kinds = {
@@ -136,7 +169,11 @@ def assemble(
         advantages[np.array([s.finish == "length" for s in samples], dtype=bool)] = 0.0
     counted = scored.copy()
     if zero_variance == "drop":
-        flat = np.array([not (advantages[(group_of == g) & scored] != 0).any() for g in range(len(groups))])
+        judged = advantages
+        if norm == "gae":
+            judged = np.zeros(len(rewards))
+            judged[scored] = normalised(shaped[scored], group_of[scored], "group_mean")
+        flat = np.array([not (judged[(group_of == g) & scored] != 0).any() for g in range(len(groups))])
         counted &= ~flat[group_of] if len(groups) else counted
     return Batch(
         groups=groups,
@@ -146,8 +183,61 @@ def assemble(
         shaped=shaped,
         advantages=advantages,
         counted=counted,
-        minibatch=_minibatches(group_of, len(groups), num_minibatches),
+        minibatch=minibatches(group_of, len(groups), num_minibatches),
     )
+
+
+def assign(batch: Batch, how: Credit) -> Batch:
+    """From one reward per sequence to one advantage per token, with the reference's and the critic's help.
+
+        r_it = −β k_it + [t = |y_i|] R_i          k_it of (log μ, log π_ref) at token t, by `objectives.kl`
+        δ_it = r_it + γ V_i,t+1 − V_it            V after the last token is 0
+        A_it = Σ_u≥t (γλ)^(u−t) δ_iu              returns A_it + V_it are the critic's targets
+
+    R_i is the shaped reward where there is a critic, and the group (or batch) advantage A_i where there is none; then
+    V = 0 and λ = 1, which leaves  A_it = γ^(|y_i|−t) A_i − β Σ_u≥t γ^(u−t) k_iu:  a token pays for the divergence that
+    follows it, as in AReaL. A sequence ratio takes the mean over t: with γ = 1,  A_i − (β/|y_i|) Σ_u u k_iu.
+    μ is the policy that sampled the tokens: its log-probs need no forward pass, and the k's are its KL without bias.
+    Groups were compared before the penalty, so a group of equal rewards still feels it. `adv_norm` comes last and is
+    over tokens; a truncated completion's advantages are 0 after it where that is asked.
+    """
+    numbers, values = np.flatnonzero(batch.trainable).tolist(), batch.values
+    lengths = batch.trained_tokens[numbers]
+    cuts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    rewards = np.zeros(int(cuts[-1]))
+    if how.kl_coef:
+        assert batch.reference_logp is not None
+        behavior = [batch.samples[i].behavior_logp[batch.samples[i].mask] for i in numbers]
+        rewards -= how.kl_coef * _joined_kl(behavior, [batch.reference_logp[i] for i in numbers], how.kl_estimator)
+    penalty = np.zeros(batch.num_sequences)
+    penalty[numbers] = [-rewards[cuts[b] : cuts[b + 1]].sum() for b in range(len(numbers))]
+    rewards[cuts[1:] - 1] += batch.advantages[numbers]
+    value = np.zeros_like(rewards) if values is None else np.concatenate([np.zeros(0), *(values[i] for i in numbers)])
+    layout = rows(torch.from_numpy(rewards), None, torch.from_numpy(cuts))
+    gae_lambda = how.gae_lambda if values is not None else 1.0
+    advantages, returns = (
+        x.numpy()
+        for x in advantage.gae(torch.from_numpy(rewards), torch.from_numpy(value), layout, how.discount, gae_lambda)
+    )
+    if how.adv_norm is not None and len(advantages):
+        advantages = normalised(advantages, np.repeat(batch.group_of[numbers], lengths), how.adv_norm)
+    by_token = {i: advantages[cuts[b] : cuts[b + 1]] for b, i in enumerate(numbers)}
+    if how.truncated_is_zero:
+        by_token |= {i: np.zeros_like(by_token[i]) for i in numbers if batch.samples[i].finish == "length"}
+    mean = np.zeros(batch.num_sequences)
+    mean[numbers] = [by_token[i].mean() for i in numbers]
+    return replace(
+        batch,
+        advantages=mean,
+        token_advantages=by_token,
+        kl_penalty=penalty if how.kl_coef else None,
+        returns=None if values is None else {i: returns[cuts[b] : cuts[b + 1]] for b, i in enumerate(numbers)},
+    )
+
+
+def _joined_kl(behavior: Sequence[NDArray[Any]], reference: Sequence[NDArray[Any]], estimator: str) -> Floats:
+    ours, theirs = (torch.from_numpy(np.concatenate([np.zeros(0), *parts])) for parts in (behavior, reference))
+    return kl(ours, theirs, estimator).numpy()
 
 
 def is_flat(group: Group, shaping: Shaping) -> bool:
@@ -159,7 +249,7 @@ def is_flat(group: Group, shaping: Shaping) -> bool:
     return not normalised(values, np.zeros(len(values), dtype=np.int64), "group_mean").any()
 
 
-def _minibatches(group_of: NDArray[np.int64], num_groups: int, num: int) -> NDArray[np.int64]:
+def minibatches(group_of: NDArray[np.int64], num_groups: int, num: int) -> NDArray[np.int64]:
     """Whole groups per mini-batch where that divides (a prompt is then computed once), else runs of sequences."""
     if num_groups % num == 0:
         return group_of // max(num_groups // num, 1)

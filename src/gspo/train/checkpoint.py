@@ -2,6 +2,8 @@
 
     checkpoints/step_000120/  model.safetensors  optimizer.safetensors  state.json  manifest.json
 
+With an adapter, model.safetensors holds the adapter alone and the manifest the digest of the frozen weights under it.
+With a critic also critic.safetensors and critic_optimizer.safetensors, which only going on needs.
 A checkpoint is written aside, synced, and renamed into place; it is whole or it is not there. Nothing in it depends on
 the number of ranks. Nothing is pickled.
 """
@@ -15,16 +17,22 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file as _load_file
+from safetensors.torch import save_file as _save_file
 from torch import nn
 
 from gspo.errors import CheckpointError
+from gspo.faults import reached
+from gspo.models.lora import base_digest
 from gspo.train.rundir import writing
 
 FORMAT = 1
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
+CRITIC_FILES = ("critic.safetensors", "critic_optimizer.safetensors")
 
 
 def save(
@@ -34,8 +42,10 @@ def save(
     optimizer: torch.optim.Optimizer | None,
     state: Mapping[str, Any],
     config: str,
+    critic: tuple[nn.Module, torch.optim.Optimizer] | None = None,
 ) -> Path:
     """Publish step's checkpoint; returns its folder. `config` is the digest of the resolved configuration."""
+    names = FILES if critic is None else (*FILES, *CRITIC_FILES)
     target = root / f"step_{step:06d}"
     aside = root / f".{target.name}.tmp"
     try:
@@ -43,25 +53,31 @@ def save(
             root.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir()
-            save_file(_weights(model), aside / FILES[0])
-            save_file(_moments(model, optimizer) if optimizer is not None else {}, aside / FILES[1])
-            (aside / FILES[2]).write_text(json.dumps(state, indent=1, allow_nan=False))
+            _write(aside / FILES[0], _weights(model))
+            _write(aside / FILES[1], _moments(model, optimizer) if optimizer is not None else {})
+            if critic is not None:
+                _write(aside / CRITIC_FILES[0], _weights(critic[0]))
+                _write(aside / CRITIC_FILES[1], _moments(*critic))
+            _write(aside / FILES[2], state)
             manifest = {
                 "format": FORMAT,
                 "step": step,
                 "config": config,
                 "files": {
-                    name: {"sha256": _sha256(aside / name), "bytes": (aside / name).stat().st_size} for name in FILES
+                    name: {"sha256": _sha256(aside / name), "bytes": (aside / name).stat().st_size} for name in names
                 },
             }
+            if (base := _base(model)) is not None:
+                manifest["base"] = base
             manifest["sha256"] = _own_sha256(manifest)
-            (aside / "manifest.json").write_text(json.dumps(manifest, indent=1))
-            for name in (*FILES, "manifest.json"):
+            _write(aside / "manifest.json", manifest)
+            for name in (*names, "manifest.json"):
                 _sync(aside / name)
             _sync(aside)
             # An older checkpoint of the same step can only be one that a resumed run is replacing.
             if target.exists():
-                shutil.rmtree(target)
+                _remove(target, "checkpoint.replace")
+            reached("checkpoint.rename")
             os.rename(aside, target)
             _sync(root)
     finally:
@@ -85,13 +101,13 @@ def verify(folder: Path) -> dict[str, Any]:
         if manifest["format"] != FORMAT:
             raise CheckpointError(f"{folder}: format {manifest['format']}, this version reads {FORMAT}")
         listed, own = manifest["files"], manifest.pop("sha256")
-        if own != _own_sha256(manifest) or set(listed) != set(FILES):
+        if own != _own_sha256(manifest) or set(listed) not in (set(FILES), {*FILES, *CRITIC_FILES}):
             raise CheckpointError(f"{file} is damaged: its sha256 is not its own")
         if folder.name != f"step_{manifest['step']:06d}":
             raise CheckpointError(f"{folder} holds step {manifest['step']}: folders were renamed or swapped")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as cause:
         raise CheckpointError(f"{file} is missing or damaged ({cause})") from cause
-    for name in FILES:
+    for name in listed:
         file = folder / name
         if not file.is_file():
             raise CheckpointError(f"{file} is missing")
@@ -110,9 +126,29 @@ def latest(root: Path) -> Iterator[tuple[Path, dict[str, Any] | CheckpointError]
             yield folder, problem
 
 
-def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def load(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    critic: tuple[nn.Module, torch.optim.Optimizer] | None = None,
+) -> dict[str, Any]:
     """Put a verified checkpoint's weights and moments into place; returns its state."""
-    weights = load_file(folder / FILES[0])
+    _refuse_other_base(folder, model)
+    _load_weights(folder, FILES[0], model)
+    if optimizer is not None:
+        _load_moments(model, optimizer, _read(folder / FILES[1]))
+    if critic is not None:
+        if not (folder / CRITIC_FILES[0]).is_file():
+            raise CheckpointError(
+                f"{folder} has no critic: it is of a run without one; set trial_name to start another"
+            )
+        _load_weights(folder, CRITIC_FILES[0], critic[0])
+        _load_moments(*critic, _read(folder / CRITIC_FILES[1]))
+    return json.loads((folder / FILES[2]).read_text())
+
+
+def _load_weights(folder: Path, file: str, model: nn.Module) -> None:
+    weights = _read(folder / file)
     own = _weights(model)
     if set(weights) != set(own):
         odd = sorted(set(weights) ^ set(own))[:4]
@@ -124,11 +160,24 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
                 f"{tuple(own[name].shape)}"
             )
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in _trained(model):
             parameter.copy_(weights[name])
-    if optimizer is not None:
-        _load_moments(model, optimizer, load_file(folder / FILES[1]))
-    return json.loads((folder / FILES[2]).read_text())
+
+
+def _refuse_other_base(folder: Path, model: nn.Module) -> None:
+    """An adapter means nothing on other weights than those it was trained on."""
+    theirs, own = json.loads((folder / "manifest.json").read_bytes()).get("base"), _base(model)
+    if theirs != own:
+        was = (
+            "no adapter"
+            if theirs is None
+            else f"an adapter on frozen weights {theirs['sha256'][:12]} ({theirs['dtype']})"
+        )
+        now = "no adapter" if own is None else f"frozen weights {own['sha256'][:12]} ({own['dtype']})"
+        raise CheckpointError(
+            f"{folder} holds {was}, but the model of actor.path has {now}: it is not the base that this run was "
+            "trained on. Set actor.path (and actor.use_lora, actor.dtype) as in the run, or trial_name to start another"
+        )
 
 
 def prune(root: Path, step: int, keep: int, best: int | None) -> None:
@@ -140,14 +189,31 @@ def prune(root: Path, step: int, keep: int, best: int | None) -> None:
     whole = [s for s in found if s <= step]
     for s in found:
         if s not in whole[-keep:] and s != best:
-            shutil.rmtree(root / f"step_{s:06d}", ignore_errors=True)
+            _remove(root / f"step_{s:06d}", "checkpoint.prune")
     for debris in root.glob(".step_*.tmp"):
         shutil.rmtree(debris, ignore_errors=True)
 
 
+def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    # named_parameters lists a tied weight once; what is frozen is the base model's, and not ours to keep.
+    return ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+
+
 def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    # named_parameters lists a tied weight once.
-    return {name: p.detach().contiguous() for name, p in model.named_parameters()}
+    return {name: p.detach().contiguous() for name, p in _trained(model)}
+
+
+_bases: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()  # frozen weights are read once
+
+
+def _base(model: nn.Module) -> dict[str, str] | None:
+    """Digest and type of the frozen weights; None where all are trained."""
+    frozen = next((p for p in model.parameters() if not p.requires_grad), None)
+    if frozen is None:
+        return None
+    if model not in _bases:
+        _bases[model] = {"sha256": base_digest(model), "dtype": str(frozen.dtype).removeprefix("torch.")}
+    return _bases[model]
 
 
 def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -180,7 +246,36 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def _read(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        return _load_file(file)
+    except (SafetensorError, OSError) as cause:
+        raise CheckpointError(f"{file} cannot be read as safetensors ({cause})") from cause
+
+
+def _write(file: Path, content: Mapping[str, Any]) -> None:
+    """Tensors as safetensors, anything else as JSON."""
+    reached("checkpoint.file")
+    if file.suffix == ".safetensors":
+        _save_file(dict(content), file)
+    else:
+        file.write_text(json.dumps(content, indent=1, allow_nan=False))
+
+
+def _remove(folder: Path, site: str) -> None:
+    """First out of sight, then away: a kill in between leaves debris, never half a checkpoint under a good name."""
+    reached(site)
+    aside = folder.with_name(f".{folder.name}.gone.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        os.rename(folder, aside)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(aside, ignore_errors=True)
+
+
 def _sync(path: Path) -> None:
+    reached("checkpoint.sync")
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from gspo.train.watchdog import beat
+
 # Steps that `profile: true` records: the first warms caches up, and two tell what changes from step to step.
 PROFILED_STEPS = (2, 3)
 
@@ -18,10 +20,12 @@ PROFILED_STEPS = (2, 3)
 def phase(seconds: MutableMapping[str, float], name: str) -> Iterator[None]:
     """Add the seconds of a block to `seconds[name]`; the block is a named range of the timeline."""
     start = time.perf_counter()
+    beat(name)
     try:
         with record_function(name):
             yield
     finally:
+        beat(f"end of {name}")
         seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
 
 
@@ -48,7 +52,7 @@ class Clock:
 
 @contextmanager
 def timeline(path: Path | None) -> Iterator[None]:
-    """Record every operator of a block and write it as a Chrome trace (Perfetto, chrome://tracing); None: do nothing."""
+    """Record every operator of a block as a Chrome trace (Perfetto, chrome://tracing); None: do nothing."""
     if path is None:
         yield
         return

@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gspo.rewards.pool import RewardPool
+from gspo.faults import reached
+from gspo.rewards.router import Rewards
 from gspo.rollout.engine import Sampler
-from gspo.tasks.dataset import Dataset
+from gspo.tasks.mixture import Data
 from gspo.train.rollout import Workflow, sample_groups, single_turn
 from gspo.types import Group, Outcome, SamplingParams, Score
 
@@ -47,17 +48,18 @@ class Evaluation:
 
 
 def evaluate(
-    data: Dataset,
+    data: Data,
     *,
     num_problems: int | None,
     num_samples: int,
     params: SamplingParams,
     sampler: Sampler,
-    rewards: RewardPool,
+    rewards: Rewards,
     decode: Callable[[Sequence[int]], str],
     workflow: Workflow = single_turn,
 ) -> tuple[Evaluation, list[Group]]:
     """The first `num_problems` rows of held-out data, each answered `num_samples` times."""
+    reached("eval.begin")
     count = len(data) if num_problems is None else min(num_problems, len(data))
     prompts = [(FIRST + row, data.prompt(row)) for row in range(count)]
     groups = sample_groups(

@@ -34,7 +34,7 @@ def examine(
     data = setup.load_data(spec, "test", tokenizer, config.seed, "valid_dataset")
     params, num_samples = setup.evaluation_params(config)
     setup.refuse_long_prompts(data, setup.context_length(config, policy), params.max_new_tokens, "eval_gconfig")
-    reward = None if config.reward.functions else default_reward(spec.path)
+    reward = None if config.reward.functions or spec.mixture else default_reward(spec.path)
     sampler = setup.make_sampler(config, policy, tokenizer, step)
     rewards = setup.make_rewards(config, reward, None)
 

@@ -1,4 +1,7 @@
-"""`gspo export`: a run's weights as a model folder that transformers and every engine built on it load."""
+"""`gspo export`: a run's weights as a model folder that transformers and every engine built on it load.
+
+Of a run with an adapter, the adapter in peft's own format, or with `merge` the plain model that it amounts to.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,30 @@ from safetensors.torch import save_file
 
 from gspo.config.schema import Config
 from gspo.errors import CheckpointError, ConfigError
+from gspo.models import embedded
+from gspo.models.loading import EMBEDDED, locate
+from gspo.models.lora import save_adapter
 from gspo.train.policy import PolicyModule, weight_names
 from gspo.train.restore import restore_policy
 
 SHARD = "5GB"
 
 
-def export(config: Config, run: Path, step: int, to: Path, *, shard: str = SHARD) -> Path:
+def export(config: Config, run: Path, step: int, to: Path, *, merge: bool = False, shard: str = SHARD) -> Path:
     """Write the policy after `step` into the new or empty folder `to`: configs, weights, tokenizer."""
+    if merge and not config.actor.use_lora:
+        raise ConfigError(f"{run} has no adapter to merge (actor.use_lora is false): leave out --merge")
     refuse_used(to)
     policy, tokenizer = restore_policy(config, run, step)
     origin = {"run": str(run), "step": step, "from": config.actor.path, "algorithm": config.algorithm}
-    return write_model(policy, tokenizer, to, origin, shard=shard)
+    base = base_name(config.actor.path) if config.actor.use_lora and not merge else None
+    return write_model(policy, tokenizer, to, origin, adapter_of=base, shard=shard)
+
+
+def base_name(path: str) -> str:
+    """Where others find the base model of an adapter: an absolute folder, or the hub's name."""
+    place = str(embedded.folder(path)) if path.startswith(EMBEDDED) else locate(path)
+    return str(Path(place).expanduser().resolve()) if Path(place).expanduser().is_dir() else place
 
 
 def refuse_used(to: Path) -> None:
@@ -35,22 +50,27 @@ def refuse_used(to: Path) -> None:
         raise ConfigError(f"{to} is not an empty folder, and an export replaces nothing; give another one with --to")
 
 
-def write_model(policy: PolicyModule, tokenizer: Any, to: Path, origin: dict[str, Any], *, shard: str = SHARD) -> Path:
-    """Write aside, then rename: the folder is whole or it is not there."""
+def write_model(
+    policy: PolicyModule,
+    tokenizer: Any,
+    to: Path,
+    origin: dict[str, Any],
+    *,
+    adapter_of: str | None = None,
+    shard: str = SHARD,
+) -> Path:
+    """Write aside, then rename: the folder is whole or it is not there. `adapter_of`: only the adapter on that base."""
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(dir=to.parent, prefix=f".{to.name}-"))
     except OSError as cause:
         raise ConfigError(f"{to.parent} cannot be written: {cause.strerror}; give another folder with --to") from cause
     try:
-        _weights(policy, aside, shard)
-        model = policy.model
-        config = model.config
-        config.architectures = [type(model).__name__]
-        config.dtype = next(model.parameters()).dtype
-        config.save_pretrained(aside)
-        if getattr(model, "generation_config", None) is not None:
-            model.generation_config.save_pretrained(aside)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+        if adapter_of is not None:
+            save_adapter(policy.model, aside, adapter_of)
+        else:
+            _weights(policy, aside, shard)
+            _configs(policy.model, aside)
         tokenizer.save_pretrained(aside)
         (aside / "gspo.json").write_text(json.dumps(origin, indent=1) + "\n", encoding="utf-8")
         os.chmod(aside, 0o755)  # mkdtemp's folders are private, and so are safetensors' files
@@ -64,6 +84,15 @@ def write_model(policy: PolicyModule, tokenizer: Any, to: Path, origin: dict[str
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return to
+
+
+def _configs(model: Any, folder: Path) -> None:
+    config = model.config
+    config.architectures = [type(model).__name__]
+    config.dtype = next(model.parameters()).dtype
+    config.save_pretrained(folder)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(folder)
 
 
 def _weights(policy: PolicyModule, folder: Path, shard: str) -> None:

@@ -20,21 +20,24 @@ from gspo.config import Loaded, digest, dump, load
 from gspo.config.lint import check
 from gspo.errors import GspoError, TrainingError
 from gspo.tasks.dataset import Dataset
-from gspo.tasks.order import order
+from gspo.tasks.mixture import Mixture
 from gspo.train import checkpoint, setup
 from gspo.train.adapt import AutoClip, bounds, follow, proximal_source
 from gspo.train.alarms import alarms
-from gspo.train.batch import Batch, assemble, is_flat
-from gspo.train.clock import Clock
+from gspo.train.batch import Batch, assemble, assign
+from gspo.train.clock import PROFILED_STEPS, Clock, timeline
+from gspo.train.critic import Critic, critic_metrics, token_values, train_critic
 from gspo.train.display import make_display
 from gspo.train.evaluate import Evaluation, evaluate
 from gspo.train.metrics import noise_floor, sample_rows, step_metrics, time_metrics, token_tensors
+from gspo.train.reference import reference_logp
 from gspo.train.resume import resume
-from gspo.train.rollout import Workflow, refuse_failures, sample_groups, single_turn
+from gspo.train.rollout import Filter, Workflow, fill, refuse_failures, sample_groups, single_turn
 from gspo.train.rundir import RunDir, atomic, environment, to_json
 from gspo.train.signals import StopRequest
 from gspo.train.state import State
 from gspo.train.step import Plan, StepReport, train_step
+from gspo.train.watchdog import watched
 from gspo.types import Group, Prompt
 
 
@@ -56,6 +59,7 @@ class Trainer:
     dataset     rows (mappings with a prompt and what the reward needs) or a `tasks.Dataset`; None: train_dataset
     valid       the same for held-out problems; None: valid_dataset, else the training data's held-out split
     workflow    how requests become samples (see `train.rollout.Workflow`); None: one completion per prompt
+    dynamic_filter_fn  which groups to train on (see `train.rollout.Filter`); None: rollout.dynamic_filter_fn
     """
 
     def __init__(
@@ -63,9 +67,10 @@ class Trainer:
         config: str | Path | Loaded,
         *,
         reward: Any = None,
-        dataset: Dataset | Sequence[dict[str, Any]] | None = None,
-        valid: Dataset | Sequence[dict[str, Any]] | None = None,
+        dataset: Dataset | Mixture | Sequence[dict[str, Any]] | None = None,
+        valid: Dataset | Mixture | Sequence[dict[str, Any]] | None = None,
         workflow: Workflow | None = None,
+        dynamic_filter_fn: Filter | None = None,
         overrides: Sequence[str] = (),
     ) -> None:
         self.loaded = config if isinstance(config, Loaded) else load(config, overrides)
@@ -74,20 +79,23 @@ class Trainer:
         self.workflow = workflow or partial(single_turn, deadline_s=self.config.rollout.request_timeout)
         self.stop = StopRequest()
         self._given = reward, dataset, valid
+        self.keeps = setup.make_filter(self.config, dynamic_filter_fn)
 
     def train(self) -> Summary:
         """Run to the end, or to a signal; the same call again goes on from the last checkpoint."""
         try:
             self.open()
-            self.begin()
-            while self.state.step < self.total_steps and self.stop.signal is None:
-                clock = Clock()
-                groups = self.sample(clock)
-                batch = self.assemble(groups)
-                report = self.update(batch, clock)
-                self.publish(clock)
-                self.record(batch, report, clock)
-            return self.end()
+            with watched(self.config.stall_timeout, self.run.path / "log.txt", self.say):
+                self.begin()
+                while self.state.step < self.total_steps and self.stop.signal is None:
+                    with timeline(self.profiled()):
+                        clock = Clock()
+                        groups = self.sample(clock)
+                        batch = self.assemble(groups, clock)
+                        report = self.update(batch, clock)
+                        self.publish(clock)
+                        self.record(batch, report, clock)
+                return self.end()
         finally:
             self.close()
 
@@ -107,9 +115,9 @@ class Trainer:
 
     def fill(self, clock: Clock) -> list[Group]:
         """Scored groups for one batch, by as many rounds as it takes."""
-        actor, groups, self.num_flat = self.config.actor, [], 0
-        for _ in range(1 + actor.max_refills):
-            prompts = [self.next_prompt() for _ in range(self.num_prompts - len(groups))]
+
+        def draw(count: int) -> list[Group]:
+            prompts = [self.next_prompt() for _ in range(count)]
             with clock("rollout"):
                 fresh = sample_groups(
                     prompts,
@@ -122,36 +130,27 @@ class Trainer:
                     clock=clock,
                 )
             refuse_failures(fresh, self.config.reward.max_failure_fraction)
-            if actor.zero_variance_groups != "refill":
-                return fresh
-            taught = [group for group in fresh if not is_flat(group, setup.make_shaping(self.config))]
-            groups += taught
-            self.num_flat += len(fresh) - len(taught)
-            if len(groups) == self.num_prompts:
-                return groups
-        raise TrainingError(
-            f"{1 + actor.max_refills} rounds of sampling gave {len(groups)} of {self.num_prompts} groups whose rewards "
-            "differ (actor.max_refills); the task is too easy or too hard. Set actor.zero_variance_groups=count"
-        )
+            return fresh
 
-    def assemble(self, groups: Sequence[Group]) -> Batch:
+        groups, self.num_refilled = fill(draw, self.num_prompts, self.keeps, 1 + self.config.actor.max_refills)
+        return groups
+
+    def assemble(self, groups: Sequence[Group], clock: Clock) -> Batch:
         """Rewards to advantages, sequences to mini-batches; nothing below can change either."""
-        actor = self.config.actor
-        return assemble(
-            groups,
-            norm=self.norm,
-            shaping=setup.make_shaping(self.config),
-            num_minibatches=self.plan.num_minibatches,
-            adv_norm=None if actor.adv_norm is None else setup.norm_settings(actor.adv_norm),
-            zero_variance=actor.zero_variance_groups or "count",
-            truncated_is_zero=actor.mask_no_eos_with_zero,
-        )
+        batch = assemble(groups, num_minibatches=self.plan.num_minibatches, **setup.assembly(self.loaded))
+        if self.reference is not None:
+            with clock("reference"):
+                batch = replace(batch, reference_logp=reference_logp(self.reference, batch))
+        if self.critic is not None:
+            with clock("critic"):
+                batch = replace(batch, values=token_values(self.critic, batch))
+        return batch if self.credit is None else assign(batch, self.credit)
 
     def update(self, batch: Batch, clock: Clock) -> StepReport:
         """K optimizer updates; what they measure decides the next step's clip range and π_old."""
         self.display.phase("training")
         count, plan = self.plan.num_minibatches, self.plan_now()
-        rates = setup.learning_rates(self.config, self.state.update, count, self.total_steps * count)
+        rates = setup.learning_rates(self.config.actor.optimizer, self.state.update, count, self.total_steps * count)
         with clock("train"):
             report = train_step(
                 self.policy,
@@ -169,9 +168,21 @@ class Trainer:
             "policy/proximal": self.state.proximal,
         }
         self.state.update += count
-        self.guard(report)
+        self.guard(report.taken, "mini-batch")
+        if self.critic is not None:
+            with clock("critic"):
+                report.settings |= self.update_critic(self.critic, batch)
         self.learn_from(batch, report, plan)
         return report
+
+    def update_critic(self, critic: Critic, batch: Batch) -> dict[str, Any]:
+        """The value model learns from the returns that the advantages were made of."""
+        assert self.config.critic is not None
+        count, total = critic.num_minibatches, self.total_steps * critic.num_minibatches
+        rates = setup.learning_rates(self.config.critic.optimizer, self.state.step * count, count, total)
+        report = train_critic(critic, batch, rates)
+        self.guard(report.taken, "critic's mini-batch")
+        return critic_metrics(batch, report, rates[-1])
 
     def publish(self, clock: Clock) -> None:
         """The new weights are a new version; the in-process sampler shares them and only drops its cache."""
@@ -184,8 +195,8 @@ class Trainer:
         step = self.state.step
         with clock("bookkeeping"):
             metrics = {"step": step, **step_metrics(batch, report, step - 1), **report.settings}
-            metrics["reward/refilled_groups"] = self.num_flat
-            if self.config.rollout.dump_to_file:
+            metrics["reward/refilled_groups"] = self.num_refilled
+            if self.config.rollout.dump_to_file or not all(report.taken):  # a bad batch is always kept to look at
                 self.run.samples(step, sample_rows(batch, report, step), token_tensors(batch, report))
         last = step == self.total_steps
         # Not for a signal: a resumed run must not have measured more than an uninterrupted one.
@@ -231,7 +242,9 @@ class Trainer:
     def save(self) -> None:
         """Publish a checkpoint of this step, then forget those no longer needed."""
         state = {**asdict(self.state), "identity": self.identity}
-        checkpoint.save(self.run.checkpoints, self.state.step, self.policy, self.optimizer, state, digest(self.config))
+        trained = self.policy, self.optimizer
+        critic = self.critic and self.critic.trained
+        checkpoint.save(self.run.checkpoints, self.state.step, *trained, state, digest(self.config), critic)
         checkpoint.prune(self.run.checkpoints, self.state.step, self.config.saver.keep, self.state.best_step)
         # Here and not with every step: what is deleted before a checkpoint could be missing after a resume.
         if self.config.stats_logger.keep_sample_steps is not None:
@@ -251,7 +264,7 @@ class Trainer:
         reward, rows, valid = self._given
         self.run = RunDir(Path(config.cluster.fileroot) / config.experiment_name / config.trial_name)
         threads = setup.set_threads(config)
-        self.plan, self.norm = setup.make_plan(self.loaded)
+        self.plan, self.credit = setup.make_plan(self.loaded), setup.make_credit(self.loaded)
         self.rewards = setup.make_rewards(config, reward, str(self.run.path / "rewards.log"))
         self.policy, self.tokenizer = setup.make_policy(config, self.plan.settings["level"] != "token")
         self.decode = setup.decoder(self.tokenizer)
@@ -264,11 +277,14 @@ class Trainer:
         self.steps_per_epoch = max(len(self.data) // self.num_prompts, 1)
         self.total_steps = config.total_train_steps or config.total_train_epochs * self.steps_per_epoch
         self.optimizer = setup.make_trained_optimizer(config, self.policy)
+        self.reference = setup.make_reference(config, self.policy, self.tokenizer)
+        self.critic = setup.make_critic(config, self.tokenizer)
         num_parameters = sum(p.numel() for p in self.policy.parameters())
         self.identity = {"threads": threads, "data": self.data.digest(), "parameters": num_parameters}
         self.display = make_display(f"gspo · {self.run.path}", self.total_steps)
         started = State(proximal="rollout" if config.actor.prox_logp_method == "rollout" else "recompute")
-        self.state = resume(self.run, config, self.policy, self.optimizer, self.identity, self.say) or started
+        critic = self.critic and self.critic.trained
+        self.state = resume(self.run, config, self.policy, self.optimizer, self.identity, self.say, critic) or started
         self.display.start_at(self.state.step)
         self.sampler = setup.make_sampler(config, self.policy, self.tokenizer, self.state.step)
         with atomic(self.run.path / "config.yaml") as aside:
@@ -283,6 +299,8 @@ class Trainer:
         """Say what is about to happen; measure held-out accuracy before the first step."""
         for message in (*self.loaded.messages, *(f"warning: {finding}" for finding in self.warnings)):
             self.say(message)
+        for line in (*self.data.describe().splitlines(), *self.valid.describe().splitlines()):
+            self.say(line)
         if self.valid is self.data:
             self.say(f"warning: {len(self.data)} rows leave none to hold out; evaluation reads them too. Give valid=…")
         if self.state.step == 0 and self.config.evaluator.at_start:
@@ -314,7 +332,7 @@ class Trainer:
         submission = self.state.submission
         self.state.submission += 1
         shuffle = self.config.train_dataset.shuffle
-        return submission, self.data.prompt(order(self.config.seed, len(self.data), submission, shuffle=shuffle))
+        return submission, self.data.prompt(self.data.row_of(self.config.seed, submission, shuffle=shuffle))
 
     def plan_now(self) -> Plan:
         """The plan with this step's clip range, which `eps_clip: auto` moves."""
@@ -349,12 +367,13 @@ class Trainer:
             )
         state.proximal = source
 
-    def guard(self, report: StepReport) -> None:
+    def guard(self, updates: Sequence[bool], what: str) -> None:
         """A non-finite gradient touched nothing; too many in a row end the run."""
-        for k, taken in enumerate(report.taken):
+        for k, taken in enumerate(updates):
             self.state.nonfinite_in_row = 0 if taken else self.state.nonfinite_in_row + 1
             if not taken:
-                self.say(f"step {self.state.step + 1}, mini-batch {k + 1}: non-finite gradient, update skipped")
+                at = f"step {self.state.step + 1}, {what} {k + 1}"
+                self.say(f"{at}: non-finite gradient, update skipped; its samples are in samples/")
             if self.state.nonfinite_in_row >= self.config.actor.max_nonfinite_updates:
                 raise TrainingError(
                     f"{self.state.nonfinite_in_row} updates in a row had a non-finite gradient "
@@ -382,6 +401,12 @@ class Trainer:
         live = np.flatnonzero(batch.live)
         count = min(self.config.stats_logger.keep_token_samples, len(live))
         return frozenset(live[np.arange(count) * len(live) // max(count, 1)].tolist())
+
+    def profiled(self) -> Path | None:
+        """Where the timeline of the coming step goes, if there is to be one."""
+        step = self.state.step + 1
+        asked = self.config.profile and step in PROFILED_STEPS
+        return self.run.path / "profile" / f"step_{step:06d}.trace.json.gz" if asked else None
 
     def is_due(self, frequency: Any, since: float) -> bool:
         return setup.is_due(frequency, self.state.step, self.steps_per_epoch, time.monotonic() - since)

@@ -40,8 +40,12 @@ def step_metrics(batch: Batch, report: StepReport, version: int) -> dict[str, An
         "grad/norm": _mean(np.array(report.grad_norms)),
         "grad/norm_max": max(report.grad_norms, default=None),
         "grad/skipped_updates": report.taken.count(False),
-        "skipped/zero_advantage_sequences": int((batch.counted & ~batch.live).sum()),
+        "skipped/zero_advantage_sequences": report.num_skipped,
     }
+    if batch.reference_logp is not None:
+        out["policy/kl_reference"] = _weighted(report.kl_reference, lengths)
+    if batch.kl_penalty is not None:
+        out["reward/kl_penalty"] = _mean(batch.kl_penalty[batch.trainable])
     first, entered = batch.minibatch == 0, np.isfinite(report.log_s)
     # With one mini-batch all there is is the first; its ratios are 1 unless π_old is the sampler's.
     later = entered & (~first if batch.minibatch.max(initial=0) > 0 else True)

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from gspo.faults import reached
+
 
 def make_optimizer(
     parameters: Iterable[nn.Parameter],
@@ -66,6 +68,8 @@ def apply_update(
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         for group in optimizer.param_groups:
             group["lr"] = lr
+        reached("train.optimizer")
         optimizer.step()
+        reached("train.updated")
     optimizer.zero_grad(set_to_none=True)
     return float(norm), taken

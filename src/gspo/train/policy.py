@@ -21,6 +21,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from gspo import rng
 from gspo.errors import DataError
 from gspo.models.attention import TREE, use_attention
+from gspo.models.flex import FLEX
+from gspo.models.lora import merged_state
 from gspo.train.packing import Completion, Packed, PackItem, pack
 
 # Largest |log-prob difference| between two right computations of the probe; a leak is far above it.
@@ -54,6 +56,7 @@ class PolicyModule(nn.Module):
         self.chunk_size = chunk_size
         self.fp32_head = fp32_head
         self.share_prefix = True
+        self.attention = TREE  # the registered implementation that shares prefixes
         head = model.get_output_embeddings()
         if type(head) is not nn.Linear:
             raise DataError(
@@ -85,7 +88,7 @@ class PolicyModule(nn.Module):
     def _attention(self) -> contextlib.AbstractContextManager[None]:
         # Plain packing runs on the model's own implementation, whose masks transformers derives from the
         # restarting positions.
-        return use_attention(self.model, TREE) if self.share_prefix else contextlib.nullcontext()
+        return use_attention(self.model, self.attention) if self.share_prefix else contextlib.nullcontext()
 
     def forward(
         self, packed: Packed, *, temperature: float = 1.0, with_entropy: bool = True, entropy_grad: bool = False
@@ -97,7 +100,7 @@ class PolicyModule(nn.Module):
             empty = torch.zeros(0, dtype=_output_dtype(head.weight.dtype), device=head.weight.device)
             return PolicyOutput(empty.requires_grad_(torch.is_grad_enabled()), empty.detach())
         rows, order, begins = packed.by_source
-        hidden = self._trunk(packed).index_select(0, rows)  # [U, hidden]
+        hidden = self.hidden(packed).index_select(0, rows)  # [U, hidden]
         scale, softcap = _logit_transform(self.model.config)
         logp, entropy = _Head.apply(
             hidden,
@@ -111,7 +114,8 @@ class PolicyModule(nn.Module):
         row_of_target = torch.repeat_interleave(begins.diff())
         return PolicyOutput(logp[place], entropy[row_of_target][place] if len(entropy) else entropy)
 
-    def _trunk(self, packed: Packed) -> Tensor:
+    def hidden(self, packed: Packed) -> Tensor:
+        """The trunk's last hidden states, [N, hidden]."""
         extra: dict[str, Any] = {"tree": packed.layout} if self.share_prefix else {}
         if not self.share_prefix and bool((packed.parent >= 0).any()):
             raise ValueError("this model runs on plain packing: pack(..., share_prefix=policy.share_prefix)")
@@ -123,9 +127,9 @@ class PolicyModule(nn.Module):
     def probe(self) -> None:
         """Compare packed with plain log-probs on random tokens; choose the packing, or refuse the model.
 
-        Shared prefixes first; if they disagree, plain packing; if that disagrees too, DataError. Catches
-        models that keep state outside the attention (linear-attention hybrids), ignore the attention
-        interface, or transform their logits in a way unknown here.
+        Shared prefixes first (on CUDA by the fused kernel, then without); if they disagree, plain packing; if that
+        disagrees too, DataError. Catches models that keep state outside the attention (linear-attention hybrids),
+        ignore the attention interface, or transform their logits in a way unknown here.
         """
         items = _probe_items(self.model.config.get_text_config().vocab_size)
         weight = self._head().weight
@@ -133,10 +137,10 @@ class PolicyModule(nn.Module):
         with torch.no_grad():
             plain = _plain_logp(self.model, items, weight.device)
             causes = []
-            for share_prefix in (True, False):
-                self.share_prefix = share_prefix
+            ways = [(FLEX, True)] if weight.is_cuda else []
+            for self.attention, self.share_prefix in [*ways, (TREE, True), (TREE, False)]:
                 try:
-                    packed = pack(items, share_prefix=share_prefix).to(weight.device)
+                    packed = pack(items, share_prefix=self.share_prefix).to(weight.device)
                     error = float((self(packed, with_entropy=False).logp - plain).abs().max())
                 except Exception as cause:  # whatever a foreign model does with an unknown keyword
                     causes.append(f"{type(cause).__name__}: {cause}")
@@ -145,8 +149,8 @@ class PolicyModule(nn.Module):
                     return
                 causes.append(f"log-probs differ by {error:.2g} (allowed {tolerance:.2g})")
         raise DataError(
-            f"{type(self.model).__name__} cannot be trained on packed sequences: with shared prefixes, {causes[0]}; "
-            f"with plain packing, {causes[1]}. It keeps state outside the attention or changes its logits in a way "
+            f"{type(self.model).__name__} cannot be trained on packed sequences: with shared prefixes, {causes[-2]}; "
+            f"with plain packing, {causes[-1]}. It keeps state outside the attention or changes its logits in a way "
             "this trainer does not know; set actor.path to another architecture"
         )
 
@@ -154,11 +158,12 @@ class PolicyModule(nn.Module):
 def weight_names(policy: PolicyModule) -> Iterator[tuple[str, Tensor]]:
     """(name as in the model's checkpoint on disk, tensor), tied weights once, for sync, export and checkpoints.
 
-    transformers holds experts as one tensor per layer; the names and shapes here are those of the files.
+    transformers holds experts as one tensor per layer; the names and shapes here are those of the files. An adapter is
+    merged into copies of the weights that it changes: who takes these needs to know nothing of it.
     """
     model = policy.model
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    state = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items() if name not in tied}
+    state = {name: tensor for name, tensor in merged_state(model).items() if name not in tied}
     yield from sorted(revert_weight_conversion(model, state).items())
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from gspo.config.schema import Config
+from gspo.errors import CheckpointError
 from gspo.models.loading import load_model, load_tokenizer
 from gspo.train import checkpoint, setup
 from gspo.train.policy import PolicyModule
@@ -25,13 +26,14 @@ def restore_policy(config: Config, run: Path | None, step: int) -> tuple[PolicyM
     folder = None
     if step and run is not None:
         folder = run / "checkpoints" / f"step_{step:06d}"
-        checkpoint.verify(folder)
-        dtype = _dtype(folder / checkpoint.FILES[0], dtype)
+        base = checkpoint.verify(folder).get("base")
+        dtype = getattr(torch, base["dtype"]) if base else _dtype(folder / checkpoint.FILES[0], dtype)
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
     actor = config.actor
     model = load_model(
         actor.path, dtype, device, from_scratch=actor.init_from_scratch, seed=config.seed, tokenizer=tokenizer
     )
+    setup.add_configured_adapter(config, model)
     policy = PolicyModule(model)
     if folder is not None:
         checkpoint.load(folder, policy, None)
@@ -39,6 +41,9 @@ def restore_policy(config: Config, run: Path | None, step: int) -> tuple[PolicyM
 
 
 def _dtype(file: Path, default: torch.dtype) -> torch.dtype:
-    with safe_open(file, framework="pt") as tensors:
-        names = list(tensors.keys())
-        return _DTYPES.get(tensors.get_slice(names[0]).get_dtype(), default) if names else default
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            names = list(tensors.keys())
+            return _DTYPES.get(tensors.get_slice(names[0]).get_dtype(), default) if names else default
+    except SafetensorError as cause:
+        raise CheckpointError(f"{file} cannot be read as safetensors ({cause})") from cause

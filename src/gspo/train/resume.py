@@ -17,9 +17,9 @@ from gspo.train.state import State
 
 # Keys that may change between a run and its resumption: they decide when to look and what to show, not what is learnt.
 FREE = (
-    "total_train_steps", "total_train_epochs", "strict", "on_alarm", "profile", "saver", "recover", "evaluator",
-    "stats_logger", "rollout.dump_to_file", "rollout.request_timeout", "rollout.request_retries", "reward.timeout",
-    "reward.workers", "cluster.fileroot", "scheduler",
+    "total_train_steps", "total_train_epochs", "strict", "on_alarm", "stall_timeout", "profile", "saver", "recover",
+    "evaluator", "stats_logger", "rollout.dump_to_file", "rollout.request_timeout", "rollout.request_retries",
+    "reward.timeout", "reward.workers", "cluster.fileroot", "scheduler",
 )  # fmt: skip
 
 
@@ -30,6 +30,7 @@ def resume(
     optimizer: torch.optim.Optimizer,
     identity: Mapping[str, Any],
     say: Callable[[str], None],
+    critic: tuple[nn.Module, torch.optim.Optimizer] | None = None,
 ) -> State | None:
     """The state of the newest whole checkpoint, its weights and moments put into place; None in a new directory."""
     found = checkpoint.steps(run.checkpoints)
@@ -49,7 +50,7 @@ def resume(
             say(f"ignored: {manifest}")
             continue
         _refuse_other_settings(run, config)
-        stored = checkpoint.load(folder, policy, optimizer)
+        stored = checkpoint.load(folder, policy, optimizer, critic)
         theirs = stored.pop("identity")
         if odd := [f"{k}: {theirs.get(k)} → {v}" for k, v in identity.items() if theirs.get(k) != v]:
             raise ConfigError(f"{folder} is of another run ({'; '.join(odd)}); set trial_name to start a new one")
@@ -75,9 +76,9 @@ def _refuse_other_settings(run: RunDir, config: Config) -> None:
 def changed_keys(before: Config, after: Config) -> list[str]:
     """`key: before → after` for every key that decides what is learnt."""
     had, has = _flat(asdict(before)), _flat(asdict(after))
-    optimizer = after.actor.optimizer
+    optimizers = [after.actor.optimizer, *([after.critic.optimizer] if after.critic is not None else [])]
     # A schedule and a warm-up are shares of the whole: then its length decides every learning rate.
-    scheduled = optimizer.lr_scheduler_type != "constant" or optimizer.warmup_steps_proportion > 0
+    scheduled = any(o.lr_scheduler_type != "constant" or o.warmup_steps_proportion > 0 for o in optimizers)
     free = tuple(f for f in FREE if not (scheduled and f.startswith("total_train")))
     return [
         f"{key}: {had.get(key)!r} → {has.get(key)!r}"

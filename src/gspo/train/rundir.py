@@ -23,7 +23,9 @@ from typing import IO, Any
 import numpy as np
 from safetensors import SafetensorError
 
+from gspo.config.render import inert
 from gspo.errors import CheckpointError, ConfigError
+from gspo.faults import reached
 
 
 class RunDir:
@@ -52,6 +54,7 @@ class RunDir:
     def metrics(self, row: Mapping[str, Any]) -> None:
         """Append one step's metrics."""
         with writing(self.path / "metrics.jsonl") as file:
+            reached("record.metrics")
             if self._metrics is None:
                 self._metrics = open(file, "a", encoding="utf-8")  # noqa: SIM115
             self._metrics.write(to_json(row) + "\n")
@@ -63,6 +66,7 @@ class RunDir:
 
         name = f"step_{step:06d}"
         with atomic(self.path / "samples" / f"{name}.jsonl") as aside:
+            reached("record.samples")
             aside.write_text("".join(to_json(row) + "\n" for row in rows), encoding="utf-8")
         if tokens:
             with atomic(self.path / "samples" / f"{name}.safetensors") as aside:
@@ -93,7 +97,7 @@ class RunDir:
             contextlib.suppress(OSError),
             open(self.path / "log.txt", "a", encoding="utf-8", errors="backslashreplace") as file,
         ):
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {inert(line)}\n")
 
     def close(self) -> None:
         if self._metrics is not None:

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from gspo.algorithms import ALGORITHMS
 from gspo.config import Loaded, effective_objective
-from gspo.config.schema import Config, DatasetSpec, Frequency, Generation, Norm
+from gspo.config.schema import Config, DatasetSpec, Frequency, Generation, MixtureSource, Norm, Optimizer
 from gspo.errors import ConfigError, DataError
 from gspo.models.loading import load_model, load_tokenizer
+from gspo.models.lora import adapter_off, add_adapter
+from gspo.rewards.call import find_function
+from gspo.rewards.code import prepare
 from gspo.rewards.pool import RewardPool
-from gspo.rewards.spec import reward_spec
+from gspo.rewards.router import RewardRouter, Rewards
+from gspo.rewards.spec import RewardSpec, reward_spec
 from gspo.rollout.local import LocalSampler
 from gspo.tasks.dataset import Dataset, default_reward, load_dataset, make_dataset
-from gspo.tasks.sources import in_held_out
-from gspo.train.batch import Shaping
+from gspo.tasks.mixture import Data, Problems, distinct_names, make_mixture
+from gspo.tasks.split import in_held_out
+from gspo.train.batch import Credit, Shaping, is_flat
+from gspo.train.critic import Critic, ValueModule
 from gspo.train.optim import learning_rate, make_optimizer
 from gspo.train.policy import PolicyModule
+from gspo.train.reference import Reference
+from gspo.train.rollout import Filter, Keeps, filtered
 from gspo.train.step import Plan
-from gspo.types import SamplingParams
+from gspo.types import Group, SamplingParams
 
 
 def device_and_dtype(config: Config) -> tuple[torch.device, torch.dtype]:
@@ -48,6 +58,7 @@ def make_policy(config: Config, sequence_level: bool) -> tuple[PolicyModule, Any
     model = load_model(
         actor.path, dtype, device, from_scratch=actor.init_from_scratch, seed=config.seed, tokenizer=tokenizer
     )
+    add_configured_adapter(config, model)
     policy = PolicyModule(
         model,
         chunk_size=actor.logprobs_chunk_size,
@@ -57,6 +68,81 @@ def make_policy(config: Config, sequence_level: bool) -> tuple[PolicyModule, Any
     policy.probe()
     policy.share_prefix = policy.share_prefix and actor.share_prefix
     return policy, tokenizer
+
+
+def add_configured_adapter(config: Config, model: Any) -> None:
+    """With actor.use_lora the model is frozen and gets its adapter."""
+    actor = config.actor
+    if actor.use_lora:
+        add_adapter(
+            model,
+            rank=actor.lora_rank,
+            alpha=actor.lora_alpha,
+            target_modules=actor.target_modules,
+            seed=config.seed,
+        )
+
+
+def make_reference(config: Config, policy: PolicyModule, tokenizer: Any) -> Reference | None:
+    """The policy that KL is measured to; None where no coefficient asks for it.
+
+    Of an adapter on the same model it is the policy itself, adapter off, which costs no memory.
+    """
+    actor, ref = config.actor, config.ref
+    if ref is None or not (actor.kl_loss_coef or actor.kl_ctl):
+        return None
+    asked = _temperature(config), ref.mb_spec.max_tokens_per_mb, ref.mb_spec.n_mbs or 1
+    own = ref.path in (None, actor.path)
+    if actor.use_lora and own and ref.dtype in ("auto", actor.dtype):
+        return Reference(policy, *asked, asking=partial(adapter_off, policy.model))
+    other = _other_model(config, ref.path, ref.dtype, tokenizer, "ref.path")
+    return Reference(other.requires_grad_(False), *asked)
+
+
+def make_critic(config: Config, tokenizer: Any) -> Critic | None:
+    """The value model of PPO with its optimizer; None where advantages come from groups."""
+    how, actor = config.critic, config.actor
+    if how is None or ALGORITHMS[str(config.algorithm)].advantage != "gae":
+        return None
+    trunk = _other_model(config, how.path, how.dtype, tokenizer, "critic.path")
+    module = ValueModule(trunk)
+    return Critic(
+        module,
+        _optimizer(how.optimizer, module),
+        num_minibatches=how.ppo_n_minibatches or actor.ppo_n_minibatches or 1,
+        max_tokens=how.mb_spec.max_tokens_per_mb,
+        min_micro_batches=how.mb_spec.n_mbs or 1,
+        max_norm=how.optimizer.gradient_clipping,
+        eps_clip=how.value_eps_clip,
+        loss_coef=how.value_loss_coef,
+    )
+
+
+def _other_model(config: Config, path: str | None, dtype: str, tokenizer: Any, key: str) -> PolicyModule:
+    """A model beside the policy, from where it started or from its own path; random only where the policy is, too."""
+    actor = config.actor
+    device, own_dtype = device_and_dtype(config)
+    own = path in (None, actor.path)
+    try:
+        model = load_model(
+            path or actor.path,
+            own_dtype if dtype == "auto" else getattr(torch, dtype),
+            device,
+            from_scratch=actor.init_from_scratch and own,
+            seed=config.seed,
+            tokenizer=tokenizer,
+        )
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from error
+    module = PolicyModule(
+        model,
+        chunk_size=actor.logprobs_chunk_size,
+        fp32_head=bool(actor.fp32_lm_head),
+        gradient_checkpointing=actor.gradient_checkpointing,
+    )
+    module.probe()
+    module.share_prefix = module.share_prefix and actor.share_prefix
+    return module
 
 
 def make_sampler(config: Config, policy: PolicyModule, tokenizer: Any, version: int) -> LocalSampler:
@@ -94,7 +180,7 @@ def sampling_params(g: Generation) -> SamplingParams:
     )
 
 
-def make_data(config: Config, given: Any, given_valid: Any, tokenizer: Any) -> tuple[Dataset, Dataset]:
+def make_data(config: Config, given: Any, given_valid: Any, tokenizer: Any) -> tuple[Data, Data]:
     """Training and held-out problems: the caller's data sets or rows, else those the config names.
 
     Where nobody names held-out problems they are the training data's held-out part, never its training part: its own
@@ -108,18 +194,22 @@ def make_data(config: Config, given: Any, given_valid: Any, tokenizer: Any) -> t
 
 def held_out(config: Config) -> DatasetSpec:
     """Which held-out problems the config means: valid_dataset, or the whole test split of the training data."""
-    return config.valid_dataset or replace(config.train_dataset, split="test", size=None)
+    train = config.train_dataset
+    sources = [replace(source, split="test", size=None) for source in train.mixture]
+    return config.valid_dataset or replace(train, split="test", size=None, mixture=sources)
 
 
-def _one(given: Any, spec: DatasetSpec, split: str, tokenizer: Any, seed: int, key: str) -> Dataset:
-    if isinstance(given, Dataset):
+def _one(given: Any, spec: DatasetSpec, split: str, tokenizer: Any, seed: int, key: str) -> Data:
+    if isinstance(given, Problems):
         return given
     if given is not None:
         return make_dataset(given, tokenizer=tokenizer, source="the caller's rows", split=split, key=key)
     return load_data(spec, split, tokenizer, seed, key)
 
 
-def _divide(data: Dataset) -> tuple[Dataset, Dataset]:
+def _divide(data: Data) -> tuple[Data, Data]:
+    if not isinstance(data, Dataset):
+        raise ConfigError("a mixture given as dataset= has no held-out part of its own; give valid=… too")
     sides: tuple[list[Any], list[Any]] = [], []
     for index, row in enumerate(data.rows):
         sides[in_held_out(data.prompt(index).text, 0.05)].append(row)
@@ -138,7 +228,7 @@ def context_length(config: Config, policy: PolicyModule) -> int:
     return asked or own
 
 
-def refuse_long_prompts(data: Dataset, limit: int, max_new_tokens: int, section: str = "gconfig") -> None:
+def refuse_long_prompts(data: Data, limit: int, max_new_tokens: int, section: str = "gconfig") -> None:
     """A prompt that leaves no room for its completion is an error now, not in the middle of the night."""
     room = limit - max_new_tokens
     for row in range(len(data)):
@@ -150,51 +240,148 @@ def refuse_long_prompts(data: Dataset, limit: int, max_new_tokens: int, section:
             )
 
 
-def load_data(spec: DatasetSpec, split: str, tokenizer: Any, seed: int, key: str) -> Dataset:
+def load_data(spec: DatasetSpec, split: str, tokenizer: Any, seed: int, key: str) -> Data:
+    """The data set of a section, or its mixture; a source inherits what it leaves unset and all may share."""
+    if not spec.mixture:
+        return _load_source(spec, spec, split, tokenizer, seed, key)
+    sources = [
+        _load_source(source, spec, split, tokenizer, seed, f"{key}.mixture[{number}]")
+        for number, source in enumerate(spec.mixture)
+    ]
+    return make_mixture(sources, [s.weight for s in spec.mixture], [s.name for s in spec.mixture], key)
+
+
+def _load_source(
+    source: DatasetSpec | MixtureSource, shared: DatasetSpec, split: str, tokenizer: Any, seed: int, key: str
+) -> Dataset:
     return load_dataset(
-        spec.path,
-        spec.split or split,
+        source.path,
+        source.split or shared.split or split,
         tokenizer=tokenizer,
-        max_length=spec.max_length,
-        size=spec.size,
+        max_length=source.max_length or shared.max_length,
+        size=source.size,
         seed=seed,
-        system_prompt=spec.system_prompt,
-        prompt_column=spec.prompt_column,
-        answer_column=spec.answer_column,
-        chat_template=None if spec.chat_template == "auto" else False,
+        system_prompt=shared.system_prompt if source.system_prompt is None else source.system_prompt,
+        prompt_column=source.prompt_column,
+        answer_column=source.answer_column,
+        columns=source.columns,
+        chat_template=shared.chat_template if source.chat_template is None else source.chat_template,
+        template_kwargs=source.chat_template_kwargs or shared.chat_template_kwargs,
+        options=source.options,
         key=key,
     )
 
 
-def make_rewards(config: Config, given: Any, log_path: str | None) -> RewardPool:
-    """The reward functions of the caller, of the config, or of the task."""
+def make_rewards(config: Config, given: Any, log_path: str | None) -> Rewards:
+    """The reward functions of the caller, of the config, or of the task; of a mixture, those of each source."""
     reward = config.reward
+    common: RewardSpec | None = None
     if given is not None:
-        spec = reward_spec(given)
+        common = reward_spec(given)
     elif reward.functions:
-        spec = reward_spec(reward.functions, weights=reward.weights, format_regex=reward.format_regex)
-    else:
-        spec = reward_spec(default_reward(config.train_dataset.path))
-    return RewardPool(spec, workers=reward.workers, timeout_s=reward.timeout, log_path=log_path)
+        common = reward_spec(
+            reward.functions, weights=reward.weights, format_regex=reward.format_regex, key="reward.functions"
+        )
+    train, settings = config.train_dataset, {"workers": reward.workers, "timeout_s": reward.timeout}
+    ready = partial(prepare, allow_unsandboxed=reward.allow_unsandboxed_code, timeout_s=reward.timeout)
+    if not (train.mixture or held_out(config).mixture):
+        spec = common or reward_spec(default_reward(train.path))
+        return RewardPool(ready(spec), log_path=log_path, key="reward", **settings)
+    specs, others = _rewards_by_source(train, "train_dataset"), _rewards_by_source(held_out(config), "valid_dataset")
+    if common is None and (twice := [name for name in specs if others.get(name, specs[name]) != specs[name]]):
+        raise ConfigError(
+            f"valid_dataset.mixture and train_dataset.mixture give {twice[0]} different rewards; name one of them "
+            "otherwise"
+        )
+    specs |= others
+    return RewardRouter({name: ready(common or spec) for name, spec in specs.items()}, log_path=log_path, **settings)
 
 
-def make_plan(loaded: Loaded) -> tuple[Plan, str | Mapping[str, Any]]:
-    """The update's plan, and how rewards become advantages."""
+def _rewards_by_source(spec: DatasetSpec, key: str) -> dict[str, RewardSpec]:
+    if not spec.mixture:
+        return {spec.path: reward_spec(default_reward(spec.path))}
+    names = distinct_names([source.path for source in spec.mixture], [source.name for source in spec.mixture])
+    return {
+        name: reward_spec(source.reward or default_reward(source.path), key=f"{key}.mixture[{number}].reward")
+        for number, (name, source) in enumerate(zip(names, spec.mixture, strict=True))
+    }
+
+
+def make_plan(loaded: Loaded) -> Plan:
+    """What every update has in common."""
     config, objective = loaded.config, effective_objective(loaded)
     actor = config.actor
-    plan = Plan(
+    return Plan(
         name=objective["name"],
         settings=objective["settings"],
         num_minibatches=actor.ppo_n_minibatches or 1,
-        temperature=float(actor.temperature or config.gconfig.temperature or 1.0),
+        temperature=_temperature(config),
         max_tokens=actor.mb_spec.max_tokens_per_mb,
         min_micro_batches=actor.mb_spec.n_mbs or 1,
         max_norm=actor.optimizer.gradient_clipping,
         max_new_tokens=actor.max_new_tokens or config.gconfig.max_new_tokens,
+        # A sequence without an advantage has a KL all the same.
+        skip_zero_advantage=not actor.kl_loss_coef,
     )
-    if actor.reward_norm is not None:
-        return plan, norm_settings(actor.reward_norm)
-    return plan, objective["advantage"]
+
+
+def _temperature(config: Config) -> float:
+    return float(config.actor.temperature or config.gconfig.temperature or 1.0)
+
+
+def assembly(loaded: Loaded) -> dict[str, Any]:
+    """How rewards become advantages (`batch.assemble`), as far as that is decided per sequence."""
+    config, actor = loaded.config, loaded.config.actor
+    norm = effective_objective(loaded)["advantage"] if actor.reward_norm is None else norm_settings(actor.reward_norm)
+    how = {"norm": norm, "shaping": make_shaping(config), "zero_variance": actor.zero_variance_groups or "count"}
+    return how if make_credit(loaded) is not None else how | _last(config)
+
+
+def make_credit(loaded: Loaded) -> Credit | None:
+    """How advantages differ from token to token; None where nothing makes them differ."""
+    actor, by_critic = loaded.config.actor, effective_objective(loaded)["advantage"] == "gae"
+    if not (actor.kl_ctl or by_critic):
+        return None
+    return Credit(
+        kl_coef=actor.kl_ctl,
+        kl_estimator=actor.kl_estimator or "k1",
+        discount=actor.discount,
+        gae_lambda=actor.gae_lambda,
+        **_last(loaded.config),
+    )
+
+
+def _last(config: Config) -> dict[str, Any]:
+    """What is done to advantages at the end, be they of sequences or of tokens."""
+    norm = config.actor.adv_norm
+    return {
+        "adv_norm": None if norm is None else norm_settings(norm),
+        "truncated_is_zero": config.actor.mask_no_eos_with_zero,
+    }
+
+
+def make_filter(config: Config, given: Filter | None) -> Keeps | None:
+    """Which groups are trained on: the caller's choice or the config's, and where asked only those that teach."""
+    checks: list[Keeps] = []
+    if given is not None:
+        checks.append(partial(filtered, given, "dynamic_filter_fn"))
+    elif config.rollout.dynamic_filter_fn is not None:
+        key = "rollout.dynamic_filter_fn"
+        try:
+            checks.append(partial(filtered, find_function(config.rollout.dynamic_filter_fn), key))
+        except ValueError as error:
+            raise ConfigError(f"{key}: {error}") from error
+    if config.actor.zero_variance_groups == "refill":
+        checks.append(partial(_teaches, make_shaping(config)))
+    if not checks:
+        return None
+    return lambda group: next((why for check in checks if (why := check(group)) is not None), None)
+
+
+def _teaches(shaping: Shaping, group: Group) -> str | None:
+    if not is_flat(group, shaping):
+        return None
+    return "have equal rewards, as the task is too easy or too hard; set actor.zero_variance_groups=count"
 
 
 def norm_settings(norm: Norm) -> dict[str, Any]:
@@ -230,9 +417,12 @@ def is_due(frequency: Frequency, step: int, steps_per_epoch: int, seconds_since:
 
 
 def make_trained_optimizer(config: Config, policy: PolicyModule) -> torch.optim.Optimizer:
-    o = config.actor.optimizer
+    return _optimizer(config.actor.optimizer, policy)
+
+
+def _optimizer(o: Optimizer, module: torch.nn.Module) -> torch.optim.Optimizer:
     return make_optimizer(
-        policy.parameters(),
+        module.parameters(),
         kind=o.type,
         lr=float(o.lr or 0.0),
         weight_decay=o.weight_decay,
@@ -241,9 +431,8 @@ def make_trained_optimizer(config: Config, policy: PolicyModule) -> torch.optim.
     )
 
 
-def learning_rates(config: Config, first: int, count: int, total: int) -> list[float]:
+def learning_rates(o: Optimizer, first: int, count: int, total: int) -> list[float]:
     """The rates of `count` updates from number `first` on."""
-    o = config.actor.optimizer
     return [
         learning_rate(
             first + k,

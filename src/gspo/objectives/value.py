@@ -1,0 +1,19 @@
+"""The value model's loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def value_loss(values: Tensor, start_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """ℓ = ½ max( (V − R)², (V_old + clip(V − V_old, ±ε) − R)² ), per token   (PPO's clipped value loss).
+
+    V is the only differentiated input; V_old (`start_values`) is the critic at the start of the batch, R = A + V_old
+    the return of GAE. The larger of the two is taken: a value that has moved beyond ε towards its return has no
+    gradient any more, one that moved away keeps it. Returns ℓ and who has no gradient, in the shape of `values`.
+    """
+    start_values, returns = start_values.detach().to(values.dtype), returns.detach().to(values.dtype)
+    near = start_values + (values - start_values).clamp(-clip, clip)
+    plain, clipped = (values - returns).square(), (near - returns).square()
+    return torch.maximum(plain, clipped) / 2, (clipped > plain).detach()

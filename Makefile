@@ -26,6 +26,7 @@ check: setup
 # Pages that are written by the code they describe; a test says when they are stale.
 docs: setup
 	$(PY) -m gspo.config > docs/config.md
+	$(PY) -m gspo.config migrating > docs/migrating.md
 
 setup: $(STAMP)
 
@@ -34,7 +35,7 @@ $(STAMP): pyproject.toml
 	test -x $(PY) || python3 -m venv .venv
 	$(PY) -m pip install --quiet --upgrade pip
 	$(PY) -c "import torch" 2>/dev/null || $(PY) -m pip install --quiet torch==2.13.0
-	$(PY) -m pip install --quiet -e ".[plot,tasks,test,dev]"
+	$(PY) -m pip install --quiet -e ".[plot,tasks,models,lora,test,dev]"
 	touch $(STAMP)
 
 clean:

@@ -18,7 +18,7 @@ FLOORS = {
     name: floor
     for floor, names in enumerate(
         (
-            ("types", "errors", "algorithms", "rng"),
+            ("types", "errors", "algorithms", "rng", "faults"),
             ("config",),
             ("objectives",),
             ("tasks", "rewards", "envs", "models"),

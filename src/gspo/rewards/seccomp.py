@@ -1,0 +1,102 @@
+"""The system calls that a candidate program is denied, as the filter bubblewrap hands to the kernel.
+
+The namespaces already hide files, processes and networks. This removes ways to get new namespaces or privileges, to
+reach less tested parts of the kernel, and to hold memory that no limit counts (memfd, System V segments).
+"""
+
+from __future__ import annotations
+
+import errno
+import platform
+import struct
+
+# name: number on x86_64, on aarch64
+DENIED = {
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "kcmp": (312, 272),
+    "pidfd_getfd": (438, 438),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "socket": (41, 198),  # socketpair stays: asyncio needs it
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "keyctl": (250, 219),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "fanotify_init": (300, 262),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
+    "personality": (135, 92),
+    "syslog": (103, 116),
+    "acct": (163, 89),
+    "quotactl": (179, 60),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "reboot": (169, 142),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+}
+# audit architecture, column of DENIED, clone, clone3
+_MACHINES = {"x86_64": (0xC000003E, 0, 56, 435), "aarch64": (0xC00000B7, 1, 220, 435)}
+# CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
+_NEW_NAMESPACES = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+
+
+def filter_program(machine: str | None = None) -> bytes | None:
+    """The filter for this machine's processor (or the one named); None where we have no table for it.
+
+    >>> len(filter_program("x86_64")) % 8, filter_program("vax")
+    (0, None)
+    """
+    known = _MACHINES.get(machine or platform.machine())
+    if known is None:
+        return None
+    architecture, column, clone, clone3 = known
+    eperm, enosys = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
+    program = [
+        (_LOAD, 0, 0, 4),  # seccomp_data.arch
+        (_EQUAL, 1, 0, architecture),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, 0),  # seccomp_data.nr
+        (_AT_LEAST, 0, 1, 0x40000000),  # x32 numbers would go past the table
+        (_RETURN, 0, 0, eperm),
+        (_EQUAL, 0, 1, clone3),  # its flags are behind a pointer; libc falls back to clone
+        (_RETURN, 0, 0, enosys),
+        (_EQUAL, 0, 4, clone),
+        (_LOAD, 0, 0, 16),  # seccomp_data.args[0], low half
+        (_ANY_BIT, 0, 1, _NEW_NAMESPACES),
+        (_RETURN, 0, 0, eperm),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
+    for numbers in DENIED.values():
+        program += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, eperm)]
+    program.append((_RETURN, 0, 0, _ALLOW))
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)

@@ -72,3 +72,13 @@ def test_counts_carry_over_a_checkpoint():
     for _ in range(PATIENCE - 1):
         spoken(HEALTHY | SICK["entropy"], counts)
     assert spoken(HEALTHY | SICK["entropy"], dict(counts))
+
+
+def test_rewards_beyond_the_clip_are_said_at_once_and_then_at_powers_of_two():
+    counts, when = {}, []
+    for step in range(1, 20):
+        said = spoken(HEALTHY | {"reward/at_clip": 0.4}, counts)
+        assert all("40% of the rewards" in line and "actor.reward_clip" in line for line in said)
+        when += [step] * len(said)
+    assert when == [1, 2, 4, 8, 16]
+    assert not spoken(HEALTHY | {"reward/at_clip": 0.0}, counts)

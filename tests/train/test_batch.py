@@ -116,3 +116,9 @@ def test_a_completion_without_a_trained_token_is_counted_and_not_live():
     assert batch.trained_tokens.tolist() == [0, 2]
     assert batch.counted.all()
     assert batch.live.tolist() == [False, True]
+
+
+def test_rewards_beyond_the_clip_are_marked_because_they_are_the_same_afterwards():
+    batch = make_batch([make_group(0, [30.0, 45.0, 3.0, FAILED])], shaping=Shaping(clip=20.0))
+    assert batch.at_clip.tolist() == [True, True, False, False]
+    assert batch.advantages[0] == batch.advantages[1]

@@ -87,7 +87,7 @@ def measure(w: Workload, folder: str, device_batch: int | None = None) -> dict[s
 
         trainer._generate_and_score_completions = timed
         trainer.train()
-        rate = max(rate, gemm_rate())
+        rate = (rate + gemm_rate()) / 2
     batches = starts[:: w.num_minibatches]  # the last one is the end of training
     per_batch = [b - a for a, b in pairwise(batches)]
     step = statistics.median(per_batch[1:] or per_batch)

@@ -83,8 +83,11 @@ def rows(workload: Workload, count: int) -> list[dict[str, Any]]:
 
 
 def reward(completions: Sequence[str], flat: Sequence[bool], **_: Any) -> list[float]:
-    """Something that differs within a group and costs nothing; constant where the row says so."""
-    return [0.0 if f else float(sum(map(ord, c)) % 97) for c, f in zip(completions, flat, strict=True)]
+    """Something in [0, 1) that differs within a group and costs nothing; constant where the row says so.
+
+    Within 1, because `actor.reward_clip` would make larger ones equal and their groups would be skipped.
+    """
+    return [0.0 if f else sum(map(ord, c)) % 97 / 97 for c, f in zip(completions, flat, strict=True)]
 
 
 def write_model(workload: Workload, folder: Path) -> None:
@@ -125,16 +128,21 @@ def flops(workload: Workload) -> tuple[float, float]:
     return 2.0 * (trunk + head), 6.0 * (trunk * inputs + head * targets)
 
 
-def gemm_rate() -> float:
-    """GFLOP/s of a matrix product of this machine, now, with this process's threads."""
+def gemm_rate(rows: int = 2048, inner: int = 1024, columns: int = 1536, weights: int = 1) -> float:
+    """GFLOP/s of rows × inner × columns products on this machine, now, with this process's threads: the median of 40.
+
+    The median and not the best: a core that has just been idle is faster than one that trains. With several `weights`
+    they take turns, as the layers of a model do, and none stays in the cache.
+    """
+    import statistics
     import time
 
     import torch
 
-    a, b = torch.randn(2048, 1024), torch.randn(1024, 1536)
-    best = 0.0
-    for _ in range(12):
+    left, right = torch.randn(rows, inner), [torch.randn(columns, inner) for _ in range(weights)]
+    seconds = []
+    for i in range(40):
         start = time.perf_counter()
-        torch.mm(a, b)
-        best = max(best, 2 * 2048 * 1024 * 1536 / (time.perf_counter() - start) / 1e9)
-    return best
+        torch.mm(right[i % weights], left.t())
+        seconds.append(time.perf_counter() - start)
+    return 2 * rows * inner * columns / statistics.median(seconds) / 1e9

@@ -46,6 +46,13 @@ def alarms(
             "gconfig.temperature or stop earlier",
         ),
     }
+    if (at_clip := metrics.get("reward/at_clip") or 0.0) > 0.01:
+        counts["rewards clipped"] = counts.get("rewards clipped", 0) + 1
+        if counts["rewards clipped"].bit_count() == 1:  # at once: nothing else shows that rewards became equal
+            yield (
+                f"{at_clip:.0%} of the rewards lie at or beyond actor.reward_clip and are the same to the trainer; set "
+                "actor.reward_clip higher or actor.reward_scaling lower"
+            )
     if own_forward and (worst := metrics.get("ratio/first_minibatch_max_abs")) is not None and worst > 1e-6:
         yield f"mini-batch 1 has a ratio other than 1 (|log s| up to {worst:.2e}): π_old is not its own forward"
     for name, (holds, message) in conditions.items():

@@ -35,6 +35,7 @@ class Batch:
     advantages: Floats  # final; 0 where not scored
     counted: NDArray[np.bool_]  # in the denominator: scored, and not in a dropped group
     minibatch: NDArray[np.int64]
+    at_clip: NDArray[np.bool_] | None = None  # shaped rewards at ±actor.reward_clip: told apart no longer
     # By sequence number, at the trained tokens of every sequence that is counted; None where nothing asks for them.
     reference_logp: Mapping[int, NDArray[Any]] | None = None
     token_advantages: Mapping[int, Floats] | None = None  # then `advantages` holds their mean over the sequence
@@ -184,6 +185,7 @@ def assemble(
         advantages=advantages,
         counted=counted,
         minibatch=minibatches(group_of, len(groups), num_minibatches),
+        at_clip=scored & (np.abs(shaped) >= shaping.clip),
     )
 
 

@@ -26,6 +26,7 @@ def step_metrics(batch: Batch, report: StepReport, version: int) -> dict[str, An
         "reward/mean": _mean(batch.rewards[batch.scored]),
         "reward/std": float(batch.rewards[batch.scored].std()) if batch.scored.any() else None,
         "reward/zero_variance_groups": float(np.mean([not a.any() for a in groups])) if groups else None,
+        "reward/at_clip": None if batch.at_clip is None else _mean(batch.at_clip[batch.scored]),
         "reward/failures": int((~batch.scored).sum()),
         **_parts(batch),
         "length/mean": _mean(lengths),

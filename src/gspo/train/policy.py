@@ -230,7 +230,7 @@ class _Head(torch.autograd.Function):
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if want_hidden else None
         # Sums over all chunks are float32 even where each chunk's product is not.
-        d_weight = torch.zeros_like(logits.weight, dtype=logits.out_dtype) if want_weight else None
+        d_weight: Tensor | None = None
         d_bias = (
             torch.zeros_like(logits.bias, dtype=logits.out_dtype) if want_bias and logits.bias is not None else None
         )
@@ -252,9 +252,11 @@ class _Head(torch.autograd.Function):
             z = z.to(logits.weight.dtype)
             if d_hidden is not None:
                 d_hidden[rows] = (z @ logits.weight).mul_(targets.scale).to(hidden.dtype)
-            if d_weight is not None:
+            if want_weight:
                 h = logits.hidden(rows)
-                if h.dtype == d_weight.dtype:
+                if d_weight is None:  # the first chunk makes it: zeros would be another pass over vocabulary × hidden
+                    d_weight = (z.T @ h).mul_(targets.scale).to(logits.out_dtype)
+                elif h.dtype == d_weight.dtype:
                     d_weight.addmm_(z.T, h, alpha=targets.scale)
                 else:
                     d_weight.add_(z.T @ h, alpha=targets.scale)

@@ -175,7 +175,8 @@ def strict(text):
 
 
 METRICS = {
-    "step", "reward/mean", "reward/std", "reward/zero_variance_groups", "reward/at_clip", "reward/failures", "reward/part_final",
+    "reward/at_clip",
+    "step", "reward/mean", "reward/std", "reward/zero_variance_groups", "reward/failures", "reward/part_final",
     "reward/refilled_groups", "length/mean", "length/max", "length/clipped_mean", "length/truncated", "staleness/mean",
     "staleness/max", "policy/entropy", "policy/kl_behavior", "policy/proximal", "loss/mean", "grad/norm",
     "grad/norm_max", "grad/skipped_updates", "skipped/zero_advantage_sequences", "ratio/log_s_mean", "ratio/log_s_std",

@@ -138,7 +138,7 @@ class Actor:
         "auto", "Type of the weights; auto: bfloat16 on CUDA, float32 elsewhere."
     )
     attn_impl: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = key(
-        "auto", "Attention kernel; auto: shared-prefix attention over sdpa."
+        "auto", "Attention kernel; auto: shared-prefix attention, on CUDA by flex attention."
     )
     gradient_checkpointing: bool = key(False, "Recompute activations in the backward pass: less memory, more time.")
     disable_dropout: bool = key(True, "Dropout off in training, as the ratio needs.")

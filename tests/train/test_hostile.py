@@ -6,26 +6,15 @@ import os
 import pickle
 import shutil
 import struct
-import sys
-from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
-
-sys.path.insert(0, str(Path(__file__).parent / "train"))
 from training_runs import path_of, train
 
 from gspo.cli import main
 from gspo.train.checkpoint import _own_sha256
 
-pytestmark = pytest.mark.usefixtures("tiny_model")
-
-
-@pytest.fixture(scope="session")
-def tiny_model():
-    from gspo.models import embedded
-
-    return embedded.build("embedded:tiny")
+pytestmark = pytest.mark.usefixtures("tiny")
 
 
 class Bomb:
@@ -39,7 +28,7 @@ class Bomb:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory, tiny_model):
+def run(tmp_path_factory, tiny):
     """Two steps, with a checkpoint of each."""
     root = tmp_path_factory.mktemp("run")
     train(root, "total_train_steps=2", "saver.freq_steps=1", "saver.keep=2")

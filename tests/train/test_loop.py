@@ -597,10 +597,13 @@ class Poisoned(Trainer):
 
 
 def test_non_finite_gradients_touch_nothing_and_end_the_run_with_a_typed_error(tmp_path):
-    trainer = make_trainer(tmp_path, "actor.max_nonfinite_updates=3", "saver.freq_steps=1", kind=Poisoned)
-    with pytest.raises(TrainingError, match=r"3 updates in a row.*actor\.max_nonfinite_updates"):
+    settings = ("actor.max_nonfinite_updates=3", "saver.freq_steps=1", "rollout.dump_to_file=false")
+    trainer = make_trainer(tmp_path, *settings, kind=Poisoned)
+    with pytest.raises(TrainingError, match=r"3 updates of the policy in a row.*actor\.max_nonfinite_updates"):
         trainer.train()
     path = path_of(tmp_path)
+    # Dumped though nothing else is: the bad batches and only they, that of the step that was never finished too.
+    assert sorted(f.name for f in (path / "samples").glob("*.jsonl")) == ["step_000002.jsonl", "step_000003.jsonl"]
     rows = metrics(path)
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert (rows[1]["grad/skipped_updates"], rows[2]["grad/skipped_updates"]) == (0, 2)
@@ -611,7 +614,7 @@ def test_non_finite_gradients_touch_nothing_and_end_the_run_with_a_typed_error(t
         assert all(np.array_equal(first[name], second[name]) for name in first)
     assert "non-finite gradient, update skipped" in (path / "log.txt").read_text()
     # The poison gone, the same command goes on.
-    trainer, _ = train(tmp_path, "actor.max_nonfinite_updates=3", "saver.freq_steps=1")
+    trainer, _ = train(tmp_path, *settings)
     assert trainer.state.step == 3
     assert metrics(path)[3]["grad/skipped_updates"] == 0
 

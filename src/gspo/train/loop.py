@@ -168,20 +168,20 @@ class Trainer:
             "policy/proximal": self.state.proximal,
         }
         self.state.update += count
-        self.guard(report.taken, "mini-batch")
+        self.guard("policy", report.taken, batch, report)
         if self.critic is not None:
             with clock("critic"):
-                report.settings |= self.update_critic(self.critic, batch)
+                report.settings |= self.update_critic(self.critic, batch, report)
         self.learn_from(batch, report, plan)
         return report
 
-    def update_critic(self, critic: Critic, batch: Batch) -> dict[str, Any]:
+    def update_critic(self, critic: Critic, batch: Batch, policy: StepReport) -> dict[str, Any]:
         """The value model learns from the returns that the advantages were made of."""
         assert self.config.critic is not None
         count, total = critic.num_minibatches, self.total_steps * critic.num_minibatches
         rates = setup.learning_rates(self.config.critic.optimizer, self.state.step * count, count, total)
         report = train_critic(critic, batch, rates)
-        self.guard(report.taken, "critic's mini-batch")
+        self.guard("critic", report.taken, batch, policy)
         return critic_metrics(batch, report, rates[-1])
 
     def publish(self, clock: Clock) -> None:
@@ -196,8 +196,8 @@ class Trainer:
         with clock("bookkeeping"):
             metrics = {"step": step, **step_metrics(batch, report, step - 1), **report.settings}
             metrics["reward/refilled_groups"] = self.num_refilled
-            if self.config.rollout.dump_to_file or not all(report.taken):  # a bad batch is always kept to look at
-                self.run.samples(step, sample_rows(batch, report, step), token_tensors(batch, report))
+            if self.config.rollout.dump_to_file:
+                self.dump(batch, report, step)
         last = step == self.total_steps
         # Not for a signal: a resumed run must not have measured more than an uninterrupted one.
         if last or self.is_due(self.config.evaluator, self.evaluated):
@@ -367,19 +367,27 @@ class Trainer:
             )
         state.proximal = source
 
-    def guard(self, updates: Sequence[bool], what: str) -> None:
-        """A non-finite gradient touched nothing; too many in a row end the run."""
+    def guard(self, whose: str, updates: Sequence[bool], batch: Batch, report: StepReport) -> None:
+        """A non-finite gradient touched nothing; its batch is kept to look at, and too many in a row end the run."""
+        step, in_row = self.state.step + 1, self.state.nonfinite_in_row
+        if not all(updates):
+            self.dump(batch, report, step)
         for k, taken in enumerate(updates):
-            self.state.nonfinite_in_row = 0 if taken else self.state.nonfinite_in_row + 1
+            in_row[whose] = 0 if taken else in_row.get(whose, 0) + 1
             if not taken:
-                at = f"step {self.state.step + 1}, {what} {k + 1}"
-                self.say(f"{at}: non-finite gradient, update skipped; its samples are in samples/")
-            if self.state.nonfinite_in_row >= self.config.actor.max_nonfinite_updates:
+                self.say(
+                    f"step {step}, mini-batch {k + 1} of the {whose}: non-finite gradient, update skipped; "
+                    f"its batch is samples/step_{step:06d}.jsonl"
+                )
+            if in_row[whose] >= self.config.actor.max_nonfinite_updates:
                 raise TrainingError(
-                    f"{self.state.nonfinite_in_row} updates in a row had a non-finite gradient "
+                    f"{in_row[whose]} updates of the {whose} in a row had a non-finite gradient "
                     f"(actor.max_nonfinite_updates); the last checkpoint is in {self.run.checkpoints}. "
                     "Lower actor.optimizer.lr, or look at samples/ for broken rewards"
                 )
+
+    def dump(self, batch: Batch, report: StepReport, step: int) -> None:
+        self.run.samples(step, sample_rows(batch, report, step), token_tensors(batch, report))
 
     def alarm(self, metrics: dict[str, Any]) -> None:
         own_forward = self.config.actor.prox_logp_method != "rollout"

@@ -21,7 +21,7 @@ class State:
     proximal: ProximalSource = "recompute"  # where π_old of mini-batches 2…K comes from
     noise: float | None = None  # last measured p95 |log s|, sampler against trainer at the same weights
     auto_eps: float | None = None
-    nonfinite_in_row: int = 0
+    nonfinite_in_row: dict[str, int] = field(default_factory=dict)  # updates without effect, by whose they are
     best_accuracy: float | None = None
     best_step: int | None = None
     seconds: float = 0.0  # spent training, over all sessions

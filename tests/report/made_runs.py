@@ -29,3 +29,45 @@ def make_run(path, rows, steps=(), config="algorithm: gspo\n"):
         folder.mkdir(parents=True)
         (folder / "model.safetensors").write_bytes(b"x" * 1000)
     return path
+
+
+def sample_row(step: int, sequence: int, **changes) -> dict:
+    """A sample as the loop writes it: groups of 4, 4 mini-batches of a batch of 16."""
+    row = {
+        "step": step, "sequence": sequence, "submission": 100 * step + sequence // 4, "sample": sequence % 4,
+        "prompt": f"{step}+{sequence // 4}=", "completion": f"answer {sequence} of step {step}", "answer": "7",
+        "reward": float(sequence % 2), "reward_parts": {"final": float(sequence % 2)}, "failure": None,
+        "advantage": 1.0 if sequence % 2 else -1.0, "length": 10 + sequence % 7, "finish": "stop",
+        "log_s": 1e-4 * (sequence % 11 - 5) if sequence >= 4 else 0.0, "clipped": sequence % 8 == 7,
+        "minibatch": sequence // 4 % 4, "version": step - 1, "pieces": None,
+    }  # fmt: skip
+    return row | changes
+
+
+def write_samples(run, step, rows, tokens=None):
+    """samples/step_*.jsonl as the loop writes it: aside, then renamed; ASCII keeps every text, lone surrogates too."""
+    folder = run / "samples"
+    folder.mkdir(exist_ok=True)
+    aside = folder / "aside"
+    aside.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    if tokens:
+        from safetensors.numpy import save_file
+
+        save_file(tokens, folder / f"step_{step:06d}.safetensors")
+    aside.replace(folder / f"step_{step:06d}.jsonl")
+
+
+def append_metrics(run, *rows):
+    with open(run / "metrics.jsonl", "a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+# Texts that would act if they were read as anything but text: promise 16.
+HOSTILE = (
+    "<script>window.pwned = 1</script><img src=x onerror='window.pwned = 2'>",
+    "</script><script>window.pwned = 3</script><!-- <script>",
+    "\x1b[31mred\x1b]0;title\x07\x1b[2J\x00\x9b",
+    "user\u202egnirts\u2066hidden\u2069\u200f",
+    "lone \ud800 and \udfff surrogates",
+    "javascript:window.pwned=4//\u2028\u2029{{data}}&lt;b&gt;",
+)

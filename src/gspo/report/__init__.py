@@ -1,1 +1,1 @@
-"""What a run directory shows: summary, plot. Reads files alone, starts without torch, and training never imports it."""
+"""What a run directory shows: summary, plot, page, live page. Reads files, not torch; training never imports it."""

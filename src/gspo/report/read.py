@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,14 +90,24 @@ def accuracy_interval(row: Row) -> tuple[float, float, float]:
 def by_sequence(run: Path) -> bool:
     """Whether the objective has one ratio per sequence (GSPO), not one per token; where nobody knows, it is GSPO."""
     with contextlib.suppress(ConfigError):
-        actor = read_config(run).get("actor")
-        return not isinstance(actor, dict) or actor.get("importance_sampling_level") != "token"
+        return is_by_sequence(read_config(run))
     return True
+
+
+def is_by_sequence(config: Row) -> bool:
+    """The same of a config that was read already."""
+    actor = config.get("actor")
+    return not isinstance(actor, dict) or actor.get("importance_sampling_level") != "token"
 
 
 def best_step(run: Path) -> int | None:
     """The step of the highest held-out accuracy, the earliest of equals; 0 is the model before training."""
-    seen = [(row["eval/accuracy"], row["step"]) for row in read_metrics(run) if row.get("eval/accuracy") is not None]
+    return best_of(read_metrics(run))
+
+
+def best_of(rows: Sequence[Row]) -> int | None:
+    """The same of rows that were read already."""
+    seen = [(row["eval/accuracy"], row["step"]) for row in rows if row.get("eval/accuracy") is not None]
     return max(seen, key=lambda pair: (pair[0], -pair[1]))[1] if seen else None
 
 

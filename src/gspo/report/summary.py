@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gspo.report.read import Row, accuracy_interval, best_step, by_sequence, read_metrics
+from gspo.report.read import Row, accuracy_interval, best_of, by_sequence, read_metrics
 
 ENDS = 5  # steps averaged at either end of the reward curve: one batch is noisy
 
@@ -36,7 +36,11 @@ class Summary:
 
 def summarise(run: Path) -> Summary:
     """The figures of a run directory, finished or not."""
-    rows = read_metrics(run)
+    return summary_of(read_metrics(run), by_sequence(run))
+
+
+def summary_of(rows: Sequence[Row], by_sequence: bool) -> Summary:
+    """The same of rows that were read already."""
     steps = [row for row in rows if row["step"] > 0]
     evals = [row for row in rows if row.get("eval/accuracy") is not None]
     reward, entropy = _values(steps, "reward/mean"), _values(steps, "policy/entropy")
@@ -49,12 +53,12 @@ def summarise(run: Path) -> Summary:
         accuracy_end=accuracy_interval(evals[-1]) if evals else None,
         accuracy_step=evals[0]["step"] if evals else None,
         problems=evals[-1].get("eval/problems") if evals else None,
-        best_step=best_step(run),
+        best_step=best_of(rows),
         reward=_mean(reward[:ENDS]),
         reward_end=_mean(reward[-ENDS:]),
         clipped_low=_mean(_values(steps, "clip/sequences_low")),
         clipped_high=_mean(_values(steps, "clip/sequences_high")),
-        by_sequence=by_sequence(run),
+        by_sequence=by_sequence,
         eps=(eps[0], eps[1]) if eps[0] is not None and eps[1] is not None else None,
         entropy=(sum(entropy[:ENDS]) / len(entropy[:ENDS]), sum(entropy[-ENDS:]) / len(entropy[-ENDS:]))
         if entropy

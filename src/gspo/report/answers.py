@@ -1,0 +1,197 @@
+"""What a newcomer asks of a run, answered: did it learn, what was clipped, which were the worst, ε, time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gspo.report.clip import RECENT, TARGET
+from gspo.report.read import Row
+from gspo.report.samples import number
+from gspo.report.summary import Summary, duration
+
+Answer = dict[str, Any]  # question, verdict (good, note, bad or none), text, more, section
+
+# Parts of another part; every other time/…_s is a part of the step.
+INSIDE = {"reward": "rollout", "proximal": "train", "forward_backward": "train", "optimizer": "train"}
+WORDS = {
+    "rollout": "sampling",
+    "reward": "waiting for rewards",
+    "train": "training",
+    "proximal": "π_old",
+    "forward_backward": "forward and backward",
+    "optimizer": "optimizer",
+    "sync": "weights to the sampler",
+    "bookkeeping": "metrics and sample files",
+    "eval": "evaluation",
+    "reference": "reference log-probs",
+    "critic": "critic",
+}
+
+
+def answers(
+    summary: Summary,
+    steps: Sequence[Row],
+    stories: Sequence[Mapping[str, Any]],
+    suggested: tuple[float, float] | None,
+    target: float = TARGET,
+) -> list[Answer]:
+    """The five questions, each with what was measured."""
+    return [
+        _learned(summary),
+        _clipped(summary, stories),
+        _worst(stories),
+        _eps(summary, steps, suggested, target),
+        _time(steps),
+    ]
+
+
+def _answer(question: str, section: str, verdict: str | None, text: str, more: str = "") -> Answer:
+    return {"question": question, "section": section, "verdict": verdict, "text": text, "more": more}
+
+
+def _learned(s: Summary) -> Answer:
+    question, section = "Did it learn?", "curves"
+    reward = ""
+    if s.reward is not None and s.reward_end is not None:
+        reward = f"Reward of the samples {s.reward:.3f} → {s.reward_end:.3f}."
+    if s.accuracy is None or s.accuracy_end is None or s.accuracy == s.accuracy_end:
+        return _answer(question, section, None, reward or "No step yet.", "Nothing was evaluated twice.")
+    (start, low, high), (end, low_end, high_end) = s.accuracy, s.accuracy_end
+    text = f"Held-out accuracy {percent(start)} → {percent(end)} on {s.problems or 0:,} problems."
+    if low_end > high:
+        return _answer(question, section, "good", text, f"Beyond the 95 % intervals. {reward}")
+    if high_end < low:
+        return _answer(question, section, "bad", text, f"It got worse, beyond the 95 % intervals. {reward}")
+    return _answer(question, section, "note", text, f"Within the 95 % intervals of each other. {reward}")
+
+
+def _clipped(s: Summary, stories: Sequence[Mapping[str, Any]]) -> Answer:
+    question, section = "Was anything clipped, and why?", "clipping"
+    if s.eps is None:
+        return _answer(question, section, None, "This objective does not clip the ratio.")
+    if s.clipped_low is None or s.clipped_high is None:
+        return _answer(question, section, None, "No sequence has moved yet.")
+    share, ratio = s.clipped_low + s.clipped_high, "s" if s.by_sequence else "a token's ratio"
+    if share == 0:
+        return _answer(question, section, "note", "Nothing was clipped: no sequence left the clip range.")
+    text = f"{percent(share)} of the {'sequences' if s.by_sequence else 'sequences have a clipped token'}: "
+    text += f"{percent(s.clipped_low)} with A < 0 and {ratio} < 1 − {s.eps[0]:.2g}, "
+    text += f"{percent(s.clipped_high)} with A > 0 and {ratio} > 1 + {s.eps[1]:.2g}."
+    shares = minibatch_shares(stories)
+    more = "They had already moved as far as ε allows the way their advantage points; they give no further gradient."
+    if len(shares) > 2 and shares[1] is not None and shares[-1] is not None:
+        more = f"{percent(shares[1])} in mini-batch 2, {percent(shares[-1])} in mini-batch {len(shares)}: "
+        more += "each update of a batch moves the policy further from π_old."
+    return _answer(question, section, "bad" if share > 0.5 else "good", text, more)
+
+
+def minibatch_shares(stories: Sequence[Mapping[str, Any]]) -> list[float | None]:
+    """Share of clipped sequences by mini-batch, all steps together.
+
+    >>> minibatch_shares([{"minibatch": [[4, 0, 0], [4, 1, 1]]}, {"minibatch": [[4, 0, 0], [4, 0, 0]]}])
+    [0.0, 0.25]
+    """
+    parts = max((len(s["minibatch"]) for s in stories), default=0)
+    out: list[float | None] = []
+    for k in range(parts):
+        rows = [s["minibatch"][k] for s in stories if k < len(s["minibatch"])]
+        entered = sum(row[0] for row in rows)
+        out.append(sum(row[1] + row[2] for row in rows) / entered if entered else None)
+    return out
+
+
+def _worst(stories: Sequence[Mapping[str, Any]]) -> Answer:
+    question, section = "Which sequences were the worst?", "samples"
+    seen = [{**s["farthest"], "step": s["step"]} for s in stories if s["farthest"] is not None]
+    if not seen:
+        return _answer(question, section, None, "No sample of a moved sequence is kept (rollout.dump_to_file).")
+    worst = max(seen, key=lambda one: abs(one["log_s"]))
+    advantage = "unknown" if worst["advantage"] is None else f"{worst['advantage']:+.2f}"
+    text = f"Farthest from π_old: step {worst['step']}, sequence {worst['sequence']}: log s = {worst['log_s']:+.2g}, "
+    text += f"A = {advantage}, {worst['length']} tokens, {'clipped' if worst['clipped'] else 'not clipped'}."
+    return _answer(question, section, None, text, "The sample browser sorts by distance, advantage, reward and length.")
+
+
+def _eps(s: Summary, steps: Sequence[Row], suggested: tuple[float, float] | None, target: float) -> Answer:
+    question, section = "Is my ε sensible?", "clipping"
+    if s.eps is None:
+        return _answer(question, section, None, "This objective has no ε.")
+    if not s.by_sequence:
+        return _answer(question, section, None, f"ε {s.eps[0]:.2g} / {s.eps[1]:.2g} bounds single tokens.")
+    recent = steps[-RECENT:]
+    shares = [(number(row.get("clip/sequences_low")), number(row.get("clip/sequences_high"))) for row in recent]
+    clipped = [low + high for low, high in shares if low is not None and high is not None]
+    share = sum(clipped) / len(clipped) if clipped else None
+    noise = last(steps, "noise/log_s_p95_abs")
+    eps, text = f"ε {s.eps[0]:.2g} / {s.eps[1]:.2g}", "Nothing measured yet."
+    if share == 0:
+        text = f"{eps} was not reached in the last {len(clipped)} steps: the gate is idle."
+    elif share is not None:
+        text = f"{eps} clipped {percent(share)} of the sequences of the last {len(clipped)} steps."
+    proposal = "No sample is kept to suggest an ε from."
+    if suggested is not None:
+        proposal = f"For {percent(target, 0)} clipped it would be {suggested[0]:.2g} / {suggested[1]:.2g}."
+    floor = ""
+    if noise is not None and noise > 0:
+        times = float(f"{min(s.eps[0] / noise, 1e9):.2g}")
+        floor = f" ε_low is {times:,.0f} times the noise floor ({noise:.1g})."
+    if noise is not None and s.eps[0] < 10 * noise:
+        return _answer(question, section, "bad", f"ε is at the noise between sampler and trainer.{floor}", proposal)
+    verdict = None if share is None else "note" if share == 0 or not 0.03 <= share <= 0.5 else "good"
+    return _answer(question, section, verdict, text, proposal + floor)
+
+
+def _time(steps: Sequence[Row]) -> Answer:
+    question, section = "Where did the time go?", "time"
+    parts = [part for part in time_parts(steps) if part["inside"] is None]
+    total = sum(part["seconds"] for part in parts)
+    if not total:
+        return _answer(question, section, None, "No step yet.")
+    largest = sorted(parts, key=lambda part: -part["seconds"])[:3]
+    text = ", ".join(f"{percent(part['seconds'] / total, 0)} {part['words']}" for part in largest)
+    each = total / len(steps)
+    return _answer(
+        question, section, None, f"{text}.", f"{duration(total)} in {len(steps):,} steps, {each:.2f} s each."
+    )
+
+
+def time_parts(steps: Sequence[Row]) -> list[dict[str, Any]]:
+    """Seconds of all steps by part, in the order of a step; `inside` names the part that a part belongs to."""
+    totals: dict[str, float] = {}
+    for row in steps:
+        for name, value in row.items():
+            if name.startswith("time/") and name.endswith("_s") and (seconds := number(value)) is not None:
+                part = name[len("time/") : -len("_s")]
+                totals[part] = totals.get(part, 0.0) + max(seconds, 0.0)
+    whole = totals.pop("step", 0.0)
+    outer = {name: seconds for name, seconds in totals.items() if INSIDE.get(name) not in totals}
+    rest = whole - sum(outer.values())
+    order = [*WORDS, *sorted(name for name in totals if name not in WORDS)]
+    parts = [
+        {
+            "name": name,
+            "words": WORDS.get(name, name.replace("_", " ")),
+            "seconds": totals[name],
+            "inside": INSIDE.get(name) if INSIDE.get(name) in totals else None,
+        }
+        for name in order
+        if name in totals
+    ]
+    if rest > 0.01 * whole:
+        parts.append({"name": "rest", "words": "everything else", "seconds": rest, "inside": None})
+    return parts
+
+
+def last(rows: Sequence[Row], name: str) -> float | None:
+    """The newest number of a metric."""
+    return next((v for row in reversed(rows) if (v := number(row.get(name))) is not None), None)
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """A share as a person reads it.
+
+    >>> percent(0.1234), percent(0.15, 0)
+    ('12.3\\xa0%', '15\\xa0%')
+    """
+    return f"{100 * share:.{digits}f}\N{NO-BREAK SPACE}%"

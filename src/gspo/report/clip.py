@@ -1,0 +1,72 @@
+"""The clipping story from the samples themselves: how far sequences moved, who was clipped where, which ε would do.
+
+Ratios of mini-batch 1 are 1 by construction, so a run with several mini-batches is judged by the later ones.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gspo.report.samples import Block, number
+
+QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+TARGET = 0.15  # share of sequences that `eps_clip: auto` steers to, unless the config says otherwise
+RECENT = 10  # steps whose movement decides what is suggested: the policy of the beginning moves differently
+
+
+@dataclass(frozen=True)
+class ClipSettings:
+    """What a suggested ε aims at: share of clipped sequences, ε_high/ε_low, and the highest ε."""
+
+    target: float = TARGET
+    high_over_low: float = 4 / 3
+    eps_max: float = 0.2
+
+
+def clip_story(block: Block, how: ClipSettings = ClipSettings()) -> dict[str, Any]:  # noqa: B008 - frozen
+    """One step: quantiles of log s, counts by mini-batch, and the ε_low that would have clipped the target share.
+
+    `minibatch` has [entered the model, clipped with A ≤ 0, clipped with A > 0] for each mini-batch.
+    """
+    log_s = np.array([np.nan if v is None else v for v in block["log_s"]], dtype=np.float64)
+    advantage = np.array([np.nan if v is None else v for v in block["advantage"]], dtype=np.float64)
+    part = np.array([0 if v is None or not 0 <= v < 4096 else v for v in block["minibatch"]], dtype=np.int64)
+    clipped = np.array([v is True for v in block["clipped"]], dtype=bool)
+    entered = np.isfinite(log_s)
+    high = clipped & (advantage > 0)
+    kinds = (entered, clipped & ~high, high)
+    counts = [[int((kind & (part == k)).sum()) for kind in kinds] for k in range(int(part.max(initial=-1)) + 1)]
+    later = entered & ((part > 0) if len(counts) > 1 else True)
+    seen = later & (advantage != 0) & np.isfinite(advantage)
+    # A rise divided by ε_high/ε_low and a fall are on one scale: both are compared with ε_low.
+    moved = np.where(advantage > 0, log_s / how.high_over_low, -log_s)[seen]
+    farthest = int(np.where(later, np.abs(log_s), -1.0).argmax()) if later.any() else None
+    return {
+        "step": block["step"],
+        "quantiles": [number(float(q)) for q in np.quantile(log_s[later], QUANTILES)] if later.any() else None,
+        "minibatch": counts,
+        "eps_low": number(float(np.quantile(moved, 1 - how.target))) if len(moved) else None,
+        "farthest": None
+        if farthest is None
+        else {name: block[name][farthest] for name in ("sequence", "log_s", "advantage", "length", "clipped")},
+    }
+
+
+def suggest_eps(
+    stories: Sequence[Mapping[str, Any]], noise: float | None, how: ClipSettings
+) -> tuple[float, float] | None:
+    """(ε_low, ε_high) that would have clipped the target share of the last steps, never below the noise of π_old.
+
+    >>> suggest_eps([{"eps_low": 0.001}, {"eps_low": 0.003}], None, ClipSettings(high_over_low=2.0))
+    (0.002, 0.004)
+    """
+    seen = [s["eps_low"] for s in stories if s["eps_low"] is not None][-RECENT:]
+    if not seen:
+        return None
+    low = min(max(statistics.median(seen), noise or 0.0, 1e-6), how.eps_max / max(1.0, how.high_over_low))
+    return float(f"{low:.2g}"), float(f"{low * how.high_over_low:.2g}")

@@ -1,0 +1,164 @@
+"""A run directory as the plain values that the page shows; the same for a written report and for the live page."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gspo.errors import ConfigError
+from gspo.report.answers import answers, last, percent, time_parts
+from gspo.report.clip import TARGET, ClipSettings, suggest_eps
+from gspo.report.read import Row, is_by_sequence, read_config
+from gspo.report.samples import number
+from gspo.report.summary import Summary, duration, summary_of
+
+LOG_LINES = 200  # the last lines of log.txt that the page carries
+
+
+def overview(
+    run: Path, rows: Sequence[Row], config: Row, stories: Iterable[Mapping[str, Any]], doctor: Any
+) -> dict[str, Any]:
+    """Everything but curves and samples: figures, answers, ε, time, the objective's words, warnings, config, log.
+
+    `doctor` is what `gspo doctor` says of the config, or None where nobody asked it.
+    """
+    how = clip_settings(config, rows)
+    stories = sorted(stories, key=lambda story: story["step"])
+    steps = [row for row in rows if row["step"] > 0]
+    summary = summary_of(rows, is_by_sequence(config))
+    noise = last(steps, "noise/log_s_p95_abs")
+    suggested = suggest_eps(stories, noise, how) if summary.by_sequence else None
+    lines = config_lines(run)
+    planned = next((int(c["value"]) for c in lines if c["key"] == "total_train_steps" and c["value"].isdigit()), None)
+    return {
+        "name": f"{run.absolute().parent.name}/{run.absolute().name}",
+        "path": str(run),
+        "figures": _figures(summary, steps, planned),
+        "answers": answers(summary, steps, stories, suggested, how.target),
+        "by_sequence": summary.by_sequence,
+        "eps": summary.eps,
+        "suggested": suggested,
+        "target": how.target,
+        "clip": stories,
+        "time": time_parts(steps),
+        "doctor": doctor,
+        "config": lines,
+        "environment": _environment(run),
+        "log": _log(run),
+    }
+
+
+def config_of(run: Path) -> Row:
+    """config.yaml as plain values; nothing where it cannot be read."""
+    with contextlib.suppress(ConfigError):
+        return read_config(run)
+    return {}
+
+
+def clip_settings(config: Row, rows: Sequence[Row]) -> ClipSettings:
+    """What a suggested ε keeps to: the config's `eps_clip_auto`, and the run's own ratio of ε_high to ε_low."""
+    actor = config.get("actor")
+    auto = actor.get("eps_clip_auto") if isinstance(actor, dict) else None
+    auto = auto if isinstance(auto, dict) else {}
+    low, high = last(rows, "clip/eps_low"), last(rows, "clip/eps_high")
+    ratio = high / low if low and high and low > 0 else number(auto.get("high_over_low"))
+    target = number(auto.get("target_fraction")) or TARGET
+    return ClipSettings(
+        target=target if 0 < target < 1 else TARGET,
+        high_over_low=ratio if ratio and ratio > 0 else 4 / 3,
+        eps_max=number(auto.get("eps_max")) or 0.2,
+    )
+
+
+def table(rows: Sequence[Row]) -> dict[str, Any]:
+    """Metric rows as names and values: numbers and short texts; a run of 10,000 steps repeats no name."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return {"names": names, "rows": [[_cell(row.get(name)) for name in names] for row in rows]}
+
+
+def _cell(value: Any) -> float | int | str | None:
+    return value[:80] if isinstance(value, str) else number(value)
+
+
+def _figures(summary: Summary, steps: Sequence[Row], planned: int | None) -> list[dict[str, str]]:
+    """The headline: start → end, time, tokens, and what a step costs."""
+    figures: list[dict[str, str]] = []
+
+    def figure(name: str, value: str, note: str = "") -> None:
+        figures.append({"name": name, "value": value, "note": note})
+
+    if summary.accuracy and summary.accuracy_end:
+        (start, _, _), (end, low, high) = summary.accuracy, summary.accuracy_end
+        figure(
+            "held-out accuracy", f"{percent(start)} → {percent(end)}", f"95 % interval {100 * low:.1f}–{100 * high:.1f}"
+        )
+    if summary.reward is not None and summary.reward_end is not None:
+        figure("reward", f"{summary.reward:.3f} → {summary.reward_end:.3f}", "mean of the first and last 5 steps")
+    figure("steps", f"{summary.steps:,}" + (f" of {planned:,}" if planned and planned > summary.steps else ""))
+    if steps and summary.seconds:
+        tokens = _trained_tokens(steps)
+        figure("time", duration(summary.seconds), f"{summary.seconds / len(steps):.2f} s per step")
+        if tokens:
+            figure("tokens", _human(tokens), f"prompts and completions, {_human(tokens / len(steps))} per step")
+        if summary.rollout_tokens_s and summary.train_tokens_s:
+            figure("sampled per second", _human(summary.rollout_tokens_s), f"{_human(summary.train_tokens_s)} trained")
+    return figures
+
+
+def _trained_tokens(steps: Sequence[Row]) -> float:
+    pairs = [(number(row.get("throughput/train_tokens_s")), number(row.get("time/train_s"))) for row in steps]
+    return sum(rate * seconds for rate, seconds in pairs if rate is not None and seconds is not None)
+
+
+def _human(value: float) -> str:
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if value >= 10 * size or (unit == "M" and value >= size):
+            return f"{value / size:,.1f} {unit}"
+    return f"{value:,.0f}"
+
+
+def config_lines(run: Path) -> list[dict[str, Any]]:
+    """config.yaml key by key: value as written, who decided it, and whether that was the user.
+
+    The file has one key per line, and who decided it in a comment; a line of another form is shown as it is.
+    """
+    out: list[dict[str, Any]] = []
+    sections: list[tuple[int, str]] = []
+    try:
+        lines = (run / "config.yaml").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return out
+    for line in lines:
+        found = re.match(r"( *)([A-Za-z_][\w]*):(?: (.*))?$", line)
+        if found is None:
+            continue
+        indent, key, rest = len(found[1]), found[2], found[3]
+        while sections and sections[-1][0] >= indent:
+            sections.pop()
+        if rest is None:
+            sections.append((indent, key))
+            continue
+        value, mark, origin = rest.rpartition("  # ")
+        value, origin = (value, origin) if mark else (rest, "")
+        follows = origin.startswith(("from ", "algorithm ", "level "))
+        by = "default" if origin == "default" else "derived" if follows else "user"
+        name = ".".join([*(section for _, section in sections), key])
+        out.append({"key": name, "value": value, "origin": origin, "by": by if mark else "unknown"})
+    return out
+
+
+def _environment(run: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        found = json.loads((run / "environment.json").read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _log(run: Path) -> list[str]:
+    with contextlib.suppress(OSError):
+        return (run / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
+    return []

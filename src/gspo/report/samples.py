@@ -1,0 +1,139 @@
+"""The samples of a run, a block of columns per step: what the page's browser shows and the clipping story is made of.
+
+Files are read as they are found: written by a run that goes on, half deleted, or by somebody who means harm. What is
+not a sample is left out; a value of another type than documented becomes null.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Block = dict[str, Any]
+Signature = tuple[int, ...]  # changes when a step's files do
+
+TEXTS = ("completion", "answer", "failure", "finish")
+NUMBERS = ("reward", "advantage", "log_s")
+COUNTS = ("sequence", "submission", "sample", "length", "minibatch", "version")
+
+
+def sample_steps(run: Path) -> dict[int, Signature]:
+    """The steps whose samples are kept, with the signature of their files."""
+    found: dict[int, Signature] = {}
+    for file in (run / "samples").glob("step_*.jsonl"):
+        number = file.name[len("step_") : -len(".jsonl")]
+        if number.isdigit() and number.isascii():
+            signature: Signature = ()
+            for part in (file, file.with_suffix(".safetensors")):
+                with contextlib.suppress(OSError):
+                    stat = part.stat()
+                    signature += (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+            found[int(number)] = signature
+    return dict(sorted(found.items()))
+
+
+def choose_steps(sizes: Mapping[int, int], budget: int) -> list[int]:
+    """As many steps as fit into `budget` bytes: the first, the last, and evenly spread between them.
+
+    >>> choose_steps({1: 10, 2: 10, 3: 10, 4: 10, 5: 10}, 30), choose_steps({7: 10}, 1)
+    ([1, 3, 5], [7])
+    """
+    steps = sorted(sizes)
+
+    def spread(count: int) -> list[int]:
+        return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)] if count > 1 else steps[-1:]
+
+    def is_too_much(count: int) -> bool:
+        return sum(sizes[step] for step in spread(count)) > budget
+
+    return spread(max(bisect_left(range(len(steps) + 1), True, lo=1, key=is_too_much) - 1, 1)) if steps else []
+
+
+def read_block(run: Path, step: int) -> Block:
+    """Every sample of a step, by column; prompts are stored once for their group."""
+    rows: list[dict[str, Any]] = []
+    with contextlib.suppress(OSError):
+        for line in (run / "samples" / f"step_{step:06d}.jsonl").read_bytes().split(b"\n"):
+            with contextlib.suppress(ValueError, RecursionError):
+                row = json.loads(line)
+                if isinstance(row, dict):
+                    rows.append(row)
+    prompts: dict[str, int] = {}
+    block: Block = {
+        "step": step,
+        "prompt": [prompts.setdefault(_text(row.get("prompt")) or "", len(prompts)) for row in rows],
+        "prompts": list(prompts),
+        "clipped": [row["clipped"] if isinstance(row.get("clipped"), bool) else None for row in rows],
+        **{name: [_text(row.get(name)) for row in rows] for name in TEXTS},
+        **{name: [number(row.get(name)) for row in rows] for name in NUMBERS},
+        **{name: [_count(row.get(name)) for row in rows] for name in COUNTS},
+    }
+    parts = [row["reward_parts"] if isinstance(row.get("reward_parts"), dict) else {} for row in rows]
+    names = dict.fromkeys(name for part in parts for name in part)
+    block["parts"] = {name: [number(part.get(name)) for part in parts] for name in names}
+    block["tokens"] = _tokens(run, step, rows)
+    return block
+
+
+def _tokens(run: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Per-token values of the sequences that have them: id, text, log-ratio against the sampler, entropy."""
+    file = run / "samples" / f"step_{step:06d}.safetensors"
+    if not file.is_file():
+        return {}
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        tensors = load_file(file)
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError):  # deleted under our eyes, or damaged
+        return {}
+    pieces = {str(row.get("sequence")): row.get("pieces") for row in rows}
+    out: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(name.partition("/")[0] for name in tensors):
+        names = [f"{name}/{what}" for what in ("tokens", "behavior_logp", "logp", "entropy")]
+        if any(each not in tensors or tensors[each].ndim != 1 for each in names):
+            continue
+        ids, behavior, logp, entropy = (tensors[each] for each in names)
+        if not len(ids) == len(behavior) == len(logp) == len(entropy):
+            continue
+        texts = pieces.get(name)
+        known = isinstance(texts, list) and len(texts) == len(ids) and all(isinstance(text, str) for text in texts)
+        out[name] = {
+            "id": np.nan_to_num(ids).astype(np.int64).tolist(),
+            "text": texts if known else None,
+            "logp": _rounded(logp),
+            "ratio": _rounded(logp.astype(np.float64) - behavior),
+            "entropy": _rounded(entropy),
+        }
+    return out
+
+
+def _rounded(values: NDArray[Any]) -> list[float | None]:
+    rounded = np.round(values.astype(np.float64), 6)
+    return [value if finite else None for value, finite in zip(rounded.tolist(), np.isfinite(rounded), strict=True)]
+
+
+def number(value: Any) -> float | None:
+    """A finite number, with the digits a person or a curve can use; anything else is null.
+
+    >>> number(0.123456789), number(float("nan")), number(True), number("1")
+    (0.123457, None, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
+        return None
+    return float(f"{value:.6g}")
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53 else None
+
+
+def _text(value: Any) -> str | None:
+    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,98 @@
+"""`gspo report` and `gspo watch` as commands: what they print, where they write, how they end, without torch."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+from made_runs import make_run, sample_row, step_row, write_samples
+
+from gspo import cli
+from gspo.config.document import dump
+from gspo.config.load import load
+
+
+@pytest.fixture
+def run(tmp_path):
+    config = dump(load(None, ["algorithm=gspo", "actor.path=embedded:tiny", "train_dataset.path=embedded:arithmetic"]))
+    run = make_run(tmp_path / "exp" / "trial", [step_row(1), step_row(2)], config=config)
+    write_samples(run, 1, [sample_row(1, i) for i in range(16)])
+    return run
+
+
+def boot_of(path):
+    (text,) = re.findall(r'class="boot">(.*?)</script>', path.read_text(), re.DOTALL)
+    return json.loads(text)
+
+
+def test_report_writes_the_page_and_says_where(run, tmp_path, capsys):
+    assert cli.main(["report", str(run)]) == 0
+    assert capsys.readouterr().out.strip() == str(run / "report.html")
+    assert cli.main(["report", str(run), "--out", str(tmp_path / "mine.html"), "--max-mb", "1"]) == 0
+    assert (tmp_path / "mine.html").stat().st_size > 50_000
+
+
+def test_the_page_has_doctors_words_of_the_run_as_it_was_configured(run, capsys):
+    cli.main(["report", str(run)])
+    doctor = boot_of(run / "report.html")["overview"]["doctor"]
+    assert doctor["objective"]["algorithm"] == "gspo"
+    assert any("one ratio per completion" in words for words in doctor["objective"]["words"])
+    # config.yaml has every key; only those that somebody set can be without effect.
+    assert doctor["without_effect"] == []
+
+
+def test_a_config_that_cannot_be_read_costs_its_words_alone(run, capsys):
+    (run / "config.yaml").write_text("algorithm: gspo\nno_such_key: 1\n")
+    assert cli.main(["report", str(run)]) == 0
+    assert "no_such_key" in boot_of(run / "report.html")["overview"]["doctor"]["unreadable"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["report", "{tmp}"], "is no run directory"),
+        (["report", "{run}", "--out", "{tmp}/no/such/dir/x.html"], "--out"),
+        (["report", "{run}", "--max-mb", "0"], "--max-mb"),
+        (["watch", "{tmp}/nowhere"], "does not exist"),
+        (["watch", "{run}", "--port", "70000"], "--port"),
+    ],
+)
+def test_mistakes_are_named_and_exit_2(words, said, run, tmp_path, capsys):
+    assert cli.main([word.format(tmp=tmp_path, run=run) for word in words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_neither_verb_imports_torch(run):
+    code = f"""
+import sys
+from gspo import cli
+cli.main(["report", {str(run)!r}])
+from gspo.report.watch import Watch
+watch = Watch(__import__("pathlib").Path({str(run)!r}), cli._words_of)
+watch.answer("data", {{"run": "trial"}})
+watch.server.server_close()
+print([name for name in ("torch", "transformers", "matplotlib") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_watch_prints_an_address_that_answers_and_ends_quietly(run):
+    command = [sys.executable, "-m", "gspo", "watch", str(run.parent)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ}
+    ) as started:
+        try:
+            assert started.stdout is not None
+            address = started.stdout.readline().strip()
+            assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{32}/", address)
+            with urllib.request.urlopen(address + "runs", timeout=30) as reply:
+                assert [r["id"] for r in json.load(reply)["runs"]] == ["trial"]
+        finally:
+            started.send_signal(signal.SIGINT)
+        _, said = started.communicate(timeout=30)
+    assert (started.returncode, said) == (0, "")

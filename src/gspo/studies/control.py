@@ -1,0 +1,15 @@
+"""The reward of the control arms: a coin that knows nothing of the task."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+
+def coin(text: str, *, answer: Any, **_: Any) -> float:
+    """0 or 1 by a hash of the completion and its reference: the same for the same text, unrelated to being right.
+
+    >>> {coin(f"1+1=0{i}", answer="2") for i in range(20)} == {0.0, 1.0}
+    True
+    """
+    return float(hashlib.sha256(f"{answer}\n{text}".encode()).digest()[0] & 1)

@@ -1,0 +1,165 @@
+"""From a run's metrics to the figures a study compares. Every measure is one number of one run, or None. Torch-free."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+Row = Mapping[str, Any]
+
+GOAL = 0.8  # "samples to 80 %"
+# A run has collapsed where the mean reward of its last quarter is below this share of its best quarter, or where it
+# could not go on. Fixed before any run.
+COLLAPSE = 0.5
+
+# What each measure is, for the page.
+MEANING = {
+    "start": "held-out accuracy before training",
+    "final": "held-out accuracy after the last step",
+    "gain": "final − start",
+    "area": "mean held-out accuracy over the samples drawn (area under the curve)",
+    "reward_area": "mean training reward over all steps",
+    "samples_to_80": "samples drawn until held-out accuracy first reaches 80 %, interpolated; refilled groups count",
+    "seconds_to_80": "seconds of training until then, evaluation left out",
+    "step_s": "median seconds per step on one thread, evaluation left out",
+    "clip_tokens": "share of trained tokens clipped, mini-batches ≥ 2, mean over steps",
+    "clip_sequences": "share of sequences clipped (token ratios: with any clipped token)",
+    "clip_low": "share of sequences clipped with A < 0",
+    "clip_high": "share of sequences clipped with A > 0",
+    "log_s_std": "standard deviation of log s, mean over steps",
+    "max_log_s": "largest |log s| of the run",
+    "entropy": "policy entropy per token, mean of the last quarter",
+    "grad_norm": "gradient norm before clipping, mean over steps",
+    "noise": "p95 of |log s| between sampler and trainer at equal weights, mean over steps",
+    "noise_mean": "mean log s between sampler and trainer at equal weights",
+    "kl_behavior": "mean of log μ − log π_θ per token",
+    "staleness": "weight versions that a sample was behind, mean",
+    "collapsed": f"1 where the last quarter's reward is below {COLLAPSE:g} × the best quarter's, or the run failed",
+    "flip_rate": "share of (token, layer) expert sets that changed between π_old and π_θ",
+    "flip_sampler": "share of (token, layer) expert sets that differ between sampler and trainer at equal weights",
+}
+
+
+def measures(rows: Sequence[Row], *, samples_per_group: int, groups_per_step: int, failed: bool) -> dict[str, Any]:
+    """Every measure that the rows allow; None where a run did not get there."""
+    steps = [row for row in rows if row["step"] > 0]
+    evals = evaluations(rows, samples_per_group=samples_per_group, groups_per_step=groups_per_step)
+    reached = crossing([(samples, accuracy) for samples, _, accuracy in evals], GOAL)
+    reached_s = crossing([(seconds, accuracy) for _, seconds, accuracy in evals], GOAL)
+    own_s = [_own_seconds(row) for row in steps]
+    out: dict[str, Any] = {
+        "start": evals[0][2] if evals else None,
+        "final": evals[-1][2] if evals else None,
+        "gain": evals[-1][2] - evals[0][2] if evals else None,
+        "area": area([(samples, accuracy) for samples, _, accuracy in evals]),
+        "reward_area": _mean(steps, "reward/mean"),
+        "samples_to_80": reached,
+        "seconds_to_80": reached_s,
+        "step_s": statistics.median(own_s) if own_s else None,
+        "clip_tokens": _mean(steps, "clip/tokens"),
+        "clip_low": _mean(steps, "clip/sequences_low"),
+        "clip_high": _mean(steps, "clip/sequences_high"),
+        "log_s_std": _mean(steps, "ratio/log_s_std"),
+        "max_log_s": max(_values(steps, "ratio/log_s_max_abs"), default=None),
+        "entropy": _mean(steps[-max(len(steps) // 4, 1) :], "policy/entropy"),
+        "grad_norm": _mean(steps, "grad/norm"),
+        "noise": _mean(steps, "noise/log_s_p95_abs"),
+        "noise_mean": _mean(steps, "noise/log_s_mean"),
+        "kl_behavior": _mean(steps, "policy/kl_behavior"),
+        "staleness": _mean(steps, "staleness/mean"),
+        "collapsed": float(failed or has_collapsed(_values(steps, "reward/mean"))),
+        "flip_rate": _mean(steps, "moe/expert_flip_rate"),
+        "flip_sampler": _mean(steps, "moe/sampler_flip_rate"),
+    }
+    low, high = out["clip_low"], out["clip_high"]
+    out["clip_sequences"] = None if low is None or high is None else low + high
+    return out
+
+
+def curves(rows: Sequence[Row], *, samples_per_group: int, groups_per_step: int) -> dict[str, list[list[float]]]:
+    """What is drawn: [samples, value] pairs, rounded."""
+    out: dict[str, list[list[float]]] = {
+        "accuracy": [
+            [samples, round(accuracy, 4)]
+            for samples, _, accuracy in evaluations(
+                rows, samples_per_group=samples_per_group, groups_per_step=groups_per_step
+            )
+        ]
+    }
+    for name, metric in (("reward", "reward/mean"), ("clip_tokens", "clip/tokens"), ("entropy", "policy/entropy")):
+        points, drawn = [], 0
+        for row in rows:
+            drawn += _samples(row, samples_per_group, groups_per_step)
+            if row.get(metric) is not None:
+                points.append([drawn, float(f"{row[metric]:.4g}")])
+        out[name] = points
+    return out
+
+
+def evaluations(rows: Sequence[Row], *, samples_per_group: int, groups_per_step: int) -> list[tuple[int, float, float]]:
+    """(samples drawn, seconds of training, held-out accuracy) at each evaluation."""
+    found, samples, seconds = [], 0, 0.0
+    for row in rows:
+        samples += _samples(row, samples_per_group, groups_per_step)
+        seconds += _own_seconds(row) if row["step"] > 0 else 0.0
+        if row.get("eval/accuracy") is not None:
+            found.append((samples, seconds, float(row["eval/accuracy"])))
+    return found
+
+
+def area(points: Sequence[tuple[float, float]]) -> float | None:
+    """The mean of a curve by trapezoids.
+
+    >>> area([(0, 0.0), (2, 1.0), (4, 1.0)])
+    0.75
+    """
+    if len(points) < 2 or points[-1][0] <= points[0][0]:
+        return None
+    total = sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairwise(points))
+    return total / (points[-1][0] - points[0][0])
+
+
+def crossing(points: Sequence[tuple[float, float]], goal: float) -> float | None:
+    """Where a curve first reaches the goal, between its points by a straight line; None: never.
+
+    >>> crossing([(0, 0.25), (10, 0.5), (20, 1.0)], 0.75), crossing([(0, 0.2)], 0.8)
+    (15.0, None)
+    """
+    if points and points[0][1] >= goal:
+        return float(points[0][0])
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if y1 >= goal:
+            return x0 + (x1 - x0) * (goal - y0) / (y1 - y0)
+    return None
+
+
+def has_collapsed(rewards: Sequence[float]) -> bool:
+    """Whether the last quarter of a run earns less than `COLLAPSE` of what its best quarter did.
+
+    >>> has_collapsed([0.2, 0.8, 0.8, 0.1]), has_collapsed([0.2, 0.4, 0.8, 0.7])
+    (True, False)
+    """
+    width = max(len(rewards) // 4, 1)
+    means = [statistics.fmean(rewards[i : i + width]) for i in range(len(rewards) - width + 1)]
+    return bool(means) and means[-1] < COLLAPSE * max(means)
+
+
+def _samples(row: Row, samples_per_group: int, groups_per_step: int) -> int:
+    if not row["step"]:
+        return 0
+    return samples_per_group * (groups_per_step + int(row.get("reward/refilled_groups") or 0))
+
+
+def _own_seconds(row: Row) -> float:
+    return float(row["time/step_s"]) - float(row.get("time/eval_s") or 0.0)
+
+
+def _values(rows: Sequence[Row], name: str) -> list[float]:
+    return [float(row[name]) for row in rows if row.get(name) is not None]
+
+
+def _mean(rows: Sequence[Row], name: str) -> float | None:
+    values = _values(rows, name)
+    return statistics.fmean(values) if values else None

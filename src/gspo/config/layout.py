@@ -1,0 +1,80 @@
+"""How many processes a config asks for: trainer ranks, and sampler servers beside them. Pure and torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gspo.config.backend import SAMPLERS, TRAINERS, Backend, parse_backend
+from gspo.config.schema import Config
+
+# The engine that `rollout.backend: auto` takes for servers on GPUs: one that can be run.
+AUTO_ENGINE = "local"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks that train, servers that sample (None: rank 0 samples in its own process), and the machines for them.
+
+    >>> from gspo.config import load
+    >>> config = load(None, ["rollout.backend=vllm:d2t2", "actor.backend=fsdp:d4"]).config
+    >>> layout_of(config, num_gpus=8)
+    Layout(ranks=4, sampler=Backend(name='vllm', data=2, tensor=2, pipeline=1), num_nodes=1, gpus_per_node=8)
+    """
+
+    ranks: int
+    sampler: Backend | None
+    num_nodes: int
+    gpus_per_node: int
+
+    @property
+    def num_samplers(self) -> int:
+        return 0 if self.sampler is None else self.sampler.data
+
+    @property
+    def gpus_per_sampler(self) -> int:
+        return 0 if self.sampler is None or not self.gpus_per_node else self.sampler.tensor * self.sampler.pipeline
+
+    @property
+    def gpus_wanted(self) -> int:
+        """GPUs that the processes take, where GPUs are used at all."""
+        return self.ranks + (self.sampler.world if self.sampler is not None else 0)
+
+    @property
+    def is_one_process(self) -> bool:
+        return self.ranks == 1 and self.sampler is None
+
+    def __str__(self) -> str:
+        """
+        >>> str(Layout(4, Backend("local", 4), 1, 8)), str(Layout(1, None, 1, 0))
+        ('4 ranks train, 4 local servers sample', 'one process trains and samples')
+        """
+        if self.is_one_process:
+            return "one process trains and samples"
+        ranks = "1 rank trains" if self.ranks == 1 else f"{self.ranks} ranks train"
+        if self.sampler is None:
+            return f"{ranks}, rank 0 samples"
+        servers = f"{self.sampler.name} server{'s' if self.num_samplers > 1 else ''}"
+        return f"{ranks}, {self.num_samplers} {servers} sample{'' if self.num_samplers > 1 else 's'}"
+
+
+def layout_of(config: Config, num_gpus: int) -> Layout:
+    """What the backend strings come to; `num_gpus` are this machine's, for where cluster.n_gpus_per_node is null."""
+    cluster, text = config.cluster, config.rollout.backend.strip().lower()
+    per_node = num_gpus if cluster.n_gpus_per_node is None else cluster.n_gpus_per_node
+    total = cluster.n_nodes * per_node
+    sampler, trainer = parse_backend(text, SAMPLERS), parse_backend(config.actor.backend, TRAINERS)
+    asked_ranks = trainer.data if _is_sized(config.actor.backend) else None
+    if sampler.name == "auto":
+        # Half of the GPUs sample; one GPU, or none, is shared in one process.
+        free = total // 2 if asked_ranks is None else max(total - asked_ranks, 0)
+        servers = Backend(AUTO_ENGINE, free) if free else None
+    elif text == "local":  # with a size, as in local:d1, it is a server
+        servers = None
+    else:
+        servers = sampler
+    ranks = asked_ranks or max(total - (servers.world if servers is not None else 0), 1)
+    return Layout(ranks, servers, cluster.n_nodes, per_node)
+
+
+def _is_sized(backend: str) -> bool:
+    return ":" in backend or "." in backend

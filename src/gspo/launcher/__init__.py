@@ -1,0 +1,124 @@
+"""Launchers: the same config on this machine, on Ray, on Slurm. docs/launching.md.
+
+    python3 -m gspo.launcher.ray examples/math/gsm8k_rl.py --config examples/math/gsm8k_gspo.yaml [key=value …]
+    python3 examples/math/gsm8k_rl.py --config examples/math/gsm8k_gspo.yaml scheduler.type=ray
+    gspo train examples/math/gsm8k_gspo.yaml --on ray
+
+are three spellings of `launch`: a plan is made of the config and the trainer's command line, and one runner runs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gspo.config import Loaded
+    from gspo.launcher.plan import Plan
+
+RUNNERS = ("local", "ray", "slurm")
+
+
+def launch(loaded: Loaded, command: Sequence[str], *, dry_run: bool = False) -> int | None:
+    """Run `command`, a trainer's command line under this config, where scheduler.type says.
+
+    The exit code; None where one process is the whole plan of this machine, which the caller runs itself.
+    """
+    from gspo.config.estimate import visible_gpus
+    from gspo.config.lint import check
+    from gspo.launcher.plan import make_plan, to_text
+
+    if not dry_run:
+        check(loaded)
+    config = loaded.config
+    on, restarts = config.scheduler.type or "local", config.scheduler.restarts
+    plan = make_plan(config, command, visible_gpus())
+    if dry_run:
+        print(to_text(plan, on))
+        if on == "slurm":
+            from gspo.launcher.slurm import render
+
+            print("\n" + render(plan, config.scheduler.slurm, command, restarts), end="")
+        return 0
+    if on == "local":
+        if plan.layout.is_one_process:
+            return None
+        from gspo.launcher import local
+
+        _write(loaded, plan)
+        return local.run(plan, restarts=restarts, say=_say)
+    _write(loaded, plan)
+    if on == "ray":
+        from gspo.launcher import ray
+
+        return ray.run(plan, restarts=restarts, start_timeout=config.scheduler.start_timeout, say=_say)
+    from gspo.launcher import slurm
+
+    return slurm.run(plan, config.scheduler.slurm, command, restarts=restarts, say=_say)
+
+
+def _write(loaded: Loaded, plan: Plan) -> None:
+    """The resolved config, for samplers and jobs; folders exist before anybody looks into them."""
+    from gspo.config import dump
+
+    for folder in (plan.folder, plan.sampler_folder) if plan.samplers else (plan.folder,):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for stale in plan.sampler_folder.glob("sampler_*.json"):
+        stale.unlink()
+    aside = plan.config_file.with_suffix(".tmp")
+    aside.write_text(dump(loaded), encoding="utf-8")
+    aside.replace(plan.config_file)
+
+
+def _say(message: str) -> None:
+    print(f"gspo: {message}", file=sys.stderr, flush=True)
+
+
+def main(on: str, argv: Sequence[str] | None = None) -> int:
+    """`python3 -m gspo.launcher.<on> [--dry-run] SCRIPT --config YAML [key=value …]`: the exit code."""
+    from gspo.config import load
+    from gspo.errors import ConfigError, GspoError
+
+    parser = argparse.ArgumentParser(
+        prog=f"python3 -m gspo.launcher.{on}",
+        description=f"Run a training script with scheduler.type={on}. The script takes --config and overrides.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    parser.add_argument("script", help="for example examples/math/gsm8k_rl.py")
+    parser.add_argument("--config", required=True, metavar="YAML")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    args = parser.parse_intermixed_args(argv)
+    command = [sys.executable, args.script, "--config", args.config, *args.overrides]
+    try:
+        loaded = with_scheduler(load(args.config, args.overrides), on)
+        return finish(launch(loaded, command, dry_run=args.dry_run), command)
+    except GspoError as error:
+        _say(str(error))
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return 130
+
+
+def finish(code: int | None, command: Sequence[str]) -> int:
+    """The exit code; a plan of one process takes this process's place instead."""
+    if code is None:
+        from gspo.launcher.local import become
+        from gspo.launcher.plan import Process
+
+        become(Process("trainer", 0, tuple(command), {"GSPO_LAUNCHED": "1"}))
+    return code or 0
+
+
+def with_scheduler(loaded: Loaded, on: str | None) -> Loaded:
+    """The config under another scheduler.type, as the command asked."""
+    if on is None or loaded.config.scheduler.type == on:
+        return loaded
+    from gspo.config import Origin
+
+    config = replace(loaded.config, scheduler=replace(loaded.config.scheduler, type=on))  # pyright: ignore[reportArgumentType]
+    return replace(loaded, config=config, origins={**loaded.origins, "scheduler.type": Origin("command line")})

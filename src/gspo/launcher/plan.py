@@ -1,0 +1,188 @@
+"""From a config to processes: who runs what, where, on which GPUs. Pure: nothing is started, read or written here."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from gspo.config.layout import Layout, layout_of
+from gspo.config.schema import Config
+from gspo.errors import ConfigError
+
+# Filled in where a process starts: its machine's address, and where the ranks of several machines meet.
+ADDRESS, MEETING = "{address}", "{meeting}"
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of a plan: what runs, with which variables beside its environment, on which GPUs of which machine."""
+
+    role: Literal["trainer", "sampler"]
+    index: int
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    node: int = 0
+    gpus: tuple[int, ...] = ()
+    ranks: int = 0  # of a trainer: how many it runs
+    max_stopped_s: float = 60.0  # longer than so under SIGSTOP, and it counts as dead
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}_{self.index}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a launcher has to run. `path` is the run directory, `folder` the launcher's own place in it."""
+
+    layout: Layout
+    path: Path
+    processes: tuple[Process, ...]
+
+    @property
+    def folder(self) -> Path:
+        return self.path / "launch"
+
+    @property
+    def config_file(self) -> Path:
+        return config_file(self.path)
+
+    @property
+    def sampler_folder(self) -> Path:
+        return self.path / "samplers"
+
+    @property
+    def trainers(self) -> tuple[Process, ...]:
+        return tuple(p for p in self.processes if p.role == "trainer")
+
+    @property
+    def samplers(self) -> tuple[Process, ...]:
+        return tuple(p for p in self.processes if p.role == "sampler")
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The machines that get a process."""
+        return tuple(sorted({p.node for p in self.processes}))
+
+
+def run_path(config: Config) -> Path:
+    return (Path(config.cluster.fileroot) / config.experiment_name / config.trial_name).absolute()
+
+
+def config_file(path: Path) -> Path:
+    """The resolved config that samplers and a scheduler's job read."""
+    return path / "launch" / "config.yaml"
+
+
+def make_plan(config: Config, command: Sequence[str], num_gpus: int) -> Plan:
+    """The processes of `command`, a trainer's command line, under this config on machines with so many GPUs."""
+    layout, path = layout_of(config, num_gpus), run_path(config)
+    _refuse_too_few_gpus(config, layout)
+    if layout.num_nodes > 1 and config.scheduler.type not in ("ray", "slurm"):
+        raise ConfigError(
+            f"cluster.n_nodes is {layout.num_nodes}, and the local launcher has one machine; set scheduler.type to "
+            "ray or slurm (--on ray)"
+        )
+    rank_places, sampler_places = _places(layout)
+    trainers = tuple(
+        replace(trainer, max_stopped_s=config.stall_timeout)
+        for trainer in _trainers(layout, path, command, rank_places)
+    )
+    samplers = tuple(
+        Process("sampler", index, _sampler_argv(layout, path, index), {"GSPO_LAUNCHED": "1"}, node, gpus)
+        for index, (node, gpus) in enumerate(sampler_places)
+    )
+    return Plan(layout, path, trainers + samplers)
+
+
+def _refuse_too_few_gpus(config: Config, layout: Layout) -> None:
+    total = layout.num_nodes * layout.gpus_per_node
+    if layout.sampler is not None and layout.sampler.name != "local" and not total:
+        raise ConfigError(
+            f"rollout.backend is {config.rollout.backend}, and no GPU is visible here; set cluster.n_gpus_per_node to "
+            "what a machine of the cluster has, or rollout.backend: auto"
+        )
+    if total and layout.gpus_wanted > total:
+        raise ConfigError(
+            f"rollout.backend {config.rollout.backend} and actor.backend {config.actor.backend} take "
+            f"{layout.gpus_wanted} GPUs, and {layout.num_nodes} × {layout.gpus_per_node} are there; set both to auto, "
+            "or smaller sizes, or cluster.n_nodes and cluster.n_gpus_per_node"
+        )
+
+
+def _trainers(
+    layout: Layout, path: Path, command: Sequence[str], places: Sequence[tuple[int, int | None]]
+) -> tuple[Process, ...]:
+    """One process per machine that trains: torch's elastic launcher there starts that machine's ranks."""
+    env = {"GSPO_LAUNCHED": "1"}
+    if layout.num_samplers:
+        env |= {"GSPO_SAMPLERS": str(layout.num_samplers), "GSPO_SAMPLER_DIR": str(path / "samplers")}
+    nodes = list(dict.fromkeys(node for node, _ in places))
+    out = []
+    for index, node in enumerate(nodes):
+        gpus = tuple(gpu for where, gpu in places if where == node and gpu is not None)
+        ranks = sum(where == node for where, _ in places)
+        argv = tuple(command)
+        if layout.ranks > 1:
+            meet = ("--nodes", str(len(nodes)), "--meet", MEETING) if len(nodes) > 1 else ()
+            logs = ("--logs", str(path / "launch" / "ranks"))
+            argv = (sys.executable, "-m", "gspo.launcher.ranks", "--ranks", str(ranks), *meet, *logs, "--", *command)
+        out.append(Process("trainer", index, argv, env, node, gpus, ranks))
+    return tuple(out)
+
+
+def _sampler_argv(layout: Layout, path: Path, index: int) -> tuple[str, ...]:
+    assert layout.sampler is not None
+    module = "gspo.train.serve" if layout.sampler.name == "local" else f"gspo.train.serve_{layout.sampler.name}"
+    host = ("--host", ADDRESS) if layout.num_nodes > 1 else ()
+    return (
+        *(sys.executable, "-m", module, "--config", str(config_file(path)), "--index", str(index)),
+        *("--register", str(path / "samplers"), *host),
+    )
+
+
+def _places(layout: Layout) -> tuple[list[tuple[int, int | None]], list[tuple[int, tuple[int, ...]]]]:
+    """(node, GPU) of each rank, then (node, GPUs) of each sampler: GPUs from the first on, no sampler across nodes."""
+    per_node, size = layout.gpus_per_node, layout.gpus_per_sampler
+    if not per_node:
+        spread = [j * layout.num_nodes // (layout.ranks + layout.num_samplers) for j in range(layout.ranks)]
+        rest = range(layout.ranks, layout.ranks + layout.num_samplers)
+        others = [j * layout.num_nodes // (layout.ranks + layout.num_samplers) for j in rest]
+        return [(node, None) for node in spread], [(node, ()) for node in others]
+    ranks = [divmod(gpu, per_node) for gpu in range(layout.ranks)]
+    samplers: list[tuple[int, tuple[int, ...]]] = []
+    begin = layout.ranks
+    for _ in range(layout.num_samplers):
+        if begin % per_node + size > per_node:
+            begin += per_node - begin % per_node
+        node, first = divmod(begin, per_node)
+        if node >= layout.num_nodes or size > per_node:
+            raise ConfigError(
+                f"a sampler of {size} GPUs does not fit beside the others on {layout.num_nodes} × {per_node} GPUs; "
+                "one copy stays on one machine: set rollout.backend smaller, or cluster.n_nodes larger"
+            )
+        samplers.append((node, tuple(range(first, first + size))))
+        begin += size
+    return [(node, gpu) for node, gpu in ranks], samplers
+
+
+def to_text(plan: Plan, on: str) -> str:
+    """What `--dry-run` prints: one paragraph per process."""
+    layout = plan.layout
+    nodes = "1 machine" if layout.num_nodes == 1 else f"{layout.num_nodes} machines"
+    gpus = f" with {layout.gpus_per_node} GPUs each" if layout.gpus_per_node else ", no GPU"
+    lines = [f"plan of {plan.path}", f"  on {on}, {nodes}{gpus}: {layout}", ""]
+    for process in plan.processes:
+        where = [f"node {process.node}"]
+        if process.gpus:
+            where.append(f"GPU {process.gpus[0]}" + (f"-{process.gpus[-1]}" if len(process.gpus) > 1 else ""))
+        if process.ranks:
+            where.append("1 rank" if process.ranks == 1 else f"{process.ranks} ranks")
+        lines.append(f"{process.name:<12} {', '.join(where)}")
+        lines.append("  " + " ".join(f"{key}={shlex.quote(value)}" for key, value in process.env.items()))
+        lines.append(f"  {shlex.join(process.argv)}")
+    return "\n".join(lines)

@@ -1,0 +1,20 @@
+import pytest
+from launched_runs import NUM_STEPS, STARTED, Run, by_module, metrics_of
+
+
+@pytest.fixture(autouse=True)
+def _cleared():
+    """No test leaves a process to the next one."""
+    yield
+    while STARTED:
+        STARTED.pop().clear()
+
+
+@pytest.fixture(scope="session")
+def at_home(tmp_path_factory):
+    """The metrics of the run by the local launcher."""
+    run = Run(by_module("local"), tmp_path_factory.mktemp("home"))
+    code, said, complained = run.end()
+    assert code == 0, said + complained
+    assert run.steps() == list(range(1, NUM_STEPS + 1))
+    return metrics_of(run.path)

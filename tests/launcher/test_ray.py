@@ -1,0 +1,147 @@
+"""Ray, really started: the same run as at home, also when its trainer is killed; and nothing is left behind."""
+
+import os
+import signal
+import sys
+
+import pytest
+from launched_runs import (
+    KILLED,
+    NUM_STEPS,
+    STOPPED,
+    Run,
+    by_command,
+    by_module,
+    by_script,
+    go_on_with,
+    metrics_of,
+    until,
+)
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'gspo[ray]'")
+pytestmark = pytest.mark.timeout(600)
+full = pytest.mark.full
+
+
+def test_a_trainer_killed_under_ray_resumes_by_itself_to_the_same_end(at_home, tmp_path):
+    run = Run(by_command("ray"), tmp_path, fault=KILLED)
+    code, said, complained = run.end()
+    assert code == 0, said + complained
+    assert run.fired == [KILLED]
+    assert complained.count("the trainer was killed (SIGKILL)") == 1
+    assert "at step 2" in said
+    assert metrics_of(run.path) == at_home
+    until(lambda: not run.left(), 20)
+
+
+@full
+@pytest.mark.parametrize("spelling", [by_module, by_script])
+@pytest.mark.parametrize("on", ["local", "ray"])
+def test_each_spelling_trains_the_same_run(at_home, tmp_path, spelling, on):
+    run = Run(spelling(on), tmp_path)
+    code, said, complained = run.end()
+    assert code == 0, said + complained
+    assert f"{NUM_STEPS} steps in" in said  # the script's own last words
+    assert metrics_of(run.path) == at_home
+    until(lambda: not run.left(), 20)
+
+
+@full
+def test_ctrl_c_saves_under_ray_and_the_same_command_goes_on(at_home, tmp_path):
+    run = Run(by_command("ray"), tmp_path, fault=STOPPED)
+    until(lambda: run.fired or run.process.poll() is not None)
+    os.killpg(run.process.pid, signal.SIGINT)
+    go_on_with(run, signal.SIGINT)
+    code, said, complained = run.end()
+    assert code == 130, said + complained
+    assert run.steps() == [1, 2]
+    assert "Stopped and saved after step 2" in said
+    assert "--on ray" in said  # how to go on
+    until(lambda: not run.left(), 20)
+    again = Run(by_command("ray"), tmp_path)
+    assert again.end()[0] == 0
+    assert metrics_of(run.path) == at_home
+
+
+@full
+def test_a_failed_run_says_its_own_error_once_and_nothing_of_rays(tmp_path):
+    run = Run(by_command("ray"), tmp_path, f"train_dataset.path={tmp_path}/nowhere.jsonl")
+    code, said, complained = run.end()
+    assert code in (1, 2)
+    assert (said + complained).count("nowhere.jsonl") >= 1
+    assert not any(word in said + complained for word in ("Traceback", "ray.exceptions", "raylet"))
+    until(lambda: not run.left(), 20)
+
+
+@full
+def test_a_trainer_killed_more_often_than_allowed_ends_the_run(tmp_path):
+    run = Run(by_command("ray"), tmp_path, "scheduler.restarts=1", fault="train.backward:1:kill")
+    code, said, complained = run.end()
+    assert code == 137, said + complained
+    assert len(run.fired) == 2
+    assert "scheduler.restarts" in complained
+    until(lambda: not run.left(), 20)
+
+
+@full
+def test_a_killed_launcher_leaves_neither_trainer_nor_ray(tmp_path):
+    run = Run(by_command("ray"), tmp_path, "total_train_steps=100000")
+    until(lambda: run.steps() or run.process.poll() is not None)
+    assert len(run.left()) > 3
+    run.process.kill()
+    run.process.communicate()
+    until(lambda: not run.left(), 30)
+
+
+@full
+def test_a_cluster_that_does_not_answer_is_one_sentence(tmp_path):
+    run = Run(by_command("ray"), tmp_path, "scheduler.start_timeout=1", RAY_ADDRESS="127.0.0.1:9")
+    code, said, complained = run.end()
+    assert code == 1
+    assert "RAY_ADDRESS" in complained
+    assert "Traceback" not in said + complained
+
+
+@pytest.fixture(scope="module")
+def two_nodes():
+    """The address of a cluster of two nodes, by Ray's own utility, in a process of its own."""
+    import subprocess
+
+    code = (
+        "import sys; from ray.cluster_utils import Cluster\n"
+        "node = dict(num_cpus=2, object_store_memory=100 * 2**20, include_dashboard=False)\n"
+        "cluster = Cluster(initialize_head=True, head_node_args=node)\n"
+        "cluster.add_node(**{k: v for k, v in node.items() if k != 'include_dashboard'})\n"
+        "cluster.wait_for_nodes(); print('AT', cluster.address, flush=True); sys.stdin.read(); cluster.shutdown()\n"
+    )
+    env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONWARNINGS": "ignore"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+    )
+    assert process.stdout is not None
+    address = next(line.split()[1] for line in process.stdout if line.startswith("AT "))
+    yield address
+    process.communicate(timeout=60)
+
+
+@full
+def test_ranks_and_samplers_are_spread_over_two_nodes_and_train_as_one_process_does(at_home, two_nodes, tmp_path):
+    asked = ("cluster.n_nodes=2", "actor.backend=fsdp:d2", "rollout.backend=local:d2")
+    run = Run(by_command("ray"), tmp_path, *asked, RAY_ADDRESS=two_nodes)
+    code, said, complained = run.end()
+    assert code == 0, said + complained
+    ours = metrics_of(run.path)
+    assert [row["step"] for row in ours] == [row["step"] for row in at_home]
+    for row, home in zip(ours, at_home, strict=True):
+        assert row["reward/mean"] == home["reward/mean"]
+        assert row["ratio/log_s_std"] == pytest.approx(home["ratio/log_s_std"], rel=1e-3, abs=1e-6)
+    until(lambda: not run.left(), 20)
+
+
+@full
+def test_a_plan_that_does_not_fit_the_cluster_is_said_with_what_was_asked_and_what_is_there(two_nodes, tmp_path):
+    asked = ("cluster.n_nodes=3", "actor.backend=fsdp:d3", "scheduler.start_timeout=3")
+    code, _, complained = Run(by_command("ray"), tmp_path, *asked, RAY_ADDRESS=two_nodes).end()
+    assert code == 1
+    assert "Ray found no room" in complained
+    assert "cluster.n_nodes" in complained

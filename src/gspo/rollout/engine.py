@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 class Sampler(Protocol):
     """What `train/` knows of a sampler. Every wait has a deadline; a missed one raises RolloutError."""
 
-    version: int  # of the weights that sample now; every token is tagged with it
+    @property
+    def version(self) -> int:
+        """Of the weights that sample now; every token is tagged with it."""
+        ...
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. Bad ones (prompt beyond the context, id outside the vocabulary) raise DataError here."""

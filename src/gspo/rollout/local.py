@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from gspo import rng
 from gspo.errors import RolloutError
 from gspo.faults import reached
+from gspo.models.moe import route_shape, routed, routers
 from gspo.rollout.admission import check
 from gspo.rollout.cache import ATTENTION, DecodePlan, ExtendPlan, Grid, KVStore, Plan, PrefillPlan, active, make_grid
 from gspo.rollout.rows import Rows
@@ -40,6 +41,7 @@ class _Group:
 
     slot: int
     logits: Tensor  # [V] after its last token, from which every row of the group begins
+    routes: NDArray | None  # [P, layers, top_k] experts of its positions, of a mixture
 
 
 @dataclass(slots=True)
@@ -91,6 +93,8 @@ class LocalSampler:
         self._references: Counter[Tokens] = Counter()  # outstanding requests of each prompt
         self._rules: dict[SamplingParams, int] = {}
         self._rule_list: list[_Rule] = []
+        self._routers = routers(model)
+        self._routes: NDArray | None = None  # [N, layers, top_k] of the last forward
         self._paused = self._asleep = self._closed = False
         self._counts: Counter[str] = Counter()
         self._pad_rows = pad_rows
@@ -183,7 +187,7 @@ class LocalSampler:
         return _Rule(params, temperature, ends, max((len(s.encode()) for s in params.stop), default=0))
 
     def _clear(self) -> None:
-        self._store, self._rows = KVStore(), Rows(self._pad_rows)
+        self._store, self._rows = KVStore(), Rows(self._pad_rows, route_shape(self._routers))
         self._groups: dict[Tokens, _Group] = {}
         self._grid: Grid | None = None
 
@@ -264,13 +268,14 @@ class LocalSampler:
     def _forward(self, tokens: NDArray, positions: NDArray, plan: Plan, keep: int | Tensor) -> Tensor:
         """Logits [kept, V] of one packed forward, through the model's own head."""
         device = self._model.device
-        with active(self._store, plan):
+        with active(self._store, plan), routed(self._routers) if self._routers else nullcontext() as tap:
             output = self._model(
                 input_ids=torch.from_numpy(tokens.astype(np.int64))[None].to(device),
                 position_ids=torch.from_numpy(positions.astype(np.int64))[None].to(device),
                 use_cache=False,
                 logits_to_keep=keep,
             )
+        self._routes = None if tap is None else tap.routes()
         return output.logits[0]
 
     def _admit(self) -> bool:
@@ -286,12 +291,15 @@ class LocalSampler:
             raise
         groups = [self._groups[r.prompt] for r in requests]
         slots = self._rows.join(requests, [g.slot for g in groups], [self._rules[r.params] for r in requests])
+        for slot, group in zip(slots, groups, strict=True):
+            self._rows.prompt_routes[slot] = group.routes
         self._grid = None
         self._extend(slots)
         # A continued row has its last token to feed; a new one begins with the logits of its prompt.
         fresh = np.flatnonzero(self._rows.count[slots] == 0)
         if len(fresh):
-            self._sample(slots[fresh], torch.stack([groups[i].logits for i in fresh]))
+            routes = np.stack([groups[i].routes[-1] for i in fresh]) if self._routers else None  # pyright: ignore[reportOptionalSubscript]
+            self._sample(slots[fresh], torch.stack([groups[i].logits for i in fresh]), routes)
         return True
 
     def _prefill(self, prompts: list[Tokens]) -> None:
@@ -321,8 +329,9 @@ class LocalSampler:
             )
             self._counts["prefill_forwards"] += 1
             self._counts["prefill_tokens"] += total
-            for prompt, slot, row in zip(part, slots, logits, strict=True):
-                self._groups[prompt] = _Group(slot, row)
+            routes = [None] * num if self._routes is None else np.split(self._routes, ends[:-1])
+            for prompt, slot, row, chosen in zip(part, slots, logits, routes, strict=True):
+                self._groups[prompt] = _Group(slot, row, chosen)
 
     def _extend(self, slots: NDArray[np.int64]) -> None:
         """Prefill the own tokens of continued rows, all but the last, which is their next input."""
@@ -359,9 +368,11 @@ class LocalSampler:
         logits = self._forward(tokens, prompt_len + own_len, DecodePlan(self._grid, prompt_len, own_len), 0)
         self._counts["decode_forwards"] += 1
         self._counts["decode_rows"] += used
-        self._sample(living, logits if len(living) == used else logits[torch.from_numpy(living).to(logits.device)])
+        routes = None if self._routes is None else self._routes[living]
+        logits = logits if len(living) == used else logits[torch.from_numpy(living).to(logits.device)]
+        self._sample(living, logits, routes)
 
-    def _sample(self, slots: NDArray[np.int64], logits_n_v: Tensor) -> None:
+    def _sample(self, slots: NDArray[np.int64], logits_n_v: Tensor, routes: NDArray | None) -> None:
         """Draw a token for each row from its logits; rows that ended leave."""
         rows = self._rows
         submission, sample, turn, attempt = rows.key[slots].T
@@ -392,7 +403,7 @@ class LocalSampler:
             full[part] = count + 1 >= rule.params.max_new_tokens
         if not np.isfinite(logp).all():
             self._refuse_row(int(slots[np.flatnonzero(~np.isfinite(logp))[0]]))
-        rows.append(slots, token, logp, self.version)
+        rows.append(slots, token, logp, self.version, routes)
         self._counts["sampled_tokens"] += len(slots)
         if any(self._rule_list[i].params.stop for i in used_rules):
             ended |= np.array([self._says_stop(int(s)) for s in slots])

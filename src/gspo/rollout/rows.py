@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,7 +17,7 @@ class Rows:
     `count − 1` stored.
     """
 
-    def __init__(self, multiple: int) -> None:
+    def __init__(self, multiple: int, route: tuple[int, int, Any] = (0, 0, np.uint8)) -> None:
         self.multiple = multiple  # `used` is a multiple of it, so that few matrix shapes occur
         self.used = 0
         self.requests: list[Request | None] = []
@@ -28,8 +30,11 @@ class Rows:
         self.tokens = np.zeros((0, 0), dtype=np.int32)
         self.logp = np.zeros((0, 0), dtype=np.float32)
         self.versions = np.zeros((0, 0), dtype=np.int32)
+        # Of the position that predicted each token: layers, experts per token and their type; nothing of a dense model.
+        self.routes: NDArray[Any] = np.zeros((0, 0, *route[:2]), dtype=route[2])
+        self.prompt_routes: list[NDArray[Any] | None] = []
 
-    _COLUMNS = ("alive", "group", "prompt_len", "count", "rule", "key", "tokens", "logp", "versions")
+    _COLUMNS = ("alive", "group", "prompt_len", "count", "rule", "key", "tokens", "logp", "versions", "routes")
 
     def living(self) -> NDArray[np.int64]:
         return np.flatnonzero(self.alive[: self.used])
@@ -41,13 +46,15 @@ class Rows:
         rows, have, width = self.padded(rows), len(self.alive), self.tokens.shape[1]
         if length > width:
             length = max(length, width + width // 2)
-            for name in ("tokens", "logp", "versions"):
-                setattr(self, name, np.pad(getattr(self, name), ((0, 0), (0, length - width))))
+            for name in ("tokens", "logp", "versions", "routes"):
+                column = getattr(self, name)
+                setattr(self, name, np.pad(column, ((0, 0), (0, length - width), *((0, 0),) * (column.ndim - 2))))
         if rows > have:
             for name in self._COLUMNS:
                 column = getattr(self, name)
                 setattr(self, name, np.pad(column, ((0, rows - have), *((0, 0),) * (column.ndim - 1))))
             self.requests += [None] * (rows - have)
+            self.prompt_routes += [None] * (rows - have)
 
     def join(self, requests: list[Request], groups: list[int], rules: list[int]) -> NDArray[np.int64]:
         """Seat requests in dead slots, lowest first; a prefix is what a row has said already."""
@@ -60,6 +67,8 @@ class Rows:
                 self.tokens[slot, :num] = request.prefix.tokens
                 self.logp[slot, :num] = request.prefix.behavior_logp
                 self.versions[slot, :num] = request.prefix.versions
+                if request.prefix.routes is not None:
+                    self.routes[slot, :num] = request.prefix.routes
         self.alive[slots] = True
         self.group[slots], self.rule[slots] = groups, rules
         self.prompt_len[slots] = [len(r.prompt) for r in requests]
@@ -68,22 +77,32 @@ class Rows:
         self.used = max(self.used, self.padded(int(slots[-1]) + 1))
         return slots
 
-    def append(self, slots: NDArray[np.int64], tokens: NDArray, logp: NDArray, version: int) -> None:
+    def append(
+        self, slots: NDArray[np.int64], tokens: NDArray, logp: NDArray, version: int, routes: NDArray | None = None
+    ) -> None:
         at = self.count[slots]
         self.tokens[slots, at], self.logp[slots, at], self.versions[slots, at] = tokens, logp, version
+        if routes is not None:
+            self.routes[slots, at] = routes
         self.count[slots] = at + 1
 
     def take(self, slot: int, finish: FinishReason) -> Sample:
         """The sample of a row as it stands; the slot is dead afterwards."""
         request, num = self.requests[slot], int(self.count[slot])
         assert request is not None
-        self.requests[slot], self.alive[slot] = None, False
+        routes, prompt_routes = None, self.prompt_routes[slot]
+        self.requests[slot], self.alive[slot], self.prompt_routes[slot] = None, False, None
         mask, turns = np.ones(num, dtype=np.bool_), np.full(num, request.id.turn, dtype=np.int16)
         if request.prefix is not None:
             kept = len(request.prefix.tokens)
             mask[:kept], turns[:kept] = request.prefix.mask, request.prefix.turns
+            if kept:  # what was said under earlier weights keeps the routes that said it, or their absence
+                prompt_routes = request.prefix.prompt_routes
+        if self.routes.size and prompt_routes is not None:
+            routes = self.routes[slot, :num].copy()
         tokens, logp = self.tokens[slot, :num].copy(), self.logp[slot, :num].copy()
-        return Sample(request.id, tokens, logp, self.versions[slot, :num].copy(), mask, turns, finish)
+        versions = self.versions[slot, :num].copy()
+        return Sample(request.id, tokens, logp, versions, mask, turns, finish, routes, prompt_routes)
 
     def compact(self) -> tuple[list[int], list[int]]:
         """Where dropping dead slots shortens the forward, move the last living rows into the first dead slots.
@@ -102,5 +121,6 @@ class Rows:
         self.alive[source] = False
         for i, j in zip(source, target, strict=True):
             self.requests[j], self.requests[i] = self.requests[i], None
+            self.prompt_routes[j], self.prompt_routes[i] = self.prompt_routes[i], None
         self.used = used
         return source.tolist(), target.tolist()

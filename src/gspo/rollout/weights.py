@@ -1,13 +1,99 @@
-"""New weights for a sampler that holds its own: checked whole, then copied into the tensors it has."""
+"""New weights for a sampler that holds its own: written whole, checked whole, then copied into the tensors it has.
+
+A version travels as one safetensors file with the names of the model's checkpoint on disk; who reads it compares its
+sha256 first. Nothing is written into a model before all of it is checked.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import copy
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
+from gspo import rng
 from gspo.errors import WeightSyncError
+from gspo.faults import reached
+from gspo.models.cache import quiet
+
+# Largest |log-prob difference| of two right computations of the probe, by the type of the weights.
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.1}
+
+
+class Published(NamedTuple):
+    """A version as others find it."""
+
+    version: int
+    path: Path
+    sha256: str
+
+
+def publish(folder: Path, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Published:
+    """Write a version into `folder`, aside and then renamed: the file is whole or not there."""
+    path = folder / f"weights_{version:08d}.safetensors"
+    aside = folder / f".{path.name}.{os.getpid()}"
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():  # /dev/shm is everybody's
+            raise PermissionError("somebody else has made this folder")
+        with _private():
+            save_file(whole, aside, metadata={"version": str(version)})
+        digest = sha256_of(aside)
+        reached("weights.publish")
+        aside.replace(path)
+    except (OSError, SafetensorError) as cause:
+        aside.unlink(missing_ok=True)
+        raise WeightSyncError(
+            f"version {version} could not be written to {folder} ({cause}); make room there, or choose another place "
+            "with actor.weight_update_mode (disk, shm)"
+        ) from cause
+    return Published(version, path, digest)
+
+
+def forget(folder: Path, keep: Path | None = None) -> None:
+    """Remove published files but one; also what a killed writer left. The folder goes with the last of them."""
+    if not folder.is_dir():
+        return
+    for file in folder.glob("*weights_*.safetensors*"):
+        if file != keep:
+            file.unlink(missing_ok=True)
+    if keep is None:
+        with contextlib.suppress(OSError):  # not empty: not ours
+            folder.rmdir()
+
+
+def read(path: str | Path, sha256: str) -> dict[str, Tensor]:
+    """The tensors of a published file, if its bytes are those that were published; else WeightSyncError."""
+    path = Path(path)
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):  # a pipe would never end
+            raise WeightSyncError(f"{path} is not a file; the sampler keeps its weights")
+        if (got := sha256_of(path)) != sha256:
+            raise WeightSyncError(
+                f"{path} is not what was published: sha256 {got[:12]}… instead of {sha256[:12]}… "
+                f"({path.stat().st_size} bytes); the sampler keeps its weights"
+            )
+        return load_file(path)
+    except (OSError, SafetensorError) as cause:
+        raise WeightSyncError(f"{path} cannot be read ({cause}); the sampler keeps its weights") from cause
+
+
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def copy_weights(model: torch.nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -18,7 +104,7 @@ def copy_weights(model: torch.nn.Module, tensors: Iterable[tuple[str, Tensor]]) 
     """
     by_name = dict(model.named_parameters(remove_duplicate=False))
     arrived: dict[Tensor, tuple[str, Tensor]] = {}
-    for name, tensor in tensors:
+    for name, tensor in _as_parameters(model, dict(tensors), by_name).items():
         parameter = by_name.get(name)
         if parameter is None:
             raise WeightSyncError(f"weight {name!r} is not a parameter of {type(model).__name__}")
@@ -37,4 +123,69 @@ def copy_weights(model: torch.nn.Module, tensors: Iterable[tuple[str, Tensor]]) 
         raise WeightSyncError(f"{len(missing)} weights did not arrive, first {missing[0]!r}; the sampler keeps its own")
     with torch.no_grad():
         for parameter, (_, tensor) in arrived.items():
+            reached("weights.copy")
             parameter.copy_(tensor)
+
+
+def _as_parameters(model: Any, tensors: dict[str, Tensor], by_name: dict[str, Any]) -> dict[str, Tensor]:
+    """Names of files to names of parameters: transformers holds the experts of a layer as one tensor, files do not."""
+    if set(tensors) <= set(by_name):
+        return tensors
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    own = revert_weight_conversion(model, {n: p.detach() for n, p in by_name.items() if n not in tied})
+    for name, tensor in tensors.items():
+        if name not in own and name not in tied:
+            raise WeightSyncError(f"weight {name!r} is not a parameter of {type(model).__name__}")
+        if name in own and (tensor.shape, tensor.dtype) != (own[name].shape, own[name].dtype):
+            raise WeightSyncError(
+                f"weight {name!r} is {tuple(tensor.shape)} {tensor.dtype}, "
+                f"the sampler holds {tuple(own[name].shape)} {own[name].dtype}"
+            )
+    if missing := sorted(set(own) - set(tensors)):
+        raise WeightSyncError(f"{len(missing)} weights did not arrive, first {missing[0]!r}; the sampler keeps its own")
+    with quiet():
+        converted = type(model).from_pretrained(
+            None, config=copy.deepcopy(model.config), state_dict=tensors, dtype=model.dtype
+        )
+    return dict(converted.named_parameters())
+
+
+def probe_sequences(num_vocab: int, count: int = 3, length: int = 12) -> list[list[int]]:
+    """Fixed random tokens whose log-probs tell whether two processes hold the same model."""
+    return rng.generator(0, "weights probe").integers(0, num_vocab, (count, length)).tolist()
+
+
+def sequence_logp(model: Any, sequences: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+    """Log-probs of every token but the first of each sequence, by a plain forward pass."""
+    values = []
+    with torch.no_grad():
+        for tokens in sequences:
+            ids = torch.tensor([list(tokens)], device=model.device)
+            logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0]
+            logp = torch.log_softmax(logits.double(), -1).gather(1, ids[0, 1:, None])[:, 0]
+            values.append(logp.float().cpu().numpy())
+    return values
+
+
+def differ(one: Sequence[NDArray], other: Sequence[NDArray], dtype: torch.dtype) -> str | None:
+    """Why two probes are not of the same weights; None where they are."""
+    if [len(row) for row in one] != [len(row) for row in other]:
+        return "the probe came back with another number of log-probs"
+    gap = float(np.abs(np.concatenate(one) - np.concatenate(other)).max())
+    bound = TOLERANCE.get(dtype, 0.2)
+    if gap <= bound:  # NaN is not
+        return None
+    return f"log-probs of the probe differ by {gap:.2g} (allowed {bound:g}): it samples from another model"
+
+
+@contextlib.contextmanager
+def _private():
+    """New files are for their owner alone."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+Score = Callable[[Sequence[Sequence[int]]], list[NDArray[np.float32]]]

@@ -1,0 +1,483 @@
+"""The HTTP face of a sampler: any `engine.Sampler` behind a small JSON interface, for trainers in other processes.
+
+One thread drives the sampler; everything else asks it between two tokens. Every call is short: work is handed in with
+/generate and fetched with /collect, new weights are loaded aside and taken between two tokens. Calls may be repeated,
+which is what a client does after a lost reply: a known request is not sampled twice, a finished sample is kept until
+its receipt is confirmed, a loaded version is not loaded again.
+
+Loopback and a token by default: docs/samplers.md says what is checked before a body is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from gspo.errors import ConfigError, DataError, GspoError, WeightSyncError
+from gspo.faults import reached
+from gspo.rollout import weights, wire
+from gspo.rollout.engine import Sampler
+from gspo.types import Sample, SampleId
+
+MAX_BODY = 256 * 2**20  # a batch of 10⁴ requests with prompts of 10³ tokens takes 50 MB
+SLICE_S = 0.05  # how long the sampler decodes before it looks for calls
+LONGEST_WAIT_S = 10.0  # of a call that waits for news
+PER_REPLY = 512  # samples
+CONNECTIONS = 128
+
+
+class RefusedCallError(GspoError):
+    """A call that is answered with an HTTP status."""
+
+    def __init__(self, status: int, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.kind = status, kind
+
+
+class SamplerEngine:
+    """A sampler, its one thread, and what of its work is not confirmed yet.
+
+    `facts` say what it is (model, seed, …), for the client to compare. `score` gives log-probs of given tokens, to
+    verify new weights. `latency_s` is slept at every token: a slow sampler for measurements.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        *,
+        facts: Mapping[str, Any],
+        score: weights.Score | None = None,
+        latency_s: float = 0.0,
+    ) -> None:
+        self.boot = secrets.token_hex(8)  # another one: this server has started anew and knows nothing
+        self.facts, self._score, self._latency_s = dict(facts), score, latency_s
+        self._sampler = sampler
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._news = threading.Condition()
+        self._session = ""
+        self._loaded: tuple[int, str] | None = None  # version and sha256 of verified weights
+        self._loading: tuple[tuple[int, str], Future[Any]] | None = None
+        self._running: dict[SampleId, str] = {}  # → its key
+        self._finished: dict[str, Sample] = {}
+        self._failure: str | None = None
+        self._closed = False
+        self._turns = 0
+        self._view: dict[str, Any] = dict(sampler.health())
+        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
+        self._thread.start()
+
+    # What a client can ask; called by many threads
+
+    def attach(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """A trainer takes this server, from an older one or once more: what was outstanding is forgotten."""
+        session = wire.field(body, "session", str)
+
+        def take() -> None:
+            if session < self._session:
+                raise RefusedCallError(409, "session", "a newer trainer has taken this server")
+            self._sampler.abort()
+            self._sampler.wake()
+            self._sampler.resume()
+            with self._news:
+                if session != self._session:
+                    self._loaded = None  # weights of another run
+                self._session, self._failure = session, None
+                self._running.clear()
+                self._finished.clear()
+
+        self._ask(take)
+        return {"facts": self.facts, **self.state()}
+
+    def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Queue requests, each under a key of the client's; a known key is left alone."""
+        self._of_session(body)
+        requests = {}
+        for item in wire.field(body, "requests", list):
+            key = wire.field(item, "key", str) if isinstance(item, dict) else ""
+            requests[key] = wire.unpack_request(item)
+
+        def submit() -> int:
+            self._of_session(body)
+            if self._loaded is None:
+                raise RefusedCallError(409, "weights", "no verified weights yet: load a version first")
+            with self._news:
+                known = {*self._running.values(), *self._finished}
+                fresh = {key: request for key, request in requests.items() if key not in known}
+            ids = [request.id for request in fresh.values()]
+            if len({*ids}) != len(ids) or any(id in self._running for id in ids):
+                raise RefusedCallError(409, "twice", "two outstanding requests have the same sample id")
+            self._sampler.submit(list(fresh.values()))
+            self._running |= {request.id: key for key, request in fresh.items()}
+            return len(fresh)
+
+        return {"accepted": self._ask(submit), **self.state()}
+
+    def collect(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Finished samples, waiting a little for the first; those confirmed with `received` are forgotten."""
+        self._of_session(body)
+        received = wire.field(body, "received", list)
+        deadline = time.monotonic() + _wait(body)
+        with self._news:
+            for key in received:
+                self._finished.pop(key, None)
+            while not (self._finished or self._failure or self._closed):
+                if (left := deadline - time.monotonic()) <= 0 or not self._running:
+                    break
+                self._news.wait(left)
+            samples = dict(list(self._finished.items())[:PER_REPLY])
+            failure, self._failure = self._failure, None
+        reached("sampler.collect")
+        packed = [{"key": key, "sample": wire.pack_sample(sample)} for key, sample in samples.items()]
+        return {"samples": packed, "failure": failure, **self.state()}
+
+    def abort(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """End what is outstanding; the partial samples are collected as finished ones are."""
+        self._of_session(body)
+
+        def abort() -> None:
+            self._of_session(body)
+            partial = self._sampler.abort()
+            for sample in partial:
+                self._finish(sample)
+
+        self._ask(abort)
+        return self.state()
+
+    def order(self, what: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """pause, resume, sleep, wake."""
+        self._of_session(body)
+        self._ask(getattr(self._sampler, what))
+        return self.state()
+
+    def load_weights(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Take a published version, all of it or nothing; call again until `loading` is false.
+
+        The file is read and its sha256 compared aside, while sampling goes on with the weights there are.
+        """
+        self._of_session(body)
+        version, sha256 = wire.field(body, "version", int), wire.field(body, "sha256", str)
+        path, probe = wire.field(body, "path", str), wire.field(body, "probe", list)
+        wanted = version, sha256
+        with self._news:
+            if self._loaded is not None and wanted != self._loaded and version <= self._loaded[0]:
+                raise RefusedCallError(409, "stale", f"version {version} is not newer than {self._loaded[0]}")
+            if self._loading is None or (self._loading[0] != wanted and self._loading[1].done()):
+                job: Future[Any] = Future()
+                self._loading = wanted, job
+                threading.Thread(target=self._load, args=(job, body, wanted, path, probe), daemon=True).start()
+            current, job = self._loading
+        try:
+            values = job.result(_wait(body))
+        except FutureTimeout:
+            return {"loading": True, **self.state()}
+        except BaseException:
+            self._forget_load(job)
+            if current != wanted:  # another version's misfortune
+                return {"loading": True, **self.state()}
+            raise
+        self._forget_load(job)
+        return {"loading": current != wanted, "probe": values if current == wanted else None, **self.state()}
+
+    def state(self) -> dict[str, Any]:
+        """Kept up to date by the sampler's thread, so that it can be told while that one is busy, or stuck."""
+        version, sha256 = self._loaded or (None, None)
+        return {"boot": self.boot, "version": version, "sha256": sha256, "turns": self._turns}
+
+    def health(self) -> dict[str, Any]:
+        with self._news:
+            counts = {"outstanding": len(self._running), "unconfirmed": len(self._finished)}
+        return {**self.state(), **counts, "pid": os.getpid(), "session": self._session, "sampler": self._view}
+
+    def close(self) -> None:
+        with self._news:
+            self._closed = True
+            self._news.notify_all()
+        self._calls.put((lambda: None, Future()))
+        self._thread.join(timeout=10)
+
+    # The sampler's thread
+
+    def _run(self) -> None:
+        looked = 0.0
+        while not self._closed:
+            idle = not self._running or bool(self._view.get("paused") or self._view.get("asleep"))
+            asked = self._answer(wait=idle)
+            if not idle:
+                self._decode()
+            if asked or idle or time.monotonic() - looked > 0.2:
+                self._view, looked = dict(self._sampler.health()), time.monotonic()
+
+    def _answer(self, wait: bool) -> bool:
+        """Do what was asked for; whether anything was."""
+        asked = False
+        while True:
+            try:
+                call, reply = self._calls.get(timeout=0.5) if wait and not asked else self._calls.get_nowait()
+            except queue.Empty:
+                return asked
+            asked = True
+            try:
+                reply.set_result(call())
+            except BaseException as error:
+                reply.set_exception(error)
+
+    def _decode(self) -> None:
+        try:
+            for sample in self._sampler.completed(0.0 if self._latency_s else SLICE_S):
+                self._finish(sample)
+        except Exception as error:  # whatever a model does: the server lives on and says so
+            with contextlib.suppress(Exception):
+                self._sampler.abort()
+            with self._news:
+                self._running.clear()
+                self._failure = f"{type(error).__name__}: {error}"
+                self._news.notify_all()
+        self._turns += 1
+        if self._latency_s:
+            time.sleep(self._latency_s)
+
+    def _finish(self, sample: Sample) -> None:
+        with self._news:
+            key = self._running.pop(sample.id, None)
+            if key is not None:
+                self._finished[key] = sample
+                self._news.notify_all()
+
+    def _load(
+        self, job: Future[Any], body: Mapping[str, Any], wanted: tuple[int, str], path: str, probe: Sequence[Any]
+    ) -> None:
+        try:
+            tensors = None if self._loaded == wanted else weights.read(path, wanted[1])
+            reached("sampler.load")
+            values = self._ask(partial(self._take, body, wanted, tensors, probe), timeout_s=None)
+            job.set_result(values)
+        except BaseException as error:
+            job.set_exception(error)
+
+    def _take(
+        self, body: Mapping[str, Any], wanted: tuple[int, str], tensors: dict[str, Any] | None, probe: Sequence[Any]
+    ) -> list[list[float]] | None:
+        self._of_session(body)
+        if tensors is not None:
+            before, self._loaded = self._loaded, None
+            try:
+                self._sampler.load_weights(wanted[0], tensors.items())
+            except WeightSyncError:
+                self._loaded = before  # checked before anything was written: the weights are what they were
+                raise
+            self._loaded = wanted
+        if self._score is None:
+            return None
+        return [row.astype(float).tolist() for row in self._score(probe)]
+
+    def _forget_load(self, job: Future[Any]) -> None:
+        with self._news:
+            if self._loading is not None and self._loading[1] is job:
+                self._loading = None
+
+    def _ask(self, call: Callable[[], Any], timeout_s: float | None = LONGEST_WAIT_S) -> Any:
+        """Have the sampler's thread do something; a repeated call is harmless, so a late answer is simply lost."""
+        reply: Future[Any] = Future()
+        self._calls.put((call, reply))
+        try:
+            return reply.result(timeout_s)
+        except FutureTimeout:
+            raise RefusedCallError(408, "busy", f"the sampler did not come to it within {timeout_s:g} s") from None
+
+    def _of_session(self, body: Mapping[str, Any]) -> None:
+        if not self._session or wire.field(body, "session", str) != self._session:
+            raise RefusedCallError(409, "session", "another trainer has taken this server, or none yet: attach first")
+
+
+def _wait(body: Mapping[str, Any]) -> float:
+    return min(max(float(wire.field(body, "wait_s", (int, float))), 0.0), LONGEST_WAIT_S)
+
+
+class SamplerServer(ThreadingHTTPServer):
+    """Serves an engine on `host`:`port` (0: a free one) to whoever knows the token. `name`: as others call the host."""
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+
+    def __init__(
+        self, engine: SamplerEngine, token: str, *, host: str = "127.0.0.1", port: int = 0, name: str | None = None
+    ) -> None:
+        if len(token) < 16:
+            raise ConfigError("a sampler server needs a token of 16 characters or more in GSPO_SAMPLER_TOKEN")
+        self.engine, self.token = engine, token.encode()
+        self.max_body, self.body_s, self.head_s = MAX_BODY, 30.0, 10.0
+        self.refused = 0
+        self._strangers: dict[socket.socket, float] = {}  # connections that have shown no token yet
+        self._open = 0
+        self._lock = threading.Lock()
+        super().__init__((host, port), _Handler)
+        self.port = int(self.server_address[1])
+        self.url = f"http://{name or host}:{self.port}"
+        self.hosts = {f"{h}:{self.port}" for h in (name or host, host, "127.0.0.1", "localhost")}
+        self.routes: dict[tuple[str, str], Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+            ("GET", "/health"): lambda _: {**engine.health(), "refused": self.refused},
+            ("GET", "/version"): lambda _: engine.state(),
+            ("POST", "/attach"): engine.attach,
+            ("POST", "/generate"): engine.generate,
+            ("POST", "/collect"): engine.collect,
+            ("POST", "/abort"): engine.abort,
+            ("POST", "/load_weights"): engine.load_weights,
+            **{("POST", f"/{what}"): partial(engine.order, what) for what in ("pause", "resume", "sleep", "wake")},
+        }
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            if self._open >= CONNECTIONS:
+                with contextlib.suppress(OSError):
+                    request.sendall(b"HTTP/1.1 429 Too Many Requests\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+                self.shutdown_request(request)
+                return
+            self._open += 1
+            self._strangers[request] = time.monotonic() + self.head_s
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with contextlib.suppress(KeyError):
+            self.known(request)
+        super().shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self._lock:
+                self._open -= 1
+
+    def known(self, connection: socket.socket) -> None:
+        self._strangers.pop(connection, None)
+
+    def service_actions(self) -> None:
+        """Called twice a second: who has not come to the point in time is sent away."""
+        for connection, deadline in list(self._strangers.items()):
+            if time.monotonic() > deadline:
+                self.known(connection)
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RD)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A connection that breaks is the other side's business."""
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+        self.engine.close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Host, origin and token are checked before a byte of the body is read."""
+
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "gspo", ""
+    disable_nagle_algorithm = True
+    server: SamplerServer  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def setup(self) -> None:
+        super().setup()
+        self.connection.settimeout(self.server.head_s)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("do_"):  # every method comes here: none may answer without a token
+            return self._answer
+        raise AttributeError(name)
+
+    def _answer(self) -> None:
+        try:
+            call = self._checked()
+            body = self._body() if self.command == "POST" else {}
+            self._reply(200, call(body))
+        except RefusedCallError as error:
+            self.server.refused += error.status != 409
+            # The rest of a body that was not read is no next request.
+            self.close_connection = self.close_connection or error.status in (401, 403, 404, 405, 408, 411, 413, 415)
+            self._reply(error.status, {"error": str(error), "kind": error.kind})
+        except (wire.WireError, DataError) as error:
+            self.server.refused += 1
+            self._reply(400, {"error": str(error), "kind": "request"})
+        except WeightSyncError as error:
+            self._reply(422, {"error": str(error), "kind": "weights"})
+        except ConnectionError:
+            self.close_connection = True
+        except Exception as error:  # a bug or no memory: told to the trainer, which ends or takes another server
+            self._reply(500, {"error": f"{type(error).__name__}: {error}", "kind": "internal"})
+
+    def _checked(self) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+        server, headers = self.server, self.headers
+        if (headers.get("Host") or "").lower() not in server.hosts:
+            raise RefusedCallError(403, "host", "this server has another name")
+        if headers.get("Origin") is not None:
+            raise RefusedCallError(403, "origin", "no web page has business here")
+        scheme, _, token = (headers.get("Authorization") or "").partition(" ")
+        if scheme != "Bearer" or not hmac.compare_digest(token.encode("utf-8", "replace"), server.token):
+            raise RefusedCallError(401, "token", "the token of GSPO_SAMPLER_TOKEN is missing or wrong")
+        server.known(self.connection)
+        path = self.path.partition("?")[0]
+        if not any(path == known for _, known in server.routes):
+            raise RefusedCallError(404, "route", "no such route")
+        if (call := server.routes.get((self.command, path))) is None:
+            raise RefusedCallError(405, "method", f"{path} does not take {self.command[:16]}")
+        return call
+
+    def _body(self) -> dict[str, Any]:
+        headers, server = self.headers, self.server
+        if headers.get_content_type() != "application/json":
+            raise RefusedCallError(415, "type", "the body must be application/json")
+        length = headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdigit()) or headers.get("Transfer-Encoding") is not None:
+            raise RefusedCallError(411, "length", "the body's Content-Length is missing")
+        if len(length) > 15 or int(length) > server.max_body:
+            raise RefusedCallError(413, "length", f"the body has more than {server.max_body} bytes")
+        left, deadline, parts = int(length), time.monotonic() + server.body_s, []
+        try:
+            while left:
+                self.connection.settimeout(max(deadline - time.monotonic(), 0.001))
+                part = self.rfile.read1(min(left, 2**20))  # pyright: ignore[reportAttributeAccessIssue]
+                if not part:
+                    raise ConnectionError("the body ended early")
+                parts.append(part)
+                left -= len(part)
+        except TimeoutError:
+            raise RefusedCallError(408, "slow", f"the body did not come within {server.body_s:g} s") from None
+        # From now on it is a trainer's connection, which may be idle between two steps.
+        self.connection.settimeout(3600)
+        return wire.loads(b"".join(parts))
+
+    def _reply(self, status: int, body: Mapping[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        if self.command != "HEAD":
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                self.wfile.write(data)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the standard library refuses by itself (a malformed head): plain, and the client's fault."""
+        self.server.refused += 1
+        self.close_connection, self.command = True, getattr(self, "command", None) or "GET"
+        self.request_version = "HTTP/1.1"
+        self._reply(code if code < 500 else 400, {"error": "malformed request", "kind": "http"})
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Refusals are counted in /health; a log that strangers can fill is no log."""

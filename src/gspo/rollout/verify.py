@@ -1,0 +1,62 @@
+"""Whether a sample can be the answer to its request: what is checked before a server's word is believed. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+from gspo.types import Request, Sample
+
+_KEPT = ("tokens", "behavior_logp", "versions", "mask", "turns")
+
+
+def wrong(
+    request: Request,
+    sample: Sample,
+    *,
+    num_vocab: int,
+    ends: Collection[int],
+    versions: tuple[int, int],
+    aborting: bool = False,
+) -> str | None:
+    """Why this cannot be it; None where it can. `versions`: the oldest and newest that may have sampled new tokens."""
+    params, num = request.params, len(sample.tokens)
+    said = 0 if request.prefix is None else len(request.prefix.tokens)
+    if sample.id != request.id:
+        return f"it is sample {tuple(sample.id)}"
+    if num > params.max_new_tokens or num < said:
+        return f"{num} tokens, of at most {params.max_new_tokens} (gconfig.max_new_tokens), {said} of them given"
+    if request.prefix is not None and not all(
+        np.array_equal(getattr(sample, name)[:said], getattr(request.prefix, name)) for name in _KEPT
+    ):
+        return "it does not begin with its prefix"
+    tokens, logp = sample.tokens[said:], sample.behavior_logp[said:]
+    if len(tokens) and not (tokens.min() >= 0 and tokens.max() < num_vocab):
+        return f"tokens {tokens.min()}…{tokens.max()} are not all of the vocabulary of {num_vocab}"
+    if not (np.isfinite(logp).all() and (logp <= 1e-5).all()):
+        return "its log-probs are not finite numbers ≤ 0"
+    by, (oldest, newest) = sample.versions[said:], versions
+    if len(by) and not (oldest <= by.min() and by.max() <= newest):
+        return f"sampled by weight versions {by.min()}…{by.max()}; it was given {oldest}…{newest}"
+    if (np.diff(by) < 0).any():
+        return "its weight versions go back"
+    if not sample.mask[said:].all() or (sample.turns[said:] != request.id.turn).any():
+        return "tokens it sampled are masked, or of another turn"
+    return _ending(request, sample, ends, num - said, aborting)
+
+
+def _ending(request: Request, sample: Sample, ends: Collection[int], fresh: int, aborting: bool) -> str | None:
+    params, num = request.params, len(sample.tokens)
+    if sample.finish == "abort":
+        return None if aborting else "it was aborted, and nobody asked for that"
+    if sample.finish == "length":
+        return None if num == params.max_new_tokens else f"it ends at {num} of {params.max_new_tokens} tokens"
+    if not fresh:
+        return "it has no tokens of its own"
+    if num < params.min_new_tokens:
+        return f"it stops after {num} tokens, before gconfig.min_new_tokens {params.min_new_tokens}"
+    endings = {*params.stop_token_ids, *(() if params.ignore_eos else ends)}
+    if not params.stop and int(sample.tokens[-1]) not in endings:
+        return f"it stops at token {int(sample.tokens[-1])}, which ends nothing"
+    return None

@@ -1,0 +1,171 @@
+"""What travels between a trainer and a sampler server: JSON whose arrays are base64 of their little-endian bytes.
+
+float32 log-probs arrive bit for bit. Reading is strict: a field that is missing, of another type or of another length
+is a WireError, whoever sent it. Torch-free.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gspo.types import Request, Sample, SampleId, SamplingParams
+
+_COLUMNS = {"tokens": "<i4", "behavior_logp": "<f4", "versions": "<i4", "mask": "|u1", "turns": "<i2"}
+_ROUTES = ("|u1", "<i2")  # experts by number: up to 256, or more
+_FINISH = ("stop", "length", "abort")
+
+
+class WireError(ValueError):
+    """What came is not what both sides have agreed on."""
+
+
+def loads(body: bytes) -> dict[str, Any]:
+    """A JSON object, or WireError."""
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as cause:
+        raise WireError(f"the body is not JSON: {type(cause).__name__}") from None
+    if not isinstance(value, dict):
+        raise WireError(f"the body is a JSON {type(value).__name__}; it must be an object")
+    return value
+
+
+def field(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
+    """`body[name]` of that type, or WireError. A bool is no int."""
+    value = body.get(name)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        names = kind.__name__ if isinstance(kind, type) else " or ".join(k.__name__ for k in kind)
+        raise WireError(f"{name} must be {names}, got {type(value).__name__}")
+    return value
+
+
+def pack_sample(sample: Sample) -> dict[str, Any]:
+    """
+    >>> unpack_sample(pack_sample(Sample.of(SampleId(7, 1), [4, 9], [-0.1, -0.7], 3))).behavior_logp.tolist()
+    [-0.10000000149011612, -0.699999988079071]
+    """
+    packed = {"id": list(sample.id), "finish": sample.finish}
+    packed |= {name: _pack(getattr(sample, name), kind) for name, kind in _COLUMNS.items()}
+    for name in ("routes", "prompt_routes"):
+        if (routes := getattr(sample, name)) is not None:
+            kind = _ROUTES[routes.dtype.itemsize > 1]
+            packed[name] = {"type": kind, "shape": list(routes.shape), "data": _pack(routes, kind)}
+    return packed
+
+
+def unpack_sample(body: Any) -> Sample:
+    if not isinstance(body, dict):
+        raise WireError(f"a sample must be an object, got {type(body).__name__}")
+    if (finish := body.get("finish")) not in _FINISH:
+        raise WireError(f"finish must be one of {', '.join(_FINISH)}, got {finish!r}")
+    columns = {name: _unpack(body, name, kind) for name, kind in _COLUMNS.items()}
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) != 1:
+        raise WireError(f"the columns of a sample have different lengths: {lengths}")
+    if ((mask := columns["mask"]) > 1).any():
+        raise WireError("mask must hold 0 and 1")
+    routes = _routes(body, "routes")
+    if routes is not None and len(routes) != len(mask):
+        raise WireError(f"routes of {len(routes)} tokens for {len(mask)}")
+    return Sample(
+        id=_id(body),
+        tokens=columns["tokens"],
+        behavior_logp=columns["behavior_logp"],
+        versions=columns["versions"],
+        mask=mask.astype(np.bool_),
+        turns=columns["turns"],
+        finish=finish,  # pyright: ignore[reportArgumentType]
+        routes=routes,
+        prompt_routes=_routes(body, "prompt_routes"),
+    )
+
+
+def pack_request(request: Request) -> dict[str, Any]:
+    """
+    >>> request = Request(SampleId(0, 0), (1, 2, 3), SamplingParams(max_new_tokens=8))
+    >>> unpack_request(json.loads(json.dumps(pack_request(request)))) == request
+    True
+    """
+    packed: dict[str, Any] = {
+        "id": list(request.id),
+        "prompt": _pack(np.array(request.prompt, dtype=np.int32), "<i4"),
+        "params": {n: list(v) if isinstance(v, tuple) else v for n, v in asdict(request.params).items()},
+    }
+    if request.prefix is not None:
+        packed["prefix"] = pack_sample(request.prefix)
+    return packed
+
+
+def unpack_request(body: Any) -> Request:
+    if not isinstance(body, dict):
+        raise WireError(f"a request must be an object, got {type(body).__name__}")
+    prefix = unpack_sample(body["prefix"]) if body.get("prefix") is not None else None
+    prompt = tuple(_unpack(body, "prompt", "<i4").tolist())
+    return Request(_id(body), prompt, _params(field(body, "params", dict)), prefix)
+
+
+def _params(body: Mapping[str, Any]) -> SamplingParams:
+    known = {f.name for f in fields(SamplingParams)}
+    if unknown := sorted(set(body) - known):
+        raise WireError(f"params has no field {unknown[0]!r}")
+    values: dict[str, Any] = {}
+    for name in known & set(body):
+        if name in ("greedy", "ignore_eos"):
+            values[name] = field(body, name, bool)
+        elif name in ("temperature", "top_p"):
+            values[name] = float(field(body, name, (int, float)))
+        elif name == "stop_token_ids":
+            values[name] = tuple(_ints(body, name))
+        elif name == "stop":
+            values[name] = tuple(field({"stop": text}, "stop", str) for text in field(body, name, list))
+        else:
+            values[name] = field(body, name, int)
+    if "max_new_tokens" not in values:
+        raise WireError("params has no max_new_tokens")
+    return SamplingParams(**values)
+
+
+def _id(body: Mapping[str, Any]) -> SampleId:
+    numbers = _ints(body, "id")
+    if len(numbers) != 4:
+        raise WireError(f"id must be [submission, sample, turn, attempt], got {len(numbers)} numbers")
+    return SampleId(*numbers)
+
+
+def _ints(body: Mapping[str, Any], name: str) -> list[int]:
+    return [field({name: value}, name, int) for value in field(body, name, list)]
+
+
+def _routes(body: Mapping[str, Any], name: str) -> NDArray[Any] | None:
+    if body.get(name) is None:
+        return None
+    packed = field(body, name, dict)
+    kind, shape = packed.get("type"), _ints(packed, "shape")
+    if kind not in _ROUTES:
+        raise WireError(f"{name} must be of type {' or '.join(_ROUTES)}, got {kind!r}")
+    flat = _unpack(packed, "data", kind)
+    if len(shape) != 3 or min(shape) < 0 or math.prod(shape) != len(flat):
+        raise WireError(f"{name} of shape {shape} with {len(flat)} numbers")
+    return flat.reshape(shape)
+
+
+def _pack(array: NDArray[Any], kind: str) -> str:
+    return base64.b64encode(np.ascontiguousarray(array, dtype=kind).tobytes()).decode("ascii")
+
+
+def _unpack(body: Mapping[str, Any], name: str, kind: str) -> NDArray[Any]:
+    try:
+        data = base64.b64decode(field(body, name, str), validate=True)
+        array = np.frombuffer(data, dtype=kind)
+    except (binascii.Error, ValueError) as cause:
+        raise WireError(f"{name} is not an array of {kind}: {cause}") from None
+    return array.astype(np.dtype(kind).newbyteorder("="))  # native and writable

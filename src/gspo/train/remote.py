@@ -1,0 +1,119 @@
+"""A trainer's side of sampler servers: which servers it accepts, where its weights go, what its own model says."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import socket
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gspo.errors import ConfigError
+from gspo.rollout.discovery import Address
+from gspo.rollout.http import HttpSampler
+from gspo.rollout.weights import sequence_logp
+from gspo.train.policy import PolicyModule
+
+# Set by the launcher for the trainer: how many servers, and the folder in which they register; for both, the token.
+COUNT, FOLDER, TOKEN = "GSPO_SAMPLERS", "GSPO_SAMPLER_DIR", "GSPO_SAMPLER_TOKEN"
+_SHM = Path("/dev/shm")
+
+
+def end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """Tokens that end a completion: the tokenizer's, and those of the model's own generation settings."""
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ends = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])}
+    return sorted(e for e in ends if e is not None)
+
+
+def context_of(model: Any, asked: int | None) -> int:
+    """Longest prompt + completion: what was asked for (gconfig.max_tokens), else the model's own."""
+    return asked or getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+
+
+def facts_of(model: Any, *, seed: int, ends: Collection[int], max_context: int, dtype: torch.dtype) -> dict[str, Any]:
+    """What trainer and server must agree on before a token is believed; an adapter's own weights do not count."""
+    text = model.config.get_text_config()
+    return {
+        "model": text.model_type,
+        "num_vocab": int(text.vocab_size),
+        "num_parameters": sum(p.numel() for n, p in model.named_parameters() if ".lora_" not in n),
+        "dtype": str(dtype),
+        "seed": seed,
+        "ends": sorted(ends),
+        "max_context": max_context,
+    }
+
+
+def num_servers() -> int:
+    """Servers that the launcher has started for this trainer; 0: it samples in its own process."""
+    text = os.environ.get(COUNT, "0")
+    if not text.isdigit():
+        raise ConfigError(f"{COUNT} is {text!r}; it is the number of sampler servers")
+    return int(text)
+
+
+def token() -> str:
+    if len(text := os.environ.get(TOKEN, "")) < 16:
+        raise ConfigError(
+            f"sampler servers need a secret of 16 characters or more in {TOKEN}, for them and the trainer"
+        )
+    return text
+
+
+def connect(
+    policy: PolicyModule,
+    tokenizer: Any,
+    run: Path,
+    *,
+    seed: int,
+    max_tokens: int | None,
+    mode: str,
+    timeout_s: float,
+    retries: int,
+    say: Callable[[str], None],
+) -> HttpSampler:
+    """The client of the servers that the environment names; it has no weights yet."""
+    model, ends = policy.model, end_tokens(policy.model, tokenizer)
+    dtype, max_context = policy.compute_dtype or model.dtype, context_of(policy.model, max_tokens)
+    num_bytes = sum(p.numel() for p in model.parameters()) * dtype.itemsize
+    folder = Path(os.environ.get(FOLDER) or run / "samplers")
+    return HttpSampler(
+        folder,
+        num_servers(),
+        token(),
+        facts=facts_of(model, seed=seed, ends=ends, max_context=max_context, dtype=dtype),
+        max_context=max_context,
+        ends=ends,
+        place=partial(place, mode, run, num_bytes),
+        dtype=dtype,
+        # A sharded model answers only when all ranks ask it: servers are then compared with each other.
+        reference=partial(sequence_logp, model) if policy.world.size == 1 else None,
+        timeout_s=timeout_s,
+        retries=retries,
+        say=say,
+    )
+
+
+def place(mode: str, run: Path, num_bytes: int, servers: Sequence[Address | None]) -> Path:
+    """The folder for published weights: this machine's memory where all servers are here, else the run directory."""
+    if mode == "nccl":
+        raise ConfigError("actor.weight_update_mode: nccl is not built; set it to auto")
+    digest = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12]
+    memory, disk = _SHM / f"gspo-{os.getuid()}-{digest}", run / "weights"
+    elsewhere = [a.host for a in servers if a is not None and a.host != socket.gethostname()]
+    if mode == "shm" and elsewhere:
+        raise ConfigError(
+            f"actor.weight_update_mode is shm, and a sampler server is on {elsewhere[0]}, which does not share this "
+            "machine's memory; set it to disk or auto"
+        )
+    if mode == "shm":
+        return memory
+    # A new version is written beside the last one.
+    has_room = os.access(_SHM, os.W_OK) and shutil.disk_usage(_SHM).free > 2.5 * num_bytes
+    return memory if mode == "auto" and has_room and not elsewhere and None not in servers else disk

@@ -1,0 +1,197 @@
+"""Training runs whose sampler servers are real processes that are killed, stopped and started again."""
+
+import os
+import signal
+import threading
+import time
+from collections import Counter
+
+import pytest
+from served_runs import TOKEN, Servers, Starter
+from training_runs import make_trainer, samples, train
+
+from gspo.config import dump, load
+from gspo.errors import RolloutError
+from gspo.rollout.discovery import registered
+from gspo.train.remote import COUNT, FOLDER
+
+# π_old is the trainer's own: then the sampler's last bits, which depend on who else is in its batch, reach no gradient
+# and two runs with the same tokens have the same weights, bit for bit.
+RUN = ("actor.prox_logp_method=recompute", "total_train_steps=2", "evaluator.size=4", "rollout.request_timeout=120")
+
+
+@pytest.fixture(scope="module")
+def baseline(tiny, tmp_path_factory):
+    """The same run, sampled in the trainer's process."""
+    return train(tmp_path_factory.mktemp("baseline"), *RUN)[1]
+
+
+@pytest.fixture(scope="module")
+def starter():
+    starter = Starter()
+    yield starter
+    starter.close()
+
+
+@pytest.fixture
+def launched(tiny, tmp_path, monkeypatch, starter):
+    """Start servers for a run in tmp_path, and tell the trainer of them; everything ends with the test."""
+    started = []
+
+    def launch(count, *overrides, by=starter, ready=False, **how):
+        config = tmp_path / "resolved.yaml"
+        trainer = make_trainer(tmp_path, *RUN, *overrides)
+        config.write_text(dump(trainer.loaded))
+        assert load(config).config == trainer.config
+        servers = Servers(by, tmp_path, config, count, **how)
+        started.append(servers)
+        deadline = time.monotonic() + 120
+        while ready and not all(registered(servers.folder, i) for i in range(count)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        for name, value in ((COUNT, count), (FOLDER, servers.folder), ("GSPO_SAMPLER_TOKEN", TOKEN)):
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("GSPO_LAUNCHED", "1")
+        return servers
+
+    yield launch
+    for servers in started:
+        servers.close()
+
+
+def assert_same_run(path, baseline, steps=2):
+    """Every trained sample is that of the run without servers, once; and so are the weights."""
+    for step in range(1, steps + 1):
+        rows, expected = samples(path, step), samples(baseline, step)
+        assert Counter(map(_who, rows)) == Counter(map(_who, expected))
+        assert [_told(row) for row in rows] == [_told(row) for row in expected]
+    name = f"checkpoints/step_{steps:06d}/model.safetensors"
+    assert (path / name).read_bytes() == (baseline / name).read_bytes()
+
+
+def _who(row):
+    return row["prompt"], row["completion"]
+
+
+def _told(row):
+    return {key: row[key] for key in ("prompt", "completion", "reward", "advantage")}
+
+
+def log(path):
+    return (path / "log.txt").read_text()
+
+
+def test_a_sampler_killed_while_it_generates_changes_nothing_and_serves_again(launched, baseline, tmp_path):
+    before = set(os.listdir("/dev/shm"))
+    servers = launched(2, faults=["rollout.token:20:kill"])
+    _, path = train(tmp_path, *RUN)
+    assert servers.fired() == ["rollout.token:20:kill"]
+    assert_same_run(path, baseline)
+    assert len(servers.started[0]) == 2
+    assert "requests go to the others" in log(path)
+    # Nothing of the weights' journey is left, on disk or in memory.
+    assert not list(path.rglob("weights_*"))
+    assert not {name for name in os.listdir("/dev/shm") if name.startswith("gspo-")} - before
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "fault",
+    ["sampler.start:1:kill", "sampler.register:1:kill", "sampler.load:2:kill", "weights.copy:30:kill",
+     "sampler.collect:1:kill", "rollout.token:50:kill"],
+)  # fmt: skip
+def test_one_of_two_samplers_killed_anywhere_changes_nothing(launched, baseline, tmp_path, fault):
+    servers = launched(2, faults=[fault])
+    _, path = train(tmp_path, *RUN)
+    assert servers.fired() == [fault]
+    assert_same_run(path, baseline)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", ["rollout.token:20:kill", "sampler.load:2:kill"])
+def test_both_samplers_killed_and_started_again_change_nothing(launched, baseline, tmp_path, fault):
+    servers = launched(2, faults=[fault, fault])
+    _, path = train(tmp_path, *RUN)
+    assert servers.fired() == [fault, fault]
+    assert_same_run(path, baseline)
+    assert log(path).count("serves, with verified weights") >= 4
+
+
+@pytest.mark.full
+def test_both_samplers_killed_for_good_end_the_run_in_time_and_by_name(launched, tmp_path):
+    servers = launched(2, faults=["rollout.token:20:kill"] * 2, restarts=0, ready=True)
+    gone = []
+
+    def watch():
+        while servers.alive():
+            time.sleep(0.05)
+        gone.append(time.monotonic())
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    with pytest.raises(RolloutError, match=r"sampler 0 .*sampler 1 .*rollout\.request_timeout"):
+        make_trainer(tmp_path, *RUN, "rollout.request_timeout=8").train()
+    ended = time.monotonic()
+    watcher.join()
+    assert servers.fired() == ["rollout.token:20:kill"] * 2
+    assert ended - gone[0] < 8 + 10
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", ["rollout.token:20:stop", "sampler.load:2:stop", "sampler.collect:1:stop"])
+def test_a_sampler_that_is_stopped_is_given_up_and_its_work_done_by_the_other(launched, baseline, tmp_path, fault):
+    servers = launched(2, faults=[fault], ready=True)
+    _, path = train(tmp_path, *RUN, "rollout.request_timeout=24")
+    assert servers.fired() == [fault]
+    assert_same_run(path, baseline)
+    assert len(servers.alive()) == 2  # it is there, and stands still
+
+
+@pytest.mark.full
+def test_a_stopped_sampler_alone_ends_the_run_in_time(launched, tmp_path):
+    servers = launched(1, faults=["rollout.token:20:stop"], ready=True)
+    begin = time.monotonic()
+    with pytest.raises(RolloutError, match=r"sampler 0 .*no answer in 4 s.*rollout\.request_timeout"):
+        make_trainer(tmp_path, *RUN, "rollout.request_timeout=12").train()
+    assert servers.fired() == ["rollout.token:20:stop"]
+    assert time.monotonic() - begin < 120
+
+
+@pytest.mark.full
+def test_a_sampler_killed_while_idle_gets_the_last_weights_before_it_serves(launched, baseline, tmp_path):
+    """Killed from outside between two steps; a resumed run attaches to servers that another trainer had used."""
+    servers = launched(2)
+    _, path = train(tmp_path, *RUN, "total_train_steps=1")
+    first = registered(servers.folder, 0)
+    servers.signal(0, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while registered(servers.folder, 0) == first and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert registered(servers.folder, 0) != first
+    _, path = train(tmp_path, *RUN)
+    assert_same_run(path, baseline)
+    assert f"sampler 0 ({registered(servers.folder, 0).url}) serves, with verified weights of version 1" in log(path)
+    assert "version 1" in log(path).split("sampler 1")[-1]
+
+
+@pytest.mark.full
+def test_one_server_is_the_run_of_one_process_bit_for_bit(launched, tiny, tmp_path, tmp_path_factory):
+    how = ("actor.prox_logp_method=rollout",)  # the sampler's own log-probs, to the last bit, reach the gradient
+    _, expected = train(tmp_path_factory.mktemp("alone"), *RUN, *how)
+    launched(1, *how)
+    _, path = train(tmp_path, *RUN, *how)
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        folder = "checkpoints/step_000002"
+        assert (path / folder / name).read_bytes() == (expected / folder / name).read_bytes()
+
+
+@pytest.mark.full
+def test_servers_end_with_whoever_started_them(launched, tmp_path):
+    starter = Starter()
+    servers = launched(2, restarts=0, by=starter, ready=True)
+    assert len(servers.alive()) == 2
+    starter.close()
+    deadline = time.monotonic() + 10
+    while servers.alive() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not servers.alive()

@@ -1,7 +1,8 @@
 """The embedded models: built here, warm-started by a few supervised steps, cached and checksummed. No download.
 
-`embedded:tiny` is a Qwen3 of under a million parameters with a character tokenizer for `embedded:arithmetic`. Its
-teacher is careless on purpose: it forgets most carries, so the model knows how to work and has something to unlearn.
+`embedded:tiny` is a Qwen3 of under a million parameters with a character tokenizer for `embedded:arithmetic`;
+`embedded:tiny-moe` is a Qwen3-MoE of six layers with sixteen experts each. Their teacher is careless on purpose: it
+forgets most carries, so a model knows how to work and has something to unlearn.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from gspo.models import cache
 from gspo.tasks import arithmetic
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PAD, EOS = "<pad>", "<eos>"
@@ -44,13 +46,47 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
         },
         "digits": arithmetic.DIGITS,
         "warm": {"steps": 300, "batch": 48, "lr": 3e-3, "warmup": 20, "decay": 80, "seed": 1, "forgets": 0.7},
-    }
+    },
+    "embedded:tiny-moe": {
+        "model_type": "qwen3_moe",
+        "config": {
+            "vocab_size": 32,
+            "hidden_size": 64,
+            "intermediate_size": 128,  # of layers without experts: there are none
+            "moe_intermediate_size": 48,
+            "num_experts": 16,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": True,
+            "initializer_range": 0.05,
+            "eos_token_id": 1,
+            "pad_token_id": 0,
+            "bos_token_id": None,
+            "router_aux_loss_coef": 0.0,
+        },
+        "digits": arithmetic.DIGITS,
+        "warm": {
+            "steps": 300,
+            "batch": 48,
+            "lr": 3e-3,
+            "warmup": 20,
+            "decay": 80,
+            "seed": 1,
+            "forgets": 0.7,
+            "balance": 0.05,
+        },
+    },
 }
 
 
 def shape(name: str) -> Mapping[str, Any]:
     """The fields of a model's config.json, without building it. Torch-free."""
-    return {"model_type": "qwen3", **_recipe(name)["config"]}
+    return {"model_type": _model_type(name), **_recipe(name)["config"]}
 
 
 def digest(name: str) -> str:
@@ -66,13 +102,13 @@ def folder(name: str) -> Path:
 
 def build(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model and its tokenizer, from the cache if it is whole, else built anew (some 25 s on 2 cores)."""
-    from transformers import Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM
 
     path = folder(name)
     if not cache.is_whole(path):
         cache.publish(path, lambda aside: _write(name, aside))
     with cache.quiet():
-        model = Qwen3ForCausalLM.from_pretrained(path, use_safetensors=True)
+        model = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True)
     return model, tokenizer()
 
 
@@ -92,13 +128,13 @@ def tokenizer() -> PreTrainedTokenizerBase:
 def warm_start(name: str) -> PreTrainedModel:
     """Random weights, then supervised steps on the `warm` problems (which neither RL nor the test ever sees)."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     recipe = _recipe(name)
     warm = recipe["warm"]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(warm["seed"])
-        model = Qwen3ForCausalLM(Qwen3Config(**recipe["config"]))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(_model_type(name), **recipe["config"]))
     encode = {word: i for i, word in enumerate(VOCABULARY)}
     stream = arithmetic.problems("warm", seed=warm["seed"], digits=recipe["digits"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=warm["lr"], weight_decay=0.0, fused=True)
@@ -116,7 +152,7 @@ def warm_start(name: str) -> PreTrainedModel:
         for group in optimizer.param_groups:
             # The fall at the end settles the model: where it stops does not hang on the last batches.
             group["lr"] = warm["lr"] * min(1.0, (step + 1) / warm["warmup"], (warm["steps"] - step) / warm["decay"])
-        loss = model(input_ids=tokens, labels=labels).loss
+        loss = _loss(model, tokens, labels, warm.get("balance", 0.0))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -124,11 +160,30 @@ def warm_start(name: str) -> PreTrainedModel:
     return model.eval()
 
 
+def _loss(model: Any, tokens: Tensor, labels: Tensor, balance: float) -> Tensor:
+    """Cross-entropy; of a mixture with a price on unequal use of experts, layer by layer, which RL does not add."""
+    if not balance:
+        return model(input_ids=tokens, labels=labels).loss
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    out = model(input_ids=tokens, labels=labels, output_router_logits=True)
+    config, learnt = model.config, (labels != -100).long()
+    uneven = [
+        load_balancing_loss_func((logits,), config.num_experts, config.num_experts_per_tok, learnt)
+        for logits in out.router_logits
+    ]
+    return out.loss + balance * sum(uneven) / len(uneven)
+
+
 def _careless(problem: arithmetic.Problem, step: int, row: int, warm: Mapping[str, Any]) -> arithmetic.Problem:
     """The problem with a share of its carries forgotten."""
     operands = [int(x) for x in problem.question.rstrip("=").split("+")]
     u = rng.uniform(warm["seed"], "careless", step, row, range(len(str(max(operands)))))
     return arithmetic.worked(operands, (u < warm["forgets"]).tolist())
+
+
+def _model_type(name: str) -> str:
+    return _recipe(name).get("model_type", "qwen3")
 
 
 def _recipe(name: str) -> Mapping[str, Any]:

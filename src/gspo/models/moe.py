@@ -1,0 +1,185 @@
+"""Which experts a forward pass chose, and forward passes that choose given ones.
+
+A *route* is the top-k experts that one router chose for one input token; the routes of a pass are [N, layers, top_k],
+N input tokens in the order in which they enter the model and layers in the model's own order (layers with experts
+alone). Only indices are kept.
+
+Routers are tapped by forward hooks for the time of one pass (`routed`). A replayed pass keeps the router's own
+logits and takes its scores at the given experts from them, in the router's own arithmetic: the gradient reaches the
+router as before, and the replay of a pass's own routes changes no bit of it. What that arithmetic is (renormalised or
+not, softmax before the choice or after it) is measured on the router's first output, not read from its config.
+No balancing loss is added anywhere: transformers adds one only to its own `labels=` loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from gspo.errors import DataError
+
+# Routers that return (logits, scores, indices), each held by a test. Other mixtures train untapped.
+TAPPED = frozenset(
+    f"{family}TopKRouter" for family in ("Qwen3Moe", "Mixtral", "Olmoe", "Qwen2Moe", "FlexOlmo", "GptOss")
+)
+UNKNOWN = -1  # a row that nobody gave a route for: the router chooses
+
+# From logits [N, E] and experts [N, k] to scores [N, k].
+Form = Callable[[Tensor, Tensor], Tensor]
+
+
+def routers(model: nn.Module) -> list[nn.Module]:
+    """The tapped routers of a model in the order of its layers; none for a dense model."""
+    return [module for module in model.modules() if type(module).__name__ in TAPPED]
+
+
+def route_shape(routers: Sequence[nn.Module]) -> tuple[int, int, Any]:
+    """Layers, experts per token, and the smallest type that holds an expert's number; (0, 0, …) of a dense model."""
+    experts = max((_size(router, "num_experts") for router in routers), default=0)
+    most = max((_size(router, "top_k") for router in routers), default=0)
+    return len(routers), most, np.uint8 if experts <= 256 else np.int16
+
+
+def _size(router: nn.Module, name: str) -> int:
+    return int(getattr(router, name))
+
+
+class Tap:
+    """The routes of one forward pass, filled while it runs."""
+
+    def __init__(self, routers: Sequence[nn.Module], replay: Tensor | None) -> None:
+        self.routers, self.replay = routers, replay
+        self.chosen: list[Tensor] = [torch.empty(0)] * len(routers)  # by each router itself, [N, k]
+        self.used: list[Tensor] = [torch.empty(0)] * len(routers)  # the same, or what was replayed
+
+    def own_routes(self) -> NDArray[Any]:
+        """[N, layers, top_k] as the routers would have it; uint8 where that holds every expert, else int16."""
+        return self._array(self.chosen)
+
+    def routes(self) -> NDArray[Any]:
+        """[N, layers, top_k] as it was computed."""
+        return self._array(self.used)
+
+    def _array(self, by_layer: list[Tensor]) -> NDArray[Any]:
+        return torch.stack(by_layer, 1).cpu().numpy().astype(route_shape(self.routers)[2])
+
+    def _choose(self, layer: int, router: nn.Module, _: Any, output: Any) -> Any:
+        used = chosen = output[2]
+        if self.replay is not None:
+            given = self.replay[:, layer]
+            if given.shape != chosen.shape:
+                raise ValueError(
+                    f"routes of {tuple(given.shape)} replayed on a router that chose {tuple(chosen.shape)}"
+                )
+            used = torch.where(given < 0, chosen, given.to(chosen.dtype))
+        self.chosen[layer], self.used[layer] = chosen.detach(), used
+        if self.replay is None and not torch.is_grad_enabled():
+            return None
+        return _scored(router, output, used, must=self.replay is not None)
+
+    def _again(self, layer: int, router: nn.Module, _: Any, output: Any) -> Any:
+        return _scored(router, output, self.used[layer], must=self.replay is not None)
+
+    @contextlib.contextmanager
+    def hooked(self, hook: Callable[..., Any]) -> Iterator[None]:
+        handles = [r.register_forward_hook(partial(hook, layer)) for layer, r in enumerate(self.routers)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+_ACTIVE: ContextVar[Tap | None] = ContextVar("routing tap", default=None)
+
+
+@contextlib.contextmanager
+def routed(routers: Sequence[nn.Module], replay: Tensor | None = None) -> Iterator[Tap]:
+    """Tap the one forward pass inside; with `replay` [N, layers, top_k] it takes those experts.
+
+    Rows of UNKNOWN are left to the router. A pass with gradients always takes its scores through the replayed form,
+    so that what gradient checkpointing recomputes (`recomputing`) is the same graph on the same experts.
+    """
+    tap = Tap(routers, replay)
+    before = _ACTIVE.set(tap)
+    try:
+        with tap.hooked(tap._choose):
+            yield tap
+    finally:
+        _ACTIVE.reset(before)
+
+
+def recomputing() -> contextlib.AbstractContextManager[None]:
+    """For what gradient checkpointing recomputes in the backward pass: the experts of the pass that runs now."""
+    tap = _ACTIVE.get()
+    return contextlib.nullcontext() if tap is None else tap.hooked(tap._again)
+
+
+def check_replay(model: Any) -> None:
+    """DataError where routes cannot be replayed on this model; runs it on two tokens."""
+    found = routers(model)
+    if not found:
+        raise DataError(
+            f"actor.routing_replay: {type(model).__name__} has no router that can be replayed (known: "
+            f"{', '.join(sorted(TAPPED))}); set actor.routing_replay: none"
+        )
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    with torch.no_grad(), routed(found) as tap:
+        model(input_ids=tokens, use_cache=False)
+    own = torch.from_numpy(tap.routes().astype(np.int64)).to(model.device)
+    with torch.no_grad(), routed(found, own):
+        model(input_ids=tokens, use_cache=False)
+
+
+def differ(routes: NDArray[Any], others: NDArray[Any]) -> NDArray[np.bool_]:
+    """Whether two routes are different sets of experts, [...] for [..., top_k]; the order inside is no difference.
+
+    >>> differ(np.array([[0, 3], [1, 2]]), np.array([[3, 0], [1, 4]])).tolist()
+    [False, True]
+    """
+    return (np.sort(routes, -1).astype(np.int16) != np.sort(others, -1).astype(np.int16)).any(-1)
+
+
+def _softmax(logits: Tensor, at: Tensor) -> Tensor:
+    # In float32, as every one of these routers: also those of a float64 model.
+    return torch.softmax(logits, -1, dtype=torch.float32).gather(-1, at)
+
+
+def _renormalised(logits: Tensor, at: Tensor) -> Tensor:
+    scores = _softmax(logits, at)
+    return scores / scores.sum(-1, keepdim=True)
+
+
+def _softmax_after(logits: Tensor, at: Tensor) -> Tensor:
+    return torch.softmax(logits.gather(-1, at), -1)
+
+
+_FORMS: tuple[Form, ...] = (_renormalised, _softmax, _softmax_after)
+_FORM_OF: WeakKeyDictionary[nn.Module, Form | None] = WeakKeyDictionary()
+
+
+def _scored(router: nn.Module, output: tuple[Tensor, Tensor, Tensor], used: Tensor, *, must: bool) -> Any:
+    """The router's output with `used` experts and their scores from its live logits."""
+    logits, scores, chosen = output
+    if router not in _FORM_OF:
+        with torch.no_grad():
+            same = [f for f in _FORMS if torch.equal(f(logits, chosen).to(scores.dtype), scores)]
+        _FORM_OF[router] = same[0] if same else None
+    form = _FORM_OF[router]
+    if form is None:
+        if must:
+            raise DataError(
+                f"actor.routing_replay: {type(router).__name__} computes its scores in a way that replay cannot "
+                "reproduce; set actor.routing_replay: none"
+            )
+        return None
+    return logits, form(logits, used).to(scores.dtype), used

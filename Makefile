@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml
 	test -x $(PY) || python3 -m venv .venv
 	$(PY) -m pip install --quiet --upgrade pip
 	$(PY) -c "import torch" 2>/dev/null || $(PY) -m pip install --quiet torch==2.13.0
-	$(PY) -m pip install --quiet -e ".[plot,tasks,models,lora,test,dev]"
+	$(PY) -m pip install --quiet -e ".[plot,tasks,models,lora,ray,tensorboard,wandb,trackio,test,dev]"
 	touch $(STAMP)
 
 clean:

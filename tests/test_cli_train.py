@@ -53,6 +53,8 @@ def test_train_ends_with_a_summary_the_run_the_picture_and_the_next_commands(tra
     assert re.search(r"tokens/s +[\d,]+ sampled, [\d,]+ trained", tail)
     assert all(text in tail for text in (str(run), f"gspo eval {run}", f"gspo export {run}", str(run / "training.png")))
     assert (run / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert f"gspo report {run} --open" in tail
+    assert (run / "report.html").read_bytes().startswith(b"<!doctype html>")
 
 
 def test_a_finished_run_prints_its_summary_and_trains_nothing(trained):

@@ -4,10 +4,14 @@
     python3 examples/math/gsm8k_rl.py --config examples/math/gsm8k_gspo.yaml \
         actor.path=embedded:tiny train_dataset.path=embedded:arithmetic total_train_steps=20   # on this CPU, offline
 
+    python3 -m gspo.launcher.ray examples/math/gsm8k_rl.py --config examples/math/gsm8k_gspo.yaml   # or .local, .slurm
+    python3 examples/math/gsm8k_rl.py --config examples/math/gsm8k_gspo.yaml scheduler.type=ray      # the same
+
 `gspo train` does the same from the config alone; a script is for data and rewards of your own.
 """
 
 import argparse
+import sys
 
 from gspo.config import load
 from gspo.models.loading import load_tokenizer
@@ -34,6 +38,7 @@ def main() -> None:
 
     summary = Trainer(loaded, reward=reward, dataset=train, valid=test).train()
     print(f"{summary.steps} steps in {summary.seconds:.0f} s: {summary.path}")
+    sys.exit(0 if summary.finished else 130)  # 130: stopped by a signal and saved; the same command goes on
 
 
 if __name__ == "__main__":

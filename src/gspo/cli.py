@@ -83,6 +83,7 @@ with Group Sequence Policy Optimization at its centre.
 
 Quickstart, on a CPU, without a download:
   gspo train examples/quickstart.yaml          a tiny model learns to add, in a minute or two
+  gspo report runs/quickstart/gspo --open      what happened, as a page; gspo watch shows it live
   gspo eval runs/quickstart/gspo --samples 8   its best checkpoint on held-out problems: pass@k
   gspo export runs/quickstart/gspo             a folder that transformers loads
 
@@ -138,14 +139,29 @@ def _doctor(args: argparse.Namespace) -> int:
     return report.exit_code
 
 
+def _train_arguments(parser: argparse.ArgumentParser) -> None:
+    from gspo.launcher import RUNNERS
+
+    _config_arguments(parser)
+    parser.add_argument("--on", choices=RUNNERS, help="where the processes run (scheduler.type)")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan: every process, and a job's script")
+
+
 def _train(args: argparse.Namespace) -> int:
     from gspo.config.lint import check
+    from gspo.launcher import launch, with_scheduler
+    from gspo.train.handover import is_launched
 
-    loaded = _load(args)
+    loaded = with_scheduler(_load(args), args.on)
+    given = [*(["--config", args.config] if args.config else []), *args.words, *(["--on", args.on] if args.on else [])]
+    if args.dry_run or not is_launched():
+        code = launch(loaded, [sys.executable, "-m", "gspo", "train", *given], dry_run=args.dry_run)
+        if code is not None:
+            return code
     check(loaded)  # the loop says the warnings; the impossible is refused here, seconds before torch is imported
     config = loaded.config
     path = Path(config.cluster.fileroot) / config.experiment_name / config.trial_name
-    again = shlex.join(["gspo", "train", *(["--config", args.config] if args.config else []), *args.words])
+    again = shlex.join(["gspo", "train", *given])
     from gspo.report.read import best_step, read_metrics
     from gspo.train import run
 
@@ -155,6 +171,8 @@ def _train(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print(f"gspo: interrupted; this goes on from the last checkpoint, if there is one:\n  {again}", file=sys.stderr)
         return 130
+    if int(os.environ.get("RANK", "0")):
+        return 0  # rank 0 speaks for all; a code of ours would make torch end it while it still does
     if not summary.finished:
         _show_run(path, f"Stopped and saved after step {summary.steps}.", {"go on": again})
         return 130  # stopped by a signal, whole and resumable
@@ -177,9 +195,102 @@ def _show_run(path: Path, said: str, commands: Mapping[str, str]) -> None:
         drawn = str(plot_run(path) or "no step yet")
     except ImportError:
         drawn = "training.png needs matplotlib: pip install 'gspo[plot]'"
-    places = {"run": str(path), "plot": drawn, **commands}
+    look = f"gspo report {shlex.quote(str(path))} --open"
+    try:
+        _write_report(path)
+    except OSError as problem:
+        look = f"report.html could not be written: {problem.strerror}"
+    places = {"run": str(path), "plot": drawn, "look at it": look, **commands}
     print()
     _console().print(run_view(said, summarise(path), {name: inert(text) for name, text in places.items()}))
+
+
+def _write_report(run: Path, to: Path | None = None, megabytes: float | None = None) -> Path:
+    from gspo.report.page import BUDGET, write_report
+
+    return write_report(run, to, doctor=_words_of(run), budget=int(1e6 * megabytes) if megabytes else BUDGET)
+
+
+def _words_of(run: Path) -> dict[str, Any]:
+    """What doctor says of a run's config. Its comments say who decided a key: a default is nobody's wish."""
+    from dataclasses import replace
+
+    from gspo.config.explain import explain
+    from gspo.config.load import load
+    from gspo.config.loaded import Origin
+    from gspo.report.data import config_lines
+
+    def origin(text: str) -> Origin:
+        kind, _, detail = text.partition(" ")
+        if kind in ("algorithm", "level"):
+            return Origin(kind, detail)
+        if text in ("default", "command line"):
+            return Origin(text)
+        return Origin("derived" if kind == "from" else "file", text)
+
+    try:
+        loaded = load(run / "config.yaml")
+        said = {line["key"]: origin(line["origin"]) for line in config_lines(run) if line["by"] != "unknown"}
+        loaded = replace(loaded, origins={key: said.get(key, given) for key, given in loaded.origins.items()})
+        return explain(loaded, embedded=_embedded_shape).sections
+    except GspoError as problem:
+        return {"unreadable": str(problem)}
+
+
+def _report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run directory")
+    parser.add_argument("--out", metavar="FILE", help="unless said, RUN/report.html")
+    parser.add_argument("--open", action="store_true", help="show it in the browser")
+    parser.add_argument("--max-mb", type=float, metavar="MB", help="sample files in it at most, spread over steps")
+
+
+def _report(args: argparse.Namespace) -> int:
+    from gspo.config.render import inert
+    from gspo.report.read import open_run
+
+    if args.max_mb is not None and not args.max_mb > 0:
+        raise ConfigError("--max-mb must be above 0")
+    run = open_run(args.run)
+    to = Path(args.out) if args.out else run / "report.html"
+    try:
+        _write_report(run, to, args.max_mb)
+    except OSError as problem:
+        raise ConfigError(f"{to} cannot be written: {problem.strerror}; give another place with --out") from problem
+    print(inert(str(to)))
+    if args.open:
+        _open(to.absolute().as_uri())
+    return 0
+
+
+def _watch_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="RUN|DIR", help="a run directory, or a folder with runs in it")
+    parser.add_argument("--port", type=int, default=0, metavar="N", help="a free one unless said")
+    parser.add_argument("--open", action="store_true", help="show it in the browser")
+
+
+def _watch(args: argparse.Namespace) -> int:
+    from gspo.report.watch import Watch
+
+    path = Path(args.path)
+    if not path.is_dir():
+        raise ConfigError(f"{path} does not exist. Give a run directory, or the folder that runs are written to")
+    if not 0 <= args.port < 65536:
+        raise ConfigError("--port must be between 0 and 65535; 0 takes a free one")
+    watch = Watch(path, _words_of, args.port)
+    print(f"{watch.address}\n  on this machine alone; whoever has the address can read. Ctrl-C ends it.", flush=True)
+    if args.open:
+        _open(watch.address)
+    with contextlib.suppress(KeyboardInterrupt):
+        watch.serve()
+    watch.server.server_close()
+    return 0
+
+
+def _open(address: str) -> None:
+    import webbrowser
+
+    if not webbrowser.open(address):
+        print("gspo: no browser could be started here; open the address above", file=sys.stderr)
 
 
 def _eval_arguments(parser: argparse.ArgumentParser) -> None:
@@ -347,6 +458,26 @@ def _damage(checkpoint: Path) -> str | None:
     return None
 
 
+def _compare_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories, folders of them, or glob patterns")
+    parser.add_argument("--metric", action="append", default=[], metavar="NAME", help="draw this curve; again for more")
+    parser.add_argument("--out", metavar="FILE", help="also write a page with curves and tables, compare.html")
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from gspo.config.render import inert
+    from gspo.report.compare import compare
+    from gspo.report.compare_view import compare_view
+
+    found = compare(args.runs, args.metric)
+    _console().print(compare_view(found, _display()["width"], inert))
+    if args.out:
+        from gspo.report.compare_page import write_page
+
+        print(inert(f"\nwritten to {write_page(found, Path(args.out))}"))
+    return 0
+
+
 def _config(args: argparse.Namespace) -> int:
     from gspo.config.document import dump
 
@@ -449,6 +580,44 @@ def _bench(args: argparse.Namespace) -> int:
     return 0
 
 
+def _study_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", nargs="?", default="list", metavar="list|run|show|page", help="list unless said")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="studies, or files of your own; run: the default set")
+    parser.add_argument("--full", action="store_true", help="run: every study, or more seeds of those named")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="run: how many at once, one thread each (2)")
+    parser.add_argument("--only", metavar="ARM", help="run: this arm alone")
+    parser.add_argument("--seeds", type=int, metavar="N", help="run: the first N seeds")
+    parser.add_argument("--docs", default="docs", metavar="DIR", help="where results and baselines.md are (docs)")
+    parser.add_argument("--runs", default="runs/studies", metavar="DIR", help="where runs go (runs/studies)")
+
+
+def _study(args: argparse.Namespace) -> int:
+    from gspo.studies import command
+
+    if args.what not in ("list", "run", "show", "page"):  # gspo study clipping: run it
+        args.names, args.what = [args.what, *args.names], "run"
+    if args.what == "run":
+        if args.jobs < 1 or (args.seeds is not None and args.seeds < 1):
+            raise ConfigError("--jobs and --seeds must be 1 or more")
+        return command.run(
+            args.names,
+            docs=Path(args.docs),
+            runs=Path(args.runs),
+            num_parallel=args.jobs,
+            full=args.full,
+            only=args.only,
+            num_seeds=args.seeds,
+            console=_console(),
+        )
+    if args.what == "page":
+        print(command.page(Path(args.docs)))
+    elif args.what == "show":
+        command.show(args.names, Path(args.docs), _console())
+    else:
+        command.listing(Path(args.docs), _console())
+    return 0
+
+
 def _embedded_shape(name: str) -> Mapping[str, Any] | None:
     # models/ stands above config/, so the shapes of models known by name are handed down from here.
     from gspo.models import embedded, registry
@@ -497,9 +666,9 @@ def _nearest(word: str, known: Any) -> str:
 
 VERBS: dict[str, Verb] = {
     "train": Verb(
-        "train CONFIG [key=value …]",
+        "train CONFIG [--on local|ray|slurm] [--dry-run] [key=value …]",
         "train as a config says; the same command again goes on",
-        _config_arguments,
+        _train_arguments,
         _train,
     ),
     "eval": Verb(
@@ -507,6 +676,18 @@ VERBS: dict[str, Verb] = {
         "answer held-out problems: avg@n and pass@k with intervals",
         _eval_arguments,
         _eval,
+    ),
+    "report": Verb(
+        "report RUN [--out FILE] [--open] [--max-mb MB]",
+        "write what a run came to as one page: curves, clipping, samples",
+        _report_arguments,
+        _report,
+    ),
+    "watch": Verb(
+        "watch RUN|DIR [--port N] [--open]",
+        "the same page, live, from this machine alone",
+        _watch_arguments,
+        _watch,
     ),
     "export": Verb(
         "export RUN [--step best|last|N] [--to DIR] [--merge]",
@@ -526,11 +707,23 @@ VERBS: dict[str, Verb] = {
         _bench_arguments,
         _bench,
     ),
+    "study": Verb(
+        "study [list | run [NAME …] [--full] [--jobs N] [--only ARM] [--seeds N] | show [NAME …] | page]",
+        "put the paper's claims to the test; results and docs/baselines.md",
+        _study_arguments,
+        _study,
+    ),
     "checkpoints": Verb(
         "checkpoints RUN [--verify]",
         "list a run's checkpoints; with --verify, check every byte",
         _checkpoints_arguments,
         _checkpoints,
+    ),
+    "compare": Verb(
+        "compare RUN RUN… [--out compare.html] [--metric NAME …]",
+        "runs side by side: seeds as bands, keys that differ, what each came to",
+        _compare_arguments,
+        _compare,
     ),
     "doctor": Verb(
         "doctor CONFIG [key=value …] [--json]",

@@ -95,7 +95,10 @@ class Sample:
     mask: NDArray[np.bool_]  # True at trained tokens (False: tool and environment tokens)
     turns: NDArray[np.int16]  # assistant turn of each token
     finish: FinishReason
-    routes: NDArray[np.int16] | None = None  # [T, layers, top_k] experts chosen, MoE only
+    # Experts chosen for the position that predicted each token, [T, layers, top_k], and for the prompt's positions,
+    # [P, layers, top_k], one array for the whole group; uint8, or int16 for more than 256. Sampled from a mixture only.
+    routes: NDArray[np.integer[Any]] | None = None
+    prompt_routes: NDArray[np.integer[Any]] | None = None
 
     @staticmethod
     def of(

@@ -106,6 +106,8 @@ def test_each_foreign_key_leaves_exactly_one_line_with_its_place(tmp_path, text)
         ("gconfig: {top_k: -1}", "gconfig.top_k", 0),
         ("perf_tracer: {enabled: true}", "profile", True),
         ("stats_logger: {tensorboard: {path: /x}}", "stats_logger.tensorboard", True),
+        ("stats_logger: {trackio: {mode: local}}", "stats_logger.trackio", True),
+        ("stats_logger: {trackio: {mode: disabled}}", "stats_logger.trackio", False),
         ("actor: {mb_spec: {max_tokens_per_mb: null}}", "actor.mb_spec.max_tokens_per_mb", 8192),
         ("actor: {overlong_penalty_factor: null}", "actor.overlong_penalty_factor", 1.0),
         ("allocation_mode: vllm:d4t2+fsdp:d8", "rollout.backend", "vllm:d4t2"),
@@ -175,6 +177,7 @@ def test_the_weight_cap_becomes_rejection_sampling(tmp_path, cap, expected):
         ("gconfig: {frequency_penalty: 0.1}", ["frequency_penalty", "remove it"]),
         ("total_train_n_seqs: 100", ["total_train_steps"]),
         ("stats_logger: {swanlab: {mode: online}}", ["swanlab", "wandb"]),
+        ("stats_logger: {trackio: {mode: online, space_id: me/x}}", ["trackio", "remove space_id"]),
         ("train_dataset: {type: sft}", ["train_dataset.type must be rl"]),
     ],
 )

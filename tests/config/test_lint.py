@@ -57,6 +57,11 @@ ERRORS = [
         ["algorithm=ppo", "critic.path=embedded:tiny", "critic.ppo_n_minibatches=3"],
         ["algorithm=ppo", "critic.path=embedded:tiny", "critic.ppo_n_minibatches=8"],
     ),
+    (
+        "rollout.queue_size",
+        ["rollout.max_head_offpolicyness=2", "rollout.queue_size=31", "train_dataset.batch_size=32"],
+        ["rollout.max_head_offpolicyness=2", "rollout.queue_size=32", "train_dataset.batch_size=32"],
+    ),
     ("algorithm", ["algorithm=ppo"], ["algorithm=ppo", "critic.path=embedded:tiny"]),
     (
         "actor.zero_variance_groups",
@@ -145,6 +150,11 @@ WARNINGS = [
         "rollout.max_head_offpolicyness",
         ["rollout.max_head_offpolicyness=4"],
         ["rollout.max_head_offpolicyness=4", "actor.prox_logp_method=rollout"],
+    ),
+    (
+        "actor.prox_logp_method",
+        ["rollout.max_head_offpolicyness=4", "actor.prox_logp_method=rollout"],
+        ["rollout.max_head_offpolicyness=4", "actor.use_decoupled_loss=true"],
     ),
     ("gconfig.top_p", ["gconfig.top_p=0.9", "actor.prox_logp_method=rollout"], ["gconfig.top_p=0.9"]),
     ("gconfig.top_k", ["gconfig.top_k=20", "actor.use_decoupled_loss=true"], ["gconfig.top_k=20"]),

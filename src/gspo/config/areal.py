@@ -149,7 +149,7 @@ def _sampling_rules() -> Iterable[list[Rule]]:
         _drop("rollout.enable_rollout_tracing", "rollout.dump_to_file and profile show what it traced"),
         _drop("rollout.{check_trajectory_format,schedule_policy,pause_grace_period}", controller),
         _drop("rollout.{routing_strategy,poll_interval,model}", controller),
-        _only("rollout.return_routed_experts", _OFF, "routing replay is not offered; GSPO needs none"),
+        _only("rollout.return_routed_experts", _OFF, "set actor.routing_replay: rollout instead; GSPO needs none"),
         _only(
             "rollout.{agent,openai,api_url,provider_api_key}", (None,), "agents are Python workflows here; remove it"
         ),
@@ -174,12 +174,13 @@ def _run_rules() -> Iterable[list[Rule]]:
         _only(_DATA + ".dataset_kwargs", (None, {}), "write the rows to a file and set path to it"),
         _only("total_train_n_seqs", (None,), "set total_train_steps instead"),
         _drop("saver.mode", "checkpoints are written one way, whole and verified"),
-        _drop("recover.retries", "rerun the same command; the scheduler counts retries"),
+        _drop("recover.retries", "rerun the same command; `scheduler.restarts` counts those of a launcher"),
         _only(
             "recover.{no_save_optim,no_load_optim}", _OFF, "a run resumes with its optimizer; start a new trial_name"
         ),
         _drop("stats_logger.wandb." + wandb, "set WANDB_* in the environment"),
-        _translate("stats_logger.{swanlab,trackio}", "dropped where disabled, else refused", moves.other_logger),
+        _translate("stats_logger.trackio", "true where its mode is not disabled", moves.trackio),
+        _translate("stats_logger.swanlab", "dropped where disabled, else refused", moves.other_logger),
         _drop("cluster.cluster_name", "runs are named by experiment_name and trial_name"),
         _drop(
             "cluster.name_resolve.{type,nfs_record_root,etcd3_addr,ray_actor_name}", "no service discovery is needed"

@@ -164,7 +164,10 @@ _PROXIMAL_INTRODUCTION = """## Where π_old comes from
 ones take the sampler's values while their measured noise is far below the clip range, else a forward under the weights
 at the start of the batch. AReaL's `recompute_logprob` counts only then: `false` without decoupling asks for the
 sampler's values, `true` for the trainer's. `use_decoupled_loss: true` adds the weight π_old/μ, bounded by
-`actor.rejection_sampling`; setting the latter alone switches it on."""
+`actor.rejection_sampling`; setting the latter alone switches it on.
+
+With `rollout.max_head_offpolicyness` above 0, `auto` is `recompute`: what an older sampler's log-probs differ by is the
+policy's drift, not the sampler's noise ([async.md](async.md))."""
 
 
 def _proximal_table() -> str:

@@ -12,9 +12,10 @@ from typing import Any
 
 from gspo.algorithms import ALGORITHMS
 from gspo.config import estimate, lint
-from gspo.config.backend import SAMPLERS, TRAINERS, parse_backend
+from gspo.config.backend import SAMPLERS, parse_backend
 from gspo.config.estimate import EmbeddedShape, Item, Shape, Unknown, number
 from gspo.config.facts import Facts, Finding, facts_of
+from gspo.config.layout import layout_of
 from gspo.config.loaded import Loaded
 from gspo.config.problems import data_section
 from gspo.config.resolve import Objective
@@ -287,10 +288,10 @@ def _decisions(f: Facts) -> list[tuple[str, Any]]:
 
 def batch_section(f: Facts) -> dict[str, Any]:
     group, parts, total = f.config.gconfig.n_samples, f.num_minibatches, f.num_sequences
-    trainer, longest = parse_backend(f.actor.backend, TRAINERS), f.longest
+    ranks, longest = layout_of(f.config, f.num_gpus).ranks, f.longest
     each, spec = total / parts, f.actor.mb_spec
     tokens = math.ceil(each * (longest or f.config.gconfig.max_new_tokens))
-    micro = max(spec.n_mbs or 1, math.ceil(tokens / trainer.data / spec.max_tokens_per_mb))
+    micro = max(spec.n_mbs or 1, math.ceil(tokens / ranks / spec.max_tokens_per_mb))
     steps = f.config.total_train_steps
     return {
         "prompts": f.num_prompts,
@@ -303,7 +304,7 @@ def batch_section(f: Facts) -> dict[str, Any]:
         "prompt_length_known": longest is not None,
         "max_tokens_per_microbatch": spec.max_tokens_per_mb,
         "microbatches_at_most": micro,
-        "ranks": None if trainer.name == "auto" and not f.on_cpu else trainer.data,
+        "ranks": ranks,
         "steps": steps,
         "updates": None if steps is None else steps * parts,
     }
@@ -320,8 +321,18 @@ def policy_section(f: Facts) -> dict[str, Any]:
         "correction": f.objective["settings"]["correction"],
         "correction_words": _correction_words(f),
         "kl": _kl_words(f),
+        "experts": _expert_words(f),
         "trained": _trained_words(f),
     }
+
+
+def _expert_words(f: Facts) -> str:
+    replay = f.actor.routing_replay
+    if replay == "proximal":
+        return "of a mixture: mini-batches 2 and on take those of π_old's own forward (routing replay)"
+    if replay == "rollout":
+        return "of a mixture: every training pass takes those that the sampler chose (routing replay)"
+    return ""
 
 
 def _trained_words(f: Facts) -> str:
@@ -337,16 +348,23 @@ def _trained_words(f: Facts) -> str:
 
 def _sampler_words(f: Facts) -> str:
     backend, stale = f.config.rollout.backend, f.config.rollout.max_head_offpolicyness
-    parsed = parse_backend(backend, SAMPLERS)
-    if backend == "auto":
-        seen = "no GPU is visible here" if f.num_gpus == 0 else f"GPUs visible here: {f.num_gpus}"
-        where = f"in the trainer's process ({seen})" if f.on_cpu else f"chosen at the start ({seen})"
-    elif parsed.name == "local":
-        where = "in the trainer's process" if parsed.data == 1 else f"{parsed.data} local sampler processes"
+    layout = layout_of(f.config, f.num_gpus)
+    sampler, gpus = layout.sampler, layout.num_nodes * layout.gpus_per_node
+    if sampler is None:
+        where = "in the trainer's process"
     else:
-        where = f"{parsed.data} {parsed.name} server{'s' if parsed.data > 1 else ''}, {parsed.world} GPUs"
-    when = "synchronous, every sample is of the newest weights" if stale == 0 else f"up to {stale} weight versions old"
-    return f"{where}; {when}"
+        where = f"{sampler.data} {sampler.name} server{'s' if sampler.data > 1 else ''}"
+        where += f", {sampler.world} GPUs" if gpus or sampler.name != "local" else ""
+    if backend == "auto":
+        where += f" (GPUs: {gpus})" if gpus else " (no GPU is visible here)"
+    when = "synchronous, every sample is of the newest weights"
+    if stale > 0 and "in the trainer's process" in where:
+        when = f"taking turns: batch b is sampled by version b − {stale}, up to {stale} weight versions old"
+    elif stale > 0:
+        when = f"beside the trainer, samples up to {stale} weight versions old"
+    precision = f.config.rollout.sampler_precision
+    rounded = "" if precision == "none" else f", on weights rounded to {precision}"
+    return f"{where}{rounded}; {when}"
 
 
 def _sampling_words(f: Facts) -> str:
@@ -377,7 +395,9 @@ def _correction_words(f: Facts) -> str:
         return "none: the loss is not weighed by π_old/μ"
     low, high = form["lower"], form["upper"]
     if low is None and high is None:
-        return "each token weighs π_old/μ, without bounds"
+        if form["level"] == "token":
+            return "each token weighs π_old/μ, without bounds"
+        return "each sequence weighs π_old/μ, the geometric mean over its tokens, without bounds"
     what = "each token" if form["level"] == "token" else f"each sequence (its {form['agg']} over tokens)"
     metric = "π_old/μ" if form["metric"] == "ratio" else f"{form['metric']} between π_old and μ"
     band = f"[{'−∞' if low is None else number(low)}, {'∞' if high is None else number(high)}]"
@@ -432,12 +452,12 @@ def memory_section(f: Facts, shape: Shape | Unknown, embedded: EmbeddedShape | N
         },
         "items": [asdict(item) for item in items],
         "totals": totals,
-        "per_rank": parse_backend(f.actor.backend, TRAINERS).data,
+        "per_rank": layout_of(f.config, f.num_gpus).ranks,
     }
 
 
 def _trainer_memory(f: Facts, shape: Shape, embedded: EmbeddedShape | None) -> list[Item]:
-    actor, shards = f.actor, parse_backend(f.actor.backend, TRAINERS).data
+    actor, shards = f.actor, layout_of(f.config, f.num_gpus).ranks
     trained: int | None = shape.parameters
     if actor.use_lora:
         trained = estimate.adapter_parameters(shape, actor.lora_rank, actor.target_modules)

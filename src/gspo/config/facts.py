@@ -95,6 +95,11 @@ class Facts:
         return name if name in ("vllm", "sglang") else None
 
     @property
+    def in_process(self) -> bool:
+        """The sampler runs in the trainer's process, as far as the config tells."""
+        return self.config.rollout.backend.strip().lower() in ("auto", "local")
+
+    @property
     def dtype(self) -> str:
         if self.actor.dtype != "auto":
             return self.actor.dtype

@@ -125,7 +125,7 @@ _TRL_MAPPED: tuple[Mapped, ...] = (
     ("output_dir", "cluster.fileroot", "the run is <fileroot>/<experiment_name>/<trial_name>"),
     ("run_name", "trial_name", "with experiment_name"),
     ("project", "stats_logger.wandb.project", ""),
-    ("report_to", "stats_logger.wandb.mode", "or stats_logger.tensorboard; metrics.jsonl is always written"),
+    ("report_to", "stats_logger.wandb.mode", "or .tensorboard, .trackio; metrics.jsonl is always written"),
     ("eval_strategy eval_steps", "evaluator.freq_steps", "or freq_epochs, freq_secs"),
     ("eval_on_start", "evaluator.at_start", ""),
     ("save_strategy save_steps", "saver.freq_steps", "or freq_epochs, freq_secs"),
@@ -315,6 +315,11 @@ _VERL_MAPPED: tuple[Mapped, ...] = (
     (_R + "engine_kwargs.sglang", "sglang", "flags are passed on under that section"),
     (f"{_R}calculate_log_probs", "actor.prox_logp_method", "rollout uses the sampler's values as π_old"),
     (
+        f"{_A}router_replay.mode {_R}enable_rollout_routing_replay",
+        "actor.routing_replay",
+        "R2: proximal; R3: rollout; GSPO needs none",
+    ),
+    (
         "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu "
         "actor_rollout_ref.ref.log_prob_micro_batch_size actor_rollout_ref.ref.log_prob_use_dynamic_bsz",
         "ref.mb_spec.max_tokens_per_mb",
@@ -371,7 +376,7 @@ _VERL_MAPPED: tuple[Mapped, ...] = (
     ("trainer.project_name", "experiment_name", ""),
     ("trainer.experiment_name", "trial_name", ""),
     ("trainer.default_local_dir", "cluster.fileroot", ""),
-    ("trainer.logger", "stats_logger.wandb.mode", "or stats_logger.tensorboard; metrics.jsonl is always written"),
+    ("trainer.logger", "stats_logger.wandb.mode", "or .tensorboard, .trackio; metrics.jsonl is always written"),
     ("trainer.nnodes", "cluster.n_nodes", ""),
     ("trainer.n_gpus_per_node", "cluster.n_gpus_per_node", ""),
     ("trainer.save_freq", "saver.freq_steps", ""),
@@ -420,7 +425,6 @@ _VERL_UNSUPPORTED: tuple[Other, ...] = (
         f"{_A}policy_loss.kl_cov_ratio {_A}policy_loss.ppo_kl_coef",
         "clip-cov and kl-cov are not among the algorithms (`gspo objectives`)",
     ),
-    (f"{_A}router_replay.* {_R}enable_rollout_routing_replay", "routing is not replayed; GSPO needs none"),
     (f"{_A}megatron.* critic.megatron.*", "shard with actor.backend: fsdp:dN"),
     (
         f"{_A}fsdp_config.param_offload {_A}fsdp_config.optimizer_offload {_A}fsdp_config.offload_policy "

@@ -268,6 +268,19 @@ def tensorboard(move: Move) -> None:
     move.say(f"is now {move.rule.key}: {_yaml(on)}" + ("; events go to the run directory" if on else ""))
 
 
+def trackio(move: Move) -> None:
+    if not isinstance(move.node.value, dict):
+        tree.put(move.root, move.rule.key, move.node)  # our own form: true or false
+        return
+    mode, space = (move.node.value.get(name) for name in ("mode", "space_id"))
+    on = mode is not None and mode.value not in (None, False, "disabled")
+    if on and space is not None and space.value is not None:
+        move.refuse("is refused with a space_id: it is written beside the run here; remove space_id")
+        return
+    move.set(move.rule.key, on)
+    move.say(f"is now {move.rule.key}: {_yaml(on)}" + ("; its database goes to the run directory" if on else ""))
+
+
 def perf_tracer(move: Move) -> None:
     enabled = move.node.value.get("enabled") if isinstance(move.node.value, dict) else None
     on = enabled is not None and enabled.value is True
@@ -281,7 +294,7 @@ def other_logger(move: Move) -> None:
     if mode is None or mode.value in (None, False, "disabled"):
         move.say("dropped: it is off")
     else:
-        move.refuse("is refused: this logger is not offered; use stats_logger.wandb or stats_logger.tensorboard")
+        move.refuse("is refused: this logger is not offered; use stats_logger.wandb, tensorboard or trackio")
 
 
 def engine_section(move: Move) -> None:

@@ -140,8 +140,7 @@ def _batch(data: dict[str, Any]) -> Iterable[RenderableType]:
         bound, which = "about", f"completions up to {tokens:,} tokens; prompts come on top, their length is not bounded"
     micro = f"{bound} {data['microbatches_at_most']:,} of {size:,} tokens per mini-batch and rank ({which})"
     rows.append(("micro-batches", micro))
-    ranks = data["ranks"]
-    rows.append(("ranks", "chosen at the start from the GPUs present" if ranks is None else str(ranks)))
+    rows.append(("ranks", str(data["ranks"])))
     if data["updates"] is not None:
         rows.append(("run", f"{data['steps']:,} steps, {data['updates']:,} optimizer updates"))
     yield _pairs(rows)
@@ -168,6 +167,7 @@ def _policies(data: dict[str, Any]) -> Iterable[RenderableType]:
             ("π_old", data["pi_old"]),
             ("correction", data["correction_words"]),
             ("KL", data["kl"]),
+            *([("experts", data["experts"])] if data["experts"] else []),
             ("trained", data["trained"]),
         ]
     )

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypedDict
 from gspo.algorithms import ALGORITHMS, CORRECTIONS, LEVEL_DEFAULTS, Algorithm
 from gspo.config.backend import SAMPLERS, TRAINERS, parse_backend
 from gspo.config.estimate import visible_gpus
+from gspo.config.layout import layout_of
 from gspo.config.loaded import Loaded, Origin
 from gspo.config.schema import Config, Correction, Generation, Norm
 
@@ -92,7 +93,7 @@ def effective_objective(loaded: Loaded) -> Objective:
     proximal = proximal_policy(actor.recompute_logprob, actor.use_decoupled_loss, actor.prox_logp_method)
     settings["kl_coef"] = actor.kl_loss_coef
     settings["kl_estimator"] = actor.kl_estimator or "k3"
-    settings["correction"] = _correction_form(actor.rejection_sampling) if proximal.corrected else None
+    settings["correction"] = _correction_form(actor.rejection_sampling, level) if proximal.corrected else None
     if actor.loss_aggregation == "token_sum":
         settings["max_new_tokens"] = actor.max_new_tokens
     return Objective(
@@ -124,9 +125,11 @@ def _clip(algorithm: Algorithm, level: str) -> tuple[float | None, float | None]
     return source.get("clip_low"), source.get("clip_high")
 
 
-def _correction_form(correction: Correction | None) -> dict[str, Any]:
-    # Without bounds the weight π_old/μ itself: a truncation that never bites.
-    form = asdict(correction if correction is not None else Correction(action="clamp", upper=None))
+def _correction_form(correction: Correction | None, level: str) -> dict[str, Any]:
+    # Without bounds the weight π_old/μ itself: a truncation that never bites. Of a sequence it is the geometric mean
+    # over tokens, as its ratio is: a product collapses with length.
+    own = "token" if level == "token" else "sequence"
+    form = asdict(correction if correction is not None else Correction(level=own, action="clamp", upper=None))
     form.pop("preset")  # its values are in the other keys by now
     return form
 
@@ -262,6 +265,14 @@ class _Resolver:
             self.messages.append(chosen.note)
         source = "actor.use_decoupled_loss" if actor.use_decoupled_loss else "actor.recompute_logprob"
         origin = Origin("derived", f"from {source}") if self.is_set(source) else DEFAULT
+        if chosen.method == "auto" and self.config.rollout.max_head_offpolicyness > 0:
+            # The noise of stale samples is drift, not noise: it cannot say whether the sampler may serve as π_old.
+            chosen = chosen._replace(method="recompute")
+            origin = Origin("derived", "from rollout.max_head_offpolicyness")
+        if chosen.method == "auto" and actor.routing_replay == "proximal":
+            # What is replayed are the routes of π_old's own forward: there must be one.
+            chosen = chosen._replace(method="recompute")
+            origin = Origin("derived", "from actor.routing_replay")
         if actor.prox_logp_method in (None, "auto") and actor.prox_logp_method != chosen.method:
             self.override("actor.prox_logp_method", chosen.method, origin)
         if chosen.method != "auto" and actor.recompute_logprob != (chosen.method == "recompute"):
@@ -314,7 +325,8 @@ class _Resolver:
         config = self.config
         self.fill_from("tokenizer_path", "actor.path")
         self.fill_from("rollout.consumer_batch_size", "train_dataset.batch_size")
-        self.fill_from("rollout.queue_size", "rollout.consumer_batch_size")
+        ahead = (config.rollout.max_head_offpolicyness + 1) * (config.rollout.consumer_batch_size or 1)
+        self.fill("rollout.queue_size", ahead, Origin("derived", "from rollout.max_head_offpolicyness"))
         self.fill("scheduler.type", "local", DEFAULT)
         self.fill("train_dataset.split", "train", DEFAULT)
         self.fill_from("stats_logger.wandb.project", "experiment_name")
@@ -359,9 +371,11 @@ class _Resolver:
             )
             if text == "auto"
         ]
-        if auto:
+        if auto and not self.problems:
+            layout = layout_of(self.config, visible_gpus())
             where = "on the first CUDA device, in bfloat16" if visible_gpus() else "on this CPU, in float32"
-            self.messages.append(f"{' and '.join(auto)}: auto is one process here, sampling and training {where}")
+            one = f"is one process here, sampling and training {where}"
+            self.messages.append(f"{' and '.join(auto)}: auto {one if layout.is_one_process else f'means {layout}'}")
 
 
 def _owner(config: Config, key: str) -> tuple[Any, str]:

@@ -5,6 +5,7 @@ Every finding names the key, what is wrong with it, and the remedy.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import shutil
 from collections.abc import Iterator
@@ -111,11 +112,25 @@ def policies(f: Facts) -> Iterator[Finding]:
             "π_old is the sampler's own policy μ (prox_logp_method rollout), so the weight π_old/μ is always 1",
             "set actor.prox_logp_method: recompute, or actor.use_decoupled_loss: false",
         )
-    if stale > 0 and proximal in ("auto", "recompute") and not f.objective["corrected"]:
+    if stale > 0 and proximal != "rollout" and not f.objective["corrected"]:
         yield f.warn(
             "rollout.max_head_offpolicyness",
-            f"samples may be {stale} versions old, and recomputing π_old hides that: nothing corrects or clips it",
-            "set actor.use_decoupled_loss: true (weighs by π_old/μ), or actor.prox_logp_method: rollout",
+            f"samples may be {stale} versions old, and π_old from the trainer hides that: nothing corrects or clips it",
+            "set actor.use_decoupled_loss: true, which weighs by π_old/μ",
+        )
+    if stale > 0 and proximal == "rollout" and f.clips:
+        yield f.warn(
+            "actor.prox_logp_method",
+            f"the ratio is taken against samplers up to {stale} versions old, so their age alone uses up the clip "
+            f"range (ε = {number(min(f.clips))}) before any update",
+            "set actor.use_decoupled_loss: true, which clips against the trainer's own π_old and weighs by π_old/μ",
+        )
+    queue = f.config.rollout.queue_size
+    if stale > 0 and queue is not None and queue < f.num_prompts:
+        yield f.error(
+            "rollout.queue_size",
+            f"{queue:,} groups can never make a batch of {f.num_prompts:,}",
+            f"set rollout.queue_size: {(stale + 1) * f.num_prompts}, or remove it",
         )
     gconfig = f.config.gconfig
     cuts = {"top_p": gconfig.top_p < 1, "top_k": gconfig.top_k > 0, "min_new_tokens": gconfig.min_new_tokens > 0}
@@ -463,6 +478,45 @@ def weights(f: Facts) -> Iterator[Finding]:
         )
 
 
+def loggers(f: Facts) -> Iterator[Finding]:
+    stats = f.config.stats_logger
+    asked = (
+        ("stats_logger.wandb.mode", stats.wandb.mode != "disabled", "wandb", "disabled"),
+        ("stats_logger.tensorboard", stats.tensorboard, "tensorboard", "false"),
+        ("stats_logger.trackio", stats.trackio, "trackio", "false"),
+    )
+    for key, is_asked, package, off in asked:
+        if is_asked and importlib.util.find_spec(package) is None:
+            yield f.error(key, f"{package} is not installed", f"pip install 'gspo[{package}]', or set {key}: {off}")
+
+
+# Mixtures of experts
+
+
+def experts(f: Facts) -> Iterator[Finding]:
+    replay, rounded, proximal = f.actor.routing_replay, f.config.rollout.sampler_precision, f.objective["proximal"]
+    if replay == "proximal" and proximal not in ("auto", "recompute"):
+        yield f.error(
+            "actor.routing_replay",
+            f"proximal replays the routes of π_old's own forward, and prox_logp_method {proximal} makes none",
+            "set actor.prox_logp_method: recompute, or actor.routing_replay: rollout",
+        )
+    if f.in_process:
+        return
+    if replay == "rollout":
+        yield f.error(
+            "actor.routing_replay",
+            f"rollout replays the routes that the sampler reports, and {f.config.rollout.backend} reports none",
+            "set rollout.backend: auto (in process), or actor.routing_replay: proximal",
+        )
+    if rounded != "none":
+        yield f.error(
+            "rollout.sampler_precision",
+            f"{rounded} rounds the weights of the in-process sampler, and the sampler is {f.config.rollout.backend}",
+            "set rollout.backend: auto, or rollout.sampler_precision: none",
+        )
+
+
 RULES = (
     references,
     batches,
@@ -476,4 +530,6 @@ RULES = (
     rewards,
     programs,
     weights,
+    loggers,
+    experts,
 )

@@ -40,8 +40,26 @@ class Cluster:
 
 
 @dataclass
+class Slurm:
+    partition: str | None = key(None, "Partition; null: the cluster's default.")
+    account: str | None = key(None, "Account to charge; null: yours.")
+    time: str | None = key(None, "Time limit as sbatch takes it, 24:00:00; null: the partition's.")
+    cpus_per_node: int | None = key(None, "CPUs on each machine; null: one per process there.", low=1)
+    save_before: int = key(120, "Seconds before the time limit at which the run saves and is queued again.", low=1)
+    sbatch: list[str] = key([], "Further sbatch options: [--mem=64G, --exclusive].")
+    setup: list[str] = key([], "Lines of shell before anything starts: [module load cuda].")
+
+
+@dataclass
 class Scheduler:
     type: Literal["local", "ray", "slurm"] | None = key(None, "Where processes run; null: local.")
+    restarts: int = key(
+        3, "How often a killed process is started again: each sampler, and under ray and slurm the trainer.", low=0
+    )
+    start_timeout: float = key(
+        300.0, "Seconds until a Ray cluster that does not answer, or has no room for the plan, fails the run.", above=0
+    )
+    slurm: Slurm = key(Slurm, "What sbatch is asked for.")
 
 
 @dataclass
@@ -49,16 +67,27 @@ class Rollout:
     backend: str = key(
         "auto", 'Sampler: auto, local, "local:d2", "vllm:d4t2", "sglang:d4". auto: in-process where there is no CUDA.'
     )
-    max_concurrent_rollouts: int | None = key(None, "Sequences decoded at once; null: chosen by the sampler.", low=1)
+    max_concurrent_rollouts: int | None = key(
+        None, "Sequences sampled at once, whole groups; null: as many as the sampler and the bounds below take.", low=1
+    )
     consumer_batch_size: int | None = key(None, "Prompts per rollout batch; null: train_dataset.batch_size.", low=1)
-    max_head_offpolicyness: int = key(0, "How many weight versions a sample may be behind; 0: synchronous.", low=0)
-    queue_size: int | None = key(None, "Finished groups kept waiting; null: one rollout batch.", low=1)
+    max_head_offpolicyness: int = key(
+        0, "η: how many weight versions a sample may be behind when it is trained on; 0: synchronous.", low=0
+    )
+    queue_size: int | None = key(
+        None, "Groups sampled ahead, finished or not; null: max_head_offpolicyness + 1 rollout batches.", low=1
+    )
     dynamic_filter_fn: str | None = key(
         None, "module:function (or file.py:function) that says which groups to train on; the others are resampled."
     )
     dump_to_file: bool = key(True, "Write every sample to samples/step_*.jsonl.")
-    request_timeout: float = key(3600.0, "Seconds until a sampler that does not answer fails the run.", above=0)
-    request_retries: int = key(3, "How often a failed request to a sampler server is tried again.", low=0)
+    sampler_precision: Literal["none", "bf16", "int8"] = key(
+        "none",
+        "Round the in-process sampler's weights (int8: per output channel) and compute as before: it then differs from "
+        "the trainer as a faster sampler does. For studies; none: it samples from the trainer's own weights.",
+    )
+    request_timeout: float = key(3600.0, "Seconds until samplers that do not answer or sample fail the run.", above=0)
+    request_retries: int = key(3, "How often a request that was lost with its sampler server is tried again.", low=0)
 
 
 @dataclass
@@ -131,12 +160,26 @@ class Optimizer:
 
 
 @dataclass
+class Sharding:
+    param_dtype: Literal["bfloat16", "float16"] | None = key(
+        None, "What layers compute in, of weights kept as actor.dtype (float32, say); null: actor.dtype."
+    )
+    reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = key(
+        None, "What gradients are summed over ranks in; null: float32, or the weights' type where that is wider."
+    )
+
+
+@dataclass
 class Actor:
-    path: str = key("embedded:tiny", "Model: embedded:tiny, smollm2-135m, a folder, a hub name, a .gguf file.")
+    path: str = key(
+        "embedded:tiny",
+        "Model: embedded:tiny, embedded:tiny-moe, smollm2-135m, a folder, a hub name, a .gguf file.",
+    )
     backend: str = key("auto", 'Trainer: auto, "fsdp:d4". auto: one rank where there is no CUDA.')
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = key(
         "auto", "Type of the weights; auto: bfloat16 on CUDA, float32 elsewhere."
     )
+    fsdp: Sharding = key(Sharding, "Mixed precision on several ranks, for the actor, ref and critic.")
     attn_impl: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = key(
         "auto", "Attention kernel; auto: shared-prefix attention, on CUDA by flex attention."
     )
@@ -148,7 +191,11 @@ class Actor:
     share_prefix: bool = key(True, "Compute a group's prompt once for its completions.")
     mb_spec: MicroBatch = key(MicroBatch, "Micro-batches.")
     optimizer: Optimizer = key(Optimizer, "Optimizer and its schedule.")
-    weight_update_mode: Literal["auto", "disk", "shm", "nccl"] = key("auto", "How weights reach sampler servers.")
+    weight_update_mode: Literal["auto", "disk", "shm", "nccl"] = key(
+        "auto",
+        "How weights reach sampler servers: shm (this machine's memory), disk (the run directory, on a shared file "
+        "system); auto: shm where all servers are on this machine and it has room.",
+    )
     use_lora: bool = key(False, "Train a low-rank adapter (peft) instead of all weights.")
     lora_rank: int = key(32, "Rank of the adapter.", low=1)
     lora_alpha: int = key(16, "Scale of the adapter: lora_alpha / lora_rank multiplies it.", low=1)
@@ -190,6 +237,11 @@ class Actor:
         "where its noise was measured to be far below the clip range.",
     )
     recompute_logprob: bool | None = key(None, "AReaL's switch; false without decoupling means rollout.")
+    routing_replay: Literal["none", "proximal", "rollout"] = key(
+        "none",
+        "Experts of a mixture's training passes: each router's own, those of π_old's forward, or the sampler's. "
+        "GSPO needs none; see docs/moe.md.",
+    )
     use_decoupled_loss: bool = key(False, "Weigh by π_old/μ (behavior correction) beside the policy ratio.")
     rejection_sampling: Correction | None = key(None, "Behavior correction: bounds on π_old/μ.")
 
@@ -307,14 +359,17 @@ class Recover(Frequency):
 
 @dataclass
 class WandB:
-    mode: Literal["disabled", "offline", "online"] = key("disabled", "Weights & Biases logging.")
+    mode: Literal["disabled", "offline", "online"] = key(
+        "disabled", "offline: a folder in RUN/wandb for `wandb sync`; online: sent as it goes. Needs gspo[wandb]."
+    )
     project: str | None = key(None, "Project; null: experiment_name.")
 
 
 @dataclass
 class StatsLogger:
     wandb: WandB = key(WandB, "Weights & Biases.")
-    tensorboard: bool = key(False, "Also write TensorBoard events.")
+    tensorboard: bool = key(False, "Also write TensorBoard events, to RUN/tensorboard. Needs gspo[tensorboard].")
+    trackio: bool = key(False, "Also write a Trackio database, to RUN/trackio or $TRACKIO_DIR. Needs gspo[trackio].")
     keep_token_samples: int = key(16, "Sequences per step whose per-token values are kept.", low=0)
     keep_sample_steps: int | None = key(None, "Steps whose samples stay on disk; null: all.", low=1)
 

@@ -14,7 +14,6 @@ def unbuilt(config: Config) -> Iterator[tuple[str, str, str]]:
     """(key, what is missing, what to set instead) for everything this config asks for in vain."""
     actor, rollout = config.actor, config.rollout
     asked = (
-        ("actor.prox_logp_method", actor.prox_logp_method == "loglinear", "loglinear", "set it to recompute"),
         ("actor.attn_impl", actor.attn_impl not in ("auto", "sdpa"), "a choice of attention kernel", "set it to auto"),
         ("actor.disable_dropout", not actor.disable_dropout, "dropout in training", "set it to true"),
         ("actor.mb_spec.granularity", actor.mb_spec.granularity != 1, "granularity of micro-batches", "set it to 1"),
@@ -24,23 +23,24 @@ def unbuilt(config: Config) -> Iterator[tuple[str, str, str]]:
             "another packing algorithm",
             "set it to ffd",
         ),
-        ("rollout.max_head_offpolicyness", rollout.max_head_offpolicyness > 0, "asynchronous training", "set it to 0"),
-        ("rollout.backend", rollout.backend not in ("auto", "local", "local:d1"), "sampler servers", "set it to auto"),
         (
-            "actor.backend",
-            actor.backend not in ("auto", "fsdp", "fsdp:d1"),
-            "training on several ranks",
+            "rollout.backend",
+            rollout.backend.lower().startswith(("vllm", "sglang")),
+            "vLLM and SGLang servers",
+            "set it to auto, or to local:dN for N sampler servers of our own",
+        ),
+        (
+            "rollout.sampler_precision",
+            rollout.sampler_precision != "none" and rollout.backend.strip().lower() not in ("auto", "local"),
+            "rounded weights on sampler servers",
+            "set it to none",
+        ),
+        (
+            "actor.weight_update_mode",
+            actor.weight_update_mode == "nccl" and rollout.backend.strip().lower() not in ("auto", "local"),
+            "weights to servers over NCCL",
             "set it to auto",
         ),
-        ("cluster.n_nodes", config.cluster.n_nodes > 1, "training on several machines", "set it to 1"),
-        ("scheduler.type", config.scheduler.type in ("ray", "slurm"), "the ray and slurm launchers", "set it to local"),
-        (
-            "stats_logger.wandb.mode",
-            config.stats_logger.wandb.mode != "disabled",
-            "Weights & Biases",
-            "set it to disabled",
-        ),
-        ("stats_logger.tensorboard", config.stats_logger.tensorboard, "TensorBoard", "set it to false"),
     )
     for key, is_asked, what, instead in asked:
         if is_asked:

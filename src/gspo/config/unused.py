@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
+from gspo.config.backend import TRAINERS, parse_backend
 from gspo.config.check import known_keys
 from gspo.config.facts import Facts, facts_of
+from gspo.config.layout import layout_of
 from gspo.config.loaded import Loaded
 from gspo.config.resolve import value_of
 from gspo.config.schema import Norm, Optimizer
@@ -62,6 +65,8 @@ def _policies(f: Facts) -> Iterator[Idle]:
         yield "actor.rejection_sampling", "π_old/μ does not weigh the loss (actor.use_decoupled_loss)"
     elif actor.rejection_sampling is not None and actor.rejection_sampling.level == "token":
         yield "actor.rejection_sampling.agg", "each token is judged by itself (level token)"
+    if f.num_minibatches == 1 and actor.routing_replay == "proximal":
+        yield "actor.routing_replay", "one update per batch has no pass after π_old's (actor.ppo_n_minibatches is 1)"
     if actor.kl_loss_coef == 0 and actor.kl_ctl == 0:
         yield "actor.kl_estimator", "no KL is used (kl_loss_coef and kl_ctl are 0)"
         yield "ref", "no KL is used (kl_loss_coef and kl_ctl are 0), so the reference is never asked"
@@ -110,6 +115,10 @@ def _engines(f: Facts) -> Iterator[Idle]:
         yield from (
             (f"actor.{key}", "actor.use_lora is false") for key in ("lora_rank", "lora_alpha", "target_modules")
         )
+    trainer = parse_backend(actor.backend, TRAINERS)
+    alone = f.num_gpus * config.cluster.n_nodes <= 1 if trainer.name == "auto" else trainer.world == 1
+    if alone and os.environ.get("WORLD_SIZE", "1") == "1":
+        yield "actor.fsdp", "one rank trains, and computes in actor.dtype"
     yield from _optimizer("actor.optimizer", actor.optimizer)
     if config.critic is not None:
         yield from _optimizer("critic.optimizer", config.critic.optimizer)
@@ -118,9 +127,15 @@ def _engines(f: Facts) -> Iterator[Idle]:
             yield engine, f"rollout.backend is {config.rollout.backend}, not {engine}"
     if config.rollout.max_head_offpolicyness == 0:
         yield "rollout.queue_size", "synchronous sampling has no queue"
-    if f.external_sampler is None:
+    if f.in_process and layout_of(config, f.num_gpus).sampler is None:
         for key in ("actor.weight_update_mode", "rollout.request_retries"):
             yield key, "the sampler runs in the trainer's process"
+    if (on := config.scheduler.type) != "slurm":
+        yield "scheduler.slurm", f"scheduler.type is {on}, not slurm"
+    if on == "local":
+        yield "scheduler.start_timeout", "scheduler.type is local"
+        if layout_of(config, f.num_gpus).sampler is None:
+            yield "scheduler.restarts", "the local launcher starts samplers again, and there are none"
 
 
 def _optimizer(key: str, optimizer: Optimizer) -> Iterator[Idle]:

@@ -32,7 +32,7 @@ class Objective:
     stats, all [B] and detached: log_s (log of the sequence ratio, at every level), num_tokens, clipped_low and
     clipped_high (numbers of tokens clipped with A ≤ 0 and with A > 0), nonfinite (a trained token's log-ratio is NaN
     or infinite), kl (to the reference, token mean), correction and correction_raw (behavior weight after and before
-    truncation).
+    truncation), correction_outside (number of tokens beyond its bounds).
     """
 
     loss: Tensor  # scalar, to be minimised
@@ -101,6 +101,10 @@ def loss(
         value = value * weight.weight
         stats["correction"], stats["correction_raw"] = (
             w if g.by_sequence else mean_tokens(keep_trained(w, layout), layout) for w in (weight.weight, weight.raw)
+        )
+        beyond = weight.outside.to(dtype)
+        stats["correction_outside"] = (
+            beyond * layout.num_tokens if g.by_sequence else sum_tokens(keep_trained(beyond, layout), layout)
         )
     if g.by_sequence:
         per_sequence = -advantage * aggregate.sequences(value, layout, chosen["aggregation"])

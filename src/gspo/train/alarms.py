@@ -18,6 +18,7 @@ def alarms(
     """
     clipped = (metrics.get("clip/sequences_low") or 0.0) + (metrics.get("clip/sequences_high") or 0.0)
     seen = metrics.get("ratio/log_s_std") is not None
+    age = metrics.get("staleness/max") or 0
     entropy = metrics.get("policy/entropy")  # 0 is a value: the most collapsed of all
     conditions = {
         "nothing clipped": (
@@ -27,8 +28,13 @@ def alarms(
         ),
         "most clipped": (
             clips and clipped > 0.5,
-            "more than half of the sequences were clipped for {n} steps: set actor.eps_clip higher or "
-            "actor.optimizer.lr lower, or actor.eps_clip=auto",
+            "more than half of the sequences were clipped for {n} steps: "
+            + (
+                f"the ratio is taken against samplers up to {age} versions old, so age alone moves it; set "
+                "actor.use_decoupled_loss=true, which clips against the trainer's own π_old and weighs by π_old/μ"
+                if age and metrics.get("policy/proximal") == "rollout"
+                else "set actor.eps_clip higher or actor.optimizer.lr lower, or actor.eps_clip=auto"
+            ),
         ),
         "ratio stuck at 1": (
             num_minibatches > 1 and seen and metrics.get("ratio/log_s_max_abs") == 0.0,

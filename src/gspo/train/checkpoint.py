@@ -3,7 +3,8 @@
     checkpoints/step_000120/  model.safetensors  optimizer.safetensors  state.json  manifest.json
 
 With an adapter, model.safetensors holds the adapter alone and the manifest the digest of the frozen weights under it.
-With a critic also critic.safetensors and critic_optimizer.safetensors, which only going on needs.
+With a critic also critic.safetensors and critic_optimizer.safetensors, and with groups that were sampled ahead of the
+step waiting.safetensors and waiting.json; only going on needs these.
 A checkpoint is written aside, synced, and renamed into place; it is whole or it is not there. Nothing in it depends on
 the number of ranks. Nothing is pickled.
 """
@@ -14,7 +15,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -29,10 +30,15 @@ from gspo.errors import CheckpointError
 from gspo.faults import reached
 from gspo.models.lora import base_digest
 from gspo.train.rundir import writing
+from gspo.train.shard import like, put, whole
 
 FORMAT = 1
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
 CRITIC_FILES = ("critic.safetensors", "critic_optimizer.safetensors")
+WAITING_FILES = ("waiting.safetensors", "waiting.json")
+_FILE_SETS = [{*FILES, *critic, *waiting} for critic in ((), CRITIC_FILES) for waiting in ((), WAITING_FILES)]
+
+Waiting = tuple[Mapping[str, torch.Tensor], Sequence[Mapping[str, Any]]]  # as `waiting.pack` makes it
 
 
 def save(
@@ -43,9 +49,10 @@ def save(
     state: Mapping[str, Any],
     config: str,
     critic: tuple[nn.Module, torch.optim.Optimizer] | None = None,
+    waiting: Waiting | None = None,
 ) -> Path:
     """Publish step's checkpoint; returns its folder. `config` is the digest of the resolved configuration."""
-    names = FILES if critic is None else (*FILES, *CRITIC_FILES)
+    names = (*FILES, *(CRITIC_FILES if critic is not None else ()), *(WAITING_FILES if waiting else ()))
     target = root / f"step_{step:06d}"
     aside = root / f".{target.name}.tmp"
     try:
@@ -58,6 +65,8 @@ def save(
             if critic is not None:
                 _write(aside / CRITIC_FILES[0], _weights(critic[0]))
                 _write(aside / CRITIC_FILES[1], _moments(*critic))
+            for name, content in zip(WAITING_FILES, waiting or (), strict=False):
+                _write(aside / name, content)
             _write(aside / FILES[2], state)
             manifest = {
                 "format": FORMAT,
@@ -67,8 +76,8 @@ def save(
                     name: {"sha256": _sha256(aside / name), "bytes": (aside / name).stat().st_size} for name in names
                 },
             }
-            if (base := _base(model)) is not None:
-                manifest["base"] = base
+            if (frozen := base(model)) is not None:
+                manifest["base"] = frozen
             manifest["sha256"] = _own_sha256(manifest)
             _write(aside / "manifest.json", manifest)
             for name in (*names, "manifest.json"):
@@ -83,6 +92,17 @@ def save(
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return target
+
+
+def contribute(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    critic: tuple[nn.Module, torch.optim.Optimizer] | None = None,
+) -> None:
+    """What every rank but the first does while that one saves: gather tensor after tensor, and keep none."""
+    for trained, moments in ((model, optimizer), *([critic] if critic is not None else [])):
+        _weights(trained)
+        _moments(trained, moments)
 
 
 def steps(root: Path) -> list[int]:
@@ -101,7 +121,7 @@ def verify(folder: Path) -> dict[str, Any]:
         if manifest["format"] != FORMAT:
             raise CheckpointError(f"{folder}: format {manifest['format']}, this version reads {FORMAT}")
         listed, own = manifest["files"], manifest.pop("sha256")
-        if own != _own_sha256(manifest) or set(listed) not in (set(FILES), {*FILES, *CRITIC_FILES}):
+        if own != _own_sha256(manifest) or set(listed) not in _FILE_SETS:
             raise CheckpointError(f"{file} is damaged: its sha256 is not its own")
         if folder.name != f"step_{manifest['step']:06d}":
             raise CheckpointError(f"{folder} holds step {manifest['step']}: folders were renamed or swapped")
@@ -147,9 +167,16 @@ def load(
     return json.loads((folder / FILES[2]).read_text())
 
 
+def load_waiting(folder: Path) -> Waiting | None:
+    """The groups that a verified checkpoint holds, for `waiting.unpack`; None where it holds none."""
+    if not (folder / WAITING_FILES[1]).is_file():
+        return None
+    return _read(folder / WAITING_FILES[0]), json.loads((folder / WAITING_FILES[1]).read_text())
+
+
 def _load_weights(folder: Path, file: str, model: nn.Module) -> None:
     weights = _read(folder / file)
-    own = _weights(model)
+    own = dict(_trained(model))
     if set(weights) != set(own):
         odd = sorted(set(weights) ^ set(own))[:4]
         raise CheckpointError(f"{folder} belongs to another model: tensors {', '.join(odd)} are not in both")
@@ -159,14 +186,13 @@ def _load_weights(folder: Path, file: str, model: nn.Module) -> None:
                 f"{folder}: {name} is {tensor.dtype} {tuple(tensor.shape)}, the model has {own[name].dtype} "
                 f"{tuple(own[name].shape)}"
             )
-    with torch.no_grad():
-        for name, parameter in _trained(model):
-            parameter.copy_(weights[name])
+    for name, parameter in own.items():
+        put(parameter, weights[name])
 
 
 def _refuse_other_base(folder: Path, model: nn.Module) -> None:
     """An adapter means nothing on other weights than those it was trained on."""
-    theirs, own = json.loads((folder / "manifest.json").read_bytes()).get("base"), _base(model)
+    theirs, own = json.loads((folder / "manifest.json").read_bytes()).get("base"), base(model)
     if theirs != own:
         was = (
             "no adapter"
@@ -200,14 +226,15 @@ def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.detach().contiguous() for name, p in _trained(model)}
+    return {name: whole(p.detach()).contiguous() for name, p in _trained(model)}
 
 
 _bases: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()  # frozen weights are read once
 
 
-def _base(model: nn.Module) -> dict[str, str] | None:
+def base(model: nn.Module) -> dict[str, str] | None:
     """Digest and type of the frozen weights; None where all are trained."""
+    # Read whole, before a model is cut over ranks: `train/setup.py` asks for it then.
     frozen = next((p for p in model.parameters() if not p.requires_grad), None)
     if frozen is None:
         return None
@@ -219,7 +246,7 @@ def _base(model: nn.Module) -> dict[str, str] | None:
 def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     names: dict[Any, str] = {p: name for name, p in model.named_parameters()}
     return {
-        f"{names[p]}/{key}": value.detach().contiguous()
+        f"{names[p]}/{key}": whole(value.detach()).contiguous()
         for p, state in optimizer.state.items()
         for key, value in state.items()
         if isinstance(value, torch.Tensor)
@@ -232,8 +259,8 @@ def _load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: M
     for key, value in tensors.items():
         name, _, moment = key.rpartition("/")
         p = by_name[name]
-        # The step counter stays where the fused kernel wants it: with the parameter, in float32.
-        optimizer.state[p][moment] = value.to(p.device)
+        # The step counter is one number for all of it; the rest is as the parameter is, cut or whole.
+        optimizer.state[p][moment] = like(p, value) if value.shape == p.shape else value.to(p.device)
 
 
 def _own_sha256(manifest: Mapping[str, Any]) -> str:
@@ -253,7 +280,7 @@ def _read(file: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{file} cannot be read as safetensors ({cause})") from cause
 
 
-def _write(file: Path, content: Mapping[str, Any]) -> None:
+def _write(file: Path, content: Mapping[str, Any] | Sequence[Any]) -> None:
     """Tensors as safetensors, anything else as JSON."""
     reached("checkpoint.file")
     if file.suffix == ".safetensors":

@@ -47,7 +47,8 @@ class ValueModule(nn.Module):
     def forward(self, packed: Packed) -> Tensor:
         """V at the source of every target, [M]."""
         hidden = self.policy.hidden(packed).index_select(0, packed.source)
-        return self.head(hidden.to(self.head.weight.dtype))[:, 0]
+        # A copy, because FSDP hangs its gather on the output and mistrusts a view.
+        return self.head(hidden.to(self.head.weight.dtype))[:, 0].clone()
 
 
 @dataclass(frozen=True)
@@ -86,14 +87,14 @@ def token_values(critic: Critic, batch: Batch) -> dict[int, NDArray[Any]]:
     stored: dict[int, NDArray[Any]] = {}
     for packed in _parts(critic, batch, batch.trainable):
         stored |= by_sequence(packed, critic.module(packed))
-    return stored
+    return critic.module.policy.world.union(stored)
 
 
 def train_critic(critic: Critic, batch: Batch, learning_rates: Sequence[float]) -> CriticReport:
     """K updates towards the batch's returns: the mean over tokens of `objectives.value.value_loss`."""
     assert batch.values is not None
     assert batch.returns is not None
-    report = CriticReport()
+    report, world = CriticReport(), critic.module.policy.world
     member_of = minibatches(batch.group_of, len(batch.groups), critic.num_minibatches)
     for k in range(critic.num_minibatches):
         members = batch.trainable & (member_of == k)
@@ -102,12 +103,14 @@ def train_critic(critic: Critic, batch: Batch, learning_rates: Sequence[float]) 
         loss = 0.0
         for packed in _parts(critic, batch, members):
             loss += _backward(critic, packed, batch.values, batch.returns, denominator, report)
+        loss = world.total(loss)
         norm, taken = apply_update(
             critic.optimizer, lr=learning_rates[k], max_norm=critic.max_norm, is_finite=math.isfinite(loss)
         )
         report.losses.append(loss)
         report.grad_norms.append(norm)
         report.taken.append(taken)
+    report.num_tokens, report.num_clipped = (int(world.total(n)) for n in (report.num_tokens, report.num_clipped))
     return report
 
 
@@ -137,6 +140,9 @@ def _backward(
     report: CriticReport,
 ) -> float:
     values = critic.module(packed)
+    if packed.is_filler:
+        (values.sum() * 0.0).backward()
+        return 0.0
     index = packed.index.cpu().numpy()
     start, target = (gather(x, index).to(values.device, values.dtype) for x in (start_values, returns))
     per_token, clipped = value_loss(values, start, target, critic.eps_clip)

@@ -19,24 +19,28 @@ import numpy as np
 from gspo.config import Loaded, digest, dump, load
 from gspo.config.lint import check
 from gspo.errors import GspoError, TrainingError
+from gspo.rollout.buffer import Snapshot
 from gspo.tasks.dataset import Dataset
 from gspo.tasks.mixture import Mixture
-from gspo.train import checkpoint, setup
+from gspo.train import checkpoint, remote, setup
 from gspo.train.adapt import AutoClip, bounds, follow, proximal_source
 from gspo.train.alarms import alarms
 from gspo.train.batch import Batch, assemble, assign
 from gspo.train.clock import PROFILED_STEPS, Clock, timeline
 from gspo.train.critic import Critic, critic_metrics, token_values, train_critic
-from gspo.train.display import make_display
+from gspo.train.display import Silent, make_display
 from gspo.train.evaluate import Evaluation, evaluate
+from gspo.train.handover import hand_over
 from gspo.train.metrics import noise_floor, sample_rows, step_metrics, time_metrics, token_tensors
+from gspo.train.ranks import ALONE, Nowhere, World, joined
 from gspo.train.reference import reference_logp
 from gspo.train.resume import resume
-from gspo.train.rollout import Filter, Workflow, fill, refuse_failures, sample_groups, single_turn
+from gspo.train.rollout import Filter, Workflow, refuse_failures, single_turn
 from gspo.train.rundir import RunDir, atomic, environment, to_json
 from gspo.train.signals import StopRequest
 from gspo.train.state import State
 from gspo.train.step import Plan, StepReport, train_step
+from gspo.train.waiting import handed, pack, received, unpack
 from gspo.train.watchdog import watched
 from gspo.types import Group, Prompt
 
@@ -49,6 +53,7 @@ class Summary:
     steps: int
     seconds: float
     finished: bool  # False: a signal ended it; the same command goes on
+    rank: int = 0  # of the process that says so
 
 
 class Trainer:
@@ -78,62 +83,69 @@ class Trainer:
         self.warnings = check(self.loaded)
         self.workflow = workflow or partial(single_turn, deadline_s=self.config.rollout.request_timeout)
         self.stop = StopRequest()
+        self.world: World = ALONE  # until `train` has joined another
         self._given = reward, dataset, valid
         self.keeps = setup.make_filter(self.config, dynamic_filter_fn)
 
     def train(self) -> Summary:
         """Run to the end, or to a signal; the same call again goes on from the last checkpoint."""
-        try:
-            self.open()
-            with watched(self.config.stall_timeout, self.run.path / "log.txt", self.say):
-                self.begin()
-                while self.state.step < self.total_steps and self.stop.signal is None:
-                    with timeline(self.profiled()):
-                        clock = Clock()
-                        groups = self.sample(clock)
-                        batch = self.assemble(groups, clock)
-                        report = self.update(batch, clock)
-                        self.publish(clock)
-                        self.record(batch, report, clock)
-                return self.end()
-        finally:
-            self.close()
+        hand_over(self.loaded)
+        timeout = self.config.stall_timeout
+        with joined(setup.num_ranks(self.config), timeout, self.stop) as self.world:
+            try:
+                self.open()
+                with watched(timeout + self.world.margin, self.path / "log.txt", self.say):
+                    summary = self.lead() if self.world.is_first else self.follow()
+            finally:
+                self.close()
+            self.world.tell("end", {"steps": summary.steps, "seconds": summary.seconds, "finished": summary.finished})
+        return summary
+
+    def lead(self) -> Summary:
+        """What rank 0 does, or a process that is alone."""
+        self.begin()
+        while self.state.step < self.total_steps and self.stop.signal is None:
+            with timeline(self.profiled()):
+                clock = Clock()
+                groups = self.sample(clock)
+                self.hand_out(groups)
+                batch = self.assemble(groups, clock)
+                report = self.update(batch, clock)
+                self.publish(clock)
+                self.record(batch, report, clock)
+        return self.end()
+
+    def follow(self) -> Summary:
+        """What the other ranks do: train on what rank 0 hands out and help it to save, until it lets them go."""
+        for turn in self.world.turns():
+            if turn.what == "train":
+                clock = Clock()
+                self.state = State(**turn.content["state"])
+                self.update(self.assemble(received(turn), clock), clock)
+                self.publish(clock)
+            elif turn.what == "save":
+                checkpoint.contribute(self.policy, self.optimizer, self.critic and self.critic.trained)
+            else:
+                return Summary(self.path, **turn.content, rank=self.world.rank)
+        raise AssertionError("turns have an end")
 
     # The acts
 
     def sample(self, clock: Clock) -> list[Group]:
-        """Fill a rollout batch with scored groups; where asked, in place of those that teach nothing."""
+        """A rollout batch of scored groups: sampled now, or ahead of time within rollout.max_head_offpolicyness."""
         self.display.phase("sampling")
-        begin = self.state.submission
         try:
-            return self.fill(clock)
+            groups, self.num_refilled = self.ahead.next(self.state.step, clock)
+            return groups
         except GspoError:
             # Nothing has changed since the last step but the place in the stream: the run can go on from there.
-            self.state.submission = begin
             self.keep()
             raise
 
-    def fill(self, clock: Clock) -> list[Group]:
-        """Scored groups for one batch, by as many rounds as it takes."""
-
-        def draw(count: int) -> list[Group]:
-            prompts = [self.next_prompt() for _ in range(count)]
-            with clock("rollout"):
-                fresh = sample_groups(
-                    prompts,
-                    num_samples=self.config.gconfig.n_samples,
-                    params=setup.sampling_params(self.config.gconfig),
-                    sampler=self.sampler,
-                    rewards=self.rewards,
-                    decode=self.decode,
-                    workflow=self.workflow,
-                    clock=clock,
-                )
-            refuse_failures(fresh, self.config.reward.max_failure_fraction)
-            return fresh
-
-        groups, self.num_refilled = fill(draw, self.num_prompts, self.keeps, 1 + self.config.actor.max_refills)
-        return groups
+    def hand_out(self, groups: Sequence[Group]) -> None:
+        """Every rank gets the whole batch, and takes its part of each mini-batch."""
+        if self.world.size > 1:
+            self.world.tell("train", *handed({"state": asdict(self.state)}, groups))
 
     def assemble(self, groups: Sequence[Group], clock: Clock) -> Batch:
         """Rewards to advantages, sequences to mini-batches; nothing below can change either."""
@@ -158,6 +170,7 @@ class Trainer:
                 batch,
                 plan,
                 proximal=self.state.proximal,
+                version=self.state.step,
                 learning_rates=rates,
                 keep_tokens_of=self.kept(batch),
             )
@@ -185,10 +198,10 @@ class Trainer:
         return critic_metrics(batch, report, rates[-1])
 
     def publish(self, clock: Clock) -> None:
-        """The new weights are a new version; the in-process sampler shares them and only drops its cache."""
+        """The new weights are a new version: servers load it, the in-process sampler shares it and drops its cache."""
         with clock("sync"):
             self.state.step += 1
-            self.sampler.load_weights(self.state.step, None)
+            self.ahead.publish(self.state.step, setup.weights_for(self.sampler, self.policy))
 
     def record(self, batch: Batch, report: StepReport, clock: Clock) -> None:
         """Metrics, samples, evaluation, display, alarms, checkpoint."""
@@ -204,8 +217,9 @@ class Trainer:
             with clock("eval"):
                 metrics |= self.evaluate().metrics()
         self.state.seconds += clock.total()
-        metrics |= time_metrics(batch, report, clock)
+        metrics |= time_metrics(batch, report, clock, self.ahead.count_sampled(), beside=self.ahead.beside)
         self.run.metrics(metrics)
+        self.loggers.step()
         self.display.step(metrics, _example(batch))
         self.alarm(metrics)
         if (
@@ -229,8 +243,8 @@ class Trainer:
             num_problems=self.config.evaluator.size,
             num_samples=num_samples,
             params=params,
-            sampler=self.sampler,
-            rewards=self.rewards,
+            sampler=self.ahead.sampler,
+            rewards=self.ahead.rewards,
             decode=self.decode,
             workflow=self.workflow,
         )
@@ -241,15 +255,24 @@ class Trainer:
 
     def save(self) -> None:
         """Publish a checkpoint of this step, then forget those no longer needed."""
+        waiting = self.ahead.snapshot()
+        self.world.tell("save")  # the other ranks hold their parts of it
+        self.state.submission, self.state.again = waiting.submission, list(waiting.again)
         state = {**asdict(self.state), "identity": self.identity}
         trained = self.policy, self.optimizer
         critic = self.critic and self.critic.trained
-        checkpoint.save(self.run.checkpoints, self.state.step, *trained, state, digest(self.config), critic)
+        kept = pack(waiting.groups) if waiting.groups else None
+        checkpoint.save(self.run.checkpoints, self.state.step, *trained, state, digest(self.config), critic, kept)
         checkpoint.prune(self.run.checkpoints, self.state.step, self.config.saver.keep, self.state.best_step)
         # Here and not with every step: what is deleted before a checkpoint could be missing after a resume.
         if self.config.stats_logger.keep_sample_steps is not None:
             self.run.forget_samples(self.state.step - self.config.stats_logger.keep_sample_steps)
         self.saved, self.saved_step = time.monotonic(), self.state.step
+
+    def left_waiting(self) -> tuple[Group, ...]:
+        """Groups that the checkpoint of this step holds, sampled ahead of it."""
+        kept = checkpoint.load_waiting(self.run.checkpoints / f"step_{self.state.step:06d}")
+        return () if kept is None else unpack(*kept, self.prompt_of)
 
     def keep(self) -> None:
         """The last finished step, where no checkpoint holds it yet. Call it between steps only."""
@@ -260,13 +283,13 @@ class Trainer:
 
     def open(self) -> None:
         """Build every part; refuse what cannot work before any work is done."""
+        if not self.world.is_first:
+            return self.open_part()
         config = self.config
         reward, rows, valid = self._given
-        self.run = RunDir(Path(config.cluster.fileroot) / config.experiment_name / config.trial_name)
-        threads = setup.set_threads(config)
-        self.plan, self.credit = setup.make_plan(self.loaded), setup.make_credit(self.loaded)
+        self.run = RunDir(self.path)
         self.rewards = setup.make_rewards(config, reward, str(self.run.path / "rewards.log"))
-        self.policy, self.tokenizer = setup.make_policy(config, self.plan.settings["level"] != "token")
+        threads = self.build()
         self.decode = setup.decoder(self.tokenizer)
         self.data, self.valid = setup.make_data(config, rows, valid, self.tokenizer)
         limit = setup.context_length(config, self.policy)
@@ -276,24 +299,65 @@ class Trainer:
         self.num_prompts = config.rollout.consumer_batch_size or config.train_dataset.batch_size
         self.steps_per_epoch = max(len(self.data) // self.num_prompts, 1)
         self.total_steps = config.total_train_steps or config.total_train_epochs * self.steps_per_epoch
-        self.optimizer = setup.make_trained_optimizer(config, self.policy)
-        self.reference = setup.make_reference(config, self.policy, self.tokenizer)
-        self.critic = setup.make_critic(config, self.tokenizer)
         num_parameters = sum(p.numel() for p in self.policy.parameters())
         self.identity = {"threads": threads, "data": self.data.digest(), "parameters": num_parameters}
+        self.identity["ranks"] = self.world.size
         self.display = make_display(f"gspo · {self.run.path}", self.total_steps)
-        started = State(proximal="rollout" if config.actor.prox_logp_method == "rollout" else "recompute")
+        method = config.actor.prox_logp_method
+        started = State(proximal=method if method in ("rollout", "loglinear") else "recompute")
         critic = self.critic and self.critic.trained
         self.state = resume(self.run, config, self.policy, self.optimizer, self.identity, self.say, critic) or started
         self.display.start_at(self.state.step)
-        self.sampler = setup.make_sampler(config, self.policy, self.tokenizer, self.state.step)
+        opened = {"step": self.state.step, "total_steps": self.total_steps, "in_process": not remote.num_servers()}
+        self.world.tell("open", opened)
+        self.sampler = setup.make_sampler(config, self.policy, self.tokenizer, self.state.step, self.run.path, self.say)
+        self.ahead = setup.make_ahead(
+            config,
+            Snapshot(self.state.submission, tuple(self.state.again), self.left_waiting()),
+            sampler=self.sampler,
+            rewards=self.rewards,
+            prompt_of=self.prompt_of,
+            decode=self.decode,
+            workflow=self.workflow,
+            keeps=self.keeps,
+            step=self.state.step,
+            total_steps=self.total_steps,
+        )
         with atomic(self.run.path / "config.yaml") as aside:
             aside.write_text(dump(self.loaded), encoding="utf-8")
         with atomic(self.run.path / "environment.json") as aside:
             aside.write_text(to_json(environment(str(self.policy.model.device), threads)), encoding="utf-8")
+        self.loggers = setup.make_loggers(config, self.run.path, self.say)
         self.saved = self.evaluated = time.monotonic()
         self.saved_step = self.state.step
         self.stop.listen(self.say)
+
+    def build(self) -> int:
+        """The parts that every rank has; the number of threads they compute with."""
+        config, world = self.config, self.world
+        threads = setup.set_threads(config, world.local_size)
+        self.plan, self.credit = setup.make_plan(self.loaded), setup.make_credit(self.loaded)
+        self.policy, self.tokenizer = setup.make_policy(config, self.plan.settings["level"] != "token", world)
+        self.optimizer = setup.make_trained_optimizer(config, self.policy)
+        self.reference = setup.make_reference(config, self.policy, self.tokenizer)
+        self.critic = setup.make_critic(config, self.tokenizer, world)
+        return threads
+
+    def open_part(self) -> None:
+        """`open` for the other ranks: their part of the weights, where rank 0 starts or goes on."""
+        self.display = Silent()
+        self.stop.listen(self.say)
+        self.build()
+        opened = next(self.world.turns()).content
+        self.total_steps = opened["total_steps"]
+        if opened["step"]:
+            critic = self.critic and self.critic.trained
+            checkpoint.load(
+                self.path / "checkpoints" / f"step_{opened['step']:06d}", self.policy, self.optimizer, critic
+            )
+        nowhere: Any = Nowhere(opened["in_process"])  # of the sampler, only what `publish` asks of it
+        self.sampler = self.ahead = nowhere
+        self.ahead.publish(opened["step"], setup.weights_for(self.sampler, self.policy))
 
     def begin(self) -> None:
         """Say what is about to happen; measure held-out accuracy before the first step."""
@@ -306,6 +370,7 @@ class Trainer:
         if self.state.step == 0 and self.config.evaluator.at_start:
             metrics = {"step": 0, **self.evaluate().metrics()}
             self.run.metrics(metrics)
+            self.loggers.step()
             self.display.step(metrics, None)
 
     def end(self) -> Summary:
@@ -317,22 +382,27 @@ class Trainer:
 
     def close(self) -> None:
         """Give back what was opened, in the reverse order; also after an error half way through `open`."""
-        self.stop.restore()
-        for part in ("display", "sampler", "rewards", "run"):
+        if self.world.size == 1:  # several ranks end together, and are being asked to while they do
+            self.stop.restore()
+        for part in ("display", "loggers", "ahead", "sampler", "rewards", "run"):
             if hasattr(self, part):
                 getattr(self, part).close()
 
     # Details
 
+    @property
+    def path(self) -> Path:
+        config = self.config
+        return Path(config.cluster.fileroot) / config.experiment_name / config.trial_name
+
     def say(self, message: str) -> None:
         self.display.say(message)
-        self.run.log(message)
+        if self.world.is_first:
+            self.run.log(message)
 
-    def next_prompt(self) -> tuple[int, Prompt]:
-        submission = self.state.submission
-        self.state.submission += 1
+    def prompt_of(self, submission: int) -> Prompt:
         shuffle = self.config.train_dataset.shuffle
-        return submission, self.data.prompt(self.data.row_of(self.config.seed, submission, shuffle=shuffle))
+        return self.data.prompt(self.data.row_of(self.config.seed, submission, shuffle=shuffle))
 
     def plan_now(self) -> Plan:
         """The plan with this step's clip range, which `eps_clip: auto` moves."""
@@ -369,6 +439,8 @@ class Trainer:
 
     def guard(self, whose: str, updates: Sequence[bool], batch: Batch, report: StepReport) -> None:
         """A non-finite gradient touched nothing; its batch is kept to look at, and too many in a row end the run."""
+        if not self.world.is_first:
+            return
         step, in_row = self.state.step + 1, self.state.nonfinite_in_row
         if not all(updates):
             self.dump(batch, report, step)
@@ -387,7 +459,7 @@ class Trainer:
                 )
 
     def dump(self, batch: Batch, report: StepReport, step: int) -> None:
-        self.run.samples(step, sample_rows(batch, report, step), token_tensors(batch, report))
+        self.run.samples(step, sample_rows(batch, report, step, self.decode), token_tensors(batch, report))
 
     def alarm(self, metrics: dict[str, Any]) -> None:
         own_forward = self.config.actor.prox_logp_method != "rollout"

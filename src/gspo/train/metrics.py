@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,8 @@ def step_metrics(batch: Batch, report: StepReport, version: int) -> dict[str, An
     lengths = batch.trained_tokens
     finished = np.array([s.finish != "length" for s in batch.samples])
     groups = [batch.advantages[batch.group_of == g] for g in range(len(batch.groups))]
-    behind = [version - int(s.versions.min()) for s in batch.samples if len(s.versions)]
+    behind = [version - s.versions[s.mask] for s in batch.samples if s.mask.any()]
+    oldest = [int(ages.max()) for ages in behind]
     out: dict[str, Any] = {
         "reward/mean": _mean(batch.rewards[batch.scored]),
         "reward/std": float(batch.rewards[batch.scored].std()) if batch.scored.any() else None,
@@ -33,8 +35,10 @@ def step_metrics(batch: Batch, report: StepReport, version: int) -> dict[str, An
         "length/max": int(lengths.max()) if len(lengths) else None,
         "length/clipped_mean": _mean(lengths[(report.clipped_low + report.clipped_high) > 0]),
         "length/truncated": float(1 - finished.mean()) if len(finished) else None,
-        "staleness/mean": _mean(np.array(behind)),
-        "staleness/max": max(behind, default=0),
+        "staleness/mean": _mean(np.array(oldest)),
+        "staleness/max": max(oldest, default=0),
+        "staleness/token_mean": _mean(np.concatenate(behind)) if behind else None,
+        "staleness/mixed": _mean(np.array([int(ages.min()) != int(ages.max()) for ages in behind])),
         "policy/entropy": _weighted(report.entropy, lengths),
         "policy/kl_behavior": _weighted(report.kl_behavior, lengths),
         "loss/mean": _mean(np.array(report.losses)),
@@ -54,11 +58,18 @@ def step_metrics(batch: Batch, report: StepReport, version: int) -> dict[str, An
     opening = np.abs(report.log_s[first & entered])
     out["ratio/first_minibatch_max_abs"] = float(opening.max()) if len(opening) else None
     out |= _noise(report.noise_log_s[fresh(batch, version)])
+    out |= _routing(batch, report, version)
+    out |= _correction(report, lengths)
     return out
 
 
-def time_metrics(batch: Batch, report: StepReport, clock: Clock) -> dict[str, float]:
-    """Seconds by part, and tokens per second; call it last."""
+def time_metrics(
+    batch: Batch, report: StepReport, clock: Clock, num_sampled: int, *, beside: bool = False
+) -> dict[str, float]:
+    """Seconds by part, and tokens per second; call it last.
+
+    num_sampled: tokens sampled since the last step; beside: while the trainer did something else, too.
+    """
     sampled = sum(len(s.tokens) for s in batch.samples)
     # As a plain trainer would count them: prompt and completion of every sequence, trained or skipped.
     whole = sum(len(batch.groups[g].prompt.tokens) for g in batch.group_of) + sampled
@@ -66,7 +77,8 @@ def time_metrics(batch: Batch, report: StepReport, clock: Clock) -> dict[str, fl
     return {
         **{f"time/{name}_s": value for name, value in (seconds | report.seconds).items()},
         "time/step_s": clock.total(),
-        "throughput/rollout_tokens_s": sampled / max(seconds.get("rollout", 0.0), 1e-9),
+        "throughput/rollout_tokens_s": num_sampled
+        / max(clock.total() if beside else seconds.get("rollout", 0.0), 1e-9),
         "throughput/train_tokens_s": whole / max(seconds.get("train", 0.0), 1e-9),
     }
 
@@ -111,6 +123,35 @@ def _noise(noise: NDArray[np.float64]) -> dict[str, Any]:
     }
 
 
+def _correction(report: StepReport, lengths: NDArray[np.int64]) -> dict[str, Any]:
+    """The behavior weight π_old/μ, as it was before anything bounded it; nothing where the loss is not corrected."""
+    seen = np.isfinite(report.correction_raw)
+    if not seen.any():
+        return {}
+    raw = report.correction_raw[seen]
+    return {
+        "correction/raw_mean": float(raw.mean()),
+        **{f"correction/raw_{name}": float(np.quantile(raw, q)) for name, q in (("p05", 0.05), ("p95", 0.95))},
+        "correction/raw_max": float(raw.max()),
+        "correction/weight_mean": float(report.correction[seen].mean()),
+        "correction/outside": float(report.correction_outside[seen].sum() / max(lengths[seen].sum(), 1)),
+    }
+
+
+def _routing(batch: Batch, report: StepReport, version: int) -> dict[str, Any]:
+    """How far a mixture's experts moved; nothing of a dense model."""
+    if report.flips is None or report.flipped_tokens is None or report.sampler_flips is None:
+        return {}
+    lengths, now = batch.trained_tokens, fresh(batch, version)
+    layers = range(report.flips.shape[1])
+    return {
+        "moe/expert_flip_rate": _weighted(report.flips.mean(1), lengths),
+        "moe/tokens_with_flip": _weighted(report.flipped_tokens, lengths),
+        "moe/sampler_flip_rate": _weighted(report.sampler_flips.mean(1)[now], lengths[now]),
+        **{f"moe/flip_rate_layer_{i:02d}": _weighted(report.flips[:, i], lengths) for i in layers},
+    }
+
+
 def _parts(batch: Batch) -> dict[str, Any]:
     values: dict[str, list[float]] = {}
     for group in batch.groups:
@@ -120,8 +161,11 @@ def _parts(batch: Batch) -> dict[str, Any]:
     return {f"reward/part_{name}": float(np.mean(v)) for name, v in values.items()}
 
 
-def sample_rows(batch: Batch, report: StepReport, step: int) -> list[Mapping[str, Any]]:
+def sample_rows(
+    batch: Batch, report: StepReport, step: int, decode: Callable[[Sequence[int]], str]
+) -> list[Mapping[str, Any]]:
     """One object per sample, for samples/step_*.jsonl."""
+    piece = cache(lambda token: decode([token]))
     rows: list[Mapping[str, Any]] = []
     index = 0
     for group in batch.groups:
@@ -146,6 +190,8 @@ def sample_rows(batch: Batch, report: StepReport, step: int) -> list[Mapping[str
                     "clipped": bool(clipped > 0) if np.isfinite(clipped) else None,
                     "minibatch": int(batch.minibatch[index]),
                     "version": int(sample.versions[-1]) if len(sample.versions) else None,
+                    "oldest_version": int(sample.versions.min()) if len(sample.versions) else None,
+                    "pieces": [piece(t) for t in sample.tokens[sample.mask].tolist()] if index in report.logp else None,
                 }
             )
             index += 1

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from gspo.faults import reached
+from gspo.train.shard import full
 
 
 def make_optimizer(
@@ -61,7 +62,7 @@ def apply_update(
     for p in parameters:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = full(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
     taken = is_finite and bool(norm.isfinite())
     if taken:
         if max_norm:

@@ -27,6 +27,9 @@ from torch import Tensor
 from gspo.errors import DataError
 from gspo.models.attention import TreeLayout
 
+# The largest part must shrink below this share before a prompt is computed once more for it.
+_WORTH = 0.95
+
 
 @dataclass(frozen=True, eq=False)
 class Completion:
@@ -99,6 +102,11 @@ class Packed:
     @property
     def num_targets(self) -> int:
         return len(self.target)
+
+    @cached_property
+    def is_filler(self) -> bool:
+        """Nobody's sequence (see `filler`): it is computed, and counts for nothing."""
+        return len(self.index) == 1 and int(self.index[0]) < 0
 
     @cached_property
     def layout(self) -> TreeLayout:
@@ -209,6 +217,44 @@ def micro_batches(
     while (bins := _balance(sizes, num, limit)) is None:
         num += 1
     return [[pieces[i] for i in chosen] for chosen in bins if chosen]
+
+
+def filler() -> Packed:
+    """One token of nobody's, for a rank that has nothing left while others compute: all gather each layer together."""
+    token = np.zeros(1, dtype=np.int64)
+    return pack([PackItem(token, (Completion(token, np.ones(1, dtype=np.bool_), index=-1),))])
+
+
+def spread(items: Sequence[PackItem], num: int, *, share_prefix: bool = True) -> list[list[PackItem]]:
+    """The items as `num` parts, the largest as small as can be; some may be empty.
+
+    A group that is more than a fair share is cut, its prompt repeated in each piece, where that lets the largest part
+    shrink, and kept whole where the repeated prompts cost more. A pure function of the arguments: every rank knows the
+    parts of all.
+    """
+    share = -(-sum(item.num_tokens(share_prefix=share_prefix) for item in items) // num)
+    best: tuple[int, list[list[PackItem]]] | None = None
+    for num_pieces in range(1, num + 1):
+        pieces = [piece for item in items for piece in _pieces(item, num_pieces, share, share_prefix)]
+        sizes = [piece.num_tokens(share_prefix=share_prefix) for piece in pieces]
+        bins = _balance(sizes, num, sum(sizes))
+        assert bins is not None  # the limit is the sum
+        largest = max(sum(sizes[i] for i in chosen) for chosen in bins)
+        if best is None or largest < _WORTH * best[0]:
+            best = largest, [[pieces[i] for i in chosen] for chosen in bins]
+    assert best is not None
+    return best[1]
+
+
+def _pieces(item: PackItem, num: int, share: int, share_prefix: bool) -> list[PackItem]:
+    """The item, or where it is more than `share` its completions in `num` pieces of equal tokens."""
+    num = min(num, sum(c.is_live for c in item.completions))
+    if num < 2 or item.num_tokens(share_prefix=share_prefix) <= share:
+        return [item]
+    each = [c.num_inputs + (0 if share_prefix else len(item.prompt)) for c in item.completions]
+    bins = _balance(each, num, sum(each))
+    assert bins is not None
+    return [PackItem(item.prompt, tuple(item.completions[i] for i in chosen)) for chosen in bins if chosen]
 
 
 def _balance(sizes: Sequence[int], num: int, limit: int) -> list[list[int]] | None:

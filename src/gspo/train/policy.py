@@ -23,7 +23,10 @@ from gspo.errors import DataError
 from gspo.models.attention import TREE, use_attention
 from gspo.models.flex import FLEX
 from gspo.models.lora import merged_state
+from gspo.models.moe import recomputing
 from gspo.train.packing import Completion, Packed, PackItem, pack
+from gspo.train.ranks import ALONE, World
+from gspo.train.shard import full
 
 # Largest |log-prob difference| between two right computations of the probe; a leak is far above it.
 _PROBE_TOLERANCE = {torch.float64: 1e-8, torch.float32: 5e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
@@ -57,6 +60,8 @@ class PolicyModule(nn.Module):
         self.fp32_head = fp32_head
         self.share_prefix = True
         self.attention = TREE  # the registered implementation that shares prefixes
+        self.world: World = ALONE  # the ranks that the weights are cut over (`train/shard.py`)
+        self.compute_dtype: torch.dtype | None = None  # of layers that compute in another type than they keep
         head = model.get_output_embeddings()
         if type(head) is not nn.Linear:
             raise DataError(
@@ -65,10 +70,9 @@ class PolicyModule(nn.Module):
             )
         if gradient_checkpointing:
             # A layer is recomputed during backward, long after forward has put the attention back, so the
-            # recomputation switches it again. The packed layout itself travels as a keyword of the layer.
-            model.gradient_checkpointing_enable(
-                {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), self._attention())}
-            )
+            # recomputation switches it again. The packed layout itself travels as a keyword of the layer. A mixture's
+            # experts are those of the forward: a router near a tie must not choose anew.
+            model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": self._recomputed})
         self.train()
 
     def train(self, mode: bool = True) -> PolicyModule:
@@ -89,6 +93,17 @@ class PolicyModule(nn.Module):
         # Plain packing runs on the model's own implementation, whose masks transformers derives from the
         # restarting positions.
         return use_attention(self.model, self.attention) if self.share_prefix else contextlib.nullcontext()
+
+    def _recomputed(self) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+        """What surrounds a layer's forward, and its recomputation in the backward pass."""
+        attention, experts = self._attention(), recomputing()
+
+        @contextlib.contextmanager
+        def both() -> Iterator[None]:
+            with attention, experts:
+                yield
+
+        return contextlib.nullcontext(), both()
 
     def forward(
         self, packed: Packed, *, temperature: float = 1.0, with_entropy: bool = True, entropy_grad: bool = False
@@ -133,9 +148,9 @@ class PolicyModule(nn.Module):
         """
         items = _probe_items(self.model.config.get_text_config().vocab_size)
         weight = self._head().weight
-        tolerance = _PROBE_TOLERANCE.get(weight.dtype, 0.1)
+        tolerance = _PROBE_TOLERANCE.get(self.compute_dtype or weight.dtype, 0.1)
         with torch.no_grad():
-            plain = _plain_logp(self.model, items, weight.device)
+            plain = self.plain_logp(items)
             causes = []
             ways = [(FLEX, True)] if weight.is_cuda else []
             for self.attention, self.share_prefix in [*ways, (TREE, True), (TREE, False)]:
@@ -153,6 +168,22 @@ class PolicyModule(nn.Module):
             f"with plain packing, {causes[-1]}. It keeps state outside the attention or changes its logits in a way "
             "this trainer does not know; set actor.path to another architecture"
         )
+
+    def plain_logp(self, items: list[PackItem]) -> Tensor:
+        """Log-probs of every completion token by the model itself: one sequence, one forward, no packing."""
+        parts, device = [], self.model.device
+        for item in items:
+            for completion in item.completions:
+                tokens = torch.from_numpy(np.concatenate([item.prompt, completion.tokens])).to(device)
+                logits = self.model(input_ids=tokens[None, :-1], use_cache=False).logits[0, len(item.prompt) - 1 :]
+                logp = logits.to(_output_dtype(logits.dtype)).log_softmax(-1)
+                parts.append(logp.gather(1, tokens[len(item.prompt) :, None])[:, 0])
+        return torch.cat(parts)
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """`weight_names` as whole tensors on the CPU, one after the other; all ranks walk through it together."""
+        for name, tensor in weight_names(self):
+            yield name, full(tensor).to("cpu", self.compute_dtype)
 
 
 def weight_names(policy: PolicyModule) -> Iterator[tuple[str, Tensor]]:
@@ -340,15 +371,3 @@ def _probe_items(vocab_size: int) -> list[PackItem]:
             index += 1
         items.append(PackItem(draw.integers(0, vocab_size, num_prompt), tuple(completions)))
     return items
-
-
-def _plain_logp(model: PreTrainedModel, items: list[PackItem], device: torch.device) -> Tensor:
-    """Log-probs of every completion token by the model itself: one sequence, one forward, no packing."""
-    parts = []
-    for item in items:
-        for completion in item.completions:
-            tokens = torch.from_numpy(np.concatenate([item.prompt, completion.tokens])).to(device)
-            logits = model(input_ids=tokens[None, :-1], use_cache=False).logits[0, len(item.prompt) - 1 :]
-            logp = logits.to(_output_dtype(logits.dtype)).log_softmax(-1)
-            parts.append(logp.gather(1, tokens[len(item.prompt) :, None])[:, 0])
-    return torch.cat(parts)

@@ -42,4 +42,4 @@ def reference_logp(reference: Reference, batch: Batch) -> dict[int, NDArray[Any]
         for packed in packed_parts(reference.policy, items, reference.max_tokens, reference.min_micro_batches):
             out = reference.policy(packed, temperature=reference.temperature, with_entropy=False)
             stored |= by_sequence(packed, out.logp)
-    return stored
+    return reference.policy.world.union(stored)

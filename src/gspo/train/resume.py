@@ -19,7 +19,7 @@ from gspo.train.state import State
 FREE = (
     "total_train_steps", "total_train_epochs", "strict", "on_alarm", "stall_timeout", "profile", "saver", "recover",
     "evaluator", "stats_logger", "rollout.dump_to_file", "rollout.request_timeout", "rollout.request_retries",
-    "reward.timeout", "reward.workers", "cluster.fileroot", "scheduler",
+    "reward.timeout", "reward.workers", "cluster", "scheduler", "actor.backend", "allocation_mode",
 )  # fmt: skip
 
 
@@ -52,11 +52,16 @@ def resume(
         _refuse_other_settings(run, config)
         stored = checkpoint.load(folder, policy, optimizer, critic)
         theirs = stored.pop("identity")
-        if odd := [f"{k}: {theirs.get(k)} → {v}" for k, v in identity.items() if theirs.get(k) != v]:
+        before, now = theirs.pop("ranks", 1), identity.get("ranks", 1)
+        # Threads decide how sums round; so do ranks, and where these change nothing is bit for bit any more.
+        free = ("ranks",) if before == now else ("ranks", "threads")
+        if odd := [f"{k}: {theirs.get(k)} → {v}" for k, v in identity.items() if k not in free and theirs.get(k) != v]:
             raise ConfigError(f"{folder} is of another run ({'; '.join(odd)}); set trial_name to start a new one")
         state = State(**stored)
         run.cut_back(state.step)
         say(f"resumed from {folder} at step {state.step}")
+        if before != now:
+            say(f"its ranks were {before} and are {now}: the run goes on up to rounding, not bit for bit")
         return state
     raise CheckpointError(
         f"none of the {len(found)} checkpoints in {run.checkpoints} can be used; move them away to start afresh"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,38 +29,17 @@ def single_turn(requests: Sequence[Request], sampler: Sampler, deadline_s: float
     yield from sampler.completed(deadline_s)
 
 
+def is_single_turn(workflow: Workflow) -> bool:
+    """Whether requests may be submitted and collected without the workflow's help."""
+    return getattr(workflow, "func", workflow) is single_turn
+
+
 # Says whether to train on a group, given what AReaL's filters are given: `rewards` [G] (NaN where one failed), and
 # beside it `prompt`, `completions`, `lengths` [G] and the row's `data`.
 Filter = Callable[[Mapping[str, Any]], bool]
 
 # Why a group is not trained on, as the words after "groups"; None: it is.
 Keeps = Callable[[Group], str | None]
-
-
-def fill(
-    draw: Callable[[int], Sequence[Group]], num_groups: int, keeps: Keeps | None, rounds: int
-) -> tuple[list[Group], int]:
-    """`num_groups` groups worth training on, and how many were drawn in vain (dynamic sampling, arXiv 2503.14476).
-
-    The rejected are replaced by the next prompts of the stream, in as many rounds as it takes, at most `rounds`.
-    """
-    if keeps is None:
-        return list(draw(num_groups)), 0
-    groups: list[Group] = []
-    rejected: Counter[str] = Counter()
-    for _ in range(rounds):
-        for group in draw(num_groups - len(groups)):
-            if (why := keeps(group)) is None:
-                groups.append(group)
-            else:
-                rejected[why] += 1
-        if len(groups) == num_groups:
-            return groups, rejected.total()
-    reasons = "; ".join(f"{count} groups {why}" for why, count in rejected.most_common())
-    raise TrainingError(
-        f"{rounds} rounds of sampling (actor.max_refills) gave {len(groups)} of {num_groups} groups to train on: "
-        + reasons
-    )
 
 
 def filtered(function: Filter, key: str, group: Group) -> str | None:
@@ -84,6 +63,57 @@ def filtered(function: Filter, key: str, group: Group) -> str | None:
     return None if kept else f"were rejected by {key}: it rejects too much, or set actor.max_refills higher"
 
 
+class Arrivals:
+    """Samples on their way to becoming groups; a group is whole when its last sample is there."""
+
+    def __init__(self, num_samples: int, params: SamplingParams, decode: Callable[[Sequence[int]], str]) -> None:
+        self._num_samples, self._params, self._decode = num_samples, params, decode
+        self._prompts: dict[int, Prompt] = {}
+        self._samples: dict[int, dict[int, Sample]] = {}
+
+    def __len__(self) -> int:
+        """Groups that are not whole."""
+        return len(self._samples)
+
+    def expect(self, prompts: Iterable[tuple[int, Prompt]], attempt: int = 0) -> list[Request]:
+        """The requests that these prompts (submission index, prompt) are to be answered by."""
+        requests = []
+        for submission, prompt in prompts:
+            self._prompts[submission], self._samples[submission] = prompt, {}
+            for i in range(self._num_samples):
+                requests.append(Request(SampleId(submission, i, attempt=attempt), prompt.tokens, self._params))
+        return requests
+
+    def add(self, sample: Sample) -> Group | None:
+        """The group that this sample completes, not yet scored."""
+        submission, number = sample.id.submission, sample.id.sample
+        arrived = self._samples.get(submission)
+        if arrived is None or not 0 <= number < self._num_samples or number in arrived:
+            raise RolloutError(f"the sampler returned {sample.id}, which was not asked for or came twice")
+        arrived[number] = sample
+        beat("a finished sample")
+        if len(arrived) < self._num_samples:
+            return None
+        del self._samples[submission]
+        samples = tuple(arrived[i] for i in range(self._num_samples))
+        texts = tuple(self._decode(s.tokens.tolist()) for s in samples)
+        return Group(submission, self._prompts.pop(submission), samples, texts, outcomes=())
+
+    def refuse_missing(self, num_groups: int) -> None:
+        """To be called when the sampler has ended."""
+        if self._samples:
+            raise RolloutError(
+                f"the sampler ended with {len(self._samples)} of {num_groups} groups unfinished; if it needs longer, "
+                "set rollout.request_timeout higher"
+            )
+
+
+def hand_in(rewards: Rewards, group: Group) -> None:
+    """A whole group goes to the rewards at once: scoring runs beside sampling."""
+    reached("reward.submit")
+    rewards.submit(group.submission, _item(group))
+
+
 def sample_groups(
     prompts: Sequence[tuple[int, Prompt]],
     *,
@@ -96,40 +126,19 @@ def sample_groups(
     attempt: int = 0,
     clock: Clock | None = None,
 ) -> list[Group]:
-    """Groups in the order of `prompts` (submission index, prompt), whatever the order of completion."""
-    requests = [
-        Request(SampleId(submission, i, attempt=attempt), prompt.tokens, params)
-        for submission, prompt in prompts
-        for i in range(num_samples)
-    ]
-    by_submission = dict(prompts)
-    arrived: dict[int, dict[int, Sample]] = {submission: {} for submission, _ in prompts}
-    whole: dict[int, tuple[tuple[Sample, ...], tuple[str, ...]]] = {}
-    for sample in workflow(requests, sampler):
-        submission, number = sample.id.submission, sample.id.sample
-        if not 0 <= number < num_samples or number in arrived.get(submission, {number: None}):
-            raise RolloutError(f"the sampler returned {sample.id}, which was not asked for or came twice")
-        arrived[submission][number] = sample
-        beat("a finished sample")
-        if len(arrived[submission]) == num_samples:
-            samples = tuple(arrived[submission][i] for i in range(num_samples))
-            texts = tuple(decode(s.tokens.tolist()) for s in samples)
-            whole[submission] = samples, texts
-            # A whole group goes to the rewards at once: scoring runs beside sampling.
-            reached("reward.submit")
-            rewards.submit(submission, _item(by_submission[submission], samples, texts))
-    if missing := [submission for submission, _ in prompts if submission not in whole]:
-        raise RolloutError(
-            f"the sampler ended with {len(missing)} of {len(prompts)} groups unfinished; if it needs longer, set "
-            "rollout.request_timeout higher"
-        )
+    """Scored groups in the order of `prompts` (submission index, prompt), whatever the order of completion."""
+    arrivals = Arrivals(num_samples, params, decode)
+    whole: dict[int, Group] = {}
+    for sample in workflow(arrivals.expect(prompts, attempt), sampler):
+        if (group := arrivals.add(sample)) is not None:
+            whole[group.submission] = group
+            hand_in(rewards, group)
+    arrivals.refuse_missing(len(prompts))
     # What is left of scoring once sampling is done; the rest ran beside it.
     with clock("reward") if clock is not None else contextlib.nullcontext():
         reached("reward.wait")
         outcomes: dict[Any, tuple[Outcome, ...]] = dict(rewards.completed())
-    return [
-        Group(submission, prompt, *whole[submission], outcomes=outcomes[submission]) for submission, prompt in prompts
-    ]
+    return [replace(whole[submission], outcomes=outcomes[submission]) for submission, _ in prompts]
 
 
 def refuse_failures(groups: Sequence[Group], max_fraction: float) -> list[Failure]:
@@ -144,12 +153,13 @@ def refuse_failures(groups: Sequence[Group], max_fraction: float) -> list[Failur
     return failures
 
 
-def _item(prompt: Prompt, samples: Sequence[Sample], texts: tuple[str, ...]) -> RewardItem:
+def _item(group: Group) -> RewardItem:
+    prompt = group.prompt
     return RewardItem(
         prompt.text,
-        texts,
+        group.texts,
         prompt_ids=prompt.tokens,
-        completion_ids=tuple(s.tokens.tolist() for s in samples),
+        completion_ids=tuple(s.tokens.tolist() for s in group.samples),
         data=prompt.data,
         messages=prompt.messages,
         source=prompt.source,

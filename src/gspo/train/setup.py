@@ -3,36 +3,47 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from gspo.algorithms import ALGORITHMS
 from gspo.config import Loaded, effective_objective
+from gspo.config.backend import TRAINERS, parse_backend
 from gspo.config.schema import Config, DatasetSpec, Frequency, Generation, MixtureSource, Norm, Optimizer
 from gspo.errors import ConfigError, DataError
 from gspo.models.loading import load_model, load_tokenizer
 from gspo.models.lora import adapter_off, add_adapter
+from gspo.models.moe import check_replay
 from gspo.rewards.call import find_function
 from gspo.rewards.code import prepare
 from gspo.rewards.pool import RewardPool
 from gspo.rewards.router import RewardRouter, Rewards
 from gspo.rewards.spec import RewardSpec, reward_spec
+from gspo.rollout.buffer import Buffer, Snapshot
+from gspo.rollout.engine import Sampler
 from gspo.rollout.local import LocalSampler
+from gspo.rollout.rounded import RoundedSampler
 from gspo.tasks.dataset import Dataset, default_reward, load_dataset, make_dataset
 from gspo.tasks.mixture import Data, Problems, distinct_names, make_mixture
 from gspo.tasks.split import in_held_out
+from gspo.train import checkpoint, remote
+from gspo.train.ahead import Ahead
 from gspo.train.batch import Credit, Shaping, is_flat
 from gspo.train.critic import Critic, ValueModule
+from gspo.train.loggers import Loggers
 from gspo.train.optim import learning_rate, make_optimizer
 from gspo.train.policy import PolicyModule
+from gspo.train.ranks import ALONE, Nowhere, World
 from gspo.train.reference import Reference
-from gspo.train.rollout import Filter, Keeps, filtered
+from gspo.train.rollout import Arrivals, Filter, Keeps, Workflow, filtered
+from gspo.train.shard import full_parameters, shard
 from gspo.train.step import Plan
-from gspo.types import Group, SamplingParams
+from gspo.types import Group, Prompt, SamplingParams
 
 
 def device_and_dtype(config: Config) -> tuple[torch.device, torch.dtype]:
@@ -43,20 +54,34 @@ def device_and_dtype(config: Config) -> tuple[torch.device, torch.dtype]:
     return device, getattr(torch, name)
 
 
-def set_threads(config: Config) -> int:
+def set_threads(config: Config, ranks_here: int = 1) -> int:
     """Thread count is part of a run's identity: sums over threads round differently."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    torch.set_num_threads(config.threads or cores or 1)
+    torch.set_num_threads(config.threads or max((cores or 1) // ranks_here, 1))
     return torch.get_num_threads()
 
 
-def make_policy(config: Config, sequence_level: bool) -> tuple[PolicyModule, Any]:
+def num_ranks(config: Config) -> int | None:
+    """Ranks that actor.backend asks for; None: as many as were started."""
+    backend = config.actor.backend
+    return parse_backend(backend, TRAINERS).data if ":" in backend or "." in backend else None
+
+
+def sharding(config: Config) -> dict[str, Any]:
+    """How several ranks compute (`shard.shard`)."""
+    kinds = asdict(config.actor.fsdp)
+    return {name: None if kind is None else getattr(torch, kind) for name, kind in kinds.items()}
+
+
+def make_policy(config: Config, sequence_level: bool, world: World = ALONE) -> tuple[PolicyModule, Any]:
     """The policy and its tokenizer, checked against a plain forward pass."""
     actor = config.actor
     device, dtype = device_and_dtype(config)
     tokenizer = load_tokenizer(config.tokenizer_path or actor.path)
+    # What is to be cut is read into the host's memory, and placed layer by layer.
+    at_first = device if world.size == 1 else torch.device("cpu")
     model = load_model(
-        actor.path, dtype, device, from_scratch=actor.init_from_scratch, seed=config.seed, tokenizer=tokenizer
+        actor.path, dtype, at_first, from_scratch=actor.init_from_scratch, seed=config.seed, tokenizer=tokenizer
     )
     add_configured_adapter(config, model)
     policy = PolicyModule(
@@ -65,8 +90,13 @@ def make_policy(config: Config, sequence_level: bool) -> tuple[PolicyModule, Any
         fp32_head=sequence_level if actor.fp32_lm_head is None else actor.fp32_lm_head,
         gradient_checkpointing=actor.gradient_checkpointing,
     )
+    if world.size > 1:
+        checkpoint.base(policy)
+        shard(policy, policy, world, **sharding(config))
     policy.probe()
     policy.share_prefix = policy.share_prefix and actor.share_prefix
+    if actor.routing_replay != "none":
+        check_replay(policy.model)
     return policy, tokenizer
 
 
@@ -95,17 +125,21 @@ def make_reference(config: Config, policy: PolicyModule, tokenizer: Any) -> Refe
     own = ref.path in (None, actor.path)
     if actor.use_lora and own and ref.dtype in ("auto", actor.dtype):
         return Reference(policy, *asked, asking=partial(adapter_off, policy.model))
-    other = _other_model(config, ref.path, ref.dtype, tokenizer, "ref.path")
-    return Reference(other.requires_grad_(False), *asked)
+    other = _other_model(config, ref.path, ref.dtype, tokenizer, "ref.path").requires_grad_(False)
+    if policy.world.size > 1:
+        shard(other, other, policy.world, **sharding(config))
+    return Reference(other, *asked)
 
 
-def make_critic(config: Config, tokenizer: Any) -> Critic | None:
+def make_critic(config: Config, tokenizer: Any, world: World = ALONE) -> Critic | None:
     """The value model of PPO with its optimizer; None where advantages come from groups."""
     how, actor = config.critic, config.actor
     if how is None or ALGORITHMS[str(config.algorithm)].advantage != "gae":
         return None
     trunk = _other_model(config, how.path, how.dtype, tokenizer, "critic.path")
     module = ValueModule(trunk)
+    if world.size > 1:
+        shard(module, trunk, world, **sharding(config))
     return Critic(
         module,
         _optimizer(how.optimizer, module),
@@ -145,20 +179,117 @@ def _other_model(config: Config, path: str | None, dtype: str, tokenizer: Any, k
     return module
 
 
-def make_sampler(config: Config, policy: PolicyModule, tokenizer: Any, version: int) -> LocalSampler:
-    """The in-process sampler on the policy's own weights."""
-    generation = getattr(policy.model, "generation_config", None)
-    ends = {tokenizer.eos_token_id}
-    configured = getattr(generation, "eos_token_id", None)
-    ends.update(configured if isinstance(configured, list) else [configured])
-    return LocalSampler(
-        policy.model,
+def make_sampler(
+    config: Config,
+    policy: PolicyModule,
+    tokenizer: Any,
+    version: int,
+    run: Path | None = None,
+    say: Callable[[str], None] = print,
+) -> Sampler:
+    """The sampler servers that the launcher started for this run, else the in-process one on the policy's weights."""
+    if run is None or not remote.num_servers():
+        if policy.world.size == 1:
+            return local_sampler(config, policy.model, tokenizer, version)
+        local = local_sampler(config, _whole_copy(config, policy, tokenizer), tokenizer, version)
+        local.load_weights(version, weights_for(local, policy))
+        return local
+    sampler = remote.connect(
+        policy,
+        tokenizer,
+        run,
         seed=config.seed,
-        eos_token_ids=sorted(e for e in ends if e is not None),
+        max_tokens=config.gconfig.max_tokens,
+        mode=config.actor.weight_update_mode,
+        timeout_s=config.rollout.request_timeout,
+        retries=config.rollout.request_retries,
+        say=say,
+    )
+    try:
+        sampler.load_weights(version, policy.full_weights())
+    except BaseException:
+        sampler.close()
+        raise
+    return sampler
+
+
+def local_sampler(config: Config, model: Any, tokenizer: Any, version: int) -> LocalSampler:
+    precision = config.rollout.sampler_precision
+    make = LocalSampler if precision == "none" else partial(RoundedSampler, precision=precision)
+    return make(
+        model,
+        seed=config.seed,
+        eos_token_ids=remote.end_tokens(model, tokenizer),
         decode=decoder(tokenizer),
         max_rows=config.rollout.max_concurrent_rollouts or 256,
         max_context=config.gconfig.max_tokens,
         version=version,
+    )
+
+
+def _whole_copy(config: Config, policy: PolicyModule, tokenizer: Any) -> Any:
+    """The policy's model as one rank can sample from it; its trained weights are still to come."""
+    device, dtype = device_and_dtype(config)
+    actor = config.actor
+    model = load_model(
+        actor.path,
+        policy.compute_dtype or dtype,
+        device,
+        from_scratch=actor.init_from_scratch,
+        seed=config.seed,
+        tokenizer=tokenizer,
+    )
+    add_configured_adapter(config, model)
+    # An adapter is float32 on a half-precision model, but computes in what all of the policy does.
+    return model if policy.compute_dtype is None else model.to(dtype=policy.compute_dtype)
+
+
+def weights_for(sampler: Sampler | Nowhere, policy: PolicyModule) -> Iterable[tuple[str, torch.Tensor]] | None:
+    """What `load_weights` needs: nothing where the sampler samples from the policy's own tensors."""
+    if not (sampler.in_process if isinstance(sampler, Nowhere) else isinstance(sampler, LocalSampler)):
+        return policy.full_weights()
+    return None if policy.world.size == 1 else full_parameters(policy.model, policy.compute_dtype)
+
+
+def make_ahead(
+    config: Config,
+    begin: Snapshot,
+    *,
+    sampler: Sampler,
+    rewards: Rewards,
+    prompt_of: Callable[[int], Prompt],
+    decode: Callable[[Sequence[int]], str],
+    workflow: Workflow,
+    keeps: Keeps | None,
+    step: int,
+    total_steps: int,
+) -> Ahead:
+    """What samples and scores ahead of the trainer, as far as rollout.max_head_offpolicyness allows."""
+    rollout, num_samples = config.rollout, config.gconfig.n_samples
+    # A sampler that shares the trainer's process takes turns with it.
+    beside = rollout.max_head_offpolicyness > 0 and not isinstance(sampler, LocalSampler)
+    concurrent = rollout.max_concurrent_rollouts if beside else None
+    buffer = Buffer(
+        rollout.consumer_batch_size or config.train_dataset.batch_size,
+        rollout.max_head_offpolicyness,
+        queue_size=rollout.queue_size,
+        max_in_flight=None if concurrent is None else max(concurrent // num_samples, 1),
+        num_batches=total_steps,
+        taken=step,
+        begin=begin,
+    )
+    return Ahead(
+        buffer,
+        sampler=sampler,
+        rewards=rewards,
+        prompt_of=prompt_of,
+        arrivals=Arrivals(num_samples, sampling_params(config.gconfig), decode),
+        workflow=workflow,
+        beside=beside,
+        keeps=keeps,
+        max_refills=config.actor.max_refills,
+        max_failure_fraction=config.reward.max_failure_fraction,
+        timeout_s=rollout.request_timeout,
     )
 
 
@@ -272,6 +403,20 @@ def _load_source(
     )
 
 
+def make_loggers(config: Config, run: Path, say: Callable[[str], None]) -> Loggers:
+    """Where metrics go beside the run directory."""
+    stats, named = config.stats_logger, {"project": config.experiment_name, "name": config.trial_name}
+    settings: dict[str, dict[str, Any]] = {}
+    if stats.tensorboard:
+        settings["tensorboard"] = {}
+    if stats.wandb.mode != "disabled":
+        project = stats.wandb.project or config.experiment_name
+        settings["wandb"] = {**named, "project": project, "mode": stats.wandb.mode}
+    if stats.trackio:
+        settings["trackio"] = named
+    return Loggers(run, settings, say)
+
+
 def make_rewards(config: Config, given: Any, log_path: str | None) -> Rewards:
     """The reward functions of the caller, of the config, or of the task; of a mixture, those of each source."""
     reward = config.reward
@@ -322,6 +467,7 @@ def make_plan(loaded: Loaded) -> Plan:
         max_new_tokens=actor.max_new_tokens or config.gconfig.max_new_tokens,
         # A sequence without an advantage has a KL all the same.
         skip_zero_advantage=not actor.kl_loss_coef,
+        routing_replay=actor.routing_replay,
     )
 
 

@@ -16,18 +16,25 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal: int | None = None
         self._before: dict[int, object] = {}
+        self._say: Callable[[str], None] = print
 
     def listen(self, say: Callable[[str], None]) -> None:
         def handle(number: int, _: FrameType | None) -> None:
             if self.signal is not None and number == signal.SIGINT:
                 raise KeyboardInterrupt
-            self.signal = number
-            say(f"{signal.Signals(number).name}: saving after this step (Ctrl-C once more: leave at once)")
+            self.ask(number)
 
-        self.signal = None  # what an earlier run was asked does not stop the next
+        self.signal, self._say = None, say  # what an earlier run was asked does not stop the next
         # Only the main thread may set handlers; a Trainer in another thread is stopped by its owner.
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, handle) for number in ASKED}
+
+    def ask(self, number: int, by: str = "") -> None:
+        """Signal `number` came, here or on another rank (`by`)."""
+        is_first, self.signal = self.signal is None, number
+        if is_first:
+            where = f" ({by})" if by else ""
+            self._say(f"{signal.Signals(number).name}{where}: saving after this step (Ctrl-C once more: leave at once)")
 
     def restore(self) -> None:
         for number, handler in self._before.items():

@@ -17,6 +17,7 @@ class State:
 
     step: int = 0  # finished steps; also the version of the weights
     submission: int = 0  # next prompt of the stream
+    again: list[int] = field(default_factory=list)  # earlier prompts that are to be sampled anew
     update: int = 0  # optimizer updates
     proximal: ProximalSource = "recompute"  # where π_old of mini-batches 2…K comes from
     noise: float | None = None  # last measured p95 |log s|, sampler against trainer at the same weights

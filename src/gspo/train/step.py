@@ -2,15 +2,17 @@
 
 Three policies, kept apart: `behavior` sampled the tokens, `proximal` (the paper's π_old) is the policy at the start of
 the batch, and the current one is being trained. π_old of mini-batch 1 is its own detached forward; later mini-batches
-take the sampler's log-probs where these were measured to be the same, or a forward made before the first update. A
+take the sampler's log-probs where these were measured to be the same, a forward made before the first update, or an
+interpolation by weight version. Samples of older versions never serve as their own π_old unless asked (`rollout`). A
 fourth, `reference`, was asked before the step (`train/reference.py`), where a KL term wants it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -23,11 +25,14 @@ from gspo.objectives.kl import kl
 from gspo.train.batch import Batch
 from gspo.train.clock import phase
 from gspo.train.optim import apply_update
-from gspo.train.packing import Packed, PackItem, micro_batches, pack
+from gspo.train.packing import Packed, PackItem, filler, micro_batches, pack, spread
 from gspo.train.policy import PolicyModule
+from gspo.train.ranks import World
+from gspo.train.routing import Replay, Routing
 
 # Where π_old of mini-batches 2…K comes from; `rollout` also replaces mini-batch 1's own forward.
-ProximalSource = Literal["recompute", "sampler", "rollout"]
+# `loglinear` interpolates between the sampler's and the current log-prob, by the version of each token.
+ProximalSource = Literal["recompute", "sampler", "rollout", "loglinear"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class Plan:
     max_norm: float
     max_new_tokens: int
     skip_zero_advantage: bool = True  # False where another loss term needs every sequence
+    routing_replay: Replay = "none"  # whose experts a mixture's passes take; `proximal` needs a recomputed π_old
 
 
 @dataclass
@@ -56,8 +62,15 @@ class StepReport:
     entropy: NDArray[np.float64]  # token mean
     kl_behavior: NDArray[np.float64]  # token mean of log μ − log π_θ
     kl_reference: NDArray[np.float64]  # token mean of k3(π_θ, π_ref)
+    correction: NDArray[np.float64]  # behavior weight π_old/μ, token mean; NaN where nothing is corrected
+    correction_raw: NDArray[np.float64]  # the same before truncation or masking
+    correction_outside: NDArray[np.float64]  # tokens beyond its bounds
     logp: dict[int, NDArray[np.float32]]  # of the sequences whose tokens are kept
     token_entropy: dict[int, NDArray[np.float32]]
+    # Of a mixture of experts: shares of its tokens whose experts changed (see `train/routing.py`).
+    flips: NDArray[np.float64] | None = None  # [n, layers]
+    flipped_tokens: NDArray[np.float64] | None = None  # [n]
+    sampler_flips: NDArray[np.float64] | None = None  # [n, layers]
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     taken: list[bool] = field(default_factory=list)  # False: the gradient was not finite, nothing was touched
@@ -76,12 +89,13 @@ def train_step(
     plan: Plan,
     *,
     proximal: ProximalSource,
+    version: int = 0,
     learning_rates: Sequence[float],
     keep_tokens_of: frozenset[int] = frozenset(),
 ) -> StepReport:
-    """K optimizer updates on one rollout batch."""
+    """K optimizer updates on one rollout batch; `version` is that of the weights at its start."""
     n = batch.num_sequences
-    report = StepReport(*(np.full(n, np.nan) for _ in range(7)), logp={}, token_entropy={})
+    report = StepReport(*(np.full(n, np.nan) for _ in range(10)), logp={}, token_entropy={})
     enters = batch.live if plan.skip_zero_advantage else batch.trainable
     report.num_skipped = int((batch.counted & ~enters).sum())
     behavior = {int(i): batch.samples[i].behavior_logp[batch.samples[i].mask] for i in np.flatnonzero(enters)}
@@ -90,12 +104,16 @@ def train_step(
         packed_parts(policy, batch.items(enters & (batch.minibatch == k)), plan.max_tokens, plan.min_micro_batches)
         for k in range(plan.num_minibatches)
     ]
+    routing = Routing(policy, batch, plan.routing_replay)
+    if routing.is_tapped:
+        report.flips, report.flipped_tokens, report.sampler_flips = routing.shares
     with phase(report.seconds, "proximal"):
-        proximal_logp = behavior if proximal != "recompute" else _recomputed(policy, packs[1:], plan)
+        proximal_logp = behavior if proximal != "recompute" else _recomputed(policy, packs[1:], plan, routing)
     if proximal == "recompute":
         # Trainer against sampler at equal weights, for nothing: the forward is there.
         for i, logp in proximal_logp.items():
             report.noise_log_s[i] = float(np.mean(logp - behavior[i], dtype=np.float64))
+    world = policy.world
     for k in range(plan.num_minibatches):
         members = batch.minibatch == k
         # The denominator counts what was skipped: skipping saves work, it does not change the algorithm.
@@ -111,10 +129,12 @@ def train_step(
         with phase(report.seconds, "forward_backward"):
             for packed in packs[k]:
                 own = k == 0 and proximal != "rollout"
+                towards = k / plan.num_minibatches if proximal == "loglinear" else None
                 loss += _backward(
                     policy, packed, batch, plan, None if own else proximal_logp, behavior, denominator, report, k,
-                    keep_tokens_of,
+                    routing, keep_tokens_of, None if towards is None else partial(_shares, batch, version, towards),
                 )  # fmt: skip
+        loss = world.total(loss)
         with phase(report.seconds, "optimizer"):
             # A clamp has gradient 0 at NaN: only the loss tells.
             norm, taken = apply_update(
@@ -123,7 +143,7 @@ def train_step(
         report.losses.append(loss)
         report.grad_norms.append(norm)
         report.taken.append(taken)
-    return report
+    return report if world.size == 1 else merged(report, world)
 
 
 def _backward(
@@ -136,14 +156,22 @@ def _backward(
     denominator: float,
     report: StepReport,
     k: int,
+    routing: Routing,
     keep_tokens_of: frozenset[int],
+    shares: Callable[[NDArray[np.int64]], torch.Tensor] | None = None,
 ) -> float:
     """Forward, loss and backward of one micro-batch; writes what happened to its sequences into the report."""
-    out = policy(packed, temperature=plan.temperature)
+    with routing.in_minibatch(packed, k):
+        out = policy(packed, temperature=plan.temperature)
+    if packed.is_filler:
+        (out.logp.sum() * 0.0).backward()
+        return 0.0
     index = packed.index.cpu().numpy()
     device, dtype = out.logp.device, out.logp.dtype
     behavior_logp = gather(behavior, index).to(device, dtype)
     proximal = out.logp.detach() if proximal_logp is None else gather(proximal_logp, index).to(device, dtype)
+    if shares is not None and proximal_logp is not None:
+        proximal = proximal + shares(index).to(device, dtype) * (out.logp.detach() - proximal)
     by_token, reference = batch.token_advantages, batch.reference_logp
     advantage = torch.from_numpy(batch.advantages[index]) if by_token is None else gather(by_token, index)
     reference_logp = None if reference is None else gather(reference, index).to(device, dtype)
@@ -162,8 +190,9 @@ def _backward(
     result.loss.backward()
     reached("train.backward")
     report.num_input_tokens += packed.num_tokens
-    for name in ("log_s", "clipped_low", "clipped_high"):
-        getattr(report, name)[index] = result.stats[name].cpu().numpy()
+    for name in ("log_s", "clipped_low", "clipped_high", "correction", "correction_raw", "correction_outside"):
+        if name in result.stats:
+            getattr(report, name)[index] = result.stats[name].cpu().numpy()
     layout = objectives.rows(out.logp, None, packed.cu_seqlens)
     drift = objectives.mean_tokens(behavior_logp - out.logp.detach(), layout).cpu().numpy()
     report.kl_behavior[index] = drift
@@ -182,28 +211,70 @@ def _backward(
     return float(result.loss.detach())
 
 
+def _shares(batch: Batch, version: int, towards: float, index: NDArray[np.int64]) -> torch.Tensor:
+    """α of log π_old ≈ log μ + α (log π_θ − log μ), for the trained tokens of some sequences, end to end.
+
+    π_old has version v, a token's μ version b, and π_θ, k of K updates on, counts as version v + k/K:
+    α = (v − b) / (v + k/K − b). A fresh token has α = 0: its μ is π_old.
+    """
+    samples = [batch.samples[int(i)] for i in index]
+    behind = np.concatenate([version - sample.versions[sample.mask].astype(np.float64) for sample in samples])
+    return torch.from_numpy(behind / (behind + towards))
+
+
 @torch.no_grad()
 def _recomputed(
-    policy: PolicyModule, packs: Sequence[Sequence[Packed]], plan: Plan
+    policy: PolicyModule, packs: Sequence[Sequence[Packed]], plan: Plan, routing: Routing
 ) -> Mapping[int, NDArray[np.float32]]:
     """log π_old under the weights at the start of the batch, by sequence number; one forward, before any update."""
     stored: dict[int, NDArray[np.float32]] = {}
     for packed in (packed for packs_k in packs for packed in packs_k):
-        stored |= by_sequence(packed, policy(packed, temperature=plan.temperature, with_entropy=False).logp)
+        with routing.at_start(packed):
+            logp = policy(packed, temperature=plan.temperature, with_entropy=False).logp
+        stored |= by_sequence(packed, logp)
     return stored
 
 
 def packed_parts(
     module: PolicyModule, items: Sequence[PackItem], max_tokens: int, min_micro_batches: int
 ) -> list[Packed]:
-    """The micro-batches of some sequences, laid out and placed as the module wants them."""
-    device = next(module.parameters()).device
-    parts = micro_batches(items, max_tokens, min_batches=min_micro_batches, share_prefix=module.share_prefix)
-    return [pack(part, share_prefix=module.share_prefix).to(device) for part in parts] if items else []
+    """This rank's micro-batches of some sequences, laid out and placed as the module wants them."""
+    if not items:
+        return []
+    device, world, share_prefix = next(module.parameters()).device, module.world, module.share_prefix
+    split = partial(micro_batches, max_tokens=max_tokens, share_prefix=share_prefix)
+    shares = spread(items, world.size, share_prefix=share_prefix) if world.size > 1 else [items]
+    splits = [split(share, min_batches=min_micro_batches) if share else [] for share in shares]
+    num, parts = max(len(parts) for parts in splits), splits[world.rank]
+    if 0 < len(parts) < num:
+        parts = split(shares[world.rank], min_batches=num)
+    packs = [pack(part, share_prefix=share_prefix) for part in parts]
+    # Layers are gathered by all ranks together: each computes as often as any other, if need be on nobody's tokens.
+    packs += [filler() for _ in range(num - len(packs))]
+    return [packed.to(device) for packed in packs]
+
+
+def merged(report: StepReport, world: World) -> StepReport:
+    """The report of all ranks: each has seen its own sequences; losses, norms and updates are common already."""
+    per_sequence = [f.name for f in fields(report) if isinstance(getattr(report, f.name), np.ndarray)]
+    arrays = {name: getattr(report, name) for name in per_sequence}
+    arrays |= {f"{name}/{i}": array for name in ("logp", "token_entropy") for i, array in getattr(report, name).items()}
+    parts = world.exchange(arrays | {"num_input_tokens": np.array([report.num_input_tokens])})
+    report.num_input_tokens = int(sum(part.pop("num_input_tokens")[0] for part in parts))
+    for key, array in ((key, array) for part in parts for key, array in part.items()):
+        name, _, number = key.partition("/")
+        if number:
+            getattr(report, name)[int(number)] = array
+        else:
+            own = getattr(report, name)
+            setattr(report, name, np.where(np.isnan(own), array, own))
+    return report
 
 
 def by_sequence(packed: Packed, values: torch.Tensor) -> dict[int, NDArray[Any]]:
-    """One value per target, [M], as one array per sequence number."""
+    """One value per target, [M], as one array per sequence number; none of a filler."""
+    if packed.is_filler:
+        return {}
     array, cuts = values.detach().cpu().numpy(), packed.cu_seqlens.cpu().numpy()
     return {i: array[cuts[b] : cuts[b + 1]] for b, i in enumerate(packed.index.tolist())}
 

@@ -21,11 +21,23 @@ GRACE = 5.0
 EXIT_CODE = 1
 
 _progress = [time.monotonic(), "start"]
+_own = [0, "start"]
 
 
 def beat(what: str) -> None:
     """The run got as far as `what`."""
     _progress[:] = [time.monotonic(), what]
+    _own[:] = [int(_own[0]) + 1, what]
+
+
+def heard(what: str) -> None:
+    """Another rank got as far as `what`: whoever waits for it does not stall."""
+    _progress[:] = [time.monotonic(), what]
+
+
+def progress() -> tuple[int, str]:
+    """How often this process has got on, and how far."""
+    return int(_own[0]), str(_own[1])
 
 
 @contextmanager

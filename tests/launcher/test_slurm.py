@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.timeout(600)
 full = pytest.mark.full
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def slurm():
     """The variables of a running cluster. Its folder is not pytest's, which the user of munged may not enter."""
     if why := cluster.unavailable():
@@ -55,6 +56,8 @@ def test_a_job_near_its_time_limit_saves_is_queued_again_and_ends_the_same(slurm
     go_on_with(run, signal.SIGUSR1)
     until(lambda: "Restarts=1" in scontrol(slurm, "scontrol", "show", "job", job), 300)
     assert run.steps() == [1, 2]
+    until(lambda: len(run.left()) == 1, 60)  # the follower; a node refuses a job that it has not done with
+    time.sleep(3)
     scontrol(slurm, "scontrol", "update", f"jobid={job}", "StartTime=now")  # Slurm holds it for two minutes
     code, said, complained = run.end(550)
     assert code == 0, said + complained + scontrol(slurm, "scontrol", "show", "job", job)

@@ -32,6 +32,16 @@ def pool_of(*functions, log_path=None, **kwargs):
         yield pool
 
 
+@pytest.fixture(autouse=True)
+def others():
+    """What this process had started before: other tests may share it."""
+    OTHERS.clear()
+    OTHERS.update(children_of(os.getpid()))
+
+
+OTHERS = set()
+
+
 def children_of(pid):
     found = []
     for entry in Path("/proc").iterdir():
@@ -40,7 +50,7 @@ def children_of(pid):
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
             except OSError:
                 continue
-            if int(fields[1]) == pid and fields[0] != "Z":
+            if int(fields[1]) == pid and fields[0] != "Z" and int(entry.name) not in OTHERS:
                 found += [int(entry.name), *children_of(int(entry.name))]
     return found
 

@@ -231,7 +231,7 @@ def _whole_copy(config: Config, policy: PolicyModule, tokenizer: Any) -> Any:
     """The policy's model as one rank can sample from it; its trained weights are still to come."""
     device, dtype = device_and_dtype(config)
     actor = config.actor
-    model = load_model(
+    model: Any = load_model(
         actor.path,
         policy.compute_dtype or dtype,
         device,
@@ -241,7 +241,7 @@ def _whole_copy(config: Config, policy: PolicyModule, tokenizer: Any) -> Any:
     )
     add_configured_adapter(config, model)
     # An adapter is float32 on a half-precision model, but computes in what all of the policy does.
-    return model if policy.compute_dtype is None else model.to(dtype=policy.compute_dtype)
+    return model if policy.compute_dtype is None else model.to(policy.compute_dtype)
 
 
 def weights_for(sampler: Sampler | Nowhere, policy: PolicyModule) -> Iterable[tuple[str, torch.Tensor]] | None:

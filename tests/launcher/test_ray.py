@@ -134,7 +134,10 @@ def test_ranks_and_samplers_are_spread_over_two_nodes_and_train_as_one_process_d
     assert [row["step"] for row in ours] == [row["step"] for row in at_home]
     for row, home in zip(ours, at_home, strict=True):
         assert row["reward/mean"] == home["reward/mean"]
-        assert row["ratio/log_s_std"] == pytest.approx(home["ratio/log_s_std"], rel=1e-3, abs=1e-6)
+        if home["ratio/log_s_std"] is None:  # nothing was trained: every group had equal rewards
+            assert row["ratio/log_s_std"] is None
+        else:
+            assert row["ratio/log_s_std"] == pytest.approx(home["ratio/log_s_std"], rel=1e-3, abs=1e-6)
     until(lambda: not run.left(), 20)
 
 

@@ -25,7 +25,7 @@ from gspo.train.signals import StopRequest
 # Gradients
 
 
-def assert_equal_steps(tmp_path, num_ranks, names):
+def assert_equal_steps(tmp_path, num_ranks, names, reports=True):
     """One training step on several ranks and on one: weights, reports and kept log-probs, to 1e-9 in float64."""
     code, said = finish(start(num_ranks, ranked_steps.__file__, tmp_path, *names))
     assert code == 0, said
@@ -33,10 +33,11 @@ def assert_equal_steps(tmp_path, num_ranks, names):
         want, told = ranked_steps.run(ranked_steps.CASES[name])
         got = load_file(tmp_path / f"{name}.safetensors")
         assert want.keys() == got.keys()
-        for key in want:
+        for key in want if reports else [key for key in want if not key.startswith("logp/")]:
             assert float((want[key] - got[key]).abs().max()) <= 1e-9, (name, key)
         also = json.loads((tmp_path / f"{name}.json").read_text())
-        for key in told.keys() - {"num_input_tokens"}:  # a prompt that two ranks share is computed by both
+        # A prompt that two ranks share is computed by both.
+        for key in told.keys() - {"num_input_tokens"} if reports else ("taken",):
             np.testing.assert_allclose(
                 np.array(also[key], float), np.array(told[key], float), rtol=0, atol=1e-9, err_msg=f"{name} {key}"
             )
@@ -56,7 +57,8 @@ def test_every_kind_of_step_is_the_same_on_several_ranks(tmp_path, num_ranks, ex
 
 @pytest.mark.full
 def test_a_loss_that_is_no_number_on_one_rank_skips_the_update_on_all(tmp_path, exact):
-    _, told = assert_equal_steps(tmp_path, 2, ["nonfinite"])
+    # Which sequences share the broken micro-batch depends on the ranks; that nothing came of it does not.
+    _, told = assert_equal_steps(tmp_path, 2, ["nonfinite"], reports=False)
     assert told["taken"] == [False, True]
 
 
@@ -139,6 +141,7 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_two_ranks_saved_goes_on_with_one_and_with_three(tmp_path, tiny, variant):
     more = (*VARIANTS[variant], "saver.freq_steps=1", "saver.keep=9", "trial_name=trial0", "experiment_name=gspo")
+    more += ("evaluator.freq_steps=1",)  # the last step of a run is measured anyway
     _, whole = train_alone(tmp_path / "whole", *more, "total_train_steps=4", "evaluator.at_start=false")
     for num_ranks in (1, 3):
         root = tmp_path / f"then{num_ranks}"

@@ -11,6 +11,7 @@ import contextlib
 import os
 import secrets
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -73,6 +74,8 @@ def _connect(plan: Plan, timeout: float) -> Any:
         how |= {"num_cpus": cores, "num_gpus": plan.layout.gpus_per_node}
         how |= {"include_dashboard": False, "object_store_memory": STORE_BYTES}
     until = time.monotonic() + timeout
+    if address is not None:
+        _await_answer(address, until, timeout)
     while True:  # a cluster that is only starting answers later; a busy machine may miss Ray's own deadlines
         try:
             ray.init(**how)
@@ -86,6 +89,22 @@ def _connect(plan: Plan, timeout: float) -> Any:
                 raise GspoError(
                     f"{where} cannot be reached: {why}; waited {timeout:g} s (scheduler.start_timeout)"
                 ) from error
+
+
+def _await_answer(address: str, until: float, timeout: float) -> None:
+    """Somebody listens at HOST:PORT; Ray itself would try for minutes. Other forms of address are left to it."""
+    host, _, port = address.rpartition(":")
+    while host and "/" not in host and port.isdigit():
+        try:
+            with socket.create_connection((host, int(port)), timeout=5.0):
+                return
+        except OSError as error:
+            if time.monotonic() > until:
+                raise GspoError(
+                    f"the Ray cluster at {address} (RAY_ADDRESS) cannot be reached: {error}; waited {timeout:g} s "
+                    "(scheduler.start_timeout)"
+                ) from error
+            time.sleep(0.5)
 
 
 def _end_children() -> None:

@@ -220,7 +220,7 @@ WARNINGS = [
         ["actor.init_from_scratch=true"],
     ),
     ("actor.dtype", ["actor.dtype=bfloat16"], ["actor.dtype=float32"]),
-    ("actor.dtype", ["actor.dtype=bfloat16"], ["actor.dtype=bfloat16", "actor.backend=fsdp:d4"]),
+    ("actor.dtype", ["actor.dtype=bfloat16"], ["actor.dtype=bfloat16", "cluster.n_gpus_per_node=4"]),
     (
         "actor.fp32_lm_head",
         ["actor.dtype=bfloat16", "actor.fp32_lm_head=false"],

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from gspo.config.backend import SAMPLERS, parse_backend
 from gspo.config.estimate import visible_gpus
+from gspo.config.layout import layout_of
 from gspo.config.loaded import Loaded
 from gspo.config.resolve import Objective, effective_objective
 from gspo.config.schema import Actor, Config
@@ -87,7 +88,8 @@ class Facts:
     @property
     def on_cpu(self) -> bool:
         """The run would train on this machine's CPU."""
-        return self.num_gpus == 0 and self.actor.backend == "auto" and self.config.scheduler.type in (None, "local")
+        gpus = self.num_gpus if self.config.cluster.n_gpus_per_node is None else self.config.cluster.n_gpus_per_node
+        return gpus == 0 and self.config.scheduler.type in (None, "local")
 
     @property
     def external_sampler(self) -> str | None:
@@ -96,8 +98,8 @@ class Facts:
 
     @property
     def in_process(self) -> bool:
-        """The sampler runs in the trainer's process, as far as the config tells."""
-        return self.config.rollout.backend.strip().lower() in ("auto", "local")
+        """The sampler runs in the trainer's process; `auto` gives it servers of its own on several GPUs."""
+        return layout_of(self.config, self.num_gpus).sampler is None
 
     @property
     def dtype(self) -> str:

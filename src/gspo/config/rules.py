@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gspo.algorithms import ALGORITHMS
-from gspo.config.backend import SAMPLERS, TRAINERS, parse_backend
+from gspo.config.backend import TRAINERS, parse_backend
 from gspo.config.estimate import number
 from gspo.config.facts import Facts, Finding
+from gspo.config.layout import layout_of
 from gspo.config.schema import Norm
 
 WIDE_EPS = 0.05  # a geometric mean over more than FEW_TOKENS tokens practically never moves this far from 1
@@ -234,9 +235,9 @@ def batches(f: Facts) -> Iterator[Finding]:
 
 
 def _devices(f: Facts) -> Iterator[Finding]:
-    sampler = parse_backend(f.config.rollout.backend, SAMPLERS)
-    trainer = parse_backend(f.config.actor.backend, TRAINERS)
-    needed = (sampler.world if f.external_sampler else 0) + (trainer.world if trainer.name == "fsdp" else 0)
+    sampler, trainer = layout_of(f.config, f.num_gpus).sampler, parse_backend(f.config.actor.backend, TRAINERS)
+    named = sampler is not None and f.config.rollout.backend != "auto"
+    needed = (sampler.world if sampler and named else 0) + (trainer.world if trainer.name == "fsdp" else 0)
     cluster = f.config.cluster
     if not needed or (cluster.n_gpus_per_node is None and (cluster.n_nodes > 1 or f.config.scheduler.type != "local")):
         return
@@ -506,14 +507,20 @@ def experts(f: Facts) -> Iterator[Finding]:
     if replay == "rollout":
         yield f.error(
             "actor.routing_replay",
-            f"rollout replays the routes that the sampler reports, and {f.config.rollout.backend} reports none",
-            "set rollout.backend: auto (in process), or actor.routing_replay: proximal",
+            "rollout replays the sampler's routes, and those of sampler servers are not checked yet",
+            "set rollout.backend: local (in process), or actor.routing_replay: proximal",
         )
     if rounded != "none":
         yield f.error(
             "rollout.sampler_precision",
-            f"{rounded} rounds the weights of the in-process sampler, and the sampler is {f.config.rollout.backend}",
-            "set rollout.backend: auto, or rollout.sampler_precision: none",
+            f"{rounded} rounds the weights of the in-process sampler, and servers sample here",
+            "set rollout.backend: local, or rollout.sampler_precision: none",
+        )
+    if f.actor.weight_update_mode == "nccl":
+        yield f.error(
+            "actor.weight_update_mode",
+            "weights reach sampler servers as files; NCCL is for engines that this version does not have yet",
+            "set it to auto",
         )
 
 

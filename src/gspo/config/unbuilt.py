@@ -29,18 +29,6 @@ def unbuilt(config: Config) -> Iterator[tuple[str, str, str]]:
             "vLLM and SGLang servers",
             "set it to auto, or to local:dN for N sampler servers of our own",
         ),
-        (
-            "rollout.sampler_precision",
-            rollout.sampler_precision != "none" and rollout.backend.strip().lower() not in ("auto", "local"),
-            "rounded weights on sampler servers",
-            "set it to none",
-        ),
-        (
-            "actor.weight_update_mode",
-            actor.weight_update_mode == "nccl" and rollout.backend.strip().lower() not in ("auto", "local"),
-            "weights to servers over NCCL",
-            "set it to auto",
-        ),
     )
     for key, is_asked, what, instead in asked:
         if is_asked:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from gspo.config.backend import TRAINERS, parse_backend
 from gspo.config.check import known_keys
 from gspo.config.facts import Facts, facts_of
-from gspo.config.layout import layout_of
 from gspo.config.loaded import Loaded
 from gspo.config.resolve import value_of
 from gspo.config.schema import Norm, Optimizer
@@ -127,14 +126,14 @@ def _engines(f: Facts) -> Iterator[Idle]:
             yield engine, f"rollout.backend is {config.rollout.backend}, not {engine}"
     if config.rollout.max_head_offpolicyness == 0:
         yield "rollout.queue_size", "synchronous sampling has no queue"
-    if f.in_process and layout_of(config, f.num_gpus).sampler is None:
+    if f.in_process:
         for key in ("actor.weight_update_mode", "rollout.request_retries"):
             yield key, "the sampler runs in the trainer's process"
     if (on := config.scheduler.type) != "slurm":
         yield "scheduler.slurm", f"scheduler.type is {on}, not slurm"
     if on == "local":
         yield "scheduler.start_timeout", "scheduler.type is local"
-        if layout_of(config, f.num_gpus).sampler is None:
+        if f.in_process:
             yield "scheduler.restarts", "the local launcher starts samplers again, and there are none"
 
 

@@ -10,6 +10,7 @@ are three spellings of `launch`: a plan is made of the config and the trainer's 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -63,7 +64,14 @@ def launch(loaded: Loaded, command: Sequence[str], *, dry_run: bool = False) -> 
 def _write(loaded: Loaded, plan: Plan) -> None:
     """The resolved config, for samplers and jobs; folders exist before anybody looks into them."""
     from gspo.config import dump
+    from gspo.errors import ConfigError
 
+    plan.path.mkdir(parents=True, exist_ok=True)
+    with open(plan.path / ".lock", "a") as lock:  # who trains holds it; a second launch must not touch its samplers
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as cause:
+            raise ConfigError(f"{plan.path} is in use by another trainer; wait for it, or set trial_name") from cause
     for folder in (plan.folder, plan.sampler_folder) if plan.samplers else (plan.folder,):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     for stale in plan.sampler_folder.glob("sampler_*.json"):

@@ -43,11 +43,18 @@ class Runner:
     ) -> None:
         # Ray narrows its workers' threads to their CPUs; a run's threads are the config's.
         own = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "RAY_AUTH_TOKEN")}
-        out: Any = subprocess.PIPE if log is None else open(log, "ab")  # noqa: SIM115
-        process = subprocess.Popen(
-            tied(argv), env={**own, **env}, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
+        try:
+            out: Any = subprocess.PIPE if log is None else open(log, "ab")  # noqa: SIM115
+            process = subprocess.Popen(
+                tied(argv), env={**own, **env}, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            with self._news:
+                self._said += f"gspo: this process cannot be started on {socket.gethostname()}: {error}\n".encode()
+                self._code = 2
+            started.set()
+            return
         self._process = process
         started.set()
         if process.stdout is not None:

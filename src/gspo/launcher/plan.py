@@ -129,6 +129,7 @@ def _trainers(
         argv = tuple(command)
         if layout.ranks > 1:
             meet = ("--nodes", str(len(nodes)), "--meet", MEETING) if len(nodes) > 1 else ()
+            meet += ("--first",) if meet and index == 0 else ()
             logs = ("--logs", str(path / "launch" / "ranks"))
             argv = (sys.executable, "-m", "gspo.launcher.ranks", "--ranks", str(ranks), *meet, *logs, "--", *command)
         out.append(Process("trainer", index, argv, env, node, gpus, ranks))

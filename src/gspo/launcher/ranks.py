@@ -23,14 +23,15 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, required=True, help="ranks on this machine")
     parser.add_argument("--nodes", type=int, default=1, help="machines with ranks")
     parser.add_argument("--meet", default="127.0.0.1:0", help="host:port of the first machine's store")
+    parser.add_argument("--first", action="store_true", help="this machine holds the store")
     parser.add_argument("--logs", required=True, help="folder for what ranks other than the first say")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
-    return run(command, args.ranks, args.nodes, args.meet, Path(args.logs))
+    return run(command, args.ranks, args.nodes, args.meet, args.first, Path(args.logs))
 
 
-def run(command: list[str], ranks: int, nodes: int, meet: str, logs: Path) -> int:
+def run(command: list[str], ranks: int, nodes: int, meet: str, first: bool, logs: Path) -> int:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -47,6 +48,8 @@ def run(command: list[str], ranks: int, nodes: int, meet: str, logs: Path) -> in
         role="trainer",
         rdzv_backend="c10d",
         rdzv_endpoint=meet,
+        # Said, not guessed: torch would compare names, which a machine may have several of.
+        rdzv_configs={} if nodes == 1 else {"is_host": str(first)},
         max_restarts=0,  # who starts it again is the launcher's decision, for all machines together
         local_addr="127.0.0.1" if nodes == 1 else None,
         logs_specs=DefaultLogsSpecs(str(logs), redirects=dict.fromkeys(range(1, ranks), Std.ALL)),

@@ -84,18 +84,10 @@ scancel --signal=TERM "$SLURM_JOB_ID.0" 2>/dev/null # Ray is the first step of t
 wait $cluster 2>/dev/null
 srun --mpi=none --ntasks-per-node=1 rm -rf "/tmp/gspo_ray_$SLURM_JOB_ID"
 """
-ENDED = (
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "DEADLINE",
-    "BOOT_FAIL",
-    "REVOKED",
-)
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
+ENDED += ("REVOKED", "PREEMPTED")
 STORE_BYTES = 100 * 2**20
+SILENCE_S = 600.0  # how long Slurm's controller may not answer
 
 
 def render(plan: Plan, slurm: Slurm, command: Sequence[str], restarts: int) -> str:
@@ -140,10 +132,16 @@ def run(plan: Plan, slurm: Slurm, command: Sequence[str], *, restarts: int, say:
     place = log.stat().st_size
     job = _slurm("sbatch", "--parsable", str(file)).split(";")[0].strip()
     say(f"job {job} is submitted; its log is {log}. Ctrl-C: it saves and ends; twice: it is cancelled")
-    interrupts, before = 0, ""
+    interrupts, before, heard = 0, "", time.monotonic()
     while True:
         try:
-            state, code = _state(job)
+            try:
+                (state, code), heard = _state(job), time.monotonic()
+            except GspoError:  # the controller may be restarting, and the job does not need it
+                if time.monotonic() - heard > SILENCE_S:
+                    raise
+                time.sleep(5)
+                continue
             place = _show(log, place)
             if state in ENDED and state == before:  # twice: a job that is being queued again passes through one
                 if code and state != "FAILED":

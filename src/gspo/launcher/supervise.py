@@ -101,7 +101,8 @@ def supervise(plan: Plan, prepare: Callable[[], Start], *, restarts: int, resume
                     number = asked.pop(0)
                     for handle in trainer.handles:
                         handle.signal(number)
-                alive = [unit for unit in alive if stopping or _look_after(unit, prepare, plan.folder, say)]
+                # Also while stopping: the step that is being finished may need them.
+                alive = [unit for unit in alive if _look_after(unit, prepare, plan.folder, say)]
                 code = trainer.poll()
                 if code is None:
                     time.sleep(0.05)
@@ -169,8 +170,14 @@ def environment(process: Process, inherited: Mapping[str, str], shared: Mapping[
 def _signals() -> Iterator[list[int]]:
     """Signals that came in; the loop passes them on, since a handler may not call into Ray."""
     asked: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-    before = {n: signal.signal(n, lambda number, _: asked.append(number)) for n in numbers}
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup a hang-up ends nothing
+        numbers.append(signal.SIGHUP)
+
+    def heard(number: int, _: object) -> None:
+        asked.append(signal.SIGTERM if number == signal.SIGHUP else number)  # the trainer saves at TERM
+
+    before = {number: signal.signal(number, heard) for number in numbers}
     try:
         yield asked
     finally:

@@ -270,6 +270,8 @@ class Ahead:
                     raise
         oldest = min((int(s.versions.min()) for g in groups for s in g.samples if len(s.versions)), default=version)
         if oldest < version - self.buffer.max_staleness:
+            with self._lock:
+                self.buffer.put_back(groups)
             raise RolloutError(
                 f"a sample of version {oldest} came to be trained on at version {version}, beyond "
                 f"rollout.max_head_offpolicyness = {self.buffer.max_staleness}: the sampler did not load the weights "

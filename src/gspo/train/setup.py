@@ -272,7 +272,7 @@ def make_ahead(
     buffer = Buffer(
         rollout.consumer_batch_size or config.train_dataset.batch_size,
         rollout.max_head_offpolicyness,
-        queue_size=rollout.queue_size,
+        queue_size=rollout.queue_size if rollout.max_head_offpolicyness else None,  # synchronous: there is no queue
         max_in_flight=None if concurrent is None else max(concurrent // num_samples, 1),
         num_batches=total_steps,
         taken=step,

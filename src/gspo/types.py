@@ -78,11 +78,16 @@ class Request:
     prompt: tuple[int, ...]
     params: SamplingParams
     prefix: Sample | None = None
+    # What `prompt` was rendered from, for environments; it stays in the trainer's process.
+    origin: Prompt | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One completion, token by token, all arrays of its length.
+    """One completion, token by token, all arrays of its length; or one episode (docs/episodes.md).
+
+    An episode's requests are one sequence where each continues the one before it, tool and environment tokens between
+    them (mask False). What does not continue is a further sequence of the same sample, in `rest`.
 
     >>> Sample.of(SampleId(0, 0), tokens=[4, 9], behavior_logp=[-0.1, -0.7], version=3).versions.tolist()
     [3, 3]
@@ -99,6 +104,35 @@ class Sample:
     # [P, layers, top_k], one array for the whole group; uint8, or int16 for more than 256. Sampled from a mixture only.
     routes: NDArray[np.integer[Any]] | None = None
     prompt_routes: NDArray[np.integer[Any]] | None = None
+    prompt: tuple[int, ...] | None = None  # the tokens it follows, where these are not its group's prompt
+    rest: tuple[Sample, ...] = ()  # the episode's further sequences, each with its prompt; they have no rest
+    outcome: Outcome | None = None  # what its environment said; None: the reward functions say
+    turn_rewards: Mapping[int, float] = field(default_factory=dict)  # part of the outcome's value, by turn
+
+    @property
+    def sequences(self) -> tuple[Sample, ...]:
+        """The sample's sequences: itself, and what of its episode did not continue it."""
+        return (self, *self.rest)
+
+    @property
+    def is_episode(self) -> bool:
+        """Whether an environment had a say in it."""
+        return self.outcome is not None or bool(self.rest) or bool(self.turns.any())
+
+    @property
+    def _last(self) -> Sample:
+        return max(self.sequences, key=lambda s: int(s.turns.max(initial=0)))
+
+    @property
+    def ending(self) -> FinishReason:
+        """How its last turn ended."""
+        return self._last.finish
+
+    @property
+    def last_turn(self) -> NDArray[np.int32]:
+        """The tokens that rewards read as the answer: those of an episode's last turn, else all."""
+        last = self._last
+        return last.tokens if not last.turns.any() else last.tokens[last.mask & (last.turns == last.turns.max())]
 
     @staticmethod
     def of(
@@ -131,13 +165,13 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The reward machinery did not answer; never a number. The sample is masked and counted.
+    """The reward machinery or an environment did not answer; never a number. The sample is masked and counted.
 
     >>> Failure("timeout", "numeric: no answer in 5 s").kind
     'timeout'
     """
 
-    kind: Literal["timeout", "crash", "infra"]
+    kind: Literal["timeout", "crash", "infra", "limit"]  # limit: an episode that would not end
     message: str
 
 

@@ -103,6 +103,16 @@ ERRORS = [
         ["cluster.n_gpus_per_node=4", "rollout.backend=vllm:d4", "actor.backend=fsdp:d4"],
         ["cluster.n_gpus_per_node=8", "rollout.backend=vllm:d4", "actor.backend=fsdp:d4"],
     ),
+    (
+        "vllm",
+        ["rollout.backend=vllm:d1", "vllm.logprobs_mode=raw_logprobs"],
+        ["rollout.backend=vllm:d1", "vllm.max_model_len=512"],
+    ),
+    (
+        "rollout.max_head_offpolicyness",
+        ["rollout.backend=vllm:d1", "cluster.n_gpus_per_node=1", "rollout.max_head_offpolicyness=2"],
+        ["rollout.backend=vllm:d1", "cluster.n_gpus_per_node=2", "rollout.max_head_offpolicyness=2"],
+    ),
 ]
 
 WARNINGS = [
@@ -180,8 +190,8 @@ WARNINGS = [
     ),
     (
         "actor.backend",
-        ["rollout.backend=vllm:d4", "actor.backend=fsdp:d4"],
-        ["rollout.backend=vllm:d4", "actor.backend=fsdp:d4", "scheduler.type=slurm"],
+        ["rollout.backend=sglang:d4", "actor.backend=fsdp:d4"],
+        ["rollout.backend=sglang:d4", "actor.backend=fsdp:d4", "scheduler.type=slurm"],
     ),
     (
         "actor.reward_norm",

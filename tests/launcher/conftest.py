@@ -1,5 +1,5 @@
 import pytest
-from launched_runs import NUM_STEPS, STARTED, Run, by_module, metrics_of
+from launched_runs import NUM_STEPS, STARTED, TURNED, Run, by_module, metrics_of
 
 
 @pytest.fixture(autouse=True)
@@ -17,4 +17,13 @@ def at_home(tmp_path_factory):
     code, said, complained = run.end()
     assert code == 0, said + complained
     assert run.steps() == list(range(1, NUM_STEPS + 1))
+    return metrics_of(run.path)
+
+
+@pytest.fixture(scope="session")
+def turned_at_home(tmp_path_factory):
+    """The same of GRPO's file with the page's `+actor.importance_sampling_level=sequence`."""
+    run = Run(by_module("local", *TURNED), tmp_path_factory.mktemp("turned"))
+    code, said, complained = run.end()
+    assert code == 0, said + complained
     return metrics_of(run.path)

@@ -14,6 +14,7 @@ from gspo.report.read import read_metrics
 
 ROOT = Path(__file__).parents[2]
 SCRIPT, CONFIG = "examples/math/gsm8k_rl.py", "examples/math/gsm8k_gspo.yaml"
+TURNED = ("examples/math/gsm8k_grpo.yaml", "+actor.importance_sampling_level=sequence")  # GRPO's file, made GSPO
 NUM_STEPS = 3
 SMALL = (
     "actor.path=embedded:tiny", "train_dataset.path=embedded:arithmetic", f"total_train_steps={NUM_STEPS}",
@@ -25,12 +26,12 @@ SMALL = (
 KILLED = "train.updated:5:kill"
 
 
-def by_module(on: str) -> list[str]:
-    return ["-m", f"gspo.launcher.{on}", SCRIPT, "--config", CONFIG]
+def by_module(on: str, *config: str) -> list[str]:
+    return ["-m", f"gspo.launcher.{on}", SCRIPT, "--config", *(config or [CONFIG])]
 
 
-def by_script(on: str) -> list[str]:
-    return [SCRIPT, "--config", CONFIG, f"scheduler.type={on}"]
+def by_script(on: str, *config: str) -> list[str]:
+    return [SCRIPT, "--config", *(config or [CONFIG]), f"scheduler.type={on}"]
 
 
 def by_command(on: str) -> list[str]:
@@ -47,6 +48,7 @@ class Run:
     def __init__(self, words: list[str], root: Path, *overrides: str, fault: str = "", **env: str) -> None:
         root.mkdir(parents=True, exist_ok=True)
         self.root, self.mark = root, uuid.uuid4().hex
+        self.experiment = "gsm8k-grpo" if any("gsm8k_grpo" in word for word in words) else "gsm8k-gspo"
         unarmed = {k: v for k, v in os.environ.items() if not k.startswith(("GSPO_", "RAY_"))}
         armed = {"GSPO_FAULT": fault, "GSPO_FAULT_LOG": str(root / "fired")} if fault else {}
         here = {"PYTHONIOENCODING": "utf-8", "CUDA_VISIBLE_DEVICES": "", "GSPO_MARK": self.mark}
@@ -57,7 +59,7 @@ class Run:
         )  # fmt: skip
         STARTED.append(self)
 
-    def end(self, seconds: float = 280.0) -> tuple[int, str, str]:
+    def end(self, seconds: float = 550.0) -> tuple[int, str, str]:
         """(exit code, what was printed, what was complained)"""
         try:
             said, complained = self.process.communicate(timeout=seconds)
@@ -78,7 +80,7 @@ class Run:
 
     @property
     def path(self) -> Path:
-        return self.root / "runs" / "gsm8k-gspo" / "trial0"
+        return self.root / "runs" / self.experiment / "trial0"
 
     @property
     def fired(self) -> list[str]:

@@ -7,6 +7,8 @@ import signal
 import pytest
 from launched_runs import NUM_STEPS, Run, by_command, by_script, metrics_of, until
 
+from gspo.rollout.discovery import weight_folders
+
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 BOTH = ("rollout.backend=local:d2", "actor.backend=fsdp:d2")
 ENDLESS = "total_train_steps=100000"
@@ -47,11 +49,13 @@ def test_a_killed_rank_ends_the_run_with_its_code_and_nobody_is_left(tmp_path):
     run = started(Run(by_command("local"), tmp_path, *BOTH, ENDLESS))
     ranks = [pid for pid in pids(run, r"^\S+ -m gspo train") if pid != run.process.pid]
     assert len(ranks) == 2
+    assert any(list(folder.glob("weights_*")) for folder in weight_folders(run.path))
     os.kill(max(ranks), signal.SIGKILL)
     code, said, complained = run.end(120)
     assert code == 137, said + complained
     assert "was killed by SIGKILL" in complained
     until(lambda: not run.left(), 20)
+    assert not any(folder.exists() for folder in weight_folders(run.path))
 
 
 def test_ctrl_c_saves_and_ends_ranks_and_servers(tmp_path):

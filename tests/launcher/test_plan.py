@@ -84,6 +84,15 @@ def test_without_gpus_processes_are_spread_over_the_machines():
     assert all(process.argv[-2:] == ("--host", "{address}") for process in made.samplers)
 
 
+def test_only_the_trainer_of_rank_0_publishes_weights_and_only_to_servers():
+    asked = ("scheduler.type=ray", "cluster.n_nodes=2", "actor.backend=fsdp:d4")
+    made = plan(*asked, "rollout.backend=local:d2")
+    assert len(made.trainers) == 2
+    assert [bool(process.publishes) for process in made.processes] == [True, False, False, False]
+    assert made.trainers[0].publishes[1] == made.path / "weights"
+    assert not any(process.publishes for process in plan(*asked).processes)
+
+
 def test_the_trainer_is_told_of_its_samplers_and_no_argv_has_a_secret():
     made = plan("rollout.backend=local:d2")
     assert made.trainers[0].argv == ("train.py", "--config", "x.yaml")
@@ -100,7 +109,7 @@ def test_the_trainer_is_told_of_its_samplers_and_no_argv_has_a_secret():
 @pytest.mark.parametrize(
     ("overrides", "num_gpus", "said"),
     [
-        (["rollout.backend=vllm:d4"], 0, "cluster.n_gpus_per_node"),
+        (["rollout.backend=sglang:d4"], 0, "cluster.n_gpus_per_node"),
         (["rollout.backend=vllm:d4", "actor.backend=fsdp:d8"], 8, "take 12 GPUs"),
         (["cluster.n_nodes=2"], 0, "scheduler.type"),
     ],
@@ -142,12 +151,29 @@ def test_a_dry_run_leaves_torch_and_ray_out(tmp_path):
         assert done.stdout.splitlines()[-1] == "False False", done.stderr
 
 
-def test_an_engine_that_cannot_run_yet_is_planned_and_refused(tmp_path, capsys):
+def test_an_engine_that_is_not_installed_is_planned_and_refused(tmp_path, capsys):
     asked = ["train", GSPO, "rollout.backend=vllm:d4", "cluster.n_gpus_per_node=8", f"cluster.fileroot={tmp_path}"]
+    asked.append("vllm.python=/nowhere/python")
     assert cli.main([*asked, "--dry-run"]) == 0
     assert "4 vllm servers" in capsys.readouterr().out
     assert cli.main(asked) == 2
-    assert "rollout.backend" in capsys.readouterr().err
+    assert "vllm.python" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_gpu_is_shared_by_the_trainer_and_a_vllm_server():
+    made = plan("rollout.backend=vllm:d1", num_gpus=1)
+    assert [process.gpus for process in made.processes] == [(0,), (0,)]
+    assert all(process.env["GSPO_COLOCATED"] == "1" for process in made.processes)
+    two = plan("rollout.backend=vllm:d1", num_gpus=2)
+    assert [process.gpus for process in two.processes] == [(0,), (1,)]
+    assert not any("GSPO_COLOCATED" in process.env for process in two.processes)
+
+
+def test_vllm_servers_are_planned_on_a_machine_without_gpus():
+    made = plan("rollout.backend=vllm:d2")
+    assert [process.gpus for process in made.samplers] == [(), ()]
+    assert all("gspo.train.serve_vllm" in process.argv for process in made.samplers)
 
 
 def test_the_plan_says_who_runs_what_where():

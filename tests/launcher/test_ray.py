@@ -9,6 +9,7 @@ from launched_runs import (
     KILLED,
     NUM_STEPS,
     STOPPED,
+    TURNED,
     Run,
     by_command,
     by_module,
@@ -43,6 +44,18 @@ def test_each_spelling_trains_the_same_run(at_home, tmp_path, spelling, on):
     assert code == 0, said + complained
     assert f"{NUM_STEPS} steps in" in said  # the script's own last words
     assert metrics_of(run.path) == at_home
+    until(lambda: not run.left(), 20)
+
+
+@full
+@pytest.mark.parametrize("spelling", [by_module, by_script])
+def test_grpos_file_with_a_sequence_ratio_trains_the_same_under_ray(turned_at_home, at_home, tmp_path, spelling):
+    run = Run(spelling("ray", *TURNED), tmp_path)
+    code, said, complained = run.end()
+    assert code == 0, said + complained
+    assert metrics_of(run.path) == turned_at_home
+    assert turned_at_home != at_home  # another file
+    assert "importance_sampling_level: sequence" in (run.path / "config.yaml").read_text()
     until(lambda: not run.left(), 20)
 
 

@@ -10,7 +10,19 @@ import time
 from pathlib import Path
 
 import pytest
-from launched_runs import KILLED, NUM_STEPS, STOPPED, Run, by_command, by_module, go_on_with, metrics_of, until
+from launched_runs import (
+    KILLED,
+    NUM_STEPS,
+    STOPPED,
+    TURNED,
+    Run,
+    by_command,
+    by_module,
+    by_script,
+    go_on_with,
+    metrics_of,
+    until,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "slurm"))
 import cluster
@@ -45,6 +57,16 @@ def test_a_trainer_killed_under_slurm_resumes_by_itself_to_the_same_end(slurm, a
     assert metrics_of(run.path) == at_home
     assert re.search(r"job \d+ is submitted", complained)
     until(lambda: not run.left(), 30)
+
+
+@full
+def test_both_of_the_pages_commands_end_the_same_under_slurm(slurm, at_home, turned_at_home, tmp_path):
+    for words, expected in ((by_script("slurm"), at_home), (by_module("slurm", *TURNED), turned_at_home)):
+        run = Run(words, tmp_path, **slurm)
+        code, said, complained = run.end(550)
+        assert code == 0, said + complained
+        assert metrics_of(run.path) == expected
+        until(lambda run=run: not run.left(), 30)
 
 
 @full

@@ -1,5 +1,6 @@
 """Who is started again, which exit code comes out, who hears a signal, and that nobody is left: real processes."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -11,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from gspo.config.layout import Layout
-from gspo.launcher import local
+from gspo.launcher import local, main
 from gspo.launcher.plan import Plan, Process
 from gspo.launcher.supervise import supervise
+from gspo.rollout.discovery import weight_folders
 
 COUNT = "n = sum(1 for _ in open(log)) if os.path.exists(log) else 0; open(log, 'a').write(f'{os.getpid()}\\n'); "
 
@@ -116,6 +118,20 @@ def test_ranks_of_several_machines_are_started_again_together_for_the_one_that_w
     assert "was killed" in said[0]
 
 
+def test_weights_that_a_killed_trainer_has_published_are_removed_at_the_end_of_the_run(tmp_path):
+    folders = weight_folders(tmp_path)
+    assert str(folders[0]).startswith("/dev/shm/")
+    publish = f"[os.makedirs(f, exist_ok=True) for f in {[str(folder) for folder in folders]}]\n"
+    files = [str(folder / "weights_00000003.safetensors") for folder in folders]
+    publish += f"[open(f, 'w').write('weights') for f in {files}]\nos.kill(os.getpid(), 9)"
+    trainer = replace(process("trainer", tmp_path / "t", publish), publishes=folders)
+    sampler = process("sampler", tmp_path / "s", "time.sleep(600)")
+    code, _ = run(plan_of(tmp_path, trainer, sampler))
+    assert code == 137
+    assert len(pids(tmp_path / "t")) == 1  # it did come to publishing
+    assert not any(folder.exists() for folder in folders)
+
+
 LAUNCH = """
 import sys; from pathlib import Path; sys.path.insert(0, {here!r}); from test_supervise import *
 saves = "signal.signal({number}, lambda *_: (open({saved!r}, 'w').close(), sys.exit(130)))\\n"
@@ -126,12 +142,14 @@ sys.exit(run(made)[0])
 """
 
 
-def launched(tmp_path: Path, number: int = signal.SIGINT) -> subprocess.Popen:
+def launched(tmp_path: Path, number: int = signal.SIGINT, by: tuple[str, ...] = ()) -> subprocess.Popen:
     code = LAUNCH.format(
         here=str(Path(__file__).parent), number=int(number), saved=str(tmp_path / "saved"), root=str(tmp_path),
         ready=str(tmp_path / "ready"),
     )  # fmt: skip
-    started = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    started = subprocess.Popen(
+        [*by, sys.executable, "-c", code], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     until(lambda: (tmp_path / "ready").exists() and pids(tmp_path / "s"))
     return started
 
@@ -143,6 +161,58 @@ def test_a_signal_to_the_launcher_lets_the_trainer_save_and_ends_everything(tmp_
     assert launcher.wait(20) == 130
     assert (tmp_path / "saved").exists()
     assert not any(alive(pid) for name in "ts" for pid in pids(tmp_path / name))
+
+
+def test_a_terminal_that_is_closed_lets_the_trainer_save(tmp_path):
+    launcher = launched(tmp_path, signal.SIGTERM)  # what the trainer is told: it need not know of terminals
+    os.kill(launcher.pid, signal.SIGHUP)
+    assert launcher.wait(20) == 130
+    assert (tmp_path / "saved").exists()
+    assert not any(alive(pid) for name in "ts" for pid in pids(tmp_path / name))
+
+
+def test_under_nohup_a_closed_terminal_ends_nothing(tmp_path):
+    launcher = launched(tmp_path, signal.SIGTERM, by=("nohup",))
+    os.killpg(launcher.pid, signal.SIGHUP)
+    time.sleep(1.0)
+    assert launcher.poll() is None
+    assert not (tmp_path / "saved").exists()
+    assert all(alive(pid) for name in "ts" for pid in pids(tmp_path / name))
+    os.kill(launcher.pid, signal.SIGTERM)
+    assert launcher.wait(20) == 130
+    assert (tmp_path / "saved").exists()
+
+
+def test_a_sampler_that_dies_while_the_trainer_finishes_its_step_is_started_again_and_a_killed_trainer_is_not(tmp_path):
+    again = tmp_path / "again"  # the trainer's last step ends when its sampler is back
+    finish = f"\n    while not os.path.exists({str(again)!r}): time.sleep(0.02)\n    os.kill(os.getpid(), 9)\n"
+    trainer = process("trainer", tmp_path / "t", f"def asked(*_):{finish}signal.signal(15, asked)\n"
+                      f"os.kill(os.getppid(), 15); time.sleep(600)")  # fmt: skip
+    dies = f"if n: open({str(again)!r}, 'w').close(); time.sleep(600)\ntime.sleep(1); os.kill(os.getpid(), 9)"
+    sampler = process("sampler", tmp_path / "s", dies)
+    code, said = run(plan_of(tmp_path, trainer, sampler), resumes=3)
+    assert code == 137
+    assert [len(pids(tmp_path / name)) for name in "ts"] == [1, 2]
+    assert [text.split(" was")[0] for text in said] == ["sampler_0"]
+
+
+def test_a_second_launch_of_a_run_is_refused_and_leaves_the_samplers_of_the_first_alone(tmp_path, capsys):
+    path = tmp_path / "one" / "trial0"
+    (path / "samplers").mkdir(parents=True)
+    (path / "samplers" / "sampler_0.json").write_text("{}")
+    weights = path / "weights" / "weights_00000001.safetensors"
+    weights.parent.mkdir()
+    weights.touch()
+    (tmp_path / "run.yaml").write_text("experiment_name: one\ntrial_name: trial0\nactor: {path: 'embedded:tiny'}\n")
+    asked = ["train.py", "--config", str(tmp_path / "run.yaml"), f"cluster.fileroot={tmp_path}"]
+    asked += ["train_dataset.path=embedded:arithmetic", "rollout.backend=local:d1", "total_train_steps=1"]
+    with open(path / ".lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as the trainer of the first launch holds it
+        assert main("local", asked) == 2
+    assert "is in use by another trainer" in capsys.readouterr().err
+    assert (path / "samplers" / "sampler_0.json").exists()
+    assert weights.exists()
+    assert not (path / "launch").exists()
 
 
 def test_a_launcher_that_is_killed_leaves_no_process(tmp_path):

@@ -267,6 +267,25 @@ def test_judging_starts_when_a_group_is_handed_in_not_when_it_is_asked_for(world
         assert dict(pool.completed()) == {"group": (Score(1.0, {"judge": 1.0}),)}
 
 
+def test_a_group_whose_judge_thinks_is_not_waited_for_by_a_look_and_does_not_hold_up_another(world):
+    thought = threading.Event()
+    world.plan = lambda number, question: "Score: 1" if "quick" in question or thought.wait(20) else "Score: 0"
+    with RewardPool(reward_spec({"name": "judge", "url": world.url, "model": "m"})) as pool:
+        pool.submit("slow", item("hard"))
+        pool.submit("fast", item("quick"))
+        begin = time.monotonic()
+        heard = []
+        while not heard:
+            heard = [key for key, _ in pool.completed(0.0)]
+            assert time.monotonic() - begin < 15
+        assert heard == ["fast"]
+        assert list(pool.completed(0.1)) == []
+        assert pool.outstanding == 1
+        assert not thought.is_set()
+        thought.set()
+        assert dict(pool.completed()) == {"slow": (Score(1.0, {"judge": 1.0}),)}
+
+
 def test_a_judge_adds_to_other_rewards_by_weight(world):
     world.plan = lambda number, question: "Score: 0.5"
     spec = reward_spec(["numeric", {"name": "judge", "url": world.url, "model": "m", "weight": 2.0}])

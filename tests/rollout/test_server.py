@@ -1,8 +1,10 @@
 """Sampler servers and their client against the sampler in the process: same tokens, nothing lost, nothing twice."""
 
+import json
 import re
 import socket
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,8 +12,10 @@ from served import EOS, House, local
 from test_local import assert_same, group_requests, prompt_of, run
 from tiny_models import build
 
-from gspo.errors import DataError, RolloutError
-from gspo.rollout.discovery import register
+from gspo.errors import DataError, RolloutError, WeightSyncError
+from gspo.models.moe import num_experts, route_shape, routers
+from gspo.rollout.discovery import give_up, register
+from gspo.rollout.verify import Experts
 from gspo.rollout.wire import WireError, pack_request, pack_sample, unpack_request, unpack_sample
 from gspo.types import Request, Sample, SampleId, SamplingParams
 
@@ -180,6 +184,27 @@ def test_a_call_may_be_repeated(house, trainer):
     assert engine.collect({**session, "received": ["k"], "wait_s": 0})["samples"] == []
 
 
+def test_calls_and_replies_are_bounded_in_bytes_and_nothing_is_lost_by_it(house, trainer, monkeypatch):
+    monkeypatch.setattr("gspo.rollout.server.REPLY_BYTES", 1500)
+    monkeypatch.setattr("gspo.rollout.http.CALL_BYTES", 2000)
+    replies = []
+
+    def measure(path, reply):
+        if path == "/collect" and reply["samples"]:
+            replies.append((len(json.dumps(reply["samples"])), len(reply["samples"])))
+        return reply
+
+    server = house.serve(meddle=measure)
+    client = house.client(reference=trainer)
+    client.load_weights(0, trainer.named_parameters())
+    requests = group_requests(6, 4)
+    one = len(json.dumps({"key": "00", **pack_request(requests[0])}))
+    assert_same(collect(client, requests), run(local(trainer), requests))
+    assert max(size for size, count in replies if count > 1) <= 1500
+    assert sum(count for _, count in replies) >= len(requests)
+    assert server.proxy.paths.count("/generate") >= len(requests) * one / 2000 > 2
+
+
 # Servers that do not tell the truth
 
 
@@ -247,6 +272,84 @@ def test_a_lie_is_found_and_the_others_do_its_work(house, trainer, lie):
     assert re.search(message, reasons), reasons
 
 
+@pytest.fixture(scope="module")
+def mixture():
+    return build("qwen3_moe")
+
+
+def experts_of(model, needed=True):
+    found = routers(model)
+    return Experts(*route_shape(found)[:2], num_experts(found), needed)
+
+
+def test_one_server_of_a_mixture_gives_the_routes_of_the_process(house, mixture):
+    house.serve(model="qwen3_moe")
+    client = house.client(reference=mixture, experts=experts_of(mixture))
+    client.load_weights(0, mixture.named_parameters())
+    requests = group_requests(3, 2)
+    ours, expected = collect(client, requests), run(local(mixture), requests)
+    assert_same(ours, expected)
+    for id, sample in expected.items():
+        assert len({*sample.routes.ravel().tolist()}) > 1
+        for name in ("routes", "prompt_routes"):
+            one, other = getattr(ours[id], name), getattr(sample, name)
+            assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
+
+
+def test_an_interrupted_sample_of_a_mixture_goes_on_with_the_routes_it_has(house, mixture):
+    server = house.serve(model="qwen3_moe", latency_s=0.02)
+    client = house.client(reference=mixture, experts=experts_of(mixture))
+    client.load_weights(0, mixture.named_parameters())
+    requests = group_requests(3, 2, SamplingParams(30, ignore_eos=True))
+    client.submit(requests)
+    begin = time.monotonic()
+    while server.engine._turns < 8 and time.monotonic() - begin < 10:
+        time.sleep(0.01)
+    partial = {sample.id: sample for sample in client.abort()}
+    assert all(0 < len(partial[request.id].tokens) < 30 for request in requests)
+    again = collect(client, [replace(request, prefix=partial[request.id]) for request in requests])
+    whole = run(local(mixture), requests)
+    for id, sample in again.items():
+        assert sample.routes.tolist() == whole[id].routes.tolist()
+        assert sample.prompt_routes.tolist() == whole[id].prompt_routes.tolist()
+
+
+def routed_as(name, change):
+    """A server that says other routes."""
+
+    def meddle(path, reply):
+        for item in reply.get("samples", []) if path == "/collect" else []:
+            sample = unpack_sample(item["sample"])
+            item["sample"] = pack_sample(replace(sample, **{name: change(getattr(sample, name))}))
+        return reply
+
+    return meddle
+
+
+FALSE_ROUTES = {
+    "none": (lambda path, reply: without("routes")(path, without("prompt_routes")(path, reply)), "has no routes"),
+    "none of the prompt": (without("prompt_routes"), "prompt_routes are missing"),
+    "a layer too few": (routed_as("routes", lambda r: r[:, 1:]), r"routes are uint8"),
+    "a token of the prompt too few": (routed_as("prompt_routes", lambda r: r[1:]), "prompt_routes are uint8"),
+    "of another type": (routed_as("routes", lambda r: r.astype(np.int16)), "routes are int16"),
+    "an expert that is not there": (routed_as("routes", lambda r: r + 200), "name experts 200"),
+    "an expert twice": (routed_as("prompt_routes", lambda r: r * 0), "an expert twice"),
+}
+
+
+@pytest.mark.parametrize("lie", FALSE_ROUTES)
+def test_routes_that_cannot_be_are_found_and_the_others_do_its_work(house, mixture, lie):
+    meddle, message = FALSE_ROUTES[lie]
+    house.serve(0, model="qwen3_moe", meddle=meddle)
+    house.serve(1, model="qwen3_moe")
+    client = house.client(2, reference=mixture, retries=2, experts=experts_of(mixture))
+    client.load_weights(0, mixture.named_parameters())
+    requests = group_requests(4, 3)
+    assert_same(collect(client, requests), run(local(mixture), requests))
+    assert client.health()["lies"] >= 1
+    assert re.search(message, " ".join(client.said))
+
+
 def test_where_every_server_lies_the_run_ends_and_says_so(house, trainer):
     house.serve(0, meddle=LIES["NaN for a log-prob"][0])
     client = house.client(1, reference=trainer, retries=2)
@@ -273,6 +376,16 @@ def test_a_server_that_accepts_and_never_answers_is_given_up_in_time(house, trai
             client.load_weights(0, trainer.named_parameters())
 
 
+def test_servers_that_nobody_starts_again_end_the_run_at_once(house, trainer):
+    for index in range(2):
+        give_up(house.samplers, index, f"ended with exit code 2, see sampler_{index}.log")
+    client = house.client(2, timeout_s=60.0)
+    begin = time.monotonic()
+    with pytest.raises(RolloutError, match=r"none of them is started again.*sampler_0\.log"):
+        client.load_weights(0, trainer.named_parameters())
+    assert time.monotonic() - begin < 20
+
+
 def test_a_sampler_that_fails_says_why(house, trainer):
     """Weights that are finite and overflow: every server fails at the first token."""
     house.serve()
@@ -282,7 +395,7 @@ def test_a_sampler_that_fails_says_why(house, trainer):
         parameter.data.mul_(1e18)
     broken.model.norm.weight.data.mul_(1e18)
     client.submit(group_requests(1, 1))
-    with pytest.raises(RolloutError, match=r"non-finite logits|log-probs of the probe"):
+    with pytest.raises((RolloutError, WeightSyncError), match=r"non-finite logits|log-probs of the probe"):
         _ = client.load_weights(0, broken.named_parameters()), list(client.completed(20))
 
 

@@ -7,23 +7,29 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 
 import model_zoo
 import numpy as np
 import pytest
+import talkers
 import torch
+from http_judge import JudgeServer
 from killed_runs import Runs, fired
 from training_runs import SMALL, digests, metrics, path_of, samples, train
 
+from gspo.config import load
 from gspo.errors import RolloutError, TrainingError
+from gspo.rewards.given import GivenRewards
 from gspo.rewards.pool import RewardPool
 from gspo.rewards.spec import reward_spec
-from gspo.rollout.buffer import Buffer
+from gspo.rollout.buffer import Buffer, Snapshot
 from gspo.rollout.local import LocalSampler
 from gspo.train import Trainer, setup
 from gspo.train.ahead import Ahead
 from gspo.train.clock import Clock
+from gspo.train.episodes import Episodes
 from gspo.train.rollout import Arrivals, refuse_failures, sample_groups, single_turn
 from gspo.types import Prompt, SampleId, SamplingParams
 
@@ -328,6 +334,74 @@ def test_an_evaluation_gets_its_own_samples_while_training_goes_on(model, reward
     assert [g.submission for g in ahead._take(0)[0]] == [0, 1]
 
 
+@pytest.fixture
+def judge():
+    server = JudgeServer()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def judged_by(judge):
+    # It gives up after 10 s: a test that waits for it ends, and fails.
+    asked = {"url": judge.url, "model": "m", "prompt": "{prompt}:{completion}", "timeout": 10, "retries": 0}
+    return RewardPool(reward_spec({"name": "judge", **asked}))
+
+
+def test_a_judge_that_thinks_stops_neither_sampling_nor_new_weights_nor_an_evaluations_samples(model, judge):
+    thought = threading.Event()
+    judge.score = lambda text: float(thought.wait(30))
+    with judged_by(judge) as rewards:
+        ahead, sampler = make_ahead(model, rewards, Buffer(2, 1, queue_size=6))
+        while ahead._turn() or sampler.health()["running"]:
+            pass
+        assert len(ahead._unscored) == 4  # all that the bound admits is sampled and handed in
+        ahead.publish(1, [(name, p.detach() * 1.01) for name, p in model.named_parameters()])
+        ahead._turn()
+        assert sampler.health()["running"] == 4  # the next batch
+        prompt = Prompt((7, 8), "e")
+        request = Arrivals(1, PARAMS, decode).expect([(1 << 40, prompt)])
+        ahead.sampler.submit(request)
+        assert [sample.id for sample in ahead.sampler.completed()] == [SampleId(1 << 40, 0)]
+        assert not thought.is_set()
+        assert not ahead.buffer.ready
+        thought.set()
+        while not ahead.buffer.ready:
+            ahead._turn()
+        groups, _ = ahead._take(1)
+    assert [outcome.value for group in groups for outcome in group.outcomes] == [1.0] * 4
+
+
+def test_an_evaluation_that_waits_for_its_judge_leaves_training_alone(model, judge):
+    thought, texts = threading.Event(), []
+    judge.score = lambda text: float(thought.wait(30)) if text.startswith("e:") else texts.append(text) or 1.0
+    with judged_by(judge) as rewards:
+        ahead, _ = make_ahead(model, rewards, Buffer(2, 1))
+        found: list = []
+        how = {"num_samples": 1, "params": PARAMS, "sampler": ahead.sampler, "rewards": ahead.rewards, "decode": decode}
+        evaluation = threading.Thread(
+            target=lambda: found.extend(sample_groups([(1 << 40, Prompt((7, 8), "e"))], **how)), daemon=True
+        )
+        evaluation.start()
+        while not any(text.startswith("e:") for text in judge.asked):
+            time.sleep(0.01)
+        try:
+            for version in range(3):
+                assert len(ahead.next(version, Clock())[0]) == 2
+                ahead.publish(version + 1, None)
+            assert evaluation.is_alive()
+            assert not thought.is_set()
+            thought.set()
+            evaluation.join(30)
+        finally:
+            ahead.close()
+    assert [group.outcomes[0].value for group in found] == [1.0]
+    assert len(texts) >= 3 * 2 * 2
+
+
 def test_a_workflow_of_the_users_own_runs_beside_the_trainer_too(model, rewards):
     def twice(requests, sampler):
         """Asks again, as an episode does, and answers with what was said the second time."""
@@ -348,6 +422,40 @@ def test_a_workflow_of_the_users_own_runs_beside_the_trainer_too(model, rewards)
     assert batches == [[0, 1], [2, 3], [4, 5]]
 
 
+def test_episodes_are_played_beside_the_trainer_across_versions():
+    async def two_turns(client, data):
+        answer = await client.chat(client.messages)
+        await client.chat([*client.messages, answer, {"role": "user", "content": "on"}])
+        return float(len(answer["content"]))
+
+    talk = talkers.chat()
+
+    def prompt_of(i):
+        messages = ({"role": "user", "content": f"q{i}"},)
+        return Prompt(talk.render(messages), "?", messages=messages)
+
+    episodes = Episodes(two_turns, talk, max_context=256, rounds=False)
+    with RewardPool(reward_spec("math")) as pool:
+        ahead, sampler = make_ahead(
+            talkers.model(256), GivenRewards(pool), Buffer(2, 1), workflow=episodes, prompt_of=prompt_of
+        )
+        try:
+            batches = []
+            for version in range(3):
+                batches.append(ahead.next(version, Clock())[0])
+                ahead.publish(version + 1, None)
+        finally:
+            episodes.close()
+            ahead.close()
+    assert [[g.submission for g in groups] for groups in batches] == [[0, 1], [2, 3], [4, 5]]
+    for version, groups in enumerate(batches):
+        for sample in (s for group in groups for s in group.samples):
+            assert set(sample.turns.tolist()) == {0, 1}
+            assert version - 1 <= sample.versions.min() <= sample.versions.max() <= version
+            assert sample.outcome in [o for group in groups for o in group.outcomes]
+    assert sampler.health()["running"] == 0
+
+
 def test_a_sampler_that_keeps_old_weights_is_found_out(model, rewards):
     ahead, sampler = make_ahead(model, rewards, Buffer(2, 0), beside=False)
     ahead.next(0, Clock())
@@ -356,6 +464,22 @@ def test_a_sampler_that_keeps_old_weights_is_found_out(model, rewards):
     sampler.version = 1  # as if it had not heard of version 2
     with pytest.raises(RolloutError, match=r"version 1 came to be trained on at version 2.*max_head_offpolicyness = 0"):
         ahead.next(2, Clock())
+    left = ahead.snapshot()  # of the run that ends here: the same prompts are sampled again
+    assert (left.submission, left.again, left.groups) == (4, (), ())
+    sampler.version = 2
+    assert [group.submission for group in ahead.next(2, Clock())[0]] == [4, 5]
+
+
+@pytest.mark.parametrize(("eta", "sent"), [(0, 4), (1, 2)])
+def test_a_queue_smaller_than_a_batch_does_not_stall_a_synchronous_run(model, rewards, eta, sent):
+    config = load(None, ["train_dataset.batch_size=4", "rollout.queue_size=2",
+                         f"rollout.max_head_offpolicyness={eta}"]).config  # fmt: skip
+    sampler = LocalSampler(model, seed=1, eos_token_ids=[0], max_rows=64)
+    ahead = setup.make_ahead(
+        config, Snapshot(0, (), ()), sampler=sampler, rewards=rewards, prompt_of=lambda i: Prompt((1, 2), "?"),
+        decode=decode, workflow=single_turn, keeps=None, step=0, total_steps=3,
+    )  # fmt: skip
+    assert ahead.buffer.submit(0) == list(range(sent))
 
 
 def test_a_filter_that_rejects_everything_ends_the_run_beside_the_trainer_too(model, rewards):

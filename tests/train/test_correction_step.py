@@ -10,7 +10,7 @@ import torch
 from made_batches import make_batch, plain_logp, uneven_groups, with_behavior
 from test_step import make_plan, plain_step, run, weights
 
-from gspo.train.metrics import noise_floor, step_metrics
+from gspo.train.metrics import measured_noise, step_metrics
 from gspo.train.step import _shares
 
 NOW = 5
@@ -122,11 +122,11 @@ def test_only_samples_of_the_current_version_measure_noise_and_ages_are_counted_
     mixed, fresh = stale_batch(model, versions=(3, 5)), stale_batch(model, versions=(NOW,), by=0.0)
     stale = run(copy.deepcopy(model), mixed, plan, version=NOW)
     single = mixed.trained_tokens == 1
-    assert noise_floor(stale, replace(mixed, scored=mixed.scored), NOW) is None or single.any()
+    assert measured_noise(stale.noise_log_s, mixed, NOW) is None or single.any()
     exactly = run(copy.deepcopy(model), fresh, plan, version=NOW)
-    floor = noise_floor(exactly, fresh, NOW)
-    assert floor is not None
-    assert floor < 1e-6
+    noise = measured_noise(exactly.noise_log_s, fresh, NOW)
+    assert noise is not None
+    assert noise.p95 < 1e-6
     metrics = step_metrics(mixed, stale, NOW)
     assert metrics["staleness/max"] == 2
     assert 0 < metrics["staleness/token_mean"] < metrics["staleness/mean"] <= 2

@@ -61,8 +61,8 @@ def test_replay_is_refused_where_it_cannot_be(tiny, tmp_path):
         train(tmp_path, "actor.routing_replay=proximal")
     with pytest.raises(ConfigError, match="prox_logp_method rollout makes none"):
         train(tmp_path, "actor.routing_replay=proximal", "actor.prox_logp_method=rollout")
-    with pytest.raises(ConfigError, match="those of sampler servers are not checked yet"):
-        train(tmp_path, "actor.routing_replay=rollout", "rollout.backend=local:d2")
+    with pytest.raises(ConfigError, match="vllm does not tell them"):
+        train(tmp_path, "actor.routing_replay=rollout", "rollout.backend=vllm:d2")
 
 
 @pytest.mark.full

@@ -42,6 +42,21 @@ def sevens(folder):
             weights.fill_(1.0 if "norm" in name else 0.0)
         model.get_input_embeddings().weight.copy_(torch.eye(size))
         model.score.weight[0, 1 + ALPHABET.index("7")] = size**-0.5  # RMSNorm makes a one-hot √size long
+    return with_tokenizer(model, folder)
+
+
+def moody(folder):
+    """A classifier whose scores use all their bits."""
+    torch.manual_seed(3)
+    config = Qwen3Config(
+        vocab_size=len(ALPHABET) + 1, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=256, num_labels=1, pad_token_id=0,
+        initializer_range=0.5,
+    )  # fmt: skip
+    return with_tokenizer(AutoModelForSequenceClassification.from_config(config), folder)
+
+
+def with_tokenizer(model, folder):
     model.save_pretrained(folder)
     vocabulary = {"[PAD]": 0, **{letter: i for i, letter in enumerate(ALPHABET, 1)}}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[PAD]"))
@@ -83,6 +98,18 @@ def test_a_policy_learns_what_a_reward_model_likes(tmp_path, blank):
     assert all(row["reward"] == pytest.approx(float(row["completion"].endswith("7")), abs=1e-4) for row in last)
     assert rewards[0] < 0.2
     assert rewards[-1] > rewards[0] + 0.3
+
+
+@pytest.mark.full
+def test_checkpoints_ask_a_reward_model_earlier_and_change_no_bit_of_a_run_that_samples_ahead(tmp_path, blank):
+    """A checkpoint has what waits scored at once: other texts come together than without it."""
+    entry = f"reward.functions=[{{name: reward_model, path: '{moody(tmp_path / 'model')}', device: cpu}}]"
+    ahead = ("rollout.max_head_offpolicyness=2", "actor.use_decoupled_loss=true", "train_dataset.batch_size=2",
+             "total_train_steps=5", entry)  # fmt: skip
+    _, often = train(tmp_path / "often", blank, *QUICK, *ahead, "saver.freq_steps=1")
+    _, once = train(tmp_path / "once", blank, *QUICK, *ahead, "saver.freq_steps=5")
+    assert len(list((often / "checkpoints").iterdir())) > len(list((once / "checkpoints").iterdir()))
+    assert digests(often) == digests(once)
 
 
 def test_a_policy_learns_what_a_judge_likes_and_each_text_is_judged_once(tmp_path, blank, judge):

@@ -8,11 +8,12 @@ from collections import Counter
 
 import pytest
 from served_runs import TOKEN, Servers, Starter
-from training_runs import make_trainer, samples, train
+from training_runs import make_trainer, metrics, path_of, samples, train
 
 from gspo.config import dump, load
 from gspo.errors import RolloutError
-from gspo.rollout.discovery import registered
+from gspo.models import embedded
+from gspo.rollout.discovery import registered, weight_folders
 from gspo.train.remote import COUNT, FOLDER
 
 # π_old is the trainer's own: then the sampler's last bits, which depend on who else is in its batch, reach no gradient
@@ -84,6 +85,9 @@ def log(path):
 def test_a_sampler_killed_while_it_generates_changes_nothing_and_serves_again(launched, baseline, tmp_path):
     before = set(os.listdir("/dev/shm"))
     servers = launched(2, faults=["rollout.token:20:kill"])
+    for folder in weight_folders(path_of(tmp_path)):
+        folder.mkdir(parents=True)
+        (folder / "weights_00000009.safetensors").touch()  # what a killed trainer has left
     _, path = train(tmp_path, *RUN)
     assert servers.fired() == ["rollout.token:20:kill"]
     assert_same_run(path, baseline)
@@ -183,6 +187,36 @@ def test_one_server_is_the_run_of_one_process_bit_for_bit(launched, tiny, tmp_pa
     for name in ("model.safetensors", "optimizer.safetensors"):
         folder = "checkpoints/step_000002"
         assert (path / folder / name).read_bytes() == (expected / folder / name).read_bytes()
+
+
+@pytest.mark.full
+def test_one_server_of_a_mixture_has_its_routes_replayed_as_the_process_has(launched, tmp_path, monkeypatch):
+    name = "embedded:tiny-moe"
+    recipe = {**embedded.RECIPES[name], "warm": {**embedded.RECIPES[name]["warm"], "steps": 2}}
+    monkeypatch.setitem(embedded.RECIPES, name, recipe)  # it need not be able to do anything
+    monkeypatch.setenv("GSPO_CACHE", str(tmp_path / "cache"))
+    model, tokenizer = embedded.build(name)
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    how = (
+        f"actor.path={tmp_path / 'model'}", "actor.routing_replay=rollout", "actor.prox_logp_method=rollout",
+        "gconfig.max_new_tokens=8", "actor.ppo_n_minibatches=2", "train_dataset.batch_size=4", "gconfig.n_samples=4",
+    )  # fmt: skip
+    _, expected = train(tmp_path / "alone", *RUN, *how, reward=some_reward)
+    assert metrics(expected)[-1]["moe/expert_flip_rate"] is not None
+    launched(1, *how)
+    _, path = train(tmp_path, *RUN, *how, reward=some_reward)
+    assert "serves, with verified weights" in log(path)
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        folder = "checkpoints/step_000002"
+        assert (path / folder / file).read_bytes() == (expected / folder / file).read_bytes()
+    for name in ("moe/expert_flip_rate", "moe/sampler_flip_rate"):
+        assert [row.get(name) for row in metrics(path)] == [row.get(name) for row in metrics(expected)]
+
+
+def some_reward(completions, **_):
+    """Differs inside a group whatever an untrained model says."""
+    return [float(sum(map(ord, c)) % 3) for c in completions]
 
 
 @pytest.mark.full

@@ -151,7 +151,7 @@ def _sampling_rules() -> Iterable[list[Rule]]:
         _drop("rollout.{routing_strategy,poll_interval,model}", controller),
         _only("rollout.return_routed_experts", _OFF, "set actor.routing_replay: rollout instead; GSPO needs none"),
         _only(
-            "rollout.{agent,openai,api_url,provider_api_key}", (None,), "agents are Python workflows here; remove it"
+            "rollout.{agent,openai,api_url,provider_api_key}", (None,), "set env.agent or env.command (docs/agents.md)"
         ),
     )
 

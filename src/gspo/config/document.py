@@ -167,7 +167,11 @@ sampler's values, `true` for the trainer's. `use_decoupled_loss: true` adds the 
 `actor.rejection_sampling`; setting the latter alone switches it on.
 
 With `rollout.max_head_offpolicyness` above 0, `auto` is `recompute`: what an older sampler's log-probs differ by is the
-policy's drift, not the sampler's noise ([async.md](async.md))."""
+policy's drift, not the sampler's noise ([async.md](async.md)).
+
+With `rollout`, the first step holds the sampler's noise at equal weights, p95 |log s|, against ε before any update:
+from ε/3 on it warns, above ε the run is refused unless `actor.prox_logp_force`. `gspo doctor --probe` measures it
+before training ([mismatch.md](mismatch.md)). `actor.prox_logp_recenter` takes the sampler's mean error off."""
 
 
 def _proximal_table() -> str:

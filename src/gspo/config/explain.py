@@ -216,6 +216,16 @@ def _words(f: Facts) -> list[str]:
             f"overlong completions: up to {number(f.actor.overlong_penalty_factor)} less reward, rising over the last "
             f"{f.actor.overlong_tokens:,} of {longest:,} tokens"
         )
+    env = f.config.env
+    agent = env.agent or " ".join(env.command)
+    if played := env.path or agent:
+        unit = f.actor.sequence_unit if f.sequence_level else "token"
+        words.append(
+            f"episodes: {played}, at most {env.max_turns} turns; one ratio per {unit}; what tools and environment "
+            "say is neither in |y| nor in the loss"
+        )
+    if agent:
+        words.append(f"agents: through an OpenAI-compatible address on this machine, the policy named {env.model!r}")
     if objective["advantage"] == "gae" and f.config.critic is not None:
         words.append(f"critic: {_critic_words(f, f.config.critic)}")
     return words
@@ -354,7 +364,7 @@ def _sampler_words(f: Facts) -> str:
         where = "in the trainer's process"
     else:
         where = f"{sampler.data} {sampler.name} server{'s' if sampler.data > 1 else ''}"
-        where += f", {sampler.world} GPUs" if gpus or sampler.name != "local" else ""
+        where += f", {sampler.world} GPU{'s' if sampler.world > 1 else ''}" if gpus else ""
     if backend == "auto":
         where += f" (GPUs: {gpus})" if gpus else " (no GPU is visible here)"
     when = "synchronous, every sample is of the newest weights"
@@ -377,8 +387,10 @@ def _sampling_words(f: Facts) -> str:
 
 def _proximal_words(f: Facts) -> str:
     method, parts = f.objective["proximal"], f.num_minibatches
+    if f.recentred:
+        return "mini-batch 1 is its own π_old; later ones take the sampler's log-probs (μ) less their mean error"
     if method == "rollout":
-        return "the sampler's own log-probs (μ), recorded with each token"
+        return "the sampler's own log-probs (μ), recorded with each token; refused where their noise is above ε"
     if method == "loglinear":
         return "interpolated between the sampler's and the trainer's log-probs by each token's weight version"
     if parts == 1:

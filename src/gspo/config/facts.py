@@ -77,6 +77,11 @@ class Facts:
         return self.objective["settings"]["clip_low"], self.objective["settings"]["clip_high"]
 
     @property
+    def recentred(self) -> bool:
+        """π_old is the sampler's less its mean error, and mini-batch 1's own forward."""
+        return self.objective["proximal"] == "rollout" and self.actor.prox_logp_recenter
+
+    @property
     def code_rewards(self) -> list[dict[str, Any]]:
         """The settings of every reward `code`, which runs what the model wrote."""
         valid = self.config.valid_dataset

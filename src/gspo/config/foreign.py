@@ -224,7 +224,7 @@ _TRL_UNSUPPORTED: tuple[Other, ...] = (
         "entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target",
         "entropy is measured, not rewarded",
     ),
-    ("max_tool_calling_iterations", "an episode is a Python workflow: Trainer(workflow=…)"),
+    ("max_tool_calling_iterations", "an episode is an environment: env.path: tools, env.options.max_turns"),
     ("use_bias_correction_kl", "the KL estimators are k1, k2, k3"),
 )
 
@@ -433,7 +433,7 @@ _VERL_UNSUPPORTED: tuple[Other, ...] = (
     ),
     (f"{_A}ulysses_sequence_parallel_size", "sequences are not split over ranks"),
     (f"{_A}use_torch_compile", "models run as transformers builds them"),
-    (f"{_R}multi_turn.* {_R}agent.* data.tool_config_path", "an episode is a Python workflow: Trainer(workflow=…)"),
+    (f"{_R}multi_turn.* {_R}agent.* data.tool_config_path", "an episode is an environment: env.path"),
     ("algorithm.kl_ctrl.type algorithm.kl_ctrl.horizon algorithm.kl_ctrl.target_kl", "the KL coefficient is fixed"),
     ("algorithm.use_pf_ppo algorithm.pf_ppo.*", "samples are not reweighted"),
     ("trainer.critic_warmup", "critic and policy are trained from the first step"),

@@ -37,7 +37,15 @@ class Layout:
     @property
     def gpus_wanted(self) -> int:
         """GPUs that the processes take, where GPUs are used at all."""
+        if self.is_colocated:
+            return 1
         return self.ranks + (self.sampler.world if self.sampler is not None else 0)
+
+    @property
+    def is_colocated(self) -> bool:
+        """One GPU for the trainer and an engine that can give it up: the engine sleeps while the trainer works."""
+        one_gpu = self.num_nodes * self.gpus_per_node == 1
+        return one_gpu and self.sampler is not None and self.sampler.name == "vllm" and self.sampler.world == 1
 
     @property
     def is_one_process(self) -> bool:

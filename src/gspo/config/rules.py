@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gspo.algorithms import ALGORITHMS
+from gspo.config import engines as foreign_engines
 from gspo.config.backend import TRAINERS, parse_backend
 from gspo.config.estimate import number
 from gspo.config.facts import Facts, Finding
 from gspo.config.layout import layout_of
 from gspo.config.schema import Norm
+from gspo.errors import ConfigError
 
 WIDE_EPS = 0.05  # a geometric mean over more than FEW_TOKENS tokens practically never moves this far from 1
 FEW_TOKENS = 8
@@ -24,6 +26,7 @@ FLOAT32_EPS = 1e-5  # float32 rounding alone moves log s by about 1e-6
 SAMPLER_NOISE = 2e-3  # published sampler-trainer KL per token: 6e-4 dense, 1.5e-3 MoE
 HIGH_LR = {"full": 1e-4, "lora": 1e-3}
 GROUP_ADVANTAGES = frozenset({"group_std", "group_mean", "leave_one_out"})
+ENVIRONMENTS = ("tools", "self_correct")  # of `envs/find.py`
 FILE_ENDINGS = frozenset({".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt"})
 
 
@@ -70,7 +73,8 @@ def clip_range(f: Facts) -> Iterator[Finding]:
 
 
 def ratio_always_one(f: Facts) -> Iterator[Finding]:
-    if f.num_minibatches > 1 or f.objective["proximal"] not in ("auto", "recompute"):
+    own = f.objective["proximal"] in ("auto", "recompute") or f.recentred
+    if f.num_minibatches > 1 or not own:
         return
     rest = "only the π_old/μ weight acts" if f.objective["corrected"] else "GSPO, GSPO-token and GRPO coincide"
     auto = ", and eps_clip: auto has nothing to follow" if f.objective["eps_auto"] else ""
@@ -100,6 +104,35 @@ def flattened_advantages(f: Facts) -> Iterator[Finding]:
             "a KL penalty in the reward differs per token, and one ratio per sequence takes the mean of it",
             "set algorithm: gspo_token, which keeps per-token advantages, or use actor.kl_loss_coef instead",
         )
+    whole = f.actor.sequence_unit == "trajectory"
+    if f.objective["level"] == "sequence" and f.config.env.turn_discount < 1 and whole:
+        yield f.warn(
+            "env.turn_discount",
+            "credit differs from turn to turn, and one ratio per trajectory takes the mean of it",
+            "set actor.sequence_unit: turn, or algorithm: gspo_token",
+        )
+
+
+def episodes(f: Facts) -> Iterator[Finding]:
+    env = f.config.env
+    if env.path is not None and ":" not in env.path and env.path not in ENVIRONMENTS:
+        yield f.error(
+            "env.path",
+            f"{env.path!r} is no environment here; there are {', '.join(ENVIRONMENTS)}",
+            "name your own as module:function or file.py:function",
+        )
+    own = env.options.get("max_turns", env.options.get("attempts"))
+    if env.path in ENVIRONMENTS and isinstance(own, int) and own > env.max_turns:
+        yield f.error(
+            "env.max_turns",
+            f"the environment may ask {own} times and every episode is bounded at {env.max_turns}: the longest would "
+            "fail instead of ending",
+            f"set env.max_turns={own}",
+        )
+    if env.path is not None and f.objective["advantage"] == "gae" and env.turn_discount < 1:
+        yield f.error(
+            "env.turn_discount", "GAE discounts by tokens, not by turns", "set actor.discount, or a group advantage"
+        )
 
 
 # The policies
@@ -126,6 +159,12 @@ def policies(f: Facts) -> Iterator[Finding]:
             f"range (ε = {number(min(f.clips))}) before any update",
             "set actor.use_decoupled_loss: true, which clips against the trainer's own π_old and weighs by π_old/μ",
         )
+    if stale > 0 and f.recentred:
+        yield f.error(
+            "actor.prox_logp_recenter",
+            f"samples may be {stale} versions old: they differ by the policy's drift, which is no constant",
+            "set rollout.max_head_offpolicyness: 0, or actor.use_decoupled_loss: true without prox_logp_method",
+        )
     queue = f.config.rollout.queue_size
     if stale > 0 and queue is not None and queue < f.num_prompts:
         yield f.error(
@@ -148,7 +187,7 @@ def policies(f: Facts) -> Iterator[Finding]:
             "actor.prox_logp_method",
             f"{f.external_sampler}'s log-probs differ from the trainer's by more per token (published: 6e-4 to 1.5e-3) "
             f"than ε = {number(min(f.clips))}: sequences are clipped before any update",
-            "set actor.prox_logp_method: recompute, or an ε above the measured noise/log_s_p95_abs",
+            "measure it with `gspo doctor --probe`; set actor.prox_logp_method: recompute, or an ε above the noise",
         )
     correction = actor.rejection_sampling
     if correction is None or not f.objective["corrected"]:
@@ -235,15 +274,18 @@ def batches(f: Facts) -> Iterator[Finding]:
 
 
 def _devices(f: Facts) -> Iterator[Finding]:
-    sampler, trainer = layout_of(f.config, f.num_gpus).sampler, parse_backend(f.config.actor.backend, TRAINERS)
+    layout, trainer = layout_of(f.config, f.num_gpus), parse_backend(f.config.actor.backend, TRAINERS)
+    sampler = layout.sampler
+    if layout.is_colocated:
+        return
     named = sampler is not None and f.config.rollout.backend != "auto"
     needed = (sampler.world if sampler and named else 0) + (trainer.world if trainer.name == "fsdp" else 0)
     cluster = f.config.cluster
     if not needed or (cluster.n_gpus_per_node is None and (cluster.n_nodes > 1 or f.config.scheduler.type != "local")):
         return
     offered = cluster.n_nodes * (f.num_gpus if cluster.n_gpus_per_node is None else cluster.n_gpus_per_node)
-    if offered == 0 and f.external_sampler is None:
-        return  # ranks of a CPU run
+    if offered == 0 and f.external_sampler != "sglang":
+        return  # processes of a CPU run
     if needed > offered:
         stated = cluster.n_gpus_per_node is not None
         key = "cluster.n_gpus_per_node" if stated else "actor.backend" if trainer.name == "fsdp" else "rollout.backend"
@@ -491,6 +533,46 @@ def loggers(f: Facts) -> Iterator[Finding]:
             yield f.error(key, f"{package} is not installed", f"pip install 'gspo[{package}]', or set {key}: {off}")
 
 
+# Inference engines
+
+
+def engines(f: Facts) -> Iterator[Finding]:
+    engine, layout = f.external_sampler, layout_of(f.config, f.num_gpus)
+    if engine is None:
+        return
+    options = getattr(f.config, engine)
+    try:
+        foreign_engines.flags(engine, options, f.actor.path)
+        foreign_engines.environment_of(engine, options)
+        foreign_engines.url_of(engine, options, 0, layout.num_samplers)
+    except ConfigError as error:
+        yield f.error(engine, str(error), f"everything below {engine} is a flag of the engine, by its own name")
+    if layout.is_colocated and f.config.rollout.max_head_offpolicyness > 0:
+        yield f.error(
+            "rollout.max_head_offpolicyness",
+            "one GPU is shared by turns: the engine sleeps while the trainer works, and cannot sample ahead",
+            "set rollout.max_head_offpolicyness: 0",
+        )
+
+
+# Agents
+
+
+def agents(f: Facts) -> Iterator[Finding]:
+    env = f.config.env
+    named = [f"env.{name}" for name in ("path", "agent", "command") if getattr(env, name)]
+    if len(named) > 1:
+        yield f.error(
+            named[1], f"{' and '.join(named)} are given, and an episode is played by one", "remove the others"
+        )
+    if env.agent is not None and (file := env.agent.rpartition(":")[0]).endswith(".py") and not Path(file).is_file():
+        yield f.error(
+            "env.agent", f"there is no file {file}", "paths are taken from the folder that gspo is started in"
+        )
+    if env.command and shutil.which(env.command[0]) is None:
+        yield f.error("env.command", f"there is no program {env.command[0]}", "give its path, or install it")
+
+
 # Mixtures of experts
 
 
@@ -504,11 +586,11 @@ def experts(f: Facts) -> Iterator[Finding]:
         )
     if f.in_process:
         return
-    if replay == "rollout":
+    if replay == "rollout" and f.external_sampler is not None:
         yield f.error(
             "actor.routing_replay",
-            "rollout replays the sampler's routes, and those of sampler servers are not checked yet",
-            "set rollout.backend: local (in process), or actor.routing_replay: proximal",
+            f"rollout replays the sampler's routes, and {f.external_sampler} does not tell them",
+            "set rollout.backend: local:dN (servers of our own), or actor.routing_replay: proximal",
         )
     if rounded != "none":
         yield f.error(
@@ -519,7 +601,7 @@ def experts(f: Facts) -> Iterator[Finding]:
     if f.actor.weight_update_mode == "nccl":
         yield f.error(
             "actor.weight_update_mode",
-            "weights reach sampler servers as files; NCCL is for engines that this version does not have yet",
+            "weights reach sampler servers as files; a transfer by NCCL is not built",
             "set it to auto",
         )
 
@@ -532,11 +614,14 @@ RULES = (
     ratio_always_one,
     aggregation,
     flattened_advantages,
+    episodes,
     policies,
     sampling,
     rewards,
     programs,
     weights,
     loggers,
+    engines,
+    agents,
     experts,
 )

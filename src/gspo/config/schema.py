@@ -173,7 +173,8 @@ class Sharding:
 class Actor:
     path: str = key(
         "embedded:tiny",
-        "Model: embedded:tiny, embedded:tiny-moe, smollm2-135m, a folder, a hub name, a .gguf file.",
+        "Model: embedded:tiny, embedded:tiny-moe, embedded:tiny-tools, smollm2-135m, a folder, a hub name, or a .gguf "
+        "file.",
     )
     backend: str = key("auto", 'Trainer: auto, "fsdp:d4". auto: one rank where there is no CUDA.')
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = key(
@@ -236,6 +237,14 @@ class Actor:
         "Where π_old comes from: the trainer, the sampler, or interpolation; auto or null: the trainer, or the sampler "
         "where its noise was measured to be far below the clip range.",
     )
+    prox_logp_recenter: bool = key(
+        False,
+        "With prox_logp_method rollout: take the sampler's mean error per token off π_old of mini-batches 2…K. "
+        "Mini-batch 1 measures it, and is its own π_old.",
+    )
+    prox_logp_force: bool = key(
+        False, "With prox_logp_method rollout: train even where the sampler's noise is above the clip range."
+    )
     recompute_logprob: bool | None = key(None, "AReaL's switch; false without decoupling means rollout.")
     routing_replay: Literal["none", "proximal", "rollout"] = key(
         "none",
@@ -266,6 +275,9 @@ class Actor:
     )
     max_new_tokens: int | None = key(None, "For the token_sum denominator; null: gconfig.max_new_tokens.", low=1)
     max_nonfinite_updates: int = key(3, "Non-finite updates in a row that end the run.", low=1)
+    sequence_unit: Literal["trajectory", "turn"] = key(
+        "trajectory", "What of an episode has one sequence ratio, clip and |y|: all its turns together, or each turn."
+    )
 
 
 @dataclass
@@ -392,6 +404,32 @@ class Reward:
 
 
 @dataclass
+class Environment:
+    path: str | None = key(
+        None,
+        "Multi-turn episodes: tools, self_correct, module:function or file.py:function (docs/episodes.md); null: one "
+        "completion per prompt.",
+    )
+    agent: str | None = key(
+        None,
+        "An agent that speaks to an OpenAI-compatible address, in place of path: module:function or file.py:function "
+        "of (base_url, api_key, data) (docs/agents.md).",
+    )
+    command: list[str] = key(
+        [], "The same as a command line, one program per episode with OPENAI_BASE_URL and OPENAI_API_KEY: [node, a.js]."
+    )
+    model: str = key("policy", "The name by which agents ask for the model; other names are refused.")
+    options: dict[str, Any] = key({}, "Settings of the environment, its keyword arguments: {tools: [calculator]}.")
+    max_turns: int = key(16, "Answers of the model in one episode; an environment that asks for more fails.", low=1)
+    timeout: float = key(
+        60.0, "Seconds an environment may take from one answer to its next request; then its sample fails.", above=0
+    )
+    turn_discount: float = key(
+        1.0, "γ by which a reward counts less for every turn between it and the turn that is credited.", low=0, high=1
+    )
+
+
+@dataclass
 class Config:
     experiment_name: str = key("gspo", "First part of the run directory's name.")
     trial_name: str = key("trial0", "Second part of the run directory's name.")
@@ -421,11 +459,16 @@ class Config:
     ref: Reference | None = key(None, "Reference model for KL.")
     critic: Critic | None = key(None, "Value model for PPO.")
     reward: Reward = key(Reward, "Reward functions and their workers.")
+    env: Environment = key(Environment, "Multi-turn episodes, tools, agents.")
     train_dataset: DatasetSpec = key(DatasetSpec, "Training problems.")
     valid_dataset: DatasetSpec | None = key(None, "Held-out problems; null: train_dataset's held-out split.")
     saver: Saver = key(Saver, "Checkpoints to keep.")
     recover: Recover = key(Recover, "Checkpoints for resuming.")
     evaluator: Evaluator = key(Evaluator, "Held-out evaluation.")
     stats_logger: StatsLogger = key(StatsLogger, "Where metrics go beside the run directory.")
-    vllm: dict[str, Any] = key({}, "Flags passed on to vLLM servers.")
-    sglang: dict[str, Any] = key({}, "Flags passed on to SGLang servers.")
+    vllm: dict[str, Any] = key(
+        {},
+        "Flags passed on to vLLM servers, by their own names (max_model_len); and python: the interpreter that has "
+        "vLLM, env: its variables, url: the address of servers that you run yourself.",
+    )
+    sglang: dict[str, Any] = key({}, "The same for SGLang servers; experimental.")

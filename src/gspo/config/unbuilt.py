@@ -12,7 +12,7 @@ from gspo.config.schema import Config
 
 def unbuilt(config: Config) -> Iterator[tuple[str, str, str]]:
     """(key, what is missing, what to set instead) for everything this config asks for in vain."""
-    actor, rollout = config.actor, config.rollout
+    actor = config.actor
     asked = (
         ("actor.attn_impl", actor.attn_impl not in ("auto", "sdpa"), "a choice of attention kernel", "set it to auto"),
         ("actor.disable_dropout", not actor.disable_dropout, "dropout in training", "set it to true"),
@@ -22,12 +22,6 @@ def unbuilt(config: Config) -> Iterator[tuple[str, str, str]]:
             actor.mb_spec.packing_algorithm != "ffd",
             "another packing algorithm",
             "set it to ffd",
-        ),
-        (
-            "rollout.backend",
-            rollout.backend.lower().startswith(("vllm", "sglang")),
-            "vLLM and SGLang servers",
-            "set it to auto, or to local:dN for N sampler servers of our own",
         ),
     )
     for key, is_asked, what, instead in asked:

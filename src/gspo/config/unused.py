@@ -64,6 +64,9 @@ def _policies(f: Facts) -> Iterator[Idle]:
         yield "actor.rejection_sampling", "π_old/μ does not weigh the loss (actor.use_decoupled_loss)"
     elif actor.rejection_sampling is not None and actor.rejection_sampling.level == "token":
         yield "actor.rejection_sampling.agg", "each token is judged by itself (level token)"
+    if f.objective["proximal"] != "rollout":
+        for key in ("actor.prox_logp_recenter", "actor.prox_logp_force"):
+            yield key, f"π_old is not the sampler's (actor.prox_logp_method is {actor.prox_logp_method})"
     if f.num_minibatches == 1 and actor.routing_replay == "proximal":
         yield "actor.routing_replay", "one update per batch has no pass after π_old's (actor.ppo_n_minibatches is 1)"
     if actor.kl_loss_coef == 0 and actor.kl_ctl == 0:
@@ -170,5 +173,14 @@ def _rest(f: Facts) -> Iterator[Idle]:
             yield f"valid_dataset.{key}", "held-out problems are taken in their order, evaluator.size of them"
     if config.eval_gconfig is not None:
         yield "eval_gconfig.max_tokens", "gconfig.max_tokens bounds every sequence"
+    if not (config.env.path or config.env.agent or config.env.command):
+        for key in ("env.options", "env.max_turns", "env.timeout", "env.turn_discount", "actor.sequence_unit"):
+            yield key, "the config names no environment (env.path); Trainer(env=…) reads it all the same"
+    if not f.sequence_level:
+        yield "actor.sequence_unit", "every token has a ratio of its own"
+    if not (config.env.agent or config.env.command):
+        yield "env.model", "no agent asks for it (env.agent, env.command)"
+    if config.env.command:
+        yield "env.options", "a command is given the row alone"
     if config.stats_logger.wandb.mode == "disabled":
         yield "stats_logger.wandb.project", "stats_logger.wandb.mode is disabled"

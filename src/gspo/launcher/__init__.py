@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gspo.config import Loaded
+    from gspo.config.schema import Config
     from gspo.launcher.plan import Plan
 
 RUNNERS = ("local", "ray", "slurm")
@@ -37,6 +38,8 @@ def launch(loaded: Loaded, command: Sequence[str], *, dry_run: bool = False) -> 
     config = loaded.config
     on, restarts = config.scheduler.type or "local", config.scheduler.restarts
     plan = make_plan(config, command, visible_gpus())
+    if not dry_run and on == "local":
+        _refuse_missing_engine(config, plan)
     if dry_run:
         print(to_text(plan, on))
         if on == "slurm":
@@ -61,6 +64,16 @@ def launch(loaded: Loaded, command: Sequence[str], *, dry_run: bool = False) -> 
     return slurm.run(plan, config.scheduler.slurm, command, restarts=restarts, say=_say)
 
 
+def _refuse_missing_engine(config: Config, plan: Plan) -> None:
+    """An engine that is not installed here is found out before anything is started."""
+    from gspo.config import engines
+
+    sampler = plan.layout.sampler
+    if sampler is not None and sampler.name in engines.DECIDED:
+        options, on_cpu = getattr(config, sampler.name), not plan.layout.gpus_per_node
+        engines.check(sampler.name, options, config.actor.path, on_cpu=on_cpu, count=sampler.data)
+
+
 def _write(loaded: Loaded, plan: Plan) -> None:
     """The resolved config, for samplers and jobs; folders exist before anybody looks into them."""
     from gspo.config import dump
@@ -74,7 +87,7 @@ def _write(loaded: Loaded, plan: Plan) -> None:
             raise ConfigError(f"{plan.path} is in use by another trainer; wait for it, or set trial_name") from cause
     for folder in (plan.folder, plan.sampler_folder) if plan.samplers else (plan.folder,):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for stale in plan.sampler_folder.glob("sampler_*.json"):
+    for stale in (*plan.sampler_folder.glob("sampler_*.json"), *plan.sampler_folder.glob("sampler_*.gone")):
         stale.unlink()
     aside = plan.config_file.with_suffix(".tmp")
     aside.write_text(dump(loaded), encoding="utf-8")

@@ -10,16 +10,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gspo.launcher.local import Watch, end
+from gspo.launcher.local import Watch, await_end, end
 from gspo.launcher.plan import Process
+from gspo.launcher.supervise import clear
 from gspo.launcher.tied import tied
+
+LAST_WORDS_S = 2.0  # for what a process has said before its end; a daemon of its own may keep the pipe for ever
 
 
 class Runner:
     """One process; `poll` waits for its words or its end."""
 
     def __init__(self, process: Process) -> None:
-        self._watch = Watch(process)
+        self._plan, self._watch = process, Watch(process)
         self._process: subprocess.Popen[bytes] | None = None
         self._news = threading.Condition()
         self._said = bytearray()
@@ -49,6 +52,8 @@ class Runner:
                 tied(argv), env={**own, **env}, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
+            if log is not None:
+                out.close()  # the process has its own
         except OSError as error:
             with self._news:
                 self._said += f"gspo: this process cannot be started on {socket.gethostname()}: {error}\n".encode()
@@ -57,21 +62,31 @@ class Runner:
             return
         self._process = process
         started.set()
-        if process.stdout is not None:
-            while said := os.read(process.stdout.fileno(), 65536):
-                with self._news:
-                    self._said += said
-                    self._news.notify_all()
+        # Beside: what the process has started may keep its stdout open, and must not hide its end.
+        reader = threading.Thread(target=self._listen, args=(process,), daemon=True)
+        reader.start()
+        await_end(process)
+        reader.join(LAST_WORDS_S)
+        clear(self._plan)  # its machine may be another than the launcher's
         code = process.wait()
         with self._news:
             self._code = code if code >= 0 else 128 - code
             self._news.notify_all()
 
+    def _listen(self, process: subprocess.Popen[bytes]) -> None:
+        if process.stdout is None:
+            return
+        with process.stdout as pipe:
+            while said := os.read(pipe.fileno(), 65536):
+                with self._news:
+                    self._said += said
+                    self._news.notify_all()
+
     def poll(self, seconds: float) -> tuple[bytes, int | None]:
         """What it has said since the last call, and its exit code; waits so long for news."""
-        if self._process is not None and self._code is None and (stopped := self._watch.look(self._process)):
-            self._said += f"{stopped}\n".encode()
         with self._news:
+            if self._process is not None and self._code is None and (stopped := self._watch.look(self._process)):
+                self._said += f"{stopped}\n".encode()
             if not self._said and self._code is None:
                 self._news.wait(seconds)
             said, self._said = bytes(self._said), bytearray()

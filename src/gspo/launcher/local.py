@@ -97,6 +97,17 @@ def end(process: subprocess.Popen[bytes], patience_s: float) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+    _end_group(process)
+
+
+def await_end(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a process, then kill whatever is left of its group. Its exit code is still to be asked for."""
+    with contextlib.suppress(ChildProcessError):  # another thread was told of the end
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # its number stays its own until then
+    _end_group(process)
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left
         os.killpg(process.pid, signal.SIGKILL)
 

@@ -12,6 +12,7 @@ from typing import Literal
 from gspo.config.layout import Layout, layout_of
 from gspo.config.schema import Config
 from gspo.errors import ConfigError
+from gspo.rollout.discovery import weight_folders
 
 # Filled in where a process starts: its machine's address, and where the ranks of several machines meet.
 ADDRESS, MEETING = "{address}", "{meeting}"
@@ -29,6 +30,7 @@ class Process:
     gpus: tuple[int, ...] = ()
     ranks: int = 0  # of a trainer: how many it runs
     max_stopped_s: float = 60.0  # longer than so under SIGSTOP, and it counts as dead
+    publishes: tuple[Path, ...] = ()  # folders of weights that nobody needs after its end
 
     @property
     def name(self) -> str:
@@ -92,8 +94,9 @@ def make_plan(config: Config, command: Sequence[str], num_gpus: int) -> Plan:
         replace(trainer, max_stopped_s=config.stall_timeout)
         for trainer in _trainers(layout, path, command, rank_places)
     )
+    env = {"GSPO_LAUNCHED": "1", **_shared(layout)}
     samplers = tuple(
-        Process("sampler", index, _sampler_argv(layout, path, index), {"GSPO_LAUNCHED": "1"}, node, gpus)
+        Process("sampler", index, _sampler_argv(layout, path, index), env, node, gpus)
         for index, (node, gpus) in enumerate(sampler_places)
     )
     return Plan(layout, path, trainers + samplers)
@@ -101,7 +104,7 @@ def make_plan(config: Config, command: Sequence[str], num_gpus: int) -> Plan:
 
 def _refuse_too_few_gpus(config: Config, layout: Layout) -> None:
     total = layout.num_nodes * layout.gpus_per_node
-    if layout.sampler is not None and layout.sampler.name != "local" and not total:
+    if layout.sampler is not None and layout.sampler.name == "sglang" and not total:  # vLLM may be a CPU build
         raise ConfigError(
             f"rollout.backend is {config.rollout.backend}, and no GPU is visible here; set cluster.n_gpus_per_node to "
             "what a machine of the cluster has, or rollout.backend: auto"
@@ -118,7 +121,7 @@ def _trainers(
     layout: Layout, path: Path, command: Sequence[str], places: Sequence[tuple[int, int | None]]
 ) -> tuple[Process, ...]:
     """One process per machine that trains: torch's elastic launcher there starts that machine's ranks."""
-    env = {"GSPO_LAUNCHED": "1"}
+    env = {"GSPO_LAUNCHED": "1", **_shared(layout)}
     if layout.num_samplers:
         env |= {"GSPO_SAMPLERS": str(layout.num_samplers), "GSPO_SAMPLER_DIR": str(path / "samplers")}
     nodes = list(dict.fromkeys(node for node, _ in places))
@@ -132,8 +135,14 @@ def _trainers(
             meet += ("--first",) if meet and index == 0 else ()
             logs = ("--logs", str(path / "launch" / "ranks"))
             argv = (sys.executable, "-m", "gspo.launcher.ranks", "--ranks", str(ranks), *meet, *logs, "--", *command)
-        out.append(Process("trainer", index, argv, env, node, gpus, ranks))
+        publishes = weight_folders(path) if layout.num_samplers and index == 0 else ()  # rank 0 does
+        out.append(Process("trainer", index, argv, env, node, gpus, ranks, publishes=publishes))
     return tuple(out)
+
+
+def _shared(layout: Layout) -> dict[str, str]:
+    """Told to both sides, since each sees only its own GPUs."""
+    return {"GSPO_COLOCATED": "1"} if layout.is_colocated else {}
 
 
 def _sampler_argv(layout: Layout, path: Path, index: int) -> tuple[str, ...]:
@@ -156,7 +165,7 @@ def _places(layout: Layout) -> tuple[list[tuple[int, int | None]], list[tuple[in
         return [(node, None) for node in spread], [(node, ()) for node in others]
     ranks = [divmod(gpu, per_node) for gpu in range(layout.ranks)]
     samplers: list[tuple[int, tuple[int, ...]]] = []
-    begin = layout.ranks
+    begin = 0 if layout.is_colocated else layout.ranks
     for _ in range(layout.num_samplers):
         if begin % per_node + size > per_node:
             begin += per_node - begin % per_node

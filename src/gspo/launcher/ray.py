@@ -48,7 +48,7 @@ def run(plan: Plan, *, restarts: int, start_timeout: float, say: Say) -> int:
                 env = environment(process, passed_on, shared)
                 log = None if process.role == "trainer" else plan.folder / f"{process.name}.log"
                 where = {"placement_group": group, "placement_group_bundle_index": bundles[process.node]}
-                return Remote(ray, process, env, log, where, meeting)
+                return Remote(ray, process, env, log, where, meeting, max(start_timeout, SILENCE_S))
 
             return start
 
@@ -143,20 +143,24 @@ class Remote:
         log: Path | None,
         where: dict[str, Any],
         meeting: list[str],
+        start_timeout: float,
     ) -> None:
         self._ray = ray
         options = {"num_cpus": 1, "num_gpus": len(process.gpus), "max_restarts": 0, "max_concurrency": 4, **where}
         self._actor = ray.remote(Runner).options(**options).remote(process)
         self._code: int | None = None
         try:
-            address, port = ray.get(self._actor.place.remote(), timeout=SILENCE_S)
+            # Ray starts a process of its own first, which takes its time on a busy machine.
+            address, port = ray.get(self._actor.place.remote(), timeout=start_timeout)
             if not meeting:
                 meeting.append(f"{address}:{port}")
             filled = {ADDRESS: address, MEETING: meeting[0]}
             argv = [filled.get(word, word) for word in process.argv]
             ray.get(self._actor.start.remote(argv, env, os.getcwd(), log), timeout=SILENCE_S)
             self._answer = self._ask()
-        except ray.exceptions.RayError:
+        except ray.exceptions.RayError as error:
+            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+            print(f"gspo: Ray has not started {process.name}: {why}", file=sys.stderr, flush=True)
             self._code = LOST
 
     def _ask(self) -> Any:

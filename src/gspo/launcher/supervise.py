@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from gspo.launcher.plan import Plan, Process
+from gspo.rollout.discovery import forget, give_up
 
 # Exit codes by which our commands answer: done, failed, bad usage, interrupted and saved.
 ANSWERS = (0, 1, 2, 130)
@@ -121,6 +122,8 @@ def supervise(plan: Plan, prepare: Callable[[], Start], *, restarts: int, resume
         finally:
             for unit in (trainer, *samplers):
                 unit.end()
+            for process in plan.processes:
+                clear(process)
 
 
 def _look_after(unit: Unit, prepare: Callable[[], Start], folder: Path, say: Say) -> bool:
@@ -133,11 +136,18 @@ def _look_after(unit: Unit, prepare: Callable[[], Start], folder: Path, say: Say
     if code == 2 or not unit.restarts_left:
         why = "" if code == 2 else " (scheduler.restarts is used up)"
         say(f"{said}. It is not started again{why}:{last_words(log)}")
+        give_up(folder.parent / "samplers", unit.processes[0].index, f"{killed_by(code)}, see {log}")
         return False
     unit.restarts_left -= 1
     say(f"{said}. Starting it again ({unit.restarts_left} more times)")
     unit.start(prepare)
     return True
+
+
+def clear(process: Process) -> None:
+    """Remove from this machine what a process has published, once it has ended; one that was killed could not."""
+    for folder in process.publishes:
+        forget(folder)
 
 
 def killed_by(code: int) -> str:

@@ -3,6 +3,10 @@
 `embedded:tiny` is a Qwen3 of under a million parameters with a character tokenizer for `embedded:arithmetic`;
 `embedded:tiny-moe` is a Qwen3-MoE of six layers with sixteen experts each. Their teacher is careless on purpose: it
 forgets most carries, so a model knows how to work and has something to unlearn.
+
+`embedded:tiny-tools` is the same Qwen3 for the environment `tools`. Its teacher seldom asks the calculator,
+`[184+768]952>952`, and mostly says the sum straight away, `>952`: what the model can say but not work out, so that it
+has something to learn from asking.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
 
 PAD, EOS = "<pad>", "<eos>"
 VOCABULARY = (PAD, EOS, *arithmetic.ALPHABET)
+CALL, RESULT = "[", "]"  # around what a tool is asked
 
 # What defines each model; a change of any value is another model, in another cache folder.
 RECIPES: Mapping[str, Mapping[str, Any]] = {
@@ -82,6 +87,16 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
         },
     },
 }
+_TINY = RECIPES["embedded:tiny"]
+RECIPES = {
+    **RECIPES,
+    "embedded:tiny-tools": {
+        **_TINY,
+        "characters": CALL + RESULT,
+        "digits": (4, 5),
+        "warm": {**_TINY["warm"], "steps": 500, "asks": 0.2, "reads": 0.4},
+    },
+}
 
 
 def shape(name: str) -> Mapping[str, Any]:
@@ -91,8 +106,12 @@ def shape(name: str) -> Mapping[str, Any]:
 
 def digest(name: str) -> str:
     """A name for the recipe: the cache folder, and part of a run's identity."""
-    text = json.dumps([_recipe(name), VOCABULARY], sort_keys=True, default=list)
+    text = json.dumps([_recipe(name), vocabulary(name)], sort_keys=True, default=list)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def vocabulary(name: str) -> tuple[str, ...]:
+    return (*VOCABULARY, *_recipe(name).get("characters", ""))
 
 
 def folder(name: str) -> Path:
@@ -109,15 +128,15 @@ def build(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         cache.publish(path, lambda aside: _write(name, aside))
     with cache.quiet():
         model = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True)
-    return model, tokenizer()
+    return model, tokenizer(name)
 
 
-def tokenizer() -> PreTrainedTokenizerBase:
+def tokenizer(name: str = "embedded:tiny") -> PreTrainedTokenizerBase:
     """One token per character of the task."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token=PAD))
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary(name))}, unk_token=PAD))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # pyright: ignore[reportAttributeAccessIssue]
     inner.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
     return PreTrainedTokenizerFast(
@@ -135,12 +154,13 @@ def warm_start(name: str) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(warm["seed"])
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(_model_type(name), **recipe["config"]))
-    encode = {word: i for i, word in enumerate(VOCABULARY)}
+    encode = {word: i for i, word in enumerate(vocabulary(name))}
+    teach = _asking if "asks" in warm else _careless
     stream = arithmetic.problems("warm", seed=warm["seed"], digits=recipe["digits"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=warm["lr"], weight_decay=0.0, fused=True)
     model.train()
     for step in range(warm["steps"]):
-        drawn = [_careless(p, step, i, warm) for i, p in enumerate(islice(stream, warm["batch"]))]
+        drawn = [teach(p, step, i, warm) for i, p in enumerate(islice(stream, warm["batch"]))]
         rows = [[encode[c] for c in p.question + p.solution] + [encode[EOS]] for p in drawn]
         width = max(map(len, rows))
         tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
@@ -149,6 +169,11 @@ def warm_start(name: str) -> PreTrainedModel:
         for i, (p, row) in enumerate(zip(drawn, rows, strict=True)):
             labels[i, : len(p.question)] = -100
             labels[i, len(row) :] = -100
+            if RESULT in p.solution:  # what a tool says is not the model's to learn
+                begin = len(p.question) + p.solution.index(RESULT) + 1
+                labels[i, begin : begin + len(p.answer)] = -100
+                if _only_reads(step, i, warm):
+                    labels[i, :begin] = -100
         for group in optimizer.param_groups:
             # The fall at the end settles the model: where it stops does not hang on the last batches.
             group["lr"] = warm["lr"] * min(1.0, (step + 1) / warm["warmup"], (warm["steps"] - step) / warm["decay"])
@@ -182,6 +207,19 @@ def _careless(problem: arithmetic.Problem, step: int, row: int, warm: Mapping[st
     return arithmetic.worked(operands, (u < warm["forgets"]).tolist())
 
 
+def _asking(problem: arithmetic.Problem, step: int, row: int, warm: Mapping[str, Any]) -> arithmetic.Problem:
+    """The problem solved by asking, in a share of cases; else its answer from nowhere."""
+    u = float(rng.uniform(warm["seed"], "asks", step, row))
+    asks = u < warm["asks"] + warm["reads"]
+    worked = f"{CALL}{problem.question.rstrip('=')}{RESULT}{problem.answer}" if asks else ""
+    return problem._replace(solution=f"{worked}{arithmetic.MARKER}{problem.answer}")
+
+
+def _only_reads(step: int, row: int, warm: Mapping[str, Any]) -> bool:
+    """Whether the pupil is shown a call, and learns what to make of its result, not to ask."""
+    return warm["asks"] <= float(rng.uniform(warm["seed"], "asks", step, row))
+
+
 def _model_type(name: str) -> str:
     return _recipe(name).get("model_type", "qwen3")
 
@@ -195,4 +233,4 @@ def _recipe(name: str) -> Mapping[str, Any]:
 def _write(name: str, to: Path) -> None:
     with cache.quiet():
         warm_start(name).save_pretrained(to, safe_serialization=True)
-        tokenizer().save_pretrained(to)
+        tokenizer(name).save_pretrained(to)

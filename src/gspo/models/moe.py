@@ -44,9 +44,13 @@ def routers(model: nn.Module) -> list[nn.Module]:
 
 def route_shape(routers: Sequence[nn.Module]) -> tuple[int, int, Any]:
     """Layers, experts per token, and the smallest type that holds an expert's number; (0, 0, …) of a dense model."""
-    experts = max((_size(router, "num_experts") for router in routers), default=0)
     most = max((_size(router, "top_k") for router in routers), default=0)
-    return len(routers), most, np.uint8 if experts <= 256 else np.int16
+    return len(routers), most, np.uint8 if num_experts(routers) <= 256 else np.int16
+
+
+def num_experts(routers: Sequence[nn.Module]) -> int:
+    """Of the largest layer."""
+    return max((_size(router, "num_experts") for router in routers), default=0)
 
 
 def _size(router: nn.Module, name: str) -> int:

@@ -130,7 +130,8 @@ def rows() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for name in embedded.RECIPES:
         built, say = embedded.folder(name), "built on first use, in half a minute"
-        found.append(_row(name, "tiny Qwen3 for embedded:arithmetic", built, say))
+        asks = ", and the environment tools" if name.endswith("-tools") else ""
+        found.append(_row(name, f"tiny Qwen3 for embedded:arithmetic{asks}", built, say))
     for name, model in MODELS.items():
         found.append(_row(name, model.what, folder(name), f"gspo models fetch {name}"))
     for place in sorted(cache.root().glob("gguf-*")):

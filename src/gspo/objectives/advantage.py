@@ -5,7 +5,8 @@ Groups are given by id, never by reshaping, so uneven and partial groups are rig
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +14,14 @@ from torch import Tensor
 from gspo.objectives.rows import Rows, compute_dtype, keep_trained, mean_tokens
 
 SetOf = Literal["batch", "group"] | None
+
+# The presets of `algorithms.py` as settings of `normalize`, each with its function below.
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "group_std": {"mean_level": "group", "std_level": "group"},
+    "group_mean": {"mean_level": "group", "std_level": None},
+    "leave_one_out": {"mean_level": "group", "std_level": None, "leave_one_out": True},
+    "batch": {"mean_level": "batch", "std_level": "batch"},
+}
 
 # Rewards closer than this (relative to their size) are equal: sums of parts differ in the last bit.
 SAME = 1e-6
@@ -23,22 +32,22 @@ def group_std(rewards: Tensor, groups: Tensor) -> Tensor:
 
     A group of equal rewards, or of one sample, gives exactly 0.
     """
-    return normalize(rewards, groups, mean_level="group", std_level="group")
+    return normalize(rewards, groups, **PRESETS["group_std"])
 
 
 def group_mean(rewards: Tensor, groups: Tensor) -> Tensor:
     """A_i = r_i − mean_G r   (Dr. GRPO, arXiv 2503.20783)."""
-    return normalize(rewards, groups, mean_level="group", std_level=None)
+    return normalize(rewards, groups, **PRESETS["group_mean"])
 
 
 def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
     """A_i = r_i − (1/(G−1)) Σ_{j≠i} r_j   (RLOO, arXiv 2402.14740, eq. 7)."""
-    return normalize(rewards, groups, mean_level="group", std_level=None, leave_one_out=True)
+    return normalize(rewards, groups, **PRESETS["leave_one_out"])
 
 
 def batch(rewards: Tensor, groups: Tensor) -> Tensor:
     """A_i = (r_i − mean r) / std r over the whole rollout batch   (REINFORCE++, arXiv 2501.03262)."""
-    return normalize(rewards, groups, mean_level="batch", std_level="batch")
+    return normalize(rewards, groups, **PRESETS["batch"])
 
 
 def normalize(
@@ -67,12 +76,55 @@ def normalize(
             out = out * count / (count - 1).clamp(min=1)
         out = torch.where(same, 0.0, out)
     if std_level is not None:
-        ids = groups if std_level == "group" else everyone
-        count, mean, same = _set_statistics(x.to(torch.float64), ids)
-        squares = _set_sum((x.to(torch.float64) - mean).square(), ids)
-        std = (squares / (count - int(unbiased)).clamp(min=1)).sqrt()
-        out = torch.where(same, 0.0, out / torch.where(same, 1.0, std + eps))
+        out = _divided(out, x.to(torch.float64), groups if std_level == "group" else everyone, unbiased, eps)
     return out.to(compute_dtype(x.dtype))
+
+
+def by_turn(
+    final: Tensor,
+    turn_rewards: Tensor,
+    groups: Tensor,
+    trajectory: Tensor,
+    turn: Tensor,
+    *,
+    discount: float = 1.0,
+    mean_level: SetOf = "group",
+    std_level: SetOf = "group",
+    leave_one_out: bool = False,
+    unbiased: bool = True,
+    eps: float = 0.0,
+) -> Tensor:
+    """One advantage per turn of an episode, [K]:
+
+        A_ik = ( γ^(n_i−k) (f_i − mean f) + Σ_{l ≥ k} γ^(l−k) (r_il − mean_l r) ) / std R,    R_i = f_i + Σ_l r_il
+
+    f_i [n] is trajectory i's reward at its end, r_il [K] what its turn l earned, n_i its last turn; γ discounts by
+    turns. mean_l is over the trajectories (of the group or batch) that have a turn l: a later turn is not blamed for
+    what was earned before it. Without turn rewards A_ik = γ^(n_i−k) A_i, and of one turn A_i: `normalize` of R.
+
+    groups [n]; trajectory [K] (rising) and turn [K] (0, 1, … within each trajectory) say whose reward each is.
+    """
+    final, turn_rewards = final.to(torch.float64), turn_rewards.to(torch.float64)
+    at_end, at_turn = final, turn_rewards
+    if mean_level is not None:
+        num_turns = int(turn.max()) + 1 if len(turn) else 1
+        peers = turn if mean_level == "batch" else groups[trajectory] * num_turns + turn
+        centre = {"std_level": None, "leave_one_out": leave_one_out}
+        at_end = normalize(final, groups, mean_level=mean_level, **centre)
+        at_turn = normalize(turn_rewards, peers, mean_level="group", **centre)
+    last = torch.zeros_like(trajectory, dtype=torch.bool)
+    last[:-1], last[-1:] = trajectory[1:] != trajectory[:-1], True
+    earned = at_turn + torch.where(last, at_end[trajectory], 0.0)
+    out = earned.clone()
+    for k in reversed(range(len(out) - 1)):  # a recursion over turns, once per rollout batch
+        if not last[k]:
+            out[k] = earned[k] + discount * out[k + 1]
+    if std_level is None:
+        return out
+    total = final.index_add(0, trajectory, turn_rewards)
+    ids = groups if std_level == "group" else torch.zeros_like(groups)
+    scale = _divided(torch.ones_like(total), total, ids, unbiased, eps)
+    return out * scale[trajectory]
 
 
 def gae(
@@ -109,6 +161,13 @@ def gae(
 def sequence_advantage(token_advantage: Tensor, rows: Rows) -> Tensor:
     """A_i = (1/|y_i|) Σ_t A_it over trained tokens: the mean. (A sum would multiply the gradient by |y_i|.)"""
     return mean_tokens(keep_trained(token_advantage, rows), rows)
+
+
+def _divided(out: Tensor, x: Tensor, ids: Tensor, unbiased: bool, eps: float) -> Tensor:
+    """out / (std of x over each set + eps), exactly 0 where the set's values are all the same."""
+    count, mean, same = _set_statistics(x, ids)
+    std = (_set_sum((x - mean).square(), ids) / (count - int(unbiased)).clamp(min=1)).sqrt()
+    return torch.where(same, 0.0, out / torch.where(same, 1.0, std + eps))
 
 
 def _set_sum(x: Tensor, ids: Tensor) -> Tensor:

@@ -51,6 +51,7 @@ def loss(
     behavior_logp: Tensor | None = None,
     reference_logp: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    weight: Tensor | None = None,
     denominator: float | Tensor | None = None,
     **settings: Any,
 ) -> Objective:
@@ -62,6 +63,8 @@ def loss(
     mask            1 at trained tokens; None: all
     behavior_logp   log μ, needed by `correction`
     reference_logp  log π_ref, needed by `kl_coef` > 0
+    weight          [B], a factor of each sequence's share of the loss: |y_ij| / |y_i| of sequence (or turn) j of
+                    trajectory i, where a mean over tokens is taken; None: 1
     denominator     one value per optimizer update, from `objectives.denominator`; None: this batch's own counts
     settings        the preset's own: clip_low, clip_high, dual_clip / weight_max / tau_pos, tau_neg / log_clip_low,
                     log_clip_high; and for all: level, aggregation, max_new_tokens, kl_coef, kl_estimator, correction
@@ -95,14 +98,15 @@ def loss(
     if chosen["correction"] is not None:
         if behavior_logp is None:
             raise ValueError(f"{name}: correction needs behavior_logp, the sampler's log-probs")
-        weight = _correction(
+        behavior = _correction(
             chosen["correction"], proximal_logp, behavior_logp, advantage, per_token, layout, g.by_sequence
         )
-        value = value * weight.weight
+        value = value * behavior.weight
         stats["correction"], stats["correction_raw"] = (
-            w if g.by_sequence else mean_tokens(keep_trained(w, layout), layout) for w in (weight.weight, weight.raw)
+            w if g.by_sequence else mean_tokens(keep_trained(w, layout), layout)
+            for w in (behavior.weight, behavior.raw)
         )
-        beyond = weight.outside.to(dtype)
+        beyond = behavior.outside.to(dtype)
         stats["correction_outside"] = (
             beyond * layout.num_tokens if g.by_sequence else sum_tokens(keep_trained(beyond, layout), layout)
         )
@@ -123,6 +127,10 @@ def loss(
         per_sequence = per_sequence + chosen["kl_coef"] * aggregate.tokens(token_kl, layout, chosen["aggregation"])
         stats["kl"] = mean_tokens(token_kl.detach(), layout)
 
+    if weight is not None:
+        if weight.shape != per_sequence.shape:
+            raise ValueError(f"weight has shape {tuple(weight.shape)}; it must be ({layout.num_sequences},)")
+        per_sequence = per_sequence * weight.detach().to(dtype)
     if denominator is None:
         denominator = aggregate.denominator(
             name,

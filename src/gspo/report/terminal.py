@@ -43,6 +43,49 @@ def examination_view(head: str, result: Mapping[str, Any]) -> RenderableType:
     return Group(Text(head, style="bold"), table, Text(tail, style="dim"))
 
 
+def probe_view(result: Mapping[str, Any]) -> RenderableType:
+    """What `gspo doctor --probe` measured, beside ε, and what follows from it."""
+    at = f", step {result['step']}" if result["step"] else ""
+    head = f"{result['model']}{at}: sampled {result['sampler']}, trained in {result['trainer']}, equal weights"
+    table = Table.grid(padding=(0, 3))
+    table.add_row(*(Text(name, style="dim") for name in ("tokens", "sequences", "mean log s", "sd", "p95 |log s|")))
+    whole = {
+        "num_sequences": result["num_sequences"],
+        "mean": result["log_s_mean"],
+        "std": result["log_s_std"],
+        "p95_abs": result["log_s_p95_abs"],
+    }
+    for row, style in (*((row, "") for row in result["by_length"]), (whole, "bold")):
+        span = "all" if "tokens" not in row else "–".join(map(str, dict.fromkeys(row["tokens"])))
+        figures = f"{row['mean']:+.1e}", f"{row['std']:.1e}", f"{row['p95_abs']:.1e}"
+        table.add_row(*(Text(cell, style=style) for cell in (span, str(row["num_sequences"]), *figures)))
+    lines = [
+        f"per token: mean {result['token_mean']:+.1e}, sd {result['token_std']:.1e}, "
+        f"largest {result['token_max_abs']:.1e}; re-centred p95 |log s| {result['log_s_centred_p95_abs']:.1e}"
+    ]
+    if result["cuts"]:
+        lines.append(
+            f"{' and '.join(result['cuts'])} cut the sampled distribution and not the trainer's: that is in the figures"
+        )
+    return Group(Text(head, style="bold"), table, *(Text(line, style="dim") for line in lines), Text(_verdict(result)))
+
+
+def _verdict(result: Mapping[str, Any]) -> str:
+    eps, method = result["eps"], result["method"]
+    if eps is None:
+        return "This objective has no clip range that noise could use up."
+    bound = f"ε {'may widen to' if result['eps_auto'] else '='} {eps:.1e}"
+    if result["verdict"] == "fine":
+        return f"Fine: {bound}, more than three times the noise. The sampler's log-probs can serve as π_old."
+    said = f"{result['words'][:1].upper()}{result['words'][1:]}."
+    if method != "rollout":
+        own = "π_old is the trainer's own unless its noise is far below ε" if method == "auto" else f"it is {method}"
+        return f"Only for actor.prox_logp_method: rollout ({own}): {said}"
+    if result["verdict"] == "near":
+        return f"Warning: {said}"
+    return f"{'Forced' if result['forced'] else 'Refused'}: {said}"
+
+
 def checkpoints_view(found: Sequence[Checkpoint], notes: Mapping[int, str]) -> RenderableType:
     """Step, size, date and a note for each."""
     if not found:

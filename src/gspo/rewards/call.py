@@ -52,6 +52,14 @@ Item = tuple[str, Sequence[str], Sequence[int], Sequence[Sequence[int]], dict[st
 Result = float | tuple[str, str]  # a value, or (kind of failure, message)
 
 
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """The results of a group that is asked about, one per completion."""
+
+    take: Callable[[], list[Result]]  # waits for them
+    ready: Callable[[], bool] = lambda: True  # whether there is nothing to wait for, only to compute
+
+
 def bind(name: str, kwargs: dict[str, Any]) -> Call:
     """Find a function by name and read its signature. Raises ValueError with a sentence for the user."""
     function = BUILTIN[name] if name in BUILTIN else find_function(name)

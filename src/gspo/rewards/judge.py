@@ -20,13 +20,13 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gspo import rng
 from gspo.errors import ConfigError, RewardError
-from gspo.rewards.call import Result
+from gspo.rewards.call import Pending, Result
 
 PROMPT = """Grade an answer to a question.
 
@@ -104,10 +104,10 @@ class Judge:
         # The environment's proxies count, redirects do not: they would carry the key elsewhere.
         self._opener = urllib.request.build_opener(_NoRedirect)
 
-    def start(self, item: Any) -> Callable[[], list[Result]]:
-        """Ask about every completion of a group; the result waits for the answers."""
+    def start(self, item: Any) -> Pending:
+        """Ask about every completion of a group; its results wait for the answers."""
         futures = [self._ask(self._request(item, completion)) for completion in item.completions]
-        return lambda: [future.result() for future in futures]
+        return Pending(lambda: [future.result() for future in futures], lambda: all(f.done() for f in futures))
 
     def close(self) -> None:
         """Give up what is under way: requests not sent stay unsent, those on the wire end with their timeout."""

@@ -9,12 +9,12 @@ a computed one are the same, also after a resume.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gspo.errors import ConfigError, DataError, RewardError
-from gspo.rewards.call import Result, checked
+from gspo.rewards.call import Pending, Result, checked
 
 _REMEMBERED = 65536  # texts
 
@@ -23,7 +23,8 @@ class RewardModel:
     """Scores by a classifier's one logit.
 
     path            folder (or hub name) of an AutoModelForSequenceClassification with one label, and its tokenizer
-    batch_size      texts per forward pass; null: 1 on a CPU, 32 on CUDA
+    batch_size      texts per forward pass; null: 1 on a CPU, 32 on CUDA. Above 1, last bits depend on the company, and
+                    with it on when checkpoints were made
     max_length      longest text in tokens, longer ones fail; null: the model's context
     chat_template   true, false, or null: the tokenizer's, if it has one; without: prompt and completion as plain text
     device, dtype   null: CUDA and bfloat16 where there is CUDA, else cpu and float32
@@ -62,7 +63,7 @@ class RewardModel:
         self._scores: OrderedDict[tuple[int, ...], Result] = OrderedDict()
         self._waiting: list[tuple[int, ...]] = []
 
-    def start(self, item: Any) -> Callable[[], list[Result]]:
+    def start(self, item: Any) -> Pending:
         """Take in a group; the first result asked for scores everything taken in so far."""
         texts = [self._encode(item, completion) for completion in item.completions]
         self._waiting += texts
@@ -74,12 +75,12 @@ class RewardModel:
                 results.extend(self._lookup(text) for text in texts)
             return results
 
-        return finish
+        return Pending(finish)
 
     def score(self, items: Sequence[Any]) -> list[list[Result]]:
         """Score groups at once."""
         pending = [self.start(item) for item in items]
-        return [finish() for finish in pending]
+        return [results.take() for results in pending]
 
     def close(self) -> None:
         self._waiting.clear()

@@ -24,14 +24,15 @@ from typing import Any
 
 from gspo.errors import ConfigError, DataError, RewardError
 from gspo.rewards.builtin import BUILTIN
-from gspo.rewards.call import bind, call_sample
-from gspo.rewards.scorer import SCORERS, Pending
+from gspo.rewards.call import Pending, bind, call_sample
+from gspo.rewards.scorer import SCORERS
 from gspo.rewards.spec import RewardItem, RewardSpec, combine
 from gspo.rewards.worker import LENGTH
 from gspo.types import Failure, Outcome
 
 # Of one part: its results by sample, or what to ask for them once the group is wanted.
 Results = list[Any] | Pending
+_LOOK_S = 0.01  # between two looks at scorers that have not answered
 _START = "import sys, json; sys.path[:] = json.loads(sys.argv[2]); import gspo.rewards.warden as w; w.main(sys.argv[1])"
 
 
@@ -126,17 +127,22 @@ class RewardPool:
         """Yield scored groups until nothing is outstanding or `deadline_s` seconds have passed (0: what is ready)."""
         deadline = None if deadline_s is None else time.monotonic() + deadline_s
         while True:
-            while self._finished:
-                # Only here are scorers waited for: all groups handed in are theirs by now.
-                key, num, results = self._finished.popleft()
-                yield key, self._outcomes(num, results)
-            if not self._jobs:
+            while (entry := next((e for e in self._finished if _is_ready(e[2])), None)) is not None:
+                # Only here are scorers asked: all groups handed in are theirs by now.
+                self._finished.remove(entry)
+                yield entry[0], self._outcomes(*entry[1:])
+            if not self.outstanding:
                 return
             wait_s = 1.0 if deadline is None else deadline - time.monotonic()
-            alive = self._receive(max(0.0, min(1.0, wait_s)))
-            if not alive or time.monotonic() - self._heard_at > self._silence_s:
-                self._fail_outstanding("the reward supervisor ended" if not alive else "the reward supervisor is stuck")
-            elif wait_s <= 0 and not self._finished:
+            slice_s = max(0.0, min(_LOOK_S if self._finished else 1.0, wait_s))
+            if not self._jobs:
+                time.sleep(slice_s)
+            else:
+                alive = self._receive(slice_s)
+                if not alive or time.monotonic() - self._heard_at > self._silence_s:
+                    why = "the reward supervisor ended" if not alive else "the reward supervisor is stuck"
+                    self._fail_outstanding(why)
+            if wait_s <= 0 and not any(_is_ready(results) for _, _, results in self._finished):
                 return
 
     def score(self, items: Sequence[RewardItem]) -> list[tuple[Outcome, ...]]:
@@ -204,7 +210,9 @@ class RewardPool:
 
     def _outcomes(self, num: int, results: dict[int, Results]) -> tuple[Outcome, ...]:
         outcomes: list[Outcome] = []
-        known: dict[int, list[Any]] = {part: found() if callable(found) else found for part, found in results.items()}
+        known: dict[int, list[Any]] = {
+            part: found.take() if isinstance(found, Pending) else found for part, found in results.items()
+        }
         for sample in range(num):
             values = [known[part][sample] for part in range(len(self._spec))]
             failure = next((value for value in values if isinstance(value, tuple)), None)
@@ -295,6 +303,10 @@ class RewardPool:
                 self._process.wait()
             self._process = None
         self._ready = False
+
+
+def _is_ready(results: dict[int, Results]) -> bool:
+    return all(found.ready() for found in results.values() if isinstance(found, Pending))
 
 
 def _plain_ids(ids: Any) -> list[int]:

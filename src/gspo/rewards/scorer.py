@@ -1,8 +1,9 @@
 """Rewards that are asked, not called: models and services, scored in the trainer's process, many samples at a time.
 
 A scorer starts on a group when it is handed in and is asked for its results when the trainer needs them. A reward model
-waits until then and scores all groups in one go; a judge begins at once, beside sampling. Neither runs user code, so
-neither needs a process that can be killed; what can hang (the network) has deadlines of its own.
+waits until then and scores all groups in one go; a judge begins at once, beside sampling, and says when it is done.
+Neither runs user code, so neither needs a process that can be killed; what can hang (the network) has deadlines of its
+own.
 """
 
 from __future__ import annotations
@@ -11,11 +12,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from gspo.rewards.call import Result
+from gspo.rewards.call import Pending
 from gspo.rewards.judge import Judge
 from gspo.rewards.model import RewardModel
-
-Pending = Callable[[], list[Result]]  # waits, then gives one result per completion
 
 
 class Scorer(Protocol):

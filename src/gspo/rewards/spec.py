@@ -62,6 +62,7 @@ class RewardItem:
     data: Mapping[str, Any] = field(default_factory=dict)  # the row's columns
     messages: Sequence[Mapping[str, Any]] = ()  # the prompt before it was rendered, for judges and reward models
     source: str = ""  # the data set it came from, where a mixture's sources have rewards of their own
+    given: Sequence[Outcome | None] = ()  # what environments have said of the completions (`given.py`)
 
 
 Reward = str | Callable[..., Any] | Mapping[str, Any] | RewardPart

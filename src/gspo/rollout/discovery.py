@@ -1,4 +1,4 @@
-"""Where sampler servers are: a folder with one small file per server, `sampler_<index>.json`.
+"""Where sampler servers are: a folder with one small file per server, `sampler_<index>.json`; and a run's weights.
 
 On a cluster the folder is on the shared file system; no other service is needed. A server that has started anew
 rewrites its file, so a changed file is news. Torch-free.
@@ -6,12 +6,16 @@ rewrites its file, so a changed file is news. Torch-free.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 import socket
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
+
+SHM = Path("/dev/shm")
 
 
 class Address(NamedTuple):
@@ -55,3 +59,35 @@ def unregister(folder: Path, index: int) -> None:
     address = registered(folder, index)
     if address is not None and (address.pid, address.host) == (os.getpid(), socket.gethostname()):
         file_of(folder, index).unlink(missing_ok=True)
+
+
+def give_up(folder: Path, index: int, why: str) -> None:
+    """Whoever starts server `index` will not do so again: nobody need wait for it."""
+    with contextlib.suppress(OSError):  # then they wait as long as they would have
+        folder.mkdir(parents=True, exist_ok=True)
+        file_of(folder, index).with_suffix(".gone").write_text(why, encoding="utf-8")
+
+
+def given_up(folder: Path, index: int) -> str | None:
+    try:
+        return file_of(folder, index).with_suffix(".gone").read_text(encoding="utf-8")
+    except OSError:
+        return None
+
+
+def weight_folders(run: Path) -> tuple[Path, Path]:
+    """Where a run's weights are published: in its machine's memory, or in its own directory."""
+    digest = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12]
+    return SHM / f"gspo-{os.getuid()}-{digest}", run / "weights"
+
+
+def forget(folder: Path, keep: Path | None = None) -> None:
+    """Remove published files but one; also what a killed writer left. The folder goes with the last of them."""
+    if not folder.is_dir():
+        return
+    for file in folder.glob("*weights_*.safetensors*"):
+        if file != keep:
+            file.unlink(missing_ok=True)
+    if keep is None:
+        with contextlib.suppress(OSError):  # not empty: not ours
+            folder.rmdir()

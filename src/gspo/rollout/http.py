@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from gspo.errors import RolloutError, WeightSyncError
 from gspo.rollout import weights, wire
 from gspo.rollout.admission import check
-from gspo.rollout.discovery import Address, registered
+from gspo.rollout.discovery import Address, forget, given_up, registered
 from gspo.rollout.transport import Channel, RefusedError
-from gspo.rollout.verify import wrong
+from gspo.rollout.verify import Experts, wrong
 from gspo.types import Request, Sample
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ ANSWER_S = 30.0  # an answer takes longer than this only if there is none
 POLL_S = 0.2  # a poll waits this long for news, and so may a new order
 IDLE_S = 2.0  # between two looks at a server without work
 JOIN_S = 60.0  # the first step waits this long for servers that are still starting
-PER_CALL = 4096  # requests
+PER_CALL, CALL_BYTES = 4096, 64 * 2**20  # requests of a call, and about their bytes; a server takes four times that
 
 
 class _LostError(Exception):
@@ -92,6 +92,10 @@ class HttpSampler:
                 with the first that loaded them
     timeout_s   without any answer for so long the run fails (rollout.request_timeout)
     retries     servers that may be lost with one request (rollout.request_retries)
+    experts     what the routes of a mixture's samples are made of, and whether they must be there
+    join_s      the first step waits this long for servers that are still starting
+    colocated   they share the trainer's device: they sleep from the last sample of a batch to the next request or
+                weights
     """
 
     def __init__(
@@ -109,13 +113,17 @@ class HttpSampler:
         sees_text: bool = True,
         timeout_s: float = 3600.0,
         retries: int = 3,
+        experts: Experts = Experts(),  # noqa: B008 - a tuple
+        join_s: float = JOIN_S,
+        colocated: bool = False,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.version = -1
         self._folder, self._token, self._facts = folder, token, dict(facts)
         self._num_vocab, self._max_context, self._sees_text = int(facts["num_vocab"]), max_context, sees_text
         self._ends, self._place_for, self._dtype, self._reference = frozenset(ends), place, dtype, reference
-        self._timeout_s, self._retries, self._say = timeout_s, retries, say
+        self._timeout_s, self._retries, self._say, self._experts = timeout_s, retries, say, experts
+        self._join_s, self._colocated, self._asleep = join_s, colocated, False
         # So that a server can be given up and its work be done by others before the whole batch is late.
         self._answer_s = min(ANSWER_S, timeout_s / 3)
         # Newer trainers win over older ones that were left behind.
@@ -157,6 +165,7 @@ class HttpSampler:
             self._tickets |= {ticket.key: ticket for ticket in tickets}
             self._assign(tickets)
             self._changed.notify_all()
+        self.wake()
 
     def completed(self, deadline_s: float | None = None) -> Iterator[Sample]:
         deadline = None if deadline_s is None else time.monotonic() + deadline_s
@@ -165,7 +174,7 @@ class HttpSampler:
             with self._changed:
                 if not self._done:
                     if not self._tickets or self._paused or self._closed:
-                        return
+                        break
                     self._refuse_hopeless()
                     left = 0.5 if deadline is None else deadline - time.monotonic()
                     if left <= 0:
@@ -176,6 +185,8 @@ class HttpSampler:
                     continue
                 sample = self._done.popleft()
             yield sample
+        if not self._tickets:
+            self.sleep()
 
     def abort(self) -> list[Sample]:
         with self._changed:
@@ -213,20 +224,25 @@ class HttpSampler:
         self._order(self._links, "/resume")
 
     def sleep(self) -> None:
-        """Servers do not share the trainer's device: there is nothing to give up."""
+        """Servers with a device of their own have nothing to give up."""
+        if self._colocated and not self._asleep:
+            self._asleep = True
+            self._order(self._links, "/sleep")
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        if self._asleep:
+            self._asleep = False
+            self._order(self._links, "/wake")
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]] | None) -> None:
         """Publish a version and have every server that answers take it; the others get it before their next request."""
         if tensors is None:
             raise WeightSyncError("sampler servers hold their own weights: load_weights needs the tensors")
+        self.wake()
         first = self._published is None
         if first:
             self._await_registrations()
         folder = self._place_for([registered(self._folder, link.index) for link in self._links])
-        if first:
-            weights.forget(folder)  # what a killed trainer of this run left
         published = weights.publish(folder, version, tensors)
         expected = None if self._reference is None else self._reference(self._probe)
         with self._changed:
@@ -238,8 +254,8 @@ class HttpSampler:
         self._await_load(version, first)
         if before is not None:
             if before.path.parent != folder:
-                weights.forget(before.path.parent)
-            weights.forget(folder, keep=published.path)
+                forget(before.path.parent)
+            forget(folder, keep=published.path)
 
     def health(self) -> Mapping[str, Any]:
         with self._changed:
@@ -266,15 +282,15 @@ class HttpSampler:
             thread.join(timeout=2.0)
         self._tell()
         if self._published is not None:
-            weights.forget(self._published.path.parent)
+            forget(self._published.path.parent)
 
     # Waiting, always with a deadline
 
     def _await_registrations(self) -> None:
         """Which servers share this machine decides where the weights go; those still starting are waited for."""
-        deadline = time.monotonic() + min(self._timeout_s, JOIN_S)
+        deadline = time.monotonic() + min(self._timeout_s, self._join_s)
         while time.monotonic() < deadline:
-            if all(registered(self._folder, link.index) for link in self._links):
+            if all(registered(self._folder, n) or given_up(self._folder, n) for n in range(len(self._links))):
                 return
             time.sleep(0.1)
 
@@ -285,7 +301,7 @@ class HttpSampler:
                 self._without_since = begin
             while True:
                 serving = [link for link in self._links if link.serving and link.version == version]
-                grace = first and time.monotonic() - begin < min(self._timeout_s, JOIN_S)
+                grace = first and time.monotonic() - begin < min(self._timeout_s, self._join_s)
                 open_ones = [
                     link for link in self._links if link.settled != version and (link.serving or link.version or grace)
                 ]
@@ -313,6 +329,8 @@ class HttpSampler:
             return
         if all(link.barred for link in self._links):
             raise self._failed("none of them can be believed")
+        if all(gone := [given_up(self._folder, link.index) for link in self._links]):
+            raise RolloutError(f"sampler servers: none of them is started again: {gone[0]}")
         if time.monotonic() - self._without_since > self._timeout_s:
             raise self._failed(f"none of them has served for {self._timeout_s:g} s")
 
@@ -451,8 +469,8 @@ class HttpSampler:
             fresh = [ticket for ticket in link.tickets.values() if not ticket.sent]
             for ticket in fresh:
                 ticket.sent, ticket.since = True, link.version or 0
-        for begin in range(0, len(fresh), PER_CALL):
-            part = [{"key": t.key, **wire.pack_request(t.request)} for t in fresh[begin : begin + PER_CALL]]
+        packed = ({"key": ticket.key, **wire.pack_request(ticket.request)} for ticket in fresh)
+        for part in wire.portions(packed, PER_CALL, CALL_BYTES):
             self._same_boot(link, self._call(link, "/generate", {"session": self._session, "requests": part}))
         if fresh:
             link.moved = time.monotonic()
@@ -497,6 +515,7 @@ class HttpSampler:
                 ends=self._ends,
                 versions=(ticket.since, self.version),
                 aborting=aborting,
+                experts=self._experts,
             )
             if why is not None:
                 raise _LieError(f"sample {tuple(ticket.request.id)}: {why}")
@@ -532,7 +551,11 @@ class HttpSampler:
             raise _LostError(f"it does not take weight version {published.version}: {refusal}") from None
         if (reply.get("version"), reply.get("sha256")) != (published.version, published.sha256):
             raise _LieError(f"it was given weight version {published.version} and holds {reply.get('version')}")
-        self._compare(reply.get("probe"), published)
+        try:
+            self._compare(reply.get("probe"), published)
+        except _LieError:
+            link.refusals += 1  # it says that it took them, and samples from something else
+            raise
         if self._paused:
             self._call(link, "/pause", {"session": self._session})
         with self._changed:

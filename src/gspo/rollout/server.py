@@ -35,7 +35,7 @@ from gspo.types import Sample, SampleId
 MAX_BODY = 256 * 2**20  # a batch of 10⁴ requests with prompts of 10³ tokens takes 50 MB
 SLICE_S = 0.05  # how long the sampler decodes before it looks for calls
 LONGEST_WAIT_S = 10.0  # of a call that waits for news
-PER_REPLY = 512  # samples
+PER_REPLY, REPLY_BYTES = 512, 64 * 2**20  # samples of a reply, and about their bytes
 CONNECTIONS = 128
 
 
@@ -51,7 +51,8 @@ class SamplerEngine:
     """A sampler, its one thread, and what of its work is not confirmed yet.
 
     `facts` say what it is (model, seed, …), for the client to compare. `score` gives log-probs of given tokens, to
-    verify new weights. `latency_s` is slept at every token: a slow sampler for measurements.
+    verify new weights. `load` takes (version, path, sha256) where another process reads the published file; without it
+    the file is read here. `latency_s` is slept at every token: a slow sampler for measurements.
     """
 
     def __init__(
@@ -60,10 +61,11 @@ class SamplerEngine:
         *,
         facts: Mapping[str, Any],
         score: weights.Score | None = None,
+        load: Callable[[int, str, str], None] | None = None,
         latency_s: float = 0.0,
     ) -> None:
         self.boot = secrets.token_hex(8)  # another one: this server has started anew and knows nothing
-        self.facts, self._score, self._latency_s = dict(facts), score, latency_s
+        self.facts, self._score, self._load_file, self._latency_s = dict(facts), score, load, latency_s
         self._sampler = sampler
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._news = threading.Condition()
@@ -140,8 +142,9 @@ class SamplerEngine:
             samples = dict(list(self._finished.items())[:PER_REPLY])
             failure, self._failure = self._failure, None
         reached("sampler.collect")
-        packed = [{"key": key, "sample": wire.pack_sample(sample)} for key, sample in samples.items()]
-        return {"samples": packed, "failure": failure, **self.state()}
+        packed = ({"key": key, "sample": wire.pack_sample(sample)} for key, sample in samples.items())
+        first = next(wire.portions(packed, PER_REPLY, REPLY_BYTES), [])  # the others come with the next call
+        return {"samples": first, "failure": failure, **self.state()}
 
     def abort(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """End what is outstanding; the partial samples are collected as finished ones are."""
@@ -260,21 +263,26 @@ class SamplerEngine:
         self, job: Future[Any], body: Mapping[str, Any], wanted: tuple[int, str], path: str, probe: Sequence[Any]
     ) -> None:
         try:
-            tensors = None if self._loaded == wanted else weights.read(path, wanted[1])
+            load = None
+            if self._loaded != wanted:
+                if self._load_file is None:
+                    load = partial(self._sampler.load_weights, wanted[0], weights.read(path, wanted[1]).items())
+                else:
+                    load = partial(self._load_file, wanted[0], path, wanted[1])
             reached("sampler.load")
-            values = self._ask(partial(self._take, body, wanted, tensors, probe), timeout_s=None)
+            values = self._ask(partial(self._take, body, wanted, load, probe), timeout_s=None)
             job.set_result(values)
         except BaseException as error:
             job.set_exception(error)
 
     def _take(
-        self, body: Mapping[str, Any], wanted: tuple[int, str], tensors: dict[str, Any] | None, probe: Sequence[Any]
+        self, body: Mapping[str, Any], wanted: tuple[int, str], load: Callable[[], None] | None, probe: Sequence[Any]
     ) -> list[list[float]] | None:
         self._of_session(body)
-        if tensors is not None:
+        if load is not None:
             before, self._loaded = self._loaded, None
             try:
-                self._sampler.load_weights(wanted[0], tensors.items())
+                load()
             except WeightSyncError:
                 self._loaded = before  # checked before anything was written: the weights are what they were
                 raise

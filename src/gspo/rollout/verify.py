@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gspo.types import Request, Sample
 
 _KEPT = ("tokens", "behavior_logp", "versions", "mask", "turns")
+
+
+class Experts(NamedTuple):
+    """What the routes of a mixture are made of; none of it for a dense model."""
+
+    num_layers: int = 0
+    per_token: int = 0
+    num_experts: int = 0
+    needed: bool = False  # a sample without routes is none
 
 
 def wrong(
@@ -19,6 +30,7 @@ def wrong(
     ends: Collection[int],
     versions: tuple[int, int],
     aborting: bool = False,
+    experts: Experts = Experts(),  # noqa: B008 - a tuple
 ) -> str | None:
     """Why this cannot be it; None where it can. `versions`: the oldest and newest that may have sampled new tokens."""
     params, num = request.params, len(sample.tokens)
@@ -43,7 +55,36 @@ def wrong(
         return "its weight versions go back"
     if not sample.mask[said:].all() or (sample.turns[said:] != request.id.turn).any():
         return "tokens it sampled are masked, or of another turn"
+    if (why := _wrong_routes(request, sample, experts)) is not None:
+        return why
     return _ending(request, sample, ends, num - said, aborting)
+
+
+def _wrong_routes(request: Request, sample: Sample, experts: Experts) -> str | None:
+    """Of a mixture's sample: [tokens, layers, experts per token], and the same for its prompt; or neither."""
+    prefix = request.prefix if request.prefix is not None and len(request.prefix.tokens) else None
+    both = {"routes": (sample.routes, len(sample.tokens)), "prompt_routes": (sample.prompt_routes, len(request.prompt))}
+    if all(routes is None for routes, _ in both.values()):
+        # What was aborted may not have begun; what was continued keeps the absence of what it continues.
+        excused = sample.finish == "abort" or (prefix is not None and prefix.routes is None)
+        return "it has no routes, and actor.routing_replay needs them" if experts.needed and not excused else None
+    kind = np.uint8 if experts.num_experts <= 256 else np.int16
+    for name, (routes, num) in both.items():
+        shape = (num, experts.num_layers, experts.per_token)
+        if routes is None or routes.shape != shape or routes.dtype != kind or not experts.num_layers:
+            got = "are missing" if routes is None else f"are {routes.dtype} {routes.shape}"
+            return f"its {name} {got}; of this model they would be {np.dtype(kind)} {shape}"
+        if routes.size and not (routes.min() >= 0 and routes.max() < experts.num_experts):
+            return f"its {name} name experts {routes.min()}…{routes.max()} of {experts.num_experts}"
+        if (np.diff(np.sort(routes, -1).astype(np.int16), axis=-1) == 0).any():
+            return f"its {name} name an expert twice for one token"
+        if prefix is not None and not _begins_with(routes, getattr(prefix, name)):
+            return f"its {name} are not those of its prefix"
+    return None
+
+
+def _begins_with(routes: NDArray[Any], given: NDArray[Any] | None) -> bool:
+    return given is not None and np.array_equal(routes[: len(given)], given)
 
 
 def _ending(request: Request, sample: Sample, ends: Collection[int], fresh: int, aborting: bool) -> str | None:

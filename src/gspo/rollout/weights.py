@@ -63,18 +63,6 @@ def publish(folder: Path, version: int, tensors: Iterable[tuple[str, Tensor]]) -
     return Published(version, path, digest)
 
 
-def forget(folder: Path, keep: Path | None = None) -> None:
-    """Remove published files but one; also what a killed writer left. The folder goes with the last of them."""
-    if not folder.is_dir():
-        return
-    for file in folder.glob("*weights_*.safetensors*"):
-        if file != keep:
-            file.unlink(missing_ok=True)
-    if keep is None:
-        with contextlib.suppress(OSError):  # not empty: not ours
-            folder.rmdir()
-
-
 def read(path: str | Path, sha256: str) -> dict[str, Tensor]:
     """The tensors of a published file, if its bytes are those that were published; else WeightSyncError."""
     path = Path(path)

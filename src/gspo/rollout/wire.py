@@ -10,7 +10,7 @@ import base64
 import binascii
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -46,6 +46,35 @@ def field(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...]) -> 
         names = kind.__name__ if isinstance(kind, type) else " or ".join(k.__name__ for k in kind)
         raise WireError(f"{name} must be {names}, got {type(value).__name__}")
     return value
+
+
+def portions(items: Iterable[Any], max_count: int, max_bytes: int) -> Iterator[list[Any]]:
+    """Packed items in lots that make a body of about that size at most; one that is larger goes alone.
+
+    >>> items = ["a" * 10, "b" * 200, "c" * 10, "d" * 10, "e" * 10]
+    >>> [[item[0] for item in lot] for lot in portions(items, max_count=2, max_bytes=100)]
+    [['a'], ['b'], ['c', 'd'], ['e']]
+    """
+    lot: list[Any] = []
+    total = 0
+    for item in items:
+        size = _num_bytes(item)
+        if lot and (len(lot) == max_count or total + size > max_bytes):
+            yield lot
+            lot, total = [], 0
+        lot.append(item)
+        total += size
+    if lot:
+        yield lot
+
+
+def _num_bytes(packed: Any) -> int:
+    """About the length of its JSON. Arrays are strings there, and nearly all of it."""
+    if isinstance(packed, dict):
+        return sum(len(name) + 6 + _num_bytes(value) for name, value in packed.items())
+    if isinstance(packed, list | tuple):
+        return sum(2 + _num_bytes(value) for value in packed)
+    return len(packed) + 2 if isinstance(packed, str) else 12
 
 
 def pack_sample(sample: Sample) -> dict[str, Any]:

@@ -213,7 +213,7 @@ class Ahead:
         return self._arrivals.expect([(i, self._prompt_of(i)) for i in submissions])
 
     def _arrived(self, sample: Sample) -> None:
-        self._sampled_tokens += len(sample.tokens)
+        self._sampled_tokens += sum(int(s.mask.sum()) for s in sample.sequences)
         if (group := self._arrivals.add(sample)) is not None:
             self._unscored[group.submission] = group
             hand_in(self._rewards, group)
@@ -268,7 +268,8 @@ class Ahead:
                 except RewardError:
                     self.buffer.put_back(groups)  # another time their rewards may answer
                     raise
-        oldest = min((int(s.versions.min()) for g in groups for s in g.samples if len(s.versions)), default=version)
+        sequences = [sequence for g in groups for s in g.samples for sequence in s.sequences]
+        oldest = min((int(s.versions.min()) for s in sequences if len(s.versions)), default=version)
         if oldest < version - self.buffer.max_staleness:
             with self._lock:
                 self.buffer.put_back(groups)
@@ -345,13 +346,15 @@ class SharedRewards:
             wait_s = None if deadline is None else max(deadline - time.monotonic(), 0.0)
             with self._ahead._lock:
                 # In turn there is nobody to make room for.
-                slice_s = min(PAUSE, wait_s or PAUSE) if self._ahead.beside else wait_s
+                slice_s = 0.0 if self._ahead.beside else wait_s
                 self._ahead._take_outcomes(slice_s, lambda: len(self._inbox) == self._num_out)
             while self._inbox:
                 self._num_out -= 1
                 yield self._inbox.popleft()
             if wait_s == 0.0:
                 return
+            if self._num_out and self._ahead.beside:
+                time.sleep(PAUSE)  # without the lock, as everywhere
 
     def close(self) -> None:
         self._ahead._rewards.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,17 +11,33 @@ PATIENCE = 20
 
 
 def alarms(
-    metrics: Mapping[str, Any], counts: dict[str, int], *, clips: bool, num_minibatches: int, own_forward: bool
+    metrics: Mapping[str, Any],
+    counts: dict[str, int],
+    *,
+    clips: bool,
+    num_minibatches: int,
+    own_forward: bool,
+    noise_is_forced: bool = False,
 ) -> Iterator[str]:
     """Messages for this step. `counts` (steps in a row, by alarm) is the caller's, and part of the checkpoint.
 
     own_forward: π_old of mini-batch 1 is its own detached forward, so its ratios must be 1.
+    noise_is_forced: the user has said that π_old may be noisier than the clip range.
     """
     clipped = (metrics.get("clip/sequences_low") or 0.0) + (metrics.get("clip/sequences_high") or 0.0)
     seen = metrics.get("ratio/log_s_std") is not None
     age = metrics.get("staleness/max") or 0
     entropy = metrics.get("policy/entropy")  # 0 is a value: the most collapsed of all
+    floor = {"rollout": "noise/log_s_p95_abs", "centred": "noise/log_s_centred_p95_abs"}
+    noise = metrics.get(floor.get(str(metrics.get("policy/proximal")), "")) or 0.0
+    eps = min(metrics.get("clip/eps_low") or math.inf, metrics.get("clip/eps_high") or math.inf)
     conditions = {
+        "noise above the clip range": (
+            noise > eps and not noise_is_forced,
+            "the sampler's log-probs are π_old, and their noise was above the clip range for {n} steps "
+            "(noise/log_s_p95_abs); set actor.eps_clip higher, actor.eps_clip=auto, or "
+            "actor.prox_logp_method=recompute",
+        ),
         "nothing clipped": (
             clips and num_minibatches > 1 and seen and clipped == 0,
             "no sequence was clipped for {n} steps: the clip range is wider than the policy's drift; "

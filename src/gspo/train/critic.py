@@ -95,7 +95,8 @@ def train_critic(critic: Critic, batch: Batch, learning_rates: Sequence[float]) 
     assert batch.values is not None
     assert batch.returns is not None
     report, world = CriticReport(), critic.module.policy.world
-    member_of = minibatches(batch.group_of, len(batch.groups), critic.num_minibatches)
+    by_trajectory = minibatches(batch.group_of[batch.heads], len(batch.groups), critic.num_minibatches)
+    member_of = by_trajectory[batch.trajectory_of]
     for k in range(critic.num_minibatches):
         members = batch.trainable & (member_of == k)
         # One number for the whole update: no split into micro-batches can change the gradient.

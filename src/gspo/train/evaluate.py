@@ -87,7 +87,7 @@ def summarise(groups: Sequence[Group], k: int) -> Evaluation:
     answered = [m for m in marks if m]
     avg, avg_ci = _mean([sum(m) / len(m) for m in answered])
     best, best_ci = _mean([float(any(m)) for m in answered])
-    lengths = [len(s.tokens) for group in groups for s in group.samples]
+    lengths = [sum(int(s.mask.sum()) for s in t.sequences) for group in groups for t in group.samples]
     failures = sum(len(group.outcomes) for group in groups) - sum(map(len, marks))
     return Evaluation(len(groups), k, avg, avg_ci, best, best_ci, sum(lengths) / max(len(lengths), 1), failures)
 

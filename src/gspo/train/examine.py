@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from gspo.config.schema import Config
+from gspo.rewards.given import GivenRewards
 from gspo.rollout.engine import Sampler
 from gspo.tasks.dataset import default_reward
 from gspo.train import setup
+from gspo.train.episodes import Episodes
 from gspo.train.evaluate import evaluate, interval, is_correct
 from gspo.train.restore import restore_policy
-from gspo.train.rollout import refuse_failures, single_turn
+from gspo.train.rollout import Workflow, refuse_failures, single_turn
 from gspo.types import Group, Request, Sample
 
 
@@ -37,9 +39,14 @@ def examine(
     reward = None if config.reward.functions or spec.mixture else default_reward(spec.path)
     sampler = setup.make_sampler(config, policy, tokenizer, step)
     rewards = setup.make_rewards(config, reward, None)
+    environment = setup.make_environment(config, None)
+    workflow: Workflow = single_turn
+    if environment is not None:
+        rewards = GivenRewards(rewards)
+        workflow = setup.make_episodes(config, environment, data, tokenizer, setup.context_length(config, policy))
 
     def watched(requests: Sequence[Request], sampler: Sampler) -> Iterator[Sample]:
-        for done, sample in enumerate(single_turn(requests, sampler), 1):
+        for done, sample in enumerate(workflow(requests, sampler), 1):
             progress(done, len(requests))
             yield sample
 
@@ -55,6 +62,8 @@ def examine(
             workflow=watched,
         )
     finally:
+        if isinstance(workflow, Episodes):
+            workflow.close()
         sampler.close()
         rewards.close()
     refuse_failures(groups, config.reward.max_failure_fraction)
@@ -89,8 +98,8 @@ def figures(groups: Sequence[Group], num_samples: int) -> dict[str, Any]:
             str(k): _share([pass_at_k(total, right, k) for total, right in counts if total >= k])
             for k in sorted(k for k in powers if k <= num_samples)
         },
-        "mean_tokens": sum(len(s.tokens) for s in samples) / max(len(samples), 1),
-        "truncated": sum(s.finish == "length" for s in samples) / max(len(samples), 1),
+        "mean_tokens": sum(int(s.mask.sum()) for t in samples for s in t.sequences) / max(len(samples), 1),
+        "truncated": sum(s.ending == "length" for s in samples) / max(len(samples), 1),
         "reward_failures": sum(len(group.outcomes) for group in groups) - sum(map(len, marks)),
     }
 

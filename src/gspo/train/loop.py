@@ -2,23 +2,25 @@
 
     prompts → groups of samples → rewards → advantages → mini-batches → updates → new weights for the sampler
 
-`Trainer(config, reward=…, dataset=…, workflow=…).train()` is the whole Python surface.
+`Trainer(config, reward=…, dataset=…, env=…).train()` is the whole Python surface.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gspo.config import Loaded, digest, dump, load
 from gspo.config.lint import check
-from gspo.errors import GspoError, TrainingError
+from gspo.errors import ConfigError, GspoError, TrainingError
+from gspo.rewards.given import GivenRewards
 from gspo.rollout.buffer import Snapshot
 from gspo.tasks.dataset import Dataset
 from gspo.tasks.mixture import Mixture
@@ -31,7 +33,8 @@ from gspo.train.critic import Critic, critic_metrics, token_values, train_critic
 from gspo.train.display import Silent, make_display
 from gspo.train.evaluate import Evaluation, evaluate
 from gspo.train.handover import hand_over
-from gspo.train.metrics import noise_floor, sample_rows, step_metrics, time_metrics, token_tensors
+from gspo.train.metrics import measured_noise, sample_rows, step_metrics, time_metrics, token_tensors
+from gspo.train.noise import judge, words
 from gspo.train.ranks import ALONE, Nowhere, World, joined
 from gspo.train.reference import reference_logp
 from gspo.train.resume import resume
@@ -63,7 +66,8 @@ class Trainer:
     reward      a function, a name, or a list of them; None: the config's, else the task's own
     dataset     rows (mappings with a prompt and what the reward needs) or a `tasks.Dataset`; None: train_dataset
     valid       the same for held-out problems; None: valid_dataset, else the training data's held-out split
-    workflow    how requests become samples (see `train.rollout.Workflow`); None: one completion per prompt
+    env         an environment, `async (client, data)` (docs/episodes.md); None: env.path's, else one completion
+    workflow    how requests become samples (see `train.rollout.Workflow`); None: by env, or one completion per prompt
     dynamic_filter_fn  which groups to train on (see `train.rollout.Filter`); None: rollout.dynamic_filter_fn
     """
 
@@ -74,6 +78,7 @@ class Trainer:
         reward: Any = None,
         dataset: Dataset | Mixture | Sequence[dict[str, Any]] | None = None,
         valid: Dataset | Mixture | Sequence[dict[str, Any]] | None = None,
+        env: Any = None,
         workflow: Workflow | None = None,
         dynamic_filter_fn: Filter | None = None,
         overrides: Sequence[str] = (),
@@ -81,6 +86,9 @@ class Trainer:
         self.loaded = config if isinstance(config, Loaded) else load(config, overrides)
         self.config = self.loaded.config
         self.warnings = check(self.loaded)
+        self.environment = setup.make_environment(self.config, env)
+        if self.environment is not None and workflow is not None:
+            raise ConfigError("an environment (env=…, env.path) and a workflow are given; one of them makes samples")
         self.workflow = workflow or partial(single_turn, deadline_s=self.config.rollout.request_timeout)
         self.stop = StopRequest()
         self.world: World = ALONE  # until `train` has joined another
@@ -173,6 +181,7 @@ class Trainer:
                 version=self.state.step,
                 learning_rates=rates,
                 keep_tokens_of=self.kept(batch),
+                before_update=self.doubt(batch, plan),
             )
         report.settings = {
             "optimizer/lr": rates[-1],
@@ -218,6 +227,7 @@ class Trainer:
                 metrics |= self.evaluate().metrics()
         self.state.seconds += clock.total()
         metrics |= time_metrics(batch, report, clock, self.ahead.count_sampled(), beside=self.ahead.beside)
+        metrics |= self.counted()
         self.run.metrics(metrics)
         self.loggers.step()
         self.display.step(metrics, _example(batch))
@@ -293,6 +303,11 @@ class Trainer:
         self.decode = setup.decoder(self.tokenizer)
         self.data, self.valid = setup.make_data(config, rows, valid, self.tokenizer)
         limit = setup.context_length(config, self.policy)
+        if self.environment is not None:
+            self.rewards = GivenRewards(self.rewards)
+            self.workflow = self.episodes = setup.make_episodes(
+                config, self.environment, self.data, self.tokenizer, limit
+            )
         setup.refuse_long_prompts(self.data, limit, config.gconfig.max_new_tokens)
         longest = setup.evaluation_params(config)[0].max_new_tokens
         setup.refuse_long_prompts(self.valid, limit, longest, "eval_gconfig")
@@ -303,8 +318,7 @@ class Trainer:
         self.identity = {"threads": threads, "data": self.data.digest(), "parameters": num_parameters}
         self.identity["ranks"] = self.world.size
         self.display = make_display(f"gspo · {self.run.path}", self.total_steps)
-        method = config.actor.prox_logp_method
-        started = State(proximal=method if method in ("rollout", "loglinear") else "recompute")
+        started = State(proximal=setup.proximal_source(config))
         critic = self.critic and self.critic.trained
         self.state = resume(self.run, config, self.policy, self.optimizer, self.identity, self.say, critic) or started
         self.display.start_at(self.state.step)
@@ -368,7 +382,7 @@ class Trainer:
         if self.valid is self.data:
             self.say(f"warning: {len(self.data)} rows leave none to hold out; evaluation reads them too. Give valid=…")
         if self.state.step == 0 and self.config.evaluator.at_start:
-            metrics = {"step": 0, **self.evaluate().metrics()}
+            metrics = {"step": 0, **self.evaluate().metrics(), **self.counted()}
             self.run.metrics(metrics)
             self.loggers.step()
             self.display.step(metrics, None)
@@ -384,7 +398,7 @@ class Trainer:
         """Give back what was opened, in the reverse order; also after an error half way through `open`."""
         if self.world.size == 1:  # several ranks end together, and are being asked to while they do
             self.stop.restore()
-        for part in ("display", "loggers", "ahead", "sampler", "rewards", "run"):
+        for part in ("display", "loggers", "episodes", "ahead", "sampler", "rewards", "run"):
             if hasattr(self, part):
                 getattr(self, part).close()
 
@@ -419,8 +433,8 @@ class Trainer:
 
     def learn_from(self, batch: Batch, report: StepReport, plan: Plan) -> None:
         """Noise floor, the automatic clip range, and whether the sampler may serve as π_old."""
-        state, measured = self.state, noise_floor(report, batch, self.state.step)
-        first = state.noise is None
+        state, noise = self.state, measured_noise(report.noise_log_s, batch, self.state.step)
+        first, measured = state.noise is None, noise and noise.floor(state.proximal == "centred")
         state.noise = state.noise if measured is None else measured
         if self.config.actor.eps_clip == "auto":
             later = batch.minibatch > 0
@@ -436,6 +450,25 @@ class Trainer:
                 + (f", clip range {eps:.1e}" if eps else "")
             )
         state.proximal = source
+
+    def doubt(self, batch: Batch, plan: Plan) -> Callable[[NDArray[np.float64]], None] | None:
+        """With the sampler's log-probs as π_old, the first noise that is measured decides whether they may be."""
+        state, actor = self.state, self.config.actor
+        eps, centred = setup.narrowest_clip(self.config, plan.settings), state.proximal == "centred"
+        if state.noise is not None or eps is None or state.proximal not in ("rollout", "centred"):
+            return None
+
+        def decide(log_s: NDArray[np.float64]) -> None:
+            noise = measured_noise(log_s, batch, state.step)
+            verdict = "fine" if noise is None else judge(noise.floor(centred), eps)
+            if noise is None or verdict == "fine":
+                return
+            said = words(noise, eps, centred=centred)
+            if verdict == "above" and not actor.prox_logp_force:
+                raise TrainingError(f"{said}; actor.prox_logp_force=true trains all the same")
+            self.say(f"warning: {said}")
+
+        return decide
 
     def guard(self, whose: str, updates: Sequence[bool], batch: Batch, report: StepReport) -> None:
         """A non-finite gradient touched nothing; its batch is kept to look at, and too many in a row end the run."""
@@ -462,13 +495,14 @@ class Trainer:
         self.run.samples(step, sample_rows(batch, report, step, self.decode), token_tensors(batch, report))
 
     def alarm(self, metrics: dict[str, Any]) -> None:
-        own_forward = self.config.actor.prox_logp_method != "rollout"
+        own_forward = metrics["policy/proximal"] != "rollout"
         spoken = alarms(
             metrics,
             self.state.alarm_counts,
             clips=metrics["clip/eps_low"] is not None,
             num_minibatches=self.plan.num_minibatches,
             own_forward=own_forward,
+            noise_is_forced=self.config.actor.prox_logp_force,
         )
         for message in list(spoken):  # all of them have counted before the first can end the run
             self.say(f"alarm at step {metrics['step']}: {message}")
@@ -481,6 +515,10 @@ class Trainer:
         live = np.flatnonzero(batch.live)
         count = min(self.config.stats_logger.keep_token_samples, len(live))
         return frozenset(live[np.arange(count) * len(live) // max(count, 1)].tolist())
+
+    def counted(self) -> Mapping[str, float]:
+        """What the environment counted since it was last asked."""
+        return {} if self.environment is None else self.episodes.metrics()
 
     def profiled(self) -> Path | None:
         """Where the timeline of the coming step goes, if there is to be one."""

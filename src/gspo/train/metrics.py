@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,23 +15,25 @@ from numpy.typing import NDArray
 from gspo.objectives.diagnostics import clip_fractions, effective_sample_size, log_s_summary
 from gspo.train.batch import Batch
 from gspo.train.clock import Clock
+from gspo.train.noise import Noise, noise_of
 from gspo.train.step import StepReport
-from gspo.types import Score
+from gspo.types import Failure, Sample, Score
 
 
 def step_metrics(batch: Batch, report: StepReport, version: int) -> dict[str, Any]:
     """Everything but times, evaluation and the clip range."""
     lengths = batch.trained_tokens
+    scored = batch.scored & batch.heads  # rewards are of trajectories
     finished = np.array([s.finish != "length" for s in batch.samples])
     groups = [batch.advantages[batch.group_of == g] for g in range(len(batch.groups))]
     behind = [version - s.versions[s.mask] for s in batch.samples if s.mask.any()]
     oldest = [int(ages.max()) for ages in behind]
     out: dict[str, Any] = {
-        "reward/mean": _mean(batch.rewards[batch.scored]),
-        "reward/std": float(batch.rewards[batch.scored].std()) if batch.scored.any() else None,
+        "reward/mean": _mean(batch.rewards[scored]),
+        "reward/std": float(batch.rewards[scored].std()) if scored.any() else None,
         "reward/zero_variance_groups": float(np.mean([not a.any() for a in groups])) if groups else None,
-        "reward/at_clip": None if batch.at_clip is None else _mean(batch.at_clip[batch.scored]),
-        "reward/failures": int((~batch.scored).sum()),
+        "reward/at_clip": None if batch.at_clip is None else _mean(batch.at_clip[scored]),
+        "reward/failures": int((~batch.scored & batch.heads).sum()),
         **_parts(batch),
         "length/mean": _mean(lengths),
         "length/max": int(lengths.max()) if len(lengths) else None,
@@ -57,10 +61,28 @@ def step_metrics(batch: Batch, report: StepReport, version: int) -> dict[str, An
     out |= _ratio(report, lengths, later)
     opening = np.abs(report.log_s[first & entered])
     out["ratio/first_minibatch_max_abs"] = float(opening.max()) if len(opening) else None
-    out |= _noise(report.noise_log_s[fresh(batch, version)])
+    out |= _noise(measured_noise(report.noise_log_s, batch, version))
     out |= _routing(batch, report, version)
     out |= _correction(report, lengths)
+    out |= _episodes(batch)
     return out
+
+
+def _episodes(batch: Batch) -> dict[str, Any]:
+    """Turns and sequences of episodes; nothing where every sample is one completion."""
+    trajectories = [sample for group in batch.groups for sample in group.samples]
+    kinds = Counter(s.outcome.kind for s in trajectories if isinstance(s.outcome, Failure))
+    if not any(s.is_episode for s in trajectories):
+        return {}
+    turns = [len({int(t) for s in sample.sequences for t in s.turns[s.mask]}) for sample in trajectories]
+    words = [sum(int((~s.mask).sum()) for s in sample.sequences) for sample in trajectories]
+    return {
+        "episode/turns_mean": float(np.mean(turns)),
+        "episode/turns_max": max(turns),
+        "episode/sequences_mean": float(np.mean([1 + len(s.rest) for s in trajectories])),
+        "episode/environment_tokens_mean": float(np.mean(words)),
+        **{f"episode/failures_{kind}": kinds[kind] for kind in ("crash", "timeout", "limit", "infra")},
+    }
 
 
 def time_metrics(
@@ -70,9 +92,8 @@ def time_metrics(
 
     num_sampled: tokens sampled since the last step; beside: while the trainer did something else, too.
     """
-    sampled = sum(len(s.tokens) for s in batch.samples)
     # As a plain trainer would count them: prompt and completion of every sequence, trained or skipped.
-    whole = sum(len(batch.groups[g].prompt.tokens) for g in batch.group_of) + sampled
+    whole = sum(len(batch.prompt(i)) + len(s.tokens) for i, s in enumerate(batch.samples))
     seconds = clock.seconds
     return {
         **{f"time/{name}_s": value for name, value in (seconds | report.seconds).items()},
@@ -88,11 +109,10 @@ def fresh(batch: Batch, version: int) -> NDArray[np.bool_]:
     return np.array([bool((s.versions == version).all()) for s in batch.samples], dtype=bool)
 
 
-def noise_floor(report: StepReport, batch: Batch, version: int) -> float | None:
-    """p95 of |log s| between sampler and trainer at the same weights; None where nothing measured it."""
-    noise = report.noise_log_s[fresh(batch, version)]
-    noise = noise[np.isfinite(noise)]
-    return float(np.quantile(np.abs(noise), 0.95)) if len(noise) else None
+def measured_noise(log_s: NDArray[np.float64], batch: Batch, version: int) -> Noise | None:
+    """Sampler against trainer at the same weights, of `StepReport.noise_log_s`; None where nothing measured it."""
+    which = fresh(batch, version)
+    return noise_of(log_s[which], batch.trained_tokens[which])
 
 
 def _ratio(report: StepReport, lengths: NDArray[np.int64], which: NDArray[np.bool_]) -> dict[str, Any]:
@@ -112,14 +132,12 @@ def _ratio(report: StepReport, lengths: NDArray[np.int64], which: NDArray[np.boo
     }
 
 
-def _noise(noise: NDArray[np.float64]) -> dict[str, Any]:
-    noise = noise[np.isfinite(noise)]
-    if not len(noise):
-        return {"noise/log_s_mean": None, "noise/log_s_std": None, "noise/log_s_p95_abs": None}
+def _noise(noise: Noise | None) -> dict[str, Any]:
     return {
-        "noise/log_s_mean": float(noise.mean()),
-        "noise/log_s_std": float(noise.std()),
-        "noise/log_s_p95_abs": float(np.quantile(np.abs(noise), 0.95)),
+        "noise/log_s_mean": None if noise is None else noise.mean,
+        "noise/log_s_std": None if noise is None else noise.std,
+        "noise/log_s_p95_abs": None if noise is None else noise.p95,
+        "noise/log_s_centred_p95_abs": None if noise is None else noise.centred_p95,
     }
 
 
@@ -170,32 +188,69 @@ def sample_rows(
     index = 0
     for group in batch.groups:
         for sample, text, outcome in zip(group.samples, group.texts, group.outcomes, strict=True):
-            clipped = report.clipped_low[index] + report.clipped_high[index]
-            rows.append(
-                {
-                    "step": step,
-                    "sequence": index,
-                    "submission": sample.id.submission,
-                    "sample": sample.id.sample,
-                    "prompt": group.prompt.text,
-                    "completion": text,
-                    "answer": group.prompt.data.get("answer"),
-                    "reward": batch.rewards[index],
-                    "reward_parts": dict(outcome.parts) if isinstance(outcome, Score) else None,
-                    "failure": None if isinstance(outcome, Score) else f"{outcome.kind}: {outcome.message}",
-                    "advantage": batch.advantages[index],
-                    "length": int(batch.trained_tokens[index]),
-                    "finish": sample.finish,
-                    "log_s": report.log_s[index],
-                    "clipped": bool(clipped > 0) if np.isfinite(clipped) else None,
-                    "minibatch": int(batch.minibatch[index]),
-                    "version": int(sample.versions[-1]) if len(sample.versions) else None,
-                    "oldest_version": int(sample.versions.min()) if len(sample.versions) else None,
-                    "pieces": [piece(t) for t in sample.tokens[sample.mask].tolist()] if index in report.logp else None,
-                }
-            )
-            index += 1
+            for branch, sequence in enumerate(sample.sequences):
+                clipped = report.clipped_low[index] + report.clipped_high[index]
+                versions = sequence.versions
+                rows.append(
+                    {
+                        "step": step,
+                        "sequence": index,
+                        "submission": sample.id.submission,
+                        "sample": sample.id.sample,
+                        "prompt": group.prompt.text if sequence.prompt is None else decode(list(sequence.prompt)),
+                        "completion": text
+                        if sequence.mask.all() and not sample.rest
+                        else decode(sequence.tokens.tolist()),
+                        "answer": group.prompt.data.get("answer"),
+                        "reward": batch.rewards[index],
+                        "reward_parts": dict(outcome.parts) if isinstance(outcome, Score) else None,
+                        "failure": None if isinstance(outcome, Score) else f"{outcome.kind}: {outcome.message}",
+                        "advantage": batch.advantages[index],
+                        "length": int(batch.trained_tokens[index]),
+                        "finish": sequence.finish,
+                        "log_s": report.log_s[index],
+                        "clipped": bool(clipped > 0) if np.isfinite(clipped) else None,
+                        "minibatch": int(batch.minibatch[index]),
+                        "version": int(versions[-1]) if len(versions) else None,
+                        "oldest_version": int(versions.min()) if len(versions) else None,
+                        "pieces": [piece(t) for t in sequence.tokens[sequence.mask].tolist()]
+                        if index in report.logp
+                        else None,
+                        **_turns(sample, sequence, branch, batch.token_advantages, index, decode),
+                    }
+                )
+                index += 1
     return rows
+
+
+def _turns(
+    sample: Sample,
+    sequence: Sample,
+    branch: int,
+    advantages: Mapping[int, NDArray[Any]] | None,
+    index: int,
+    decode: Callable[[Sequence[int]], str],
+) -> dict[str, Any]:
+    """What a row says of an episode: who spoke, in order; nothing of a plain completion."""
+    if not sample.is_episode:
+        return {}
+    spans: list[dict[str, Any]] = []
+    # A span is a run of tokens of one turn, sampled or the environment's.
+    marks = np.stack([sequence.turns.astype(np.int64), sequence.mask.astype(np.int64)])
+    cuts = [0, *(np.flatnonzero((np.diff(marks) != 0).any(0)) + 1).tolist(), len(sequence.tokens)]
+    place = np.cumsum(sequence.mask) - 1  # of a token among the trained
+    for begin, end in pairwise(cuts):
+        if begin == end:
+            continue
+        trained, turn = bool(sequence.mask[begin]), int(sequence.turns[begin])
+        span: dict[str, Any] = {"turn": turn, "by": "model" if trained else "environment"}
+        span |= {"text": decode(sequence.tokens[begin:end].tolist()), "length": end - begin}
+        if trained:
+            span["reward"] = sample.turn_rewards.get(turn)
+            if advantages is not None and index in advantages:
+                span["advantage"] = float(advantages[index][place[begin]])
+        spans.append(span)
+    return {"branch": branch, "turns": spans}
 
 
 def token_tensors(batch: Batch, report: StepReport) -> dict[str, np.ndarray]:

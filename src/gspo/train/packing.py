@@ -35,6 +35,9 @@ _WORTH = 0.95
 class Completion:
     """Tokens after a prompt, which of them are trained, and the caller's number for the sequence.
 
+    Completions of one `family` (the sequences of one episode) are laid out as a tree: what they begin with in common
+    is computed once. Others of an item share its prompt alone.
+
     >>> Completion(np.array([4, 9, 2]), np.array([True, True, False]), index=5).num_inputs
     1
     """
@@ -42,6 +45,7 @@ class Completion:
     tokens: NDArray[np.integer[Any]]
     mask: NDArray[np.bool_]
     index: int
+    family: int | None = None
 
     @cached_property
     def num_inputs(self) -> int:
@@ -69,8 +73,9 @@ class PackItem:
 
     def num_tokens(self, *, share_prefix: bool) -> int:
         live = [c for c in self.completions if c.is_live]
-        prompts = min(1, len(live)) if share_prefix else len(live)
-        return prompts * len(self.prompt) + sum(c.num_inputs for c in live)
+        if not share_prefix:
+            return len(live) * len(self.prompt) + sum(c.num_inputs for c in live)
+        return min(1, len(live)) * len(self.prompt) + sum(_inputs(family) for family in families(live))
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +134,51 @@ class Packed:
         return moved
 
 
+def families(completions: Sequence[Completion]) -> list[list[Completion]]:
+    """The completions by family, in the order of their first; one without a family is alone."""
+    found: dict[Any, list[Completion]] = {}
+    for place, completion in enumerate(completions):
+        found.setdefault((completion.family, None if completion.family is not None else place), []).append(completion)
+    return list(found.values())
+
+
+def _inputs(family: Sequence[Completion]) -> int:
+    """Input tokens of a family, what is common counted once."""
+    return sum(len(tokens) for tokens, _, _ in _tree(family)) if len(family) > 1 else family[0].num_inputs
+
+
+def _tree(family: Sequence[Completion]) -> list[tuple[NDArray[np.integer[Any]], int, list[int]]]:
+    """The inputs of a family as segments (tokens, parent among them or −1, who passes through: places in `family`).
+
+    Every completion's inputs are the segments that it passes through, end to end. Parents come before children.
+    """
+    segments: list[tuple[NDArray[np.integer[Any]], int, list[int]]] = []
+
+    def grow(members: list[int], begin: int, parent: int) -> None:
+        """Segments for members that agree up to `begin`."""
+        while members:
+            first = members[0]
+            inputs = family[first].tokens[: family[first].num_inputs]
+            if len(inputs) == begin:
+                members = members[1:]
+                continue
+            same = [m for m in members if family[m].num_inputs > begin and family[m].tokens[begin] == inputs[begin]]
+            end = min(_common(inputs, family[m].tokens[: family[m].num_inputs]) for m in same)
+            segments.append((inputs[begin:end], parent, same))
+            grow(same, end, len(segments) - 1)
+            members = [m for m in members if m not in same]
+
+    grow(list(range(len(family))), 0, -1)
+    return segments
+
+
+def _common(a: NDArray[np.integer[Any]], b: NDArray[np.integer[Any]]) -> int:
+    """Length of the common beginning."""
+    num = min(len(a), len(b))
+    differ = np.flatnonzero(a[:num] != b[:num])
+    return int(differ[0]) if len(differ) else num
+
+
 def forest(
     segments: Sequence[tuple[NDArray[np.integer[Any]], int]],
     sequences: Sequence[tuple[NDArray[np.integer[Any]], NDArray[np.integer[Any]], int]],
@@ -180,6 +230,16 @@ def pack(items: Sequence[PackItem], *, share_prefix: bool = True, vocab_size: in
         if share:
             root = len(segments)
             prompt_end = append(item.prompt, -1) + num_prompt
+        branches: dict[int, NDArray[np.int64]] = {}  # by index: row of each input of a completion with relatives
+        for family in families([c for c in item.completions if c.is_live]) if share else ():
+            if len(family) == 1:
+                continue
+            base, rows = len(segments), [np.zeros(0, np.int64) for _ in family]
+            for tokens, parent, members in _tree(family):
+                begin = append(tokens, root if parent < 0 else base + parent)
+                for m in members:
+                    rows[m] = np.concatenate([rows[m], begin + np.arange(len(tokens))])
+            branches |= {c.index: row for c, row in zip(family, rows, strict=True)}
         for completion in item.completions:
             trained = np.flatnonzero(completion.mask)
             sources = trained
@@ -188,6 +248,8 @@ def pack(items: Sequence[PackItem], *, share_prefix: bool = True, vocab_size: in
                 if not share:
                     begin = append(np.concatenate([item.prompt, inputs]), -1)
                     sources = trained + (begin + num_prompt - 1)
+                elif completion.index in branches:
+                    sources = np.concatenate([[prompt_end - 1], branches[completion.index]])[trained]
                 else:
                     begin = append(inputs, root) if len(inputs) else end
                     sources = np.where(trained == 0, prompt_end - 1, begin + trained - 1)
@@ -248,13 +310,30 @@ def spread(items: Sequence[PackItem], num: int, *, share_prefix: bool = True) ->
 
 def _pieces(item: PackItem, num: int, share: int, share_prefix: bool) -> list[PackItem]:
     """The item, or where it is more than `share` its completions in `num` pieces of equal tokens."""
-    num = min(num, sum(c.is_live for c in item.completions))
+    kin = _together(item, share, share_prefix)
+    num = min(num, sum(any(c.is_live for c in family) for family in kin))
     if num < 2 or item.num_tokens(share_prefix=share_prefix) <= share:
         return [item]
-    each = [c.num_inputs + (0 if share_prefix else len(item.prompt)) for c in item.completions]
+    each = [_cost(family, 0 if share_prefix else len(item.prompt), share_prefix) for family in kin]
     bins = _balance(each, num, sum(each))
     assert bins is not None
-    return [PackItem(item.prompt, tuple(item.completions[i] for i in chosen)) for chosen in bins if chosen]
+    return [PackItem(item.prompt, tuple(c for i in chosen for c in kin[i])) for chosen in bins if chosen]
+
+
+def _together(item: PackItem, room: int, share_prefix: bool) -> list[list[Completion]]:
+    """What a cut does not part: families that fit, where they share anything; else single completions."""
+    if not share_prefix:
+        return [[c] for c in item.completions]
+    kin = families(item.completions)
+    return [part for f in kin for part in ([f] if _cost(f, 0, True) <= room else [[c] for c in f])]
+
+
+def _cost(family: Sequence[Completion], num_prompt: int, share_prefix: bool) -> int:
+    """Input tokens of a family, with `num_prompt` more for each of its living."""
+    live = [c for c in family if c.is_live]
+    if share_prefix and live:
+        return len(live) * num_prompt + _inputs(live)
+    return sum(num_prompt + c.num_inputs for c in live)
 
 
 def _balance(sizes: Sequence[int], num: int, limit: int) -> list[list[int]] | None:
@@ -276,14 +355,15 @@ def _cut(item: PackItem, max_tokens: int | None, share_prefix: bool) -> list[Pac
     total = item.num_tokens(share_prefix=share_prefix)
     if max_tokens is None or total <= max_tokens or len(item.completions) < 2:
         return [item]
+    kin = _together(item, max_tokens - num_prompt, share_prefix)
     # A part pays for its prompt once (shared) or with every completion (plain).
-    each = [c.num_inputs + (0 if share_prefix or not c.is_live else num_prompt) for c in item.completions]
+    each = [_cost(family, 0 if share_prefix else num_prompt, share_prefix) for family in kin]
     room = max(1, max_tokens - (num_prompt if share_prefix else 0))
     num = max(2, -(-sum(each) // room))
-    live = sum(c.is_live for c in item.completions)
+    live = sum(any(c.is_live for c in family) for family in kin)
     while (parts := _balance(each, min(num, live), room)) is None:
         num += 1
-    return [PackItem(item.prompt, tuple(item.completions[i] for i in part)) for part in parts if part]
+    return [PackItem(item.prompt, tuple(c for i in part for c in kin[i])) for part in parts if part]
 
 
 def _check(item: PackItem, vocab_size: int | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import socket
@@ -14,14 +13,16 @@ from typing import Any
 import torch
 
 from gspo.errors import ConfigError
-from gspo.rollout.discovery import Address
+from gspo.models.moe import num_experts, route_shape, routers
+from gspo.rollout.discovery import SHM, Address, forget, weight_folders
 from gspo.rollout.http import HttpSampler
+from gspo.rollout.verify import Experts
 from gspo.rollout.weights import sequence_logp
 from gspo.train.policy import PolicyModule
 
 # Set by the launcher for the trainer: how many servers, and the folder in which they register; for both, the token.
 COUNT, FOLDER, TOKEN = "GSPO_SAMPLERS", "GSPO_SAMPLER_DIR", "GSPO_SAMPLER_TOKEN"
-_SHM = Path("/dev/shm")
+COLOCATED = "GSPO_COLOCATED"  # set for both where one GPU is all there is
 
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:
@@ -50,6 +51,13 @@ def facts_of(model: Any, *, seed: int, ends: Collection[int], max_context: int, 
     }
 
 
+def experts_of(model: Any, needed: bool) -> Experts:
+    """What routes of this model are made of."""
+    found = routers(model)
+    num_layers, per_token, _ = route_shape(found)
+    return Experts(num_layers, per_token, num_experts(found), needed)
+
+
 def num_servers() -> int:
     """Servers that the launcher has started for this trainer; 0: it samples in its own process."""
     text = os.environ.get(COUNT, "0")
@@ -76,13 +84,21 @@ def connect(
     mode: str,
     timeout_s: float,
     retries: int,
+    needs_routes: bool,
+    join_s: float,
+    computes_in: torch.dtype | None,
     say: Callable[[str], None],
 ) -> HttpSampler:
-    """The client of the servers that the environment names; it has no weights yet."""
+    """The client of the servers that the environment names; it has no weights yet.
+
+    `computes_in`: the servers' type where it is not the trainer's, which then bounds how far probes may differ.
+    """
     model, ends = policy.model, end_tokens(policy.model, tokenizer)
     dtype, max_context = policy.compute_dtype or model.dtype, context_of(policy.model, max_tokens)
     num_bytes = sum(p.numel() for p in model.parameters()) * dtype.itemsize
     folder = Path(os.environ.get(FOLDER) or run / "samplers")
+    for left in weight_folders(run):  # by a trainer of this run that was killed
+        forget(left)
     return HttpSampler(
         folder,
         num_servers(),
@@ -91,11 +107,14 @@ def connect(
         max_context=max_context,
         ends=ends,
         place=partial(place, mode, run, num_bytes),
-        dtype=dtype,
+        dtype=computes_in or dtype,
         # A sharded model answers only when all ranks ask it: servers are then compared with each other.
         reference=partial(sequence_logp, model) if policy.world.size == 1 else None,
         timeout_s=timeout_s,
         retries=retries,
+        experts=experts_of(model, needs_routes),
+        join_s=join_s,
+        colocated=bool(os.environ.get(COLOCATED)),
         say=say,
     )
 
@@ -104,8 +123,7 @@ def place(mode: str, run: Path, num_bytes: int, servers: Sequence[Address | None
     """The folder for published weights: this machine's memory where all servers are here, else the run directory."""
     if mode == "nccl":
         raise ConfigError("actor.weight_update_mode: nccl is not built; set it to auto")
-    digest = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12]
-    memory, disk = _SHM / f"gspo-{os.getuid()}-{digest}", run / "weights"
+    memory, disk = weight_folders(run)
     elsewhere = [a.host for a in servers if a is not None and a.host != socket.gethostname()]
     if mode == "shm" and elsewhere:
         raise ConfigError(
@@ -115,5 +133,5 @@ def place(mode: str, run: Path, num_bytes: int, servers: Sequence[Address | None
     if mode == "shm":
         return memory
     # A new version is written beside the last one.
-    has_room = os.access(_SHM, os.W_OK) and shutil.disk_usage(_SHM).free > 2.5 * num_bytes
+    has_room = os.access(SHM, os.W_OK) and shutil.disk_usage(SHM).free > 2.5 * num_bytes
     return memory if mode == "auto" and has_room and not elsewhere and None not in servers else disk

@@ -49,7 +49,7 @@ def filtered(function: Filter, key: str, group: Group) -> str | None:
         "rewards": np.array(rewards, dtype=np.float64),
         "prompt": group.prompt.text,
         "completions": group.texts,
-        "lengths": np.array([int(sample.mask.sum()) for sample in group.samples], dtype=np.int64),
+        "lengths": np.array([sum(int(s.mask.sum()) for s in t.sequences) for t in group.samples], dtype=np.int64),
         "data": group.prompt.data,
     }
     try:
@@ -81,7 +81,8 @@ class Arrivals:
         for submission, prompt in prompts:
             self._prompts[submission], self._samples[submission] = prompt, {}
             for i in range(self._num_samples):
-                requests.append(Request(SampleId(submission, i, attempt=attempt), prompt.tokens, self._params))
+                id = SampleId(submission, i, attempt=attempt)
+                requests.append(Request(id, prompt.tokens, self._params, origin=prompt))
         return requests
 
     def add(self, sample: Sample) -> Group | None:
@@ -96,7 +97,7 @@ class Arrivals:
             return None
         del self._samples[submission]
         samples = tuple(arrived[i] for i in range(self._num_samples))
-        texts = tuple(self._decode(s.tokens.tolist()) for s in samples)
+        texts = tuple(self._decode(s.last_turn.tolist()) for s in samples)
         return Group(submission, self._prompts.pop(submission), samples, texts, outcomes=())
 
     def refuse_missing(self, num_groups: int) -> None:
@@ -159,8 +160,9 @@ def _item(group: Group) -> RewardItem:
         prompt.text,
         group.texts,
         prompt_ids=prompt.tokens,
-        completion_ids=tuple(s.tokens.tolist() for s in group.samples),
+        completion_ids=tuple(s.last_turn.tolist() for s in group.samples),
         data=prompt.data,
         messages=prompt.messages,
         source=prompt.source,
+        given=tuple(s.outcome for s in group.samples),
     )

@@ -92,7 +92,7 @@ class Routing:
         batch = self._batch
         by_position: list[NDArray[Any] | None] = []
         for i in packed.index.tolist():
-            num_prompt = len(batch.groups[batch.group_of[i]].prompt.tokens)
+            num_prompt = len(batch.prompt(i))
             prompt, own = batch.samples[i].prompt_routes, batch.samples[i].routes
             # Row 0 of a sample's routes is that of the prompt's last token: it predicts the first of the completion.
             if prompt is None or own is None:

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def serve(
     latency_s: float = 0.0,
 ) -> None:
     """Load the model, say where we are, serve until SIGTERM."""
-    token = remote.token()
+    remote.token()
     reached("sampler.start")
     config = load(config_path).config
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -68,8 +69,29 @@ def serve(
         dtype=dtype,
     )
     engine = SamplerEngine(sampler, facts=facts, score=partial(sequence_logp, model), latency_s=latency_s)
+    announce(
+        engine,
+        index,
+        folder,
+        host=host,
+        port=port,
+        words=f"{config.actor.path}, {torch.get_num_threads()} threads",
+    )
+
+
+def announce(
+    engine: SamplerEngine,
+    index: int,
+    folder: Path,
+    *,
+    host: str,
+    port: int,
+    words: str,
+    watch: Callable[[Callable[[], None]], None] | None = None,
+) -> None:
+    """Serve an engine until SIGTERM, and say in `folder` where. `watch` is given what ends it, and runs beside it."""
     try:
-        server = SamplerServer(engine, token, host=host, port=port)
+        server = SamplerServer(engine, remote.token(), host=host, port=port)
     except OSError as cause:
         raise ConfigError(f"the sampler server cannot listen on {host}:{port} ({cause}); see --host") from cause
 
@@ -78,9 +100,11 @@ def serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
+    if watch is not None:
+        threading.Thread(target=watch, args=(end,), name="watch", daemon=True).start()
     reached("sampler.register")
     register(folder, index, server.url)
-    print(f"sampler {index} at {server.url}, {config.actor.path}, {torch.get_num_threads()} threads", flush=True)
+    print(f"sampler {index} at {server.url}, {words}", flush=True)
     try:
         server.serve_forever()
     finally:
@@ -89,13 +113,30 @@ def serve(
         engine.close()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m gspo.train.serve", description="One sampler server.")
+def arguments(prog: str, description: str) -> argparse.ArgumentParser:
+    """What every kind of sampler server is started with."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("--config", required=True, type=Path, help="the run's resolved config")
     parser.add_argument("--index", required=True, type=int, help="its number among the samplers of the run, from 0")
     parser.add_argument("--register", required=True, type=Path, metavar="DIR", help="where it says that it is ready")
     parser.add_argument("--host", default="127.0.0.1", help="name or address to listen on (default: this machine only)")
     parser.add_argument("--port", type=int, default=0, help="default: a free one")
+    return parser
+
+
+def answer(work: Callable[[], None]) -> int:
+    """Run a server tied to its starter; the exit code."""
+    die_with_parent(os.getppid())
+    try:
+        work()
+    except GspoError as error:
+        print(f"gspo: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
+def main() -> int:
+    parser = arguments("python -m gspo.train.serve", "One sampler server.")
     parser.add_argument("--threads", type=int, help="CPU threads (default: the config's, else this machine's share)")
     parser.add_argument(
         "--latency",
@@ -105,21 +146,8 @@ def main() -> int:
         help="sleep at every decoding step, to measure with a slow sampler (also GSPO_SAMPLER_LATENCY)",
     )
     args = parser.parse_args()
-    die_with_parent(os.getppid())
-    try:
-        serve(
-            args.config,
-            args.index,
-            args.register,
-            host=args.host,
-            port=args.port,
-            threads=args.threads,
-            latency_s=args.latency,
-        )
-    except GspoError as error:
-        print(f"gspo: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    return 0
+    where = {"host": args.host, "port": args.port, "threads": args.threads, "latency_s": args.latency}
+    return answer(partial(serve, args.config, args.index, args.register, **where))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,11 @@ import torch
 
 from gspo.algorithms import ALGORITHMS
 from gspo.config import Loaded, effective_objective
-from gspo.config.backend import TRAINERS, parse_backend
+from gspo.config.backend import SAMPLERS, TRAINERS, parse_backend
 from gspo.config.schema import Config, DatasetSpec, Frequency, Generation, MixtureSource, Norm, Optimizer
+from gspo.envs.agent import Agents, find_agent
+from gspo.envs.chat import Chat
+from gspo.envs.find import find_environment
 from gspo.errors import ConfigError, DataError
 from gspo.models.loading import load_model, load_tokenizer
 from gspo.models.lora import adapter_off, add_adapter
@@ -26,6 +29,7 @@ from gspo.rewards.router import RewardRouter, Rewards
 from gspo.rewards.spec import RewardSpec, reward_spec
 from gspo.rollout.buffer import Buffer, Snapshot
 from gspo.rollout.engine import Sampler
+from gspo.rollout.http import JOIN_S
 from gspo.rollout.local import LocalSampler
 from gspo.rollout.rounded import RoundedSampler
 from gspo.tasks.dataset import Dataset, default_reward, load_dataset, make_dataset
@@ -35,6 +39,7 @@ from gspo.train import checkpoint, remote
 from gspo.train.ahead import Ahead
 from gspo.train.batch import Credit, Shaping, is_flat
 from gspo.train.critic import Critic, ValueModule
+from gspo.train.episodes import Environment, Episodes
 from gspo.train.loggers import Loggers
 from gspo.train.optim import learning_rate, make_optimizer
 from gspo.train.policy import PolicyModule
@@ -42,8 +47,11 @@ from gspo.train.ranks import ALONE, Nowhere, World
 from gspo.train.reference import Reference
 from gspo.train.rollout import Arrivals, Filter, Keeps, Workflow, filtered
 from gspo.train.shard import full_parameters, shard
-from gspo.train.step import Plan
+from gspo.train.step import Plan, ProximalSource
 from gspo.types import Group, Prompt, SamplingParams
+
+ENGINES = ("vllm", "sglang")
+ENGINE_START_S = 900.0  # an engine loads, compiles and captures for minutes before it serves
 
 
 def device_and_dtype(config: Config) -> tuple[torch.device, torch.dtype]:
@@ -203,6 +211,9 @@ def make_sampler(
         mode=config.actor.weight_update_mode,
         timeout_s=config.rollout.request_timeout,
         retries=config.rollout.request_retries,
+        needs_routes=config.actor.routing_replay == "rollout",
+        join_s=ENGINE_START_S if engine_of(config) else JOIN_S,
+        computes_in=sampler_dtype(config),
         say=say,
     )
     try:
@@ -211,6 +222,25 @@ def make_sampler(
         sampler.close()
         raise
     return sampler
+
+
+def engine_of(config: Config) -> str | None:
+    """The inference engine behind the sampler servers, where it is not ours."""
+    name = parse_backend(config.rollout.backend, SAMPLERS).name
+    return name if name in ENGINES else None
+
+
+def sampler_dtype(config: Config) -> torch.dtype | None:
+    """What sampler servers compute in where the user chose that by the engine's own flag; None: what the trainer does.
+
+    A quantised engine is bounded as the coarsest type is.
+    """
+    engine = engine_of(config)
+    options = {} if engine is None else getattr(config, engine)
+    if options.get("quantization") is not None:
+        return torch.bfloat16
+    dtype = getattr(torch, str(options.get("dtype")), None)
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def local_sampler(config: Config, model: Any, tokenizer: Any, version: int) -> LocalSampler:
@@ -290,6 +320,33 @@ def make_ahead(
         max_refills=config.actor.max_refills,
         max_failure_fraction=config.reward.max_failure_fraction,
         timeout_s=rollout.request_timeout,
+    )
+
+
+def make_environment(config: Config, given: Any) -> Environment | None:
+    """What plays the episodes: the caller's environment or the config's; None where a sample is one completion."""
+    env = config.env
+    if given is not None:
+        return find_environment(given, env.options)
+    if agent := env.command or (env.agent and find_agent(env.agent, env.options)):
+        return Agents(agent, model=env.model, request_timeout_s=config.rollout.request_timeout)
+    return None if env.path is None else find_environment(env.path, env.options)
+
+
+def make_episodes(config: Config, environment: Environment, data: Data, tokenizer: Any, max_context: int) -> Episodes:
+    """The workflow that plays episodes, spoken to as the prompts are rendered."""
+    first = data if isinstance(data, Dataset) else data.sources[0]
+    # A data set says True for the tokenizer's own template.
+    chat = Chat(tokenizer, None if first.chat is True else first.chat, first.template_kwargs)
+    return Episodes(
+        environment,
+        chat,
+        max_context=max_context,
+        max_turns=config.env.max_turns,
+        timeout_s=config.env.timeout,
+        rounds=not remote.num_servers(),
+        request_timeout_s=config.rollout.request_timeout,
+        at_once=config.rollout.max_concurrent_rollouts or getattr(environment, "at_once", 256),
     )
 
 
@@ -468,7 +525,29 @@ def make_plan(loaded: Loaded) -> Plan:
         # A sequence without an advantage has a KL all the same.
         skip_zero_advantage=not actor.kl_loss_coef,
         routing_replay=actor.routing_replay,
+        sequence_unit=actor.sequence_unit,
     )
+
+
+def proximal_source(config: Config) -> ProximalSource:
+    """Where π_old of mini-batches 2…K comes from at first; `auto` begins with the trainer and measures."""
+    method = config.actor.prox_logp_method
+    if method == "rollout":
+        return "centred" if config.actor.prox_logp_recenter else "rollout"
+    return "loglinear" if method == "loglinear" else "recompute"
+
+
+def narrowest_clip(config: Config, settings: Mapping[str, Any]) -> float | None:
+    """The ε that a sampler's noise is held against; None where nothing is clipped.
+
+    `eps_clip: auto` stays above the noise by itself, as far as its bound.
+    """
+    if "clip_low" not in settings:
+        return None
+    if config.actor.eps_clip == "auto":
+        auto = config.actor.eps_clip_auto
+        return auto.eps_max / max(1.0, auto.high_over_low)
+    return min(settings["clip_low"], settings["clip_high"])
 
 
 def _temperature(config: Config) -> float:
@@ -480,6 +559,7 @@ def assembly(loaded: Loaded) -> dict[str, Any]:
     config, actor = loaded.config, loaded.config.actor
     norm = effective_objective(loaded)["advantage"] if actor.reward_norm is None else norm_settings(actor.reward_norm)
     how = {"norm": norm, "shaping": make_shaping(config), "zero_variance": actor.zero_variance_groups or "count"}
+    how["turn_discount"] = config.env.turn_discount
     return how if make_credit(loaded) is not None else how | _last(config)
 
 

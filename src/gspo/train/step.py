@@ -3,8 +3,9 @@
 Three policies, kept apart: `behavior` sampled the tokens, `proximal` (the paper's π_old) is the policy at the start of
 the batch, and the current one is being trained. π_old of mini-batch 1 is its own detached forward; later mini-batches
 take the sampler's log-probs where these were measured to be the same, a forward made before the first update, or an
-interpolation by weight version. Samples of older versions never serve as their own π_old unless asked (`rollout`). A
-fourth, `reference`, was asked before the step (`train/reference.py`), where a KL term wants it.
+interpolation by weight version. Samples of older versions never serve as their own π_old unless asked (`rollout`).
+`centred` takes the sampler's log-probs less their mean error per token, which mini-batch 1 measures for nothing. A
+fourth policy, `reference`, was asked before the step (`train/reference.py`), where a KL term wants it.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from numpy.typing import NDArray
 from gspo import objectives
 from gspo.faults import reached
 from gspo.objectives.kl import kl
+from gspo.objectives.turns import fold, turn_cuts
 from gspo.train.batch import Batch
 from gspo.train.clock import phase
+from gspo.train.noise import noise_of
 from gspo.train.optim import apply_update
 from gspo.train.packing import Packed, PackItem, filler, micro_batches, pack, spread
 from gspo.train.policy import PolicyModule
@@ -32,7 +35,7 @@ from gspo.train.routing import Replay, Routing
 
 # Where π_old of mini-batches 2…K comes from; `rollout` also replaces mini-batch 1's own forward.
 # `loglinear` interpolates between the sampler's and the current log-prob, by the version of each token.
-ProximalSource = Literal["recompute", "sampler", "rollout", "loglinear"]
+ProximalSource = Literal["recompute", "sampler", "rollout", "centred", "loglinear"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Plan:
     max_new_tokens: int
     skip_zero_advantage: bool = True  # False where another loss term needs every sequence
     routing_replay: Replay = "none"  # whose experts a mixture's passes take; `proximal` needs a recomputed π_old
+    sequence_unit: Literal["trajectory", "turn"] = "trajectory"  # what of an episode has one ratio
 
 
 @dataclass
@@ -92,8 +96,12 @@ def train_step(
     version: int = 0,
     learning_rates: Sequence[float],
     keep_tokens_of: frozenset[int] = frozenset(),
+    before_update: Callable[[NDArray[np.float64]], None] | None = None,
 ) -> StepReport:
-    """K optimizer updates on one rollout batch; `version` is that of the weights at its start."""
+    """K optimizer updates on one rollout batch; `version` is that of the weights at its start.
+
+    `before_update` is given mini-batch 1's noise, [n], before anything is changed, and may refuse by raising.
+    """
     n = batch.num_sequences
     report = StepReport(*(np.full(n, np.nan) for _ in range(10)), logp={}, token_entropy={})
     enters = batch.live if plan.skip_zero_advantage else batch.trainable
@@ -120,7 +128,7 @@ def train_step(
         counted = members & batch.counted
         denominator = objectives.denominator(
             plan.name,
-            num_sequences=max(int(counted.sum()), 1),
+            num_sequences=max(int((counted & batch.heads).sum()), 1),  # trajectories
             num_tokens=max(int(batch.trained_tokens[counted].sum()), 1),
             max_new_tokens=plan.max_new_tokens,
             aggregation=plan.settings["aggregation"],
@@ -135,6 +143,12 @@ def train_step(
                     routing, keep_tokens_of, None if towards is None else partial(_shares, batch, version, towards),
                 )  # fmt: skip
         loss = world.total(loss)
+        if k == 0 and (before_update is not None or proximal == "centred"):
+            noise = _of_all(report.noise_log_s, world)
+            if before_update is not None:
+                before_update(noise)
+            if proximal == "centred":
+                proximal_logp = _centred(behavior, noise, batch)
         with phase(report.seconds, "optimizer"):
             # A clamp has gradient 0 at NaN: only the loss tells.
             norm, taken = apply_update(
@@ -173,7 +187,10 @@ def _backward(
     if shares is not None and proximal_logp is not None:
         proximal = proximal + shares(index).to(device, dtype) * (out.logp.detach() - proximal)
     by_token, reference = batch.token_advantages, batch.reference_logp
+    units = _units(batch, index, packed.cu_seqlens, plan)
     advantage = torch.from_numpy(batch.advantages[index]) if by_token is None else gather(by_token, index)
+    if by_token is None and units.sequence is not None:
+        advantage = advantage[units.sequence.cpu()]
     reference_logp = None if reference is None else gather(reference, index).to(device, dtype)
     result = objectives.loss(
         plan.name,
@@ -183,7 +200,8 @@ def _backward(
         None,
         behavior_logp=behavior_logp,
         reference_logp=reference_logp,
-        cu_seqlens=packed.cu_seqlens,
+        cu_seqlens=units.cu_seqlens,
+        weight=units.weight,
         denominator=denominator,
         **plan.settings,
     )
@@ -192,7 +210,7 @@ def _backward(
     report.num_input_tokens += packed.num_tokens
     for name in ("log_s", "clipped_low", "clipped_high", "correction", "correction_raw", "correction_outside"):
         if name in result.stats:
-            getattr(report, name)[index] = result.stats[name].cpu().numpy()
+            getattr(report, name)[index] = units.by_sequence(name, result.stats).cpu().numpy()
     layout = objectives.rows(out.logp, None, packed.cu_seqlens)
     drift = objectives.mean_tokens(behavior_logp - out.logp.detach(), layout).cpu().numpy()
     report.kl_behavior[index] = drift
@@ -211,6 +229,38 @@ def _backward(
     return float(result.loss.detach())
 
 
+@dataclass(frozen=True)
+class _Units:
+    """What has one ratio in a micro-batch: its sequences, or the turns that they are made of."""
+
+    cu_seqlens: torch.Tensor  # [U + 1]
+    weight: torch.Tensor | None  # [U], share of the trajectory's tokens; None: all 1
+    sequence: torch.Tensor | None = None  # [U] of turns, [B] sequences; None: the units are the sequences
+    num_sequences: int = 0
+
+    def by_sequence(self, name: str, stats: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """A statistic of sequences, [B], from those of units: numbers of tokens add up, the rest are token means."""
+        if self.sequence is None:
+            return stats[name]
+        counts = name.startswith("clipped") or name.endswith("outside")
+        return fold(stats[name], self.sequence, self.num_sequences, None if counts else stats["num_tokens"])
+
+
+def _units(batch: Batch, index: NDArray[np.int64], cu_seqlens: torch.Tensor, plan: Plan) -> _Units:
+    shares = torch.from_numpy(batch.shares[index]).to(cu_seqlens.device)
+    # A sum over tokens needs no shares: sequences of a trajectory add up by themselves.
+    means = plan.settings["aggregation"] == "sequence_mean"
+    if plan.sequence_unit == "trajectory":
+        return _Units(cu_seqlens, shares if means and bool((shares != 1).any()) else None)
+    samples = [batch.samples[int(i)] for i in index]
+    turns = torch.from_numpy(np.concatenate([s.turns[s.mask] for s in samples])).to(cu_seqlens.device)
+    cuts, sequence = turn_cuts(turns, cu_seqlens)
+    if len(cuts) == len(cu_seqlens):  # one turn each
+        return _Units(cu_seqlens, shares if means and bool((shares != 1).any()) else None)
+    share = (shares / cu_seqlens.diff())[sequence] * cuts.diff()
+    return _Units(cuts, share if means else None, sequence, len(index))
+
+
 def _shares(batch: Batch, version: int, towards: float, index: NDArray[np.int64]) -> torch.Tensor:
     """α of log π_old ≈ log μ + α (log π_θ − log μ), for the trained tokens of some sequences, end to end.
 
@@ -220,6 +270,22 @@ def _shares(batch: Batch, version: int, towards: float, index: NDArray[np.int64]
     samples = [batch.samples[int(i)] for i in index]
     behind = np.concatenate([version - sample.versions[sample.mask].astype(np.float64) for sample in samples])
     return torch.from_numpy(behind / (behind + towards))
+
+
+def _of_all(values: NDArray[np.float64], world: World) -> NDArray[np.float64]:
+    """Values by sequence, [n], of which each rank has those of its own."""
+    for part in world.exchange({"values": values}):
+        values = np.where(np.isnan(values), part["values"], values)
+    return values
+
+
+def _centred(
+    behavior: Mapping[int, NDArray[np.float32]], noise: NDArray[np.float64], batch: Batch
+) -> dict[int, NDArray[np.float32]]:
+    """log μ − shift, shift being the mean over mini-batch 1's tokens of log μ − log π_old; 0 where none was trained."""
+    measured = noise_of(noise, batch.trained_tokens)
+    shift = np.float32(0.0 if measured is None else measured.shift)
+    return {i: logp - shift for i, logp in behavior.items()}
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ The prompt is not stored: it is a function of the submission index and the data,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ _ARRAYS = ("tokens", "behavior_logp", "versions", "mask", "turns", "routes", "pr
 
 def pack(groups: Sequence[Group]) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
     """Arrays of all samples end to end, and who they are."""
-    samples = [sample for group in groups for sample in group.samples]
+    samples = [sequence for group in groups for sample in group.samples for sequence in sample.sequences]
     arrays: dict[str, torch.Tensor] = {}
     for name in _ARRAYS:
         parts = [getattr(sample, name) for sample in samples]
@@ -29,7 +30,7 @@ def pack(groups: Sequence[Group]) -> tuple[dict[str, torch.Tensor], list[dict[st
         {
             "submission": group.submission,
             "samples": [
-                {"id": list(s.id[1:]), "length": len(s.tokens), "finish": s.finish, "text": text}
+                {**_sequence(s), **_episode(s), "text": text}
                 for s, text in zip(group.samples, group.texts, strict=True)
             ],
             "outcomes": [_outcome(outcome) for outcome in group.outcomes],
@@ -46,16 +47,31 @@ def unpack(
     flat = {name: array.numpy() for name, array in arrays.items()}
     prompts = flat.pop("prompt_routes", None)  # as long as the prompt, not as the completion
     begin, read, groups = 0, 0, []
+
+    def sequence(each: Mapping[str, Any], submission: int, **more: Any) -> Sample:
+        nonlocal begin, read
+        end, own = begin + each["length"], each.get("prompt")
+        values: dict[str, Any] = {name: array[begin:end].copy() for name, array in flat.items()}
+        if prompts is not None:
+            num_prompt = len(prompt_of(submission).tokens if own is None else own)
+            values["prompt_routes"] = prompts[read : read + num_prompt].copy()
+            read += num_prompt
+        begin = end
+        values["prompt"] = None if own is None else tuple(own)
+        return Sample(SampleId(submission, *each["id"]), finish=each["finish"], **values, **more)
+
     for row in rows:
-        samples, num_prompt = [], len(prompt_of(row["submission"]).tokens)
+        samples = []
         for each in row["samples"]:
-            end = begin + each["length"]
-            values: dict[str, Any] = {name: array[begin:end].copy() for name, array in flat.items()}
-            if prompts is not None:
-                values["prompt_routes"] = prompts[read : read + num_prompt].copy()
-                read += num_prompt
-            samples.append(Sample(SampleId(row["submission"], *each["id"]), finish=each["finish"], **values))
-            begin = end
+            # In the order of the arrays: the sample itself, then what did not continue it.
+            first = sequence(
+                each,
+                row["submission"],
+                outcome=None if each.get("outcome") is None else _read(each["outcome"]),
+                turn_rewards={int(turn): value for turn, value in each.get("turn_rewards", {}).items()},
+            )
+            rest = tuple(sequence(part, row["submission"]) for part in each.get("rest", ()))
+            samples.append(replace(first, rest=rest) if rest else first)
         groups.append(
             Group(
                 row["submission"],
@@ -80,6 +96,23 @@ def received(turn: Turn) -> tuple[Group, ...]:
     rows = turn.content["rows"]
     prompts = {row["submission"]: Prompt(tuple(p), "") for row, p in zip(rows, turn.content["prompts"], strict=True)}
     return unpack({name: torch.from_numpy(a) for name, a in turn.arrays.items()}, rows, prompts.__getitem__)
+
+
+def _sequence(sample: Sample) -> dict[str, Any]:
+    row: dict[str, Any] = {"id": list(sample.id[1:]), "length": len(sample.tokens), "finish": sample.finish}
+    return row if sample.prompt is None else row | {"prompt": list(sample.prompt)}
+
+
+def _episode(sample: Sample) -> dict[str, Any]:
+    """What an episode adds; nothing of a plain sample."""
+    row: dict[str, Any] = {}
+    if sample.rest:
+        row["rest"] = [_sequence(part) for part in sample.rest]
+    if sample.outcome is not None:
+        row["outcome"] = _outcome(sample.outcome)
+    if sample.turn_rewards:
+        row["turn_rewards"] = {str(turn): value for turn, value in sample.turn_rewards.items()}
+    return row
 
 
 def _outcome(outcome: Outcome) -> dict[str, Any]:

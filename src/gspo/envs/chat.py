@@ -1,0 +1,164 @@
+"""Messages to tokens and back, without ever tokenising again what was sampled.
+
+A conversation is rendered whole once. What comes after an answer is rendered alone: the template writes the
+conversation with a mark in the answer's place, and only the text behind the mark becomes tokens, put after those that
+were really sampled. Tools are called in the form that Hermes, Qwen and many others are trained on,
+`<tool_call>{"name": …, "arguments": {…}}</tool_call>`; with plain text (no template) a message is its content.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = Mapping[str, Any]
+
+_MARK = "gspo7d1c9answer"
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+
+
+class TemplateError(Exception):
+    """The chat template refused these messages, or has no place where an answer could be continued."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """How one model is spoken to. `template` None: the tokenizer's own; False: plain text, contents end to end."""
+
+    tokenizer: Any
+    template: str | bool | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_plain(self) -> bool:
+        return self.template is False or not (self.template or getattr(self.tokenizer, "chat_template", None))
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> tuple[int, ...]:
+        """The whole conversation up to where the model is to speak."""
+        if self.is_plain:
+            system = [_content(m) + "\n\n" for m in messages[:1] if m.get("role") == "system"]
+            text = "".join([*system, *(_content(m) for m in messages[len(system) :])])
+            return _ids(self.tokenizer.encode(text))
+        return _ids(self.tokenizer.encode(self._text(messages, tools), add_special_tokens=False))
+
+    def continue_after(
+        self,
+        said: Sequence[int],
+        history: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+    ) -> tuple[int, ...]:
+        """The tokens that `new` messages add after `said`, the tokens of the answer to `history`."""
+        if self.is_plain:
+            return _ids(self.tokenizer.encode("".join(map(_content, new)), add_special_tokens=False))
+        mark = _MARK
+        while any(mark in _content(m) for m in (*history, *new)):  # somebody wrote it
+            mark += "x"
+        answer = {"role": "assistant", "content": mark}
+        _, found, tail = self._text([*history, answer, *new], tools).partition(mark)
+        if not found:
+            raise TemplateError("the chat template does not write an assistant's content as it is")
+        # The model ended its answer itself: the template's own end of it would be there twice.
+        end = self.tokenizer.decode(list(said[-1:])) if len(said) else ""
+        if end and said[-1] in self.tokenizer.all_special_ids and tail.startswith(end):
+            tail = tail[len(end) :]
+        return _ids(self.tokenizer.encode(tail, add_special_tokens=False))
+
+    def parse(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """An answer as an assistant's message: `content`, and `tool_calls` where it has any.
+
+        A call that is no JSON is not a call: its text stays in the content, for the environment to complain about.
+        """
+        return parse_calls(self.text(tokens))
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(
+                [_plain(m) for m in messages],
+                tools=list(tools) if tools else None,
+                chat_template=self.template if isinstance(self.template, str) else None,
+                add_generation_prompt=True,
+                tokenize=False,
+                **self.template_kwargs,
+            )
+        except Exception as error:  # templates are programs and raise what they like
+            raise TemplateError(f"the chat template refused the messages: {str(error)[:200]}") from error
+
+
+def parse_calls(text: str, new_id: Callable[[int], str] = "call_{}".format) -> dict[str, Any]:
+    """
+    >>> parse_calls('Let me see. <tool_call>{"name": "calculator", "arguments": {"expression": "2*3"}}</tool_call>')
+    {'role': 'assistant', 'content': 'Let me see.', 'tool_calls': [{'id': 'call_0', 'type': 'function', 'function': \
+{'name': 'calculator', 'arguments': '{"expression": "2*3"}'}}]}
+    """
+    calls, kept, end = [], [], 0
+    for found in _CALL.finditer(text):
+        try:
+            call = json.loads(found[1])
+            name, arguments = call["name"], call.get("arguments", {})
+            if not isinstance(name, str) or not isinstance(arguments, dict):
+                continue
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            continue
+        written = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        calls.append({"id": new_id(len(calls)), "type": "function", "function": written})
+        kept.append(text[end : found.start()])
+        end = found.end()
+    message: dict[str, Any] = {"role": "assistant", "content": ("".join(kept) + text[end:]).strip() if calls else text}
+    return message | {"tool_calls": calls} if calls else message
+
+
+def same_message(a: Message, b: Message) -> bool:
+    """Whether two messages say the same, whatever else a client library has put into them."""
+    return a.get("role") == b.get("role") and _content(a) == _content(b) and _calls(a) == _calls(b)
+
+
+def continues(history: Sequence[Message], messages: Sequence[Message]) -> bool:
+    """Whether `messages` begin with all of `history`, and go on."""
+    return len(messages) > len(history) and all(map(same_message, history, messages))
+
+
+def _content(message: Message) -> str:
+    content = message.get("content")
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    parts = [part.get("text", "") if isinstance(part, Mapping) else str(part) for part in content]
+    return "".join(parts)
+
+
+def _calls(message: Message) -> list[tuple[str, Any]]:
+    """Name and arguments of each call; arguments as an object, where they are one in text."""
+    out: list[tuple[str, Any]] = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError, RecursionError):
+                arguments = json.loads(arguments)
+        out.append((function.get("name"), arguments))
+    return out
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """A message as templates expect it: content as text, arguments of calls as objects."""
+    plain = {**message, "content": _content(message)}
+    if calls := _calls(message):
+        plain["tool_calls"] = [
+            {"type": "function", "function": {"name": name, "arguments": arguments}} for name, arguments in calls
+        ]
+    else:
+        plain.pop("tool_calls", None)
+    return plain
+
+
+def _ids(tokens: Any) -> tuple[int, ...]:
+    return tuple(int(t) for t in tokens)

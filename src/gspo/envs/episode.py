@@ -1,0 +1,135 @@
+"""From the requests of an episode to the sequences that are trained. Torch-free, pure.
+
+A request's tokens join the sequence of an earlier one only where that sequence (prompt and all) is a prefix of the
+request's prompt; the tokens in between are the environment's: mask False, behavior_logp 0, version and turn those of
+the sampled token before them. Everything else begins a sequence of its own. So each sampled token is trained exactly
+once, after exactly the tokens that it was sampled after, and nothing is ever tokenised again.
+
+Sequences of one episode share its advantage and count as one trajectory i with |y_i| = Σ_j |y_ij| trained tokens:
+
+    sequence_mean   trajectory's share of the loss   Σ_j (|y_ij| / |y_i|) x_ij      x_ij: token mean of sequence j
+    all others      as if sequences were one         Σ_j Σ_t x_ijt
+
+and one trajectory in the denominator. With all ratios 1 that is the gradient of the trajectory in one piece: where an
+agent's requests happen to merge does not change what the first update learns from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gspo.types import Outcome, Sample, SampleId
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Exchange:
+    """One request of an episode and its answer; `sample.id.turn` says which.
+
+    >>> Exchange((1, 2), Sample.of(SampleId(0, 0), [3], [-0.1], version=0)).tokens
+    (1, 2, 3)
+    """
+
+    prompt: tuple[int, ...]
+    sample: Sample
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return (*self.prompt, *self.sample.tokens.tolist())
+
+
+def assemble(exchanges: Sequence[Exchange]) -> tuple[Sample, ...]:
+    """The sequences of an episode in the order of their first requests, each with its prompt.
+
+    >>> first = Exchange((1, 2), Sample.of(SampleId(0, 0), [3], [-0.1], version=0))
+    >>> second = Exchange((1, 2, 3, 9), Sample.of(SampleId(0, 0, turn=1), [4], [-0.2], version=0))
+    >>> [(s.prompt, s.tokens.tolist(), s.mask.tolist()) for s in assemble([first, second])]
+    [((1, 2), [3, 9, 4], [True, False, True])]
+    """
+    chains: list[list[Exchange]] = []
+    for exchange in exchanges:
+        # The longest that it continues: of an agent's parallel conversations, its own.
+        found = [chain for chain in chains if is_prefix(chain[-1].tokens, exchange.prompt)]
+        if found:
+            max(found, key=lambda chain: len(chain[-1].tokens)).append(exchange)
+        else:
+            chains.append([exchange])
+    return tuple(_joined(chain) for chain in chains)
+
+
+def episode_sample(
+    id: SampleId,
+    exchanges: Sequence[Exchange],
+    *,
+    prompt: tuple[int, ...],
+    outcome: Outcome | None = None,
+    turn_rewards: Mapping[int, float] | None = None,
+) -> Sample:
+    """The whole episode as the one sample its group waits for; `prompt` is the group's.
+
+    An episode that asked for nothing is a sample of no tokens.
+    """
+    first, *rest = assemble(exchanges) or (Sample.of(id, [], [], version=0),)
+    own = None if first.prompt in (None, tuple(prompt)) else first.prompt
+    return replace(first, id=id, prompt=own, rest=tuple(rest), outcome=outcome, turn_rewards=dict(turn_rewards or {}))
+
+
+def is_prefix(tokens: tuple[int, ...], of: tuple[int, ...]) -> bool:
+    return len(tokens) <= len(of) and of[: len(tokens)] == tokens
+
+
+def _joined(chain: Sequence[Exchange]) -> Sample:
+    """Requests that continue each other, as one sequence after the first one's prompt."""
+    first = chain[0]
+    if len(chain) == 1:
+        return replace(first.sample, prompt=first.prompt)
+    columns: dict[str, list[NDArray[Any]]] = {name: [] for name in ("tokens", "behavior_logp", "versions", "mask")}
+    turns: list[NDArray[np.int16]] = []
+    end = len(first.prompt)
+    before: Sample | None = None
+    for exchange in chain:
+        between, sample = exchange.prompt[end:], exchange.sample
+        num = len(between)
+        # After a sample of no tokens (an aborted one) there is no neighbour: the tokens are as new as what follows.
+        version = sample.versions[:1] if before is None or not len(before.versions) else before.versions[-1:]
+        turn = sample.id.turn if before is None else before.id.turn
+        columns["tokens"] += [np.array(between, dtype=np.int32), sample.tokens]
+        columns["behavior_logp"] += [np.zeros(num, dtype=np.float32), sample.behavior_logp]
+        columns["versions"] += [np.resize(version if len(version) else np.int32(0), num), sample.versions]
+        columns["mask"] += [np.zeros(num, dtype=np.bool_), sample.mask]
+        turns += [np.full(num, turn, dtype=np.int16), np.full(len(sample.tokens), sample.id.turn, dtype=np.int16)]
+        end, before = len(exchange.prompt) + len(sample.tokens), sample
+    routes, prompt_routes = _routes(chain)
+    return Sample(
+        id=first.sample.id,
+        tokens=np.concatenate(columns["tokens"]).astype(np.int32),
+        behavior_logp=np.concatenate(columns["behavior_logp"]).astype(np.float32),
+        versions=np.concatenate(columns["versions"]).astype(np.int32),
+        mask=np.concatenate(columns["mask"]),
+        turns=np.concatenate(turns),
+        finish=chain[-1].sample.finish,
+        routes=routes,
+        prompt_routes=prompt_routes,
+        prompt=first.prompt,
+    )
+
+
+def _routes(chain: Sequence[Exchange]) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
+    """Experts of a mixture: the sampled tokens' own, and the environment's as the next request's prefill took them."""
+    first = chain[0]
+    if any(e.sample.routes is None or e.sample.prompt_routes is None for e in chain):
+        return None, None
+    parts: list[NDArray[Any]] = []
+    end = len(first.prompt)
+    for exchange in chain:
+        own, prefill = exchange.sample.routes, exchange.sample.prompt_routes
+        assert own is not None
+        assert prefill is not None
+        # Row t belongs to the position before token t.
+        parts += [prefill[end - 1 : len(exchange.prompt) - 1], own]
+        end = len(exchange.prompt) + len(exchange.sample.tokens)
+    return np.concatenate(parts), first.sample.prompt_routes

@@ -1,0 +1,48 @@
+"""An environment by its name in a config: built in, or the user's own class or function. No base class."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from gspo.envs.self_correct import SelfCorrect
+from gspo.envs.tools import Tools
+from gspo.errors import ConfigError
+from gspo.rewards.call import find_function
+
+BUILTIN: Mapping[str, Callable[..., Any]] = {"tools": Tools, "self_correct": SelfCorrect}
+
+
+def find_environment(given: str | Callable[..., Any], options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """`async (client, data)`, from a name or an object; a class is made with `options`, a function gets them each time.
+
+    ConfigError where there is no such thing, or it is not what it must be.
+    """
+    options = dict(options or {})
+    found: Any = given
+    if isinstance(given, str):
+        if given not in BUILTIN and ":" not in given:
+            raise ConfigError(
+                f"env.path {given!r}: the environments here are {', '.join(BUILTIN)}; your own is module:function or "
+                "file.py:function"
+            )
+        try:
+            found = BUILTIN[given] if given in BUILTIN else find_function(given)
+        except ValueError as error:
+            raise ConfigError(f"env.path: {error}") from error
+    name = given if isinstance(given, str) else getattr(given, "__name__", type(given).__name__)
+    if inspect.isclass(found):
+        try:
+            inspect.signature(found).bind(**options)
+        except TypeError as error:
+            raise ConfigError(f"env.options do not fit {name}: {error}") from error
+        found, options = found(**options), {}
+    if not (inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(getattr(found, "__call__", None))):  # noqa: B004
+        raise ConfigError(f"env.path: {name} must be `async def {name}(client, data)`, or a class with such a __call__")
+    try:
+        inspect.signature(found).bind(None, {}, **options)
+    except TypeError as error:
+        raise ConfigError(f"env.options do not fit {name}(client, data, …): {error}") from error
+    return partial(found, **options) if options else found

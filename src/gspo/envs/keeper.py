@@ -1,0 +1,95 @@
+"""`python -I -S keeper.py CONTROL COMMAND…`: run an agent's command, and leave nothing of it behind.
+
+A small process between the trainer and a program that may never end. CONTROL is the reading end of a pipe: when the
+trainer closes the other end, on purpose or by dying, the command and whatever it has started are killed. Programs that
+leave the command's process group become this process's children (it is their subreaper), so they are found too. It
+ends as the command did. Standard library only, and none of gspo: one is started for every episode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
+_ROUNDS, _PAUSE_S = 500, 0.01  # of killing what is left: a dead parent's children arrive here in turn
+
+
+def main() -> int:
+    control, command = int(sys.argv[1]), sys.argv[2:]
+    os.set_inheritable(control, False)
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    wake, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+    # Ctrl-C and a scheduler's signals belong to the trainer, which closes the pipe when it wants this to end.
+    for number in _SIGNALS:
+        signal.signal(number, lambda *_: None)
+    if (child := os.fork()) == 0:
+        _become(command, prctl)
+    for descriptor in (0, 1, 2):  # who reads the command's output sees its end when the command is gone
+        os.close(descriptor)
+    status: int | None = None
+    while status is None:
+        if control in select.select([control, wake], [], [])[0]:
+            break
+        os.read(wake, 4096)
+        status = _bury().get(child)
+    for _ in range(_ROUNDS):
+        if status is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
+        for pid in (left := _children()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        status = _bury().get(child, status)
+        if not left:
+            break
+        select.select([], [], [], _PAUSE_S)
+    code = os.waitstatus_to_exitcode(status or 0)
+    return code if code >= 0 else 128 - code
+
+
+def _become(command: list[str], prctl: Callable[..., int]) -> None:
+    """The child's part: the command, in a session of its own, which the kernel ends should the keeper be killed."""
+    try:
+        os.setsid()
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        os.execvp(command[0], command)
+    except OSError as error:
+        os.write(2, f"{command[0]} cannot be started: {error.strerror}\n".encode())
+    finally:
+        os._exit(127)
+
+
+def _bury() -> dict[int, int]:
+    """Status of every child that has ended, our own and those that others left to us."""
+    ended: dict[int, int] = {}
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[found[0]] = found[1]
+    return ended
+
+
+def _children() -> list[int]:
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+                # The command's name, in parentheses, may hold anything; the parent is the second field after it.
+                if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
+                    found.append(int(name))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""HTTP abuse of the agents' endpoint: refused with 4xx before any work, and other episodes go on."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import pytest
+from endpoints import Policy, endpoint, head, said, talk
+
+from gspo.envs.endpoint import MAX_PARALLEL, ROUTES, Line
+
+CHAT = {"model": "policy", "messages": [{"role": "user", "content": "3+4="}]}
+
+
+@pytest.fixture(scope="module")
+def served():
+    with endpoint() as (server, line, _, key):
+        server.body_s = server.head_s = 0.5
+        server.max_body = 100_000
+        yield server, line, key
+
+
+def post(served, body, path="/e/7-0/v1/chat/completions", key=None):
+    server, _, own = served
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return talk(server.port, head(server.port, key or own, path=path, **{"Content-Length": str(len(data))}), data)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [*ROUTES, ("PUT", "/reward"), ("BREW", "/pot"), ("GET", ""), ("GET", "/v1/models/policy")]
+)
+@pytest.mark.parametrize("secret", [None, "", "Bearer", "Bearer wrong", "Basic KEY", "Bearer ü", "Bearer OTHER"])
+def test_no_route_answers_without_the_key_of_its_episode(served, method, path, secret):
+    server, _, key = served
+    secret = secret and secret.replace("KEY", key).replace("OTHER", server.key("8-0"))
+    status, reply = talk(server.port, head(server.port, key, method, f"/e/7-0{path}", Authorization=secret), b"{}")
+    assert status == 401
+    assert json.loads(reply)["error"]["code"] == "invalid_api_key"
+    assert key.encode() not in reply
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "*", "/e", "/e/", "/e/7-0/../8-0/v1/models", "/health", "http://evil.example/e/7-0/x"]
+)
+def test_what_is_below_no_episode_has_no_key(served, path):
+    server, _, key = served
+    assert talk(server.port, head(server.port, key, "GET", path))[0] in (401, 404)
+
+
+@pytest.mark.parametrize(
+    ("status", "change"),
+    [
+        (403, {"Host": "evil.example"}),
+        (403, {"Host": "127.0.0.1:1"}),
+        (403, {"Host": None}),
+        (403, {"Origin": "http://127.0.0.1"}),
+        (403, {"Origin": "null"}),
+        (415, {"Content-Type": None}),
+        (415, {"Content-Type": "multipart/form-data"}),
+        (411, {"Content-Length": None}),
+        (411, {"Content-Length": "-1"}),
+        (411, {"Content-Length": "1e9"}),
+        (411, {"Transfer-Encoding": "chunked"}),
+        (413, {"Content-Length": "100001"}),
+        (413, {"Content-Length": "9" * 40}),
+        (404, {"path": "/e/7-0/v1/embeddings"}),
+        (404, {"path": "/e/7-0/chat/completions"}),
+        (405, {"method": "GET"}),
+        (405, {"method": "DELETE"}),
+    ],
+)
+def test_a_wrong_head_is_refused(served, status, change):
+    server, _, key = served
+    assert talk(server.port, head(server.port, key, **change), b"{}")[0] == status
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"x",
+        b"[]",
+        b"null",
+        b"{",
+        b"[" * 50_000,
+        b'{"a":' * 10_000,
+        b"\xff\xfe",
+        b"{}",
+        b'{"model": 3}',
+        b'"\\ud8"',
+    ],
+)
+@pytest.mark.parametrize("path", [path for method, path in ROUTES if method == "POST"])
+def test_a_wrong_body_is_refused_in_openais_words(served, path, body):
+    status, reply = post(served, body, f"/e/7-0{path}")
+    assert status == 400
+    error = json.loads(reply)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+
+
+def test_a_slow_head_and_a_slow_body_end_in_time(served):
+    server, _, key = served
+    begin = time.monotonic()
+    assert talk(server.port, head(server.port, key, **{"Content-Length": "50"}), b"{")[0] == 408
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(b"GET /e/7-0/v1/models HTTP/1.1\r\nHost: x")
+        reply = connection.recv(1000)  # whatever it says, it hangs up
+        assert not reply or reply.split()[1].startswith(b"4")
+    assert time.monotonic() - begin < 8
+
+
+@pytest.mark.parametrize(
+    "junk", [b"\r\n\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET\r\n\r\n"]
+)
+def test_what_is_not_http_is_no_server_error(served, junk):
+    with socket.create_connection(("127.0.0.1", served[0].port), timeout=5) as connection:
+        connection.sendall(junk)
+        connection.shutdown(socket.SHUT_WR)
+        reply = b""
+        while part := connection.recv(1000):
+            reply += part
+    assert b" 5" not in reply.partition(b"\r\n")[0]
+
+
+def test_refusals_are_counted_where_they_belong(served):
+    server, line, _ = served
+    before, strangers = line.counts.copy(), server.refused
+    post(served, {"model": "other", **{k: v for k, v in CHAT.items() if k != "model"}})
+    post(served, b"{")
+    post(served, CHAT, key="wrong")
+    assert line.counts - before == {"model_not_found": 1, "invalid_json": 1}
+    assert server.refused == strangers + 1
+
+
+def test_an_unknown_episode_is_not_found_and_an_ended_one_is_gone(served):
+    server = served[0]
+    assert post(served, CHAT, "/e/9-9/v1/chat/completions", server.key("9-9"))[0] == 404
+    line = Line("8-3", Policy(), served[1].loop)
+    server.open(line)
+    assert post(served, CHAT, "/e/8-3/v1/chat/completions", server.key("8-3"))[0] == 200
+    server.end(line)
+    status, reply = post(served, CHAT, "/e/8-3/v1/chat/completions", server.key("8-3"))
+    assert (status, json.loads(reply)["error"]["code"]) == (410, "episode_ended")
+
+
+@pytest.mark.parametrize("path", ["/e/7-0/v1/models", "/e/7-0/v1/nothing", "/e/9-9/v1/models", "/e/7-0/v1/completions"])
+def test_a_body_that_nobody_reads_is_no_next_request(served, path):
+    server, _, key = served
+    key = server.key("9-9") if "9-9" in path else key
+    hidden = f"GET /e/7-0/v1/models HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nAuthorization: Bearer {key}\r\n\r\n"
+    first = head(server.port, key, "GET", path, **{"Content-Length": str(len(hidden))})
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+        connection.sendall((first + "\r\n" + hidden).encode())
+        reply = b""
+        with contextlib.suppress(ConnectionError):  # it hangs up on what it does not want to read
+            while part := connection.recv(65536):
+                reply += part
+    assert reply.count(b"HTTP/1.1") == 1
+
+
+def test_a_connection_is_used_again(served):
+    server, _, key = served
+    data = json.dumps(CHAT).encode()
+    one = head(server.port, key, **{"Content-Length": str(len(data))}).encode() + b"\r\n" + data
+    bad = head(server.port, key).encode() + b"\r\n{}"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+        connection.sendall(one + bad + one)
+        reply = b""
+        while reply.count(b"HTTP/1.1") < 3 or not reply.endswith(b"}"):
+            reply += connection.recv(65536)
+    assert [part.split()[0] for part in reply.split(b"HTTP/1.1")[1:]] == [b"200", b"400", b"200"]
+
+
+def slow(seconds):
+    async def answer(ask):
+        await asyncio.sleep(seconds)
+        return said()
+
+    return Policy(answer)
+
+
+def test_calls_beyond_the_bound_wait_their_turn():
+    with endpoint(slow(0.6)) as (server, line, _, key):
+        statuses = []
+        threads = [
+            threading.Thread(target=lambda: statuses.append(post((server, line, key), CHAT)[0]))
+            for _ in range(MAX_PARALLEL + 3)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert sorted(statuses) == [200] * MAX_PARALLEL + [429] * 3
+        assert line.counts["too_many_calls"] == 3
+        assert line.in_flight == 0
+
+
+def test_a_call_that_takes_too_long_an_episode_that_ends_and_a_server_that_stops_are_told():
+    with endpoint(slow(60), request_timeout_s=0.3) as (server, line, _, key):
+        status, reply = post((server, line, key), CHAT)
+        assert (status, json.loads(reply)["error"]["code"]) == (408, "request_timeout")
+        server.request_timeout_s = 60.0
+        for end, expected in ((lambda: server.end(line), 410), (lambda: setattr(server, "stopping", True), 503)):
+            other = Line(f"7-{expected}", line.answer, line.loop)
+            server.open(other)
+            end = end if expected == 503 else lambda other=other: server.end(other)
+            threading.Timer(0.3, end).start()
+            where = f"/e/{other.name}/v1/chat/completions"
+            assert post((server, other, server.key(other.name)), CHAT, where)[0] == expected
+            assert other.in_flight == 0
+
+
+def test_an_agent_that_hangs_up_frees_its_place():
+    with endpoint(slow(60)) as (server, line, _, key):
+        data = json.dumps(CHAT).encode()
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(head(server.port, key, **{"Content-Length": str(len(data))}).encode() + b"\r\n" + data)
+            _until(lambda: line.in_flight == 1)
+        _until(lambda: line.in_flight == 0)
+        assert post((server, line, key), {"reward": 1}, "/e/7-0/reward")[0] == 200
+
+
+def _until(true, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -121,11 +121,10 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--selftest",
         action="store_true",
-        help="gradients, packing, sampler and weight sync on this device; no CONFIG: tiny",
+        help="gradients, packing, sampler and weight sync on this device; without CONFIG on the embedded model",
     )
-    parser.add_argument(
-        "--weights", metavar="RUN", help=argparse.SUPPRESS
-    )  # how --probe hands a run to its own process
+    # How --probe hands a run to the process that measures it.
+    parser.add_argument("--weights", metavar="RUN", help=argparse.SUPPRESS)
 
 
 def _load(args: argparse.Namespace) -> Loaded:

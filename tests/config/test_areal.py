@@ -171,7 +171,7 @@ def test_the_weight_cap_becomes_rejection_sampling(tmp_path, cap, expected):
         ("allocation_mode: sglang:d4+d4\nrollout: {backend: 'vllm:d2'}", ["rollout.backend", "remove one"]),
         ("enable_offload: true", ["enable_offload", "actor.backend"]),
         ("ref: {init_from_scratch: true}", ["ref.init_from_scratch", "refused"]),
-        ("rollout: {agent: {mode: inline}}", ["rollout.agent", "Python"]),
+        ("rollout: {agent: {mode: inline}}", ["rollout.agent", "env.agent"]),
         ("teacher: {path: x}", ["teacher", "not offered"]),
         ("actor: {m2_threshold: 0.04}", ["m2_threshold", "rejection_sampling"]),
         ("gconfig: {frequency_penalty: 0.1}", ["frequency_penalty", "remove it"]),

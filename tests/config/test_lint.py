@@ -44,6 +44,17 @@ ERRORS = [
     ("actor.kl_loss_coef", ["actor.kl_loss_coef=0.1"], ["actor.kl_loss_coef=0.1", REF]),
     ("actor.kl_ctl", ["actor.kl_ctl=0.1"], ["actor.kl_ctl=0.1", REF]),
     ("gconfig.n_samples", ["gconfig.n_samples=1"], ["gconfig.n_samples=2"]),
+    ("env.path", ["env.path=toolz"], ["env.path=tools"]),
+    (
+        "env.max_turns",
+        ["env.path=tools", "env.options.max_turns=20"],
+        ["env.path=tools", "env.options.max_turns=20", "env.max_turns=20"],
+    ),
+    (
+        "env.turn_discount",
+        ["env.path=tools", "env.turn_discount=0.9", "algorithm=ppo", "critic.path=embedded:tiny"],
+        ["env.path=tools", "env.turn_discount=0.9", "algorithm=grpo"],
+    ),
     ("gconfig.n_samples", ["algorithm=rloo", "gconfig.n_samples=1"], ["algorithm=reinforce_pp", "gconfig.n_samples=1"]),
     (
         "gconfig.n_samples",
@@ -135,6 +146,11 @@ WARNINGS = [
     ),
     ("actor.kl_ctl", ["actor.kl_ctl=0.1", REF], ["actor.kl_ctl=0.1", REF, "algorithm=gspo_token"]),
     ("actor.kl_ctl", ["actor.kl_ctl=0.1", REF], ["actor.kl_loss_coef=0.1", REF]),
+    (
+        "env.turn_discount",
+        ["env.path=tools", "env.turn_discount=0.9"],
+        ["env.path=tools", "env.turn_discount=0.9", "actor.sequence_unit=turn"],
+    ),
     (
         "actor.kl_ctl",
         ["actor.kl_ctl=0.1", "actor.kl_loss_coef=0.1", REF, "algorithm=grpo"],
@@ -355,6 +371,9 @@ UNUSED = [
     (["total_train_epochs=2", "total_train_steps=9"], "total_train_epochs", ["total_train_steps=null"]),
     (["stats_logger.wandb.project=x"], "stats_logger.wandb.project", ["stats_logger.wandb.mode=offline"]),
     (["actor.adv_norm.eps=0.1"], "actor.adv_norm.eps", ["actor.adv_norm.std_level=batch"]),
+    (["env.timeout=5"], "env.timeout", ["env.path=tools"]),
+    (["actor.sequence_unit=turn"], "actor.sequence_unit", ["env.path=tools"]),
+    (["actor.sequence_unit=turn", "env.path=tools", "algorithm=grpo"], "actor.sequence_unit", ["algorithm=gspo"]),
 ]
 
 

@@ -49,12 +49,11 @@ def test_each_spelling_trains_the_same_run(at_home, tmp_path, spelling, on):
 
 @full
 @pytest.mark.parametrize("spelling", [by_module, by_script])
-def test_grpos_file_with_a_sequence_ratio_trains_the_same_under_ray(turned_at_home, at_home, tmp_path, spelling):
+def test_grpos_file_with_a_sequence_ratio_trains_the_same_under_ray(turned_at_home, tmp_path, spelling):
     run = Run(spelling("ray", *TURNED), tmp_path)
     code, said, complained = run.end()
     assert code == 0, said + complained
     assert metrics_of(run.path) == turned_at_home
-    assert turned_at_home != at_home  # another file
     assert "importance_sampling_level: sequence" in (run.path / "config.yaml").read_text()
     until(lambda: not run.left(), 20)
 

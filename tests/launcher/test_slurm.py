@@ -60,13 +60,15 @@ def test_a_trainer_killed_under_slurm_resumes_by_itself_to_the_same_end(slurm, a
 
 
 @full
-def test_both_of_the_pages_commands_end_the_same_under_slurm(slurm, at_home, turned_at_home, tmp_path):
-    for words, expected in ((by_script("slurm"), at_home), (by_module("slurm", *TURNED), turned_at_home)):
-        run = Run(words, tmp_path, **slurm)
-        code, said, complained = run.end(550)
-        assert code == 0, said + complained
-        assert metrics_of(run.path) == expected
-        until(lambda run=run: not run.left(), 30)
+@pytest.mark.parametrize(
+    ("words", "home"), [(by_script("slurm"), "at_home"), (by_module("slurm", *TURNED), "turned_at_home")]
+)
+def test_both_files_of_the_page_train_the_same_under_slurm(slurm, request, tmp_path, words, home):
+    run = Run(words, tmp_path, **slurm)
+    code, said, complained = run.end(550)
+    assert code == 0, said + complained
+    assert metrics_of(run.path) == request.getfixturevalue(home)
+    until(lambda: not run.left(), 30)
 
 
 @full

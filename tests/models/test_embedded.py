@@ -127,3 +127,22 @@ def test_a_build_that_was_slower_leaves_the_faster_ones_model_in_place(brief, mo
     embedded.build(NAME)
     assert os.stat(embedded.folder(NAME)).st_ino == overtaken.inode
     assert json.loads((embedded.folder(NAME) / "SHA256.json").read_text())
+
+
+def test_the_pupil_of_tiny_tools_is_taught_to_ask_seldom_and_to_read_what_it_is_told():
+    warm = embedded.RECIPES["embedded:tiny-tools"]["warm"]
+    problem = arithmetic.worked((184, 768))
+    taught = [embedded._asking(problem, step, row, warm) for step in range(20) for row in range(50)]
+    shown = [p.solution == "[184+768]952>952" for p in taught]
+    asks = [s and not embedded._only_reads(i // 50, i % 50, warm) for i, s in enumerate(shown)]
+    assert {p.solution for p in taught} == {"[184+768]952>952", ">952"}
+    assert np.mean(shown) == pytest.approx(warm["asks"] + warm["reads"], abs=0.05)
+    assert np.mean(asks) == pytest.approx(warm["asks"], abs=0.05)
+
+
+def test_tiny_tools_speaks_of_calls_and_the_others_do_not():
+    asked = "184+768=[184+768]952>952"
+    tokenizer = embedded.tokenizer("embedded:tiny-tools")
+    assert tokenizer.decode(tokenizer.encode(asked)) == asked
+    assert 0 in embedded.tokenizer().encode(asked)  # unknown
+    assert len(tokenizer) <= embedded.shape("embedded:tiny-tools")["vocab_size"]

@@ -226,7 +226,7 @@ def test_reloading_in_vllms_own_way_leaves_the_tied_head_old_and_the_sync_is_ref
 
     careless = served(house, vllm, facts={"num_vocab": 32, "seed": 5})
     careless.engine._load_file = reload_only
-    client = house.client(reference=policy.model, retries=1, timeout_s=60.0, facts={"num_vocab": 32})
+    client = house.client(reference=policy.model, retries=1, timeout_s=60.0, facts={"num_vocab": 32}, ends=[1])
     with pytest.raises(WeightSyncError, match="log-probs of the probe differ"):
         client.load_weights(0, weight_names(policy))
     # The embedding is new and the head is not: a mixture of two models.
@@ -234,7 +234,7 @@ def test_reloading_in_vllms_own_way_leaves_the_tied_head_old_and_the_sync_is_ref
     client.close()
     # Our own way mends it.
     careless.engine._load_file = vllm.load_published
-    client = house.client(reference=policy.model, retries=1, timeout_s=60.0, facts={"num_vocab": 32})
+    client = house.client(reference=policy.model, retries=1, timeout_s=60.0, facts={"num_vocab": 32}, ends=[1])
     client.load_weights(1, weight_names(policy))
     client.submit([Request(SampleId(0, 0), (3, 4, 5), SamplingParams(8))])
     assert len(list(client.completed(60))) == 1

@@ -133,7 +133,11 @@ def test_sampled_ahead_and_by_servers_an_agent_gets_the_same_answers(how, tmp_pa
     ]
     (config := tmp_path / "run.yaml").write_text("{}")
     done = subprocess.run(
-        [sys.executable, "-m", "gspo", "train", "--config", str(config), *given], capture_output=True, text=True, timeout=250, check=False
+        [sys.executable, "-m", "gspo", "train", "--config", str(config), *given],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
     )
     assert done.returncode == 0, done.stderr + done.stdout
     seen = [[(r["submission"], r["sample"], r["branch"], r["completion"]) for r in samples(run, 1)]

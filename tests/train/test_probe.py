@@ -1,7 +1,9 @@
 """`gspo doctor --probe` and `--selftest`: what they measure, and that they can fail."""
 
+import copy
 import json
 import math
+from functools import partial
 
 import model_zoo
 import numpy as np
@@ -139,7 +141,7 @@ class Leaky(PolicyModule):
 @pytest.mark.parametrize("check", [checks.gradients, checks.packings])
 def test_packing_is_passed_by_the_policy_and_failed_by_one_that_leaks_or_forgets_the_temperature(check, policy):
     figure, bound = check(policy)
-    assert figure <= bound == 1e-10
+    assert figure <= 1e-10 < bound
     for kind in (Tepid, Leaky):
         figure, bound = check(kind(policy.model))
         assert figure > 1e3 * bound
@@ -171,18 +173,18 @@ def test_sampler_parity_is_failed_by_a_sampler_that_draws_at_another_temperature
 
 def test_weight_sync_is_failed_by_a_copy_that_takes_nothing_or_half(monkeypatch, tmp_path):
     policy = PolicyModule(model_zoo.build("qwen3").float())
-    figure, bound = checks.copied(policy, tmp_path)
-    assert figure <= bound
+    sync = partial(checks.copied, policy, lambda: copy.deepcopy(policy.model), tmp_path)
+    right = checks._line("weight sync", "all of it", sync)
+    assert right.ok
+    assert not right.skipped
     assert not list(tmp_path.glob("weights/*"))
     copy_weights = checks.weights.copy_weights
     monkeypatch.setattr(checks.weights, "copy_weights", lambda model, tensors: None)
-    figure, bound = checks.copied(policy, tmp_path)
-    assert figure > bound
+    assert str(checks._line("weight sync", "nothing", sync)).startswith("FAILED")
     monkeypatch.setattr(checks.weights, "copy_weights", lambda model, tensors: copy_weights(model, list(tensors)[1:]))
-    line = checks._line("weight sync", "half", lambda: checks.copied(policy, tmp_path))
-    assert not line.ok
-    assert str(line).startswith("FAILED")
-    assert "WeightSyncError" in line.failure
+    half = checks._line("weight sync", "half", sync)
+    assert not half.ok
+    assert "WeightSyncError" in half.failure
 
 
 def test_a_line_is_ok_only_with_a_finite_figure_within_its_bound():
@@ -193,9 +195,10 @@ def test_a_line_is_ok_only_with_a_finite_figure_within_its_bound():
     assert str(checks.Line("a", "b", skipped="no GPU")).startswith("skipped")
 
 
-def test_the_self_test_passes_here(tmp_path):
+@pytest.mark.parametrize("kind", [(), ("actor.use_lora=true", "actor.lora_rank=4")])
+def test_the_self_test_passes_here(tmp_path, kind):
     threads = torch.get_num_threads()
-    lines = list(checks.selftest(load(None, TINY), tmp_path))
+    lines = list(checks.selftest(load(None, [*TINY, *kind]), tmp_path))
     torch.set_num_threads(threads)
     *done, server = lines
     assert all(line.ok and not line.skipped for line in done), lines

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 
+import episode_envs
 import pytest
 from served_runs import TOKEN, Servers, Starter
 from training_runs import make_trainer, metrics, path_of, samples, train
@@ -109,6 +110,19 @@ def test_one_of_two_samplers_killed_anywhere_changes_nothing(launched, baseline,
     _, path = train(tmp_path, *RUN)
     assert servers.fired() == [fault]
     assert_same_run(path, baseline)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("env", [episode_envs.ask_again, episode_envs.forgetful])
+def test_episodes_over_servers_of_which_one_is_killed_are_those_of_one_process(
+    launched, tmp_path, tmp_path_factory, env
+):
+    _, alone = train(tmp_path_factory.mktemp("alone"), *RUN, env=env)
+    servers = launched(2, faults=["rollout.token:20:kill"])
+    _, path = train(tmp_path, *RUN, env=env)
+    assert servers.fired() == ["rollout.token:20:kill"]
+    assert_same_run(path, alone)
+    assert [row["turns"] for row in samples(path, 1)] == [row["turns"] for row in samples(alone, 1)]
 
 
 @pytest.mark.full

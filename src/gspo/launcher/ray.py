@@ -27,6 +27,7 @@ from gspo.launcher.supervise import LOST, Say, Start, environment, supervise
 PASSED_ON = ("GSPO_", "HF_", "NCCL_", "TORCH_", "OMP_", "PYTHON", "TOKENIZERS_", "WANDB_")
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_DOCKER_CPU_WARNING": "1", "RAY_DEDUP_LOGS": "0"}
 QUIET |= {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_enable_metrics_collection": "0"}
+QUIET |= {"RAY_worker_niceness": "0"}  # Ray's own is 15: a trainer that yields to everything else on its machine
 LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0" binds Ray to 127.0.0.1, as it always does on those two
 STORE_BYTES = 100 * 2**20  # nothing of ours is in it; Ray refuses less than 75 MiB
 SILENCE_S = 60.0  # an actor answers every POLL_S; one that does not is gone, or stopped

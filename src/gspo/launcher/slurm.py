@@ -48,7 +48,7 @@ exit $code
 """
 # Over several machines; on a single one the launcher starts a cluster of its own.
 RAY = """\
-export RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=token RAY_AUTH_TOKEN RAY_ADDRESS
+export RAY_USAGE_STATS_ENABLED=0 RAY_worker_niceness=0 RAY_AUTH_MODE=token RAY_AUTH_TOKEN RAY_ADDRESS
 RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
 
 address_of() {{ # the IPv4 address of a machine of this job

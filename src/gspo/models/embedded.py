@@ -31,24 +31,26 @@ PAD, EOS = "<pad>", "<eos>"
 VOCABULARY = (PAD, EOS, *arithmetic.ALPHABET)
 CALL, RESULT = "[", "]"  # around what a tool is asked
 
+_TINY: Mapping[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.05,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+}
+
 # What defines each model; a change of any value is another model, in another cache folder.
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     "embedded:tiny": {
-        "config": {
-            "vocab_size": 32,
-            "hidden_size": 96,
-            "intermediate_size": 256,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "max_position_embeddings": 2048,
-            "tie_word_embeddings": True,
-            "initializer_range": 0.05,
-            "eos_token_id": 1,
-            "pad_token_id": 0,
-            "bos_token_id": None,
-        },
+        "config": _TINY,
         "digits": arithmetic.DIGITS,
         "warm": {"steps": 300, "batch": 48, "lr": 3e-3, "warmup": 20, "decay": 80, "seed": 1, "forgets": 0.7},
     },
@@ -86,15 +88,20 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
             "balance": 0.05,
         },
     },
-}
-_TINY = RECIPES["embedded:tiny"]
-RECIPES = {
-    **RECIPES,
     "embedded:tiny-tools": {
-        **_TINY,
+        "config": _TINY,
         "characters": CALL + RESULT,
         "digits": (4, 5),
-        "warm": {**_TINY["warm"], "steps": 500, "asks": 0.2, "reads": 0.4},
+        "warm": {
+            "steps": 500,
+            "batch": 48,
+            "lr": 3e-3,
+            "warmup": 20,
+            "decay": 80,
+            "seed": 1,
+            "asks": 0.2,  # share of problems solved by asking
+            "reads": 0.4,  # share in which a call is shown, and only what to make of its result is taught
+        },
     },
 }
 

@@ -42,6 +42,8 @@ def probe(
         folder = run / "checkpoints" / f"step_{step:06d}"
         checkpoint.verify(folder)
         checkpoint.load(folder, policy, None)
+    if config.env.path or config.env.agent or config.env.command:
+        say("episodes are not played: each prompt is answered once, without its environment")
     data, _ = setup.make_data(config, None, None, tokenizer)
     num_samples, params = min(config.gconfig.n_samples, SAMPLES), setup.sampling_params(config.gconfig)
     rows = [data.row_of(config.seed, number, shuffle=config.train_dataset.shuffle) for number in range(PROMPTS)]
@@ -146,20 +148,14 @@ def figures(
 
 
 def by_length(log_s: NDArray[np.float64], lengths: NDArray[np.int64]) -> list[Mapping[str, Any]]:
-    """The noise of sequences of about one length: equally many in each of a few bins, shortest first."""
-    order = np.argsort(lengths, kind="stable")
-    rows = []
-    for part in np.array_split(order[lengths[order] > 0], BINS):
-        noise = noise_of(log_s[part], lengths[part])
+    """The noise of sequences of about one length, shortest first; equal lengths stand together."""
+    edges = np.unique(np.quantile(lengths, np.arange(1, BINS) / BINS, method="lower"))
+    part, rows = np.searchsorted(edges, lengths), []
+    for number in np.unique(part):
+        mine = part == number
+        noise = noise_of(log_s[mine], lengths[mine])
         if noise is not None:
-            shortest, longest = int(lengths[part].min()), int(lengths[part].max())
-            rows.append(
-                {
-                    "tokens": [shortest, longest],
-                    "num_sequences": noise.count,
-                    "mean": noise.mean,
-                    "std": noise.std,
-                    "p95_abs": noise.p95,
-                }
-            )
+            span = [int(lengths[mine].min()), int(lengths[mine].max())]
+            figures = {"mean": noise.mean, "std": noise.std, "p95_abs": noise.p95}
+            rows.append({"tokens": span, "num_sequences": noise.count, **figures})
     return rows

@@ -245,7 +245,7 @@ def run(start: Start) -> subprocess.Popen[bytes]:
     return subprocess.Popen([*tied, *start.argv], env=env, stdin=subprocess.DEVNULL)
 
 
-def end(child: subprocess.Popen[bytes], patience_s: float = 10.0) -> None:
+def end(child: subprocess.Popen[bytes], patience_s: float = 5.0) -> None:
     """Ask, wait, kill. What it leaves behind is in our process group, which the launcher ends."""
     if child.poll() is not None:
         return

@@ -178,6 +178,18 @@ def test_tokens_are_coloured_on_request(run, visit):
 
 
 @pytest.mark.full
+def test_what_an_environment_said_is_told_apart(tmp_path, visit):
+    run = make_run(tmp_path / "run", [step_row(1)])
+    said = [("model", "[2*3]"), ("environment", "6<b>"), ("model", ">6")]
+    turns = [{"turn": i // 2, "by": by, "text": text, "length": 1} for i, (by, text) in enumerate(said)]
+    write_samples(run, 1, [sample_row(1, 0, completion="[2*3]6<b>>6", turns=turns, branch=0)])
+    page = visit(write_report(run).as_uri())
+    rows_of(page).first.click()
+    assert page.locator("#detail .said .environment").all_inner_texts() == ["6<b>"]
+    assert page.locator("#detail .one .said").first.inner_text() == "[2*3]6<b>>6"
+
+
+@pytest.mark.full
 def test_the_keyboard_is_enough(run, visit):
     page = visit(write_report(run).as_uri())
     page.keyboard.press("j")

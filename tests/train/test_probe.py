@@ -9,6 +9,7 @@ import model_zoo
 import numpy as np
 import pytest
 import torch
+from training_runs import train
 
 from gspo import cli
 from gspo.config import load
@@ -69,7 +70,23 @@ def test_independent_errors_shrink_with_length_as_its_square_root():
     assert found["verdict"] == "fine"  # no clip range
 
 
-def test_the_command_probes_a_run_at_its_step_and_says_what_would_be_refused(tmp_path, capsys, monkeypatch):
+def test_a_run_is_probed_at_its_checkpoint_with_its_own_config(tmp_path, capsys):
+    _, path = train(tmp_path, "total_train_steps=1", "rollout.sampler_precision=int8", "saver.freq_steps=1")
+    capsys.readouterr()
+    threads = torch.get_num_threads()
+    found = {}
+    for step in ("0", "last"):
+        assert cli.main(["doctor", "--probe", str(path), "--step", step, "--json"]) == 0
+        found[step] = json.loads(capsys.readouterr().out)
+    torch.set_num_threads(threads)
+    assert (found["0"]["step"], found["last"]["step"]) == (0, 1)
+    assert found["0"]["log_s_mean"] != found["last"]["log_s_mean"]  # other weights
+    assert {f["sampler"] for f in found.values()} == {"in process, on weights rounded to int8"}
+    assert cli.main(["doctor", "--probe", str(path), "--step", "7"]) == 2
+    assert "no checkpoint of step 7" in capsys.readouterr().err
+
+
+def test_the_command_says_what_would_be_refused_and_leaves_nothing_behind(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given = [*TINY, "rollout.sampler_precision=int8", "actor.prox_logp_method=rollout", "actor.eps_clip=1e-6"]
     (tmp_path / "run.yaml").write_text("actor: {path: embedded:tiny}\n")

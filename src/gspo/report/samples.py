@@ -78,8 +78,16 @@ def read_block(run: Path, step: int) -> Block:
     parts = [row["reward_parts"] if isinstance(row.get("reward_parts"), dict) else {} for row in rows]
     names = dict.fromkeys(name for part in parts for name in part)
     block["parts"] = {name: [number(part.get(name)) for part in parts] for name in names}
+    block["turns"] = [_turns(row.get("turns")) for row in rows]
     block["tokens"] = _tokens(run, step, rows)
     return block
+
+
+def _turns(spans: Any) -> list[tuple[bool, str]] | None:
+    """Who said what in an episode, as (the environment, text); null of a plain completion."""
+    if not isinstance(spans, list) or not all(isinstance(span, dict) for span in spans):
+        return None
+    return [(span.get("by") == "environment", _text(span.get("text")) or "") for span in spans]
 
 
 def _tokens(run: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

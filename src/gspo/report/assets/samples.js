@@ -212,7 +212,11 @@ function alignTokens(texts, completion) {
 
 function completionNodes(item) {
   const completion = get(item, "completion") || "", tokens = hasTokens(item);
-  if (browser.colour === "none" || !tokens) return inert(completion);
+  if (browser.colour === "none" || !tokens) {
+    const turns = get(item, "turns");
+    if (!turns) return inert(completion);
+    return turns.map(([environment, text]) => el("span", environment ? { class: "environment", title: "the environment's words: not trained" } : {}, inert(text)));
+  }
   const texts = tokens.text ? alignTokens(tokens.text, completion) || tokens.text : tokens.id.map((id) => `⟨${id}⟩`);
   const values = tokens[browser.colour], limit = scaleLimit(tokens);
   return tokens.id.map((id, index) => {

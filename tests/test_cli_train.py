@@ -192,9 +192,12 @@ def test_every_metric_of_a_run_is_documented_and_every_documented_one_is_written
         re.sub(r"^reward/part_.*", "reward/part_<name>", name) for row in read_metrics(trained[0]) for name in row
     }
     # These exist where a run has a reference, a critic, experts, a correction or episodes
-    # (tests/train/test_variants.py, test_critic.py, test_moe_training.py, test_correction_step.py, test_agent_training.py).
+    # (tests/train/test_variants.py, test_critic.py, test_moe_training.py, test_correction_step.py,
+    # test_agent_training.py).
     of_variants = {"policy/kl_reference", "reward/kl_penalty", "time/reference_s", "time/critic_s"}
-    of_variants |= {name for name in documented if name.startswith(("critic/", "moe/", "correction/", "episode/", "agent/"))}
+    of_variants |= {
+        name for name in documented if name.startswith(("critic/", "moe/", "correction/", "episode/", "agent/"))
+    }
     assert written == documented - of_variants
     assert of_variants < documented
 

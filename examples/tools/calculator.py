@@ -1,8 +1,8 @@
 """A tiny model learns to use a tool, in minutes on a CPU: `python examples/tools/calculator.py`.
 
-Held-out five-digit sums, greedy answers, three numbers: the model without the tool, with it before training, and with it
-after. Measured (256 problems, seed 1, threads 1): 0.0 % (interval to 1.5), 0.0 %, and after 30 steps 98.0 % (95.5 … 99.2).
-Before training it asks in a third of its samples and never when greedy, so the first step's mean reward is 0.31.
+Held-out five-digit sums, greedy answers, three numbers: the model without the tool, with it before training, and with
+it after. Measured (256 problems, seed 1, threads 1): 0.0 % (interval to 1.5), 0.0 %, and after 30 steps 98.0 % (95.5 to
+99.2). Before training it asks in a third of its samples and never when greedy: the first step's mean reward is 0.31.
 
 The same training without a script is `gspo train examples/tools/calculator.yaml`, and an evaluation without the tool
 `gspo eval runs/tools/calculator env.path=null`: what was trained is to ask, and 0.0 % are right without it.

@@ -1,7 +1,6 @@
 """Agents through the endpoint, the real driver of episodes and the real in-process sampler."""
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -9,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from gspo.envs import agent as agents
 from gspo.envs import keeper
 from gspo.envs.agent import Agents
 from gspo.train.episodes import Episodes
-from gspo.types import Failure, SampleId, Score
+from gspo.types import Failure, Score
 
 CONTEXT = 512
 # One pool of connections for all episodes: setting up a client costs more than a call.
@@ -172,11 +172,10 @@ def test_what_parallel_calls_draw_is_a_function_of_what_they_ask(play):
         *parallel, last = sample.sequences
         assert len(parallel) == 3
         assert [int(s.turns[0]) for s in sample.sequences] == [0, 1, 2, 3]
-        a, b, c = parallel
-        assert a.prompt != b.prompt
-        assert b.prompt == c.prompt
-        assert b.tokens.tolist() != c.tokens.tolist()  # asked twice, drawn twice
-        assert last.prompt not in (a.prompt, b.prompt)
+        asked = Counter(s.prompt for s in parallel)
+        assert sorted(asked.values()) == [1, 2]
+        assert len({tuple(s.tokens.tolist()) for s in parallel}) == 3  # asked twice, drawn twice
+        assert last.prompt not in [s.prompt for s in parallel]
     again, _ = play(partial(fan_out, (0.03, 0.0, 0.02)))
     draws = [{(s.prompt, *s.tokens.tolist()) for s in samples[0, 0].sequences} for samples in (samples, again)]
     assert draws[0] == draws[1]
@@ -230,13 +229,13 @@ def posts(base_url, api_key, data):
     ("agent", "expected"),
     [
         (posts, Score(0.75)),
-        (lambda *_: {"reward": 1, "format": 0.5}, Score(1.0, {"format": 0.5})),
+        (lambda *_: {"reward": 1, "format": 0.5}, Score(1.0, {"reward": 1.0, "format": 0.5})),
         (lambda *_: None, None),
         (lambda *_: "good", Failure("crash", "environment: reward must be a number, got str")),
         (lambda *_: float("nan"), Failure("crash", "environment: reward is nan")),
         (python("print(3)"), Score(3.0)),
         (python("print({'reward': 1})"), None),  # no JSON
-        (python("""print('{"reward": 1, "format": 0.5}')"""), Score(1.0, {"format": 0.5})),
+        (python("""print('{"reward": 1, "format": 0.5}')"""), Score(1.0, {"reward": 1.0, "format": 0.5})),
         (python("pass"), None),
     ],
 )
@@ -314,10 +313,9 @@ def test_garbage_and_a_megabyte_are_refused_and_the_episode_goes_on(play):
     samples, counts = play(garbage, num=1, num_samples=1)
     assert isinstance(samples[0, 0].outcome, Score)
     assert counts == {
-        "calls": 3, "invalid_type": 1, "missing_required_parameter": 1, "unknown_parameter": 1, "invalid_value": 1,
-        "context_length_exceeded": 1, "body_too_large": 1,
-    } or counts["calls"] == 3  # fmt: skip
-    assert sum(counts.values()) == 8
+        "calls": 3, "invalid_type": 1, "unknown_parameter": 1, "invalid_value": 1, "context_length_exceeded": 1,
+        "body_too_large": 1,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("ask_first", [True, False])
@@ -476,10 +474,6 @@ def test_whoever_is_killed_the_command_goes_too(victim, tmp_path):
         trainer.stdout.close()
 
 
-def test_an_id_by_content_has_room_for_every_counter():
-    assert json.dumps(list(SampleId(2**41, 7, 3, 2**48 - 1)))
-
-
 @pytest.mark.parametrize("rounds", [True, False])
 def test_as_many_agents_run_as_may_and_the_draws_are_the_same(play, rounds):
     running, most = [], []
@@ -493,7 +487,7 @@ def test_as_many_agents_run_as_may_and_the_draws_are_the_same(play, rounds):
             running.pop()
 
     few, _ = play(counted, num=4, rounds=rounds, at_once=3)
-    assert max(most) == 3
+    assert max(most) == 3 if rounds else max(most) <= 3
     all_at_once, _ = play(two_turns, num=4)
     assert {id: s.tokens.tolist() for id, s in few.items()} == {id: s.tokens.tolist() for id, s in all_at_once.items()}
     assert outcomes(few) == outcomes(all_at_once)

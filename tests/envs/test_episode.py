@@ -70,9 +70,8 @@ def test_every_sampled_token_is_trained_once_after_what_it_was_sampled_after(pla
             trained.setdefault(int(s.turns[at]), []).append((whole[: len(s.prompt) + at], whole[len(s.prompt) + at]))
         assert (s.behavior_logp[~s.mask] == 0).all()
     expected = {
-        e.sample.id.turn: [(e.tokens[: len(e.prompt) + t], e.tokens[len(e.prompt) + t]) for t in range(len(e.sample.tokens))]
-        for e in made
-    }  # fmt: skip
+        e.sample.id.turn: [(e.tokens[:at], e.tokens[at]) for at in range(len(e.prompt), len(e.tokens))] for e in made
+    }
     assert trained == expected
 
 

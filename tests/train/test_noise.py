@@ -13,6 +13,7 @@ from training_runs import make_trainer, metrics, path_of, train
 
 from gspo.config import load
 from gspo.config.lint import check, lint
+from gspo.config.unused import ineffective
 from gspo.errors import ConfigError, TrainingError
 from gspo.studies.gradients import opened, sampled
 from gspo.train.noise import FINE, Noise, judge, noise_of, words
@@ -168,7 +169,7 @@ def test_an_automatic_clip_range_is_judged_by_how_far_it_may_widen():
         assert found == (eps if eps is None else pytest.approx(eps))
 
 
-def test_recentring_is_refused_where_samples_may_be_stale_and_said_to_be_idle_where_it_is():
+def test_recentring_is_refused_with_stale_samples_warned_of_with_one_update_and_idle_with_a_recomputed_policy():
     stale = load(
         None, ["algorithm=gspo", *ROLLOUT, "actor.prox_logp_recenter=true", "rollout.max_head_offpolicyness=2"]
     )
@@ -176,6 +177,8 @@ def test_recentring_is_refused_where_samples_may_be_stale_and_said_to_be_idle_wh
         check(stale)
     one = load(None, ["algorithm=gspo", *ROLLOUT, "actor.prox_logp_recenter=true", "actor.ppo_n_minibatches=1"])
     assert any("every ratio is exactly 1" in str(finding) for finding in lint(one))
+    own = load(None, ["algorithm=gspo", "actor.prox_logp_method=recompute", "actor.prox_logp_recenter=true"])
+    assert "actor.prox_logp_recenter" in dict(ineffective(own))
 
 
 def test_a_recentred_run_learns_and_says_where_its_proximal_policy_came_from(tmp_path):

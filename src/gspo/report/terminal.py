@@ -46,7 +46,7 @@ def examination_view(head: str, result: Mapping[str, Any]) -> RenderableType:
 def probe_view(result: Mapping[str, Any]) -> RenderableType:
     """What `gspo doctor --probe` measured, beside ε, and what follows from it."""
     at = f", step {result['step']}" if result["step"] else ""
-    head = f"{result['model']}{at}: sampled {result['sampler']}, trained in {result['trainer']}, equal weights"
+    head = f"{result['model']}{at}: sampler {result['sampler']}; trainer {result['trainer']}; equal weights"
     table = Table.grid(padding=(0, 3))
     table.add_row(*(Text(name, style="dim") for name in ("tokens", "sequences", "mean log s", "sd", "p95 |log s|")))
     whole = {

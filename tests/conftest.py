@@ -1,3 +1,4 @@
+import signal
 import sys
 from pathlib import Path
 
@@ -7,6 +8,10 @@ from hypothesis import HealthCheck, settings
 # Test helpers beside the tests that use them are imported by name.
 for folder in ("objectives", "envs"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
+
+# A suite started by nohup or in a script's background is deaf to these, and so would be every process it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # The same examples on every machine: a property that fails in CI fails at home.
 settings.register_profile(

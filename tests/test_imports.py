@@ -18,7 +18,7 @@ FLOORS = {
     name: floor
     for floor, names in enumerate(
         (
-            ("types", "errors", "algorithms", "rng", "faults"),
+            ("types", "errors", "algorithms", "rng", "faults", "guarded"),
             ("config",),
             ("objectives",),
             ("tasks", "rewards", "envs", "models"),

@@ -1,10 +1,10 @@
 """An endpoint inside the test process, with one open episode whose policy says what the test wants."""
 
 import asyncio
-import socket
 import threading
 from contextlib import contextmanager
 
+import raw_http
 from gspo.envs.endpoint import Endpoint, Line
 from gspo.envs.openai_api import Answer
 
@@ -53,30 +53,5 @@ async def _gather(loop):
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def talk(port, head, body=b"", wait_s=5.0):
-    """Send bytes as they are; status and the rest of the reply."""
-    with socket.create_connection(("127.0.0.1", port), timeout=wait_s) as connection:
-        connection.sendall(head.encode() + b"\r\n" + body)
-        reply = b""
-        while part := connection.recv(65536):
-            reply += part
-            if b"\r\n\r\n" in reply and len(reply.partition(b"\r\n\r\n")[2]) >= _length(reply):
-                break
-    return int(reply.split()[1]), reply.partition(b"\r\n\r\n")[2]
-
-
-def _length(reply):
-    head = reply.partition(b"\r\n\r\n")[0].lower()
-    return int(head.partition(b"content-length:")[2].split()[0]) if b"content-length:" in head else 10**9
-
-
 def head(port, key, method="POST", path="/e/7-0/v1/chat/completions", **change):
-    fields = {
-        "Host": f"127.0.0.1:{port}",
-        "Authorization": f"Bearer {key}",
-        "Content-Type": "application/json",
-        "Content-Length": "2",
-        **change,
-    }
-    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {v}" for name, v in fields.items() if v is not None)]
-    return "\r\n".join(lines) + "\r\n"
+    return raw_http.head(port, key, method, path, **change)

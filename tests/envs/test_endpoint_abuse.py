@@ -8,9 +8,10 @@ import threading
 import time
 
 import pytest
-from endpoints import Policy, endpoint, head, said, talk
+from endpoints import Policy, endpoint, head, said
 
 from gspo.envs.endpoint import MAX_PARALLEL, ROUTES, Line
+from raw_http import JUNK, begin_and_stall, talk, until_hung_up
 
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "3+4="}]}
 
@@ -106,24 +107,14 @@ def test_a_slow_head_and_a_slow_body_end_in_time(served):
     server, _, key = served
     begin = time.monotonic()
     assert talk(server.port, head(server.port, key, **{"Content-Length": "50"}), b"{")[0] == 408
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
-        connection.sendall(b"GET /e/7-0/v1/models HTTP/1.1\r\nHost: x")
-        reply = connection.recv(1000)  # whatever it says, it hangs up
-        assert not reply or reply.split()[1].startswith(b"4")
+    reply = begin_and_stall(server.port, b"GET /e/7-0/v1/models HTTP/1.1\r\nHost: x")
+    assert not reply or reply.split()[1].startswith(b"4")  # whatever it says, it hangs up
     assert time.monotonic() - begin < 8
 
 
-@pytest.mark.parametrize(
-    "junk", [b"\r\n\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET\r\n\r\n"]
-)
+@pytest.mark.parametrize("junk", JUNK)
 def test_what_is_not_http_is_no_server_error(served, junk):
-    with socket.create_connection(("127.0.0.1", served[0].port), timeout=5) as connection:
-        connection.sendall(junk)
-        connection.shutdown(socket.SHUT_WR)
-        reply = b""
-        while part := connection.recv(1000):
-            reply += part
-    assert b" 5" not in reply.partition(b"\r\n")[0]
+    assert b" 5" not in until_hung_up(served[0].port, junk).partition(b"\r\n")[0]
 
 
 def test_refusals_are_counted_where_they_belong(served):

@@ -126,7 +126,7 @@ def two_nodes():
         "cluster.add_node(**{k: v for k, v in node.items() if k != 'include_dashboard'})\n"
         "cluster.wait_for_nodes(); print('AT', cluster.address, flush=True); sys.stdin.read(); cluster.shutdown()\n"
     )
-    env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONWARNINGS": "ignore"}
+    env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "PYTHONWARNINGS": "ignore"}
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
     )

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
 import secrets
 import select
 import socket
@@ -21,11 +20,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import CancelledError, wait
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from gspo.envs import openai_api as api
 from gspo.envs.openai_api import Answer, ApiError, Ask
+from gspo.guarded import GuardedHandler, GuardedServer, RefusedCallError
 
 MAX_BODY = 2 * 2**20  # a history of half a million tokens of English; more is no chat
 MAX_PARALLEL = 8  # calls of one episode at a time; more wait their turn by 429, which clients repeat
@@ -47,27 +46,19 @@ class Line:
         self.lock = threading.Lock()
 
 
-class Endpoint(ThreadingHTTPServer):
-    """Serves every open episode of a trainer to whoever has its key."""
-
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 128
+class Endpoint(GuardedServer):
+    """Serves every open episode of a trainer to whoever has its key. `refused`: calls of nobody's episode."""
 
     def __init__(self, *, model: str = "policy", request_timeout_s: float = 600.0) -> None:
         self.model, self.request_timeout_s = model, request_timeout_s
-        self.max_body, self.body_s, self.head_s, self.idle_s = MAX_BODY, 30.0, 10.0, IDLE_S
-        self.refused = 0  # calls without a valid key, of nobody's episode
         self.stopping = False
         self._secret = secrets.token_bytes(32)
         self._lines: dict[str, Line] = {}
         self._ended: deque[str] = deque(maxlen=REMEMBERED)
-        self._strangers: dict[socket.socket, float] = {}  # connections that have shown no key yet
-        self._open = 0
-        self._lock = threading.Lock()
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.port = int(self.server_address[1])
-        self.hosts = {f"{host}:{self.port}" for host in ("127.0.0.1", "localhost")}
+        names = ("127.0.0.1", "localhost")
+        super().__init__(
+            ("127.0.0.1", 0), _Handler, names=names, max_connections=CONNECTIONS, max_body=MAX_BODY, idle_s=IDLE_S
+        )
         self._thread = threading.Thread(target=self.serve_forever, args=(0.2,), name="agents' endpoint", daemon=True)
         self._thread.start()
 
@@ -98,42 +89,6 @@ class Endpoint(ThreadingHTTPServer):
                 raise ApiError(410, "episode_ended", "this episode has ended")
         raise ApiError(404, "no_such_episode", "there is no such episode")
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
-            if self._open >= CONNECTIONS:
-                with contextlib.suppress(OSError):
-                    request.sendall(b"HTTP/1.1 429 Too Many Requests\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
-                self.shutdown_request(request)
-                return
-            self._open += 1
-            self._strangers[request] = time.monotonic() + self.head_s
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            with self._lock:
-                self._open -= 1
-
-    def shutdown_request(self, request: Any) -> None:
-        self.known(request)
-        super().shutdown_request(request)
-
-    def known(self, connection: socket.socket) -> None:
-        self._strangers.pop(connection, None)
-
-    def service_actions(self) -> None:
-        """Called several times a second: who has not come to the point in time is sent away."""
-        for connection, deadline in list(self._strangers.items()):
-            if time.monotonic() > deadline:
-                self.known(connection)
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RD)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that breaks is the other side's business."""
-
     def close(self) -> None:
         self.stopping = True
         self.shutdown()
@@ -141,56 +96,35 @@ class Endpoint(ThreadingHTTPServer):
         self._thread.join(10)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server_version, sys_version = "gspo", ""
-    disable_nagle_algorithm = True
+class _Handler(GuardedHandler):
     server: Endpoint  # pyright: ignore[reportIncompatibleVariableOverride]
     _line: Line | None = None
-    _is_unread = False
 
-    def setup(self) -> None:
-        super().setup()
-        self.connection.settimeout(self.server.head_s)
+    def refusal(self, status: int, code: str, message: str) -> ApiError:
+        return ApiError(status, code, message)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("do_"):  # every method comes here: none may answer without a key
-            return self._answer
-        raise AttributeError(name)
-
-    def _answer(self) -> None:
-        self._line = None
-        self._is_unread = self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers
-        try:
-            self._serve()
-        except ApiError as error:
-            self._count(error.code)
-            self._reply(error.status, error.body())
-        except ConnectionError:
-            self.close_connection = True
-        except Exception as error:  # a bug of ours: told to the agent, whose episode it may cost
-            self._reply(500, ApiError(500, "internal", f"{type(error).__name__}: {error}").body())
-
-    def _count(self, code: str) -> None:
+    def count(self, error: RefusedCallError) -> None:
         if (line := self._line) is None:
-            self.server.refused += 1
+            super().count(error)
             return
         with line.lock:
-            line.counts[code] += 1
+            line.counts[error.code] += 1
 
-    def _serve(self) -> None:
+    def serve(self) -> None:
+        self._line = None
+        self.is_unread = self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers
         line, what = self._checked()
-        body = self._body() if self.command == "POST" else {}
+        body = api.loads(self.read_body()) if self.command == "POST" else {}
         server = self.server
         if what == "/v1/models":
-            self._reply(200, api.models_body(server.model))
+            self.reply(200, api.models_body(server.model))
         elif what.startswith("/v1/models/"):
             if what.removeprefix("/v1/models/") != server.model:
                 raise ApiError(404, "model_not_found", f"the model here is {server.model!r}", "model")
-            self._reply(200, api.model_body(server.model))
+            self.reply(200, api.model_body(server.model))
         elif what == "/reward":
             line.reward = api.read_reward(body)
-            self._reply(200, {"reward": line.reward})
+            self.reply(200, {"reward": line.reward})
         else:
             is_chat = what == "/v1/chat/completions"
             ask = api.read_chat(body, server.model) if is_chat else api.read_completion(body, server.model)
@@ -200,7 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
             if ask.stream:
                 self._stream(api.chunks(answer, ask, **names))
             else:
-                self._reply(200, (api.chat_body if is_chat else api.completion_body)(answer, ask, **names))
+                self.reply(200, (api.chat_body if is_chat else api.completion_body)(answer, ask, **names))
 
     def _ask(self, line: Line, ask: Ask) -> tuple[Answer, int]:
         """The policy's answer, within the deadline and as long as the agent is there to hear it."""
@@ -251,18 +185,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _checked(self) -> tuple[Line, str]:
         """The episode and the route below it; the key is checked before anything is said of either."""
-        server, headers = self.server, self.headers
-        if [host.lower() for host in headers.get_all("Host", [])] not in ([host] for host in server.hosts):
-            raise ApiError(403, "wrong_host", "this server has another name")
-        if headers.get("Origin") is not None:
-            raise ApiError(403, "wrong_origin", "no web page has business here")
+        server = self.server
         name, slash, rest = self.path.partition("?")[0].removeprefix("/e/").partition("/")
-        scheme, _, key = (headers.get("Authorization") or "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(
-            key.encode("utf-8", "replace"), server.key(name).encode()
-        ):
-            raise ApiError(401, "invalid_api_key", "the api key is missing, or of another episode")
-        server.known(self.connection)
+        scheme, key = self.presented()
+        has_key = scheme.lower() == "bearer" and hmac.compare_digest(key, server.key(name).encode())
+        hosts = self.headers.get_all("Host", [])
+        self.check_sender(hosts, has_key, "the api key is missing, or of another episode")
         self.connection.settimeout(server.idle_s)
         if server.stopping:
             raise ApiError(503, "stopping", "the trainer is stopping")
@@ -277,44 +205,6 @@ class _Handler(BaseHTTPRequestHandler):
             raise ApiError(405, "wrong_method", f"{what[:64]} does not take {self.command[:16]}")
         return line, what
 
-    def _body(self) -> dict[str, Any]:
-        headers, server = self.headers, self.server
-        if headers.get_content_type() != "application/json":
-            raise ApiError(415, "wrong_type", "the body must be application/json")
-        length = headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdigit()) or headers.get("Transfer-Encoding") is not None:
-            raise ApiError(411, "no_length", "the body's Content-Length is missing")
-        if len(length) > 15 or int(length) > server.max_body:
-            raise ApiError(413, "body_too_large", f"the body has more than {server.max_body} bytes")
-        left, deadline, parts = int(length), time.monotonic() + server.body_s, []
-        try:
-            while left:
-                self.connection.settimeout(max(deadline - time.monotonic(), 0.001))
-                part = self.rfile.read1(min(left, 2**20))  # pyright: ignore[reportAttributeAccessIssue]
-                if not part:
-                    raise ConnectionError("the body ended early")
-                parts.append(part)
-                left -= len(part)
-        except TimeoutError:
-            raise ApiError(408, "slow_body", f"the body did not come within {server.body_s:g} s") from None
-        self.connection.settimeout(server.idle_s)
-        self._is_unread = False
-        return api.loads(b"".join(parts))
-
-    def _reply(self, status: int, body: dict[str, Any]) -> None:
-        data = json.dumps(body).encode()
-        # What is left of a body is no next request.
-        self.close_connection = self.close_connection or self._is_unread
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        if self.command != "HEAD":
-            with contextlib.suppress(ConnectionError, TimeoutError):
-                self.wfile.write(data)
-
     def _stream(self, events: Iterable[bytes]) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -325,17 +215,6 @@ class _Handler(BaseHTTPRequestHandler):
             for event in events:
                 self.wfile.write(f"{len(event):x}\r\n".encode() + event + b"\r\n")
             self.wfile.write(b"0\r\n\r\n")
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the standard library refuses by itself (a malformed head): plain, and the client's fault."""
-        self.server.refused += 1
-        self.close_connection, self.command = True, getattr(self, "command", None) or "GET"
-        self.request_version = "HTTP/1.1"
-        status = code if code < 500 else 400
-        self._reply(status, ApiError(status, "malformed_request", "malformed request").body())
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Calls are counted; a log that strangers can fill is no log."""
 
 
 # Below /e/EPISODE; a route that ends with a slash takes one name after it.

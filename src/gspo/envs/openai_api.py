@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gspo.errors import GspoError
+from gspo.guarded import RefusedCallError
 
 # Settings of a request that the run's own take the place of: the trainer's ratio is of one distribution, the run's.
 REPLACED = {"temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "top_k": (-1, 10**9), "min_p": (0.0, 1.0)}
@@ -42,12 +42,12 @@ _COMPLETIONS = _BOTH | {"prompt"}
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
-class ApiError(GspoError):
+class ApiError(RefusedCallError):
     """A call that is answered with an HTTP status and OpenAI's error object."""
 
     def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.code, self.param = status, code, param
+        super().__init__(status, code, message)
+        self.param = param
 
     def body(self) -> dict[str, Any]:
         kinds = {401: "authentication_error", 429: "rate_limit_error"}

@@ -12,22 +12,20 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import json
 import os
 import queue
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from gspo.errors import ConfigError, DataError, GspoError, WeightSyncError
+from gspo.errors import ConfigError, DataError, WeightSyncError
 from gspo.faults import reached
+from gspo.guarded import GuardedHandler, GuardedServer, RefusedCallError
 from gspo.rollout import weights, wire
 from gspo.rollout.engine import Sampler
 from gspo.types import Sample, SampleId
@@ -37,14 +35,7 @@ SLICE_S = 0.05  # how long the sampler decodes before it looks for calls
 LONGEST_WAIT_S = 10.0  # of a call that waits for news
 PER_REPLY, REPLY_BYTES = 512, 64 * 2**20  # samples of a reply, and about their bytes
 CONNECTIONS = 128
-
-
-class RefusedCallError(GspoError):
-    """A call that is answered with an HTTP status."""
-
-    def __init__(self, status: int, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.status, self.kind = status, kind
+IDLE_S = 3600.0  # a trainer's connection may be silent between two steps
 
 
 class SamplerEngine:
@@ -314,12 +305,8 @@ def _wait(body: Mapping[str, Any]) -> float:
     return min(max(float(wire.field(body, "wait_s", (int, float))), 0.0), LONGEST_WAIT_S)
 
 
-class SamplerServer(ThreadingHTTPServer):
+class SamplerServer(GuardedServer):
     """Serves an engine on `host`:`port` (0: a free one) to whoever knows the token. `name`: as others call the host."""
-
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 128
 
     def __init__(
         self, engine: SamplerEngine, token: str, *, host: str = "127.0.0.1", port: int = 0, name: str | None = None
@@ -327,15 +314,11 @@ class SamplerServer(ThreadingHTTPServer):
         if len(token) < 16:
             raise ConfigError("a sampler server needs a token of 16 characters or more in GSPO_SAMPLER_TOKEN")
         self.engine, self.token = engine, token.encode()
-        self.max_body, self.body_s, self.head_s = MAX_BODY, 30.0, 10.0
-        self.refused = 0
-        self._strangers: dict[socket.socket, float] = {}  # connections that have shown no token yet
-        self._open = 0
-        self._lock = threading.Lock()
-        super().__init__((host, port), _Handler)
-        self.port = int(self.server_address[1])
+        names = (name or host, host, "127.0.0.1", "localhost")
+        super().__init__(
+            (host, port), _Handler, names=names, max_connections=CONNECTIONS, max_body=MAX_BODY, idle_s=IDLE_S
+        )
         self.url = f"http://{name or host}:{self.port}"
-        self.hosts = {f"{h}:{self.port}" for h in (name or host, host, "127.0.0.1", "localhost")}
         self.routes: dict[tuple[str, str], Callable[[Mapping[str, Any]], dict[str, Any]]] = {
             ("GET", "/health"): lambda _: {**engine.health(), "refused": self.refused},
             ("GET", "/version"): lambda _: engine.state(),
@@ -347,145 +330,55 @@ class SamplerServer(ThreadingHTTPServer):
             **{("POST", f"/{what}"): partial(engine.order, what) for what in ("pause", "resume", "sleep", "wake")},
         }
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
-            if self._open >= CONNECTIONS:
-                with contextlib.suppress(OSError):
-                    request.sendall(b"HTTP/1.1 429 Too Many Requests\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
-                self.shutdown_request(request)
-                return
-            self._open += 1
-            self._strangers[request] = time.monotonic() + self.head_s
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        with contextlib.suppress(KeyError):
-            self.known(request)
-        super().shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            with self._lock:
-                self._open -= 1
-
-    def known(self, connection: socket.socket) -> None:
-        self._strangers.pop(connection, None)
-
-    def service_actions(self) -> None:
-        """Called twice a second: who has not come to the point in time is sent away."""
-        for connection, deadline in list(self._strangers.items()):
-            if time.monotonic() > deadline:
-                self.known(connection)
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RD)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that breaks is the other side's business."""
-
     def close(self) -> None:
         self.shutdown()
         self.server_close()
         self.engine.close()
 
 
-class _Handler(BaseHTTPRequestHandler):
-    """Host, origin and token are checked before a byte of the body is read."""
+# What the guard refuses, as clients of a sampler server know it.
+_KINDS = {
+    "wrong_host": "host",
+    "wrong_origin": "origin",
+    "invalid_api_key": "token",
+    "wrong_type": "type",
+    "no_length": "length",
+    "body_too_large": "length",
+    "slow_body": "slow",
+    "malformed_request": "http",
+}
 
-    protocol_version = "HTTP/1.1"
-    server_version, sys_version = "gspo", ""
-    disable_nagle_algorithm = True
+
+class _Handler(GuardedHandler):
     server: SamplerServer  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def setup(self) -> None:
-        super().setup()
-        self.connection.settimeout(self.server.head_s)
+    def refusal(self, status: int, code: str, message: str) -> RefusedCallError:
+        return RefusedCallError(status, _KINDS.get(code, code), message)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("do_"):  # every method comes here: none may answer without a token
-            return self._answer
-        raise AttributeError(name)
+    def count(self, error: RefusedCallError) -> None:
+        self.server.refused += error.status not in (409, 422)  # a trainer that is late or has bad weights is no abuse
+        # The rest of a body that was not read is no next request.
+        self.close_connection = self.close_connection or error.status in (401, 403, 404, 405, 408, 411, 413, 415)
 
-    def _answer(self) -> None:
+    def serve(self) -> None:
         try:
             call = self._checked()
-            body = self._body() if self.command == "POST" else {}
-            self._reply(200, call(body))
-        except RefusedCallError as error:
-            self.server.refused += error.status != 409
-            # The rest of a body that was not read is no next request.
-            self.close_connection = self.close_connection or error.status in (401, 403, 404, 405, 408, 411, 413, 415)
-            self._reply(error.status, {"error": str(error), "kind": error.kind})
+            body = wire.loads(self.read_body()) if self.command == "POST" else {}
+            self.reply(200, call(body))
         except (wire.WireError, DataError) as error:
-            self.server.refused += 1
-            self._reply(400, {"error": str(error), "kind": "request"})
+            raise RefusedCallError(400, "request", str(error)) from None
         except WeightSyncError as error:
-            self._reply(422, {"error": str(error), "kind": "weights"})
-        except ConnectionError:
-            self.close_connection = True
-        except Exception as error:  # a bug or no memory: told to the trainer, which ends or takes another server
-            self._reply(500, {"error": f"{type(error).__name__}: {error}", "kind": "internal"})
+            raise RefusedCallError(422, "weights", str(error)) from None
 
     def _checked(self) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-        server, headers = self.server, self.headers
-        if (headers.get("Host") or "").lower() not in server.hosts:
-            raise RefusedCallError(403, "host", "this server has another name")
-        if headers.get("Origin") is not None:
-            raise RefusedCallError(403, "origin", "no web page has business here")
-        scheme, _, token = (headers.get("Authorization") or "").partition(" ")
-        if scheme != "Bearer" or not hmac.compare_digest(token.encode("utf-8", "replace"), server.token):
-            raise RefusedCallError(401, "token", "the token of GSPO_SAMPLER_TOKEN is missing or wrong")
-        server.known(self.connection)
+        server = self.server
+        scheme, token = self.presented()
+        has_token = scheme == "Bearer" and hmac.compare_digest(token, server.token)
+        hosts = self.headers.get_all("Host", [])[:1]
+        self.check_sender(hosts, has_token, "the token of GSPO_SAMPLER_TOKEN is missing or wrong")
         path = self.path.partition("?")[0]
         if not any(path == known for _, known in server.routes):
             raise RefusedCallError(404, "route", "no such route")
         if (call := server.routes.get((self.command, path))) is None:
             raise RefusedCallError(405, "method", f"{path} does not take {self.command[:16]}")
         return call
-
-    def _body(self) -> dict[str, Any]:
-        headers, server = self.headers, self.server
-        if headers.get_content_type() != "application/json":
-            raise RefusedCallError(415, "type", "the body must be application/json")
-        length = headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdigit()) or headers.get("Transfer-Encoding") is not None:
-            raise RefusedCallError(411, "length", "the body's Content-Length is missing")
-        if len(length) > 15 or int(length) > server.max_body:
-            raise RefusedCallError(413, "length", f"the body has more than {server.max_body} bytes")
-        left, deadline, parts = int(length), time.monotonic() + server.body_s, []
-        try:
-            while left:
-                self.connection.settimeout(max(deadline - time.monotonic(), 0.001))
-                part = self.rfile.read1(min(left, 2**20))  # pyright: ignore[reportAttributeAccessIssue]
-                if not part:
-                    raise ConnectionError("the body ended early")
-                parts.append(part)
-                left -= len(part)
-        except TimeoutError:
-            raise RefusedCallError(408, "slow", f"the body did not come within {server.body_s:g} s") from None
-        # From now on it is a trainer's connection, which may be idle between two steps.
-        self.connection.settimeout(3600)
-        return wire.loads(b"".join(parts))
-
-    def _reply(self, status: int, body: Mapping[str, Any]) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        if self.command != "HEAD":
-            with contextlib.suppress(ConnectionError, TimeoutError):
-                self.wfile.write(data)
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the standard library refuses by itself (a malformed head): plain, and the client's fault."""
-        self.server.refused += 1
-        self.close_connection, self.command = True, getattr(self, "command", None) or "GET"
-        self.request_version = "HTTP/1.1"
-        self._reply(code if code < 500 else 400, {"error": "malformed request", "kind": "http"})
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Refusals are counted in /health; a log that strangers can fill is no log."""

@@ -1,0 +1,55 @@
+"""HTTP as a stranger may write it: heads and bodies byte for byte, without a client that would mend them."""
+
+import socket
+
+
+def talk(port, head, body=b"", wait_s=5.0):
+    """Send bytes as they are; status and the rest of the reply."""
+    with socket.create_connection(("127.0.0.1", port), timeout=wait_s) as connection:
+        connection.sendall(head.encode() + b"\r\n" + body)
+        reply = b""
+        while part := connection.recv(65536):
+            reply += part
+            if b"\r\n\r\n" in reply and len(reply.partition(b"\r\n\r\n")[2]) >= _length(reply):
+                break
+    return int(reply.split()[1]), reply.partition(b"\r\n\r\n")[2]
+
+
+def _length(reply):
+    head = reply.partition(b"\r\n\r\n")[0].lower()
+    return int(head.partition(b"content-length:")[2].split()[0]) if b"content-length:" in head else 10**9
+
+
+def head(port, key, method, path, **change):
+    """A right one for a body of two bytes, but for what is changed; None leaves a field out."""
+    fields = {
+        "Host": f"127.0.0.1:{port}",
+        "Authorization": f"Bearer {key}",
+        "Content-Type": "application/json",
+        "Content-Length": "2",
+        **change,
+    }
+    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {v}" for name, v in fields.items() if v is not None)]
+    return "\r\n".join(lines) + "\r\n"
+
+
+def until_hung_up(port, data):
+    """What the server says to these bytes, after which nothing more is sent."""
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+        reply = b""
+        while part := connection.recv(1000):
+            reply += part
+    return reply
+
+
+def begin_and_stall(port, data):
+    """The first bytes of what the server says to a call that does not go on."""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(data)
+        return connection.recv(1000)
+
+
+# What comes to an open port, and is not HTTP.
+JUNK = (b"\r\n\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET\r\n\r\n")

@@ -64,4 +64,5 @@ def test_smoothing_and_the_theme_draw_the_same_curves_again(visit, address):  # 
 def test_the_page_does_not_scroll_sideways_on_a_phone(visit, address):  # noqa: F811
     page = visit(address)
     page.set_viewport_size({"width": 390, "height": 800})
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    # Charts are drawn anew, in the frames after the resize.
+    page.wait_for_function("document.documentElement.scrollWidth <= innerWidth", timeout=5000)

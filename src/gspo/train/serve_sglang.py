@@ -18,12 +18,20 @@ from pathlib import Path
 from gspo.config import engines
 from gspo.config.layout import Layout
 from gspo.config.schema import Config
-from gspo.models.loading import load_tokenizer
 from gspo.rollout.sglang import SglangSampler
 from gspo.rollout.vllm import Endpoint
 from gspo.train import setup
 from gspo.train.serve import answer, arguments
-from gspo.train.serve_vllm import Start, as_folder, facts_for, max_running, model_folder, opened, stand_before
+from gspo.train.serve_vllm import (
+    Start,
+    as_folder,
+    facts_for,
+    make_sampler,
+    max_running,
+    model_folder,
+    opened,
+    stand_before,
+)
 
 
 def serve(config_path: Path, index: int, folder: Path, *, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -37,19 +45,8 @@ def serve(config_path: Path, index: int, folder: Path, *, host: str = "127.0.0.1
             start = command(config, layout, source, facts["max_context"], at, secret(Path(private), key))
         else:
             endpoint, start = Endpoint(url, key=os.environ.get("SGLANG_API_KEY")), None
-        make = partial(
-            SglangSampler,
-            endpoint,
-            seed=config.seed,
-            num_vocab=facts["num_vocab"],
-            max_context=facts["max_context"],
-            eos_token_ids=facts["ends"],
-            decode=setup.decoder(load_tokenizer(config.tokenizer_path or config.actor.path)),
-            concurrent=max_running(config),
-            retries=config.rollout.request_retries,
-            can_sleep=bool(config.sglang.get("enable_memory_saver")),
-            load_s=config.rollout.request_timeout,
-        )
+        can_sleep = bool(config.sglang.get("enable_memory_saver"))
+        make = partial(make_sampler, SglangSampler, config, facts, endpoint, can_sleep)
         stand_before(config, index, folder, endpoint, start, make, facts, host=host, port=port)
 
 

@@ -64,7 +64,8 @@ def serve(
         if dry_run:
             print(" ".join(f"{name}={shlex.quote(value)}" for name, value in start.env.items()), shlex.join(start.argv))
             return
-        make = partial(make_sampler, config, layout, facts, endpoint)
+        can_sleep = layout.gpus_per_node > 0 and bool(config.vllm.get("enable_sleep_mode", is_colocated()))
+        make = partial(make_sampler, VllmSampler, config, facts, endpoint, can_sleep)
         stand_before(config, index, folder, endpoint, None if given else start, make, facts, host=host, port=port)
 
 
@@ -118,8 +119,10 @@ def stand_before(
             end(child)
 
 
-def make_sampler(config: Config, layout: Layout, facts: Mapping[str, Any], endpoint: Endpoint) -> VllmSampler:
-    return VllmSampler(
+def make_sampler(
+    kind: type[VllmSampler], config: Config, facts: Mapping[str, Any], endpoint: Endpoint, can_sleep: bool
+) -> VllmSampler:
+    return kind(
         endpoint,
         seed=config.seed,
         num_vocab=facts["num_vocab"],
@@ -128,7 +131,7 @@ def make_sampler(config: Config, layout: Layout, facts: Mapping[str, Any], endpo
         decode=setup.decoder(load_tokenizer(config.tokenizer_path or config.actor.path)),
         concurrent=max_running(config),
         retries=config.rollout.request_retries,
-        can_sleep=layout.gpus_per_node > 0 and bool(config.vllm.get("enable_sleep_mode", is_colocated())),
+        can_sleep=can_sleep,
         load_s=config.rollout.request_timeout,
     )
 

@@ -125,6 +125,7 @@ class GuardedHandler(BaseHTTPRequestHandler):
         raise AttributeError(name)
 
     def _answer(self) -> None:
+        self.is_unread = self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers
         try:
             self.serve()
         except RefusedCallError as error:

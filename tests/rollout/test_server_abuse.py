@@ -116,6 +116,14 @@ def test_a_slow_head_and_a_slow_body_end_in_time(server):
     assert time.monotonic() - begin < 8
 
 
+@pytest.mark.parametrize("path", ["/health", "/x"])
+def test_the_body_of_a_call_that_takes_none_is_no_next_call(server, path):
+    inner = head(server, "GET", "/version", **{"Content-Length": None}).encode() + b"\r\n"
+    outer = head(server, "GET", path, **{"Content-Length": str(len(inner))}).encode() + b"\r\n"
+    assert until_hung_up(server.port, outer + inner).count(b"HTTP/1.1 ") == 1
+    assert until_hung_up(server.port, inner + inner).count(b"HTTP/1.1 200") == 2  # two calls are two calls
+
+
 @pytest.mark.parametrize("junk", JUNK)
 def test_what_is_not_http_is_no_server_error(server, junk):
     assert b" 5" not in until_hung_up(server.port, junk).partition(b"\r\n")[0]

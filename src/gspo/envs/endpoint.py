@@ -112,7 +112,6 @@ class _Handler(GuardedHandler):
 
     def serve(self) -> None:
         self._line = None
-        self.is_unread = self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers
         line, what = self._checked()
         body = api.loads(self.read_body()) if self.command == "POST" else {}
         server = self.server

@@ -230,7 +230,10 @@ class SamplerEngine:
 
     def _decode(self) -> None:
         try:
-            for sample in self._sampler.completed(0.0 if self._latency_s else SLICE_S):
+            samples = list(self._sampler.completed(0.0 if self._latency_s else SLICE_S))
+            if samples:  # who has a sample can read the counters that made it
+                self._view = dict(self._sampler.health())
+            for sample in samples:
                 self._finish(sample)
         except Exception as error:  # whatever a model does: the server lives on and says so
             with contextlib.suppress(Exception):
@@ -357,8 +360,6 @@ class _Handler(GuardedHandler):
 
     def count(self, error: RefusedCallError) -> None:
         self.server.refused += error.status not in (409, 422)  # a trainer that is late or has bad weights is no abuse
-        # The rest of a body that was not read is no next request.
-        self.close_connection = self.close_connection or error.status in (401, 403, 404, 405, 408, 411, 413, 415)
 
     def serve(self) -> None:
         try:
@@ -374,7 +375,7 @@ class _Handler(GuardedHandler):
         server = self.server
         scheme, token = self.presented()
         has_token = scheme == "Bearer" and hmac.compare_digest(token, server.token)
-        hosts = self.headers.get_all("Host", [])[:1]
+        hosts = self.headers.get_all("Host", [])
         self.check_sender(hosts, has_token, "the token of GSPO_SAMPLER_TOKEN is missing or wrong")
         path = self.path.partition("?")[0]
         if not any(path == known for _, known in server.routes):

@@ -8,15 +8,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 from served import EOS, House, local
 from test_local import assert_same, group_requests, prompt_of, run
 from tiny_models import build
 
 from gspo.errors import DataError, RolloutError, WeightSyncError
+from gspo.models.lora import add_adapter
 from gspo.models.moe import num_experts, route_shape, routers
 from gspo.rollout.discovery import give_up, register
 from gspo.rollout.verify import Experts
 from gspo.rollout.wire import WireError, pack_request, pack_sample, unpack_request, unpack_sample
+from gspo.train.shard import full_parameters
 from gspo.types import Request, Sample, SampleId, SamplingParams
 
 
@@ -50,6 +54,25 @@ def test_one_server_gives_the_samples_of_the_process_bit_for_bit(house, trainer)
         for name in ("tokens", "behavior_logp", "versions", "mask", "turns"):
             assert getattr(sample, name).tobytes() == getattr(got[id], name).tobytes(), name
         assert sample.finish == got[id].finish
+
+
+def test_an_adapter_travels_alone_and_the_samples_are_those_of_the_process(house):
+    """Both have the same base and an adapter of the same form."""
+    server, trainer = house.serve(), build("llama", seed=99)
+    for seed, model in enumerate((trainer, server.model)):
+        add_adapter(model, rank=2, alpha=3, target_modules=["all-linear"], seed=seed)
+    client = house.client(reference=trainer)
+    requests = group_requests(3, 3)
+    for version in (1, 2):
+        with torch.no_grad():
+            for _, parameter in full_parameters(trainer):
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(version)))
+        client.load_weights(version, full_parameters(trainer))
+        (file,) = (house.folder / "weights").iterdir()
+        assert all(".lora_" in name for name in load_file(file))
+        assert_same(collect(client, requests), run(local(trainer, version=version), requests))
+    with pytest.raises(WeightSyncError, match="did not arrive"):  # one of its tensors is missing
+        client.load_weights(3, list(full_parameters(trainer))[1:])
 
 
 def test_two_servers_share_the_groups_and_give_the_same_tokens(house, trainer):

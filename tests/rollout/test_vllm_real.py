@@ -1,11 +1,14 @@
 """A real vLLM server, on this CPU, with the embedded model: log-probs, interruptions, weights and the tied head.
 
-`make setup-vllm` installs it into .venv-vllm; without it these tests are skipped. One server serves the whole file.
+`make setup-vllm` installs it into .venv-vllm; without it these tests are skipped. One server serves the whole file, but
+for the adapter's test, which is the last.
 """
 
 import hashlib
 import time
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,9 +23,10 @@ from gspo.errors import ConfigError, WeightSyncError
 from gspo.models import embedded
 from gspo.rollout import weights
 from gspo.rollout.sampling import warp
-from gspo.rollout.vllm import Endpoint
-from gspo.train import serve_vllm
+from gspo.rollout.vllm import Endpoint, VllmSampler
+from gspo.train import serve_vllm, setup
 from gspo.train.policy import PolicyModule, weight_names
+from gspo.train.shard import full_parameters
 from gspo.types import Request, SampleId, SamplingParams
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
@@ -38,24 +42,30 @@ if REASON:
 NAME = "model.layers.1.mlp.up_proj.weight"
 
 
-@pytest.fixture(scope="module")
-def vllm(tmp_path_factory):
+@contextmanager
+def started(folder, *overrides):
     """vLLM as a run starts it, and our sampler over it."""
-    config = load(None, ["rollout.backend=vllm:d1", "actor.path=embedded:tiny", "algorithm=gspo"]).config
+    config = load(None, ["rollout.backend=vllm:d1", "actor.path=embedded:tiny", "algorithm=gspo", *overrides]).config
     layout = layout_of(config, torch.cuda.device_count())
-    folder = tmp_path_factory.mktemp("vllm")
     source = serve_vllm.model_folder(config, folder / "model")
     facts, endpoint = serve_vllm.facts_for(config, source), Endpoint(socket=str(folder / "http"))
     child = serve_vllm.run(serve_vllm.command(config, layout, source, facts["max_context"], endpoint))
     try:
         serve_vllm.await_ready(endpoint, child, 1500)
-        sampler = serve_vllm.make_sampler(config, layout, facts, endpoint)
+        kind = partial(VllmSampler, adapters=serve_vllm.adapter_folders(config, source, folder))
+        sampler = serve_vllm.make_sampler(kind, config, facts, endpoint, can_sleep=False)
         sampler.introduce()
-        yield sampler
+        yield sampler, config
         sampler.close()
     finally:
         serve_vllm.end(child)
     assert not (folder / "http").exists() or child.poll() is not None
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory):
+    with started(tmp_path_factory.mktemp("vllm")) as (sampler, _):
+        yield sampler
 
 
 @pytest.fixture(scope="module")
@@ -240,3 +250,32 @@ def test_reloading_in_vllms_own_way_leaves_the_tied_head_old_and_the_sync_is_ref
     assert len(list(client.completed(60))) == 1
     assert gap(vllm, policy) < 5e-5
     _VERSION[0] += 10
+
+
+def test_an_adapter_travels_alone_and_is_taken_whole_or_not_at_all(tmp_path):
+    asked = ("actor.use_lora=true", "actor.lora_rank=3", "actor.lora_alpha=5", "actor.target_modules=[all-linear]")
+    with started(tmp_path, *asked) as (vllm, config):
+        policy, _ = setup.make_policy(config, True)
+        assert gap(vllm, policy) < 5e-5  # B starts at zero: the base model
+        requests = [Request(SampleId(0, j), (3, 4, 5), SamplingParams(6, ignore_eos=True)) for j in range(4)]
+        for version in range(1, 4):
+            with torch.no_grad():
+                for _, parameter in full_parameters(policy.model):
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+            assert gap(vllm, policy) > 0.1
+            published = weights.publish(tmp_path / "weights", version, full_parameters(policy.model))
+            assert published.path.stat().st_size < 100_000  # the model has 1.3 MB
+            vllm.load_published(version, str(published.path), published.sha256)
+            assert gap(vllm, policy) < 5e-5
+            for sample in run(vllm, requests, 60).values():
+                said = weights.sequence_logp(policy.model, [[3, 4, 5, *sample.tokens.tolist()]])[0][2:]
+                np.testing.assert_allclose(sample.behavior_logp, said, atol=1e-4)
+        tensors, path = load_file(published.path), tmp_path / "other.safetensors"
+        name = next(iter(tensors))
+        for changes in ({name: tensors[name] * torch.nan}, {"x": tensors[name]}, {name: tensors[name].T.contiguous()}):
+            save_file({**tensors, **changes}, path)
+            with pytest.raises(WeightSyncError, match="keeps its"):
+                vllm.load_published(9, str(path), hashlib.sha256(path.read_bytes()).hexdigest())
+            assert gap(vllm, policy) < 5e-5
+        assert not vllm.broken
+        assert len(run(vllm, requests, 60)) == 4

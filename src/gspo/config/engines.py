@@ -84,6 +84,14 @@ def _off(engine: str, name: str) -> str:
     return "--no-" + name.replace("_", "-") if engine == "vllm" else ""
 
 
+def takes_adapter(engine: str | None, options: Mapping[str, Any], use_lora: bool) -> bool:
+    """Whether a LoRA adapter travels alone; else it arrives merged into the weights.
+
+    SGLang is given whole weights. So is a vLLM whose LoRA layers the user has switched off (vllm.enable_lora: false).
+    """
+    return use_lora and engine != "sglang" and options.get("enable_lora", True) is not False
+
+
 def environment_of(engine: str, options: Mapping[str, Any]) -> dict[str, str]:
     """Variables for the engine's process, of the key `env`."""
     given = options.get("env") or {}

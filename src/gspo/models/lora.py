@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -141,14 +141,21 @@ def save_adapter(model: PreTrainedModel, to: Path, base: str) -> None:
     """adapter_config.json and adapter_model.safetensors, as peft's own `PeftModel.from_pretrained` reads them."""
     from peft import get_peft_model_state_dict
 
+    write_adapter(model, get_peft_model_state_dict(model, adapter_name=_NAME), to, base)
+
+
+def write_adapter(model: PreTrainedModel, tensors: Mapping[str, Tensor], to: Path, base: str) -> None:
+    """The same with other tensors than the model's own, by the names that they have in it."""
     adapters: Any = model.peft_config
     config: Any = copy.copy(adapters[_NAME])
     config.base_model_name_or_path, config.inference_mode = base, True
     config.target_modules = sorted(config.target_modules)  # a set, written in another order each time
     config.save_pretrained(str(to))
-    tensors = get_peft_model_state_dict(model, adapter_name=_NAME)
     # peft's own names: its wrapper and its tuner stand around the model.
-    named = {f"base_model.model.{name}": tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    named = {
+        f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": tensor.detach().cpu().contiguous()
+        for name, tensor in tensors.items()
+    }
     save_file(named, to / "adapter_model.safetensors", metadata={"format": "pt"})
 
 

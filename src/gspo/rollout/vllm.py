@@ -72,7 +72,8 @@ class VllmSampler:
 
     `decode` turns tokens into text, for stop strings. `concurrent`: requests that vLLM has at once. `retries`: how
     often a request that came back as nonsense is asked again, and how many nonsense answers in a row end the sampler.
-    `broken` is why it cannot go on; its process should end and start anew.
+    `adapters`: published weights are a LoRA adapter alone, and this makes a folder of them that vLLM can read. `broken`
+    is why it cannot go on; its process should end and start anew.
     """
 
     engine, route = "vLLM", "/v1/completions"
@@ -91,8 +92,10 @@ class VllmSampler:
         can_sleep: bool = False,
         load_s: float = 1800.0,
         version: int = -1,
+        adapters: Callable[[str, str], Path] | None = None,
     ) -> None:
         self.version, self.broken = version, ""
+        self._model, self._adapters = NAME, adapters
         self._endpoint, self._seed, self._decode, self._can_sleep = endpoint, seed, decode, can_sleep
         self._num_vocab, self._max_context, self._ends = num_vocab, max_context, frozenset(eos_token_ids)
         self._retries, self._load_s = retries, load_s
@@ -177,7 +180,10 @@ class VllmSampler:
         self._halt()
         # Nobody samples meanwhile, also where others use this server; what is cached is of the weights before.
         self._post("/pause?mode=abort&clear_cache=true")
-        self._judge(self._rpc("gspo_load", str(version), path, sha256, timeout_s=self._load_s), version)
+        if self._adapters is not None:
+            self._load_adapter(version, path, sha256, self._adapters)
+        else:
+            self._judge(self._rpc("gspo_load", str(version), path, sha256, timeout_s=self._load_s), version)
         if self._post("/reset_prefix_cache").get("success") is False:
             raise self._break(f"the prefix cache of version {self.version} could not be dropped")
         self._post("/resume")
@@ -216,7 +222,8 @@ class VllmSampler:
         rows = []
         for tokens in sequences:
             asked = {"prompt": list(tokens), "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
-            choice = _choice(self._post("/v1/completions", {"model": NAME, "ignore_eos": True, **asked}))
+            reply = self._post("/v1/completions", {"model": self._model, "ignore_eos": True, **asked})
+            choice = _choice(reply, self._model)
             said = choice.get("prompt_logprobs")
             try:
                 values = [said[i][str(token)]["logprob"] for i, token in enumerate(tokens) if i]  # pyright: ignore[reportOptionalSubscript]
@@ -241,7 +248,7 @@ class VllmSampler:
             )
         # Of one kept token the processed log-prob is 0; the model's own is not.
         asked = {"prompt": [0, 1], "max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0, "ignore_eos": True}
-        said = _said(self._post("/v1/completions", {"model": NAME, "return_token_ids": True, **asked}))
+        said = _said(self._post("/v1/completions", {"model": NAME, "return_token_ids": True, **asked}), NAME)
         if abs(said[1][0]) > 1e-6:
             raise ConfigError(
                 f"the vLLM server {self._endpoint} says log-probs of another distribution than it samples from: "
@@ -276,7 +283,7 @@ class VllmSampler:
         id, num = request.id, len(said)
         seed = rng.bits(self._seed, "vllm", id.submission, id.sample, id.turn, num, id.attempt)
         return {
-            "model": NAME,
+            "model": self._model,
             "prompt": [*request.prompt, *said],
             "max_tokens": params.max_new_tokens - num,
             "min_tokens": max(params.min_new_tokens - num, 0),
@@ -373,7 +380,7 @@ class VllmSampler:
     # What an engine with other words says differently
 
     def _said(self, reply: Mapping[str, Any]) -> tuple[list[int], list[float], FinishReason]:
-        return _said(reply)
+        return _said(reply, self._model)
 
     def _call_back(self) -> None:
         self._post("/pause?mode=abort&clear_cache=false")
@@ -382,6 +389,23 @@ class VllmSampler:
         self._post("/resume")
 
     # Weights
+
+    def _load_adapter(self, version: int, path: str, sha256: str, folders: Callable[[str, str], Path]) -> None:
+        """A version is an adapter of its own name; the one before goes when it is taken, and stays when it is not.
+
+        Names hold a digest, as versions of another trainer may have the same numbers.
+        """
+        name, before = f"{NAME}-{version}-{sha256[:16]}", self._model
+        try:
+            folder = folders(path, sha256)
+            if name != before:
+                self._tell("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, self._load_s)
+        except (WeightSyncError, RolloutError) as error:
+            self._post("/resume")
+            raise WeightSyncError(f"weight version {version} (an adapter): {error}") from None
+        self._model = name
+        if before not in (NAME, name):
+            self._tell("/v1/unload_lora_adapter", {"lora_name": before})
 
     def _judge(self, workers: Sequence[Mapping[str, Any]], version: int) -> None:
         """What the workers say of a load: all took it, or all refused it. Anything else cannot be mended."""
@@ -424,6 +448,12 @@ class VllmSampler:
         except LieError as error:
             raise RolloutError(f"{self.engine} {path.partition('?')[0]}: {error}") from None
 
+    def _tell(self, path: str, body: Mapping[str, Any], timeout_s: float = CALL_S) -> None:
+        """An order that is answered in words."""
+        response = self._do(self._client.post(path, json=body, timeout=timeout_s), timeout_s + 5)
+        if response.status_code != 200:
+            raise RolloutError(f"{self.engine} {path}: {response.status_code}: {response.text[:300]}")
+
     def _do(self, call: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
         future = asyncio.run_coroutine_threadsafe(call, self._loop)
         try:
@@ -449,18 +479,18 @@ def _json(response: httpx.Response) -> dict[str, Any]:
     return body
 
 
-def _choice(reply: Mapping[str, Any]) -> Mapping[str, Any]:
-    if reply.get("model") != NAME:
-        raise LieError(f"it answered for the model {reply.get('model')!r}, asked was {NAME!r}")
+def _choice(reply: Mapping[str, Any], model: str) -> Mapping[str, Any]:
+    if reply.get("model") != model:
+        raise LieError(f"it answered for the model {reply.get('model')!r}, asked was {model!r}")
     choices = reply.get("choices")
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         raise LieError("it did not answer with one choice")
     return choices[0]
 
 
-def _said(reply: Mapping[str, Any]) -> tuple[list[int], list[float], FinishReason]:
+def _said(reply: Mapping[str, Any], model: str) -> tuple[list[int], list[float], FinishReason]:
     """Tokens, their log-probs and why they end, of a reply that can be true."""
-    choice = _choice(reply)
+    choice = _choice(reply, model)
     logprobs = choice.get("logprobs")
     values = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
     return believable(choice.get("token_ids"), values, choice.get("finish_reason"))

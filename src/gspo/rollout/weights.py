@@ -11,7 +11,7 @@ import copy
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,6 +79,12 @@ def read(path: str | Path, sha256: str) -> dict[str, Tensor]:
         raise WeightSyncError(f"{path} cannot be read ({cause}); the sampler keeps its weights") from cause
 
 
+def check_finite(tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise WeightSyncError(f"weight {name!r} holds NaN or inf; the sampler keeps its weights")
+
+
 def sha256_of(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -101,8 +107,7 @@ def copy_weights(model: torch.nn.Module, tensors: Iterable[tuple[str, Tensor]]) 
                 f"weight {name!r} is {tuple(tensor.shape)} {tensor.dtype}, "
                 f"the sampler holds {tuple(parameter.shape)} {parameter.dtype}"
             )
-        if not bool(torch.isfinite(tensor).all()):
-            raise WeightSyncError(f"weight {name!r} holds NaN or inf; the sampler keeps its weights")
+        check_finite({name: tensor})
         if parameter in arrived and not torch.equal(arrived[parameter][1], tensor):
             raise WeightSyncError(f"weights {name!r} and {arrived[parameter][0]!r} are one tensor but came different")
         arrived[parameter] = (name, tensor)

@@ -210,7 +210,7 @@ class Trainer:
         """The new weights are a new version: servers load it, the in-process sampler shares it and drops its cache."""
         with clock("sync"):
             self.state.step += 1
-            self.ahead.publish(self.state.step, setup.weights_for(self.sampler, self.policy))
+            self.ahead.publish(self.state.step, setup.weights_for(self.config, self.sampler, self.policy))
 
     def record(self, batch: Batch, report: StepReport, clock: Clock) -> None:
         """Metrics, samples, evaluation, display, alarms, checkpoint."""
@@ -371,7 +371,7 @@ class Trainer:
             )
         nowhere: Any = Nowhere(opened["in_process"])  # of the sampler, only what `publish` asks of it
         self.sampler = self.ahead = nowhere
-        self.ahead.publish(opened["step"], setup.weights_for(self.sampler, self.policy))
+        self.ahead.publish(opened["step"], setup.weights_for(self.config, self.sampler, self.policy))
 
     def begin(self) -> None:
         """Say what is about to happen; measure held-out accuracy before the first step."""

@@ -21,7 +21,7 @@ from gspo.config import load
 from gspo.config.layout import layout_of
 from gspo.errors import ConfigError, GspoError
 from gspo.faults import reached
-from gspo.models.loading import load_model, load_tokenizer
+from gspo.models.loading import load_tokenizer
 from gspo.rewards.worker import die_with_parent
 from gspo.rollout.discovery import register, unregister
 from gspo.rollout.server import SamplerEngine, SamplerServer
@@ -48,25 +48,15 @@ def serve(
         raise ConfigError("rollout.sampler_precision rounds the in-process sampler's weights; servers: set it to none")
     beside = 1 if torch.cuda.is_available() else max(layout_of(config, 0).num_samplers, 1)
     torch.set_num_threads(threads or config.threads or max(cores // beside, 1))
-    device, dtype = setup.device_and_dtype(config)
-    if (setup.num_ranks(config) or 1) > 1:  # what several ranks compute in is what they publish
-        dtype = setup.sharding(config)["param_dtype"] or dtype
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
-    model = load_model(
-        config.actor.path,
-        dtype,
-        device,
-        from_scratch=config.actor.init_from_scratch,
-        seed=config.seed,
-        tokenizer=tokenizer,
-    )
+    model = setup.whole_model(config, tokenizer, setup.published_dtype(config))
     sampler = setup.local_sampler(config, model, tokenizer, -1)
     facts = remote.facts_of(
         model,
         seed=config.seed,
         ends=remote.end_tokens(model, tokenizer),
         max_context=remote.context_of(model, config.gconfig.max_tokens),
-        dtype=dtype,
+        dtype=model.dtype,
     )
     engine = SamplerEngine(sampler, facts=facts, score=partial(sequence_logp, model), latency_s=latency_s)
     announce(

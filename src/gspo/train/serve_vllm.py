@@ -29,17 +29,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from gspo.config import engines, load
 from gspo.config.layout import Layout, layout_of
 from gspo.config.schema import Config
-from gspo.errors import ConfigError, GspoError, RolloutError
+from gspo.errors import ConfigError, GspoError, RolloutError, WeightSyncError
 from gspo.faults import reached
 from gspo.models import cache
 from gspo.models.loading import EMBEDDED, load_model, load_tokenizer, locate
+from gspo.models.lora import write_adapter
 from gspo.rollout.server import SamplerEngine
 from gspo.rollout.vllm import EXTENSION, NAME, WORKER_FOLDER, Endpoint, VllmSampler
+from gspo.rollout.weights import check_finite, read
 from gspo.train import remote, setup
 from gspo.train.serve import announce, answer, arguments
 
 LOOK_S = 1.0  # between two looks at the child
 MEASURE_S = 5.0  # between two looks at how many tokens it has made
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
 
 
 class Start(NamedTuple):
@@ -65,7 +68,8 @@ def serve(
             print(" ".join(f"{name}={shlex.quote(value)}" for name, value in start.env.items()), shlex.join(start.argv))
             return
         can_sleep = layout.gpus_per_node > 0 and bool(config.vllm.get("enable_sleep_mode", is_colocated()))
-        make = partial(make_sampler, VllmSampler, config, facts, endpoint, can_sleep)
+        kind = partial(VllmSampler, adapters=adapter_folders(config, source, Path(private)))
+        make = partial(make_sampler, kind, config, facts, endpoint, can_sleep)
         stand_before(config, index, folder, endpoint, None if given else start, make, facts, host=host, port=port)
 
 
@@ -120,7 +124,7 @@ def stand_before(
 
 
 def make_sampler(
-    kind: type[VllmSampler], config: Config, facts: Mapping[str, Any], endpoint: Endpoint, can_sleep: bool
+    kind: Callable[..., VllmSampler], config: Config, facts: Mapping[str, Any], endpoint: Endpoint, can_sleep: bool
 ) -> VllmSampler:
     return kind(
         endpoint,
@@ -169,12 +173,9 @@ def as_folder(path: str) -> str:
 
 def facts_for(config: Config, source: str) -> dict[str, Any]:
     """What the trainer will compare (`remote.facts_of`), of the model's config alone: the weights are vLLM's."""
-    _, dtype = setup.device_and_dtype(config)
-    if (setup.num_ranks(config) or 1) > 1:  # what several ranks compute in is what they publish
-        dtype = setup.sharding(config)["param_dtype"] or dtype
+    dtype = setup.published_dtype(config) or setup.device_and_dtype(config)[1]
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
-    with cache.quiet(), torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), trust_remote_code=False)
+    model = without_weights(source)
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(source)
     return remote.facts_of(
@@ -184,6 +185,32 @@ def facts_for(config: Config, source: str) -> dict[str, Any]:
         max_context=remote.context_of(model, config.gconfig.max_tokens),
         dtype=dtype,
     )
+
+
+def without_weights(source: str) -> Any:
+    with cache.quiet(), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), trust_remote_code=False)
+
+
+def adapter_folders(config: Config, source: str, folder: Path) -> Callable[[str, str], Path] | None:
+    """(published file, its sha256) → a folder below `folder` as peft and vLLM read adapters; None: nothing to adapt."""
+    if not setup.sends_adapter(config):
+        return None
+    model = without_weights(source)
+    setup.add_configured_adapter(config, model)
+    expected = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+
+    def write(path: str, sha256: str) -> Path:
+        tensors = read(path, sha256)
+        if {name: tensor.shape for name, tensor in tensors.items()} != expected:
+            raise WeightSyncError(f"{path} does not hold this run's adapter; vLLM keeps its own")
+        check_finite(tensors)
+        to = folder / f"adapter-{sha256[:16]}"
+        to.mkdir(exist_ok=True)
+        write_adapter(model, tensors, to, source)
+        return to
+
+    return write
 
 
 def command(config: Config, layout: Layout, source: str, max_context: int, endpoint: Endpoint) -> Start:
@@ -201,6 +228,12 @@ def command(config: Config, layout: Layout, source: str, max_context: int, endpo
     options.setdefault("worker_extension_cls", EXTENSION)
     if is_colocated():
         options.setdefault("enable_sleep_mode", True)
+    if setup.sends_adapter(config):
+        options.setdefault("enable_lora", True)
+        options.setdefault("max_loras", 1)  # in one batch; one more waits in the host's memory
+        options.setdefault("max_cpu_loras", 2)
+        rooms = [rank for rank in LORA_RANKS if rank >= config.actor.lora_rank]
+        options.setdefault("max_lora_rank", min(rooms, default=config.actor.lora_rank))
     if on_cpu:
         options.setdefault("enforce_eager", True)  # compiling takes longer than most CPU runs
         options.setdefault("kv_cache_memory_bytes", 2**31)
@@ -223,6 +256,7 @@ def _environment(config: Config, layout: Layout, on_cpu: bool) -> dict[str, str]
     env = {
         "VLLM_SERVER_DEV_MODE": "1",  # /pause, /collective_rpc and /reset_prefix_cache; hence the private socket
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, (str(WORKER_FOLDER), os.environ.get("PYTHONPATH")))),
     }
     if on_cpu:

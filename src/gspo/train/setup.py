@@ -14,6 +14,7 @@ import torch
 from gspo.algorithms import ALGORITHMS
 from gspo.config import Loaded, effective_objective
 from gspo.config.backend import SAMPLERS, TRAINERS, parse_backend
+from gspo.config.engines import takes_adapter
 from gspo.config.schema import Config, DatasetSpec, Frequency, Generation, MixtureSource, Norm, Optimizer
 from gspo.envs.agent import Agents, find_agent
 from gspo.envs.chat import Chat
@@ -79,6 +80,11 @@ def sharding(config: Config) -> dict[str, Any]:
     """How several ranks compute (`shard.shard`)."""
     kinds = asdict(config.actor.fsdp)
     return {name: None if kind is None else getattr(torch, kind) for name, kind in kinds.items()}
+
+
+def published_dtype(config: Config) -> torch.dtype | None:
+    """What several ranks compute in is what they publish; None: the model's own type."""
+    return sharding(config)["param_dtype"] if (num_ranks(config) or 1) > 1 else None
 
 
 def make_policy(config: Config, sequence_level: bool, world: World = ALONE) -> tuple[PolicyModule, Any]:
@@ -199,8 +205,8 @@ def make_sampler(
     if run is None or not remote.num_servers():
         if policy.world.size == 1:
             return local_sampler(config, policy.model, tokenizer, version)
-        local = local_sampler(config, _whole_copy(config, policy, tokenizer), tokenizer, version)
-        local.load_weights(version, weights_for(local, policy))
+        local = local_sampler(config, whole_model(config, tokenizer, policy.compute_dtype), tokenizer, version)
+        local.load_weights(version, weights_for(config, local, policy))
         return local
     sampler = remote.connect(
         policy,
@@ -217,7 +223,7 @@ def make_sampler(
         say=say,
     )
     try:
-        sampler.load_weights(version, policy.full_weights())
+        sampler.load_weights(version, weights_for(config, sampler, policy))
     except BaseException:
         sampler.close()
         raise
@@ -257,13 +263,13 @@ def local_sampler(config: Config, model: Any, tokenizer: Any, version: int) -> L
     )
 
 
-def _whole_copy(config: Config, policy: PolicyModule, tokenizer: Any) -> Any:
-    """The policy's model as one rank can sample from it; its trained weights are still to come."""
+def whole_model(config: Config, tokenizer: Any, compute_dtype: torch.dtype | None) -> Any:
+    """The policy's model as one process can sample from it; its trained weights are still to come."""
     device, dtype = device_and_dtype(config)
     actor = config.actor
     model: Any = load_model(
         actor.path,
-        policy.compute_dtype or dtype,
+        compute_dtype or dtype,
         device,
         from_scratch=actor.init_from_scratch,
         seed=config.seed,
@@ -271,14 +277,29 @@ def _whole_copy(config: Config, policy: PolicyModule, tokenizer: Any) -> Any:
     )
     add_configured_adapter(config, model)
     # An adapter is float32 on a half-precision model, but computes in what all of the policy does.
-    return model if policy.compute_dtype is None else model.to(policy.compute_dtype)
+    return model if compute_dtype is None else model.to(compute_dtype)
 
 
-def weights_for(sampler: Sampler | Nowhere, policy: PolicyModule) -> Iterable[tuple[str, torch.Tensor]] | None:
-    """What `load_weights` needs: nothing where the sampler samples from the policy's own tensors."""
-    if not (sampler.in_process if isinstance(sampler, Nowhere) else isinstance(sampler, LocalSampler)):
-        return policy.full_weights()
-    return None if policy.world.size == 1 else full_parameters(policy.model, policy.compute_dtype)
+def weights_for(
+    config: Config, sampler: Sampler | Nowhere, policy: PolicyModule
+) -> Iterable[tuple[str, torch.Tensor]] | None:
+    """What `load_weights` needs: nothing where the sampler samples from the policy's own tensors.
+
+    What is trained by its own names where the sampler has the same layers; else whole weights by the names of files,
+    an adapter merged into them.
+    """
+    in_process = sampler.in_process if isinstance(sampler, Nowhere) else isinstance(sampler, LocalSampler)
+    if in_process and policy.world.size == 1:
+        return None
+    if in_process or sends_adapter(config):
+        return full_parameters(policy.model, policy.compute_dtype)
+    return policy.full_weights()
+
+
+def sends_adapter(config: Config) -> bool:
+    """Whether sampler servers are given the adapter alone."""
+    engine = engine_of(config)
+    return takes_adapter(engine, getattr(config, engine) if engine else {}, config.actor.use_lora)
 
 
 def make_ahead(

@@ -4,6 +4,7 @@ import json
 import re
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +20,7 @@ from gspo.models.lora import add_adapter
 from gspo.models.moe import num_experts, route_shape, routers
 from gspo.rollout.discovery import give_up, register
 from gspo.rollout.verify import Experts
+from gspo.rollout.weights import Hub, fetch
 from gspo.rollout.wire import WireError, pack_request, pack_sample, unpack_request, unpack_sample
 from gspo.train.shard import full_parameters
 from gspo.types import Request, Sample, SampleId, SamplingParams
@@ -54,6 +56,50 @@ def test_one_server_gives_the_samples_of_the_process_bit_for_bit(house, trainer)
         for name in ("tokens", "behavior_logp", "versions", "mask", "turns"):
             assert getattr(sample, name).tobytes() == getattr(got[id], name).tobytes(), name
         assert sample.finish == got[id].finish
+
+
+def test_weights_that_are_broadcast_give_the_samples_of_the_process(house, trainer):
+    house.serve(0), house.serve(1)
+    hub = Hub("127.0.0.1", torch.device("cpu"), timeout_s=10.0)
+    client = house.client(2, reference=trainer, place=lambda _: hub)
+    for version in (1, 2):
+        client.load_weights(version, trainer.named_parameters())
+        requests = group_requests(4, 3)
+        assert_same(collect(client, requests), run(local(trainer, version=version), requests))
+    assert not (house.folder / "weights").exists()
+
+
+def test_a_broadcast_that_is_not_what_was_published_is_refused_whole(house, trainer):
+    server, hub = house.serve(), Hub("127.0.0.1", torch.device("cpu"), timeout_s=10.0)
+    before = [parameter.clone() for parameter in server.model.parameters()]
+    honest = hub.publish
+
+    def falsified(version, tensors):
+        offer = honest(version, tensors)
+        next(iter(offer.tensors.values())).add_(1e-3)
+        return offer
+
+    hub.publish = falsified
+    client = house.client(reference=trainer, place=lambda _: hub, retries=1)
+    with pytest.raises(WeightSyncError, match="did not send what was published"):
+        client.load_weights(1, trainer.named_parameters())
+    assert all(torch.equal(one, other) for one, other in zip(before, server.model.parameters(), strict=True))
+
+
+def test_a_broadcast_to_who_went_away_ends_in_time_and_the_next_call_is_answered(trainer):
+    offer = Hub("127.0.0.1", torch.device("cpu"), timeout_s=1.0).publish(1, trainer.named_parameters())
+    address = offer.address(0)
+    offer.store.set(offer._key(0), json.dumps({"call": "nobody", "world": 1}))
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError):
+        offer.deliver(0)
+    assert time.monotonic() - begin < 8
+    offer.deliver(0)  # that call has had its answer
+    with ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(fetch, f"{address}#again", offer.sha256)
+        while not taken.done():
+            offer.deliver(0)
+    assert all(torch.equal(tensor, taken.result()[name]) for name, tensor in trainer.named_parameters())
 
 
 def test_an_adapter_travels_alone_and_the_samples_are_those_of_the_process(house):

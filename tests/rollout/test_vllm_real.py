@@ -6,6 +6,7 @@ for the adapter's test, which is the last.
 
 import hashlib
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -113,6 +114,19 @@ def test_weights_reach_it_whole_and_the_log_probs_are_the_trainers(vllm, policy,
         assert gap(vllm, policy) > 0.1  # they were other weights
         give(vllm, policy, tmp_path)
         assert gap(vllm, policy) < 5e-5
+
+
+def test_weights_can_be_broadcast_to_it(vllm, policy):
+    nudge(policy.model)
+    assert gap(vllm, policy) > 0.1
+    _VERSION[0] += 1
+    offer = weights.Hub("127.0.0.1", torch.device("cpu"), timeout_s=30.0).publish(_VERSION[0], weight_names(policy))
+    with ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(vllm.load_published, offer.version, f"{offer.address(0)}#first", offer.sha256)
+        while not taken.done():
+            offer.deliver(0)
+    taken.result()
+    assert gap(vllm, policy) < 5e-5
 
 
 PARAMS = {

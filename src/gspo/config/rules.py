@@ -598,12 +598,8 @@ def experts(f: Facts) -> Iterator[Finding]:
             f"{rounded} rounds the weights of the in-process sampler, and servers sample here",
             "set rollout.backend: local, or rollout.sampler_precision: none",
         )
-    if f.actor.weight_update_mode == "nccl":
-        yield f.error(
-            "actor.weight_update_mode",
-            "weights reach sampler servers as files; a transfer by NCCL is not built",
-            "set it to auto",
-        )
+    if f.actor.weight_update_mode == "nccl" and f.external_sampler == "sglang":
+        yield f.error("actor.weight_update_mode", "SGLang is given weights as files only", "set it to auto")
 
 
 RULES = (

@@ -195,7 +195,8 @@ class Actor:
     weight_update_mode: Literal["auto", "disk", "shm", "nccl"] = key(
         "auto",
         "How weights reach sampler servers: shm (this machine's memory), disk (the run directory, on a shared file "
-        "system); auto: shm where all servers are on this machine and it has room.",
+        "system), nccl (a broadcast, by gloo where there is no GPU; on a network that you trust); auto: shm where all "
+        "servers are on this machine and it has room, else disk.",
     )
     use_lora: bool = key(False, "Train a low-rank adapter (peft) instead of all weights.")
     lora_rank: int = key(32, "Rank of the adapter.", low=1)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from gspo.errors import RolloutError, WeightSyncError
 from gspo.rollout import weights, wire
 from gspo.rollout.admission import check
-from gspo.rollout.discovery import Address, forget, given_up, registered
+from gspo.rollout.discovery import Address, given_up, registered
 from gspo.rollout.transport import Channel, RefusedError
 from gspo.rollout.verify import Experts, wrong
 from gspo.types import Request, Sample
@@ -87,7 +87,7 @@ class HttpSampler:
     """Implements `gspo.rollout.engine.Sampler` over the servers that register in `folder`.
 
     facts       what every server must be: model, seed, vocabulary, end-of-sequence tokens; others are refused
-    place       where a version is written, given the servers' addresses (`weights.publish`)
+    place       where a version is published, given the servers' addresses: a folder, or a hub that sends it
     reference   the trainer's own log-probs of the probe, at the weights just published; None: servers are compared
                 with the first that loaded them
     timeout_s   without any answer for so long the run fails (rollout.request_timeout)
@@ -107,7 +107,7 @@ class HttpSampler:
         facts: Mapping[str, Any],
         max_context: int,
         ends: Collection[int],
-        place: Callable[[Sequence[Address | None]], Path],
+        place: Callable[[Sequence[Address | None]], Path | weights.Hub],
         dtype: torch.dtype,
         reference: weights.Score | None,
         sees_text: bool = True,
@@ -135,7 +135,7 @@ class HttpSampler:
         self._done: deque[Sample] = deque()
         self._partial: list[Sample] | None = None  # where an abort gathers
         self._paused = self._closed = False
-        self._published: weights.Published | None = None
+        self._published: weights.Published | weights.Offer | None = None
         self._probe = weights.probe_sequences(self._num_vocab)
         self._expected: list[NDArray] | None = None
         self._started = self._without_since = time.monotonic()
@@ -242,8 +242,9 @@ class HttpSampler:
         first = self._published is None
         if first:
             self._await_registrations()
-        folder = self._place_for([registered(self._folder, link.index) for link in self._links])
-        published = weights.publish(folder, version, tensors)
+        place = self._place_for([registered(self._folder, link.index) for link in self._links])
+        is_hub = isinstance(place, weights.Hub)
+        published = place.publish(version, tensors) if is_hub else weights.publish(place, version, tensors)
         expected = None if self._reference is None else self._reference(self._probe)
         with self._changed:
             before, self._published, self._expected = self._published, published, expected
@@ -253,9 +254,7 @@ class HttpSampler:
             self._changed.notify_all()
         self._await_load(version, first)
         if before is not None:
-            if before.path.parent != folder:
-                forget(before.path.parent)
-            forget(folder, keep=published.path)
+            before.forget(published)
 
     def health(self) -> Mapping[str, Any]:
         with self._changed:
@@ -282,7 +281,7 @@ class HttpSampler:
             thread.join(timeout=2.0)
         self._tell()
         if self._published is not None:
-            forget(self._published.path.parent)
+            self._published.forget()
 
     # Waiting, always with a deadline
 
@@ -527,21 +526,22 @@ class HttpSampler:
                 self._done.append(sample)
             self._changed.notify_all()
 
-    def _sync(self, link: _Link, published: weights.Published) -> None:
+    def _sync(self, link: _Link, published: weights.Published | weights.Offer) -> None:
         """Have a server take the published version, and compare what it then says with what the trainer says."""
         body = {
             "session": self._session,
             "version": published.version,
-            "path": str(published.path.resolve()),
+            "path": published.address(link.index),
             "sha256": published.sha256,
             "probe": self._probe,
-            "wait_s": 1.0,
+            "wait_s": published.wait_s,
         }
         deadline = time.monotonic() + self._timeout_s
         try:
             while (reply := self._same_boot(link, self._call(link, "/load_weights", body)))["loading"] is not False:
                 if self._published is not published:
                     return
+                published.deliver(link.index)
                 if time.monotonic() > deadline:
                     raise _LostError(f"weight version {published.version} did not arrive in {self._timeout_s:g} s")
         except RefusedError as refusal:
@@ -549,6 +549,8 @@ class HttpSampler:
                 return  # the file has made room for a newer one
             link.refusals += 1
             raise _LostError(f"it does not take weight version {published.version}: {refusal}") from None
+        except RuntimeError as error:
+            raise _LostError(f"weight version {published.version} could not be sent: {error}") from None
         if (reply.get("version"), reply.get("sha256")) != (published.version, published.sha256):
             raise _LieError(f"it was given weight version {published.version} and holds {reply.get('version')}")
         try:
@@ -574,7 +576,7 @@ class HttpSampler:
             self._assign(pending)
             self._changed.notify_all()
 
-    def _compare(self, probe: Any, published: weights.Published) -> None:
+    def _compare(self, probe: Any, published: weights.Published | weights.Offer) -> None:
         try:
             values = [np.array(row, dtype=np.float64) for row in probe]
         except (TypeError, ValueError):

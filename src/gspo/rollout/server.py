@@ -28,6 +28,7 @@ from gspo.faults import reached
 from gspo.guarded import GuardedHandler, GuardedServer, RefusedCallError
 from gspo.rollout import weights, wire
 from gspo.rollout.engine import Sampler
+from gspo.rollout.inside_vllm import gspo_collective as collective
 from gspo.types import Sample, SampleId
 
 MAX_BODY = 256 * 2**20  # a batch of 10⁴ requests with prompts of 10³ tokens takes 50 MB
@@ -256,11 +257,13 @@ class SamplerEngine:
     def _load(
         self, job: Future[Any], body: Mapping[str, Any], wanted: tuple[int, str], path: str, probe: Sequence[Any]
     ) -> None:
+        # One call for all processes behind this server.
+        path = f"{path}#{secrets.token_hex(8)}" if path.startswith(collective.SCHEME) else path
         try:
             load = None
             if self._loaded != wanted:
                 if self._load_file is None:
-                    load = partial(self._sampler.load_weights, wanted[0], weights.read(path, wanted[1]).items())
+                    load = partial(self._sampler.load_weights, wanted[0], weights.fetch(path, wanted[1]).items())
                 else:
                     load = partial(self._load_file, wanted[0], path, wanted[1])
             reached("sampler.load")

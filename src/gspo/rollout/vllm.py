@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 NAME = "gspo"  # what the model is called there (--served-model-name)
 EXTENSION = "gspo_vllm_worker.Worker"
-WORKER_FOLDER = Path(__file__).parent / "inside_vllm"  # on vLLM's PYTHONPATH: it holds that module alone
+WORKER_FOLDER = Path(__file__).parent / "inside_vllm"  # on vLLM's PYTHONPATH: it holds that module, and what it needs
 CALL_S = 60.0  # an answer to anything but sampling and loading
 HALT_S = 30.0  # until all requests have come back after /pause
 _TOKENS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")  # of /metrics
@@ -176,7 +176,7 @@ class VllmSampler:
         raise WeightSyncError("vLLM takes weights as a published file: load_published")
 
     def load_published(self, version: int, path: str, sha256: str) -> None:
-        """Have every worker take a published file, whole or not at all; samples under way go on with it."""
+        """Have every worker take published weights, whole or not at all; samples under way go on with them."""
         self._halt()
         # Nobody samples meanwhile, also where others use this server; what is cached is of the weights before.
         self._post("/pause?mode=abort&clear_cache=true")

@@ -1,7 +1,7 @@
 """New weights for a sampler that holds its own: written whole, checked whole, then copied into the tensors it has.
 
-A version travels as one safetensors file with the names of the model's checkpoint on disk; who reads it compares its
-sha256 first. Nothing is written into a model before all of it is checked.
+A version travels as one safetensors file with the names of the model's checkpoint on disk, or by a broadcast from the
+trainer's memory; who reads it compares its sha256 first. Nothing is written into a model before all of it is checked.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import json
 import os
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,17 +28,85 @@ from gspo import rng
 from gspo.errors import WeightSyncError
 from gspo.faults import reached
 from gspo.models.cache import quiet
+from gspo.rollout.discovery import forget
+from gspo.rollout.inside_vllm import gspo_collective as collective
 
 # Largest |log-prob difference| of two right computations of the probe, by the type of the weights.
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.1}
 
 
 class Published(NamedTuple):
-    """A version as others find it."""
+    """A version as others find it: a file."""
 
     version: int
     path: Path
     sha256: str
+    wait_s = 1.0  # between two questions whether a server has it
+
+    def address(self, index: int) -> str:
+        """Where server `index` finds it."""
+        return str(self.path.resolve())
+
+    def deliver(self, index: int) -> None:
+        """A file is there, whoever comes for it."""
+
+    def forget(self, newer: Published | Offer | None = None) -> None:
+        """Remove it and its folder, but for a newer version that lies there."""
+        keep = newer.path if isinstance(newer, Published) and newer.path.parent == self.path.parent else None
+        forget(self.path.parent, keep=keep)
+
+
+class Offer(NamedTuple):
+    """A version in the trainer's memory, sent to every server that calls for it."""
+
+    version: int
+    sha256: str
+    tensors: Mapping[str, Tensor]
+    store: Any
+    device: torch.device
+    timeout_s: float
+    answered: dict[int, str]  # the last call of each server
+    wait_s = 0.05  # as it is sent between two questions
+
+    def address(self, index: int) -> str:
+        store = self.store
+        store.set(f"{self._key(index)}/offer", self._terms())
+        return f"{collective.SCHEME}{store.host}:{store.port}/{self._key(index)}"
+
+    def deliver(self, index: int) -> None:
+        """Send it, if the server has called; RuntimeError where its processes are gone or late."""
+        call = collective.caller(self.store, self._key(index))
+        if call is None or self.answered.get(index) == call["call"]:
+            return
+        self.answered[index] = call["call"]
+        # A store waits for one thing at a time, and servers are not to wait for each other.
+        own = self.store.clone()
+        collective.send(own, call, self.tensors, self.device, self.timeout_s)
+
+    def forget(self, newer: Published | Offer | None = None) -> None:
+        """The memory goes with the last reference."""
+
+    def _key(self, index: int) -> str:
+        return f"{self.version}-{self.sha256[:16]}/{index}"
+
+    def _terms(self) -> str:
+        terms = {"nccl": self.device.type == "cuda", "timeout_s": self.timeout_s}
+        return json.dumps({"manifest": collective.manifest(self.tensors), **terms})
+
+
+class Hub:
+    """Where servers meet the trainer for a broadcast: a store that listens at `host` alone.
+
+    `device`: what tensors are sent from, by NCCL where it is a GPU. A server that is gone or late fails the sending to
+    it after `timeout_s`.
+    """
+
+    def __init__(self, host: str, device: torch.device, timeout_s: float) -> None:
+        self._store, self._device, self._timeout_s = collective.meeting_place(host), device, timeout_s
+
+    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Offer:
+        whole = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
+        return Offer(version, collective.digest(whole), whole, self._store, self._device, self._timeout_s, {})
 
 
 def publish(folder: Path, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Published:
@@ -77,6 +146,17 @@ def read(path: str | Path, sha256: str) -> dict[str, Tensor]:
         return load_file(path)
     except (OSError, SafetensorError) as cause:
         raise WeightSyncError(f"{path} cannot be read ({cause}); the sampler keeps its weights") from cause
+
+
+def fetch(address: str, sha256: str) -> dict[str, Tensor]:
+    """The tensors of a published version, if they are what was published; else WeightSyncError."""
+    if not address.startswith(collective.SCHEME):
+        return read(address, sha256)
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        return collective.receive(address, sha256, 0, 1, device)
+    except (ValueError, RuntimeError, OSError) as cause:
+        raise WeightSyncError(f"{cause}; the sampler keeps its weights") from cause
 
 
 def check_finite(tensors: Mapping[str, Tensor]) -> None:

@@ -17,7 +17,7 @@ from gspo.models.moe import num_experts, route_shape, routers
 from gspo.rollout.discovery import SHM, Address, forget, weight_folders
 from gspo.rollout.http import HttpSampler
 from gspo.rollout.verify import Experts
-from gspo.rollout.weights import sequence_logp
+from gspo.rollout.weights import Hub, sequence_logp
 from gspo.train.policy import PolicyModule
 
 # Set by the launcher for the trainer: how many servers, and the folder in which they register; for both, the token.
@@ -87,11 +87,13 @@ def connect(
     needs_routes: bool,
     join_s: float,
     computes_in: torch.dtype | None,
+    send_from: torch.device,
     say: Callable[[str], None],
 ) -> HttpSampler:
     """The client of the servers that the environment names; it has no weights yet.
 
     `computes_in`: the servers' type where it is not the trainer's, which then bounds how far probes may differ.
+    `send_from`: the device that weights leave from where they are sent, not written.
     """
     model, ends = policy.model, end_tokens(policy.model, tokenizer)
     dtype, max_context = policy.compute_dtype or model.dtype, context_of(policy.model, max_tokens)
@@ -106,7 +108,7 @@ def connect(
         facts=facts_of(model, seed=seed, ends=ends, max_context=max_context, dtype=dtype),
         max_context=max_context,
         ends=ends,
-        place=partial(place, mode, run, num_bytes),
+        place=hub(send_from, timeout_s) if mode == "nccl" else partial(place, mode, run, num_bytes),
         dtype=computes_in or dtype,
         # A sharded model answers only when all ranks ask it: servers are then compared with each other.
         reference=partial(sequence_logp, model) if policy.world.size == 1 else None,
@@ -119,10 +121,22 @@ def connect(
     )
 
 
+def hub(device: torch.device, timeout_s: float) -> Callable[[Sequence[Address | None]], Hub]:
+    """Where weights are sent from: this machine's own address only where a server is, or may be, on another."""
+    made: list[Hub] = []
+
+    def place(servers: Sequence[Address | None]) -> Hub:
+        if not made:
+            name = socket.gethostname()
+            alone = all(address is not None and address.host == name for address in servers)
+            made.append(Hub("127.0.0.1" if alone else name, device, timeout_s))
+        return made[0]
+
+    return place
+
+
 def place(mode: str, run: Path, num_bytes: int, servers: Sequence[Address | None]) -> Path:
     """The folder for published weights: this machine's memory where all servers are here, else the run directory."""
-    if mode == "nccl":
-        raise ConfigError("actor.weight_update_mode: nccl is not built; set it to auto")
     memory, disk = weight_folders(run)
     elsewhere = [a.host for a in servers if a is not None and a.host != socket.gethostname()]
     if mode == "shm" and elsewhere:

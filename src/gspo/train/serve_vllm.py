@@ -36,7 +36,7 @@ from gspo.models.loading import EMBEDDED, load_model, load_tokenizer, locate
 from gspo.models.lora import write_adapter
 from gspo.rollout.server import SamplerEngine
 from gspo.rollout.vllm import EXTENSION, NAME, WORKER_FOLDER, Endpoint, VllmSampler
-from gspo.rollout.weights import check_finite, read
+from gspo.rollout.weights import check_finite, fetch
 from gspo.train import remote, setup
 from gspo.train.serve import announce, answer, arguments
 
@@ -201,7 +201,7 @@ def adapter_folders(config: Config, source: str, folder: Path) -> Callable[[str,
     expected = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
 
     def write(path: str, sha256: str) -> Path:
-        tensors = read(path, sha256)
+        tensors = fetch(path, sha256)
         if {name: tensor.shape for name, tensor in tensors.items()} != expected:
             raise WeightSyncError(f"{path} does not hold this run's adapter; vLLM keeps its own")
         check_finite(tensors)

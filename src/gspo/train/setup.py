@@ -220,6 +220,8 @@ def make_sampler(
         needs_routes=config.actor.routing_replay == "rollout",
         join_s=ENGINE_START_S if engine_of(config) else JOIN_S,
         computes_in=sampler_dtype(config),
+        # An adapter is small, and our own process before an engine has no GPU.
+        send_from=torch.device("cpu") if sends_adapter(config) else device_and_dtype(config)[0],
         say=say,
     )
     try:

@@ -1,7 +1,7 @@
-"""What runs inside vLLM's own environment: taking a published weights file, all of it or nothing.
+"""What runs inside vLLM's own environment: taking published weights, all of them or nothing.
 
 Mixed into vLLM's worker by `--worker-extension-cls gspo_vllm_worker.Worker`, and called by name over /collective_rpc
-with strings alone. This folder is put on vLLM's PYTHONPATH and holds nothing else; gspo is not importable here.
+with strings alone. This folder is put on vLLM's PYTHONPATH; gspo is not importable here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import gspo_collective  # pyright: ignore[reportMissingImports] - beside this file
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
@@ -31,7 +33,7 @@ class Worker:
     def gspo_load(self, version: str, path: str, sha256: str) -> dict[str, Any]:
         """Take a version. {refused: why}: nothing was touched; {broken: why}: the model is lost, end the server."""
         try:
-            tensors = _read(Path(path), sha256)
+            tensors = self._fetch(path, sha256)
             model = self.model_runner.vllm_config.model_config
             _check(tensors, expected_shapes(model.model), is_tied=bool(model.hf_text_config.tie_word_embeddings))
         except Exception as error:  # whatever is wrong with the file: the weights are what they were
@@ -45,6 +47,12 @@ class Worker:
             return {"broken": f"{type(error).__name__}: {error}"}
         self._version = int(version)
         return {"version": self._version, "num_tensors": len(tensors), "pid": os.getpid()}
+
+    def _fetch(self, path: str, sha256: str) -> dict[str, Tensor]:
+        if not path.startswith(gspo_collective.SCHEME):
+            return _read(Path(path), sha256)
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        return gspo_collective.receive(path, sha256, rank, world, torch.device(self.model_runner.device))
 
     def gspo_repack_tied(self) -> int:
         """Pack a head's weights anew where they are another layer's: on a CPU the product reads a packed copy.

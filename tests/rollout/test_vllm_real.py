@@ -286,7 +286,11 @@ def test_an_adapter_travels_alone_and_is_taken_whole_or_not_at_all(tmp_path):
                 np.testing.assert_allclose(sample.behavior_logp, said, atol=1e-4)
         tensors, path = load_file(published.path), tmp_path / "other.safetensors"
         name = next(iter(tensors))
-        for changes in ({name: tensors[name] * torch.nan}, {"x": tensors[name]}, {name: tensors[name].T.contiguous()}):
+        for changes in (
+            {name: tensors[name] * torch.nan},
+            {"x": tensors[name].clone()},
+            {name: tensors[name].T.contiguous()},
+        ):
             save_file({**tensors, **changes}, path)
             with pytest.raises(WeightSyncError, match="keeps its"):
                 vllm.load_published(9, str(path), hashlib.sha256(path.read_bytes()).hexdigest())

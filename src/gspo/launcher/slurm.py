@@ -56,6 +56,7 @@ address_of() {{ # the IPv4 address of a machine of this job
 }}
 is_up() {{ (exec 3<>"/dev/tcp/${{RAY_ADDRESS%:*}}/${{RAY_ADDRESS#*:}}") 2>/dev/null; }}
 ray_node() {{ # on every machine: the first one is the head of the cluster, the others join it
+  trap 'exit 0' TERM # once Ray has ended: the step lasts as long as its daemons do, and KILL finds all of them
   if [ "$SLURM_PROCID" = 0 ]; then
     role=(--head "--port=${{RAY_ADDRESS#*:}}" --include-dashboard=false "--temp-dir=/tmp/gspo_ray_$SLURM_JOB_ID")
     unset RAY_ADDRESS

@@ -53,3 +53,25 @@ def begin_and_stall(port, data):
 
 # What comes to an open port, and is not HTTP.
 JUNK = (b"\r\n\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET\r\n\r\n")
+
+# (status, change of a right head) that both servers refuse.
+WRONG_HEADS = (
+    (403, {"Host": "evil.example"}),
+    (403, {"Host": "127.0.0.1:1"}),
+    (403, {"Host": None}),
+    (403, {"Origin": "http://127.0.0.1"}),
+    (403, {"Origin": "null"}),
+    (415, {"Content-Type": None}),
+    (415, {"Content-Type": "text/plain"}),
+    (415, {"Content-Type": "multipart/form-data"}),
+    (411, {"Content-Length": None}),
+    (411, {"Content-Length": "-1"}),
+    (411, {"Content-Length": "1e9"}),
+    (411, {"Transfer-Encoding": "chunked"}),
+    (413, {"Content-Length": "100001"}),
+    (413, {"Content-Length": "9" * 40}),
+    (405, {"method": "GET"}),
+    (405, {"method": "DELETE"}),
+)
+# Bodies that are no JSON object, or none that ends.
+WRONG_BODIES = (b"", b"x", b"[]", b"null", b"{", b"[" * 50_000, b'{"a":' * 10_000, b"\xff\xfe")

@@ -13,7 +13,7 @@ import raw_http
 from gspo.errors import ConfigError
 from gspo.rollout.server import CONNECTIONS, SamplerServer
 from gspo.types import SamplingParams
-from raw_http import JUNK, begin_and_stall, until_hung_up
+from raw_http import JUNK, WRONG_BODIES, WRONG_HEADS, begin_and_stall, until_hung_up
 
 POST = ("/attach", "/generate", "/collect", "/abort", "/load_weights", "/pause", "/resume", "/sleep", "/wake")
 ROUTES = [("GET", "/health"), ("GET", "/version"), *(("POST", path) for path in POST)]
@@ -58,46 +58,12 @@ def test_no_route_answers_without_the_token(server, method, path, secret):
     assert TOKEN.encode() not in reply
 
 
-@pytest.mark.parametrize(
-    ("status", "change"),
-    [
-        (403, {"Host": "evil.example"}),
-        (403, {"Host": "127.0.0.1:1"}),
-        (403, {"Host": None}),
-        (403, {"Origin": "http://127.0.0.1"}),
-        (403, {"Origin": "null"}),
-        (415, {"Content-Type": "text/plain"}),
-        (415, {"Content-Type": "multipart/form-data"}),
-        (411, {"Content-Length": None}),
-        (411, {"Content-Length": "-1"}),
-        (411, {"Content-Length": "1e9"}),
-        (411, {"Transfer-Encoding": "chunked"}),
-        (413, {"Content-Length": "100001"}),
-        (413, {"Content-Length": "9" * 40}),
-        (404, {"path": "/../health"}),
-        (405, {"method": "GET"}),
-        (405, {"method": "DELETE"}),
-    ],
-)
+@pytest.mark.parametrize(("status", "change"), [*WRONG_HEADS, (404, {"path": "/../health"})])
 def test_a_wrong_head_is_refused(server, status, change):
     assert talk(server, head(server, **change), b"{}")[0] == status
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"x",
-        b"[]",
-        b"null",
-        b"{",
-        b'{"session": 1}',
-        b"[" * 50_000,
-        b'{"a":' * 10_000,
-        b"\xff\xfe",
-        b'{"session": "s"}',
-    ],
-)
+@pytest.mark.parametrize("body", [*WRONG_BODIES, b'{"session": 1}', b'{"session": "s"}'])
 @pytest.mark.parametrize("path", POST)
 def test_a_wrong_body_is_refused(server, path, body):
     if path == "/attach" and body == b'{"session": "s"}':

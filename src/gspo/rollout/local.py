@@ -87,7 +87,8 @@ class LocalSampler:
         self._max_context = max_context or limit or 2**31
         self._configs = list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
         # By instance, not by class: adapters and quantised layers keep their own forward.
-        self._linears = [m for m in model.modules() if type(m) is nn.Linear and m.weight.device.type == "cpu"]
+        linears = [m for m in model.modules() if type(m) is nn.Linear and m.weight.device.type == "cpu"]
+        self._linears = [m for m in linears if m.weight.numel() >= _MANY_WEIGHTS]
         self._waiting: deque[Request] = deque()
         self._done: deque[Sample] = deque()
         self._references: Counter[Tokens] = Counter()  # outstanding requests of each prompt
@@ -470,7 +471,7 @@ class LocalSampler:
 
 
 _COUNTERS = ("prefill_forwards", "prefill_tokens", "decode_forwards", "decode_rows", "sampled_tokens")
-_FEW_ROWS = 128
+_FEW_ROWS, _MANY_WEIGHTS = 64, 2**18  # below, and above, the repacking is what costs
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 

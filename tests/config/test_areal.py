@@ -60,7 +60,7 @@ def test_the_new_era_loads_with_its_meaning(tmp_path):
     config = result.config
     assert (config.rollout.backend, config.actor.backend) == ("vllm:d2p1t1", "fsdp:d2p1t1")
     assert (config.scheduler.type, config.gconfig.top_k, config.recover.mode) == ("local", 0, "auto")
-    assert (config.actor.weight_update_mode, config.actor.prox_logp_method) == ("nccl", "recompute")
+    assert (config.actor.weight_update_mode, config.actor.prox_logp_method) == ("broadcast", "recompute")
     assert (config.evaluator.at_start, config.stats_logger.tensorboard, config.profile) == (True, False, False)
     objective = effective_objective(result)
     assert (objective["name"], objective["level"], objective["settings"]["clip_low"]) == ("grpo", "sequence", 0.3)

@@ -39,6 +39,11 @@ def test_the_presets_have_nothing_to_object_to():
 
 # (key of the finding, overrides that trigger it, overrides that do not)
 ERRORS = [
+    (
+        "actor.weight_update_mode",
+        ["rollout.backend=vllm:d1", "vllm.url=http://a:1", "actor.weight_update_mode=broadcast"],
+        ["rollout.backend=vllm:d1", "vllm.url=http://a:1", "actor.weight_update_mode=disk"],
+    ),
     ("gconfig.temperature", ["gconfig.temperature=0"], ["gconfig.temperature=0.1"]),
     ("gconfig.max_tokens", ["gconfig.max_tokens=500"], ["gconfig.max_tokens=512"]),
     ("actor.kl_loss_coef", ["actor.kl_loss_coef=0.1"], ["actor.kl_loss_coef=0.1", REF]),

@@ -60,7 +60,7 @@ def test_one_server_gives_the_samples_of_the_process_bit_for_bit(house, trainer)
 
 def test_weights_that_are_broadcast_give_the_samples_of_the_process(house, trainer):
     house.serve(0), house.serve(1)
-    hub = Hub("127.0.0.1", torch.device("cpu"), timeout_s=10.0)
+    hub = Hub("127.0.0.1", timeout_s=10.0)
     client = house.client(2, reference=trainer, place=lambda _: hub)
     for version in (1, 2):
         client.load_weights(version, trainer.named_parameters())
@@ -70,7 +70,7 @@ def test_weights_that_are_broadcast_give_the_samples_of_the_process(house, train
 
 
 def test_a_broadcast_that_is_not_what_was_published_is_refused_whole(house, trainer):
-    server, hub = house.serve(), Hub("127.0.0.1", torch.device("cpu"), timeout_s=10.0)
+    server, hub = house.serve(), Hub("127.0.0.1", timeout_s=10.0)
     before = [parameter.clone() for parameter in server.model.parameters()]
     honest = hub.publish
 
@@ -87,9 +87,9 @@ def test_a_broadcast_that_is_not_what_was_published_is_refused_whole(house, trai
 
 
 def test_a_broadcast_to_who_went_away_ends_in_time_and_the_next_call_is_answered(trainer):
-    offer = Hub("127.0.0.1", torch.device("cpu"), timeout_s=1.0).publish(1, trainer.named_parameters())
+    offer = Hub("127.0.0.1", timeout_s=1.0).publish(1, trainer.named_parameters())
     address = offer.address(0)
-    offer.store.set(offer._key(0), json.dumps({"call": "nobody", "world": 1}))
+    offer.store.set(offer._key(0, ""), json.dumps({"call": "nobody", "world": 1}))
     begin = time.monotonic()
     with pytest.raises(RuntimeError):
         offer.deliver(0)
@@ -100,6 +100,8 @@ def test_a_broadcast_to_who_went_away_ends_in_time_and_the_next_call_is_answered
         while not taken.done():
             offer.deliver(0)
     assert all(torch.equal(tensor, taken.result()[name]) for name, tensor in trainer.named_parameters())
+    offer.forget()
+    assert not [key for key in offer.store.list_keys() if key.startswith(("1-", "nobody", "again"))]
 
 
 def test_an_adapter_travels_alone_and_the_samples_are_those_of_the_process(house):

@@ -120,7 +120,7 @@ def test_weights_can_be_broadcast_to_it(vllm, policy):
     nudge(policy.model)
     assert gap(vllm, policy) > 0.1
     _VERSION[0] += 1
-    offer = weights.Hub("127.0.0.1", torch.device("cpu"), timeout_s=30.0).publish(_VERSION[0], weight_names(policy))
+    offer = weights.Hub("127.0.0.1").publish(_VERSION[0], weight_names(policy))
     with ThreadPoolExecutor(1) as pool:
         taken = pool.submit(vllm.load_published, offer.version, f"{offer.address(0)}#first", offer.sha256)
         while not taken.done():
@@ -297,3 +297,4 @@ def test_an_adapter_travels_alone_and_is_taken_whole_or_not_at_all(tmp_path):
             assert gap(vllm, policy) < 5e-5
         assert not vllm.broken
         assert len(run(vllm, requests, 60)) == 4
+        assert len(list(tmp_path.glob("adapter-*"))) == 1

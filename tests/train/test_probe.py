@@ -4,6 +4,7 @@ import copy
 import json
 import math
 from functools import partial
+from pathlib import Path
 
 import model_zoo
 import numpy as np
@@ -21,6 +22,7 @@ from gspo.train.noise import judge
 from gspo.train.policy import PolicyModule
 from gspo.types import SamplingParams
 
+QUICKSTART = str(Path(__file__).parents[2] / "examples" / "quickstart.yaml")
 TINY = (
     "algorithm=gspo", "actor.path=embedded:tiny", "train_dataset.path=embedded:arithmetic:2-3", "threads=1",
     "gconfig.n_samples=4", "gconfig.max_new_tokens=24",
@@ -224,9 +226,10 @@ def test_the_self_test_passes_here(tmp_path, kind):
 
 
 @pytest.mark.full
-def test_the_self_test_passes_here_with_a_real_server_process(capfd):
+@pytest.mark.parametrize("kind", [[], [QUICKSTART, "actor.use_lora=true", "actor.weight_update_mode=broadcast"]])
+def test_the_self_test_passes_here_with_a_real_server_process(capfd, kind):
     threads = torch.get_num_threads()
-    assert cli.main(["doctor", "--selftest"]) == 0
+    assert cli.main(["doctor", "--selftest", *kind]) == 0
     torch.set_num_threads(threads)
     lines = capfd.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["ok"] * 5, lines

@@ -105,7 +105,11 @@ def _engine_rules() -> Iterable[list[Rule]]:
         _translate("allocation_mode", "`rollout.backend` and `actor.backend`", moves.allocation_mode),
         _translate(_MODELS + ".{archon,megatron}", "refused: use `actor.backend: fsdp:dN`", moves.engine_section),
         _translate(_OTHERS + ".backend", "dropped: it follows `actor.backend`", moves.engine_backend),
-        _translate("actor.weight_update_mode", "xccl becomes nccl", moves.values_of({"xccl": "nccl"})),
+        _translate(
+            "actor.weight_update_mode",
+            "nccl and xccl become broadcast",
+            moves.values_of({"nccl": "broadcast", "xccl": "broadcast"}),
+        ),
         _translate(_MODELS + ".mb_spec.max_tokens_per_mb", "null becomes the default", moves.values_of({}, True)),
         _drop(_MODELS + ".mb_spec.n_mbs_divisor", "micro-batches need no divisor"),
         _drop(

@@ -43,6 +43,7 @@ DECIDED = {
         "api_key": "",
     },
 }
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 _MODEL = {"vllm": "model", "sglang": "model_path"}
 _OWN = ("python", "url", "env")
 _FOLDER = ".venv-{}"  # made by `make setup-vllm`
@@ -84,12 +85,18 @@ def _off(engine: str, name: str) -> str:
     return "--no-" + name.replace("_", "-") if engine == "vllm" else ""
 
 
-def takes_adapter(engine: str | None, options: Mapping[str, Any], use_lora: bool) -> bool:
-    """Whether a LoRA adapter travels alone; else it arrives merged into the weights.
+def takes_adapter(engine: str | None, options: Mapping[str, Any], rank: int) -> bool:
+    """Whether samplers can take a LoRA adapter alone; else it arrives merged into the weights.
 
-    SGLang is given whole weights. So is a vLLM whose LoRA layers the user has switched off (vllm.enable_lora: false).
+    SGLang is given whole weights. So is a vLLM that the user runs, or whose LoRA layers are switched off
+    (vllm.enable_lora: false), or that has no room for such a rank.
+
+    >>> takes_adapter("vllm", {}, 32), takes_adapter("vllm", {"enable_lora": False}, 32), takes_adapter(None, {}, 999)
+    (True, False, True)
     """
-    return use_lora and engine != "sglang" and options.get("enable_lora", True) is not False
+    switch = options.get("enable_lora", options.get("enable-lora", True))
+    fits = engine is None or (switch is True and options.get("url") is None and rank <= LORA_RANKS[-1])
+    return engine != "sglang" and fits
 
 
 def environment_of(engine: str, options: Mapping[str, Any]) -> dict[str, str]:

@@ -598,8 +598,14 @@ def experts(f: Facts) -> Iterator[Finding]:
             f"{rounded} rounds the weights of the in-process sampler, and servers sample here",
             "set rollout.backend: local, or rollout.sampler_precision: none",
         )
-    if f.actor.weight_update_mode == "nccl" and f.external_sampler == "sglang":
-        yield f.error("actor.weight_update_mode", "SGLang is given weights as files only", "set it to auto")
+    engine = f.external_sampler
+    by_file = engine == "sglang" or (engine is not None and getattr(f.config, engine).get("url") is not None)
+    if f.actor.weight_update_mode == "broadcast" and by_file:
+        yield f.error(
+            "actor.weight_update_mode",
+            "SGLang, and an engine that you run yourself, are given weights as files only",
+            "set it to disk or auto",
+        )
 
 
 RULES = (

@@ -192,11 +192,11 @@ class Actor:
     share_prefix: bool = key(True, "Compute a group's prompt once for its completions.")
     mb_spec: MicroBatch = key(MicroBatch, "Micro-batches.")
     optimizer: Optimizer = key(Optimizer, "Optimizer and its schedule.")
-    weight_update_mode: Literal["auto", "disk", "shm", "nccl"] = key(
+    weight_update_mode: Literal["auto", "disk", "shm", "broadcast"] = key(
         "auto",
         "How weights reach sampler servers: shm (this machine's memory), disk (the run directory, on a shared file "
-        "system), nccl (a broadcast, by gloo where there is no GPU; on a network that you trust); auto: shm where all "
-        "servers are on this machine and it has room, else disk.",
+        "system), broadcast (from memory to memory by gloo, on a network that you trust; AReaL's nccl); auto: shm "
+        "where all servers are on this machine and it has room, else disk.",
     )
     use_lora: bool = key(False, "Train a low-rank adapter (peft) instead of all weights.")
     lora_rank: int = key(32, "Rank of the adapter.", low=1)

@@ -531,7 +531,7 @@ class HttpSampler:
         body = {
             "session": self._session,
             "version": published.version,
-            "path": published.address(link.index),
+            "path": published.address(link.index, link.boot),
             "sha256": published.sha256,
             "probe": self._probe,
             "wait_s": published.wait_s,
@@ -541,7 +541,7 @@ class HttpSampler:
             while (reply := self._same_boot(link, self._call(link, "/load_weights", body)))["loading"] is not False:
                 if self._published is not published:
                     return
-                published.deliver(link.index)
+                published.deliver(link.index, link.boot)
                 if time.monotonic() > deadline:
                     raise _LostError(f"weight version {published.version} did not arrive in {self._timeout_s:g} s")
         except RefusedError as refusal:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import shutil
 import threading
 import time
 from collections import Counter, deque
@@ -396,16 +397,22 @@ class VllmSampler:
         Names hold a digest, as versions of another trainer may have the same numbers.
         """
         name, before = f"{NAME}-{version}-{sha256[:16]}", self._model
+        if name == before:
+            return
         try:
             folder = folders(path, sha256)
-            if name != before:
-                self._tell("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, self._load_s)
+            self._tell("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, self._load_s)
         except (WeightSyncError, RolloutError) as error:
+            with suppress(RolloutError):  # it may be there, and its answer was lost
+                self._tell("/v1/unload_lora_adapter", {"lora_name": name})
             self._post("/resume")
             raise WeightSyncError(f"weight version {version} (an adapter): {error}") from None
         self._model = name
-        if before not in (NAME, name):
+        if before != NAME:
             self._tell("/v1/unload_lora_adapter", {"lora_name": before})
+        for older in folder.parent.glob("adapter-*"):
+            if older != folder:
+                shutil.rmtree(older, ignore_errors=True)
 
     def _judge(self, workers: Sequence[Mapping[str, Any]], version: int) -> None:
         """What the workers say of a load: all took it, or all refused it. Anything else cannot be mended."""

@@ -33,6 +33,7 @@ from gspo.rollout.inside_vllm import gspo_collective as collective
 
 # Largest |log-prob difference| of two right computations of the probe, by the type of the weights.
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.1}
+MESSAGE_S = 60.0  # for a message, or for a process to come to it
 
 
 class Published(NamedTuple):
@@ -43,11 +44,11 @@ class Published(NamedTuple):
     sha256: str
     wait_s = 1.0  # between two questions whether a server has it
 
-    def address(self, index: int) -> str:
-        """Where server `index` finds it."""
+    def address(self, index: int, boot: str = "") -> str:
+        """Where server `index`, started as `boot`, finds it."""
         return str(self.path.resolve())
 
-    def deliver(self, index: int) -> None:
+    def deliver(self, index: int, boot: str = "") -> None:
         """A file is there, whoever comes for it."""
 
     def forget(self, newer: Published | Offer | None = None) -> None:
@@ -63,50 +64,48 @@ class Offer(NamedTuple):
     sha256: str
     tensors: Mapping[str, Tensor]
     store: Any
-    device: torch.device
     timeout_s: float
-    answered: dict[int, str]  # the last call of each server
+    answered: set[str]  # calls
     wait_s = 0.05  # as it is sent between two questions
 
-    def address(self, index: int) -> str:
-        store = self.store
-        store.set(f"{self._key(index)}/offer", self._terms())
-        return f"{collective.SCHEME}{store.host}:{store.port}/{self._key(index)}"
+    def address(self, index: int, boot: str = "") -> str:
+        key, terms = self._key(index, boot), {"timeout_s": self.timeout_s}
+        self.store.set(f"{key}/offer", json.dumps({"manifest": collective.manifest(self.tensors), **terms}))
+        return f"{collective.SCHEME}{self.store.host}:{self.store.port}/{key}"
 
-    def deliver(self, index: int) -> None:
+    def deliver(self, index: int, boot: str = "") -> None:
         """Send it, if the server has called; RuntimeError where its processes are gone or late."""
-        call = collective.caller(self.store, self._key(index))
-        if call is None or self.answered.get(index) == call["call"]:
+        call = collective.caller(self.store, self._key(index, boot))
+        if call is None or call["call"] in self.answered:
             return
-        self.answered[index] = call["call"]
+        self.answered.add(call["call"])
         # A store waits for one thing at a time, and servers are not to wait for each other.
-        own = self.store.clone()
-        collective.send(own, call, self.tensors, self.device, self.timeout_s)
+        collective.send(self.store.clone(), call, self.tensors, self.timeout_s)
 
     def forget(self, newer: Published | Offer | None = None) -> None:
-        """The memory goes with the last reference."""
+        """The tensors go with the last reference; what the store was told goes now."""
+        own = (f"{self._key()}/", *(f"{call}/" for call in self.answered))
+        for key in self.store.list_keys():
+            if key.startswith(own):
+                self.store.delete_key(key)
 
-    def _key(self, index: int) -> str:
-        return f"{self.version}-{self.sha256[:16]}/{index}"
-
-    def _terms(self) -> str:
-        terms = {"nccl": self.device.type == "cuda", "timeout_s": self.timeout_s}
-        return json.dumps({"manifest": collective.manifest(self.tensors), **terms})
+    def _key(self, *parts: object) -> str:
+        """A server that has started anew is another one: nobody waits for the one before."""
+        return "/".join(map(str, (f"{self.version}-{self.sha256[:16]}", *parts)))
 
 
 class Hub:
     """Where servers meet the trainer for a broadcast: a store that listens at `host` alone.
 
-    `device`: what tensors are sent from, by NCCL where it is a GPU. A server that is gone or late fails the sending to
-    it after `timeout_s`.
+    A server that is gone or late fails the sending to it after `timeout_s`, within which any message must arrive.
     """
 
-    def __init__(self, host: str, device: torch.device, timeout_s: float) -> None:
-        self._store, self._device, self._timeout_s = collective.meeting_place(host), device, timeout_s
+    def __init__(self, host: str, timeout_s: float = MESSAGE_S) -> None:
+        self.host, self._store, self._timeout_s = host, collective.meeting_place(host), timeout_s
 
     def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Offer:
         whole = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
-        return Offer(version, collective.digest(whole), whole, self._store, self._device, self._timeout_s, {})
+        return Offer(version, collective.digest(whole), whole, self._store, self._timeout_s, set())
 
 
 def publish(folder: Path, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Published:
@@ -152,10 +151,9 @@ def fetch(address: str, sha256: str) -> dict[str, Tensor]:
     """The tensors of a published version, if they are what was published; else WeightSyncError."""
     if not address.startswith(collective.SCHEME):
         return read(address, sha256)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:
-        return collective.receive(address, sha256, 0, 1, device)
-    except (ValueError, RuntimeError, OSError) as cause:
+        return collective.receive(address, sha256, 0, 1)
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, OSError) as cause:  # whatever comes
         raise WeightSyncError(f"{cause}; the sampler keeps its weights") from cause
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 
@@ -87,13 +88,11 @@ def connect(
     needs_routes: bool,
     join_s: float,
     computes_in: torch.dtype | None,
-    send_from: torch.device,
     say: Callable[[str], None],
 ) -> HttpSampler:
     """The client of the servers that the environment names; it has no weights yet.
 
     `computes_in`: the servers' type where it is not the trainer's, which then bounds how far probes may differ.
-    `send_from`: the device that weights leave from where they are sent, not written.
     """
     model, ends = policy.model, end_tokens(policy.model, tokenizer)
     dtype, max_context = policy.compute_dtype or model.dtype, context_of(policy.model, max_tokens)
@@ -108,7 +107,7 @@ def connect(
         facts=facts_of(model, seed=seed, ends=ends, max_context=max_context, dtype=dtype),
         max_context=max_context,
         ends=ends,
-        place=hub(send_from, timeout_s) if mode == "nccl" else partial(place, mode, run, num_bytes),
+        place=hub() if mode == "broadcast" else partial(place, mode, run, num_bytes),
         dtype=computes_in or dtype,
         # A sharded model answers only when all ranks ask it: servers are then compared with each other.
         reference=partial(sequence_logp, model) if policy.world.size == 1 else None,
@@ -121,15 +120,20 @@ def connect(
     )
 
 
-def hub(device: torch.device, timeout_s: float) -> Callable[[Sequence[Address | None]], Hub]:
-    """Where weights are sent from: this machine's own address only where a server is, or may be, on another."""
+def hub() -> Callable[[Sequence[Address | None]], Hub]:
+    """Where weights are sent from: loopback, or our address as a server on another machine sees it."""
     made: list[Hub] = []
 
     def place(servers: Sequence[Address | None]) -> Hub:
-        if not made:
-            name = socket.gethostname()
-            alone = all(address is not None and address.host == name for address in servers)
-            made.append(Hub("127.0.0.1" if alone else name, device, timeout_s))
+        here = socket.gethostname()
+        elsewhere = [urlsplit(a.url).hostname for a in servers if a is not None and a.host != here]
+        host = "127.0.0.1"
+        if elsewhere:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as toward:  # nothing is sent
+                toward.connect((elsewhere[0], 9))
+                host = toward.getsockname()[0]
+        if not made or made[-1].host != host:
+            made[:] = [Hub(host)]
         return made[0]
 
     return place

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gspo import objectives, rng
 from gspo.config import Loaded
+from gspo.config.schema import Config
 from gspo.errors import GspoError
 from gspo.models.loading import load_model
 from gspo.rollout import weights
@@ -142,7 +143,7 @@ def _server_check(loaded: Loaded, policy: PolicyModule, make: Callable[[], Sampl
         return "sampler server", words, lambda: "this machine has one GPU, and a server would need another"
     dtype = setup.sampler_dtype(config) or policy.model.dtype
     words = f"{sampler_words(config)}: {words}"
-    return "sampler server", words, lambda: with_sampler(make(), lambda s: served(policy, s, dtype))
+    return "sampler server", words, lambda: with_sampler(make(), lambda s: served(loaded.config, policy, s, dtype))
 
 
 # The checks
@@ -301,12 +302,12 @@ def _must_differ(before: list[np.ndarray], after: list[np.ndarray], dtype: torch
         raise ValueError("the probe cannot tell weights that were changed from those before; it proves nothing")
 
 
-def served(policy: PolicyModule, sampler: Sampler, dtype: torch.dtype) -> tuple[float, float]:
+def served(config: Config, policy: PolicyModule, sampler: Sampler, dtype: torch.dtype) -> tuple[float, float]:
     """Parity with a server before and after new weights, which it must prove to have (`rollout/http.py`)."""
     before = probed(policy)
     first, bound = parity(policy, sampler, dtype)
     change(policy)
     _must_differ(before, probed(policy), dtype)
-    sampler.load_weights(1, policy.full_weights())  # WeightSyncError where its probe is not the trainer's
+    sampler.load_weights(1, setup.weights_for(config, sampler, policy))  # WeightSyncError: its probe is another's
     second, _ = parity(policy, sampler, dtype, first=8)
     return max(first, second), bound

@@ -49,7 +49,9 @@ def serve(
     beside = 1 if torch.cuda.is_available() else max(layout_of(config, 0).num_samplers, 1)
     torch.set_num_threads(threads or config.threads or max(cores // beside, 1))
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
-    model = setup.whole_model(config, tokenizer, setup.published_dtype(config))
+    model = setup.whole_model(
+        config, tokenizer, setup.published_dtype(config), with_adapter=setup.sends_adapter(config)
+    )
     sampler = setup.local_sampler(config, model, tokenizer, -1)
     facts = remote.facts_of(
         model,

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from gspo.config import engines, load
@@ -42,7 +43,6 @@ from gspo.train.serve import announce, answer, arguments
 
 LOOK_S = 1.0  # between two looks at the child
 MEASURE_S = 5.0  # between two looks at how many tokens it has made
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
 
 
 class Start(NamedTuple):
@@ -206,8 +206,11 @@ def adapter_folders(config: Config, source: str, folder: Path) -> Callable[[str,
             raise WeightSyncError(f"{path} does not hold this run's adapter; vLLM keeps its own")
         check_finite(tensors)
         to = folder / f"adapter-{sha256[:16]}"
-        to.mkdir(exist_ok=True)
-        write_adapter(model, tensors, to, source)
+        try:
+            to.mkdir(exist_ok=True)
+            write_adapter(model, tensors, to, source)
+        except (OSError, SafetensorError) as cause:
+            raise WeightSyncError(f"{to} cannot be written ({cause}); vLLM keeps its adapter") from cause
         return to
 
     return write
@@ -232,8 +235,8 @@ def command(config: Config, layout: Layout, source: str, max_context: int, endpo
         options.setdefault("enable_lora", True)
         options.setdefault("max_loras", 1)  # in one batch; one more waits in the host's memory
         options.setdefault("max_cpu_loras", 2)
-        rooms = [rank for rank in LORA_RANKS if rank >= config.actor.lora_rank]
-        options.setdefault("max_lora_rank", min(rooms, default=config.actor.lora_rank))
+        rooms = (rank for rank in engines.LORA_RANKS if rank >= config.actor.lora_rank)
+        options.setdefault("max_lora_rank", next(rooms))
     if on_cpu:
         options.setdefault("enforce_eager", True)  # compiling takes longer than most CPU runs
         options.setdefault("kv_cache_memory_bytes", 2**31)

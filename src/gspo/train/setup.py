@@ -205,7 +205,8 @@ def make_sampler(
     if run is None or not remote.num_servers():
         if policy.world.size == 1:
             return local_sampler(config, policy.model, tokenizer, version)
-        local = local_sampler(config, whole_model(config, tokenizer, policy.compute_dtype), tokenizer, version)
+        model = whole_model(config, tokenizer, policy.compute_dtype, with_adapter=True)
+        local = local_sampler(config, model, tokenizer, version)
         local.load_weights(version, weights_for(config, local, policy))
         return local
     sampler = remote.connect(
@@ -220,8 +221,6 @@ def make_sampler(
         needs_routes=config.actor.routing_replay == "rollout",
         join_s=ENGINE_START_S if engine_of(config) else JOIN_S,
         computes_in=sampler_dtype(config),
-        # An adapter is small, and our own process before an engine has no GPU.
-        send_from=torch.device("cpu") if sends_adapter(config) else device_and_dtype(config)[0],
         say=say,
     )
     try:
@@ -265,7 +264,7 @@ def local_sampler(config: Config, model: Any, tokenizer: Any, version: int) -> L
     )
 
 
-def whole_model(config: Config, tokenizer: Any, compute_dtype: torch.dtype | None) -> Any:
+def whole_model(config: Config, tokenizer: Any, compute_dtype: torch.dtype | None, *, with_adapter: bool) -> Any:
     """The policy's model as one process can sample from it; its trained weights are still to come."""
     device, dtype = device_and_dtype(config)
     actor = config.actor
@@ -277,9 +276,14 @@ def whole_model(config: Config, tokenizer: Any, compute_dtype: torch.dtype | Non
         seed=config.seed,
         tokenizer=tokenizer,
     )
-    add_configured_adapter(config, model)
-    # An adapter is float32 on a half-precision model, but computes in what all of the policy does.
-    return model if compute_dtype is None else model.to(compute_dtype)
+    if with_adapter:
+        add_configured_adapter(config, model)
+    if compute_dtype is not None:
+        # An adapter is float32 on a half-precision model, but computes in what all of the policy does. Buffers stay:
+        # the frequencies of rotary positions are float32 in every model.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(compute_dtype)
+    return model
 
 
 def weights_for(
@@ -299,9 +303,13 @@ def weights_for(
 
 
 def sends_adapter(config: Config) -> bool:
-    """Whether sampler servers are given the adapter alone."""
-    engine = engine_of(config)
-    return takes_adapter(engine, getattr(config, engine) if engine else {}, config.actor.use_lora)
+    """Whether sampler servers are given the adapter alone, on a base that they have loaded themselves.
+
+    Not by several ranks: their servers are compared with each other, not with the trainer, and a wrong base would pass.
+    """
+    engine, actor = engine_of(config), config.actor
+    can = takes_adapter(engine, getattr(config, engine) if engine else {}, actor.lora_rank)
+    return actor.use_lora and can and (num_ranks(config) or 1) == 1
 
 
 def make_ahead(

@@ -1,4 +1,4 @@
-"""Weights from a trainer to the processes of one server by a broadcast: NCCL between GPUs, gloo without.
+"""Weights from a trainer to the processes of one server by a broadcast through the hosts' memory, by gloo.
 
 The same file runs on both sides: in gspo, and in vLLM's own environment, where gspo is not importable. They meet at the
 trainer's TCPStore; an address reads tcp://host:port/key, and `#call` behind it tells one attempt from the next. What is
@@ -23,7 +23,7 @@ from torch import Tensor
 dist: Any = torch.distributed  # a checker knows its stores and groups by other names
 
 SCHEME = "tcp://"
-MESSAGE = 256 * 2**20  # bytes, and so much of the device's memory
+MESSAGE = 256 * 2**20  # bytes
 MEET_S = 30.0  # until a process of the server finds the store
 
 
@@ -53,17 +53,15 @@ def caller(store: Any, key: str) -> dict[str, Any] | None:
     return json.loads(store.get(key)) if store.check([key]) else None
 
 
-def send(
-    store: Any, call: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device, timeout_s: float
-) -> None:
+def send(store: Any, call: Mapping[str, Any], tensors: Mapping[str, Tensor], timeout_s: float) -> None:
     """Give all tensors to the processes of a call; RuntimeError where one of them is gone or late."""
-    group = _group(store, str(call["call"]), 0, 1 + int(call["world"]), device, timeout_s)
+    group = _group(store, str(call["call"]), 0, 1 + int(call["world"]), timeout_s)
     for names in _messages({name: tensor.nbytes for name, tensor in tensors.items()}):
-        _broadcast(group, torch.cat([_bytes(tensors[name]) for name in names]).to(device))
+        _broadcast(group, torch.cat([_bytes(tensors[name]) for name in names]))
 
 
-def receive(address: str, sha256: str, rank: int, world: int, device: torch.device) -> dict[str, Tensor]:
-    """The tensors of an address, in the host's memory, for process `rank` of a server's `world`, on its `device`.
+def receive(address: str, sha256: str, rank: int, world: int) -> dict[str, Tensor]:
+    """The tensors of an address, for process `rank` of a server's `world`.
 
     ValueError where they are not what was published; RuntimeError where the trainer is gone or late.
     """
@@ -74,15 +72,14 @@ def receive(address: str, sha256: str, rank: int, world: int, device: torch.devi
     offer = json.loads(store.get(f"{key}/offer"))
     forms = {name: (getattr(torch, dtype), torch.Size(shape)) for name, dtype, shape in offer["manifest"]}
     sizes = {name: dtype.itemsize * shape.numel() for name, (dtype, shape) in forms.items()}
-    device = device if offer["nccl"] else torch.device("cpu")
     if rank == 0:
         store.set(key, json.dumps({"call": call, "world": world}))
-    group = _group(store, call, rank + 1, world + 1, device, float(offer["timeout_s"]))
+    group = _group(store, call, rank + 1, world + 1, float(offer["timeout_s"]))
     tensors: dict[str, Tensor] = {}
     for names in _messages(sizes):
-        message = torch.empty(sum(sizes[name] for name in names), dtype=torch.uint8, device=device)
+        message = torch.empty(sum(sizes[name] for name in names), dtype=torch.uint8)
         _broadcast(group, message)
-        for name, part in zip(names, message.cpu().split([sizes[name] for name in names]), strict=True):
+        for name, part in zip(names, message.split([sizes[name] for name in names]), strict=True):
             dtype, shape = forms[name]
             tensors[name] = part.clone().view(dtype).reshape(shape)
     if (got := digest(tensors)) != sha256:
@@ -108,14 +105,9 @@ def _messages(sizes: Mapping[str, int]) -> Iterator[list[str]]:
         yield names
 
 
-def _group(store: Any, call: str, rank: int, size: int, device: torch.device, timeout_s: float) -> Any:
+def _group(store: Any, call: str, rank: int, size: int, timeout_s: float) -> Any:
     """A group of its own, beside whatever groups the process has."""
     meeting, patience = dist.PrefixStore(call, store), timedelta(seconds=timeout_s)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        options: Any = dist.ProcessGroupNCCL.Options()
-        options._timeout = patience
-        return dist.ProcessGroupNCCL(meeting, rank, size, options)
     options = dist.ProcessGroupGloo._Options()
     options._timeout = patience
     with socket.socket(
@@ -130,5 +122,3 @@ def _broadcast(group: Any, tensor: Tensor) -> None:
     options = dist.BroadcastOptions()
     options.rootRank = options.rootTensor = 0
     group.broadcast([tensor], options).wait()
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)

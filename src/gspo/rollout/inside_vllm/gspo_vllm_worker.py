@@ -52,7 +52,7 @@ class Worker:
         if not path.startswith(gspo_collective.SCHEME):
             return _read(Path(path), sha256)
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        return gspo_collective.receive(path, sha256, rank, world, torch.device(self.model_runner.device))
+        return gspo_collective.receive(path, sha256, rank, world)
 
     def gspo_repack_tied(self) -> int:
         """Pack a head's weights anew where they are another layer's: on a CPU the product reads a packed copy.

@@ -66,7 +66,7 @@ def unmet(results: Mapping[str, Any]) -> list[str]:
             found.append(
                 f"**{name}: {r['ratio']:.1f} of {goal:g}.** The products no trainer can leave out take "
                 f"{ours['floor_s']:.2f} s at this process's GEMM rate of {ours['gemm_gflops']:.0f} GFLOP/s; ours takes "
-                f"{ours['step_s']:.2f} s. At that limit the ratio would be {limit:.1f}."
+                f"{ours['step_s']:.2f} s. At that limit the ratio would be {limit:.1f}.{_shares(r)}"
             )
         if "memory_ratio" in r and name in ("small", "long") and r["memory_ratio"] > MEMORY_GOAL:
             found.append(
@@ -77,6 +77,8 @@ def unmet(results: Mapping[str, Any]) -> list[str]:
             if name == "small" and ours[share] < wanted:
                 what = share.partition("_")[0]
                 line = f"**{name}: {what} at {ours[share]:.0%} of the GEMM rate, goal {wanted:.0%}.**"
+                if share == "train_share":
+                    line += _shares(r, ("train",))
                 if share == "decode_share":
                     rows = r["workload"]["num_prompts"] * r["workload"]["num_samples"]
                     line += (
@@ -177,6 +179,17 @@ def _sweep_table(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     rows = [["one more", *(f"{arm}, ms" for arm in arms)]]
     names = {"prompt_tokens": "prompt token", "num_samples": "sample per prompt", "new_tokens": "new token"}
     return rows + [[names[line["axis"]], *(f"{line['slope'][arm] * 1e3:.2f}" for arm in arms)] for line in lines]
+
+
+def _shares(result: Mapping[str, Any], phases: Sequence[str] = ("rollout", "train")) -> str:
+    """What the profile says of a step's time, as a sentence; nothing where none was taken."""
+    found = [
+        f"of {phase} {shares['matrix products']:.0%} are products, {shares['other operators']:.0%} small operators and "
+        f"{shares['outside operators']:.0%} Python"
+        for phase, shares in result.get("breakdown", {}).items()
+        if phase in phases
+    ]
+    return f" By the profile, {'; '.join(found)}." if found else ""
 
 
 def _markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:

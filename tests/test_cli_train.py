@@ -15,6 +15,7 @@ from gspo import cli
 from gspo.report.read import best_step, read_metrics
 from gspo.train.examine import figures, pass_at_k
 from gspo.types import Failure, Group, Prompt, Sample, SampleId, Score
+from gspo.verbs.train import show_run
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = str(ROOT / "examples" / "quickstart.yaml")
@@ -69,7 +70,7 @@ def test_a_finished_run_prints_its_summary_and_trains_nothing(trained):
 
 def test_without_matplotlib_training_ends_well_and_says_what_to_install(trained, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # what Python does with a module that is not there
-    cli._show_run(trained[0], "Finished.", {})
+    show_run(trained[0], "Finished.", {})
     assert "pip install 'gspo[plot]'" in capsys.readouterr().out
 
 

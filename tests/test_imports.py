@@ -26,6 +26,7 @@ FLOORS = {
             ("train",),
             ("launcher",),
             ("report", "studies", "bench"),
+            ("verbs",),
             ("cli",),
             ("__main__",),
         )

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from gspo.algorithms import ALGORITHMS
-from gspo.cli import _embedded_shape
 from gspo.config import effective_objective, load
 from gspo.config.estimate import Unknown, find_shape
 from gspo.config.explain import explain, formula, to_json
 from gspo.config.render import algorithm_card, algorithm_table, inert, to_text
+from gspo.verbs.common import embedded_shape
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "math"
 TINY = {
@@ -122,9 +122,9 @@ def test_the_doctor_says_what_is_trained():
 
 def test_a_model_that_can_be_fetched_has_a_shape_before_it_is(tmp_path, monkeypatch):
     monkeypatch.setenv("GSPO_CACHE", str(tmp_path))
-    shape = find_shape("smollm2-135m", _embedded_shape)
+    shape = find_shape("smollm2-135m", embedded_shape)
     assert shape.parameters == 134_515_008
-    assert isinstance(find_shape("gpt9", _embedded_shape), Unknown)
+    assert isinstance(find_shape("gpt9", embedded_shape), Unknown)
 
 
 def test_a_model_that_is_not_here_is_unknown_not_guessed(monkeypatch, tmp_path):

@@ -72,7 +72,8 @@ import sys
 from gspo import cli
 cli.main(["report", {str(run)!r}])
 from gspo.report.watch import Watch
-watch = Watch(__import__("pathlib").Path({str(run)!r}), cli._words_of)
+from gspo.verbs.look import words_of
+watch = Watch(__import__("pathlib").Path({str(run)!r}), words_of)
 watch.answer("data", {{"run": "trial"}})
 watch.server.server_close()
 print([name for name in ("torch", "transformers", "matplotlib") if name in sys.modules])

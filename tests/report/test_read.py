@@ -8,7 +8,7 @@ from made_runs import eval_row, make_run, step_row
 
 from gspo.errors import ConfigError
 from gspo.report.read import accuracy_interval, best_step, choose_step, open_run, read_checkpoints, read_metrics
-from gspo.report.summary import summarise, summary_rows
+from gspo.report.summary import _rate, summarise, summary_rows
 
 
 def test_a_torn_last_line_is_left_out(tmp_path):
@@ -72,6 +72,15 @@ def test_the_summary_says_start_and_end(tmp_path):
     assert text["held-out accuracy"].startswith("25.0% (21.4–28.9) → 75.0% (71.1–78.6)")
     assert text["clipped"] == "10.0% low + 5.0% high, of sequences  at ε 0.002 / 0.0025"
     assert text["steps"] == "10 in 20.0 s"
+
+
+def test_tokens_per_second_of_servers_that_sample_beside_the_trainer_are_over_whole_steps():
+    rows = [
+        {"step": 1, "throughput/rollout_tokens": 600, "throughput/rollout_tokens_s": 300.0, "time/rollout_s": 0.1},
+        {"step": 2, "throughput/rollout_tokens": 600, "throughput/rollout_tokens_s": 100.0, "time/rollout_s": 5.0},
+        {"step": 3, "throughput/rollout_tokens": 0, "throughput/rollout_tokens_s": 0.0, "time/rollout_s": 2.0},
+    ]
+    assert _rate(rows, "rollout") == pytest.approx(1200 / 10)
 
 
 @pytest.mark.parametrize(

@@ -188,8 +188,8 @@ METRICS = {
 }  # fmt: skip
 TIMES = {
     "time/rollout_s", "time/reward_s", "time/train_s", "time/sync_s", "time/step_s", "time/bookkeeping_s",
-    "time/proximal_s", "time/forward_backward_s", "time/optimizer_s", "throughput/rollout_tokens_s",
-    "throughput/train_tokens_s",
+    "time/proximal_s", "time/forward_backward_s", "time/optimizer_s",
+    "throughput/rollout_tokens", "throughput/rollout_tokens_s", "throughput/train_tokens_s",
 }  # fmt: skip
 EVAL = {f"eval/{name}" for name in ("accuracy", "accuracy_ci", "pass_at_k", "k", "problems", "length")} | {
     "eval/reward_failures"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from gspo.report.read import Row, accuracy_interval, best_of, by_sequence, read_metrics
 
@@ -120,7 +119,14 @@ def _mean(values: Sequence[float]) -> float | None:
 
 def _rate(rows: Sequence[Row], part: str) -> float | None:
     """Tokens of all steps over seconds of all steps: a mean of rates would favour the quick steps."""
-    seen: list[tuple[Any, Any]] = [(row.get(f"throughput/{part}_tokens_s"), row.get(f"time/{part}_s")) for row in rows]
-    pairs = [(rate, seconds) for rate, seconds in seen if rate is not None and seconds is not None]
-    total = sum(seconds for _, seconds in pairs)
-    return sum(rate * seconds for rate, seconds in pairs) / total if total else None
+    seconds: list[float] = []
+    tokens: list[float] = []
+    for row in rows:
+        rate, count = row.get(f"throughput/{part}_tokens_s"), row.get(f"throughput/{part}_tokens")
+        spent = row.get(f"time/{part}_s")
+        if rate and count is not None:  # servers sample beside the trainer: its own seconds of sampling are not theirs
+            spent = count / rate
+        if rate is not None and spent is not None:
+            seconds.append(spent)
+            tokens.append(rate * spent)
+    return sum(tokens) / sum(seconds) if sum(seconds) else None

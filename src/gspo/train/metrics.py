@@ -98,6 +98,7 @@ def time_metrics(
     return {
         **{f"time/{name}_s": value for name, value in (seconds | report.seconds).items()},
         "time/step_s": clock.total(),
+        "throughput/rollout_tokens": num_sampled,
         "throughput/rollout_tokens_s": num_sampled
         / max(clock.total() if beside else seconds.get("rollout", 0.0), 1e-9),
         "throughput/train_tokens_s": whole / max(seconds.get("train", 0.0), 1e-9),

@@ -110,9 +110,7 @@ def _group(store: Any, call: str, rank: int, size: int, timeout_s: float) -> Any
     meeting, patience = dist.PrefixStore(call, store), timedelta(seconds=timeout_s)
     options = dist.ProcessGroupGloo._Options()
     options._timeout = patience
-    with socket.socket(
-        socket.AF_INET, socket.SOCK_DGRAM
-    ) as toward:  # our own address, as the trainer's machine sees it
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as toward:  # nothing is sent: it tells our own address
         toward.connect((store.host, store.port))
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=toward.getsockname()[0])]
     return dist.ProcessGroupGloo(meeting, rank, size, options)

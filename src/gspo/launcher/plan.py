@@ -142,7 +142,8 @@ def _trainers(
 
 def _shared(layout: Layout) -> dict[str, str]:
     """Told to both sides, since each sees only its own GPUs."""
-    return {"GSPO_COLOCATED": "1"} if layout.is_colocated else {}
+    ranks = {"GSPO_RANKS": str(layout.ranks)} if layout.ranks > 1 and layout.num_samplers else {}
+    return {"GSPO_COLOCATED": "1"} if layout.is_colocated else ranks
 
 
 def _sampler_argv(layout: Layout, path: Path, index: int) -> tuple[str, ...]:

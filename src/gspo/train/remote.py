@@ -23,6 +23,7 @@ from gspo.train.policy import PolicyModule
 
 # Set by the launcher for the trainer: how many servers, and the folder in which they register; for both, the token.
 COUNT, FOLDER, TOKEN = "GSPO_SAMPLERS", "GSPO_SAMPLER_DIR", "GSPO_SAMPLER_TOKEN"
+RANKS = "GSPO_RANKS"  # set for both where there are several: `auto` does not say how many
 COLOCATED = "GSPO_COLOCATED"  # set for both where one GPU is all there is
 
 

@@ -84,7 +84,12 @@ def sharding(config: Config) -> dict[str, Any]:
 
 def published_dtype(config: Config) -> torch.dtype | None:
     """What several ranks compute in is what they publish; None: the model's own type."""
-    return sharding(config)["param_dtype"] if (num_ranks(config) or 1) > 1 else None
+    return sharding(config)["param_dtype"] if _has_ranks(config) else None
+
+
+def _has_ranks(config: Config) -> bool:
+    """Whether several ranks train, as trainer and sampler servers both know."""
+    return (num_ranks(config) or int(os.environ.get(remote.RANKS, "1"))) > 1
 
 
 def make_policy(config: Config, sequence_level: bool, world: World = ALONE) -> tuple[PolicyModule, Any]:
@@ -309,7 +314,7 @@ def sends_adapter(config: Config) -> bool:
     """
     engine, actor = engine_of(config), config.actor
     can = takes_adapter(engine, getattr(config, engine) if engine else {}, actor.lora_rank)
-    return actor.use_lora and can and (num_ranks(config) or 1) == 1
+    return actor.use_lora and can and not _has_ranks(config)
 
 
 def make_ahead(

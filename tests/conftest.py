@@ -1,13 +1,9 @@
+import fcntl
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-
-# Test helpers beside the tests that use them are imported by name.
-for folder in ("objectives", "envs"):
-    sys.path.insert(0, str(Path(__file__).parent / folder))
 
 # A suite started by nohup or in a script's background is deaf to these, and so would be every process it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -25,3 +21,27 @@ def _one_seed():
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.manual_seed(0)
+
+
+@pytest.fixture
+def exact(monkeypatch):
+    """transformers computes norms, softmaxes and rotations in float32 whatever the model's dtype. Here those casts go
+    to float64, so that 1e-10 means something."""
+    import torch
+
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    monkeypatch.setattr(torch, "float", torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """The embedded model, built once per machine: workers wait for the one that builds it."""
+    from gspo.models import embedded
+
+    folder = embedded.folder("embedded:tiny")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.parent / ".building", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        embedded.build("embedded:tiny")
+    return "embedded:tiny"

@@ -3,8 +3,8 @@
     python tests/same_runs.py record FOLDER [NAME …]    # run each config by `gspo train`, write FOLDER/NAME.json
     python tests/same_runs.py compare BEFORE AFTER      # exit 1 and name every difference
 
-A record holds every metric of every step (less times, throughput and memory), the sha256 of each sample file and of each
-tensor file of each checkpoint. Floats of one machine are not those of another, so records are not committed.
+A record holds every metric of every step (less times, throughput and memory), the sha256 of each sample file and of
+each tensor file of each checkpoint. Floats of one machine are not those of another, so records are not committed.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ def record(name: str, folder: Path) -> None:
         words = [*RUNS[name], f"cluster.fileroot={scratch}", "experiment_name=e", "trial_name=t"]
         done = subprocess.run([sys.executable, "-m", "gspo", "train", *words], cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
-            raise SystemExit(f"{name}: gspo train ended with {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+            raise SystemExit(f"{name}: gspo train ended with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr}")
         run = next(Path(scratch).rglob("metrics.jsonl")).parent
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         metrics = [{k: v for k, v in line.items() if not k.startswith(NOT_COMPARED)} for line in lines]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gspo import cli
+from gspo.cli import main as cli
 from gspo.report.read import read_metrics
-from gspo.rewards.sandbox import unavailable
+from gspo.rewards.sandbox.box import unavailable
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "examples").rglob("*.yaml"))

@@ -12,28 +12,30 @@ import gspo
 SOURCE = Path(gspo.__file__).parent
 HEAVY = ("torch", "transformers", "ray", "vllm", "pandas", "datasets")
 
-# A room may import rooms of lower floors, and neighbours on its own floor as long as no two import each other in a
-# circle. `report` reads run directories and knows types alone.
+# A folder may import folders of lower floors, and neighbours on its own floor as long as no two import each other in a
+# circle. `report` reads run directories: it knows types, errors, stats and system alone.
 FLOORS = {
     name: floor
     for floor, names in enumerate(
         (
-            ("types", "errors", "algorithms", "rng", "faults", "guarded"),
+            ("types", "errors", "algorithms", "rng", "faults", "stats", "system"),
             ("config",),
             ("objectives",),
-            ("tasks", "rewards", "envs", "models"),
-            ("rollout",),
+            ("models", "data", "rewards"),
+            ("sampling",),
+            ("envs",),
+            ("rollout", "learner"),
+            ("runs", "monitor"),
             ("train",),
             ("launcher",),
-            ("report", "studies", "bench"),
-            ("verbs",),
+            ("doctor", "report", "lab"),
             ("cli",),
             ("__main__",),
         )
     )
     for name in names
 }
-REPORT_MAY_IMPORT = {"types", "errors", "report"}
+REPORT_MAY_IMPORT = {"types", "errors", "stats", "system", "report"}
 
 
 def room_of(module: str) -> str:
@@ -114,7 +116,7 @@ def test_no_rooms_import_each_other_in_a_circle():
             ):
                 rooms.setdefault(room_of(module), set()).add(room_of(target))
     assert circle(rooms) is None
-    assert circle({"tasks": {"models"}, "models": {"tasks"}}) == ["models", "tasks", "models"]
+    assert circle({"data": {"models"}, "models": {"data"}}) == ["data", "models", "data"]
 
 
 @pytest.mark.parametrize(
@@ -123,8 +125,8 @@ def test_no_rooms_import_each_other_in_a_circle():
         ("gspo.objectives.gate", "from gspo.train import loop"),
         ("gspo.objectives.gate", "def f():\n    import gspo.models.embedded"),
         ("gspo.config.load", "from gspo import objectives"),
-        ("gspo.rollout.local", "from ..train.loop import run"),
-        ("gspo.tasks.files", "from gspo.rollout import engine"),
+        ("gspo.sampling.verify", "from ..train.loop import run"),
+        ("gspo.data.files", "from gspo.sampling import api"),
         ("gspo.report.html", "from gspo.config import load"),
         ("gspo.types", "from gspo.config import schema"),
     ],
@@ -134,7 +136,7 @@ def test_a_wrong_import_is_found(module, code):
 
 
 def test_right_imports_are_let_through():
-    code = "import json\nfrom gspo.types import Sample\nfrom gspo.config import load\nfrom gspo.rollout import engine"
+    code = "import json\nfrom gspo.types import Sample\nfrom gspo.config import load\nfrom gspo.sampling import api"
     assert not violations("gspo.train.loop", ast.parse(code))
 
 
@@ -148,21 +150,21 @@ def heavy_modules_after(code: str, *args: str) -> list[str]:
     return ast.literal_eval(done.stdout.rpartition("HEAVY ")[2])
 
 
-@pytest.mark.parametrize("module", ["gspo", "gspo.config.load", "gspo.config.lint", "gspo.config.explain", "gspo.cli"])
+@pytest.mark.parametrize("module", ["gspo", "gspo.config.load", "gspo.config.lint", "gspo.doctor.explain", "gspo.cli"])
 def test_import_leaves_torch_out(module):
     assert heavy_modules_after(f"import {module}") == []
 
 
 @pytest.mark.parametrize("args", [["--help"], ["--version"], ["objectives"], ["objectives", "gspo"], ["doctor", "-h"]])
 def test_light_commands_leave_torch_out(args):
-    assert heavy_modules_after("from gspo.cli import main; sys.exit(main())", *args) == []
+    assert heavy_modules_after("from gspo.cli.main import main; sys.exit(main())", *args) == []
 
 
 @pytest.mark.parametrize("verb", ["doctor", "config"])
 def test_config_verbs_leave_torch_out(verb, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("algorithm: gspo\n")
-    assert heavy_modules_after("from gspo.cli import main; sys.exit(main())", verb, str(file)) == []
+    assert heavy_modules_after("from gspo.cli.main import main; sys.exit(main())", verb, str(file)) == []
 
 
 def test_the_probe_sees_a_heavy_import():

@@ -14,8 +14,8 @@ import argparse
 import sys
 
 from gspo.config import load
+from gspo.data.dataset import default_reward, load_dataset
 from gspo.models.loading import load_tokenizer
-from gspo.tasks.dataset import default_reward, load_dataset
 from gspo.train import Trainer
 
 

@@ -12,7 +12,7 @@ import sys
 
 from gspo.config import load
 from gspo.train import Trainer
-from gspo.train.examine import examine
+from gspo.train.evaluate_run import examine
 
 CONFIG = "examples/tools/calculator.yaml"
 

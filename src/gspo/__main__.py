@@ -2,7 +2,7 @@
 
 import sys
 
-from gspo.cli import main
+from gspo.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

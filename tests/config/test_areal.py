@@ -7,8 +7,8 @@ import yaml
 from areal_files import NEW, OLD
 
 from gspo.config import effective_objective, load, value_of
-from gspo.config.areal import rules
-from gspo.config.check import known_keys
+from gspo.config.migrate.areal import rules
+from gspo.config.validate import known_keys
 from gspo.errors import ConfigError
 
 AUTO = "auto is one process here"

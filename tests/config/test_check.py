@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from gspo.config import dump, load
-from gspo.config.check import known_keys
+from gspo.config.validate import known_keys
 from gspo.errors import ConfigError
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from gspo.config import load
-from gspo.config.check import known_keys
 from gspo.config.document import migrating
-from gspo.config.foreign import find, table
+from gspo.config.migrate.foreign import find, table
+from gspo.config.validate import known_keys
 from gspo.errors import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"

@@ -4,7 +4,7 @@ import pytest
 
 from gspo.config import dump, load
 from gspo.config.lint import check, lint
-from gspo.config.unused import ineffective
+from gspo.config.lint.unused import ineffective
 from gspo.errors import ConfigError
 
 BASE = ["algorithm=gspo"]

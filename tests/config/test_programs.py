@@ -4,7 +4,7 @@ from pathlib import Path
 
 from gspo.config import load
 from gspo.config.lint import lint
-from gspo.config.unused import ineffective
+from gspo.config.lint.unused import ineffective
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "code" / "code_gspo.yaml"
 

@@ -18,10 +18,10 @@ import openai
 import pytest
 import talkers
 
-from gspo.envs import agent as agents
-from gspo.envs import keeper
-from gspo.envs.agent import Agents
-from gspo.train.episodes import Episodes
+from gspo.envs.agents import agent as agents
+from gspo.envs.agents import reaper as keeper
+from gspo.envs.agents.agent import Agents
+from gspo.envs.driver import Episodes
 from gspo.types import Failure, Score
 
 CONTEXT = 512

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo.envs.calculator import MAX_CHARACTERS, CalculatorError, calculate
+from gspo.envs.builtin.calculator import MAX_CHARACTERS, CalculatorError, calculate
 
 VALUES = {
     "12*34": "408", "7/2": "3.5", "8/2": "4", "-3**2": "-9", "(1+2)*-4": "-12", "7//2": "3", "7%4": "3", "2^10": "1024",

@@ -4,7 +4,7 @@ import openai
 import pytest
 from endpoints import Policy, endpoint, said
 
-from gspo.envs.openai_api import read_chat
+from gspo.envs.agents.openai_api import read_chat
 
 ASK = [{"role": "user", "content": "3+4="}]
 TOOL = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object", "properties": {}}}}

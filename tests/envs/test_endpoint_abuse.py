@@ -9,9 +9,9 @@ import time
 
 import pytest
 from endpoints import Policy, endpoint, head, said
-
-from gspo.envs.endpoint import MAX_PARALLEL, ROUTES, Line
 from raw_http import JUNK, WRONG_BODIES, WRONG_HEADS, begin_and_stall, talk, until_hung_up
+
+from gspo.envs.agents.endpoint import MAX_PARALLEL, ROUTES, Line
 
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "3+4="}]}
 

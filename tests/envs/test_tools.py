@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import talkers
 
+from gspo.envs.builtin.self_correct import SelfCorrect
+from gspo.envs.builtin.tools import Tools
 from gspo.envs.client import Client, OutOfRoomError
 from gspo.envs.find import find_environment
-from gspo.envs.self_correct import SelfCorrect
-from gspo.envs.tools import Tools
 from gspo.errors import ConfigError
-from gspo.rewards import sandbox
+from gspo.rewards.sandbox import box as sandbox
 from gspo.types import Prompt, Request, Sample, SampleId, SamplingParams
 
 needs_sandbox = pytest.mark.skipif(bool(sandbox.unavailable()), reason=sandbox.unavailable() or "it works")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gspo import cli, launcher
+from gspo import launcher
+from gspo.cli import main as cli
 from gspo.config import load
 from gspo.config.layout import layout_of
 from gspo.errors import ConfigError
@@ -100,7 +101,7 @@ def test_the_trainer_is_told_of_its_samplers_and_no_argv_has_a_secret():
     assert made.trainers[0].env["GSPO_SAMPLER_DIR"] == str(made.sampler_folder)
     assert all(process.env["GSPO_LAUNCHED"] == "1" for process in made.processes)
     for index, process in enumerate(made.samplers):
-        assert process.argv[1:3] == ("-m", "gspo.train.serve")
+        assert process.argv[1:3] == ("-m", "gspo.launcher.serve.local")
         assert process.argv[process.argv.index("--index") + 1] == str(index)
         assert process.argv[process.argv.index("--register") + 1] == str(made.sampler_folder)
     assert not any("TOKEN" in word for process in made.processes for word in (*process.argv, *process.env))
@@ -128,7 +129,7 @@ def test_dry_run_prints_the_plan_and_starts_nothing(on, tmp_path, capsys):
     assert launcher.main(on, ["--dry-run", SCRIPT, "--config", GSPO, root, "cluster.n_gpus_per_node=8"]) == 0
     by_module = capsys.readouterr().out
     assert "4 ranks train, 4 local servers sample" in by_module
-    assert by_module.count("gspo.train.serve") == 4
+    assert by_module.count("gspo.launcher.serve.local") == 4
     assert ("#SBATCH --gpus-per-node=8" in by_module) == (on == "slurm")
     assert cli.main(["train", GSPO, root, "cluster.n_gpus_per_node=8", "--on", on, "--dry-run"]) == 0
     by_command = capsys.readouterr().out
@@ -141,7 +142,8 @@ def test_dry_run_prints_the_plan_and_starts_nothing(on, tmp_path, capsys):
 
 def test_a_dry_run_leaves_torch_and_ray_out(tmp_path):
     code = (
-        "import sys; from gspo.cli import main; main(sys.argv[1:]); print('torch' in sys.modules, 'ray' in sys.modules)"
+        "import sys; from gspo.cli.main import main; main(sys.argv[1:]); "
+        "print('torch' in sys.modules, 'ray' in sys.modules)"
     )
     for on in launcher.RUNNERS:
         done = subprocess.run(
@@ -173,7 +175,7 @@ def test_one_gpu_is_shared_by_the_trainer_and_a_vllm_server():
 def test_vllm_servers_are_planned_on_a_machine_without_gpus():
     made = plan("rollout.backend=vllm:d2")
     assert [process.gpus for process in made.samplers] == [(), ()]
-    assert all("gspo.train.serve_vllm" in process.argv for process in made.samplers)
+    assert all("gspo.launcher.serve.vllm" in process.argv for process in made.samplers)
 
 
 def test_the_plan_says_who_runs_what_where():

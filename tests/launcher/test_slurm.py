@@ -4,11 +4,11 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
+import cluster
 import pytest
 from launched_runs import (
     KILLED,
@@ -23,9 +23,6 @@ from launched_runs import (
     metrics_of,
     until,
 )
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "slurm"))
-import cluster
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'gspo[ray]'")
 pytestmark = pytest.mark.timeout(600)

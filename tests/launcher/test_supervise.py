@@ -15,7 +15,7 @@ from gspo.config.layout import Layout
 from gspo.launcher import local, main
 from gspo.launcher.plan import Plan, Process
 from gspo.launcher.supervise import supervise
-from gspo.rollout.discovery import weight_folders
+from gspo.sampling.remote.discovery import weight_folders
 
 COUNT = "n = sum(1 for _ in open(log)) if os.path.exists(log) else 0; open(log, 'a').write(f'{os.getpid()}\\n'); "
 

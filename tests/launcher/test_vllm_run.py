@@ -7,8 +7,8 @@ import signal
 import pytest
 from launched_runs import NUM_STEPS, Run, by_command, until
 
-from gspo import cli
-from gspo.config import engines
+from gspo.cli import main as cli
+from gspo.config import engine_flags as engines
 from gspo.errors import ConfigError
 from gspo.report.read import read_metrics
 

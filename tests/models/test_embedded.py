@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from gspo.data import arithmetic
 from gspo.errors import DataError
 from gspo.models import cache, embedded
-from gspo.tasks import arithmetic
 
 NAME = "embedded:tiny"
 

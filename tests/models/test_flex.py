@@ -4,8 +4,8 @@ import pytest
 import torch
 import transformers as tf
 
-from gspo.models.attention import TREE, TreeLayout, tree_attention, use_attention
 from gspo.models.flex import FLEX, flex_tree_attention
+from gspo.models.tree_attention import TREE, TreeLayout, tree_attention, use_attention
 
 # Lengths and parents: two groups, a chain, a branching turn, a lone segment; more than one block of 128.
 FORESTS = {

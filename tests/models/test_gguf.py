@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers as tf
 
-from gspo.cli import main
+from gspo.cli.main import main
 from gspo.errors import ConfigError, DataError
 from gspo.models import cache, gguf, registry
 from gspo.models.loading import load_model, load_tokenizer
@@ -211,7 +211,7 @@ def test_a_download_that_fails_says_what_pip_said(made, monkeypatch):
 def test_listing_models_imports_no_torch(tmp_path):
     import subprocess
 
-    code = "import sys; from gspo.cli import main; main(['models']); assert 'torch' not in sys.modules"
+    code = "import sys; from gspo.cli.main import main; main(['models']); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env={"GSPO_CACHE": str(tmp_path)})
 
 

@@ -2,17 +2,14 @@
 
 import json
 import sys
-from pathlib import Path
 
+import model_zoo
 import pytest
 import torch
 from peft import PeftModel
 
 from gspo.errors import ConfigError
 from gspo.models import lora
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
-import model_zoo
 
 HOW = {"rank": 4, "alpha": 8, "target_modules": ["all-linear"], "seed": 3}
 

@@ -1,21 +1,17 @@
 """Taps and replay of routers, on the mixtures that the trainer and the sampler are tested with."""
 
 import copy
-import sys
-from pathlib import Path
 
+import model_zoo
 import numpy as np
 import pytest
 import torch
 import transformers as tf
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
-import model_zoo
-
 from gspo.errors import DataError
+from gspo.learner.policy.module import PolicyModule
 from gspo.models import moe
-from gspo.rollout.local import LocalSampler
-from gspo.train.policy import PolicyModule
+from gspo.sampling.local.engine import LocalSampler
 from gspo.types import Request, SampleId, SamplingParams
 
 _SIZE = {**model_zoo._BASE, "num_experts_per_tok": 2}

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from made_runs import HOSTILE, append_metrics, eval_row, make_run, sample_row, step_row, write_samples
 
-from gspo.report.page import write_report
-from gspo.report.watch import Watch
+from gspo.report.page.page import write_report
+from gspo.report.page.watch import Watch
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 

@@ -12,13 +12,13 @@ import pytest
 from made_runs import eval_row, make_run, step_row
 from rich.console import Console
 
-from gspo.cli import main
-from gspo.config.render import inert
+from gspo.cli.main import main
 from gspo.errors import ConfigError
-from gspo.report.compare import MISSING, compare, find_runs
-from gspo.report.compare_page import write_page
-from gspo.report.compare_view import compare_view, show_value
-from gspo.report.intervals import t_quantile
+from gspo.report.compare.compare import MISSING, compare, find_runs
+from gspo.report.compare.page import write_page
+from gspo.report.compare.terminal import compare_view, show_value
+from gspo.stats import t_quantile
+from gspo.system.text import inert
 
 EVIL = "\x1b]0;owned\x07</script><img src=x onerror=alert(1)>[red]\u202e"
 
@@ -250,7 +250,7 @@ def test_config_values_are_shown_in_a_line():
 
 
 def test_comparing_leaves_torch_out():
-    modules = "gspo.report.compare, gspo.report.compare_page, gspo.report.compare_view"
+    modules = "gspo.report.compare.compare, gspo.report.compare.page, gspo.report.compare.terminal"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"

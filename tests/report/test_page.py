@@ -13,8 +13,8 @@ from made_runs import HOSTILE, append_metrics, eval_row, make_run, sample_row, s
 
 from gspo.report.answers import time_parts
 from gspo.report.clip import ClipSettings, clip_story, suggest_eps
-from gspo.report.data import config_lines, table
-from gspo.report.page import SCRIPTS, STYLES, asset, inert_json, write_report
+from gspo.report.page.data import config_lines, table
+from gspo.report.page.page import SCRIPTS, STYLES, asset, inert_json, write_report
 from gspo.report.read import read_metrics
 from gspo.report.samples import choose_steps, read_block, sample_steps
 

@@ -11,7 +11,7 @@ import urllib.request
 import pytest
 from made_runs import make_run, sample_row, step_row, write_samples
 
-from gspo import cli
+from gspo.cli import main as cli
 from gspo.config.document import dump
 from gspo.config.load import load
 

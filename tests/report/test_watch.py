@@ -9,7 +9,7 @@ from urllib.parse import quote
 import pytest
 from made_runs import append_metrics, eval_row, make_run, sample_row, step_row, write_samples
 
-from gspo.report.watch import Watch
+from gspo.report.page.watch import Watch
 
 
 @pytest.fixture
@@ -256,7 +256,7 @@ def test_bodies_and_garbage_are_refused_and_the_next_is_served(run, serve):
 
 
 def test_slow_connections_hold_up_nobody_and_are_closed(run, serve, monkeypatch):
-    from gspo.report import watch as module
+    from gspo.report.page import watch as module
 
     monkeypatch.setattr(module, "IDLE", 0.5)
     watch = serve(run)

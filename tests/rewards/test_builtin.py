@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from gspo.errors import ConfigError, RewardError
-from gspo.rewards.builtin import BUILTIN, final_number
+from gspo.rewards.functions.builtin import BUILTIN, final_number
 from gspo.rewards.pool import RewardPool
 from gspo.rewards.spec import RewardItem, RewardPart, check_failures, count_failures, function_name, reward_spec
 from gspo.types import Failure, Score
@@ -106,7 +106,7 @@ def test_reasoning_gym_scores_by_its_own_rule():
 
 
 def test_built_ins_load_neither_torch_nor_numpy():
-    code = "import sys, gspo.rewards.warden; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    code = "import sys, gspo.rewards.workers.supervisor; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 

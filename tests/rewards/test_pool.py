@@ -16,7 +16,7 @@ from gspo.rewards.pool import RewardPool
 from gspo.rewards.spec import RewardItem, reward_spec
 from gspo.types import Failure, Score
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1] / "helpers"
 ZOO = str(HERE / "reward_zoo.py")
 
 

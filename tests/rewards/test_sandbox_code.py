@@ -10,10 +10,10 @@ import time
 import pytest
 
 from gspo.errors import ConfigError
-from gspo.rewards import sandbox
-from gspo.rewards.code import Verdict, code, extract, grade, parse_tests, prepare, same
+from gspo.rewards.functions.code import Verdict, code, extract, grade, parse_tests, prepare, same
 from gspo.rewards.pool import RewardPool
-from gspo.rewards.sandbox import Box, Limits, SandboxError
+from gspo.rewards.sandbox import box as sandbox
+from gspo.rewards.sandbox.box import Box, Limits, SandboxError
 from gspo.rewards.spec import RewardItem, reward_spec
 from gspo.types import Failure, Score
 

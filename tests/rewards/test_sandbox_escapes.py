@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from gspo.rewards import sandbox
-from gspo.rewards.sandbox import Limits, run
-from gspo.rewards.seccomp import DENIED
+from gspo.rewards.sandbox import box as sandbox
+from gspo.rewards.sandbox.box import Limits, run
+from gspo.rewards.sandbox.seccomp import DENIED
 
 WHY_NOT = sandbox.unavailable()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
@@ -257,7 +257,7 @@ def test_no_child_outlives_its_program():
 def test_the_sandbox_dies_with_the_grader():
     mark = f"gspo-orphan-{uuid.uuid4()}"
     program = (
-        "from gspo.rewards.sandbox import Box, Limits\n"
+        "from gspo.rewards.sandbox.box import Box, Limits\n"
         "import time\n"
         "box = Box(Limits(timeout_s=60))\n"
         "inner = \"import os; os.execv('/python/bin/python3', ['python3', '-S', '-c', "

@@ -2,17 +2,18 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from training_runs import SMALL, digests, metrics, path_of, samples, train
 
 from gspo.config import load
 from gspo.config.lint import lint
-from gspo.envs.agent import Agents, find_agent
+from gspo.envs.agents.agent import Agents, find_agent
 from gspo.errors import ConfigError
 from gspo.train import Trainer
 
-HERE = __file__.rpartition("/")[0]
+HERE = str(Path(__file__).parents[1] / "helpers")
 AGENT = f"env.agent={HERE}/loop_agents.py"
 FEW = ("train_dataset.batch_size=4", "total_train_steps=2", "evaluator.size=4")
 

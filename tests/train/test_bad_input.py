@@ -9,10 +9,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from training_runs import digests, metrics, path_of, train
 
+from gspo.data.dataset import Dataset, make_dataset
 from gspo.errors import CheckpointError, ConfigError, DataError, RewardError
 from gspo.models import embedded
-from gspo.tasks.dataset import Dataset, make_dataset
-from gspo.train import checkpoint
+from gspo.runs import checkpoint
 from gspo.types import Prompt
 
 pytestmark = pytest.mark.usefixtures("tiny")

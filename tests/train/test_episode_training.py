@@ -11,9 +11,9 @@ from training_runs import digests, make_trainer, metrics, samples, train
 
 from gspo.config import load
 from gspo.errors import ConfigError, RewardError
+from gspo.runs.checkpoint import load_waiting
 from gspo.train import Trainer
-from gspo.train.checkpoint import load_waiting
-from gspo.train.examine import examine
+from gspo.train.evaluate_run import examine
 
 pytestmark = pytest.mark.usefixtures("tiny")
 ROOT = Path(__file__).parents[2]

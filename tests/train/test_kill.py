@@ -11,7 +11,7 @@ from training_runs import digests, path_of
 
 from gspo import rng
 from gspo.faults import SITES
-from gspo.train import checkpoint
+from gspo.runs import checkpoint
 
 pytestmark = pytest.mark.usefixtures("tiny")
 

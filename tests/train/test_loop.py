@@ -14,13 +14,14 @@ from training_runs import asked, digests, make_trainer, metrics, path_of, sample
 
 from gspo.algorithms import ALGORITHMS
 from gspo.config import load
+from gspo.data.dataset import make_dataset
 from gspo.errors import CheckpointError, ConfigError, TrainingError
-from gspo.tasks.dataset import make_dataset
-from gspo.train import Trainer, checkpoint
-from gspo.train.alarms import PATIENCE
-from gspo.train.display import Lines, LivePanel
+from gspo.monitor.alarms import PATIENCE
+from gspo.monitor.display import Lines, LivePanel
+from gspo.rollout.groups import single_turn
+from gspo.runs import checkpoint
+from gspo.train import Trainer
 from gspo.train.evaluate import FIRST
-from gspo.train.rollout import single_turn
 
 pytestmark = pytest.mark.usefixtures("tiny")
 

@@ -13,17 +13,17 @@ from test_policy import UNEVEN, assert_same_gradients, policy_gradients, referen
 from training_runs import digests, make_trainer, metrics, train
 from transformers import AutoModelForCausalLM
 
-from gspo.cli import main
+from gspo.cli.main import main
 from gspo.config import load
 from gspo.errors import CheckpointError, ConfigError
+from gspo.learner.policy.module import PolicyModule, weight_names
 from gspo.models import embedded
 from gspo.models.loading import load_model
 from gspo.models.lora import adapter_off, add_adapter
+from gspo.rollout.groups import single_turn
+from gspo.runs.export import export
+from gspo.runs.restore import restore_policy
 from gspo.train.evaluate import FIRST
-from gspo.train.export import export
-from gspo.train.policy import PolicyModule, weight_names
-from gspo.train.restore import restore_policy
-from gspo.train.rollout import single_turn
 
 LORA = ("actor.use_lora=true", "actor.lora_rank=8", "actor.lora_alpha=16", "actor.optimizer.lr=2e-3")
 THREE = ("total_train_steps=3", "saver.freq_steps=1")

@@ -17,10 +17,10 @@ from training_runs import metrics
 from training_runs import train as train_alone
 
 from gspo.errors import ConfigError, TrainingError
-from gspo.train import checkpoint
-from gspo.train.packing import Completion, PackItem, filler, spread
-from gspo.train.ranks import joined
-from gspo.train.signals import StopRequest
+from gspo.learner.policy.packing import Completion, PackItem, filler, spread
+from gspo.learner.ranks.signals import StopRequest
+from gspo.learner.ranks.world import joined
+from gspo.runs import checkpoint
 
 # Gradients
 

@@ -14,8 +14,8 @@ from training_runs import make_trainer, metrics, path_of, samples, train
 from gspo.config import dump, load
 from gspo.errors import RolloutError
 from gspo.models import embedded
-from gspo.rollout.discovery import registered, weight_folders
-from gspo.train.remote import COUNT, FOLDER
+from gspo.sampling.remote.discovery import registered, weight_folders
+from gspo.train.build.servers import COUNT, FOLDER
 
 # π_old is the trainer's own: then the sampler's last bits, which depend on who else is in its batch, reach no gradient
 # and two runs with the same tokens have the same weights, bit for bit.

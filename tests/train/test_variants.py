@@ -9,10 +9,10 @@ import torch
 from training_runs import digests, make_trainer, metrics, path_of, samples, train
 
 from gspo.config import load
-from gspo.config.explain import explain
+from gspo.doctor.explain import explain
 from gspo.errors import CheckpointError, ConfigError, DataError, TrainingError
-from gspo.train import checkpoint
-from gspo.train.restore import restore_policy
+from gspo.runs import checkpoint
+from gspo.runs.restore import restore_policy
 
 pytestmark = pytest.mark.usefixtures("tiny")
 

@@ -13,12 +13,12 @@ from dataclasses import asdict, fields, is_dataclass, replace
 from itertools import product
 from typing import Any
 
-from gspo.config import areal, foreign
-from gspo.config.check import Key, keys_of, known_keys
 from gspo.config.interpolate import escape
 from gspo.config.loaded import Loaded
+from gspo.config.migrate import areal, foreign
 from gspo.config.resolve import proximal_policy
 from gspo.config.schema import Config
+from gspo.config.validate import Key, keys_of, known_keys
 
 
 def dump(loaded: Loaded) -> str:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gspo.config.tree import FAILED, MAX_NODES, Node, clip, describe, get, is_failed, parse
+from gspo.config.yaml_tree import FAILED, MAX_NODES, Node, clip, describe, get, is_failed, parse
 from gspo.errors import ConfigError
 
 _REFERENCE = re.compile(r"(?<!\\)\$\{([^${}]*)\}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gspo.config.backend import SAMPLERS, TRAINERS, Backend, parse_backend
+from gspo.config.backends import SAMPLERS, TRAINERS, Backend, parse_backend
 from gspo.config.schema import Config
 
 # The engine that `rollout.backend: auto` takes for servers on GPUs: one that can be run.

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from gspo.config import areal, check, tree
+from gspo.config import validate as check
+from gspo.config import yaml_tree as tree
 from gspo.config.interpolate import interpolate, section_behind
 from gspo.config.loaded import Loaded, Origin, origin_of
+from gspo.config.migrate import areal
 from gspo.config.resolve import resolve, value_of
 from gspo.config.schema import Config
-from gspo.config.tree import Node, Override
+from gspo.config.yaml_tree import Node, Override
 from gspo.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from gspo.config.schema import Config
-from gspo.config.tree import COMMAND_LINE
+from gspo.config.yaml_tree import COMMAND_LINE
 
 
 @dataclass(frozen=True)

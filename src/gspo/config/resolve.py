@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, TypedDict
 
 from gspo.algorithms import ALGORITHMS, CORRECTIONS, LEVEL_DEFAULTS, Algorithm
-from gspo.config.backend import SAMPLERS, TRAINERS, parse_backend
-from gspo.config.estimate import visible_gpus
+from gspo.config.backends import SAMPLERS, TRAINERS, parse_backend
 from gspo.config.layout import layout_of
 from gspo.config.loaded import Loaded, Origin
 from gspo.config.schema import Config, Correction, Generation, Norm
+from gspo.system.gpus import visible_gpus
 
 DEFAULT = Origin("default")
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from gspo.envs.self_correct import SelfCorrect
-from gspo.envs.tools import Tools
+from gspo.envs.builtin.self_correct import SelfCorrect
+from gspo.envs.builtin.tools import Tools
 from gspo.errors import ConfigError
 from gspo.rewards.call import find_function
 

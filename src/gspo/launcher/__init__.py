@@ -29,9 +29,9 @@ def launch(loaded: Loaded, command: Sequence[str], *, dry_run: bool = False) -> 
 
     The exit code; None where one process is the whole plan of this machine, which the caller runs itself.
     """
-    from gspo.config.estimate import visible_gpus
     from gspo.config.lint import check
     from gspo.launcher.plan import make_plan, to_text
+    from gspo.system.gpus import visible_gpus
 
     if not dry_run:
         check(loaded)
@@ -66,7 +66,7 @@ def launch(loaded: Loaded, command: Sequence[str], *, dry_run: bool = False) -> 
 
 def _refuse_missing_engine(config: Config, plan: Plan) -> None:
     """An engine that is not installed here is found out before anything is started."""
-    from gspo.config import engines
+    from gspo.config import engine_flags as engines
 
     sampler = plan.layout.sampler
     if sampler is not None and sampler.name in engines.DECIDED:

@@ -15,7 +15,7 @@ from typing import IO
 from gspo.launcher import main
 from gspo.launcher.plan import Plan, Process
 from gspo.launcher.supervise import Say, Start, environment, supervise
-from gspo.launcher.tied import tied
+from gspo.system.process import tied
 
 
 def run(plan: Plan, *, restarts: int, say: Say) -> int:

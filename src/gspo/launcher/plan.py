@@ -12,7 +12,7 @@ from typing import Literal
 from gspo.config.layout import Layout, layout_of
 from gspo.config.schema import Config
 from gspo.errors import ConfigError
-from gspo.rollout.discovery import weight_folders
+from gspo.sampling.remote.discovery import weight_folders
 
 # Filled in where a process starts: its machine's address, and where the ranks of several machines meet.
 ADDRESS, MEETING = "{address}", "{meeting}"
@@ -148,7 +148,7 @@ def _shared(layout: Layout) -> dict[str, str]:
 
 def _sampler_argv(layout: Layout, path: Path, index: int) -> tuple[str, ...]:
     assert layout.sampler is not None
-    module = "gspo.train.serve" if layout.sampler.name == "local" else f"gspo.train.serve_{layout.sampler.name}"
+    module = f"gspo.launcher.serve.{layout.sampler.name}"
     host = ("--host", ADDRESS) if layout.num_nodes > 1 else ()
     return (
         *(sys.executable, "-m", module, "--config", str(config_file(path)), "--index", str(index)),

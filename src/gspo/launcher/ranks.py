@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-from gspo.launcher.tied import tied
+from gspo.system.process import tied
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 

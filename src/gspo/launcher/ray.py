@@ -19,8 +19,8 @@ from typing import Any
 
 from gspo.errors import ConfigError, GspoError
 from gspo.launcher import main
-from gspo.launcher.actor import Runner
 from gspo.launcher.plan import ADDRESS, MEETING, Plan, Process
+from gspo.launcher.ray_actor import Runner
 from gspo.launcher.supervise import LOST, Say, Start, environment, supervise
 
 # Variables of the launcher's environment that its processes get on other machines, too.

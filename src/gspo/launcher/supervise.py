@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from gspo.launcher.plan import Plan, Process
-from gspo.rollout.discovery import forget, give_up
+from gspo.sampling.remote.discovery import forget, give_up
 
 # Exit codes by which our commands answer: done, failed, bad usage, interrupted and saved.
 ANSWERS = (0, 1, 2, 130)

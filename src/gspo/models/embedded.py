@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo import rng
+from gspo.data import arithmetic
 from gspo.errors import DataError
 from gspo.models import cache
-from gspo.tasks import arithmetic
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from transformers import AttentionInterface
 
-from gspo.models.attention import TreeLayout, tree_call
+from gspo.models.tree_attention import TreeLayout, tree_call
 
 FLEX = "gspo_tree_flex"
 

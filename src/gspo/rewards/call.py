@@ -25,8 +25,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from gspo.rewards.builtin import BUILTIN
-from gspo.rewards.sandbox import SandboxError
+from gspo.rewards.functions.builtin import BUILTIN
+from gspo.rewards.sandbox.box import SandboxError
 
 SAMPLE, AREAL, TRL = "text", "areal", "trl"
 GRACE_S = 0.5  # an awaited call is given up softly at the timeout; the kill comes this much later

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 
-from gspo.rewards.router import Rewards
+from gspo.rewards.route import Rewards
 from gspo.rewards.spec import RewardItem
 from gspo.types import Outcome
 

@@ -23,17 +23,20 @@ from types import TracebackType
 from typing import Any
 
 from gspo.errors import ConfigError, DataError, RewardError
-from gspo.rewards.builtin import BUILTIN
 from gspo.rewards.call import Pending, bind, call_sample
-from gspo.rewards.scorer import SCORERS
+from gspo.rewards.functions.builtin import BUILTIN
+from gspo.rewards.functions.scorer import SCORERS
 from gspo.rewards.spec import RewardItem, RewardSpec, combine
-from gspo.rewards.worker import LENGTH
+from gspo.rewards.workers.worker import LENGTH
 from gspo.types import Failure, Outcome
 
 # Of one part: its results by sample, or what to ask for them once the group is wanted.
 Results = list[Any] | Pending
 _LOOK_S = 0.01  # between two looks at scorers that have not answered
-_START = "import sys, json; sys.path[:] = json.loads(sys.argv[2]); import gspo.rewards.warden as w; w.main(sys.argv[1])"
+_START = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv[2]); "
+    "import gspo.rewards.workers.supervisor as supervisor; supervisor.main(sys.argv[1])"
+)
 
 
 class RewardPool:

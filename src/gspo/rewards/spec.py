@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from gspo.errors import ConfigError, RewardError
-from gspo.rewards.builtin import BUILTIN, INLINE
-from gspo.rewards.scorer import SCORERS, settings_of
+from gspo.rewards.functions.builtin import BUILTIN, INLINE
+from gspo.rewards.functions.scorer import SCORERS, settings_of
 from gspo.types import Outcome, Score
 
 

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from gspo.data.mixture import Data
 from gspo.faults import reached
-from gspo.rewards.router import Rewards
-from gspo.rollout.engine import Sampler
-from gspo.tasks.mixture import Data
-from gspo.train.rollout import Workflow, sample_groups, single_turn
+from gspo.rewards.route import Rewards
+from gspo.rollout.groups import Workflow, sample_groups, single_turn
+from gspo.sampling.api import Sampler
 from gspo.types import Group, Outcome, SamplingParams, Score
 
 # Submission indices of evaluations: no training prompt ever gets there, so no draw is shared with training.

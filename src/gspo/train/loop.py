@@ -19,32 +19,34 @@ from numpy.typing import NDArray
 
 from gspo.config import Loaded, digest, dump, load
 from gspo.config.lint import check
+from gspo.data.dataset import Dataset
+from gspo.data.mixture import Mixture
 from gspo.errors import ConfigError, GspoError, TrainingError
+from gspo.learner.adapt import AutoClip, bounds, follow, proximal_source
+from gspo.learner.batch import Batch, assemble, assign
+from gspo.learner.critic import Critic, critic_metrics, token_values, train_critic
+from gspo.learner.proximal import judge, words
+from gspo.learner.ranks.signals import StopRequest
+from gspo.learner.ranks.world import ALONE, Nowhere, World, joined
+from gspo.learner.reference import reference_logp
+from gspo.learner.step import Plan, StepReport, train_step
+from gspo.monitor.alarms import alarms
+from gspo.monitor.display import Silent, make_display
+from gspo.monitor.metrics import measured_noise, sample_rows, step_metrics, time_metrics, token_tensors
 from gspo.rewards.given import GivenRewards
 from gspo.rollout.buffer import Snapshot
-from gspo.tasks.dataset import Dataset
-from gspo.tasks.mixture import Mixture
-from gspo.train import checkpoint, remote, setup
-from gspo.train.adapt import AutoClip, bounds, follow, proximal_source
-from gspo.train.alarms import alarms
-from gspo.train.batch import Batch, assemble, assign
-from gspo.train.clock import PROFILED_STEPS, Clock, timeline
-from gspo.train.critic import Critic, critic_metrics, token_values, train_critic
-from gspo.train.display import Silent, make_display
+from gspo.rollout.groups import Filter, Workflow, refuse_failures, single_turn
+from gspo.rollout.storage import handed, pack, received, unpack
+from gspo.runs import checkpoint
+from gspo.runs.directory import RunDir, atomic, environment, to_json
+from gspo.runs.resume import resume
+from gspo.runs.state import State
+from gspo.system.clock import PROFILED_STEPS, Clock, timeline
+from gspo.system.heartbeat import watched
+from gspo.train.build import servers as remote
+from gspo.train.build import setup
 from gspo.train.evaluate import Evaluation, evaluate
-from gspo.train.handover import hand_over
-from gspo.train.metrics import measured_noise, sample_rows, step_metrics, time_metrics, token_tensors
-from gspo.train.noise import judge, words
-from gspo.train.ranks import ALONE, Nowhere, World, joined
-from gspo.train.reference import reference_logp
-from gspo.train.resume import resume
-from gspo.train.rollout import Filter, Workflow, refuse_failures, single_turn
-from gspo.train.rundir import RunDir, atomic, environment, to_json
-from gspo.train.signals import StopRequest
-from gspo.train.state import State
-from gspo.train.step import Plan, StepReport, train_step
-from gspo.train.waiting import handed, pack, received, unpack
-from gspo.train.watchdog import watched
+from gspo.train.relaunch import hand_over
 from gspo.types import Group, Prompt
 
 

@@ -1,0 +1,122 @@
+"""`gspo doctor`: a config in words; `--probe` and `--selftest`, which load the model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gspo.cli.common import config_arguments, console, display, embedded_shape, load_config
+from gspo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gspo.config.load import Loaded
+
+
+def doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    config_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument(
+        "--probe",
+        action="store_true",
+        help="of a config or RUN: measure the sampler's noise against ε; loads the model",
+    )
+    parser.add_argument(
+        "--step", metavar="best|last|N", help="--probe RUN: which checkpoint (best); 0: before training"
+    )
+    parser.add_argument(
+        "--selftest",
+        action="store_true",
+        help="gradients, packing, sampler and weight sync on this device; without CONFIG on the embedded model",
+    )
+    # How --probe hands a run to the process that measures it.
+    parser.add_argument("--weights", metavar="RUN", help=argparse.SUPPRESS)
+
+
+def doctor(args: argparse.Namespace) -> int:
+    from gspo.doctor.explain import explain, to_json
+    from gspo.doctor.render import to_text
+
+    if args.probe or args.selftest:
+        return _measure(args)
+    if args.step or args.weights:
+        raise ConfigError("--step chooses a checkpoint for --probe RUN")
+    try:
+        loaded = load_config(args)
+    except ConfigError as error:
+        if args.json:
+            print(json.dumps({"exit_code": 2, "unreadable": str(error).splitlines()}))
+        raise
+    report = explain(loaded, embedded=embedded_shape)
+    print(to_json(report) if args.json else to_text(report, **display()))
+    return report.exit_code
+
+
+def _measure(args: argparse.Namespace) -> int:
+    """`--probe` and `--selftest`, which need the model and the sampler: here, or in processes as a run would have."""
+    from gspo.doctor.processes import run_aside
+    from gspo.train.relaunch import is_launched
+
+    if args.probe and args.selftest:
+        raise ConfigError("--probe and --selftest are two questions; ask one at a time")
+    if args.selftest and args.step:
+        raise ConfigError("--step chooses a checkpoint for --probe RUN")
+    loaded, run, step = _measured(args)
+    work = _selftest if args.selftest else _probe
+    if is_launched():
+        config = loaded.config
+        place = Path(config.cluster.fileroot) / config.experiment_name / config.trial_name
+        return work(args, loaded, place, run, step)
+    words = ["doctor", "--selftest" if args.selftest else "--probe", *(["--json"] if args.json else [])]
+    if run is not None:
+        words += ["--weights", str(run.absolute()), "--step", str(step)]
+    return run_aside(loaded, words, lambda small, place: work(args, small, place, run, step), with_server=args.selftest)
+
+
+def _measured(args: argparse.Namespace) -> tuple[Loaded, Path | None, int]:
+    """The config, and whose weights: a run's at a step, else those it starts from."""
+    from gspo.config.load import load
+    from gspo.report.read import choose_step, is_run
+
+    if args.weights:
+        return load_config(args), Path(args.weights), int(args.step)
+    if args.selftest and not args.words and args.config is None:
+        return load(None, ["algorithm=gspo", "actor.path=embedded:tiny"]), None, 0
+    if args.config is None and args.words and is_run(run := Path(args.words[0])):
+        loaded = load(run / "config.yaml", args.words[1:])
+        return (loaded, None, 0) if args.selftest else (loaded, run, choose_step(run, args.step or "best"))
+    if args.step:
+        raise ConfigError("--step chooses a checkpoint, and a config has none; give a run directory")
+    return load_config(args), None, 0
+
+
+def _probe(args: argparse.Namespace, loaded: Loaded, place: Path, run: Path | None, step: int) -> int:
+    from gspo.doctor.probe import probe
+    from gspo.report.terminal import probe_view
+    from gspo.system.text import inert
+
+    result = probe(loaded, run, step, place, lambda message: print(f"gspo: {inert(message)}", file=sys.stderr))
+    if args.json:
+        print(json.dumps(result, ensure_ascii=False))
+    else:
+        console().print(probe_view({**result, "model": inert(result["model"])}))
+    refused = result["verdict"] == "above" and result["method"] == "rollout" and not result["forced"]
+    return 1 if refused else 0
+
+
+def _selftest(args: argparse.Namespace, loaded: Loaded, place: Path, run: Path | None, step: int) -> int:
+    from dataclasses import asdict
+
+    from gspo.doctor.selftest import selftest
+    from gspo.system.text import inert
+
+    lines = []
+    for line in selftest(loaded, place, lambda message: print(inert(message), file=sys.stderr)):
+        lines.append(line)
+        if not args.json:
+            print(inert(str(line)), flush=True)
+    if args.json:
+        print(json.dumps([{**asdict(line), "ok": line.ok} for line in lines], ensure_ascii=False))
+    return 0 if all(line.ok for line in lines) else 1

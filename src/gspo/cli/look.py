@@ -1,0 +1,120 @@
+"""`gspo report`, `watch` and `compare`: what happened, as pages and as text."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from gspo.cli.common import console, display, embedded_shape
+from gspo.errors import ConfigError, GspoError
+
+
+def write_report_of(run: Path, to: Path | None = None, megabytes: float | None = None) -> Path:
+    from gspo.report.page.page import BUDGET, write_report
+
+    return write_report(run, to, doctor=words_of(run), budget=int(1e6 * megabytes) if megabytes else BUDGET)
+
+
+def words_of(run: Path) -> dict[str, Any]:
+    """What doctor says of a run's config. Its comments say who decided a key: a default is nobody's wish."""
+    from dataclasses import replace
+
+    from gspo.config.load import load
+    from gspo.config.loaded import Origin
+    from gspo.doctor.explain import explain
+    from gspo.report.page.data import config_lines
+
+    def origin(text: str) -> Origin:
+        kind, _, detail = text.partition(" ")
+        if kind in ("algorithm", "level"):
+            return Origin(kind, detail)
+        if text in ("default", "command line"):
+            return Origin(text)
+        return Origin("derived" if kind == "from" else "file", text)
+
+    try:
+        loaded = load(run / "config.yaml")
+        said = {line["key"]: origin(line["origin"]) for line in config_lines(run) if line["by"] != "unknown"}
+        loaded = replace(loaded, origins={key: said.get(key, given) for key, given in loaded.origins.items()})
+        return explain(loaded, embedded=embedded_shape).sections
+    except GspoError as problem:
+        return {"unreadable": str(problem)}
+
+
+def report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run directory")
+    parser.add_argument("--out", metavar="FILE", help="unless said, RUN/report.html")
+    parser.add_argument("--open", action="store_true", help="show it in the browser")
+    parser.add_argument("--max-mb", type=float, metavar="MB", help="sample files in it at most, spread over steps")
+
+
+def report(args: argparse.Namespace) -> int:
+    from gspo.report.read import open_run
+    from gspo.system.text import inert
+
+    if args.max_mb is not None and not args.max_mb > 0:
+        raise ConfigError("--max-mb must be above 0")
+    run = open_run(args.run)
+    to = Path(args.out) if args.out else run / "report.html"
+    try:
+        write_report_of(run, to, args.max_mb)
+    except OSError as problem:
+        raise ConfigError(f"{to} cannot be written: {problem.strerror}; give another place with --out") from problem
+    print(inert(str(to)))
+    if args.open:
+        _open(to.absolute().as_uri())
+    return 0
+
+
+def watch_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="RUN|DIR", help="a run directory, or a folder with runs in it")
+    parser.add_argument("--port", type=int, default=0, metavar="N", help="a free one unless said")
+    parser.add_argument("--open", action="store_true", help="show it in the browser")
+
+
+def watch(args: argparse.Namespace) -> int:
+    from gspo.report.page.watch import Watch
+
+    path = Path(args.path)
+    if not path.is_dir():
+        raise ConfigError(f"{path} does not exist. Give a run directory, or the folder that runs are written to")
+    if not 0 <= args.port < 65536:
+        raise ConfigError("--port must be between 0 and 65535; 0 takes a free one")
+    watch = Watch(path, words_of, args.port)
+    print(f"{watch.address}\n  on this machine alone; whoever has the address can read. Ctrl-C ends it.", flush=True)
+    if args.open:
+        _open(watch.address)
+    with contextlib.suppress(KeyboardInterrupt):
+        watch.serve()
+    watch.server.server_close()
+    return 0
+
+
+def _open(address: str) -> None:
+    import webbrowser
+
+    if not webbrowser.open(address):
+        print("gspo: no browser could be started here; open the address above", file=sys.stderr)
+
+
+def compare_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories, folders of them, or glob patterns")
+    parser.add_argument("--metric", action="append", default=[], metavar="NAME", help="draw this curve; again for more")
+    parser.add_argument("--out", metavar="FILE", help="also write a page with curves and tables, compare.html")
+
+
+def compare(args: argparse.Namespace) -> int:
+    from gspo.report.compare.compare import compare
+    from gspo.report.compare.terminal import compare_view
+    from gspo.system.text import inert
+
+    found = compare(args.runs, args.metric)
+    console().print(compare_view(found, display()["width"], inert))
+    if args.out:
+        from gspo.report.compare.page import write_page
+
+        print(inert(f"\nwritten to {write_page(found, Path(args.out))}"))
+    return 0

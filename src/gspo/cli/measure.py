@@ -1,0 +1,103 @@
+"""`gspo bench` and `gspo study`: ours beside TRL, and the paper's claims."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from gspo.cli.common import console
+from gspo.errors import ConfigError
+
+
+def bench_arguments(parser: argparse.ArgumentParser) -> None:
+    from gspo.lab.bench.workloads import WORKLOADS
+
+    parser.add_argument(
+        "--workload", action="append", choices=[*WORKLOADS, "sweep"], help="one of them; again for more; default: all"
+    )
+    parser.add_argument("--no-peer", action="store_true", help="measure ours only")
+    parser.add_argument("--rounds", type=int, metavar="N", help="processes of each side (default: by workload)")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps of a process, the first not counted")
+    parser.add_argument("--write", metavar="DIR", help="write performance.md, .json and the plot there (docs)")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+
+
+def bench(args: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from rich.table import Table
+
+    from gspo.lab.bench import compare, page
+    from gspo.lab.bench.workloads import WORKLOADS
+
+    peer = not args.no_peer
+    if peer and not compare.has_peer():
+        raise ConfigError("TRL is not installed: pip install 'gspo[bench]', or measure ours alone with --no-peer")
+    if (args.steps is not None and args.steps < 2) or (args.rounds is not None and args.rounds < 1):
+        raise ConfigError("--steps must be 2 or more (the first is not counted), --rounds 1 or more")
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    fresh: dict[str, Any] = {"machine": compare.machine(), "workloads": {}}
+    for name in args.workload or [*WORKLOADS, "sweep"]:
+        if name == "sweep":
+            fresh["sweep"] = compare.sweep(peer=peer, say=say)
+        else:
+            w = WORKLOADS[name]
+            w = replace(w, rounds=args.rounds or w.rounds, steps=args.steps or w.steps)
+            fresh["workloads"][name] = compare.compare(w, peer=peer, say=say)
+        if args.write:  # after each: what was measured stays, whatever comes
+            page.write(Path(args.write), page.merge(Path(args.write) / "performance.json", fresh))
+    if args.json:
+        print(json.dumps(fresh))
+        return 0
+    head, *body = page.table(fresh)
+    view = Table(*head, box=None, pad_edge=False)
+    for row in body:
+        view.add_row(*row)
+    console().print(view)
+    for line in page.unmet(fresh):
+        console().print(line.replace("**", ""))
+    return 0
+
+
+def study_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", nargs="?", default="list", metavar="list|run|show|page", help="list unless said")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="studies, or files of your own; run: the default set")
+    parser.add_argument("--full", action="store_true", help="run: every study, or more seeds of those named")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="run: how many at once, one thread each (2)")
+    parser.add_argument("--only", metavar="ARM", help="run: this arm alone")
+    parser.add_argument("--seeds", type=int, metavar="N", help="run: the first N seeds")
+    parser.add_argument("--docs", default="docs", metavar="DIR", help="where results and baselines.md are (docs)")
+    parser.add_argument("--runs", default="runs/studies", metavar="DIR", help="where runs go (runs/studies)")
+
+
+def study(args: argparse.Namespace) -> int:
+    from gspo.lab.studies import command
+
+    if args.what not in ("list", "run", "show", "page"):  # gspo study clipping: run it
+        args.names, args.what = [args.what, *args.names], "run"
+    if args.what == "run":
+        if args.jobs < 1 or (args.seeds is not None and args.seeds < 1):
+            raise ConfigError("--jobs and --seeds must be 1 or more")
+        return command.run(
+            args.names,
+            docs=Path(args.docs),
+            runs=Path(args.runs),
+            num_parallel=args.jobs,
+            full=args.full,
+            only=args.only,
+            num_seeds=args.seeds,
+            console=console(),
+        )
+    if args.what == "page":
+        print(command.page(Path(args.docs)))
+    elif args.what == "show":
+        command.show(args.names, Path(args.docs), console())
+    else:
+        command.listing(Path(args.docs), console())
+    return 0

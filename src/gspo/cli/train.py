@@ -1,0 +1,79 @@
+"""`gspo train`: launch what a config asks for, or be one of its processes; then say what it came to."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from gspo.cli.common import config_arguments, console, load_config
+from gspo.cli.look import write_report_of
+
+
+def train_arguments(parser: argparse.ArgumentParser) -> None:
+    from gspo.launcher import RUNNERS
+
+    config_arguments(parser)
+    parser.add_argument("--on", choices=RUNNERS, help="where the processes run (scheduler.type)")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan: every process, and a job's script")
+
+
+def train(args: argparse.Namespace) -> int:
+    from gspo.config.lint import check
+    from gspo.launcher import launch, with_scheduler
+    from gspo.train.relaunch import is_launched
+
+    loaded = with_scheduler(load_config(args), args.on)
+    given = [*(["--config", args.config] if args.config else []), *args.words, *(["--on", args.on] if args.on else [])]
+    if args.dry_run or not is_launched():
+        code = launch(loaded, [sys.executable, "-m", "gspo", "train", *given], dry_run=args.dry_run)
+        if code is not None:
+            return code
+    check(loaded)  # the loop says the warnings; the impossible is refused here, seconds before torch is imported
+    config = loaded.config
+    path = Path(config.cluster.fileroot) / config.experiment_name / config.trial_name
+    again = shlex.join(["gspo", "train", *given])
+    from gspo.report.read import best_step, read_metrics
+    from gspo.train import run
+
+    before = max((row["step"] for row in read_metrics(path)), default=0)
+    try:
+        summary = run(loaded)
+    except KeyboardInterrupt:
+        print(f"gspo: interrupted; this goes on from the last checkpoint, if there is one:\n  {again}", file=sys.stderr)
+        return 130
+    if int(os.environ.get("RANK", "0")):
+        return 0  # rank 0 speaks for all; a code of ours would make torch end it while it still does
+    if not summary.finished:
+        show_run(path, f"Stopped and saved after step {summary.steps}.", {"go on": again})
+        return 130  # stopped by a signal, whole and resumable
+    said = "Finished."
+    if summary.steps == before:
+        said = "This run was finished before; nothing was trained. Raise total_train_steps, or set trial_name."
+    name, step = shlex.quote(str(path)), "" if best_step(path) else " --step last"  # step 0 is nobody's export
+    show_run(path, said, {"next": f"gspo eval {name} --samples 8", "": f"gspo export {name}{step}"})
+    return 0
+
+
+def show_run(path: Path, said: str, commands: Mapping[str, str]) -> None:
+    """What a run came to: figures, picture, and what to do next."""
+    from gspo.report.plot import plot_run
+    from gspo.report.summary import summarise
+    from gspo.report.terminal import run_view
+    from gspo.system.text import inert
+
+    try:
+        drawn = str(plot_run(path) or "no step yet")
+    except ImportError:
+        drawn = "training.png needs matplotlib: pip install 'gspo[plot]'"
+    look = f"gspo report {shlex.quote(str(path))} --open"
+    try:
+        write_report_of(path)
+    except OSError as problem:
+        look = f"report.html could not be written: {problem.strerror}"
+    places = {"run": str(path), "plot": drawn, "look at it": look, **commands}
+    print()
+    console().print(run_view(said, summarise(path), {name: inert(text) for name, text in places.items()}))

@@ -1,0 +1,137 @@
+"""A loaded config as the rules see it, and what a rule may find. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from gspo.config.backends import SAMPLERS, parse_backend
+from gspo.config.layout import layout_of
+from gspo.config.loaded import Loaded
+from gspo.config.resolve import Objective, effective_objective
+from gspo.config.schema import Actor, Config
+from gspo.system.gpus import visible_gpus
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing to say about a config.
+
+    >>> print(Finding("error", "gconfig.n_samples", "run.yaml:3", "a group of one has no mean to beat", "set it to 8"))
+    gconfig.n_samples (run.yaml:3): a group of one has no mean to beat. Remedy: set it to 8.
+    """
+
+    severity: Literal["warning", "error"]
+    key: str
+    where: str
+    message: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.key} ({self.where}): {self.message}. Remedy: {self.remedy}."
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A loaded config with what every rule wants to know."""
+
+    loaded: Loaded
+    objective: Objective
+    num_gpus: int
+    context: int | None = None  # the model's, where its shape is known
+
+    @property
+    def config(self) -> Config:
+        return self.loaded.config
+
+    @property
+    def actor(self) -> Actor:
+        return self.loaded.config.actor
+
+    @property
+    def num_prompts(self) -> int:
+        return self.config.rollout.consumer_batch_size or self.config.train_dataset.batch_size
+
+    @property
+    def num_sequences(self) -> int:
+        return self.num_prompts * self.config.gconfig.n_samples
+
+    @property
+    def num_minibatches(self) -> int:
+        return self.actor.ppo_n_minibatches or 1
+
+    @property
+    def prompts_key(self) -> str:
+        by_rollout = self.loaded.is_set("rollout.consumer_batch_size")
+        return "rollout.consumer_batch_size" if by_rollout else "train_dataset.batch_size"
+
+    @property
+    def sequence_level(self) -> bool:
+        return self.objective["level"] != "token"
+
+    @property
+    def clips(self) -> tuple[float, float] | None:
+        """(ε_low, ε_high) where they are fixed numbers."""
+        if self.objective["gate"] != "clip" or self.objective["eps_auto"]:
+            return None
+        return self.objective["settings"]["clip_low"], self.objective["settings"]["clip_high"]
+
+    @property
+    def recentred(self) -> bool:
+        """π_old is the sampler's less its mean error, and mini-batch 1's own forward."""
+        return self.objective["proximal"] == "rollout" and self.actor.prox_logp_recenter
+
+    @property
+    def code_rewards(self) -> list[dict[str, Any]]:
+        """The settings of every reward `code`, which runs what the model wrote."""
+        valid = self.config.valid_dataset
+        sources = [*self.config.train_dataset.mixture, *(valid.mixture if valid else ())]
+        entries = [*self.config.reward.functions, *(entry for source in sources for entry in source.reward)]
+        named = [{"name": entry} if isinstance(entry, str) else entry for entry in entries]
+        return [entry for entry in named if entry.get("name") == "code"]
+
+    @property
+    def on_cpu(self) -> bool:
+        """The run would train on this machine's CPU."""
+        gpus = self.num_gpus if self.config.cluster.n_gpus_per_node is None else self.config.cluster.n_gpus_per_node
+        return gpus == 0 and self.config.scheduler.type in (None, "local")
+
+    @property
+    def external_sampler(self) -> str | None:
+        name = parse_backend(self.config.rollout.backend, SAMPLERS).name
+        return name if name in ("vllm", "sglang") else None
+
+    @property
+    def in_process(self) -> bool:
+        """The sampler runs in the trainer's process; `auto` gives it servers of its own on several GPUs."""
+        return layout_of(self.config, self.num_gpus).sampler is None
+
+    @property
+    def dtype(self) -> str:
+        if self.actor.dtype != "auto":
+            return self.actor.dtype
+        return "float32" if self.on_cpu else "bfloat16"
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest possible sequence; None where the prompts' length is not bounded."""
+        generation, prompt = self.config.gconfig, self.config.train_dataset.max_length
+        if generation.max_tokens is not None:
+            return min(generation.max_tokens, (prompt or generation.max_tokens) + generation.max_new_tokens)
+        return None if prompt is None else prompt + generation.max_new_tokens
+
+    def error(self, key: str, message: str, remedy: str) -> Finding:
+        return Finding("error", key, self.where(key), message, remedy)
+
+    def warn(self, key: str, message: str, remedy: str) -> Finding:
+        return Finding("warning", key, self.where(key), message, remedy)
+
+    def where(self, key: str) -> str:
+        try:
+            return str(self.loaded.origin(key))
+        except KeyError:
+            return "default"
+
+
+def facts_of(loaded: Loaded, num_gpus: int | None = None, context: int | None = None) -> Facts:
+    return Facts(loaded, effective_objective(loaded), visible_gpus() if num_gpus is None else num_gpus, context)

@@ -1,0 +1,186 @@
+"""Keys that the user set and that nothing will read under this config. Every key is used, refused, or named here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from gspo.config.backends import TRAINERS, parse_backend
+from gspo.config.lint.facts import Facts, facts_of
+from gspo.config.loaded import Loaded
+from gspo.config.resolve import value_of
+from gspo.config.schema import Norm, Optimizer
+from gspo.config.validate import known_keys
+
+# (key or section, why it is idle)
+Idle = tuple[str, str]
+
+
+def ineffective(loaded: Loaded, num_gpus: int | None = None) -> list[tuple[str, str]]:
+    """(key, why) for every key the user set that has no effect, in the schema's order."""
+    facts = facts_of(loaded, num_gpus)
+    idle = [pair for rule in (_objective, _policies, _rewards, _engines, _sampling, _rest) for pair in rule(facts)]
+    found: dict[str, str] = {}
+    for key in _chosen(loaded):
+        for name, why in idle:
+            if key == name or key.startswith(name + "."):
+                found.setdefault(key, why)
+    return list(found.items())
+
+
+def _chosen(loaded: Loaded) -> list[str]:
+    """The keys somebody chose. A run's resolved config states every key: there, those that depart from a default."""
+    given = [key for key in loaded.origins if loaded.is_set(key)]
+    if len(given) < len(loaded.origins) / 2:
+        return given
+    defaults = {key: known_keys()[key].default for key in given}
+    return [key for key in given if defaults[key] is not None and value_of(loaded.config, key) != defaults[key]]
+
+
+def _objective(f: Facts) -> Iterator[Idle]:
+    name, gate, actor = f.objective["name"], f.objective["gate"], f.actor
+    if gate != "clip":
+        for key in ("eps_clip", "eps_clip_higher", "c_clip", "eps_clip_auto"):
+            if not (key == "eps_clip" and actor.eps_clip == "auto"):  # that one is an error
+                yield f"actor.{key}", f"{name} does not clip the ratio"
+    if not f.objective["eps_auto"]:
+        yield "actor.eps_clip_auto", "actor.eps_clip is not auto"
+    for owner, keys in (
+        ("sapo", ("sapo_tau_pos", "sapo_tau_neg")),
+        ("cispo", ("cispo_weight_max",)),
+        ("gmpo", ("gmpo_log_clip",)),
+    ):
+        if gate != owner:
+            yield from ((f"actor.{key}", f"the objective is {name}, not {owner}") for key in keys)
+    if f.objective["aggregation"] != "token_sum":
+        yield "actor.max_new_tokens", "only loss_aggregation token_sum divides by it"
+    if actor.zero_variance_groups != "refill" and f.config.rollout.dynamic_filter_fn is None:
+        yield "actor.max_refills", f"actor.zero_variance_groups is {actor.zero_variance_groups}, not refill"
+
+
+def _policies(f: Facts) -> Iterator[Idle]:
+    actor = f.actor
+    if not f.objective["corrected"]:
+        yield "actor.rejection_sampling", "π_old/μ does not weigh the loss (actor.use_decoupled_loss)"
+    elif actor.rejection_sampling is not None and actor.rejection_sampling.level == "token":
+        yield "actor.rejection_sampling.agg", "each token is judged by itself (level token)"
+    if f.objective["proximal"] != "rollout":
+        for key in ("actor.prox_logp_recenter", "actor.prox_logp_force"):
+            yield key, f"π_old is not the sampler's (actor.prox_logp_method is {actor.prox_logp_method})"
+    if f.num_minibatches == 1 and actor.routing_replay == "proximal":
+        yield "actor.routing_replay", "one update per batch has no pass after π_old's (actor.ppo_n_minibatches is 1)"
+    if actor.kl_loss_coef == 0 and actor.kl_ctl == 0:
+        yield "actor.kl_estimator", "no KL is used (kl_loss_coef and kl_ctl are 0)"
+        yield "ref", "no KL is used (kl_loss_coef and kl_ctl are 0), so the reference is never asked"
+    if f.objective["advantage"] != "gae":
+        for key in ("actor.discount", "actor.gae_lambda"):
+            if not (key == "actor.discount" and actor.kl_ctl > 0):
+                yield key, f"{f.objective['name']} does not use GAE"
+        yield "critic", f"{f.objective['name']} does not use GAE"
+    if f.config.rollout.max_head_offpolicyness == 0:
+        yield "rollout.queue_size", "training is synchronous (rollout.max_head_offpolicyness is 0)"
+
+
+def _rewards(f: Facts) -> Iterator[Idle]:
+    actor, reward = f.actor, f.config.reward
+    if not actor.overlong_reward_penalty:
+        for key in ("overlong_tokens", "overlong_penalty_factor"):
+            yield f"actor.{key}", "actor.overlong_reward_penalty is off"
+    for name, norm in (("reward_norm", actor.reward_norm), ("adv_norm", actor.adv_norm)):
+        if norm is not None:
+            yield from _norm(f"actor.{name}", norm)
+    if reward.functions:
+        for key, data in (("train_dataset", f.config.train_dataset), ("valid_dataset", f.config.valid_dataset)):
+            if data is not None and any(source.reward for source in data.mixture):
+                yield f"{key}.mixture", "its sources' reward is not used: reward.functions holds for all rows"
+    if not reward.functions:
+        yield "reward.weights", "reward.functions is empty, the task's own reward is used"
+    if "format" not in reward.functions:
+        yield "reward.format_regex", "format is not among reward.functions"
+    if not f.code_rewards:
+        yield "reward.allow_unsandboxed_code", "no reward runs model-written code (`code`)"
+
+
+def _norm(key: str, norm: Norm) -> Iterator[Idle]:
+    if norm.mean_level is None:
+        yield f"{key}.mean_leave1out", f"{key}.mean_level is null"
+    if norm.std_level is None:
+        yield f"{key}.std_unbiased", f"{key}.std_level is null"
+        yield f"{key}.eps", f"{key}.std_level is null"
+    if "group" not in (norm.mean_level, norm.std_level):
+        yield f"{key}.group_size", f"{key} has no group level"
+
+
+def _engines(f: Facts) -> Iterator[Idle]:
+    actor, config = f.actor, f.config
+    if not actor.use_lora:
+        yield from (
+            (f"actor.{key}", "actor.use_lora is false") for key in ("lora_rank", "lora_alpha", "target_modules")
+        )
+    trainer = parse_backend(actor.backend, TRAINERS)
+    alone = f.num_gpus * config.cluster.n_nodes <= 1 if trainer.name == "auto" else trainer.world == 1
+    if alone and os.environ.get("WORLD_SIZE", "1") == "1":
+        yield "actor.fsdp", "one rank trains, and computes in actor.dtype"
+    yield from _optimizer("actor.optimizer", actor.optimizer)
+    if config.critic is not None:
+        yield from _optimizer("critic.optimizer", config.critic.optimizer)
+    for engine in ("vllm", "sglang"):
+        if f.external_sampler != engine:
+            yield engine, f"rollout.backend is {config.rollout.backend}, not {engine}"
+    if config.rollout.max_head_offpolicyness == 0:
+        yield "rollout.queue_size", "synchronous sampling has no queue"
+    if f.in_process:
+        for key in ("actor.weight_update_mode", "rollout.request_retries"):
+            yield key, "the sampler runs in the trainer's process"
+    if (on := config.scheduler.type) != "slurm":
+        yield "scheduler.slurm", f"scheduler.type is {on}, not slurm"
+    if on == "local":
+        yield "scheduler.start_timeout", "scheduler.type is local"
+        if f.in_process:
+            yield "scheduler.restarts", "the local launcher starts samplers again, and there are none"
+
+
+def _optimizer(key: str, optimizer: Optimizer) -> Iterator[Idle]:
+    if optimizer.type == "sgd":
+        yield from ((f"{key}.{name}", f"{key}.type is sgd") for name in ("beta1", "beta2", "eps"))
+    if optimizer.lr_scheduler_type == "constant":
+        yield f"{key}.min_lr_ratio", f"{key}.lr_scheduler_type is constant"
+
+
+def _sampling(f: Facts) -> Iterator[Idle]:
+    for section, values in (("gconfig", f.config.gconfig), ("eval_gconfig", f.config.eval_gconfig)):
+        if values is None:
+            continue
+        if values.greedy:
+            yield from (
+                (f"{section}.{key}", f"{section}.greedy takes the most likely token") for key in ("top_p", "top_k")
+            )
+        if values.min_new_tokens == values.max_new_tokens:
+            for key in ("stop_token_ids", "ignore_eos"):
+                yield f"{section}.{key}", "min_new_tokens equals max_new_tokens: no token may end a completion"
+
+
+def _rest(f: Facts) -> Iterator[Idle]:
+    config = f.config
+    if config.total_train_steps is not None:
+        yield "total_train_epochs", "total_train_steps decides"
+    for section, data in (("train_dataset", config.train_dataset), ("valid_dataset", config.valid_dataset)):
+        if data is not None and data.mixture:
+            for key in ("path", "size", "prompt_column", "answer_column", "columns", "options"):
+                yield f"{section}.{key}", f"{section}.mixture has data sets of its own"
+    if config.valid_dataset is not None:
+        for key in ("batch_size", "shuffle"):
+            yield f"valid_dataset.{key}", "held-out problems are taken in their order, evaluator.size of them"
+    if config.eval_gconfig is not None:
+        yield "eval_gconfig.max_tokens", "gconfig.max_tokens bounds every sequence"
+    if not (config.env.path or config.env.agent or config.env.command):
+        for key in ("env.options", "env.max_turns", "env.timeout", "env.turn_discount", "actor.sequence_unit"):
+            yield key, "the config names no environment (env.path); Trainer(env=…) reads it all the same"
+    if not f.sequence_level:
+        yield "actor.sequence_unit", "every token has a ratio of its own"
+    if not (config.env.agent or config.env.command):
+        yield "env.model", "no agent asks for it (env.agent, env.command)"
+    if config.env.command:
+        yield "env.options", "a command is given the row alone"
+    if config.stats_logger.wandb.mode == "disabled":
+        yield "stats_logger.wandb.project", "stats_logger.wandb.mode is disabled"

@@ -1,0 +1,213 @@
+"""Where rows come from: files, folders, hub data sets and procedural tasks, all as lists of plain mappings.
+
+`rows_of(path, split)` is the one entry. A source that has its own held-out part gives it; any other is divided by a
+hash of each problem's text, so that the same problem never stands on both sides and no state is kept.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from gspo.data import arithmetic
+from gspo.data import reasoning_gym as gym
+from gspo.data.split import HELD_OUT, in_held_out
+from gspo.errors import DataError
+
+Row = dict[str, Any]
+_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+_SPLIT_NAME = re.compile(r"(train|" + "|".join(HELD_OUT) + r")(?:[-_.].*)?", re.IGNORECASE)
+_HUB_CONFIG = {"openai/gsm8k": "main", "gsm8k": "main"}  # data sets that the hub will not load without a name
+
+
+def rows_of(
+    path: str,
+    split: str | None,
+    *,
+    size: int | None,
+    seed: int,
+    options: Mapping[str, Any],
+    text_of: Callable[[Row], str],
+    key: str,
+) -> list[Row]:
+    """The rows of a split (None or 'all': every row), at most `size`. `text_of` gives the text that is hashed."""
+    if split not in (None, "all", "train", *HELD_OUT):
+        raise DataError(f"{key}.split must be train, all, or one of {', '.join(HELD_OUT)}; got {split!r}")
+    held_out = split in HELD_OUT
+    if path.startswith("reasoning_gym:"):
+        return gym.rows(path.partition(":")[2], split, size=size, seed=seed, options=options, key=key)
+    if options:
+        raise DataError(
+            f"{key}.options ({', '.join(options)}) are settings of a reasoning_gym task, and {key}.path is {path}; "
+            "remove them"
+        )
+    if path.startswith("embedded:"):
+        return _embedded(path, split, size=size, seed=seed, key=key)
+    parts = _local(path, key)
+    if parts is None:
+        parts = _hub(path, key)
+    own = next((parts[name] for name in (split, *HELD_OUT) if name in parts and name != "train"), None)
+    train = parts.get("train")
+    if split in (None, "all"):
+        rows = [row for load in parts.values() for row in load()]
+    elif held_out and own is not None:
+        rows = own()
+    elif not held_out and train is None:
+        raise DataError(
+            f"{key}.path: {path} holds only held-out data by its name, and {key}.split is 'train'; "
+            f"set {key}.split: all to use every row of it"
+        )
+    elif train is None:
+        raise DataError(f"{key}.path: {path} has neither a train nor a {split} part")
+    elif own is not None:
+        rows = train()
+    else:
+        rows = [row for row in train() if in_held_out(text_of(row), 0.05) == held_out]
+    return rows if size is None else rows[:size]
+
+
+def read_file(path: Path, key: str = "train_dataset") -> list[Row]:
+    """All rows of one JSONL, JSON, CSV or Parquet file."""
+    try:
+        if path.suffix == ".jsonl":
+            return list(_read_jsonl(path))
+        if path.suffix == ".json":
+            content = json.loads(path.read_text(encoding="utf-8"))
+            rows = content if isinstance(content, list) else content.get("data") if isinstance(content, dict) else None
+            return [_row(row, f"{path}: entry {i}") for i, row in enumerate(_listed(rows, path))]
+        if path.suffix == ".csv":
+            with path.open(newline="", encoding="utf-8-sig") as file:
+                reader = csv.DictReader(file, strict=True)
+                rows = [_row(row, f"{path}:{reader.line_num}") for row in reader]
+            if any(None in row or None in row.values() for row in rows):
+                raise DataError(f"{path}: a line has more or fewer fields than the header {reader.fieldnames}")
+            return rows
+        if path.suffix == ".parquet":
+            return _read_parquet(path)
+    except DataError:
+        raise
+    except FileNotFoundError:
+        raise DataError(f"{key}.path: there is no file {path}") from None
+    except (OSError, ValueError, csv.Error) as error:
+        raise DataError(f"{key}.path: {path} cannot be read: {error}") from error
+    raise DataError(f"{key}.path: {path} is none of {', '.join(_SUFFIXES)}")
+
+
+def _read_jsonl(path: Path) -> Iterable[Row]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    yield _row(json.loads(line), f"{path}:{number}")
+                except ValueError as error:
+                    raise DataError(f"{path}:{number} is not JSON: {error}") from None
+
+
+def _read_parquet(path: Path) -> list[Row]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(f"{path}: Parquet needs pyarrow: pip install 'gspo[tasks]'") from None
+    try:
+        return pyarrow.parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path} is not a Parquet file that can be read: {error}") from error
+
+
+def _listed(rows: Any, path: Path) -> list[Any]:
+    if not isinstance(rows, list):
+        raise DataError(f"{path} must hold a list of objects, or an object with a list under 'data'")
+    return rows
+
+
+def _row(value: Any, where: str) -> Row:
+    if not isinstance(value, Mapping):
+        raise DataError(f"{where} must be an object with columns, got {type(value).__name__}")
+    return dict(value)
+
+
+Parts = dict[str, Callable[[], list[Row]]]
+
+
+def _local(path: str, key: str) -> Parts | None:
+    """The parts of a file or folder, by split name; None if `path` is a hub name without a local copy."""
+    here = Path(path).expanduser()
+    if here.suffix in _SUFFIXES:
+        if not here.is_file():
+            raise DataError(f"{key}.path: there is no file {path} (looked in {Path.cwd()})")
+        return _parts([here], key)
+    folders = [here]
+    if root := os.environ.get("GSPO_DATA"):
+        folders += [Path(root) / path, Path(root) / here.name]
+        if Path(root).name == here.name:
+            folders.append(Path(root))
+    for folder in filter(Path.is_dir, folders):
+        for place in filter(Path.is_dir, (folder, folder / "data", folder / "main")):
+            if files := sorted(file for file in place.iterdir() if file.suffix in _SUFFIXES):
+                return _parts(files, key)
+        raise DataError(f"{key}.path: the folder {folder} holds no {', '.join(_SUFFIXES)} file")
+    if here.exists() or path.count("/") > 1 or path.startswith((".", "/", "~")):
+        raise DataError(f"{key}.path: there is no data file or folder {path} (looked in {Path.cwd()})")
+    return None
+
+
+def _parts(files: list[Path], key: str) -> Parts:
+    grouped: dict[str, list[Path]] = {}
+    for file in files:
+        found = _SPLIT_NAME.fullmatch(file.stem)
+        grouped.setdefault(found[1].lower() if found else "train", []).append(file)
+
+    def loader(shards: list[Path]) -> Callable[[], list[Row]]:
+        return lambda: [row for shard in shards for row in read_file(shard, key)]
+
+    return {split: loader(shards) for split, shards in grouped.items()}
+
+
+def _hub(path: str, key: str) -> Parts:
+    """A data set of the hub, `owner/name` or `owner/name:config`, through `datasets`."""
+    name, _, config = path.partition(":")
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(
+            f"{key}.path: {path} is no local file or folder, and the hub needs: pip install 'gspo[tasks]'"
+        ) from None
+    try:
+        loaded = datasets.load_dataset(name, config or _HUB_CONFIG.get(name))
+    except Exception as error:  # the library raises its own, the hub's and the HTTP client's errors
+        raise DataError(
+            f"{key}.path: {path} is no local file or folder, and the hub did not give it "
+            f"({type(error).__name__}: {str(error)[:200]}). Without a connection, set {key}.path to a folder with "
+            f"train.jsonl and test.jsonl, or set the environment variable GSPO_DATA to the folder that holds "
+            f"{Path(name).name}/"
+        ) from error
+
+    def loader(part: Any) -> Callable[[], list[Row]]:
+        return lambda: [dict(row) for row in part]
+
+    return {str(part): loader(loaded[part]) for part in loaded}
+
+
+def _embedded(path: str, split: str | None, *, size: int | None, seed: int, key: str) -> list[Row]:
+    """`embedded:arithmetic` or, with its numbers of digits, `embedded:arithmetic:2-3`."""
+    found = re.fullmatch(r"embedded:arithmetic(?::([1-6])(?:-([1-6]))?)?", path)
+    if not found:
+        raise DataError(f"{key}.path: {path} is not embedded; there is embedded:arithmetic, or embedded:arithmetic:2-3")
+    digits = (int(found[1]), int(found[2] or found[1])) if found[1] else arithmetic.DIGITS
+    part: arithmetic.Split = "test" if split in HELD_OUT else "train"
+    count = size if size is not None else 512 if part == "test" else 4096
+    # The held-out problems are the same for every seed of a run: runs are compared on them.
+    drawn = arithmetic.distinct_problems(part, count, seed=0 if part == "test" else seed, digits=digits)
+    if size is not None and len(drawn) < size:
+        low, high = digits
+        raise DataError(
+            f"{key}.size is {size}, but {path} has only {len(drawn)} different {part} problems of {low} to {high} "
+            f"digits; set it lower, or {key}.path: embedded:arithmetic:{low}-{high + 1}"
+        )
+    return [{"question": p.question, "answer": p.answer, "solution": p.solution} for p in drawn]

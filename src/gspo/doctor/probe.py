@@ -1,0 +1,163 @@
+"""`gspo doctor --probe`: how far the configured sampler's log-probs are from the trainer's at equal weights.
+
+A handful of training's own prompts is answered by the sampler that the config names, and the trainer evaluates the
+same tokens: what mini-batch 1 measures in every step, before there is one. The verdict is `noise.judge`'s, as in a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gspo.config import Loaded
+from gspo.config.schema import Config
+from gspo.errors import RolloutError
+from gspo.learner.policy.module import PolicyModule
+from gspo.learner.policy.packing import Completion, PackItem
+from gspo.learner.proximal import judge, noise_of, words
+from gspo.learner.step import by_sequence, packed_parts
+from gspo.rollout.groups import single_turn
+from gspo.runs import checkpoint
+from gspo.sampling.api import Sampler
+from gspo.train.build import servers as remote
+from gspo.train.build import setup
+from gspo.types import Request, Sample, SampleId
+
+PROMPTS, SAMPLES = 8, 8
+BINS = 4
+
+
+def probe(
+    loaded: Loaded, run: Path | None, step: int, place: Path, say: Callable[[str], None] = print
+) -> dict[str, Any]:
+    """Measure, and judge by ε; plain values. `run` and `step`: whose weights; `place`: a folder to leave traces in."""
+    config = loaded.config
+    setup.set_threads(config)
+    plan = setup.make_plan(loaded)
+    policy, tokenizer = setup.make_policy(config, plan.settings["level"] != "token")
+    if run is not None and step:
+        folder = run / "checkpoints" / f"step_{step:06d}"
+        checkpoint.verify(folder)
+        checkpoint.load(folder, policy, None)
+    if config.env.path or config.env.agent or config.env.command:
+        say("episodes are not played: each prompt is answered once, without its environment")
+    data, _ = setup.make_data(config, None, None, tokenizer)
+    num_samples, params = min(config.gconfig.n_samples, SAMPLES), setup.sampling_params(config.gconfig)
+    rows = [data.row_of(config.seed, number, shuffle=config.train_dataset.shuffle) for number in range(PROMPTS)]
+    requests = [
+        Request(SampleId(number, i), data.prompt(row).tokens, params)
+        for number, row in enumerate(rows)
+        for i in range(num_samples)
+    ]
+    sampler = setup.make_sampler(config, policy, tokenizer, step, place, say)
+    try:
+        samples = answers(sampler, requests, config.rollout.request_timeout)
+    finally:
+        sampler.close()
+    theirs = [sample.behavior_logp.astype(np.float64) for sample in samples]
+    ours = trainer_logp(policy, requests, samples, temperature=plan.temperature, max_tokens=plan.max_tokens)
+    eps = setup.narrowest_clip(config, plan.settings)
+    return {
+        "model": config.actor.path,
+        "step": step,
+        "sampler": sampler_words(config),
+        "trainer": f"{next(policy.parameters()).dtype}, {policy.model.device.type}".removeprefix("torch."),
+        "temperature": params.temperature,
+        "cuts": [key for key, on in (("top_p", params.top_p < 1), ("top_k", params.top_k > 0)) if on],
+        "method": config.actor.prox_logp_method,
+        "forced": config.actor.prox_logp_force,
+        "eps": eps,
+        "eps_auto": config.actor.eps_clip == "auto",
+        **figures(ours, theirs, eps, centred=setup.proximal_source(config) == "centred"),
+    }
+
+
+def sampler_words(config: Config) -> str:
+    """Who samples, and in what precision."""
+    if not remote.num_servers():
+        precision = config.rollout.sampler_precision
+        return "in process" + ("" if precision == "none" else f", on weights rounded to {precision}")
+    engine = setup.engine_of(config)
+    if engine is None:
+        return "a sampler server of our own"
+    options = getattr(config, engine)
+    how = [f"{key} {options[key]}" for key in ("dtype", "quantization", "kv_cache_dtype") if options.get(key)]
+    return ", ".join([f"{engine} server", *how])
+
+
+def answers(sampler: Sampler, requests: Sequence[Request], deadline_s: float) -> list[Sample]:
+    """A sample for each request, in their order."""
+    found = {sample.id: sample for sample in single_turn(requests, sampler, deadline_s)}
+    if missing := [request.id for request in requests if request.id not in found]:
+        raise RolloutError(
+            f"the sampler answered {len(found)} of {len(requests)} requests, and not {tuple(missing[0])}; if it needs "
+            "longer, set rollout.request_timeout higher"
+        )
+    return [found[request.id] for request in requests]
+
+
+@torch.no_grad()
+def trainer_logp(
+    policy: PolicyModule,
+    requests: Sequence[Request],
+    samples: Sequence[Sample],
+    *,
+    temperature: float,
+    max_tokens: int = 8192,
+) -> list[NDArray[np.float64]]:
+    """The trainer's log-probs of the samples' tokens, packed as a step packs them."""
+    groups: dict[tuple[int, ...], list[Completion]] = {}
+    for number, (request, sample) in enumerate(zip(requests, samples, strict=True)):
+        groups.setdefault(request.prompt, []).append(Completion(sample.tokens, sample.mask, number))
+    items = [PackItem(np.asarray(prompt), tuple(each)) for prompt, each in groups.items()]
+    found: dict[int, NDArray[Any]] = {}
+    for packed in packed_parts(policy, items, max_tokens, 1):
+        found |= by_sequence(packed, policy(packed, temperature=temperature, with_entropy=False).logp)
+    return [found[i].astype(np.float64) for i in range(len(samples))]
+
+
+def figures(
+    ours: Sequence[NDArray[np.float64]], theirs: Sequence[NDArray[np.float64]], eps: float | None, *, centred: bool
+) -> dict[str, Any]:
+    """log s of the trainer against the sampler by sequence, and by length; the verdict and its words."""
+    lengths = np.array([len(row) for row in ours], dtype=np.int64)
+    log_s = np.array([float(np.mean(a - b)) if len(a) else np.nan for a, b in zip(ours, theirs, strict=True)])
+    noise = noise_of(log_s, lengths)
+    if noise is None:
+        raise RolloutError("the sampler answered with no token at all; raise gconfig.max_new_tokens")
+    error = np.concatenate([a - b for a, b in zip(ours, theirs, strict=True)])
+    floor = noise.floor(centred)
+    verdict = judge(floor, eps)
+    return {
+        "num_sequences": noise.count,
+        "num_tokens": int(lengths.sum()),
+        "log_s_mean": noise.mean,
+        "log_s_std": noise.std,
+        "log_s_p95_abs": noise.p95,
+        "log_s_centred_p95_abs": noise.centred_p95,
+        "token_mean": float(error.mean()),
+        "token_std": float(error.std()),
+        "token_max_abs": float(np.abs(error).max()),
+        "by_length": by_length(log_s, lengths),
+        "verdict": verdict,
+        "words": None if eps is None or verdict == "fine" else words(noise, eps, centred=centred),
+    }
+
+
+def by_length(log_s: NDArray[np.float64], lengths: NDArray[np.int64]) -> list[Mapping[str, Any]]:
+    """The noise of sequences of about one length, shortest first; equal lengths stand together."""
+    edges = np.unique(np.quantile(lengths, np.arange(1, BINS) / BINS, method="lower"))
+    part, rows = np.searchsorted(edges, lengths), []
+    for number in np.unique(part):
+        mine = part == number
+        noise = noise_of(log_s[mine], lengths[mine])
+        if noise is not None:
+            span = [int(lengths[mine].min()), int(lengths[mine].max())]
+            figures = {"mean": noise.mean, "std": noise.std, "p95_abs": noise.p95}
+            rows.append({"tokens": span, "num_sequences": noise.count, **figures})
+    return rows

@@ -1,0 +1,71 @@
+"""What `gspo doctor` says about problems and rewards: which rows are drawn, and who scores them. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from gspo.config.lint.facts import Facts
+from gspo.config.schema import DatasetSpec
+
+
+def data_section(f: Facts) -> dict[str, Any]:
+    """Training problems, held-out problems and rewards, in words."""
+    train, valid, functions = f.config.train_dataset, f.config.valid_dataset, f.config.reward.functions
+    own = "the held-out part of each training source" if train.mixture else "the held-out part of the training data"
+    return {
+        "training": _data_words(train),
+        "held_out": own if valid is None else _data_words(valid),
+        "template": _template_words(train),
+        "reward": reward_words(functions, f.config.reward.weights) if functions else _own_words(train),
+    }
+
+
+def reward_words(functions: Sequence[str | dict[str, Any]], weights: Sequence[float] = ()) -> str:
+    """The sum of rewards, each with what matters of its settings; never a key or a prompt.
+
+    >>> reward_words(["math", {"name": "reward_model", "path": "rm", "weight": 0.5}])
+    "math + 0.5 × reward_model rm, in the trainer's process"
+    """
+    words = []
+    for number, entry in enumerate(functions):
+        settings = {"name": entry} if isinstance(entry, str) else entry
+        name = str(settings.get("name", "?"))
+        weight = weights[number] if number < len(weights) else settings.get("weight", 1.0)
+        if name == "judge":
+            host = re.sub(r"//[^/@]*@", "//", str(settings.get("url", "?")))
+            name = f"judge {settings.get('model', '?')} at {host}"
+        elif name == "reward_model":
+            name = f"reward_model {settings.get('path', '?')}, in the trainer's process"
+        words.append(name if weight == 1 else f"{weight:g} × {name}")
+    return " + ".join(words)
+
+
+def _own_words(data: DatasetSpec) -> str:
+    if not data.mixture:
+        return "the task's own"
+    rewards = {s.name or s.path: reward_words(s.reward) for s in data.mixture if s.reward}
+    named = "; ".join(f"{name}: {words}" for name, words in rewards.items())
+    return named + "; every other source's own" * (len(rewards) < len(data.mixture)) if named else "each source's own"
+
+
+def _data_words(data: DatasetSpec) -> str:
+    if not data.mixture:
+        return f"{data.path}, split {data.split}" + (f", {data.size:,} rows" if data.size else "")
+    total = sum(source.weight for source in data.mixture)
+    return "; ".join(
+        f"{100 * source.weight / total:.3g} % {source.path}" + (f" as {source.name}" if source.name else "")
+        for source in data.mixture
+    )
+
+
+def _template_words(data: DatasetSpec) -> str:
+    if data.chat_template in (False, "none"):
+        words = "plain text"
+    elif data.chat_template in ("auto", True):
+        words = "the tokenizer's chat template" + ", if it has one" * (data.chat_template == "auto")
+    else:
+        words = "a chat template of your own"
+    limit = f"; prompts of more than {data.max_length:,} tokens are dropped" if data.max_length else ""
+    return words + (", with a system prompt" if data.system_prompt is not None else "") + limit

@@ -1,0 +1,56 @@
+"""A config's trainer and sampler beside no training: for `gspo doctor --probe` and `--selftest`.
+
+The processes are those of a run, placed by the same plan on this machine, in a folder that goes with them: one rank of
+the trainer, and one server where the config samples by servers. Ray and Slurm are not asked: what they would start is
+started here, and refused here where this machine lacks the GPUs for it.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from gspo.config import Loaded
+from gspo.config.layout import layout_of
+from gspo.launcher import launch
+from gspo.launcher.plan import config_file, run_path
+from gspo.system.gpus import visible_gpus
+
+
+def run_aside(
+    loaded: Loaded, words: Sequence[str], here: Callable[[Loaded, Path], int], *, with_server: bool = False
+) -> int:
+    """`here` in this process where one is enough; else `gspo WORDS --config FILE` beside a server. The exit code."""
+    with tempfile.TemporaryDirectory(prefix="gspo-doctor-", ignore_cleanup_errors=True) as folder:
+        small = one_of_each(loaded, Path(folder), visible_gpus(), with_server=with_server)
+        path = run_path(small.config)
+        command = [sys.executable, "-m", "gspo", *words, "--config", str(config_file(path))]
+        code = launch(small, command)
+        return here(small, path) if code is None else code
+
+
+def one_of_each(loaded: Loaded, folder: Path, num_gpus: int, *, with_server: bool = False) -> Loaded:
+    """The config with one rank and at most one server, on this machine, with `folder` for its run directory.
+
+    `with_server`: one of our own even where the config samples in process, if the machine has room for it.
+    """
+    cluster = replace(loaded.config.cluster, fileroot=str(folder), n_nodes=1, n_gpus_per_node=None)
+    config = replace(loaded.config, cluster=cluster)
+    sampler = layout_of(config, num_gpus).sampler
+    if sampler is None:
+        backend = "local:d1" if with_server and num_gpus != 1 else "local"
+    else:
+        given = getattr(config, sampler.name, {}).get("url") if sampler.name != "local" else None
+        backend = str(replace(sampler, data=sampler.data if isinstance(given, list) else 1))
+    rounds = config.rollout.sampler_precision != "none"  # in process alone
+    small = replace(
+        config,
+        scheduler=replace(config.scheduler, type="local"),
+        rollout=replace(config.rollout, backend="local" if rounds else backend, max_head_offpolicyness=0),
+        actor=replace(config.actor, backend="fsdp:d1"),
+        strict=False,  # its warnings are about a run
+    )
+    return replace(loaded, config=small)

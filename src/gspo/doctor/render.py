@@ -1,0 +1,249 @@
+"""How `gspo doctor` and `gspo objectives` look: plain values in, text of a given width out. Torch-free.
+
+Texts from configs may hold anything; they pass through `inert` and are never read as markup.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from gspo.algorithms import ALGORITHMS, Algorithm
+from gspo.doctor.explain import ADVANTAGE_WORDS, AGGREGATION_WORDS, RATIO_WORDS, Report
+from gspo.system.text import count, human, inert, number
+
+NARROWEST = 40
+
+
+def to_text(report: Report, *, width: int = 100, styled: bool = False) -> str:
+    """The report for a person."""
+    data = report.sections
+    blocks: list[RenderableType] = [
+        *_objective(data["objective"]),
+        *_data(data["data"]),
+        *_batch(data["batch"]),
+        *_policies(data["policies"]),
+        *_memory(data["memory"]),
+        *_findings(data),
+    ]
+    return _render(Group(*blocks), width, styled)
+
+
+def algorithm_table(*, width: int = 100, styled: bool = False) -> str:
+    """All presets, a row each."""
+    # The paper has its place on the card; in a narrow terminal whole words matter more.
+    columns = ("name", "ratio", "gate", "advantage", "aggregation", *(("paper",) if width >= 100 else ()))
+    table = Table(box=None, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, no_wrap=True, style="bold" if column == "name" else None)
+    for a in ALGORITHMS.values():
+        cells = (a.name, a.level, _gate(a), a.advantage, a.aggregation, a.paper.partition(",")[0])
+        table.add_row(*cells[: len(columns)])
+    hint = Text("\n`gspo objectives gspo` shows one formula; `algorithm: gspo` in a config chooses it.", style="dim")
+    return _render(Group(table, hint), width, styled)
+
+
+def algorithm_card(algorithm: Algorithm, *, width: int = 100, styled: bool = False) -> str:
+    """One preset: formula, paper, defaults, note."""
+    a = algorithm
+    rows = [
+        ("paper", a.paper),
+        ("ratio", RATIO_WORDS[a.level]),
+        ("gate", _gate(a)),
+        ("advantage", ADVANTAGE_WORDS[a.advantage]),
+        ("loss", AGGREGATION_WORDS[a.aggregation]),
+        ("defaults", ", ".join(f"{name} {_number(value)}" for name, value in a.settings.items())),
+        ("mini-batches", f"{a.minibatches} updates per rollout batch"),
+        ("groups of equal rewards", a.zero_variance_groups),
+        ("overlong penalty", "on" if a.overlong_penalty else "off"),
+        ("note", a.note),
+        ("choose it", f"algorithm: {a.name}"),
+    ]
+    parts = a.formula.split(",   ")
+    lines = [Padding(_text(part), (0, 0, 0, 2)) for part in parts]
+    return _render(Group(_text(f"{a.name}: {a.title}", "bold"), Text(), *lines, Text(), _pairs(rows)), width, styled)
+
+
+def _gate(a: Algorithm) -> str:
+    s = a.settings
+    if a.gate == "clip":
+        return f"clip {_number(s['clip_low'])}/{_number(s['clip_high'])}"
+    if a.gate == "cispo":
+        return f"weight ≤ {s['weight_max']:g}"
+    if a.gate == "sapo":
+        return f"soft, τ {s['tau_pos']:g}/{s['tau_neg']:g}"
+    return f"band exp(±{s['log_clip_high']:g})" if a.gate == "gmpo" else "none"
+
+
+def _number(value: Any) -> str:
+    return "off" if value is None else number(value) if isinstance(value, float) else str(value)
+
+
+def _objective(data: dict[str, Any]) -> Iterable[RenderableType]:
+    yield _heading(f"Objective: {data['algorithm']}", data["title"])
+    changed = not data["as_published"]
+    if changed:
+        same = data["same_as"]
+        what = f"{data['algorithm']} with ratio level {data['level']} and aggregation {data['aggregation']}"
+        tail = f": the objective of {same}" if same else ""
+        yield Padding(_text(what + tail, "italic"), (0, 0, 0, 2))
+    for part in data["formula"].split(",   "):
+        yield Padding(_text(part, "cyan"), (0, 0, 0, 2))
+    rows = [tuple(words.split(": ", 1)) for words in data["words"]]
+    yield _pairs(rows if changed else [*rows, ("paper", data["paper"])])
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(3):
+        table.add_column(overflow="fold")
+    for row in data["decided_by"]:
+        table.add_row(_text(row["key"], "dim"), _text(_number(row["value"])), _text(row["where"], "dim"))
+    yield Padding(table, (1, 0, 0, 2))
+
+
+def _batch(data: dict[str, Any]) -> Iterable[RenderableType]:
+    yield _heading("Batch")
+    each = data["sequences_per_minibatch"]
+    rows = [
+        (
+            "rollout batch",
+            f"{data['prompts']:,} prompts × {data['group_size']:,} samples = {data['sequences']:,} sequences",
+        ),
+        (
+            "mini-batches",
+            f"{data['minibatches']:,} of {each:,} sequences, an optimizer update each"
+            if data["divides"]
+            else f"{data['minibatches']:,}: {data['sequences']:,} sequences do not divide",
+        ),
+    ]
+    tokens, size = data["tokens_per_minibatch_at_most"], data["max_tokens_per_microbatch"]
+    bound, which = "at most", f"if every sequence were longest: {tokens:,} tokens"
+    if not data["prompt_length_known"]:
+        bound, which = "about", f"completions up to {tokens:,} tokens; prompts come on top, their length is not bounded"
+    micro = f"{bound} {data['microbatches_at_most']:,} of {size:,} tokens per mini-batch and rank ({which})"
+    rows.append(("micro-batches", micro))
+    rows.append(("ranks", str(data["ranks"])))
+    if data["updates"] is not None:
+        rows.append(("run", f"{data['steps']:,} steps, {data['updates']:,} optimizer updates"))
+    yield _pairs(rows)
+
+
+def _data(data: dict[str, Any]) -> Iterable[RenderableType]:
+    yield _heading("Problems")
+    yield _pairs(
+        [
+            ("training", data["training"]),
+            ("held out", data["held_out"]),
+            ("prompts", data["template"]),
+            ("reward", data["reward"]),
+        ]
+    )
+
+
+def _policies(data: dict[str, Any]) -> Iterable[RenderableType]:
+    yield _heading("Policies")
+    yield _pairs(
+        [
+            ("samples (μ)", data["sampler"]),
+            ("sampling", data["sampling"]),
+            ("π_old", data["pi_old"]),
+            ("correction", data["correction_words"]),
+            ("KL", data["kl"]),
+            *([("experts", data["experts"])] if data["experts"] else []),
+            ("trained", data["trained"]),
+        ]
+    )
+
+
+def _memory(data: dict[str, Any]) -> Iterable[RenderableType]:
+    yield _heading("Memory", data["model"])
+    if not data["known"]:
+        yield _pairs([("unknown", data["unknown"])])
+        return
+    shape = data["shape"]
+    experts = f", {shape['experts']} experts" if shape["experts"] else ""
+    about = "" if shape["exact"] else f" (family {shape['family']} is counted like Llama's: roughly)"
+    rows = [
+        (
+            "model",
+            f"{count(shape['parameters'])} parameters, {shape['layers']} layers × {shape['hidden']}, "
+            f"vocabulary {shape['vocabulary']:,}{experts}{about}",
+        )
+    ]
+    for item in data["items"]:
+        size = "unknown" if item["num_bytes"] is None else human(item["num_bytes"])
+        rows.append((item["name"], f"{size:>9}  {item['how']}"))
+    for side, total in data["totals"].items():
+        each = "each rank" if side == "trainer" and data["per_rank"] > 1 else side
+        beside = "without activations" if side == "trainer" else ""
+        rows.append((f"{each}, together", "unknown" if total is None else f"{human(total):>9}  {beside}"))
+    yield _pairs(rows)
+
+
+def _findings(data: dict[str, Any]) -> Iterable[RenderableType]:
+    if data["messages"]:
+        yield _heading("Translated or decided for you")
+        yield from (Padding(_text(message), (0, 0, 0, 2)) for message in data["messages"])
+    if data["without_effect"]:
+        yield _heading("Keys without effect")
+        yield _pairs((row["key"], f"{row['why']} ({row['where']})") for row in data["without_effect"])
+    for kind, style in (("errors", "bold red"), ("warnings", "bold yellow")):
+        if data[kind]:
+            yield _heading({"errors": "Impossible", "warnings": "Warnings"}[kind], style=style)
+            for finding in data[kind]:
+                text = Text.assemble(
+                    _text(finding["key"], "bold"), _text(f" ({finding['where']}): {finding['message']}."), "\n"
+                )
+                text.append_text(_text(f"→ {finding['remedy']}.", "green"))
+                yield Padding(text, (0, 0, 0, 2))
+    yield Text()
+    yield _text(_verdict(data), "bold")
+
+
+def _verdict(data: dict[str, Any]) -> str:
+    errors, warnings = len(data["errors"]), len(data["warnings"])
+    if errors:
+        return f"This cannot run: {errors} impossible setting{'s' if errors > 1 else ''}."
+    if not warnings:
+        return f"Nothing to object. Runs go to {data['run_directory']}."
+    said = f"{warnings} warning{'s' if warnings > 1 else ''}"
+    return f"{said}, which strict: true makes errors." if data["strict"] else f"{said}; it would run."
+
+
+def _heading(title: str, detail: str = "", style: str = "bold") -> RenderableType:
+    return Text.assemble("\n", _text(title, style), _text(f"  {detail}" if detail else "", "dim"))
+
+
+def _pairs(rows: Iterable[Iterable[str]]) -> RenderableType:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(overflow="fold", max_width=34)
+    table.add_column(overflow="fold", ratio=1)
+    for name, value in rows:
+        if value:
+            table.add_row(_text(name, "dim"), _text(value))
+    return Padding(table, (0, 0, 0, 2))
+
+
+def _text(text: str, style: str = "") -> Text:
+    return Text(inert(text), style=style, overflow="fold")
+
+
+def _render(content: RenderableType, width: int, styled: bool) -> str:
+    out = io.StringIO()
+    console = Console(
+        file=out,
+        width=max(width, NARROWEST),
+        force_terminal=styled,
+        no_color=not styled,
+        color_system="standard" if styled else None,
+        markup=False,
+        highlight=False,
+        emoji=False,
+        legacy_windows=False,
+    )
+    console.print(content)
+    return "\n".join(line.rstrip() for line in out.getvalue().strip("\n").split("\n"))

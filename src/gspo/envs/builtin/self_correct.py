@@ -1,0 +1,79 @@
+"""The environment `self_correct`: the model answers, hears whether it was right, and may try again.
+
+The row's reference answer is looked for in the answer as the configured reward would, or by `check`; each attempt that
+is wrong is followed by `feedback`. The episode's reward is 1 for a right answer, times `discount` for every attempt
+before it, and 0 if none was right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from gspo.envs.client import Client, OutOfRoomError
+from gspo.errors import ConfigError
+from gspo.rewards.call import find_function
+from gspo.rewards.functions.builtin import BUILTIN
+
+
+class SelfCorrect:
+    """The environment.
+
+    attempts   answers that the model may give
+    feedback   what it hears after a wrong one; {answer} stands for what it said
+    discount   factor of the reward for every attempt before the right one
+    check      a built-in reward (final, math, numeric, …) or module:function(text, answer=…): 1 is right
+    options    arguments of check: {marker: ">"}
+    """
+
+    def __init__(
+        self,
+        attempts: int = 2,
+        feedback: str = "That is not right. Look for the mistake and answer again.",
+        discount: float = 1.0,
+        check: str | Callable[..., Any] = "math",
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if attempts < 1 or not 0 <= discount <= 1:
+            raise ConfigError("env.options: attempts must be at least 1, and discount between 0 and 1")
+        self._attempts, self._feedback, self._discount = attempts, feedback, discount
+        self._check = partial(_found(check), **(options or {}))
+
+    async def __call__(self, client: Client, data: Mapping[str, Any]) -> dict[str, float]:
+        messages = client.messages
+        for attempt in range(self._attempts):
+            try:
+                answer = await client.chat(messages)
+            except OutOfRoomError:
+                if attempt == 0:
+                    raise
+                break
+            # In a thread: a check may take its time over what a model wrote.
+            mark = await asyncio.to_thread(self._check, answer["content"], **_accepted(self._check, data))
+            if float(mark) >= 1:
+                return {"reward": self._discount**attempt, "first_attempt": float(attempt == 0)}
+            feedback = self._feedback.replace("{answer}", answer["content"])
+            messages += [answer, {"role": "user", "content": feedback}]
+        return {"reward": 0.0, "first_attempt": 0.0}
+
+
+def _found(check: str | Callable[..., Any]) -> Callable[..., Any]:
+    if callable(check):
+        return check
+    if check in BUILTIN:
+        return BUILTIN[check]
+    try:
+        return find_function(check)
+    except ValueError as error:
+        raise ConfigError(f"env.options.check: {error}; or one of {', '.join(BUILTIN)}") from error
+
+
+def _accepted(function: Callable[..., Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """The row's columns that a function has parameters for."""
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return dict(data)
+    return {name: value for name, value in data.items() if name in parameters}

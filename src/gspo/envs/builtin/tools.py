@@ -1,0 +1,152 @@
+"""The environment `tools`: the model may call a calculator, or run Python in the sandbox, before it answers.
+
+A call and its result are a turn; the reward is the configured one, on the last answer. A tool that fails says so to the
+model in words ("error: …"), and the episode goes on; only a machine that cannot run the tool fails the sample.
+
+Two ways to call. With a chat template, the form of Hermes and Qwen (`envs/chat.py`), tools described by the template.
+Without one, in brackets, the result right behind them: `[calculator 12*34]408`, or with a single tool `[12*34]408`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from gspo.envs.builtin.calculator import CalculatorError, calculate
+from gspo.envs.client import Client, EpisodeError, OutOfRoomError
+from gspo.errors import ConfigError
+from gspo.rewards.sandbox import box as sandbox
+
+Tool = Callable[[str], Awaitable[str]]
+
+OPEN, CLOSE = "[", "]"
+_ARGUMENT = {"calculator": "expression", "python": "code"}
+_SAYS = {
+    "calculator": "Calculate an expression of numbers, + - * / // % ** and brackets.",
+    "python": "Run a Python program and read what it prints. No network, no files, standard library only.",
+}
+_TEXT = {"calculator": "the expression", "python": "the program"}
+# One program at a time: the sandbox bounds processes by user, and they would count against each other.
+_BOX = threading.Lock()
+
+
+class Tools:
+    """The environment; `tools` names those that may be called.
+
+    max_turns    answers of the model, calls included; a call in the last of them is not run
+    max_output   characters of a result that the model gets to see
+    timeout      seconds that a program may run
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[str] = ("calculator",),
+        *,
+        max_turns: int = 4,
+        max_output: int = 500,
+        timeout: float = 5.0,
+        allow_unsandboxed: bool = False,
+    ) -> None:
+        names = [tools] if isinstance(tools, str) else list(tools)
+        unknown = sorted(set(map(str, names)) - set(_ARGUMENT))
+        if not names or unknown:
+            found = f"{unknown[0]!r} is unknown" if unknown else "none is named"
+            raise ConfigError(f"env.options.tools: {found}; there are {', '.join(_ARGUMENT)}")
+        if max_turns < 1 or max_output < 1 or not timeout > 0:
+            raise ConfigError("env.options: max_turns and max_output must be at least 1, timeout above 0")
+        if "python" in names and not allow_unsandboxed and (why := sandbox.unavailable()):
+            raise ConfigError(
+                f"env.options.tools: python cannot run here: {why}. env.options.allow_unsandboxed=true runs "
+                "model-written programs with this user's rights, on a machine you can lose"
+            )
+        self._max_turns, self._max_output = max_turns, max_output
+        self._limits = sandbox.Limits(timeout_s=timeout)
+        self._allow_unsandboxed = allow_unsandboxed
+        known: Mapping[str, Tool] = {"calculator": self._calculator, "python": self._python}
+        self._tools = {name: known[name] for name in names}
+
+    async def __call__(self, client: Client, data: Mapping[str, Any]) -> None:
+        messages, plain = client.messages, client.is_plain
+        asked: dict[str, Any] = {"stop": CLOSE} if plain else {"tools": self.schemas}
+        for turn in range(self._max_turns):
+            try:
+                answer = await client.chat(messages, **asked)
+            except OutOfRoomError:
+                if turn == 0:
+                    raise
+                return
+            calls = self._inline(answer["content"]) if plain else _calls(answer)
+            if not calls:
+                return
+            results = [await self.call(name, argument) for name, argument in calls]
+            messages += [answer, *({"role": "tool", "content": result} for result in results)]
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """The tools as the OpenAI API describes them."""
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": name,
+                    "description": _SAYS[name],
+                    "parameters": {
+                        "type": "object",
+                        "properties": {_ARGUMENT[name]: {"type": "string", "description": _TEXT[name]}},
+                        "required": [_ARGUMENT[name]],
+                    },
+                },
+            }
+            for name in self._tools
+        ]
+
+    async def call(self, name: str, argument: Any) -> str:
+        """What a tool says; of a tool or an argument that there is not, an error in words."""
+        if name not in self._tools:
+            return f"error: there is no tool {str(name)[:40]!r}; there are {', '.join(self._tools)}"
+        if isinstance(argument, Mapping):
+            argument = argument.get(_ARGUMENT[name])
+        if not isinstance(argument, str):
+            return f"error: {name} takes {_ARGUMENT[name]!r}, a text"
+        said = await self._tools[name](argument)
+        return said if len(said) <= self._max_output else f"{said[: self._max_output]}… ({len(said)} characters)"
+
+    def _inline(self, text: str) -> list[tuple[str, str]]:
+        """The call that a text ends with."""
+        if not text.endswith(CLOSE):
+            return []
+        inside = text[:-1].rpartition(OPEN)[2]
+        if len(self._tools) == 1:
+            return [(next(iter(self._tools)), inside)]
+        name, _, argument = inside.partition(" ")
+        return [(name, argument)]
+
+    async def _calculator(self, expression: str) -> str:
+        try:
+            return calculate(expression)
+        except CalculatorError as error:
+            return f"error: {error}"
+
+    async def _python(self, code: str) -> str:
+        ended = await asyncio.to_thread(self._run, code)
+        return f"{ended.output}error: {ended.reason}" if ended.reason else ended.output
+
+    def _run(self, code: str) -> sandbox.Ended:
+        with _BOX:
+            try:
+                return sandbox.run(code, self._limits, allow_unsandboxed=self._allow_unsandboxed)
+            except sandbox.SandboxError as error:
+                raise InfraError(str(error)) from error
+
+
+class InfraError(EpisodeError):
+    """The machine could not do what the episode needed."""
+
+    kind = "infra"
+
+
+def _calls(answer: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in answer.get("tool_calls") or ()]

@@ -1,0 +1,129 @@
+"""Ours and TRL's trainer on equal work, alternately, each in a process of its own; what they cost, side by side.
+
+A round is one process of each side. Medians over rounds are compared, so a busy neighbour hits both alike.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from gspo.errors import GspoError
+from gspo.lab.bench.workloads import Workload, write_model
+
+Say = Callable[[str], None]
+# TRL's per_device_train_batch_size where a user sets nothing.
+DEFAULT_DEVICE_BATCH = 8
+
+
+def has_peer() -> bool:
+    return all(importlib.util.find_spec(name) is not None for name in ("trl", "datasets"))
+
+
+def compare(workload: Workload, *, peer: bool, say: Say) -> dict[str, Any]:
+    """Medians of each side, TRL at its default device batch on the smallest workload too, and the ratios."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(workload, Path(folder))
+        ours, theirs, default = [], [], []
+        for number in range(workload.rounds):
+            said = f"{workload.name}, round {number + 1} of {workload.rounds}"
+            ours.append(_run("ours", workload, folder))
+            say(f"{said}: ours {ours[-1]['step_s']:.2f} s/step")
+            if peer:
+                theirs.append(_run("peer", workload, folder))
+                say(f"{said}: TRL {theirs[-1]['step_s']:.2f} s/step")
+        if peer and workload.name == "tiny":
+            default.append(_run("peer", workload, folder, [str(DEFAULT_DEVICE_BATCH)]))
+            say(f"{workload.name}: TRL with its default device batch {default[-1]['step_s']:.2f} s/step")
+        # The timeline slows a step down, so it has a run of its own.
+        profiled = _run("ours", replace(workload, steps=3), folder, ["profile=true"])["breakdown"]
+    result: dict[str, Any] = {"workload": _shape(workload), "ours": _medians(ours), "breakdown": profiled}
+    if theirs:
+        result["trl"] = _medians(theirs)
+        result["ratio"] = result["trl"]["step_s"] / result["ours"]["step_s"]
+        result["memory_ratio"] = result["ours"]["peak_bytes"] / result["trl"]["peak_bytes"]
+    if default:
+        result["trl_default"] = _medians(default)
+        result["ratio_default"] = result["trl_default"]["step_s"] / result["ours"]["step_s"]
+    return result
+
+
+def sweep(*, peer: bool, say: Say) -> list[dict[str, Any]]:
+    """Seconds per step of the tiny model as one length grows: ours, ours without shared prefixes, TRL."""
+    from gspo.lab.bench.workloads import TINY
+
+    # The batch is small, so that the longest point ends in seconds; the rest stays at prompt 64, G 8, 32 new tokens.
+    base = Workload("sweep", TINY, 8, 8, 64, 32, steps=4)
+    axes = {"prompt_tokens": (16, 64, 256, 768), "num_samples": (2, 8, 16, 32), "new_tokens": (8, 32, 96, 192)}
+    lines = []
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(base, Path(folder))
+        for axis, values in axes.items():
+            arms: dict[str, list[float]] = {"ours": [], "ours, prefix not shared": []} | ({"TRL": []} if peer else {})
+            for value in values:
+                w = Workload(**{**asdict(base), axis: value})
+                arms["ours"].append(_run("ours", w, folder)["step_s"])
+                plain = _run("ours", w, folder, ["actor.share_prefix=false"])["step_s"]
+                arms["ours, prefix not shared"].append(plain)
+                if peer:
+                    arms["TRL"].append(_run("peer", w, folder)["step_s"])
+                say(f"sweep, {axis} = {value}: " + ", ".join(f"{arm} {y[-1]:.2f} s" for arm, y in arms.items()))
+            lines.append(
+                {
+                    "axis": axis,
+                    "values": list(values),
+                    "seconds": arms,
+                    "slope": {arm: slope(values, seconds) for arm, seconds in arms.items()},
+                }
+            )
+    return lines
+
+
+def slope(x: Sequence[float], y: Sequence[float]) -> float:
+    """Least-squares slope of y over x.
+
+    >>> slope([1, 2, 3], [5, 7, 9])
+    2.0
+    """
+    mean_x, mean_y = statistics.fmean(x), statistics.fmean(y)
+    above = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
+    return above / sum((a - mean_x) ** 2 for a in x)
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    from datetime import UTC, datetime
+
+    from gspo.runs.directory import environment
+
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    known = environment("cpu", threads)
+    known["date"] = datetime.now(UTC).strftime("%Y-%m-%d")
+    return known
+
+
+def _run(side: str, workload: Workload, folder: str, extra: Sequence[str] = ()) -> dict[str, Any]:
+    command = [sys.executable, "-m", f"gspo.lab.bench.{side}", json.dumps(asdict(workload)), folder, *extra]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        tail = "\n".join(done.stderr.strip().splitlines()[-8:])
+        raise GspoError(f"bench: {side} of workload {workload.name} ended with {done.returncode}:\n{tail}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def _medians(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    medians: dict[str, Any] = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
+    return medians | {"rounds_s": [r["step_s"] for r in rounds]}
+
+
+def _shape(w: Workload) -> dict[str, Any]:
+    return {name: value for name, value in asdict(w).items() if name != "model"}

@@ -1,0 +1,78 @@
+"""Our side of the comparison, in its own process: `python -m gspo.lab.bench.ours WORKLOAD_JSON FOLDER [key=value]`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gspo.lab.bench.timeline import breakdown
+from gspo.lab.bench.workloads import Workload, flops, gemm_rate, reward, rows
+
+
+def measure(w: Workload, folder: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Train as a user would, and read the run directory."""
+    from gspo.config import load
+    from gspo.train import Trainer
+
+    with tempfile.TemporaryDirectory() as root:
+        settings = [
+            "algorithm=gspo",
+            f"actor.path={folder}",
+            f"actor.ppo_n_minibatches={w.num_minibatches}",
+            "actor.optimizer.lr=1e-6",
+            f"gconfig.n_samples={w.num_samples}",
+            f"gconfig.max_new_tokens={w.new_tokens}",
+            "gconfig.ignore_eos=true",
+            f"train_dataset.batch_size={w.num_prompts}",
+            f"total_train_steps={w.steps}",
+            f"cluster.fileroot={root}",
+            "evaluator.at_start=false",
+            "evaluator.size=1",
+            *overrides,
+        ]
+        data = rows(w, w.num_prompts * w.steps)
+        with contextlib.redirect_stdout(sys.stderr):
+            rate = gemm_rate()
+            summary = Trainer(load(None, settings), reward=reward, dataset=data, valid=data[:1]).train()
+            rate = (rate + gemm_rate()) / 2
+            decode_rate = gemm_rate(w.num_sequences, w.model["hidden_size"], w.model["intermediate_size"], weights=32)
+        lines = (Path(summary.path) / "metrics.jsonl").read_text().splitlines()
+        traces = sorted((Path(summary.path) / "profile").glob("*.trace.json.gz"))
+        breakdowns = [breakdown(trace) for trace in traces]
+        state = json.loads(next((Path(summary.path) / "checkpoints").glob("*/state.json")).read_text())
+    seen = [json.loads(line) for line in lines][1:]  # the first step warms caches up
+
+    def median(key: str) -> float:
+        return statistics.median(row[key] for row in seen)
+
+    evaluation = [row.get("time/eval_s", 0.0) for row in seen]
+    step = statistics.median(row["time/step_s"] - e for row, e in zip(seen, evaluation, strict=True))
+    decode, train = flops(w)
+    rollout_s, train_s = median("time/rollout_s"), median("time/train_s")
+    return {
+        **({"breakdown": breakdowns[-1]} if breakdowns else {}),
+        "num_parameters": state["identity"]["parameters"],
+        "step_s": step,
+        "rollout_s": rollout_s,
+        "train_s": train_s,
+        "rollout_tokens_s": w.num_sequences * w.new_tokens / rollout_s,
+        "train_tokens_s": w.num_sequences * (w.prompt_tokens + w.new_tokens) / train_s,
+        "bookkeeping_share": median("time/bookkeeping_s") / step,
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
+        "gemm_gflops": rate,
+        "decode_gemm_gflops": decode_rate,
+        "floor_s": decode * w.num_sequences * w.new_tokens / rate / 1e9 + train / rate / 1e9,
+        "train_share": train / train_s / 1e9 / rate,
+        "decode_share": decode * w.num_sequences * w.new_tokens / rollout_s / 1e9 / rate,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(Workload(**json.loads(sys.argv[1])), sys.argv[2], sys.argv[3:])))

@@ -1,0 +1,108 @@
+"""TRL's side, in a process of its own: `python -m gspo.lab.bench.peer WORKLOAD_JSON FOLDER [DEVICE_BATCH]`.
+
+Its GRPOTrainer with importance_sampling_level="sequence" and the settings that made it fastest here: one generation of
+the whole rollout batch, two optimizer updates on it, no gradient accumulation, no KL, no reference model. DEVICE_BATCH
+is TRL's per_device_train_batch_size (8 where a user sets nothing), the rest of a mini-batch is then accumulated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from typing import Any
+
+from gspo.lab.bench.workloads import Workload, gemm_rate, reward, rows
+
+
+def measure(w: Workload, folder: str, device_batch: int | None = None) -> dict[str, float]:
+    """Seconds per rollout batch of TRL's trainer on the same work."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]
+
+    device_batch = device_batch or w.num_sequences // w.num_minibatches
+    accumulated = w.num_sequences // w.num_minibatches // device_batch
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    starts: list[float] = []
+
+    class Ticks(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            starts.append(time.perf_counter())
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            starts.append(time.perf_counter())
+
+    generation_s: list[float] = []
+    with tempfile.TemporaryDirectory() as root, contextlib.redirect_stdout(sys.stderr):
+        rate = gemm_rate()
+        trainer = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+            processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
+            reward_funcs=reward,  # pyright: ignore[reportArgumentType]
+            train_dataset=Dataset.from_list(rows(w, w.num_prompts * w.steps)),
+            callbacks=[Ticks()],
+            args=GRPOConfig(
+                output_dir=root,
+                per_device_train_batch_size=device_batch,
+                gradient_accumulation_steps=accumulated,
+                generation_batch_size=w.num_sequences,
+                num_generations=w.num_samples,
+                max_completion_length=w.new_tokens,
+                generation_kwargs={"min_new_tokens": w.new_tokens},
+                importance_sampling_level="sequence",
+                epsilon=3e-4,
+                epsilon_high=4e-4,
+                loss_type="grpo",
+                beta=0.0,
+                temperature=1.0,
+                learning_rate=1e-6,
+                max_steps=w.steps * w.num_minibatches,
+                shuffle_dataset=False,
+                gradient_checkpointing=False,
+                use_cpu=True,
+                bf16=False,
+                save_strategy="no",
+                logging_steps=10**6,
+                report_to="none",
+                disable_tqdm=True,
+            ),
+        )
+        generate = trainer._generate_and_score_completions
+
+        def timed(inputs: Any) -> Any:
+            start = time.perf_counter()
+            out = generate(inputs)
+            generation_s.append(time.perf_counter() - start)
+            return out
+
+        trainer._generate_and_score_completions = timed
+        trainer.train()
+        rate = (rate + gemm_rate()) / 2
+    batches = starts[:: w.num_minibatches]  # the last one is the end of training
+    per_batch = [b - a for a, b in pairwise(batches)]
+    step = statistics.median(per_batch[1:] or per_batch)
+    rollout = statistics.median(generation_s[1:] or generation_s)
+    return {
+        "step_s": step,
+        "rollout_s": rollout,
+        "train_s": step - rollout,
+        "rollout_tokens_s": w.num_sequences * w.new_tokens / rollout,
+        "train_tokens_s": w.num_sequences * (w.prompt_tokens + w.new_tokens) / max(step - rollout, 1e-9),
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
+        "gemm_gflops": rate,
+    }
+
+
+if __name__ == "__main__":
+    device_batch = int(sys.argv[3]) if len(sys.argv) > 3 else None
+    print(json.dumps(measure(Workload(**json.loads(sys.argv[1])), sys.argv[2], device_batch)))

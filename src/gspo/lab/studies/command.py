@@ -1,0 +1,137 @@
+"""What `gspo study` does: list, run, show, page. Torch-free; the runs are processes of their own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from gspo.errors import ConfigError
+from gspo.lab.studies import page as pages
+from gspo.lab.studies import plan, results, runner
+from gspo.lab.studies.plan import Study
+
+
+def listing(docs: Path, console: Console) -> None:
+    """Every study, its claim, and how much of it is there."""
+    view = Table("study", "set", "runs done", "claim", box=None, pad_edge=False)
+    for name, study in plan.studies().items():
+        wanted = _wanted(study, docs)
+        records = results.read(docs, name)
+        made = sum(results.done(records, job) for job in wanted)
+        part = "default" if study.default else "--full"
+        view.add_row(name, part, f"{made} of {len(wanted)}", study.claim)
+    console.print(view)
+    console.print("\ngspo study run NAME … makes what is missing; gspo study show NAME prints what came of it.")
+
+
+def _wanted(study: Study, docs: Path) -> list[plan.Job]:
+    wanted = plan.jobs(study)
+    if study.tune is None:
+        return wanted
+    best = results.chosen(study, results.current(study, results.read(docs, study.name)))
+    return [*wanted, *plan.tuned_jobs(study, best)]
+
+
+def run(
+    names: Sequence[str],
+    *,
+    docs: Path,
+    runs: Path,
+    num_parallel: int,
+    full: bool,
+    only: str | None,
+    num_seeds: int | None,
+    console: Console,
+) -> int:
+    """Make what is missing, study by study, then the page; the exit code."""
+    known = plan.studies()
+    chosen = [plan.get(name) for name in names] or [s for s in known.values() if full or s.default]
+    if only is not None and len(names) != 1:
+        raise ConfigError("--only needs one study: gspo study run NAME --only ARM")
+    failures: list[str] = []
+    for study in chosen:
+        try:
+            with _Bar(study.name) as bar:
+                outcome = runner.run(
+                    study,
+                    docs=docs,
+                    runs=runs,
+                    num_parallel=num_parallel,
+                    full=full,
+                    only=only,
+                    num_seeds=num_seeds,
+                    progress=bar,
+                )
+        finally:
+            pages.write(docs)  # also after a Ctrl-C: what was measured stands
+        failures += outcome.failures
+        console.print(f"{study.name}: {outcome.made} made, {outcome.found} were there, {len(outcome.failures)} failed")
+    show([study.reference for study in chosen], docs, console)
+    for why in failures:
+        print(f"gspo: {why}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def page(docs: Path) -> Path:
+    """Rebuild docs/baselines.md from the result files."""
+    return pages.write(docs)
+
+
+def show(names: Sequence[str], docs: Path, console: Console) -> None:
+    """The tables of these studies; without a name, every decision of all."""
+    if not names:
+        found = {name: results.current(study, results.read(docs, name)) for name, study in plan.studies().items()}
+        _print(console, pages.summary_rows(found))
+        return
+    for name in names:
+        study = plan.get(name)
+        records = results.current(study, results.read(docs, study.name))
+        console.print(f"\n{study.name}: {study.claim}", style="bold")
+        if not records:
+            console.print(f"not run yet: gspo study run {name}")
+            continue
+        if study.checks:
+            _print(console, pages.decision_rows(study, records))
+        for task, rows in pages.tables(study, records).items():
+            console.print(f"\n{task}" if task else "")
+            _print(console, rows)
+
+
+def _print(console: Console, rows: Sequence[Sequence[str]]) -> None:
+    head, *body = rows
+    view = Table(*head, box=None, pad_edge=False)
+    for row in body:
+        view.add_row(*(text.replace("**", "") for text in row))
+    console.print(view)
+
+
+class _Bar:
+    """A progress bar on a terminal, a line per finished job elsewhere."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._bar = name, None
+
+    def __enter__(self) -> _Bar:
+        if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task(self._name, total=None)
+        return self
+
+    def __call__(self, done: int, total: int, said: str) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, total=total, description=said or self._name)
+        elif said:
+            print(f"[{done}/{total}] {said}", file=sys.stderr, flush=True)
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()

@@ -1,0 +1,30 @@
+"""On-policy, GSPO, GSPO-token and GRPO have one gradient: in float64, on completions that a policy sampled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gspo.config import Loaded
+from gspo.lab.studies.gradients import gradient, opened, relative_difference, sampled
+from gspo.system.clock import Clock
+
+
+def measure(loaded: Loaded, settings: dict[str, Any], seed: int) -> dict[str, dict[str, float]]:
+    """Largest difference from GSPO's gradient, relative to its largest entry; before and after one step of training."""
+    # Not one group, but sequences of different lengths: else aggregations could not differ.
+    wide = {"clip_low": 0.5, "clip_high": 0.5}
+    out: dict[str, dict[str, float]] = {}
+    with opened(loaded) as trainer:
+        batch, policy = sampled(trainer), trainer.policy
+        ours = gradient(policy, batch, "gspo", None, **wide).flat
+        for name in ("gspo_token", "grpo", "dapo"):
+            theirs = gradient(policy, batch, name, None, **wide).flat
+            out[f"{name}, on-policy"] = {"difference": relative_difference(theirs, ours)}
+        # The same batch once the policy has moved: π_old is the sampler of before.
+        behavior = {i: batch.samples[i].behavior_logp[batch.samples[i].mask] for i in range(batch.num_sequences)}
+        trainer.update(batch, Clock())
+        ours = gradient(policy, batch, "gspo", behavior, **wide).flat
+        for name in ("gspo_token", "grpo"):
+            theirs = gradient(policy, batch, name, behavior, **wide).flat
+            out[f"{name}, after {settings['updates']} updates"] = {"difference": relative_difference(theirs, ours)}
+    return out

@@ -1,0 +1,257 @@
+"""docs/baselines.md, made from the result files alone: nothing on it is written by hand, nothing is run again.
+
+`tables` and `decisions` also serve the terminal (`gspo study show`). Torch-free; plots need matplotlib.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gspo.lab.studies import intervals, plan, results
+from gspo.lab.studies.intervals import Interval, Verdict
+from gspo.lab.studies.measure import MEANING
+from gspo.lab.studies.plan import Check, Study
+from gspo.lab.studies.results import Record
+
+MORE_MEANING = {
+    "difference": "largest difference from GSPO's gradient, relative to its largest entry",
+    "sd_log_w": "sd of a token's log-ratio",
+    "sd_sum_log_w": "sd of the sum over a piece",
+    "sd_log_s": "sd of log s, the mean over a piece",
+    "mean_log_s": "mean log s",
+    "cosine": "cosine of the gradient with π_old from the sampler and with π_old recomputed",
+    "clip_negative": "share of the sequences with A < 0 clipped, π_old from the sampler",
+    "clip_negative_exact": "the same, π_old recomputed",
+    "clip_positive": "share of the sequences with A > 0 clipped, π_old from the sampler",
+    "clip_positive_exact": "the same, π_old recomputed",
+    "decisions_changed": "share of sequences clipped by one and not by the other",
+    "eps_low": "ε_low in force",
+    "noise_mean": "mean of log μ − log π_old per token at equal weights",
+    "noise_p95": "p95 of |log s| of the sampler's error",
+    "clip_negative_excess": "clip_negative − clip_negative_exact",
+}
+WORDS: Mapping[Verdict, str] = {
+    "shown": "shown",
+    "opposite": "**the opposite is shown**",
+    "not shown": "not shown",
+    "too few seeds": "one seed: undecided",
+    "not run": "not run yet",
+}
+
+
+_INTRODUCTION = """\
+The claims of the GSPO paper (arXiv 2507.18071) and the family's baselines, at a scale that one command remakes on CPU:
+`gspo study run` makes the default set, `gspo study run --full` everything. Small models on small tasks: what shows here
+need not show at 30B parameters, and what does not show here may.
+
+Intervals are 95 % t intervals over seeds; differences are paired by seed. What would show a claim was written in
+`src/gspo/lab/studies/catalog/` before the runs below. An order is claimed only where its interval excludes the margin;
+everything else is *not shown*, whatever the means say. Seconds stand only where a run had its core to itself (*busy*:
+it had not). Result files: `docs/results/studies/`, one line per run with its command, decided config keys, commit,
+versions, machine and date. `gspo study run my_study.yaml` puts a claim of your own to the test; the catalog's files are
+the pattern."""
+
+
+class Decision(NamedTuple):
+    check: Check
+    found: Interval | None
+    verdict: Verdict
+
+
+def decisions(study: Study, records: Sequence[Record]) -> list[Decision]:
+    """Every check of a study against what was measured."""
+    out = []
+    for check in study.checks:
+        ours = results.by_seed(records, check.arm, check.measure)
+        theirs: Any = check.against
+        if isinstance(theirs, str):
+            theirs = results.by_seed(records, theirs, check.measure)
+        found = intervals.contrast(ours, theirs, check.factor)
+        out.append(Decision(check, found, intervals.verdict(found, check.side, check.margin)))
+    return out
+
+
+def decision_rows(study: Study, records: Sequence[Record]) -> list[list[str]]:
+    rows = [["what", "decided by", "estimate, 95 % interval", "seeds", "verdict"]]
+    for check, found, verdict in decisions(study, records):
+        count = str(found.n) if found else "0"
+        rows.append([check.says, check.sentence(), span(found), count, WORDS[verdict]])
+    return rows
+
+
+def tables(study: Study, records: Sequence[Record]) -> dict[str, list[list[str]]]:
+    """Task → rows: a heading, then one row per arm, means with half-widths of 95 % intervals over seeds."""
+    found: dict[str, list[list[str]]] = {}
+    for arm in _arms(study, records):
+        name, _, task = arm.partition(" @ ")
+        rows = found.setdefault(task, [["arm", "seeds", *study.measures]])
+        mine = [r for r in records if r["arm"] == arm and r["stage"] == "test"]
+        rows.append([name, str(len(mine)), *(cell(mine, measure) for measure in study.measures)])
+    return found
+
+
+def _arms(study: Study, records: Sequence[Record]) -> list[str]:
+    """The study's arms in its order; of a computed study, those it measured."""
+    seen = list(dict.fromkeys(r["arm"] for r in records if r["stage"] == "test"))
+    named = [arm for arm in study.arm_names() if arm in seen]
+    shown = [*named, *(arm for arm in seen if arm not in named)]
+    return [arm for arm in shown if any(m in r["measures"] for r in records if r["arm"] == arm for m in study.measures)]
+
+
+def cell(records: Sequence[Record], measure: str) -> str:
+    """A measure over seeds; how many got there where not all did."""
+    if measure in results.TIMED:
+        records = [r for r in records if not results.is_busy(r)]
+        if not records:
+            return "busy"
+    values = [r["measures"].get(measure) for r in records]
+    known = [value for value in values if value is not None]
+    if not known:
+        return "never" if measure.endswith("_to_80") and values else "–"
+    text = plus_minus(intervals.interval(known))
+    return text if len(known) == len(values) else f"{text} ({len(known)} of {len(values)})"
+
+
+def plus_minus(found: Interval | None) -> str:
+    """The mean to the precision of its half-width, which has two figures.
+
+    >>> plus_minus(Interval(0.9312, 0.91, 0.9524, 5)), plus_minus(Interval(1234.0, None, None, 1))
+    ('0.931 ± 0.021', '1234')
+    >>> plus_minus(Interval(1.8e-16, 0.8e-16, 2.8e-16, 3)), plus_minus(Interval(640.0, 595.0, 685.0, 3))
+    ('1.8e-16 ± 1e-16', '640 ± 45')
+    """
+    if found is None:
+        return "–"
+    if found.high is None:
+        return f"{found.mean:.4g}"
+    half = found.high - found.mean
+    if half == 0:
+        return f"{found.mean:.4g} ± 0"
+    decimals = max(1 - math.floor(math.log10(half)), 0)
+    if decimals > 5:
+        return f"{found.mean:.2g} ± {half:.1g}"
+    return f"{found.mean:.{decimals}f} ± {half:.{decimals}f}"
+
+
+def span(found: Interval | None) -> str:
+    """`0.21 [0.18, 0.24]`."""
+    if found is None:
+        return "–"
+    if found.low is None or found.high is None:
+        return f"{found.mean:.3g}"
+    return f"{found.mean:.3g} [{found.low:.3g}, {found.high:.3g}]"
+
+
+def write(docs: Path) -> Path:
+    """Rebuild the page and its plots from the result files."""
+    found = {name: results.current(study, results.read(docs, name)) for name, study in plan.studies().items()}
+    drawn = {name: _draw(docs, plan.get(name), records) for name, records in found.items() if records}
+    path = docs / "baselines.md"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(markdown(found, drawn), encoding="utf-8")
+    return path
+
+
+def _draw(docs: Path, study: Study, records: Sequence[Record]) -> Path | None:
+    if not study.plots:
+        return None
+    try:
+        from gspo.lab.studies.plot import draw
+    except ImportError:
+        return None
+    target = docs / "img" / "studies" / f"{study.name}.png"
+    return draw(study, records, target)
+
+
+def markdown(found: Mapping[str, Sequence[Record]], drawn: Mapping[str, Path | None]) -> str:
+    known = plan.studies()
+    out = [
+        "# Baselines",
+        "",
+        "<!-- Written by `gspo study run` and `gspo study page`. Do not edit: run them again. -->",
+        "",
+        _INTRODUCTION,
+        "",
+        "## What held and what did not",
+        "",
+        *_markdown_table(summary_rows(found)),
+    ]
+    for name, study in known.items():
+        out += ["", *_section(study, found.get(name, ()), drawn.get(name))]
+    return "\n".join(out) + "\n"
+
+
+def summary_rows(found: Mapping[str, Sequence[Record]]) -> list[list[str]]:
+    """One row per check of every study that was run."""
+    rows = [["study", "what", "estimate, 95 % interval", "seeds", "verdict"]]
+    for name, study in plan.studies().items():
+        records = found.get(name, ())
+        if not records:
+            rows.append([name, study.claim, span(None), "0", WORDS["not run"]])
+            continue
+        for check, interval, verdict in decisions(study, records):
+            count = str(interval.n) if interval else "0"
+            rows.append([name, check.says, span(interval), count, WORDS[verdict]])
+    return rows
+
+
+def _section(study: Study, records: Sequence[Record], drawn: Path | None) -> list[str]:
+    out = [f"## {study.name}", "", f"*{study.claim}*", "", textwrap.fill(study.about, 120), ""]
+    run = f"`gspo study run {study.name}`" + (f" ({study.needs})" if study.needs else "")
+    if not records:
+        return [*out, f"Not run yet: {run}."]
+    out += [f"{run}. {_when(records)}", ""]
+    if study.checks:
+        out += [*_markdown_table(decision_rows(study, records)), ""]
+    for task, rows in tables(study, records).items():
+        out += [*([f"### {study.name}: {task}", ""] if task else []), *_markdown_table(rows), ""]
+    if drawn is not None:
+        out += [f"![{study.name}](img/studies/{drawn.name})", ""]
+    if study.tune is not None:
+        out += [*_tuning(study, records), ""]
+    meanings = {**MEANING, **MORE_MEANING}
+    out.append("; ".join(f"*{name}*: {meanings[name]}" for name in study.measures if name in meanings) + ".")
+    failed = [f"{r['arm']} seed {r['seed']}: {r['failed']}" for r in records if r.get("failed")]
+    if failed:
+        out += ["", "Runs that broke down: " + "; ".join(failed) + "."]
+    commands = {r["arm"]: r["train"] for r in reversed(records) if r["stage"] == "test" and "train" in r}
+    if commands:
+        out += ["", "<details><summary>The command of every row (first seed)</summary>", "", "```"]
+        out += [f"{commands[arm]}   # {arm}" for arm in _arms(study, records) if arm in commands]
+        out += ["```", "", "</details>"]
+    return out
+
+
+def _tuning(study: Study, records: Sequence[Record]) -> list[str]:
+    assert study.tune is not None
+    best = results.chosen(study, records)
+    rows = [["point", *study.arm_names()]]
+    for point, overrides in study.tune.points():
+        row = [point]
+        for arm in study.arm_names():
+            mine = [r for r in records if r["stage"] == "tune" and r["arm"] == f"{arm} {point}"]
+            mark = " **chosen**" if best.get(arm) == overrides else ""
+            row.append(cell(mine, study.tune.by) + mark)
+        rows.append(row)
+    seeds = ", ".join(map(str, study.tune.seeds))
+    return [f"The grid, by {study.tune.by} on the tuning seeds {seeds}:", "", *_markdown_table(rows)]
+
+
+def _when(records: Sequence[Record]) -> str:
+    dates = sorted({r["date"] for r in records})
+    commits = list(dict.fromkeys(r["commit"] or "no commit" for r in records))
+    machines = list(dict.fromkeys(r["machine"] for r in records))
+    versions = records[-1]["versions"]
+    packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions)
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    at = "; ".join(machines)
+    return f"{when}, {at}, one thread a run; {packages}; commit {', '.join(commits[:3])}."
+
+
+def _markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    head, *body = ([text.replace("|", "\\|") for text in row] for row in rows)
+    return [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in body)]

@@ -1,0 +1,274 @@
+"""What a study is: a file of `catalog/` read into values, and the jobs it asks for. Torch-free.
+
+claim    the sentence of the paper, or of ours, that is put to the test
+about    what was done, for the page
+base     the config its runs start from: a file of `studies/`, or beside a study of your own
+arms     name → overrides of the base; tasks: further overrides, every arm on every task
+seeds    of the runs; `more_seeds` with --full
+tune     a grid that every arm tries on seeds of its own; the best by one measure goes on to `seeds`
+compute  in place of runs: a module of `studies/` that measures its arms directly, seed by seed
+measures columns of the table; plots: what is drawn
+checks   what would show the claim, decided beforehand
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from gspo.config import Loaded, load, value_of
+from gspo.errors import ConfigError
+
+HERE = Path(__file__).parent
+CATALOG = HERE / "catalog"
+
+Overrides = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One decision: the interval of `arm` − factor · `against` (an arm, or a number) lies `side` of `margin`.
+
+    >>> Check("gains", measure="gain", arm="gspo").sentence()
+    'gain: gspo above 0'
+    """
+
+    says: str
+    measure: str
+    arm: str
+    against: str | float = 0.0
+    factor: float = 1.0
+    side: Literal["above", "below"] = "above"
+    margin: float = 0.0
+
+    def sentence(self) -> str:
+        """The decision as a formula."""
+        other = "" if self.against == 0 else f" − {f'{self.factor:g} × ' if self.factor != 1 else ''}{self.against}"
+        return f"{self.measure}: {self.arm}{other} {self.side} {self.margin:g}"
+
+
+@dataclass(frozen=True)
+class Tune:
+    """Every arm tries every point of the grid on these seeds, disjoint from the study's own."""
+
+    seeds: Sequence[int]
+    by: str  # the measure whose mean is highest wins
+    grid: Mapping[str, Sequence[Overrides]]  # axis → values, each a set of overrides
+
+    def points(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Each point's name and overrides."""
+        for values in itertools.product(*self.grid.values()):
+            joined = {key: value for part in values for key, value in part.items()}
+            first = [next(iter(part.values())) for part in values]
+            yield " ".join(f"{axis}={value:g}" for axis, value in zip(self.grid, first, strict=True)), joined
+
+
+@dataclass(frozen=True)
+class Study:
+    name: str
+    claim: str
+    about: str
+    base: str
+    seeds: Sequence[int]
+    arms: Mapping[str, Overrides]
+    measures: Sequence[str]
+    checks: Sequence[Check] = ()
+    default: bool = False  # part of `gspo study run` without a name
+    more_seeds: Sequence[int] = ()
+    tasks: Mapping[str, Overrides] = field(default_factory=dict)
+    tune: Tune | None = None
+    compute: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of compute
+    plots: Sequence[str] = ()
+    needs: str | None = None  # what a run needs beside this package
+    path: Path = CATALOG  # the study's own file
+
+    @property
+    def base_path(self) -> Path:
+        return (HERE if self.path.parent == CATALOG else self.path.parent) / self.base
+
+    @property
+    def reference(self) -> str:
+        """What `get` finds it by: its name in the catalog, or its file."""
+        return self.name if self.path.parent == CATALOG else str(self.path)
+
+    def all_seeds(self, full: bool) -> list[int]:
+        return [*self.seeds, *(self.more_seeds if full else ())]
+
+    def arm_names(self) -> list[str]:
+        """Arms as results are filed: with their task, where there are several."""
+        if not self.tasks:
+            return list(self.arms)
+        return [f"{arm} @ {task}" for task in self.tasks for arm in self.arms]
+
+    def overrides(self, arm: str) -> dict[str, Any]:
+        name, _, task = arm.partition(" @ ")
+        return {**(self.tasks[task] if task else {}), **self.arms[name]}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run, or one seed of a computed study."""
+
+    study: str
+    arm: str  # of a computed study: empty, it measures all of them
+    seed: int
+    stage: Literal["test", "tune"]
+    overrides: Mapping[str, Any]
+    digest: str
+
+    @property
+    def key(self) -> tuple[str, str, int, str]:
+        return self.stage, self.arm, self.seed, self.digest
+
+
+def studies() -> dict[str, Study]:
+    """The catalog by name, in the order in which the page tells it."""
+    found = {path.stem: _read(path) for path in CATALOG.glob("*.yaml")}
+    order = ("identity", "variance", "clipping", "precision", "moe", "precision_runs", "efficiency", "staleness")
+    return {name: found[name] for name in sorted(found, key=lambda n: (order.index(n) if n in order else 99, n))}
+
+
+def get(name: str) -> Study:
+    """A study of the catalog by name, or anybody's by its file."""
+    if name.endswith((".yaml", ".yml")):
+        path = Path(name).resolve()
+        if not path.is_file():
+            raise ConfigError(f"{name} is not there; a study of your own is a file like those of {CATALOG}")
+        return _read(path)
+    known = studies()
+    if name not in known:
+        raise ConfigError(f"{name!r} is no study. There are: {', '.join(known)}")
+    return known[name]
+
+
+def _read(path: Path) -> Study:
+    raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: a study is a mapping of claim, arms, seeds, …")
+    foreign = raw.keys() - ({entry.name for entry in fields(Study)} - {"name", "path"})
+    if foreign:
+        raise ConfigError(f"{path.name}: unknown {', '.join(sorted(foreign))}")
+    raw["checks"] = [Check(**check) for check in raw.get("checks", ())]
+    raw["tune"] = Tune(**raw["tune"]) if raw.get("tune") else None
+    study = Study(name=path.stem, path=path, **raw)
+    if study.tune and set(study.tune.seeds) & {*study.seeds, *study.more_seeds}:
+        raise ConfigError(f"{path.name}: tuning seeds must not be test seeds")
+    return study
+
+
+def jobs(study: Study, *, full: bool = False, only: str | None = None, num_seeds: int | None = None) -> list[Job]:
+    """The jobs whose settings are known: of a tuned study, those of its grid. Seed by seed, so that pairs end early."""
+    seeds = study.all_seeds(full)[:num_seeds]
+    if study.compute:
+        return [Job(study.reference, "", seed, "test", {}, _computed_digest(study, seed)) for seed in seeds]
+    if study.tune is not None:
+        tried = [(arm, point, extra) for arm in _arms(study, only) for point, extra in study.tune.points()]
+        return [
+            _job(study, f"{arm} {point}", seed, "tune", {**study.overrides(arm), **extra})
+            for seed in list(study.tune.seeds)[:num_seeds]
+            for arm, point, extra in tried
+        ]
+    return [_job(study, arm, seed, "test", study.overrides(arm)) for seed in seeds for arm in _arms(study, only)]
+
+
+def tuned_jobs(
+    study: Study,
+    chosen: Mapping[str, Overrides],
+    *,
+    full: bool = False,
+    only: str | None = None,
+    num_seeds: int | None = None,
+) -> list[Job]:
+    """The jobs of a tuned study once each arm's best point is known."""
+    seeds = study.all_seeds(full)[:num_seeds]
+    arms = [arm for arm in _arms(study, only) if arm in chosen]
+    return [_job(study, arm, seed, "test", {**study.overrides(arm), **chosen[arm]}) for seed in seeds for arm in arms]
+
+
+def _arms(study: Study, only: str | None) -> list[str]:
+    names = study.arm_names()
+    if only is None:
+        return names
+    kept = [name for name in names if name == only or name.partition(" @ ")[0] == only]
+    if not kept:
+        raise ConfigError(f"{study.name} has no arm {only!r}. It has: {', '.join(names)}")
+    return kept
+
+
+def _job(study: Study, arm: str, seed: int, stage: Literal["test", "tune"], overrides: Overrides) -> Job:
+    base = study.base_path
+    # Seeds of an arm differ in the seed alone: its config is resolved once.
+    decided = _decided(base, base.stat().st_mtime_ns, tuple(words(overrides, 1)))
+    return Job(study.reference, arm, seed, stage, overrides, _digest({**decided, "seed": seed}))
+
+
+@cache
+def _decided(base: Path, changed: int, overrides: tuple[str, ...]) -> dict[str, Any]:
+    """What `differences` finds; `changed` is the file's time, so that an edited base is read again."""
+    return differences(load(base, overrides))
+
+
+def configured(study: Study, overrides: Overrides, seed: int) -> Loaded:
+    """The resolved config of one run."""
+    return load(study.base_path, words(overrides, seed))
+
+
+def words(overrides: Overrides, seed: int) -> list[str]:
+    """Overrides as a person would type them."""
+    return [*(f"{key}={_typed(value)}" for key, value in overrides.items()), f"seed={seed}"]
+
+
+def command(study: Study, overrides: Overrides, seed: int) -> str:
+    """The `gspo train` that makes the same run."""
+    base = f"src/gspo/lab/studies/{study.base}" if study.path.parent == CATALOG else str(study.base_path)
+    return shlex.join(["gspo", "train", base, *words(overrides, seed)])
+
+
+def _typed(value: Any) -> str:
+    # Text that YAML could read as something else is quoted.
+    is_plain = isinstance(value, str) and re.fullmatch(r"[A-Za-z_][\w./:+-]*", value)
+    return value if is_plain else json.dumps(value, ensure_ascii=False)
+
+
+def differences(loaded: Loaded) -> dict[str, Any]:
+    """What the base, the arm and the algorithm decided, by key; names and places of the run left out.
+
+    Defaults are left out so that a key added later does not make other runs of these.
+    """
+    decided = ("file", "command line", "algorithm", "level")
+    keys = (key for key, origin in loaded.origins.items() if origin.kind in decided)
+    return {key: _plain(value_of(loaded.config, key)) for key in sorted(keys) if key not in _NAMES}
+
+
+# The last decides whether a run is refused, never what it computes.
+_NAMES = ("experiment_name", "trial_name", "cluster.fileroot", "actor.prox_logp_force")
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def config_digest(loaded: Loaded) -> str:
+    return _digest(differences(loaded))
+
+
+def _computed_digest(study: Study, seed: int) -> str:
+    base = differences(load(study.base_path, [f"seed={seed}"]))
+    return _digest({"compute": study.compute, "settings": dict(study.settings), "base": base})
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]

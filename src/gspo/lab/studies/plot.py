@@ -1,0 +1,121 @@
+"""The pictures of docs/baselines.md: mean curves with 95 % bands over seeds. Needs matplotlib."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+from gspo.lab.studies import intervals, results
+from gspo.lab.studies.plan import Study
+from gspo.lab.studies.results import Record
+from gspo.report.plot import STYLE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's colours, and dashes beside them: more arms than colours can be told apart.
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#000000")
+_TITLES = {
+    "accuracy": ("held-out accuracy", "samples drawn"),
+    "reward": ("mean training reward", "samples drawn"),
+    "clip_tokens": ("share of tokens clipped", "samples drawn"),
+    "entropy": ("entropy per token, nats", "samples drawn"),
+}
+
+
+def draw(study: Study, records: Sequence[Record], target: Path) -> Path | None:
+    """One panel per plot and task; None where nothing is there to draw."""
+    tasks = list(study.tasks) or [""]
+    panels: list[tuple[str, Callable[[Axes], Any]]] = []
+    for task in tasks:
+        for kind in study.plots:
+            if kind == "lengths":
+                panels.append(("spread over pieces of a completion", lambda axes: _lengths(axes, records)))
+            elif kind == "noise":
+                panels.append(("does the gradient keep its direction?", lambda axes: _noise(axes, records)))
+            else:
+                title = f"{_TITLES[kind][0]}{f', {task}' if task else ''}"
+                panels.append((title, lambda axes, kind=kind, task=task: _curves(axes, study, records, kind, task)))
+    if not any(r["stage"] == "test" for r in records):
+        return None
+    with matplotlib.rc_context(STYLE):
+        columns = min(len(panels), 2)
+        lines = -(-len(panels) // columns)
+        figure = Figure(figsize=(5.6 * columns, 3.7 * lines), layout="constrained", facecolor="white")
+        grid = figure.subplots(lines, columns, squeeze=False)
+        for axes, (title, paint) in zip(grid.flat, panels, strict=False):
+            axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+            paint(axes)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        aside = target.with_name(f".{target.name}.tmp")
+        figure.savefig(aside, dpi=90, format="png")
+        os.replace(aside, target)
+    return target
+
+
+def _curves(axes: Axes, study: Study, records: Sequence[Record], kind: str, task: str) -> None:
+    for number, arm in enumerate(study.arms):
+        full = f"{arm} @ {task}" if task else arm
+        runs = [r["curves"][kind] for r in records if r["arm"] == full and r["stage"] == "test" and r.get("curves")]
+        runs = [run for run in runs if run]
+        if not runs:
+            continue
+        # Refills make runs of different lengths: all are read at the same numbers of samples.
+        x = np.linspace(0.0 if kind == "accuracy" else runs[0][0][0], min(run[-1][0] for run in runs), 60)
+        y = np.array([np.interp(x, *np.array(run).T) for run in runs])
+        color, dash = _COLORS[number % len(_COLORS)], ("-", "--", ":")[number // len(_COLORS) % 3]
+        axes.plot(x, y.mean(axis=0), color=color, linestyle=dash, linewidth=1.6, label=arm)
+        if len(runs) > 1:
+            half = intervals.quantile(len(runs) - 1) * y.std(axis=0, ddof=1) / np.sqrt(len(runs))
+            axes.fill_between(x, y.mean(axis=0) - half, y.mean(axis=0) + half, color=color, alpha=0.12, linewidth=0)
+    axes.set_xlabel(_TITLES[kind][1])
+    if kind == "accuracy":
+        axes.set_ylim(0, 1.02)
+    if kind == "clip_tokens":
+        axes.set_yscale("symlog", linthresh=1e-3)
+        axes.set_ylim(bottom=0)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=7, ncols=2)
+
+
+def _lengths(axes: Axes, records: Sequence[Record]) -> None:
+    arms = sorted({r["arm"] for r in records if r["arm"].isdigit()}, key=int)
+    x = [int(arm) for arm in arms]
+    names = (("sd_sum_log_w", "Σ log w"), ("sd_log_w", "log w of a token"), ("sd_log_s", "log s"))
+    for (name, label), color in zip(names, _COLORS, strict=False):
+        found = [intervals.interval(list(results.by_seed(records, arm, name).values())) for arm in arms]
+        y = [f.mean if f else np.nan for f in found]
+        axes.plot(x, y, color=color, marker="o", markersize=3, linewidth=1.5, label=label)
+        if all(f and f.low is not None for f in found):
+            low, high = ([max(getattr(f, side), 1e-9) for f in found] for side in ("low", "high"))
+            axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("length, tokens")
+    axes.set_ylabel("standard deviation")
+    axes.legend(fontsize=8)
+
+
+def _noise(axes: Axes, records: Sequence[Record]) -> None:
+    """Cosine to the exact gradient over the sampler's error; a line per clip range."""
+    edges = list(dict.fromkeys(r["arm"].rpartition(", ")[2] for r in records if not r["arm"].endswith("re-centred")))
+    for edge, color in zip(edges, _COLORS, strict=False):
+        arms = dict.fromkeys(r["arm"] for r in records if r["arm"].endswith(f", {edge}"))
+        points = []
+        for arm in arms:
+            x = intervals.interval(list(results.by_seed(records, arm, "noise_p95").values()))
+            y = intervals.interval(list(results.by_seed(records, arm, "cosine").values()))
+            if x and y:
+                points.append((x.mean, y.mean, 0.0 if y.high is None else y.high - y.mean))
+        points.sort()
+        axes.errorbar(*np.array(points).T, color=color, marker="o", markersize=3, linewidth=1.4, capsize=2, label=edge)
+    axes.set_xscale("log")
+    axes.set_xlabel("p95 of |log s| of the sampler's error")
+    axes.set_ylabel("cosine to the gradient with π_old recomputed")
+    axes.legend(fontsize=8)

@@ -1,0 +1,160 @@
+"""Runs the jobs of studies: a process each, several at once, resumable; every record is on disk before the next job.
+
+Nothing here imports torch: the processes do. A job that ends is merged into its study's result file at once, so a kill
+loses at most the jobs under way, and those go on from their checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from gspo.errors import ConfigError
+from gspo.lab.studies import plan, results
+from gspo.lab.studies.plan import Job, Study
+
+Progress = Callable[[int, int, str], None]  # done, of how many, what just ended
+
+_GRACE_S = 60.0  # a trainer that was asked to stop saves first
+
+
+@dataclass
+class _Running:
+    job: Job
+    process: subprocess.Popen[bytes]
+    file: Path
+    log: Path
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call of `run` came to."""
+
+    made: int
+    found: int  # results that were there before
+    failures: tuple[str, ...]
+
+
+def run(
+    study: Study,
+    *,
+    docs: Path,
+    runs: Path,
+    num_parallel: int,
+    full: bool,
+    only: str | None,
+    num_seeds: int | None,
+    progress: Progress,
+) -> Outcome:
+    """Make what is missing of a study. Ctrl-C stops the jobs under way, which save, and raises KeyboardInterrupt."""
+    choice = {"full": full, "only": only, "num_seeds": num_seeds}
+    with _locked(runs / study.name):
+        wanted = plan.jobs(study, **choice)
+        outcome = _run(study, wanted, docs, runs, num_parallel, progress)
+        if study.tune is not None and not outcome.failures:
+            best = results.chosen(study, results.current(study, results.read(docs, study.name)))
+            tested = _run(study, plan.tuned_jobs(study, best, **choice), docs, runs, num_parallel, progress)
+            outcome = Outcome(outcome.made + tested.made, outcome.found + tested.found, tested.failures)
+    return outcome
+
+
+def _run(study: Study, wanted: Sequence[Job], docs: Path, runs: Path, num_parallel: int, progress: Progress) -> Outcome:
+    known = results.read(docs, study.name)
+    missing = [job for job in wanted if not results.done(known, job)]
+    found = len(wanted) - len(missing)
+    ended, failures = found, []
+    progress(ended, len(wanted), "")
+    running: list[_Running] = []
+    queue = list(missing)
+    try:
+        while queue or running:
+            while queue and len(running) < num_parallel:
+                running.append(_start(study, queue.pop(0), runs, num_parallel))
+            time.sleep(0.2)
+            for one in [one for one in running if one.process.poll() is not None]:
+                running.remove(one)
+                ended += 1
+                if why := _collect(study, one, docs):
+                    failures.append(why)
+                said = " ".join(filter(None, (study.name, one.job.stage, one.job.arm, f"seed {one.job.seed}")))
+                progress(ended, len(wanted), f"{said}{': FAILED' if why else ''}")
+    finally:
+        _stop(running)
+    return Outcome(len(missing) - len(failures), found, tuple(failures))
+
+
+def _start(study: Study, job: Job, runs: Path, num_parallel: int) -> _Running:
+    arm = re.sub(r"[^A-Za-z0-9.=-]+", "_", job.arm) or "all"
+    # The digest is part of the name: a run of another config is never gone on with.
+    folder = (runs / study.name / f"{arm}-{job.stage}-{job.digest}").resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"job_seed{job.seed}.json"
+    given = {"job": asdict(job), "folder": str(folder), "jobs": num_parallel, "command": _command()}
+    file.write_text(json.dumps(given), encoding="utf-8")
+    log = file.with_suffix(".log")
+    # One thread a run: with as many runs as cores, more would only get in each other's way. In a session of its own,
+    # so that a Ctrl-C reaches it once, from here.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TERM": "dumb"}
+    with open(log, "wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gspo.lab.studies.worker", str(file)],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+    return _Running(job, process, file, log)
+
+
+def _collect(study: Study, one: _Running, docs: Path) -> str | None:
+    """Merge a finished job's records; the reason where there are none."""
+    result = one.file.with_suffix(".result")
+    if one.process.returncode != 0 or not result.exists():
+        tail = "\n".join(one.log.read_text(errors="replace").strip().splitlines()[-6:])
+        return f"{study.name} {one.job.arm} seed {one.job.seed}: exit code {one.process.returncode}, {one.log}:\n{tail}"
+    fresh = json.loads(result.read_text(encoding="utf-8"))
+    results.write(docs, study, results.replaced(results.read(docs, study.name), fresh))
+    one.file.unlink(missing_ok=True)
+    result.unlink(missing_ok=True)
+    return None
+
+
+def _stop(running: Sequence[_Running]) -> None:
+    """Ask, wait, insist: only processes started here, by their ids."""
+    for one in running:
+        with contextlib.suppress(ProcessLookupError):
+            one.process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + _GRACE_S
+    for one in running:
+        try:
+            one.process.wait(max(deadline - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            one.process.kill()
+            one.process.wait()
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as cause:
+            raise ConfigError(f"{folder} is in use by another `gspo study run`; wait for it") from cause
+        yield
+
+
+def _command() -> str:
+    return shlex.join(["gspo", *sys.argv[1:]])

@@ -1,0 +1,67 @@
+"""How token ratios, their product and their geometric mean spread as completions grow, on a policy that has moved."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+
+from gspo.config import Loaded
+from gspo.lab.studies.gradients import log_probs, opened, sampled
+from gspo.learner.batch import assemble
+from gspo.rollout.groups import sample_groups
+from gspo.sampling.api import Sampler
+from gspo.system.clock import Clock
+from gspo.train.build import setup
+
+
+def measure(loaded: Loaded, settings: dict[str, Any], seed: int) -> dict[str, dict[str, float]]:
+    """Standard deviations over pieces of each length; and the slopes of their logs over log length.
+
+    Completions are drawn by the policy before training and go on past EOS, so that all have the longest length. Then
+    the policy takes `steps` training steps on its own task, and both policies judge the same tokens.
+    """
+    lengths = [int(n) for n in settings["lengths"]]
+    with opened(loaded) as trainer:
+        params = replace(
+            setup.sampling_params(loaded.config.gconfig),
+            max_new_tokens=max(lengths),
+            min_new_tokens=max(lengths),
+            ignore_eos=True,
+        )
+        groups = sample_groups(
+            [(10**6 + i, trainer.data.prompt(i)) for i in range(int(settings["prompts"]))],
+            num_samples=int(settings["samples"]),
+            params=params,
+            sampler=cast(Sampler, trainer.sampler),  # one process: it samples here
+            rewards=trainer.rewards,
+            decode=trainer.decode,
+        )
+        long = assemble(groups, num_minibatches=1, **setup.assembly(loaded))
+        everything = np.ones(long.num_sequences, dtype=bool)
+        before = log_probs(trainer.policy, long, everything)
+        for _ in range(int(settings["steps"])):
+            batch = sampled(trainer)
+            trainer.update(batch, Clock())
+            trainer.publish(Clock())
+        after = log_probs(trainer.policy, long, everything)
+    d = np.stack([after[i].astype(np.float64) - before[i] for i in range(long.num_sequences)])  # [n, longest]
+    out: dict[str, dict[str, float]] = {}
+    for length in lengths:
+        cut = d.reshape(-1, length)  # pieces end to end: every length is made of the same tokens
+        out[str(length)] = {
+            "length": length,
+            "sd_log_w": float(cut.std(ddof=1)),
+            "sd_sum_log_w": float(cut.sum(axis=1).std(ddof=1)),
+            "sd_log_s": float(cut.mean(axis=1).std(ddof=1)),
+            "mean_log_s": float(cut.mean()),
+        }
+    x = np.log(lengths)
+    out["slope"] = {
+        f"slope_{name}": float(np.polyfit(x, np.log([out[str(n)][name] for n in lengths]), 1)[0])
+        for name in ("sd_log_w", "sd_sum_log_w", "sd_log_s")
+    }
+    longest = out[str(max(lengths))]
+    out["slope"]["token_over_sequence"] = longest["sd_log_w"] / longest["sd_log_s"]
+    return out

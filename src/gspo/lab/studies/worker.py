@@ -1,0 +1,111 @@
+"""One job in a process of its own: `python -m gspo.lab.studies.worker JOB.json` writes the records beside it.
+
+JOB.json holds a job and where its run lies. A run that was stopped goes on from its last checkpoint; one that ended is
+kept without its weights. Exit codes: 0 measured, 3 stopped by a signal and resumable, else failed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from gspo.errors import TrainingError
+from gspo.lab.studies import measure, plan
+from gspo.lab.studies.plan import Job, Study
+from gspo.report.read import read_metrics
+from gspo.runs.directory import atomic, environment, to_json
+
+STOPPED = 3
+
+
+def main(job_file: Path) -> int:
+    threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
+    given = json.loads(job_file.read_text(encoding="utf-8"))
+    job, folder = Job(**given["job"]), Path(given["folder"])
+    study = plan.get(job.study)
+    began = time.monotonic(), time.process_time()
+    found = _computed(study, job, folder) if study.compute else _trained(study, job, folder)
+    if found is None:
+        return STOPPED
+    took = {
+        "wall_s": round(time.monotonic() - began[0], 2),
+        "cpu_s": round(time.process_time() - began[1], 2),
+        "load": round(os.getloadavg()[0], 2),
+        "jobs": given["jobs"],
+    }
+    common = {"seed": job.seed, "stage": job.stage, "digest": job.digest, "took": took, **provenance(given["command"])}
+    with atomic(job_file.with_suffix(".result")) as aside:
+        aside.write_text(to_json([{"arm": arm, **common, **rest} for arm, rest in found.items()]), encoding="utf-8")
+    return 0
+
+
+def _follow(parent: int) -> None:
+    """A worker whose starter was killed stops too and saves: nobody would read its result."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _computed(study: Study, job: Job, folder: Path) -> dict[str, dict[str, Any]]:
+    module = importlib.import_module(f"gspo.lab.studies.{study.compute}")
+    scratch = folder / "scratch"
+    loaded = plan.configured(study, {"cluster.fileroot": str(scratch)}, job.seed)
+    by_arm: Mapping[str, Mapping[str, Any]] = module.measure(loaded, dict(study.settings), job.seed)
+    shutil.rmtree(scratch, ignore_errors=True)
+    base = plan.differences(loaded)
+    return {arm: {"measures": dict(values), "config": base, "failed": None} for arm, values in by_arm.items()}
+
+
+def _trained(study: Study, job: Job, folder: Path) -> dict[str, dict[str, Any]] | None:
+    from gspo.train import Trainer
+
+    place = {"cluster.fileroot": str(folder.parent), "experiment_name": folder.name, "trial_name": f"seed{job.seed}"}
+    loaded = plan.configured(study, {**job.overrides, **place}, job.seed)
+    run, failed = folder / f"seed{job.seed}", None
+    try:
+        if not Trainer(loaded).train().finished:
+            return None
+    except TrainingError as error:
+        failed = str(error)  # the training itself broke down: that is a result
+    rows = read_metrics(run)
+    config = loaded.config
+    shape = {
+        "samples_per_group": config.gconfig.n_samples,
+        "groups_per_step": config.rollout.consumer_batch_size or config.train_dataset.batch_size,
+    }
+    record = {
+        "measures": measure.measures(rows, **shape, failed=failed is not None),
+        "curves": measure.curves(rows, **shape),
+        "failed": failed,
+        "train": plan.command(study, job.overrides, job.seed),
+        "config": plan.differences(loaded),
+    }
+    for weights in ("checkpoints", "samples"):
+        shutil.rmtree(run / weights, ignore_errors=True)
+    return {job.arm: record}
+
+
+def provenance(command: str) -> dict[str, Any]:
+    """By what, on what and when a record was measured."""
+    known = environment("cpu", 1)
+    return {
+        "command": command,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": (known["commit"] or "")[:12] or None,
+        "machine": f"{known['processor']}, {known['cores']} cores, {known['memory_bytes'] / 2**30:.0f} GiB",
+        "versions": {"python": known["python"], **known["packages"]},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

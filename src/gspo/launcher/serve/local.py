@@ -1,0 +1,147 @@
+"""`python -m gspo.launcher.serve.local`: one sampler server: the in-process sampler behind HTTP, for a remote trainer.
+
+It has no weights to serve until a trainer has given it some, ends with whoever started it, and knows its token from
+the environment alone (GSPO_SAMPLER_TOKEN). See docs/samplers.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from gspo.config import load
+from gspo.config.layout import layout_of
+from gspo.errors import ConfigError, GspoError
+from gspo.faults import reached
+from gspo.models.loading import load_tokenizer
+from gspo.rewards.workers.worker import die_with_parent
+from gspo.sampling.remote.discovery import register, unregister
+from gspo.sampling.remote.server import SamplerEngine, SamplerServer
+from gspo.sampling.weights.publish import sequence_logp
+from gspo.train.build import servers as remote
+from gspo.train.build import setup
+
+
+def serve(
+    config_path: Path,
+    index: int,
+    folder: Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    threads: int | None = None,
+    latency_s: float = 0.0,
+) -> None:
+    """Load the model, say where we are, serve until SIGTERM."""
+    remote.token()
+    reached("sampler.start")
+    config = load(config_path).config
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if config.rollout.sampler_precision != "none":
+        raise ConfigError("rollout.sampler_precision rounds the in-process sampler's weights; servers: set it to none")
+    beside = 1 if torch.cuda.is_available() else max(layout_of(config, 0).num_samplers, 1)
+    torch.set_num_threads(threads or config.threads or max(cores // beside, 1))
+    tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
+    model = setup.whole_model(
+        config, tokenizer, setup.published_dtype(config), with_adapter=setup.sends_adapter(config)
+    )
+    sampler = setup.local_sampler(config, model, tokenizer, -1)
+    facts = remote.facts_of(
+        model,
+        seed=config.seed,
+        ends=remote.end_tokens(model, tokenizer),
+        max_context=remote.context_of(model, config.gconfig.max_tokens),
+        dtype=model.dtype,
+    )
+    engine = SamplerEngine(sampler, facts=facts, score=partial(sequence_logp, model), latency_s=latency_s)
+    announce(
+        engine,
+        index,
+        folder,
+        host=host,
+        port=port,
+        words=f"{config.actor.path}, {torch.get_num_threads()} threads",
+    )
+
+
+def announce(
+    engine: SamplerEngine,
+    index: int,
+    folder: Path,
+    *,
+    host: str,
+    port: int,
+    words: str,
+    watch: Callable[[Callable[[], None]], None] | None = None,
+) -> None:
+    """Serve an engine until SIGTERM, and say in `folder` where. `watch` is given what ends it, and runs beside it."""
+    try:
+        server = SamplerServer(engine, remote.token(), host=host, port=port)
+    except OSError as cause:
+        raise ConfigError(f"the sampler server cannot listen on {host}:{port} ({cause}); see --host") from cause
+
+    def end(*_: object) -> None:
+        threading.Thread(target=server.shutdown, daemon=True).start()  # waits for the loop that this handler interrupts
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    if watch is not None:
+        threading.Thread(target=watch, args=(end,), name="watch", daemon=True).start()
+    reached("sampler.register")
+    register(folder, index, server.url)
+    print(f"sampler {index} at {server.url}, {words}", flush=True)
+    try:
+        server.serve_forever()
+    finally:
+        unregister(folder, index)
+        server.server_close()
+        engine.close()
+
+
+def arguments(prog: str, description: str) -> argparse.ArgumentParser:
+    """What every kind of sampler server is started with."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser.add_argument("--config", required=True, type=Path, help="the run's resolved config")
+    parser.add_argument("--index", required=True, type=int, help="its number among the samplers of the run, from 0")
+    parser.add_argument("--register", required=True, type=Path, metavar="DIR", help="where it says that it is ready")
+    parser.add_argument("--host", default="127.0.0.1", help="name or address to listen on (default: this machine only)")
+    parser.add_argument("--port", type=int, default=0, help="default: a free one")
+    return parser
+
+
+def answer(work: Callable[[], None]) -> int:
+    """Run a server tied to its starter; the exit code."""
+    die_with_parent(os.getppid())
+    try:
+        work()
+    except GspoError as error:
+        print(f"gspo: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
+def main() -> int:
+    parser = arguments("python -m gspo.launcher.serve.local", "One sampler server.")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: the config's, else this machine's share)")
+    parser.add_argument(
+        "--latency",
+        type=float,
+        default=float(os.environ.get("GSPO_SAMPLER_LATENCY", "0")),
+        metavar="S",
+        help="sleep at every decoding step, to measure with a slow sampler (also GSPO_SAMPLER_LATENCY)",
+    )
+    args = parser.parse_args()
+    where = {"host": args.host, "port": args.port, "threads": args.threads, "latency_s": args.latency}
+    return answer(partial(serve, args.config, args.index, args.register, **where))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

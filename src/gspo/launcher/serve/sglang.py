@@ -1,0 +1,89 @@
+"""`python -m gspo.launcher.serve.sglang`: one sampler server in front of an SGLang server. EXPERIMENTAL: never run.
+
+SGLang needs CUDA, which the machines this was written on do not have. Its command line and routes are those of its
+documentation; see docs/engines.md for what that means.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from gspo.config import engine_flags as engines
+from gspo.config.layout import Layout
+from gspo.config.schema import Config
+from gspo.launcher.serve.local import answer, arguments
+from gspo.launcher.serve.vllm import (
+    Start,
+    as_folder,
+    facts_for,
+    make_sampler,
+    max_running,
+    model_folder,
+    opened,
+    stand_before,
+)
+from gspo.sampling.engines.sglang import SglangSampler
+from gspo.sampling.engines.vllm import Endpoint
+from gspo.train.build import setup
+
+
+def serve(config_path: Path, index: int, folder: Path, *, host: str = "127.0.0.1", port: int = 0) -> None:
+    config, layout = opened(config_path, "sglang")
+    source = model_folder(config, folder / f"sglang_model_{index}")
+    url, facts = engines.url_of("sglang", config.sglang, index, layout.num_samplers), facts_for(config, source)
+    with tempfile.TemporaryDirectory(prefix="gspo-sglang-") as private:
+        if url is None:
+            at, key = _free_port(), secrets.token_hex(32)
+            endpoint = Endpoint(f"http://127.0.0.1:{at}", key=key)
+            start = command(config, layout, source, facts["max_context"], at, secret(Path(private), key))
+        else:
+            endpoint, start = Endpoint(url, key=os.environ.get("SGLANG_API_KEY")), None
+        can_sleep = bool(config.sglang.get("enable_memory_saver"))
+        make = partial(make_sampler, SglangSampler, config, facts, endpoint, can_sleep)
+        stand_before(config, index, folder, endpoint, start, make, facts, host=host, port=port)
+
+
+def command(config: Config, layout: Layout, source: str, max_context: int, port: int, secret: Path) -> Start:
+    """The command line of SGLang's server: what the run needs, then the flags of `sglang`."""
+    assert layout.sampler is not None
+    options = {"context_length": max_context, "dtype": str(setup.device_and_dtype(config)[1]).removeprefix("torch.")}
+    options |= config.sglang
+    argv = [str(engines.python_of("sglang", config.sglang)), "-m", "sglang.launch_server", "--model-path", source]
+    if config.tokenizer_path not in (None, config.actor.path):
+        argv += ["--tokenizer-path", as_folder(str(config.tokenizer_path))]
+    argv += ["--host", "127.0.0.1", "--port", str(port), "--config", str(secret)]
+    argv += ["--tp-size", str(layout.sampler.tensor), "--max-running-requests", str(max_running(config))]
+    argv += engines.flags("sglang", options, config.actor.path)
+    return Start(argv, engines.environment_of("sglang", config.sglang))
+
+
+def secret(folder: Path, key: str) -> Path:
+    """Its key as a file of its owner's: others can read a command line."""
+    path = folder / "key.yaml"
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(f"api-key: {key}\n")
+    return path
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments("python -m gspo.launcher.serve.sglang", "One sampler server, before an SGLang server.").parse_args(
+        argv
+    )
+    return answer(partial(serve, args.config, args.index, args.register, host=args.host, port=args.port))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

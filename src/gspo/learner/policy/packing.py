@@ -1,0 +1,388 @@
+"""From groups of completions to packed micro-batches: no padding, each prompt once.
+
+The layout, a contract between this file, the attention and the policy: a packed micro-batch is a *forest
+of segments* laid end to end in one row of N tokens. A segment has a parent (or −1) that precedes it; a
+token attends to all tokens of its ancestor segments and causally to its own segment, and its position is
+the length of its ancestors plus its offset. A group is a prompt segment with one child per completion;
+deeper trees (turns that branch) are the same thing.
+
+*Targets* are the tokens whose log-prob is wanted: target m is predicted by the hidden state at row index
+source[m]. The last prompt token predicts the first token of each of its completions: one hidden state,
+several targets. Untrained spans (tool output) are inputs and never targets. Nothing after the last
+trained token of a completion enters the model, and that token itself is a target, never an input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gspo.errors import DataError
+from gspo.models.tree_attention import TreeLayout
+
+# The largest part must shrink below this share before a prompt is computed once more for it.
+_WORTH = 0.95
+
+
+@dataclass(frozen=True, eq=False)
+class Completion:
+    """Tokens after a prompt, which of them are trained, and the caller's number for the sequence.
+
+    Completions of one `family` (the sequences of one episode) are laid out as a tree: what they begin with in common
+    is computed once. Others of an item share its prompt alone.
+
+    >>> Completion(np.array([4, 9, 2]), np.array([True, True, False]), index=5).num_inputs
+    1
+    """
+
+    tokens: NDArray[np.integer[Any]]
+    mask: NDArray[np.bool_]
+    index: int
+    family: int | None = None
+
+    @cached_property
+    def num_inputs(self) -> int:
+        """Tokens that enter the model: those before the last trained one."""
+        trained = np.flatnonzero(self.mask)
+        return int(trained[-1]) if len(trained) else 0
+
+    @cached_property
+    def is_live(self) -> bool:
+        """Whether anything is trained; if not, the sequence has length 0 and costs nothing."""
+        return bool(self.mask.any())
+
+
+@dataclass(frozen=True, eq=False)
+class PackItem:
+    """A prompt and the completions that share it.
+
+    >>> item = PackItem(np.array([1, 2, 3]), (Completion(np.array([4, 9]), np.array([True, True]), 0),))
+    >>> item.num_tokens(share_prefix=True)
+    4
+    """
+
+    prompt: NDArray[np.integer[Any]]
+    completions: Sequence[Completion]
+
+    def num_tokens(self, *, share_prefix: bool) -> int:
+        live = [c for c in self.completions if c.is_live]
+        if not share_prefix:
+            return len(live) * len(self.prompt) + sum(c.num_inputs for c in live)
+        return min(1, len(live)) * len(self.prompt) + sum(_inputs(family) for family in families(live))
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """One micro-batch: N input tokens in S segments, M targets of B sequences. See the head of this file.
+
+    >>> packed = pack([PackItem(np.array([7, 8]), tuple(
+    ...     Completion(np.array([5, i]), np.array([True, True]), i) for i in range(2)))])
+    >>> packed.tokens.tolist(), packed.positions.tolist(), packed.parent.tolist()
+    ([7, 8, 5, 5], [0, 1, 2, 2], [-1, 0, 0])
+    >>> packed.source.tolist(), packed.target.tolist(), packed.cu_seqlens.tolist()
+    ([1, 2, 1, 3], [5, 0, 5, 1], [0, 2, 4])
+    """
+
+    tokens: Tensor  # [N] int64
+    positions: Tensor  # [N] int64, true positions
+    start: Tensor  # [S] int64, first row index of a segment
+    length: Tensor  # [S] int64
+    parent: Tensor  # [S] int64, −1 at roots
+    source: Tensor  # [M] int64, row index of the hidden state that predicts the target
+    target: Tensor  # [M] int64
+    cu_seqlens: Tensor  # [B+1] int64; targets of sequence b are cu_seqlens[b] : cu_seqlens[b+1], in order
+    index: Tensor  # [B] int64, the caller's number of each sequence
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_targets(self) -> int:
+        return len(self.target)
+
+    @cached_property
+    def is_filler(self) -> bool:
+        """Nobody's sequence (see `filler`): it is computed, and counts for nothing."""
+        return len(self.index) == 1 and int(self.index[0]) < 0
+
+    @cached_property
+    def layout(self) -> TreeLayout:
+        """What the attention needs, with its plans: made once, used by every layer and every pass."""
+        return TreeLayout(*(x.cpu().numpy() for x in (self.start, self.length, self.parent)))
+
+    @cached_property
+    def by_source(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The distinct sources [U], the targets sorted by source [M] (indices), and where each source's begin [U+1]."""
+        source, order = torch.sort(self.source, stable=True)
+        rows, counts = torch.unique_consecutive(source, return_counts=True)
+        return rows, order, torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+
+    def to(self, device: torch.device | str) -> Packed:
+        """The same micro-batch on another device; its layout lives on the host and comes along."""
+        if self.tokens.device == torch.device(device):
+            return self
+        moved = replace(self, **{name: getattr(self, name).to(device) for name in self.__dataclass_fields__})
+        moved.__dict__["layout"] = self.layout
+        return moved
+
+
+def families(completions: Sequence[Completion]) -> list[list[Completion]]:
+    """The completions by family, in the order of their first; one without a family is alone."""
+    found: dict[Any, list[Completion]] = {}
+    for place, completion in enumerate(completions):
+        found.setdefault((completion.family, None if completion.family is not None else place), []).append(completion)
+    return list(found.values())
+
+
+def _inputs(family: Sequence[Completion]) -> int:
+    """Input tokens of a family, what is common counted once."""
+    return sum(len(tokens) for tokens, _, _ in _tree(family)) if len(family) > 1 else family[0].num_inputs
+
+
+def _tree(family: Sequence[Completion]) -> list[tuple[NDArray[np.integer[Any]], int, list[int]]]:
+    """The inputs of a family as segments (tokens, parent among them or −1, who passes through: places in `family`).
+
+    Every completion's inputs are the segments that it passes through, end to end. Parents come before children.
+    """
+    segments: list[tuple[NDArray[np.integer[Any]], int, list[int]]] = []
+
+    def grow(members: list[int], begin: int, parent: int) -> None:
+        """Segments for members that agree up to `begin`."""
+        while members:
+            first = members[0]
+            inputs = family[first].tokens[: family[first].num_inputs]
+            if len(inputs) == begin:
+                members = members[1:]
+                continue
+            same = [m for m in members if family[m].num_inputs > begin and family[m].tokens[begin] == inputs[begin]]
+            end = min(_common(inputs, family[m].tokens[: family[m].num_inputs]) for m in same)
+            segments.append((inputs[begin:end], parent, same))
+            grow(same, end, len(segments) - 1)
+            members = [m for m in members if m not in same]
+
+    grow(list(range(len(family))), 0, -1)
+    return segments
+
+
+def _common(a: NDArray[np.integer[Any]], b: NDArray[np.integer[Any]]) -> int:
+    """Length of the common beginning."""
+    num = min(len(a), len(b))
+    differ = np.flatnonzero(a[:num] != b[:num])
+    return int(differ[0]) if len(differ) else num
+
+
+def forest(
+    segments: Sequence[tuple[NDArray[np.integer[Any]], int]],
+    sequences: Sequence[tuple[NDArray[np.integer[Any]], NDArray[np.integer[Any]], int]],
+) -> Packed:
+    """The general form: segments (tokens, parent) and sequences (sources, targets, index), for any tree."""
+    length = np.array([len(tokens) for tokens, _ in segments], dtype=np.int64)
+    parent = np.array([up for _, up in segments], dtype=np.int64)
+    start = np.cumsum(length) - length
+    layout = TreeLayout(start, length, parent)
+    lengths = np.array([0, *(len(targets) for _, targets, _ in sequences)])
+    packed = Packed(
+        tokens=_flat([tokens for tokens, _ in segments]),
+        positions=torch.from_numpy(layout.positions),
+        start=torch.from_numpy(start),
+        length=torch.from_numpy(length),
+        parent=torch.from_numpy(parent),
+        source=_flat([sources for sources, _, _ in sequences]),
+        target=_flat([targets for _, targets, _ in sequences]),
+        cu_seqlens=torch.from_numpy(np.cumsum(lengths)),
+        index=torch.tensor([index for _, _, index in sequences], dtype=torch.int64),
+    )
+    packed.__dict__["layout"] = layout  # fills the cached property: the layout is known already
+    return packed
+
+
+def pack(items: Sequence[PackItem], *, share_prefix: bool = True, vocab_size: int | None = None) -> Packed:
+    """One micro-batch of groups. Sequences come in the order of items and their completions.
+
+    `share_prefix=False` repeats the prompt in every sequence (each a root segment): the plain packing, for
+    comparison and for models that fail the probe. A completion without a trained token is a sequence of
+    length 0 and brings no input.
+    """
+    segments: list[tuple[NDArray[np.integer[Any]], int]] = []
+    sequences: list[tuple[NDArray[np.integer[Any]], NDArray[np.integer[Any]], int]] = []
+    end = 0  # row length so far
+
+    def append(tokens: NDArray[np.integer[Any]], parent: int) -> int:
+        nonlocal end
+        segments.append((tokens, parent))
+        end += len(tokens)
+        return end - len(tokens)
+
+    for item in items:
+        _check(item, vocab_size)
+        num_prompt = len(item.prompt)
+        # A prompt with one reader has nothing to share: prompt and completion are then one segment.
+        share = share_prefix and sum(c.is_live for c in item.completions) > 1
+        root, prompt_end = -1, 0
+        if share:
+            root = len(segments)
+            prompt_end = append(item.prompt, -1) + num_prompt
+        branches: dict[int, NDArray[np.int64]] = {}  # by index: row of each input of a completion with relatives
+        for family in families([c for c in item.completions if c.is_live]) if share else ():
+            if len(family) == 1:
+                continue
+            base, rows = len(segments), [np.zeros(0, np.int64) for _ in family]
+            for tokens, parent, members in _tree(family):
+                begin = append(tokens, root if parent < 0 else base + parent)
+                for m in members:
+                    rows[m] = np.concatenate([rows[m], begin + np.arange(len(tokens))])
+            branches |= {c.index: row for c, row in zip(family, rows, strict=True)}
+        for completion in item.completions:
+            trained = np.flatnonzero(completion.mask)
+            sources = trained
+            if completion.is_live:
+                inputs = completion.tokens[: completion.num_inputs]
+                if not share:
+                    begin = append(np.concatenate([item.prompt, inputs]), -1)
+                    sources = trained + (begin + num_prompt - 1)
+                elif completion.index in branches:
+                    sources = np.concatenate([[prompt_end - 1], branches[completion.index]])[trained]
+                else:
+                    begin = append(inputs, root) if len(inputs) else end
+                    sources = np.where(trained == 0, prompt_end - 1, begin + trained - 1)
+            sequences.append((sources, completion.tokens[trained], completion.index))
+    return forest(segments, sequences)
+
+
+def micro_batches(
+    items: Sequence[PackItem], max_tokens: int | None, *, min_batches: int = 1, share_prefix: bool = True
+) -> list[list[PackItem]]:
+    """Split a mini-batch into micro-batches of at most `max_tokens` input tokens, as equal as can be.
+
+    A group stays whole where it fits and is cut, its prompt repeated, where it does not. A sequence that
+    alone exceeds `max_tokens` (actor.mb_spec.max_tokens_per_mb) cannot be cut and gets a micro-batch of its
+    own: the bound is a memory target, and the sampler's context already bounds the sequence. The result is a
+    pure function of the arguments; every sequence index appears in exactly one micro-batch.
+    """
+    if max_tokens is not None and max_tokens < 1:
+        raise DataError(
+            f"a micro-batch needs at least one token, got {max_tokens}: raise actor.mb_spec.max_tokens_per_mb"
+        )
+    pieces = [piece for item in items for piece in _cut(item, max_tokens, share_prefix)]
+    sizes = [piece.num_tokens(share_prefix=share_prefix) for piece in pieces]
+    limit = max_tokens if max_tokens is not None else sum(sizes)
+    num = max(1, min_batches, -(-sum(sizes) // max(1, limit)))
+    num = min(num, max(1, sum(size > 0 for size in sizes)))
+    while (bins := _balance(sizes, num, limit)) is None:
+        num += 1
+    return [[pieces[i] for i in chosen] for chosen in bins if chosen]
+
+
+def filler() -> Packed:
+    """One token of nobody's, for a rank that has nothing left while others compute: all gather each layer together."""
+    token = np.zeros(1, dtype=np.int64)
+    return pack([PackItem(token, (Completion(token, np.ones(1, dtype=np.bool_), index=-1),))])
+
+
+def spread(items: Sequence[PackItem], num: int, *, share_prefix: bool = True) -> list[list[PackItem]]:
+    """The items as `num` parts, the largest as small as can be; some may be empty.
+
+    A group that is more than a fair share is cut, its prompt repeated in each piece, where that lets the largest part
+    shrink, and kept whole where the repeated prompts cost more. A pure function of the arguments: every rank knows the
+    parts of all.
+    """
+    share = -(-sum(item.num_tokens(share_prefix=share_prefix) for item in items) // num)
+    best: tuple[int, list[list[PackItem]]] | None = None
+    for num_pieces in range(1, num + 1):
+        pieces = [piece for item in items for piece in _pieces(item, num_pieces, share, share_prefix)]
+        sizes = [piece.num_tokens(share_prefix=share_prefix) for piece in pieces]
+        bins = _balance(sizes, num, sum(sizes))
+        assert bins is not None  # the limit is the sum
+        largest = max(sum(sizes[i] for i in chosen) for chosen in bins)
+        if best is None or largest < _WORTH * best[0]:
+            best = largest, [[pieces[i] for i in chosen] for chosen in bins]
+    assert best is not None
+    return best[1]
+
+
+def _pieces(item: PackItem, num: int, share: int, share_prefix: bool) -> list[PackItem]:
+    """The item, or where it is more than `share` its completions in `num` pieces of equal tokens."""
+    kin = _together(item, share, share_prefix)
+    num = min(num, sum(any(c.is_live for c in family) for family in kin))
+    if num < 2 or item.num_tokens(share_prefix=share_prefix) <= share:
+        return [item]
+    each = [_cost(family, 0 if share_prefix else len(item.prompt), share_prefix) for family in kin]
+    bins = _balance(each, num, sum(each))
+    assert bins is not None
+    return [PackItem(item.prompt, tuple(c for i in chosen for c in kin[i])) for chosen in bins if chosen]
+
+
+def _together(item: PackItem, room: int, share_prefix: bool) -> list[list[Completion]]:
+    """What a cut does not part: families that fit, where they share anything; else single completions."""
+    if not share_prefix:
+        return [[c] for c in item.completions]
+    kin = families(item.completions)
+    return [part for f in kin for part in ([f] if _cost(f, 0, True) <= room else [[c] for c in f])]
+
+
+def _cost(family: Sequence[Completion], num_prompt: int, share_prefix: bool) -> int:
+    """Input tokens of a family, with `num_prompt` more for each of its living."""
+    live = [c for c in family if c.is_live]
+    if share_prefix and live:
+        return len(live) * num_prompt + _inputs(live)
+    return sum(num_prompt + c.num_inputs for c in live)
+
+
+def _balance(sizes: Sequence[int], num: int, limit: int) -> list[list[int]] | None:
+    """Longest first into the emptiest of `num` bins; None if a bin overflows with more than one piece."""
+    bins: list[list[int]] = [[] for _ in range(num)]
+    loads = [0] * num
+    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        b = loads.index(min(loads))
+        if loads[b] and sizes[i] and loads[b] + sizes[i] > limit:
+            return None
+        bins[b].append(i)
+        loads[b] += sizes[i]
+    return [sorted(chosen) for chosen in bins]
+
+
+def _cut(item: PackItem, max_tokens: int | None, share_prefix: bool) -> list[PackItem]:
+    """The item, or the fewest parts of it that fit, filled evenly."""
+    num_prompt = len(item.prompt)
+    total = item.num_tokens(share_prefix=share_prefix)
+    if max_tokens is None or total <= max_tokens or len(item.completions) < 2:
+        return [item]
+    kin = _together(item, max_tokens - num_prompt, share_prefix)
+    # A part pays for its prompt once (shared) or with every completion (plain).
+    each = [_cost(family, 0 if share_prefix else num_prompt, share_prefix) for family in kin]
+    room = max(1, max_tokens - (num_prompt if share_prefix else 0))
+    num = max(2, -(-sum(each) // room))
+    live = sum(any(c.is_live for c in family) for family in kin)
+    while (parts := _balance(each, min(num, live), room)) is None:
+        num += 1
+    return [PackItem(item.prompt, tuple(c for i in part for c in kin[i])) for part in parts if part]
+
+
+def _check(item: PackItem, vocab_size: int | None) -> None:
+    if not len(item.prompt) and any(c.is_live for c in item.completions):
+        raise DataError("empty prompt: the first token of a completion needs a token before it, for example BOS")
+    for completion in item.completions:
+        if len(completion.tokens) != len(completion.mask):
+            raise DataError(
+                f"sequence {completion.index}: {len(completion.tokens)} tokens but a mask of {len(completion.mask)}"
+            )
+    if vocab_size is None:
+        return
+    for tokens in (item.prompt, *(c.tokens for c in item.completions)):
+        if len(tokens) and not 0 <= (low := int(tokens.min())) <= (high := int(tokens.max())) < vocab_size:
+            raise DataError(
+                f"token id {low if low < 0 else high} is outside the model's vocabulary of {vocab_size}: "
+                "the tokenizer does not belong to this model; set tokenizer_path"
+            )
+
+
+def _flat(parts: Sequence[NDArray[np.integer[Any]]]) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64, copy=False))

@@ -1,0 +1,139 @@
+"""The routes of one training step: every pass is tapped, replayed where asked, and compared.
+
+π_old's routes are those of the forward made before the first update, or the sampler's where its values serve as π_old.
+Two drifts are counted at the positions that predict a trained token, as shares of (token, layer) pairs whose *set* of
+experts differs: π_θ against π_old (mini-batches 2…K), and trainer against sampler at the same weights (mini-batch 1,
+and all that was recomputed). Under replay they say what the routers would have changed had they been let.
+
+Replay covers every input token of a pass, the prompt's too. `proximal` gives mini-batches 2…K the routes of π_old's
+own forward (mini-batch 1 is that forward). `rollout` gives the sampler's to every pass, π_old's included; the rows of
+a shared prompt are those of the group's first sequence in the micro-batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gspo.errors import RolloutError
+from gspo.learner.batch import Batch
+from gspo.learner.policy.module import PolicyModule
+from gspo.learner.policy.packing import Packed
+from gspo.models.moe import UNKNOWN, Tap, differ, route_shape, routed, routers
+
+Replay = Literal["none", "proximal", "rollout"]
+Floats = NDArray[np.float64]
+
+
+class Routing:
+    """Taps for the passes of one step; of a dense model it does nothing."""
+
+    def __init__(self, policy: PolicyModule, batch: Batch, replay: Replay) -> None:
+        self._routers, self._batch, self._replay = routers(policy.model), batch, replay
+        self._proximal: dict[Packed, NDArray[Any]] = {}
+        shape = batch.num_sequences, len(self._routers)
+        # Written into as passes end; NaN where nothing was compared.
+        self.shares = np.full(shape, np.nan), np.full(shape[0], np.nan), np.full(shape, np.nan)
+        if replay == "rollout" and any(s.routes is None for s in batch.samples if s.mask.any()):
+            raise RolloutError(
+                "actor.routing_replay: rollout needs the sampler's routes, and it gave none; sample in process "
+                "(rollout.backend: auto), or set actor.routing_replay: proximal"
+            )
+
+    @property
+    def is_tapped(self) -> bool:
+        return bool(self._routers)
+
+    def at_start(self, packed: Packed) -> contextlib.AbstractContextManager[None]:
+        """Around a forward under the weights at the start of the batch."""
+        return self._around(packed, self._keep)
+
+    def in_minibatch(self, packed: Packed, k: int) -> contextlib.AbstractContextManager[None]:
+        """Around the forward that is trained on, of mini-batch k; leave it before the backward pass."""
+        return self._around(packed, self._against_sampler if k == 0 else self._against_start)
+
+    @contextlib.contextmanager
+    def _around(self, packed: Packed, then: Callable[[Packed, Tap, NDArray[Any]], None]) -> Iterator[None]:
+        if not self._routers or packed.is_filler:
+            yield
+            return
+        sampled = self._sampled(packed)
+        with routed(self._routers, self._given(packed, sampled)) as tap:
+            yield
+        then(packed, tap, sampled)
+
+    def _keep(self, packed: Packed, tap: Tap, sampled: NDArray[Any]) -> None:
+        self._proximal[packed] = tap.routes()
+        self._against_sampler(packed, tap, sampled)
+
+    def _against_start(self, packed: Packed, tap: Tap, sampled: NDArray[Any]) -> None:
+        index = packed.index.cpu().numpy()
+        self.shares[0][index], self.shares[1][index] = _flips(
+            packed, tap.own_routes(), self._proximal.get(packed, sampled)
+        )
+
+    def _given(self, packed: Packed, sampled: NDArray[Any]) -> torch.Tensor | None:
+        if self._replay == "none" or (self._replay == "proximal" and packed not in self._proximal):
+            return None
+        given = sampled if self._replay == "rollout" else self._proximal[packed].astype(np.int64)
+        return torch.from_numpy(given).to(packed.tokens.device)
+
+    def _against_sampler(self, packed: Packed, tap: Tap, sampled: NDArray[Any]) -> None:
+        self.shares[2][packed.index.cpu().numpy()], _ = _flips(packed, tap.own_routes(), sampled)
+
+    def _sampled(self, packed: Packed) -> NDArray[np.int64]:
+        """The sampler's routes of a micro-batch's input tokens, [N, layers, top_k]."""
+        batch = self._batch
+        by_position: list[NDArray[Any] | None] = []
+        for i in packed.index.tolist():
+            num_prompt = len(batch.prompt(i))
+            prompt, own = batch.samples[i].prompt_routes, batch.samples[i].routes
+            # Row 0 of a sample's routes is that of the prompt's last token: it predicts the first of the completion.
+            if prompt is None or own is None:
+                by_position.append(None)
+            else:
+                by_position.append(np.concatenate([prompt[: num_prompt - 1], own]))
+        return routes_in_row(packed, by_position, route_shape(self._routers)[:2])
+
+
+def routes_in_row(
+    packed: Packed, by_position: Sequence[NDArray[Any] | None], shape: tuple[int, int]
+) -> NDArray[np.int64]:
+    """Routes of sequences, each by position in its prompt + completion, as those of a micro-batch's input tokens.
+
+    [N, *shape], UNKNOWN where a sequence has none. A segment that several sequences share takes the first one's.
+    """
+    out = np.full((packed.num_tokens, *shape), UNKNOWN, dtype=np.int64)
+    start, length, parent, source, cuts, positions = (
+        x.cpu().numpy()
+        for x in (packed.start, packed.length, packed.parent, packed.source, packed.cu_seqlens, packed.positions)
+    )
+    segment_of = np.repeat(np.arange(len(start)), length)
+    for b in reversed(range(len(by_position))):
+        routes = by_position[b]
+        if routes is None or cuts[b] == cuts[b + 1]:
+            continue
+        segment = int(segment_of[source[cuts[b + 1] - 1]])
+        while segment >= 0:  # from the last position that is read up to the root of its tree
+            here = slice(start[segment], start[segment] + length[segment])
+            out[here] = routes[positions[here]]
+            segment = int(parent[segment])
+    return out
+
+
+def _flips(packed: Packed, routes: NDArray[Any], others: NDArray[Any]) -> tuple[Floats, Floats]:
+    """Per sequence the share of its trained tokens whose route differs, [B, layers], and in any layer, [B]."""
+    source, cuts = packed.source.cpu().numpy(), packed.cu_seqlens.cpu().numpy()
+    changed = differ(routes[source], others[source])  # [M, layers]
+    known = np.asarray((others[source] >= 0).all(-1))  # [M, layers]
+    flips, tokens = np.full((len(cuts) - 1, changed.shape[1]), np.nan), np.full(len(cuts) - 1, np.nan)
+    for b, (begin, end) in enumerate(pairwise(cuts.tolist())):
+        if end > begin and known[begin:end].all():
+            flips[b], tokens[b] = changed[begin:end].mean(0), changed[begin:end].any(1).mean()
+    return flips, tokens

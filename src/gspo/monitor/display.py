@@ -1,0 +1,268 @@
+"""What a person sees while it trains: a calm live panel on a terminal, one line per step elsewhere."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from gspo.system.text import inert
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+RECENT = 20  # steps that the time left is reckoned from
+SHORT = 14  # a terminal of fewer lines shows the first two curves alone
+
+Example = tuple[str, str, bool]  # prompt, completion, whether it was rewarded
+
+
+class Display(Protocol):
+    def say(self, message: str) -> None: ...
+    def phase(self, name: str) -> None: ...
+    def start_at(self, step: int) -> None: ...
+    def step(self, metrics: Mapping[str, Any], example: Example | None) -> None: ...
+    def close(self) -> None: ...
+
+
+def make_display(title: str, total_steps: int) -> Display:
+    """Live on a terminal, plain in a pipe, a log, a dumb terminal or one that cannot show the signs of a panel."""
+    console = Console(stderr=False)
+    if console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf"):
+        return LivePanel(console, title, total_steps)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return Lines(total_steps, width)
+
+
+class Pace:
+    """Seconds per step and seconds left, from the last steps; evaluations count, they will come again."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._total, self._recent = total_steps, deque[float](maxlen=RECENT)
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        if (seconds := metrics.get("time/step_s")) is not None:
+            self._recent.append(seconds)
+
+    def left(self, step: int) -> str | None:
+        if not self._recent or step >= self._total:
+            return None
+        return span(sum(self._recent) / len(self._recent) * (self._total - step))
+
+
+class Silent:
+    """Nothing: the ranks beside rank 0, whose display speaks for all."""
+
+    def say(self, message: str) -> None: ...
+    def phase(self, name: str) -> None: ...
+    def start_at(self, step: int) -> None: ...
+    def step(self, metrics: Mapping[str, Any], example: Example | None) -> None: ...
+    def close(self) -> None: ...
+
+
+class Lines:
+    """One line per step on stdout; on a terminal of known width, as many figures as a line holds."""
+
+    def __init__(self, total_steps: int, width: int | None = None) -> None:
+        self._total, self._width, self._pace = total_steps, width, Pace(total_steps)
+
+    def say(self, message: str) -> None:
+        print(inert(message), flush=True)
+
+    def phase(self, name: str) -> None:
+        pass
+
+    def start_at(self, step: int) -> None:
+        pass
+
+    def step(self, metrics: Mapping[str, Any], example: Example | None) -> None:
+        self._pace.add(metrics)
+        line = f"step {metrics['step']:>{len(str(self._total))}}/{self._total}"
+        figures = [(f.name, f.text(metrics)) for f in FIGURES]
+        for name, text in [*figures[:5], ("left", self._pace.left(metrics["step"])), *figures[5:]]:
+            longer = f"{line}  {name} {text}"
+            if text is not None and (self._width is None or len(longer) <= self._width):
+                line = longer
+        print(line, flush=True)
+
+    def close(self) -> None:
+        sys.stdout.flush()
+
+
+class LivePanel:
+    """Progress and time left, a curve per figure that matters, speed, and one completion."""
+
+    def __init__(self, console: Console, title: str, total_steps: int) -> None:
+        self._console, self._title, self._total = console, inert(title), total_steps
+        self._pace, self._done, self._step = Pace(total_steps), False, 0
+        self._seen: dict[str, list[float]] = {figure.name: [] for figure in FIGURES}
+        self._example: Example | None = None
+        self._phase, self._since = "starting", time.monotonic()
+        # Twice a second: a tiny model takes more steps than that, and a long phase must be seen to go on.
+        self._live = Live(get_renderable=self._render, console=console, refresh_per_second=2, transient=False)
+        self._live.start()
+
+    def say(self, message: str) -> None:
+        self._live.console.print(Text(inert(message)))
+
+    def start_at(self, step: int) -> None:
+        """A resumed run has steps behind it."""
+        self._step = step
+
+    def phase(self, name: str) -> None:
+        self._phase, self._since = name, time.monotonic()
+
+    def step(self, metrics: Mapping[str, Any], example: Example | None) -> None:
+        self._pace.add(metrics)
+        self._step, self._example = metrics["step"], example or self._example
+        for figure in FIGURES:
+            if (value := figure.value(metrics)) is not None:
+                self._seen[figure.name].append(value)
+
+    def close(self) -> None:
+        self._done = True
+        self._live.stop()
+
+    def _render(self) -> RenderableType:
+        width = self._console.width
+        curves = [f for f in FIGURES if f.is_curve and self._seen[f.name]]
+        speeds = [f for f in FIGURES if not f.is_curve and self._seen[f.name]]
+        parts: list[RenderableType] = [self._head(width), self._progress(width)]
+        label = max((len(f.name) for f in curves), default=0)
+        for figure in curves[: 2 if self._console.height < SHORT else None]:
+            values = self._seen[figure.name]
+            first, now = figure.form.format(values[0]), f"{figure.form.format(values[-1]):<7}"
+            # From where to where, then how: where there is little room, where it is and how.
+            from_ = f"{first:>7} → " if width >= 60 else ""
+            room = min(60, width - label - len(from_ + now) - 4)
+            curve = sparkline(values, room) if len(values) > 1 and room > 3 else ""
+            line = Text.assemble((f"{figure.name:<{label}}  {from_}", "dim"), (now, "bold"), "  ", (curve, "cyan"))
+            parts.append(_one_line(line))
+        if speeds:
+            texts = (f"{figure.name} {figure.form.format(self._seen[figure.name][-1])}" for figure in speeds)
+            parts.append(_one_line(Text(" · ".join(texts), style="dim")))
+        if self._example is not None:
+            parts.append(_one_line(_shown(*self._example, width)))
+        return Group(*parts)
+
+    def _head(self, width: int) -> Text:
+        elapsed = time.monotonic() - self._since
+        phase = "done" if self._done else f"{self._phase} {span(elapsed)}" if elapsed >= 2 else self._phase
+        if self._done and self._step < self._total:
+            phase = "ended"
+        room = width - len(phase) - 3
+        if room < 8:
+            return _one_line(Text(phase))
+        # The end of a path says more than its beginning.
+        title = self._title if cell_len(self._title) <= room else "…" + _tail(self._title, room - 1)
+        return _one_line(Text.assemble((title, "bold cyan"), " · ", phase))
+
+    def _progress(self, width: int) -> RenderableType:
+        left = self._pace.left(self._step)
+        head, tail = f"step {self._step}/{self._total}", f"{left} left" if left else ""
+        room = min(40, width - len(head) - len(tail) - 4)
+        line = Table.grid(padding=(0, 2, 0, 0))
+        bar = ProgressBar(max(self._total, 1), self._step, room, style="bright_black", complete_style="cyan")
+        bar.finished_style = "cyan"
+        words = [Text(tail, no_wrap=True)] if len(head) + len(tail) + 2 <= width else []
+        line.add_row(_one_line(Text(head, style="bold")), *([bar] if room >= 8 else []), *words)
+        return line
+
+
+class Figure(NamedTuple):
+    """Something worth a person's glance; a curve in the panel, or a word of its last line."""
+
+    name: str
+    metric: str
+    form: str
+    is_curve: bool = True
+
+    def value(self, metrics: Mapping[str, Any]) -> float | None:
+        if self.metric != "clip/sequences":
+            return metrics.get(self.metric)
+        low, high = metrics.get("clip/sequences_low"), metrics.get("clip/sequences_high")
+        return None if low is None or high is None else low + high
+
+    def text(self, metrics: Mapping[str, Any]) -> str | None:
+        value = self.value(metrics)
+        return None if value is None else self.form.format(value)
+
+
+# In the order of what a person asks: where there is no room, the last ones go.
+FIGURES = (
+    Figure("reward", "reward/mean", "{:.3f}"),
+    Figure("held-out", "eval/accuracy", "{:.1%}"),
+    Figure("clipped", "clip/sequences", "{:.1%}"),
+    Figure("length", "length/mean", "{:,.1f}"),
+    Figure("s/step", "time/step_s", "{:.2f}", False),
+    Figure("entropy", "policy/entropy", "{:.3f}"),
+    Figure("sample tok/s", "throughput/rollout_tokens_s", "{:,.0f}", False),
+    Figure("train tok/s", "throughput/train_tokens_s", "{:,.0f}", False),
+)
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """The values as blocks, averaged into at most `width` columns. What hardly moves is a flat line.
+
+    >>> sparkline([0.0, 0.5, 1.0], 3), sparkline([33.0, 34.0, 33.0], 3)
+    ('▁▅█', '▁▂▁')
+    """
+    if len(values) > width:
+        edges = [i * len(values) // width for i in range(width + 1)]
+        values = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(values), max(values)
+    reach = max(high - low, 0.2 * abs(high))
+    scale = (len(_BLOCKS) - 1) / reach if reach > 0 else 0.0
+    return "".join(_BLOCKS[round((v - low) * scale)] for v in values)
+
+
+def span(seconds: float) -> str:
+    """A time as a person says it who is waiting.
+
+    >>> span(4.2), span(89), span(600), span(7300), span(200_000)
+    ('4 s', '89 s', '10 min', '2 h 1 min', '2 d 7 h')
+    """
+    whole = round(seconds)
+    if whole < 120:
+        return f"{whole} s"
+    if whole < 7200:
+        return f"{whole // 60} min"
+    hours = whole // 3600
+    return f"{hours} h {whole % 3600 // 60} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def _shown(prompt: str, completion: str, good: bool, width: int) -> Text:
+    """The end of a prompt, and of its completion the beginning and the end, where the answer is."""
+    mark = ("✓ ", "green") if good else ("✗ ", "red")
+    # Blanks and line ends as one space: a panel whose height changes is not calm.
+    prompt, completion = (inert(" ".join(text.split())) for text in (prompt, completion))
+    room = max(width // 3, 8)
+    if cell_len(prompt) > room:
+        prompt = "…" + _tail(prompt, room - 1)
+    room = max(width - cell_len(prompt) - 3, 8)
+    if cell_len(completion) > room:
+        half = (room - 1) // 2
+        completion = set_cell_size(completion, half) + "…" + _tail(completion, half)
+    return Text.assemble(mark, (prompt, "dim"), " ", completion)
+
+
+def _tail(text: str, room: int) -> str:
+    """The last `room` columns of a text."""
+    cut = 0
+    while cell_len(text[cut:]) > room:
+        cut += 1
+    return text[cut:]
+
+
+def _one_line(text: Text) -> Text:
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text

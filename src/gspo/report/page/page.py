@@ -1,0 +1,124 @@
+"""report.html: one file with everything in it. It asks nothing of any network and runs nothing but its own script.
+
+Data are JSON in elements that no browser executes; the policy in the page's head names its scripts and styles by hash,
+so that even a text which became markup could not run.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from gspo.report.clip import clip_story
+from gspo.report.page.data import clip_settings, config_of, overview, table
+from gspo.report.read import read_metrics
+from gspo.report.samples import choose_steps, read_block, sample_steps
+
+STYLES = ("uPlot.min.css", "page.css")
+SCRIPTS = ("uPlot.iife.min.js", "text.js", "charts.js", "samples.js", "page.js")
+BUDGET = 64_000_000  # bytes of sample files in one page; a browser is still quick with it
+
+
+def write_report(run: Path, to: Path | None = None, *, doctor: Any = None, budget: int = BUDGET) -> Path:
+    """Write RUN/report.html (or `to`), whole or not at all, and return its path."""
+    rows = read_metrics(run)
+    signatures = sample_steps(run)
+    chosen = choose_steps({step: sum(signature[2::3]) for step, signature in signatures.items()}, budget)
+    config = config_of(run)
+    how = clip_settings(config, rows)
+    stories, blocks = [], []
+    for step in chosen:
+        block = read_block(run, step)
+        stories.append(clip_story(block, how))
+        blocks.append(embed(block, kind="samples"))
+    boot = {
+        "kind": "report",
+        "overview": overview(run, rows, config, stories, doctor),
+        "metrics": table(rows),
+        "kept_steps": len(signatures),
+    }
+    target = to or run / "report.html"
+    aside = target.with_name(f".{target.name}.tmp")
+    name = boot["overview"]["name"]
+    with open(aside, "w", encoding="utf-8", newline="\n") as file:
+        file.writelines(page(f"{name} · gspo report", boot, blocks))
+    os.replace(aside, target)
+    return target
+
+
+def page(
+    title: str,
+    boot: Mapping[str, Any],
+    blocks: Iterable[str] = (),
+    *,
+    connect: str = "'none'",
+    template: str = "page.html",
+    scripts: Sequence[str] = SCRIPTS,
+) -> Iterator[str]:
+    """The page in pieces. `connect` is where its script may ask for more: nowhere, or its own server."""
+    styles = [asset(name) for name in STYLES]
+    scripts = [asset(name) for name in scripts]
+    policy = "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src {' '.join(map(_digest, scripts))}",
+            f"style-src {' '.join(map(_digest, styles))}",
+            f"connect-src {connect}",
+            "base-uri 'none'",
+            "form-action 'none'",
+        )
+    )
+    filled = {
+        "policy": html.escape(policy, quote=True),
+        "title": html.escape(_visible(title)),
+        "styles": "".join(f"<style>{text}</style>\n" for text in styles),
+        "scripts": "".join(f"<script>{text}</script>\n" for text in scripts),
+    }
+    for piece in asset(template).split("{{"):
+        name, mark, rest = piece.partition("}}")
+        if not mark:
+            yield piece
+            continue
+        if name == "data":
+            yield embed(boot, kind="boot")
+            yield from blocks
+        else:
+            yield filled[name]
+        yield rest
+
+
+def embed(value: Any, *, kind: str) -> str:
+    r"""A value as JSON in an element that is not executed, and that no text in it can end.
+
+    >>> embed({"a": "</script>\u2028\ud800"}, kind="boot")
+    '<script type="application/json" class="boot">{"a":"\\u003c/script\\u003e\\u2028\\ud800"}</script>\n'
+    """
+    return f'<script type="application/json" class="{kind}">{inert_json(value)}</script>\n'
+
+
+def inert_json(value: Any) -> str:
+    """Strict JSON in ASCII without a character that means anything to HTML."""
+    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def asset(name: str) -> str:
+    """A file of assets/; a library comes with its licence, which wants to be in every copy."""
+    text = (resources.files("gspo.report.page") / "assets" / name).read_text(encoding="utf-8")
+    return f"/*\n{asset('uPlot.LICENSE')}*/\n{text}" if name == "uPlot.iife.min.js" else text
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _visible(text: str) -> str:
+    """A title without anything that acts: what cannot be printed is escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

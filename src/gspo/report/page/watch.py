@@ -1,0 +1,323 @@
+"""`gspo watch`: the report's page from a server on this machine alone, told what is new while the run goes on.
+
+Everything is read from run directories, nothing is written. The server listens on the loopback address, answers GET
+alone, and only to who knows the token of its address; whatever else comes is a 4xx. A question says what the page has
+(rows, sample steps); the answer holds what is new. Where a run was cut back by a resume, the answer says so by a new
+generation and the page starts over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from gspo.errors import ConfigError
+from gspo.report.clip import clip_story
+from gspo.report.page.data import clip_settings, config_of, overview, table
+from gspo.report.page.page import BUDGET, inert_json, page
+from gspo.report.read import Row, is_by_sequence, is_run
+from gspo.report.samples import Signature, choose_steps, read_block, sample_steps
+from gspo.report.summary import summary_of
+
+Doctor = Callable[[Path], Any]  # what `gspo doctor` says of a run's config; it stands above report/, so it is handed in
+ANSWER = 4_000_000  # bytes of sample files in one answer: the page shows something soon, and asks again
+IDLE = 10.0  # seconds that a silent connection may take
+
+
+class Follower:
+    """What is known of one run: rows read so far, and which sample files were seen when.
+
+    `generation` changes when what was read is no longer what the file begins with; `mark` counts changes of sample
+    files, so that "all after mark 17" is a question without a list.
+    """
+
+    def __init__(self, run: Path, doctor: Doctor) -> None:
+        self.run, self._doctor = run, doctor
+        self._lock = threading.Lock()
+        self._explained: tuple[Any, Row, Any] = (None, {}, None)  # config.yaml's signature, its values, doctor's words
+        self._generation = secrets.randbits(30) << 10  # a page that outlives its server starts over
+        self._forget()
+
+    def _forget(self) -> None:
+        self._generation += 1
+        self._read = 0  # bytes of metrics.jsonl
+        self._tail = b""  # the last line read: it tells a file that was cut and grew again
+        self._rows: list[Row] = []
+        self._seen: dict[int, tuple[Signature, int]] = {}  # step → files, mark
+        self._stories: dict[int, dict[str, Any]] = {}
+        self._gone: dict[int, int] = {}  # step → mark
+        self._mark = 0
+
+    def news(self, generation: int | None, num_rows: int, mark: int) -> dict[str, Any]:
+        """What is new to a page that has `num_rows` rows and everything up to `mark` of that generation."""
+        with self._lock:
+            self._follow_metrics()
+            self._follow_samples()
+            if generation != self._generation or num_rows > len(self._rows) or mark > self._mark:
+                num_rows = mark = 0
+            due = sorted((at, step) for step, (_, at) in self._seen.items() if at > mark)
+            sent: list[int] = []
+            size = 0
+            for at, step in due:
+                size += sum(self._seen[step][0][2::3])
+                if sent and size > ANSWER:
+                    break
+                sent.append(step)
+                mark = at
+            more = len(sent) < len(due)
+            mark = mark if more else self._mark
+            gone = [step for step, at in self._gone.items() if at <= mark and step not in self._seen]
+            config, doctor = self._explain()
+            how = clip_settings(config, self._rows)
+            blocks = [read_block(self.run, step) for step in sent]
+            for block in blocks:
+                self._stories[block["step"]] = clip_story(block, how)
+            new = self._rows[num_rows:]
+            changed = bool(new or blocks or generation != self._generation)
+            return {
+                "changed": changed,
+                "generation": self._generation,
+                "metrics": table(new),
+                "samples": blocks,
+                "gone": gone,
+                "mark": mark,
+                "more": more,
+                "age": self._age(),
+                **({"overview": self._look(config, doctor)} if changed else {}),
+            }
+
+    def _follow_metrics(self) -> None:
+        try:
+            with open(self.run / "metrics.jsonl", "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if self._read:
+                    file.seek(self._read - len(self._tail))
+                    if size < self._read or file.read(len(self._tail)) != self._tail:
+                        self._forget()
+                        file.seek(0)
+                text = file.read()
+        except FileNotFoundError:
+            if self._rows:
+                self._forget()
+            return
+        whole = text[: text.rfind(b"\n") + 1]
+        for line in whole.splitlines(keepends=True):
+            self._read, self._tail = self._read + len(line), line
+            with contextlib.suppress(ValueError, RecursionError):
+                row = json.loads(line)
+                if isinstance(row, dict) and isinstance(row.get("step"), int):
+                    self._rows.append(row)
+
+    def _follow_samples(self) -> None:
+        found = sample_steps(self.run)
+        chosen = set(choose_steps({step: sum(signature[2::3]) for step, signature in found.items()}, BUDGET))
+        for step in [step for step in self._seen if step not in chosen]:
+            del self._seen[step]
+            self._stories.pop(step, None)
+            self._mark += 1
+            self._gone[step] = self._mark
+        for step in sorted(chosen):
+            if step not in self._seen or self._seen[step][0] != found[step]:
+                self._mark += 1
+                self._seen[step] = (found[step], self._mark)
+                self._gone.pop(step, None)
+        self._kept = len(found)
+
+    def _explain(self) -> tuple[Row, Any]:
+        """The config and doctor's words about it; read again only when the file changes."""
+        signature = None
+        with contextlib.suppress(OSError):
+            stat = (self.run / "config.yaml").stat()
+            signature = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+        if signature != self._explained[0]:
+            self._explained = (signature, config_of(self.run), self._doctor(self.run))
+        return self._explained[1:]
+
+    def _look(self, config: Row, doctor: Any) -> dict[str, Any]:
+        stories = [story for step, story in self._stories.items() if step in self._seen]
+        return overview(self.run, self._rows, config, stories, doctor) | {"kept_steps": self._kept}
+
+    def line(self, name: str) -> dict[str, Any]:
+        """The run in one line, for the list of runs."""
+        with self._lock:
+            self._follow_metrics()
+            config, _ = self._explain()
+            s = summary_of(self._rows, is_by_sequence(config))
+            clipped = None if s.clipped_low is None or s.clipped_high is None else s.clipped_low + s.clipped_high
+            algorithm = config.get("algorithm")
+            return {
+                "id": name,
+                "algorithm": algorithm if isinstance(algorithm, str) else None,
+                "steps": s.steps,
+                "accuracy": f"{s.accuracy[0]:.1%} → {s.accuracy_end[0]:.1%}" if s.accuracy and s.accuracy_end else None,
+                "reward": None if s.reward is None else f"{s.reward:.3f} → {s.reward_end:.3f}",
+                "clipped": None if clipped is None else f"{clipped:.1%}",
+                "age": self._age(),
+            }
+
+    def _age(self) -> float | None:
+        """Seconds since the last step was written."""
+        with contextlib.suppress(OSError):
+            return max(0.0, time.time() - (self.run / "metrics.jsonl").stat().st_mtime) if self._rows else None
+        return None
+
+
+class Watch:
+    """A server over the runs of a folder, or over one run."""
+
+    def __init__(self, path: Path, doctor: Doctor, port: int = 0) -> None:
+        self.path, self.doctor = path, doctor
+        self.single = is_run(path)
+        self.token = secrets.token_urlsafe(24)
+        self._followers: dict[Path, Follower] = {}
+        self._lock = threading.Lock()
+        try:
+            self.server = _Server(("127.0.0.1", port), _handler(self))
+        except OSError as cause:
+            raise ConfigError(f"port {port} cannot be listened on: {cause.strerror}; give another --port") from cause
+        self.port = self.server.server_address[1]
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.port}/{self.token}/"
+
+    def serve(self) -> None:
+        """Answer until `close` is called from elsewhere."""
+        self.server.serve_forever(poll_interval=0.2)
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+    def runs(self) -> dict[str, Path]:
+        """Runs by the name their address has: paths below the folder, at most three deep."""
+        if self.single:
+            return {self.path.absolute().name: self.path}
+        found = (file.parent for depth in ("*", "*/*", "*/*/*") for file in self.path.glob(f"{depth}/config.yaml"))
+        return {str(run.relative_to(self.path)): run for run in found if is_run(run)}
+
+    def answer(self, route: str, query: Mapping[str, str]) -> tuple[str, str] | None:
+        """(content type, body) of a route below the token; None: there is no such thing."""
+        if route == "" and self.single:
+            return self._page(next(iter(self.runs())))
+        if route == "":
+            return "text/html", "".join(page("gspo watch", {"kind": "runs", "path": str(self.path)}, connect="'self'"))
+        if route == "runs" and not self.single:
+            return "application/json", inert_json({"runs": self._list()})
+        run = self.runs().get(query.get("run", "")) if route in ("page", "data") else None
+        if run is None:
+            return None
+        if route == "page":
+            return self._page(query["run"])
+        numbers = {name: int(value) for name, value in query.items() if name != "run" and _is_number(value)}
+        news = self._follower(run).news(numbers.get("generation"), numbers.get("rows", 0), numbers.get("mark", 0))
+        return "application/json", inert_json(news)
+
+    def _page(self, name: str) -> tuple[str, str]:
+        boot = {"kind": "live", "run": name, "list": not self.single}
+        return "text/html", "".join(page(f"{name} · gspo watch", boot, connect="'self'"))
+
+    def _follower(self, run: Path) -> Follower:
+        with self._lock:
+            return self._followers.setdefault(run, Follower(run, self.doctor))
+
+    def _list(self) -> list[dict[str, Any]]:
+        return sorted(
+            (self._follower(run).line(name) for name, run in self.runs().items()),
+            key=lambda line: (line["age"] is None, line["age"] or 0.0),
+        )
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 16
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that closes its connection is no news."""
+
+
+def _handler(watch: Watch) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        timeout = IDLE
+        server_version, sys_version = "gspo", ""
+
+        def do_GET(self) -> None:
+            refusal = self._refusal()
+            if refusal is not None:
+                self.send_error(*refusal)
+                return
+            url = urlsplit(self.path)
+            _, _, route = url.path.removeprefix("/").partition("/")
+            try:
+                query = {name: given[-1] for name, given in parse_qs(url.query, max_num_fields=8).items()}
+            except ValueError:
+                self.send_error(400, "this is no question")
+                return
+            found = watch.answer(route, query)
+            if found is None:
+                self.send_error(404, "there is no such page")
+                return
+            body = found[1].encode("utf-8")
+            self.send_response(200)
+            self.send_header("Content-Type", f"{found[0]}; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def _refusal(self) -> tuple[int, str] | None:
+            hosts = {f"{name}:{watch.port}" for name in ("127.0.0.1", "localhost")}
+            # Another site's script may know our port; its Host (DNS rebinding) or Origin gives it away.
+            if self.headers.get_all("Host", []) not in ([host] for host in hosts):
+                return 403, "this server answers to its own address alone"
+            if self.headers.get("Origin", f"http://{self.headers['Host']}") not in {f"http://{h}" for h in hosts}:
+                return 403, "this server answers to its own pages alone"
+            if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
+                return 413, "a question has no body"
+            try:
+                given = urlsplit(self.path).path.removeprefix("/").partition("/")[0]
+            except ValueError:
+                return 400, "this is no address"
+            if not hmac.compare_digest(given.encode("utf-8", "replace"), watch.token.encode()):
+                return 403, "the address lacks the token that gspo watch printed"
+            return None
+
+        def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+            # http.server says 501 to methods and 505 to versions it does not know: to us both are the asker's mistake.
+            known = {501: 405, 505: 400}
+            self.close_connection = True
+            super().send_error(known.get(code, code), message if code < 500 else "GET is all there is", explain)
+
+        def end_headers(self) -> None:
+            for name, value in HEADERS.items():
+                self.send_header(name, value)
+            super().end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Addresses hold the token: they are not logged."""
+
+    return Handler
+
+
+HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Content-Security-Policy": "frame-ancestors 'none'",
+}

@@ -1,0 +1,210 @@
+"""Programs as answers: the code of a completion is called on hidden tests, and its return values are compared here.
+
+Two processes: the candidate runs in a sandbox (`sandbox.py`) and is sent the arguments of one test at a time; the
+grader, which alone knows what is expected, reads its reply as JSON and compares plain data. The candidate holds the
+other end of that pipe and may write into it whatever it likes: it can only give answers, not verdicts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gspo.errors import ConfigError
+from gspo.rewards.sandbox.box import DEFAULT_LIMITS, Box, Limits, unavailable
+
+_FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n]*\n", re.MULTILINE)
+_PYTHON = {"", "python", "python3", "py"}
+_MARGIN_S = 2.0  # to start a sandbox and to end it, beside the candidate's own time
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Which tests passed, and why the first of the others did not.
+
+    >>> Verdict((True, False), "test 2: returned 3").fraction
+    0.5
+    """
+
+    passed: tuple[bool, ...]
+    reason: str = ""
+
+    @property
+    def fraction(self) -> float:
+        return sum(self.passed) / len(self.passed)
+
+
+def code(
+    text: str,
+    *,
+    answer: Any = None,
+    tests: Any = None,
+    entry_point: str = "",
+    partial: bool = False,
+    timeout: float = 5.0,
+    memory_mb: int = 256,
+    log: bool = False,
+    allow_unsandboxed: bool = False,
+    **_: Any,
+) -> float:
+    """1.0 if the function `entry_point` of the completion's code passes every hidden test, else 0.0.
+
+    All or nothing, because a part of the tests is easily passed by an answer that never looks at its input; `partial`
+    gives the fraction instead. `tests` (or `answer`) is a list of `{args, expected}`, with `kwargs` where needed, or
+    JSON text of one. A candidate that crashes, or exceeds `timeout` seconds or `memory_mb`, fails the tests it has not
+    answered; `log` writes why into the reward log. A sandbox that does not work raises: that is no reward.
+    """
+    cases = parse_tests(answer if tests is None else tests)
+    if not entry_point:
+        raise ValueError("the row names no function to call; give it a column `entry_point`")
+    limits = Limits(timeout_s=timeout, memory_mb=memory_mb)
+    verdict = grade(extract(text), entry_point, cases, limits, allow_unsandboxed=allow_unsandboxed)
+    if log and verdict.reason:
+        print(f"code: {entry_point}: {verdict.reason!a}", file=sys.stderr)
+    return verdict.fraction if partial else float(all(verdict.passed))
+
+
+def grade(
+    source: str,
+    entry_point: str,
+    tests: Sequence[Mapping[str, Any]],
+    limits: Limits = DEFAULT_LIMITS,
+    *,
+    allow_unsandboxed: bool = False,
+) -> Verdict:
+    """Call the candidate on every test, whatever came of the one before; SandboxError where there was no fair trial."""
+    passed, reason = [False] * len(tests), ""
+    with Box(limits, allow_unsandboxed=allow_unsandboxed) as box:
+        load = secrets.token_hex(8)
+        reply = _ask(box, {"id": load, "code": source, "entry_point": entry_point})
+        if "value" in reply or "failed" in reply:
+            return Verdict(tuple(passed), f"loading: {reply.get('failed', 'answered before it was asked')}")
+        for number, test in enumerate(tests):
+            # A fresh name for every question: a reply written before the question was asked fits none.
+            question = {"id": secrets.token_hex(8), "args": test["args"], "kwargs": test.get("kwargs") or {}}
+            reply = _ask(box, question)
+            passed[number] = "value" in reply and same(reply["value"], test["expected"])
+            if not passed[number]:
+                why = reply.get("failed") or f"returned {_short(reply.get('value'))}"
+                reason = reason or f"test {number + 1}: {why}"
+            if "over" in reply:
+                break
+    return Verdict(tuple(passed), reason)
+
+
+def extract(text: str) -> str:
+    """The code of a completion: its last fenced block that is Python or unnamed, else the whole text.
+
+    A block that is never closed goes on to the end: a completion cut short is judged by what is there.
+
+    >>> extract("Here:\\n```python\\nx = 1\\n```\\nDone."), extract("x = 2")
+    ('x = 1\\n', 'x = 2')
+    """
+    blocks: list[str] = []
+    position = 0
+    while opening := _FENCE.search(text, position):
+        mark, language = opening[1], opening[2].lower()
+        closing = re.compile(rf"^[ \t]*{mark}[ \t]*$", re.MULTILINE).search(text, opening.end())
+        end = closing.start() if closing else len(text)
+        if language in _PYTHON:
+            blocks.append(text[opening.end() : end])
+        position = closing.end() if closing else len(text)
+    return blocks[-1] if blocks else text
+
+
+def same(value: Any, expected: Any) -> bool:
+    """Equality of plain data: a truth value is no number, 2 is 2.0, floats may differ by 1e-9 of their size.
+
+    >>> same([1, 2.0], (1, 2)), same(True, 1), same(0.1 + 0.2, 0.3), same({"a": [1]}, {"a": [1]})
+    (True, False, True, True)
+    """
+    if isinstance(value, bool) or isinstance(expected, bool):
+        return value is expected
+    if isinstance(value, int | float) and isinstance(expected, int | float):
+        if isinstance(value, int) and isinstance(expected, int):
+            return value == expected
+        try:
+            return math.isclose(value, expected, rel_tol=1e-9, abs_tol=1e-12)
+        except OverflowError:
+            return False
+    if isinstance(value, str) or value is None:
+        return type(value) is type(expected) and value == expected
+    if isinstance(value, list) and isinstance(expected, list | tuple):
+        return len(value) == len(expected) and all(map(same, value, expected))
+    if isinstance(value, dict) and isinstance(expected, Mapping):
+        return value.keys() == expected.keys() and all(same(item, expected[key]) for key, item in value.items())
+    return False
+
+
+def parse_tests(tests: Any) -> list[dict[str, Any]]:
+    """The tests of a row; ValueError in words for the author of the data.
+
+    >>> parse_tests('[{"args": [1], "expected": 2}]')
+    [{'args': [1], 'expected': 2}]
+    """
+    if isinstance(tests, str):
+        try:
+            tests = json.loads(tests)
+        except ValueError as error:
+            raise ValueError(f"the row's tests are no JSON: {error}") from None
+    if not isinstance(tests, Sequence) or isinstance(tests, str) or not tests:
+        raise ValueError(f"the row holds no tests: got {_short(tests)}; give a list of {{args, expected}}")
+    for number, test in enumerate(tests):
+        if not isinstance(test, Mapping) or "expected" not in test or not isinstance(test.get("args"), list | tuple):
+            raise ValueError(f"test {number + 1} must be {{args: [...], expected: ...}}, got {_short(test)}")
+    return [dict(test) for test in tests]
+
+
+def prepare(spec: Any, *, allow_unsandboxed: bool, timeout_s: float, key: str = "reward") -> Any:
+    """A spec (`spec.RewardSpec`) whose programs may run: ConfigError where they would be refused or cut off.
+
+    `timeout_s` is the whole reward's; a candidate must be over before it, or its endless loop would count as ours.
+    """
+    parts: list[Any] = []
+    for part in spec:
+        if part.name == "code":
+            allowed = allow_unsandboxed or bool(part.kwargs.get("allow_unsandboxed"))
+            if not allowed and (why := unavailable()):
+                raise ConfigError(
+                    f"{key}: the reward `code` runs what the model wrote, and {why}; {key}.allow_unsandboxed_code=true "
+                    f"runs it with your own rights, on a machine you can lose"
+                )
+            seconds = part.kwargs.get("timeout", 5.0)
+            if seconds + _MARGIN_S > timeout_s:
+                raise ConfigError(
+                    f"{key}.timeout is {timeout_s:g} s, but a program may take {seconds:g} s and its sandbox "
+                    f"{_MARGIN_S:g} more; set {key}.timeout={seconds + _MARGIN_S:g}, or a smaller timeout of `code`"
+                )
+            part = replace(part, kwargs={**part.kwargs, "allow_unsandboxed": allowed})
+        parts.append(part)
+    return tuple(parts)
+
+
+def _ask(box: Box, question: dict[str, Any]) -> dict[str, Any]:
+    """One question, one reply; `over` where there will be no other."""
+    line = box.line() if box.send(question) else None
+    if line is None:
+        return {"over": True, "failed": box.state() or "ended before it answered"}
+    try:
+        reply = json.loads(line)
+    except (ValueError, RecursionError):
+        return {"over": True, "failed": "wrote something else than a reply"}
+    if not isinstance(reply, dict) or reply.get("id") != question["id"]:
+        return {"over": True, "failed": "wrote a reply to no question"}
+    if isinstance(reply.get("failed"), str):
+        return {"failed": reply["failed"][:200]}
+    return {"value": reply["value"]} if "value" in reply else {}
+
+
+def _short(value: Any) -> str:
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 100 else text[:97] + "..."

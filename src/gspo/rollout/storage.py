@@ -1,0 +1,127 @@
+"""Groups that wait in the buffer, as a checkpoint keeps them: arrays for safetensors, everything else for JSON.
+
+The prompt is not stored: it is a function of the submission index and the data, whose digest a run is bound to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from gspo.learner.ranks.world import Turn
+from gspo.types import Failure, Group, Outcome, Prompt, Sample, SampleId, Score
+
+_ARRAYS = ("tokens", "behavior_logp", "versions", "mask", "turns", "routes", "prompt_routes")
+
+
+def pack(groups: Sequence[Group]) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """Arrays of all samples end to end, and who they are."""
+    samples = [sequence for group in groups for sample in group.samples for sequence in sample.sequences]
+    arrays: dict[str, torch.Tensor] = {}
+    for name in _ARRAYS:
+        parts = [getattr(sample, name) for sample in samples]
+        if parts and all(part is not None for part in parts):
+            arrays[name] = torch.from_numpy(np.ascontiguousarray(np.concatenate(parts)))
+    rows = [
+        {
+            "submission": group.submission,
+            "samples": [
+                {**_sequence(s), **_episode(s), "text": text}
+                for s, text in zip(group.samples, group.texts, strict=True)
+            ],
+            "outcomes": [_outcome(outcome) for outcome in group.outcomes],
+        }
+        for group in groups
+    ]
+    return arrays, rows
+
+
+def unpack(
+    arrays: Mapping[str, torch.Tensor], rows: Sequence[Mapping[str, Any]], prompt_of: Callable[[int], Prompt]
+) -> tuple[Group, ...]:
+    """The groups again, bit for bit."""
+    flat = {name: array.numpy() for name, array in arrays.items()}
+    prompts = flat.pop("prompt_routes", None)  # as long as the prompt, not as the completion
+    begin, read, groups = 0, 0, []
+
+    def sequence(each: Mapping[str, Any], submission: int, **more: Any) -> Sample:
+        nonlocal begin, read
+        end, own = begin + each["length"], each.get("prompt")
+        values: dict[str, Any] = {name: array[begin:end].copy() for name, array in flat.items()}
+        if prompts is not None:
+            num_prompt = len(prompt_of(submission).tokens if own is None else own)
+            values["prompt_routes"] = prompts[read : read + num_prompt].copy()
+            read += num_prompt
+        begin = end
+        values["prompt"] = None if own is None else tuple(own)
+        return Sample(SampleId(submission, *each["id"]), finish=each["finish"], **values, **more)
+
+    for row in rows:
+        samples = []
+        for each in row["samples"]:
+            # In the order of the arrays: the sample itself, then what did not continue it.
+            first = sequence(
+                each,
+                row["submission"],
+                outcome=None if each.get("outcome") is None else _read(each["outcome"]),
+                turn_rewards={int(turn): value for turn, value in each.get("turn_rewards", {}).items()},
+            )
+            rest = tuple(sequence(part, row["submission"]) for part in each.get("rest", ()))
+            samples.append(replace(first, rest=rest) if rest else first)
+        groups.append(
+            Group(
+                row["submission"],
+                prompt_of(row["submission"]),
+                tuple(samples),
+                tuple(each["text"] for each in row["samples"]),
+                tuple(_read(outcome) for outcome in row["outcomes"]),
+            )
+        )
+    return tuple(groups)
+
+
+def handed(content: Mapping[str, Any], groups: Sequence[Group]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """A batch for the other ranks (`World.tell`): the groups with the tokens of their prompts, and `content`."""
+    arrays, rows = pack(groups)
+    prompts = [list(group.prompt.tokens) for group in groups]
+    return {**content, "rows": rows, "prompts": prompts}, {name: array.numpy() for name, array in arrays.items()}
+
+
+def received(turn: Turn) -> tuple[Group, ...]:
+    """The groups that rank 0 handed out; of their prompts, what training needs."""
+    rows = turn.content["rows"]
+    prompts = {row["submission"]: Prompt(tuple(p), "") for row, p in zip(rows, turn.content["prompts"], strict=True)}
+    return unpack({name: torch.from_numpy(a) for name, a in turn.arrays.items()}, rows, prompts.__getitem__)
+
+
+def _sequence(sample: Sample) -> dict[str, Any]:
+    row: dict[str, Any] = {"id": list(sample.id[1:]), "length": len(sample.tokens), "finish": sample.finish}
+    return row if sample.prompt is None else row | {"prompt": list(sample.prompt)}
+
+
+def _episode(sample: Sample) -> dict[str, Any]:
+    """What an episode adds; nothing of a plain sample."""
+    row: dict[str, Any] = {}
+    if sample.rest:
+        row["rest"] = [_sequence(part) for part in sample.rest]
+    if sample.outcome is not None:
+        row["outcome"] = _outcome(sample.outcome)
+    if sample.turn_rewards:
+        row["turn_rewards"] = {str(turn): value for turn, value in sample.turn_rewards.items()}
+    return row
+
+
+def _outcome(outcome: Outcome) -> dict[str, Any]:
+    if isinstance(outcome, Score):
+        return {"value": outcome.value, "parts": dict(outcome.parts)}
+    return {"failure": outcome.kind, "message": outcome.message}
+
+
+def _read(row: Mapping[str, Any]) -> Outcome:
+    if "failure" in row:
+        return Failure(row["failure"], row["message"])
+    return Score(row["value"], row["parts"])

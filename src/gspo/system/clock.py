@@ -1,0 +1,65 @@
+"""Where a step's time goes: seconds by phase, and on request a timeline of every operator for a trace viewer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from gspo.system.heartbeat import beat
+
+# Steps that `profile: true` records: the first warms caches up, and two tell what changes from step to step.
+PROFILED_STEPS = (2, 3)
+
+
+@contextmanager
+def phase(seconds: MutableMapping[str, float], name: str) -> Iterator[None]:
+    """Add the seconds of a block to `seconds[name]`; the block is a named range of the timeline."""
+    from torch.profiler import record_function  # here: this module is imported without torch too
+
+    start = time.perf_counter()
+    beat(name)
+    try:
+        with record_function(name):
+            yield
+    finally:
+        beat(f"end of {name}")
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+class Clock:
+    """Seconds by name, from the moment it was made.
+
+    >>> clock = Clock()
+    >>> with clock("rollout"):
+    ...     pass
+    >>> list(clock.seconds)
+    ['rollout']
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._start = time.perf_counter()
+
+    def __call__(self, name: str):
+        return phase(self.seconds, name)
+
+    def total(self) -> float:
+        return time.perf_counter() - self._start
+
+
+@contextmanager
+def timeline(path: Path | None) -> Iterator[None]:
+    """Record every operator of a block as a Chrome trace (Perfetto, chrome://tracing); None: do nothing."""
+    if path is None:
+        yield
+        return
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    with profile(activities=activities) as recorded:
+        yield
+    recorded.export_chrome_trace(str(path))

@@ -1,0 +1,134 @@
+"""`gspo eval`: a run or a model answers held-out problems, each several times; avg@n and pass@k with intervals."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from math import comb
+from pathlib import Path
+from typing import Any
+
+from gspo.config.schema import Config
+from gspo.data.dataset import default_reward
+from gspo.envs.driver import Episodes
+from gspo.rewards.given import GivenRewards
+from gspo.rollout.groups import Workflow, refuse_failures, single_turn
+from gspo.runs.restore import restore_policy
+from gspo.sampling.api import Sampler
+from gspo.train.build import setup
+from gspo.train.evaluate import evaluate, interval, is_correct
+from gspo.types import Group, Request, Sample
+
+
+def examine(
+    config: Config, run: Path | None, step: int, progress: Callable[[int, int], None] = lambda done, total: None
+) -> dict[str, Any]:
+    """Answer the held-out problems with the weights after `step`, by `eval_gconfig`; plain values, see `figures`.
+
+    Nothing here touches the run: it may be training. Draws are those of training's own evaluation, so the same
+    checkpoint with the same settings gives the same accuracy.
+    """
+    start = time.perf_counter()
+    setup.set_threads(config)
+    policy, tokenizer = restore_policy(config, run, step)
+    spec = setup.held_out(config)
+    data = setup.load_data(spec, "test", tokenizer, config.seed, "valid_dataset")
+    params, num_samples = setup.evaluation_params(config)
+    setup.refuse_long_prompts(data, setup.context_length(config, policy), params.max_new_tokens, "eval_gconfig")
+    reward = None if config.reward.functions or spec.mixture else default_reward(spec.path)
+    sampler = setup.make_sampler(config, policy, tokenizer, step)
+    rewards = setup.make_rewards(config, reward, None)
+    environment = setup.make_environment(config, None)
+    workflow: Workflow = single_turn
+    if environment is not None:
+        rewards = GivenRewards(rewards)
+        workflow = setup.make_episodes(config, environment, data, tokenizer, setup.context_length(config, policy))
+
+    def watched(requests: Sequence[Request], sampler: Sampler) -> Iterator[Sample]:
+        for done, sample in enumerate(workflow(requests, sampler), 1):
+            progress(done, len(requests))
+            yield sample
+
+    try:
+        _, groups = evaluate(
+            data,
+            num_problems=config.evaluator.size,
+            num_samples=num_samples,
+            params=params,
+            sampler=sampler,
+            rewards=rewards,
+            decode=setup.decoder(tokenizer),
+            workflow=watched,
+        )
+    finally:
+        if isinstance(workflow, Episodes):
+            workflow.close()
+        sampler.close()
+        rewards.close()
+    refuse_failures(groups, config.reward.max_failure_fraction)
+    return {
+        "model": config.actor.path,
+        "step": step if run is not None else None,
+        "data": spec.path,
+        "split": spec.split,
+        "seed": config.seed,
+        "sampling": asdict(params),
+        "seconds": time.perf_counter() - start,
+        **figures(groups, num_samples),
+        "problems": [_problem(group) for group in groups],
+    }
+
+
+def figures(groups: Sequence[Group], num_samples: int) -> dict[str, Any]:
+    """avg@n and pass@k for k = 1, 2, 4, … n, each with its 95 % interval over problems.
+
+    A reward that did not answer is no wrong answer: it leaves its problem with fewer samples, and pass@k is over the
+    problems with at least k.
+    """
+    marks = [[mark for mark in map(is_correct, group.outcomes) if mark is not None] for group in groups]
+    counts = [(len(m), sum(m)) for m in marks if m]
+    samples = [sample for group in groups for sample in group.samples]
+    powers = {1 << i for i in range(num_samples.bit_length())} | {num_samples}
+    return {
+        "num_problems": len(groups),
+        "num_samples": num_samples,
+        "avg": _share([right / total for total, right in counts]),
+        "pass": {
+            str(k): _share([pass_at_k(total, right, k) for total, right in counts if total >= k])
+            for k in sorted(k for k in powers if k <= num_samples)
+        },
+        "mean_tokens": sum(int(s.mask.sum()) for t in samples for s in t.sequences) / max(len(samples), 1),
+        "truncated": sum(s.ending == "length" for s in samples) / max(len(samples), 1),
+        "reward_failures": sum(len(group.outcomes) for group in groups) - sum(map(len, marks)),
+    }
+
+
+def pass_at_k(total: int, right: int, k: int) -> float:
+    """Chance that k of `total` samples, `right` of them correct, hold a correct one: 1 − C(n−c, k)/C(n, k).
+
+    Unbiased for the chance of k fresh samples (Chen et al. 2021, arXiv 2107.03374, eq. 1), unlike 1 − (1 − c/n)^k.
+
+    >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
+    (0.25, 0.5, 1.0)
+    """
+    return 1.0 - comb(total - right, k) / comb(total, k)
+
+
+def _share(values: Sequence[float]) -> dict[str, Any]:
+    mean, low, high = interval(values)
+    if not values:
+        return {"value": None, "low": None, "high": None, "problems": 0}
+    return {"value": mean, "low": low, "high": high, "problems": len(values)}
+
+
+def _problem(group: Group) -> dict[str, Any]:
+    marks = [is_correct(outcome) for outcome in group.outcomes]
+    return {
+        "row": group.prompt.row,
+        "prompt": group.prompt.text,
+        "answer": group.prompt.data.get("answer"),
+        "completion": group.texts[0] if group.texts else None,  # of the first sample
+        "num_correct": sum(mark is True for mark in marks),
+        "num_answered": sum(mark is not None for mark in marks),
+    }

@@ -1,0 +1,48 @@
+"""A script whose config wants more than one process, or Ray, or Slurm, becomes the launcher of itself.
+
+`Trainer.train()` in a process that nobody launched replaces that process by `python -m gspo.launcher`, which runs the
+script's own command line again, once per rank, with GSPO_LAUNCHED set. Launchers stand above training and are therefore
+named here, not imported: the border between the two is a command line.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from gspo.config import Loaded, dump
+from gspo.config.layout import layout_of
+from gspo.errors import ConfigError
+from gspo.system.gpus import visible_gpus
+
+
+def is_launched() -> bool:
+    """Whether a launcher, ours or torchrun, started this process: then it is a rank and starts nobody."""
+    return bool(os.environ.get("GSPO_LAUNCHED") or os.environ.get("RANK"))
+
+
+def hand_over(loaded: Loaded) -> None:
+    """Return where this process may train; otherwise never come back."""
+    config = loaded.config
+    if is_launched():
+        return
+    elsewhere = config.scheduler.type in ("ray", "slurm")
+    layout = layout_of(config, visible_gpus())
+    if layout.is_one_process and not elsewhere:
+        return
+    if hasattr(sys, "ps1") or "ipykernel" in sys.modules:
+        if not elsewhere and config.rollout.backend == config.actor.backend == "auto":
+            return  # auto, at a prompt: what can be done here
+        raise ConfigError(
+            f"{layout}, scheduler.type {config.scheduler.type}: that takes processes of their own, which an "
+            "interactive session cannot start; put the lines into a script, or use `gspo train`"
+        )
+    run = Path(config.cluster.fileroot) / config.experiment_name / config.trial_name
+    file = run.absolute() / "launch" / "config.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    file.write_text(dump(loaded), encoding="utf-8")
+    again = [sys.executable, *sys.orig_argv[1:]]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "gspo.launcher", "--config", str(file), "--", *again])

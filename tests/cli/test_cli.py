@@ -1,0 +1,222 @@
+"""The `gspo` command as a user meets it: in a process of its own, with its exit codes."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import gspo
+from gspo.algorithms import ALGORITHMS
+from gspo.cli import main as cli
+from gspo.errors import ConfigError, RolloutError
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "math"
+GSPO_YAML = str(EXAMPLES / "gsm8k_gspo.yaml")
+
+
+def run(*args, **env):
+    return subprocess.run(
+        [sys.executable, "-m", "gspo", *args],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8", "CUDA_VISIBLE_DEVICES": "", **env},
+    )
+
+
+def test_help_teaches_the_first_commands_and_every_verb(capsys):
+    for args in ([], ["--help"], ["-h"]):
+        assert cli.main(args) == 0
+        text = capsys.readouterr().out
+        assert "gspo doctor examples/math/gsm8k_gspo.yaml" in text
+        assert all(re.search(rf"^  {verb} +\w", text, re.MULTILINE) for verb in cli.VERBS)
+        assert max(map(len, text.splitlines())) <= 100
+
+
+def test_the_configs_that_help_names_exist(capsys):
+    cli.main([])
+    named = set(re.findall(r"\S+\.yaml", capsys.readouterr().out)) - {"run.yaml"}
+    assert named
+    assert all((EXAMPLES.parents[1] / name).is_file() for name in named)
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"gspo {gspo.__version__}\n"
+
+
+def test_doctor_explains_in_well_under_two_seconds_in_a_process_of_its_own():
+    start = time.perf_counter()
+    done = run("doctor", GSPO_YAML)
+    assert time.perf_counter() - start < 2
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "clip(sᵢ, 1−3e-4, 1+4e-4)" in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+def test_doctor_takes_overrides_and_options_in_any_order(capsys):
+    level = "+actor.importance_sampling_level=sequence"
+    grpo = str(EXAMPLES / "gsm8k_grpo.yaml")
+    answers = []
+    for args in ([grpo, level, "--json"], ["--json", grpo, level], [level, "--config", grpo, "--json"]):
+        assert cli.main(["doctor", *args]) == 0
+        answers.append(json.loads(capsys.readouterr().out))
+    assert answers[0] == answers[1] == answers[2]
+    assert answers[0]["objective"]["same_as"] == "gspo"
+
+
+def test_doctor_exits_2_for_the_impossible_and_for_warnings_when_strict(capsys):
+    assert cli.main(["doctor", GSPO_YAML, "gconfig.n_samples=1"]) == 2
+    assert "This cannot run" in capsys.readouterr().out
+    assert cli.main(["doctor", GSPO_YAML, "actor.eps_clip=0.2"]) == 0
+    assert "1 warning; it would run" in capsys.readouterr().out
+    assert cli.main(["doctor", GSPO_YAML, "actor.eps_clip=0.2", "strict=true", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["exit_code"] == 2
+
+
+def test_a_typo_exits_2_with_the_nearest_name_and_no_traceback():
+    done = run("doctor", GSPO_YAML, "actor.esp_clip=0.2")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "actor.eps_clip" in done.stderr
+    assert "command line" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_unreadable_config_is_json_too(capsys):
+    assert cli.main(["doctor", "--json", "no/such.yaml"]) == 2
+    captured = capsys.readouterr()
+    assert "no/such.yaml" in json.loads(captured.out)["unreadable"][0]
+    assert "no/such.yaml" in captured.err
+
+
+@pytest.mark.parametrize("verb", ["doctor", "train", "config"])
+def test_a_verb_without_a_config_says_what_it_wants(verb, capsys):
+    assert cli.main([verb]) == 2
+    assert "which config?" in capsys.readouterr().err
+
+
+def test_an_unknown_verb_is_told_the_nearest(capsys):
+    assert cli.main(["docter"]) == 2
+    assert "nearest is doctor" in capsys.readouterr().err
+
+
+def test_an_unknown_option_exits_2(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["doctor", GSPO_YAML, "--jsn"])
+    assert exit_info.value.code == 2
+    assert "--jsn" in capsys.readouterr().err
+
+
+def test_objectives_lists_all_and_shows_one(capsys):
+    assert cli.main(["objectives"]) == 0
+    table = capsys.readouterr().out
+    assert all(re.search(rf"^{name} ", table, re.MULTILINE) for name in ALGORITHMS)
+    for spelling in ("gspo_token", "GSPO-token"):
+        assert cli.main(["objectives", spelling]) == 0
+        card = capsys.readouterr().out
+        assert "sᵢₜ = sg[sᵢ] · π_θ(yᵢₜ)/sg[π_θ(yᵢₜ)]" in card
+        assert "arXiv 2507.18071, eq. 13–17" in card
+        assert "clip_low 3e-4, clip_high 4e-4" in card
+
+
+def test_an_unknown_objective_is_told_the_nearest(capsys):
+    assert cli.main(["objectives", "gsop"]) == 2
+    assert "nearest is gspo" in capsys.readouterr().err
+
+
+def test_config_prints_a_yaml_that_loads_to_the_same_config(tmp_path, capsys):
+    from gspo.config import load
+
+    assert cli.main(["config", GSPO_YAML, "gconfig.n_samples=16"]) == 0
+    file = tmp_path / "resolved.yaml"
+    file.write_text(capsys.readouterr().out)
+    assert load(file).config == load(GSPO_YAML, ["gconfig.n_samples=16"]).config
+
+
+def test_train_refuses_the_impossible_before_it_imports_torch():
+    code = "import sys; from gspo.cli.main import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    args = ["train", GSPO_YAML, "gconfig.n_samples=1"]
+    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.split() == ["2", "False"]
+    assert "gconfig.n_samples" in done.stderr
+
+
+def raising(error):
+    def raise_it(_words):
+        raise error
+
+    return raise_it
+
+
+@pytest.mark.parametrize(("error", "code"), [(ConfigError("a"), 2), (RolloutError("b"), 1), (KeyboardInterrupt(), 130)])
+def test_exit_codes_of_errors(error, code, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "_dispatch", raising(error))
+    assert cli.main(["doctor"]) == code
+    assert capsys.readouterr().err.startswith("gspo: ")
+
+
+def test_our_own_bugs_are_not_dressed_up_as_user_errors(monkeypatch):
+    monkeypatch.setattr(cli, "_dispatch", raising(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["doctor"])
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; ({sys.executable} -m gspo config {GSPO_YAML}; echo code $? >&2) | exec 0<&-"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stderr.strip() == "code 0"
+
+
+def test_errors_that_quote_a_config_are_inert(tmp_path):
+    file = tmp_path / "hostile.yaml"
+    file.write_text('algorithm: "\\e]0;owned\\a\\u202e"\n')
+    done = run("doctor", str(file))
+    assert done.returncode == 2
+    assert not set("\x1b\x07\u202e") & set(done.stderr)
+    assert "owned" in done.stderr
+
+
+def test_a_terminal_without_utf8_still_gets_its_answer():
+    done = run("objectives", "gspo", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0
+    assert "Group Sequence Policy Optimization" in done.stdout
+
+
+def test_no_color_is_respected_on_a_terminal():
+    """A pseudo-terminal is a terminal: colours by default, none with NO_COLOR."""
+    import pty
+
+    def output(**env):
+        leader, follower = pty.openpty()
+        clean = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gspo", "doctor", GSPO_YAML], stdout=follower, env={**clean, "TERM": "xterm", **env}
+        )
+        os.close(follower)
+        read = b""
+        while True:
+            try:
+                chunk = os.read(leader, 65536)
+            except OSError:  # Linux's end of file on a pseudo-terminal
+                break
+            if not chunk:
+                break
+            read += chunk
+        os.close(leader)
+        assert process.wait(timeout=60) == 0
+        return read
+
+    assert b"\x1b[" in output()
+    assert b"\x1b[" not in output(NO_COLOR="1")

@@ -1,0 +1,371 @@
+"""Loading data of every kind, rendering prompts once, and keeping held-out problems out of training."""
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from gspo.data.dataset import default_reward, load_dataset, make_dataset, parse_gsm8k
+from gspo.data.order import order
+from gspo.data.sources import in_held_out
+from gspo.errors import DataError
+from gspo.rewards.pool import RewardPool
+from gspo.rewards.spec import RewardItem, reward_spec
+
+GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
+needs_gsm8k = pytest.mark.skipif(not GSM8K.is_dir(), reason="skipped: no GSM8K in ../shared/data/gsm8k")
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+ROWS = [{"question": f"{i}+{i}=", "answer": str(2 * i), "level": i % 3} for i in range(200)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    characters = [chr(c) for c in range(32, 127)] + ["\n", "[bos]"]
+    raw = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="?"))
+    raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    raw.post_processor = processors.TemplateProcessing(
+        single="[bos] $A", special_tokens=[("[bos]", len(characters) - 1)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="[bos]")
+
+
+@pytest.fixture
+def chat_tokenizer(tokenizer):
+    tokenizer.chat_template = TEMPLATE
+    yield tokenizer
+    tokenizer.chat_template = None
+
+
+def write(path, rows):
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
+def test_every_file_format_gives_the_same_problems(tmp_path, tokenizer, suffix):
+    data = load_dataset(write(tmp_path / f"sums{suffix}", ROWS), "all", tokenizer=tokenizer)
+    assert len(data) == 200
+    prompt = data.prompt(7)
+    assert prompt.text == "7+7="
+    assert prompt.tokens == tuple(tokenizer.encode("7+7="))
+    assert prompt.data["answer"] == "14"
+    assert int(prompt.data["level"]) == 1
+    assert (prompt.source, prompt.row) == (str(tmp_path / f"sums{suffix}"), 7)
+    assert data.prompt(7) is prompt
+
+
+def test_a_folder_gives_its_own_splits_whole(tmp_path, tokenizer):
+    write(tmp_path / "train-00000-of-00002.jsonl", ROWS[:50])
+    write(tmp_path / "train-00001-of-00002.jsonl", ROWS[50:100])
+    write(tmp_path / "test.csv", ROWS[100:130])
+    train = load_dataset(str(tmp_path), "train", tokenizer=tokenizer)
+    assert [row["question"] for row in train.rows] == [row["question"] for row in ROWS[:100]]
+    assert len(load_dataset(str(tmp_path), "test", tokenizer=tokenizer)) == 30
+    assert len(load_dataset(str(tmp_path), "valid", tokenizer=tokenizer)) == 30
+
+
+def test_a_source_without_held_out_data_is_divided_by_problem_not_by_row(tmp_path, tokenizer):
+    rows = [*ROWS, *({**row, "level": 9} for row in ROWS), *({**r, "question": r["question"] + " "} for r in ROWS)]
+    path = write(tmp_path / "sums.jsonl", rows)
+    train = {row["question"].strip() for row in load_dataset(path, "train", tokenizer=tokenizer).rows}
+    test = {row["question"].strip() for row in load_dataset(path, "test", tokenizer=tokenizer).rows}
+    assert not train & test
+    assert train | test == {row["question"] for row in ROWS}
+    assert 2 <= len(test) <= 25
+
+
+def test_a_file_that_is_held_out_by_name_is_not_trained_on_by_accident(tmp_path, tokenizer):
+    path = write(tmp_path / "test.jsonl", ROWS)
+    assert len(load_dataset(path, "test", tokenizer=tokenizer)) == 200
+    with pytest.raises(DataError, match=r"train_dataset.split: all"):
+        load_dataset(path, "train", tokenizer=tokenizer)
+
+
+def test_gsm8k_answers_are_what_follows_the_marks_without_commas():
+    assert parse_gsm8k("a\n#### 1,234") == ("1234", "a\n#### 1,234")
+    assert parse_gsm8k("#### -5 ")[0] == "-5"
+    assert parse_gsm8k("plain") is None
+
+
+@needs_gsm8k
+def test_real_gsm8k_is_found_by_its_hub_name_and_every_reference_scores_itself(tokenizer, monkeypatch):
+    monkeypatch.setenv("GSPO_DATA", str(GSM8K.parent))
+    train = load_dataset("openai/gsm8k", "train", tokenizer=tokenizer)
+    test = load_dataset("openai/gsm8k", "test", tokenizer=tokenizer, key="valid_dataset")
+    assert (len(train), len(test)) == (7473, 1319)
+    assert train.rows[0]["answer"] == "72"
+    assert train.rows[0]["solution"].endswith("#### 72")
+    assert not {row["question"] for row in train.rows} & {row["question"] for row in test.rows}
+    with RewardPool(reward_spec("numeric")) as pool:
+        items = [RewardItem("", (row["solution"], row["solution"] + "1"), data=row) for row in test.rows]
+        outcomes = pool.score(items)
+    assert all(right.value == 1.0 and wrong.value == 0.0 for right, wrong in outcomes)
+    assert load_dataset(str(GSM8K), "test", tokenizer=tokenizer).rows[5] == test.rows[5]
+
+
+def test_the_hub_without_a_connection_says_how_to_give_a_folder():
+    code = (
+        "from gspo.data.dataset import load_dataset\n"
+        "from gspo.errors import DataError\n"
+        "try: load_dataset('openai/gsm8k', 'train', tokenizer=None)\n"
+        "except DataError as e: print(e)"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": "/nonexistent/cache"}
+    environment.pop("GSPO_DATA", None)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert "train_dataset.path" in done.stdout, done.stderr
+    assert "GSPO_DATA" in done.stdout
+    assert "train.jsonl" in done.stdout
+
+
+def test_chat_templates_are_used_where_the_tokenizer_has_one(tmp_path, chat_tokenizer):
+    path = write(tmp_path / "sums.jsonl", ROWS)
+    data = load_dataset(path, "all", tokenizer=chat_tokenizer, system_prompt="Add.", chat_template="auto")
+    assert data.prompt(1).text == "<s>Add.<u>1+1=<a>"
+    assert data.prompt(1).tokens == tuple(chat_tokenizer.encode("<s>Add.<u>1+1=<a>", add_special_tokens=False))
+    plain = load_dataset(path, "all", tokenizer=chat_tokenizer, system_prompt="Add.", chat_template="none")
+    assert plain.prompt(1).text == "Add.\n\n1+1="
+    own = load_dataset(path, "all", tokenizer=chat_tokenizer, chat_template="{{ messages[0]['content'] }}!")
+    assert own.prompt(1).text == "1+1=!"
+
+
+def test_rows_in_memory_make_a_data_set_too(tokenizer):
+    data = make_dataset(iter(ROWS), tokenizer=tokenizer)
+    assert (len(data), data.prompt(3).text, data.prompt(3).data["answer"]) == (200, "3+3=", "6")
+    with pytest.raises(DataError, match="no rows"):
+        make_dataset([], tokenizer=tokenizer)
+
+
+def test_conversational_rows_keep_their_messages(tmp_path, chat_tokenizer):
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes?"},
+        {"role": "user", "content": "2"},
+    ]
+    path = write(tmp_path / "chat.jsonl", [{"prompt": messages, "reward_model": {"ground_truth": "2"}}])
+    data = load_dataset(path, "all", tokenizer=chat_tokenizer, answer_column="reward_model.ground_truth")
+    assert data.prompt(0).text == "<u>hi<a>yes?<u>2<a>"
+    assert data.prompt(0).data["messages"] == messages
+    assert data.prompt(0).data["answer"] == "2"
+    plain = load_dataset(path, "all", tokenizer=chat_tokenizer, chat_template=False)
+    with pytest.raises(DataError, match=r"train_dataset.chat_template"):
+        plain.prompt(0)
+
+
+def test_a_template_that_refuses_and_a_missing_one_are_data_errors(tmp_path, tokenizer):
+    path = write(tmp_path / "sums.jsonl", ROWS)
+    with pytest.raises(DataError, match=r"chat_template is true"):
+        load_dataset(path, "all", tokenizer=tokenizer, chat_template=True)
+    refusing = load_dataset(path, "all", tokenizer=tokenizer, chat_template="{{ raise_exception('no system') }}")
+    with pytest.raises(DataError, match="no system"):
+        refusing.prompt(0)
+
+
+def test_prompts_beyond_max_length_are_dropped_and_counted(tmp_path, tokenizer):
+    path = write(tmp_path / "sums.jsonl", ROWS)
+    data = load_dataset(path, "all", tokenizer=tokenizer, max_length=6)  # [bos] + "99+99" + "=" is 7
+    assert len(data) == 10
+    assert data.num_too_long == 190
+    assert [data.prompt(i).row for i in range(10)] == list(range(10))
+    with pytest.raises(DataError, match=r"train_dataset.max_length is 2.*5 tokens"):
+        load_dataset(path, "all", tokenizer=tokenizer, max_length=2)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("", "no rows"),
+        ('{"question": "a"}\n{oops\n', r"d\.jsonl:2 is not JSON"),
+        ("[1, 2]\n", "must be an object"),
+        ('{"text": "a"}\n', "prompt_column"),
+        ('{"question": "a", "answer": 1}\n{"question": "", "answer": 1}\n', "row 1"),
+        ('{"question": "a", "answer": 1}\n{"question": "b"}\n', "answer_column"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path, tokenizer, content, says):
+    path = tmp_path / "d.jsonl"
+    path.write_text(content)
+    with pytest.raises(DataError, match=says):
+        load_dataset(str(path), "all", tokenizer=tokenizer)
+
+
+def test_bad_names_are_named(tmp_path, tokenizer):
+    path = write(tmp_path / "d.jsonl", ROWS)
+    cases = [
+        ({"path": str(tmp_path / "none.jsonl")}, "there is no file"),
+        ({"path": "./nowhere"}, "there is no data file or folder"),
+        ({"path": "embedded:algebra"}, "embedded:arithmetic"),
+        ({"path": "embedded:arithmetic:1", "split": "test", "size": 500}, "train_dataset.size is 500.*different test"),
+        ({"path": "reasoning_gym:chain_summ"}, "chain_sum"),
+        ({"path": path, "split": "trian"}, "train_dataset.split"),
+        ({"path": path, "prompt_column": "q"}, "train_dataset.prompt_column is 'q'.*question"),
+        ({"path": path, "answer_column": "a"}, "train_dataset.answer_column is 'a'"),
+    ]
+    for arguments, says in cases:
+        with pytest.raises(DataError, match=says):
+            load_dataset(**arguments, tokenizer=tokenizer)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="holds no"):
+        load_dataset(str(tmp_path / "empty"), tokenizer=tokenizer)
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 not really")
+    with pytest.raises(DataError, match="Parquet"):
+        load_dataset(str(tmp_path / "broken.parquet"), tokenizer=tokenizer)
+    (tmp_path / "ragged.csv").write_text("question,answer\n1,2,3\n")
+    with pytest.raises(DataError, match="more or fewer fields"):
+        load_dataset(str(tmp_path / "ragged.csv"), tokenizer=tokenizer)
+
+
+def test_embedded_arithmetic_loads_with_its_reward_and_the_same_held_out_set_for_every_seed(tokenizer):
+    train = load_dataset("embedded:arithmetic", "train", tokenizer=tokenizer, size=300)
+    test = load_dataset("embedded:arithmetic", "test", tokenizer=tokenizer, seed=1)
+    assert len(train) == 300
+    assert len({row["question"] for row in test.rows}) == len(test) >= 500
+    assert test.rows == load_dataset("embedded:arithmetic", "test", tokenizer=tokenizer, seed=2).rows
+    assert not {row["question"] for row in train.rows} & {row["question"] for row in test.rows}
+    assert {
+        len(row["question"]) for row in load_dataset("embedded:arithmetic:2", "train", tokenizer=tokenizer).rows
+    } == {6}
+    with RewardPool(reward_spec(default_reward("embedded:arithmetic"))) as pool:
+        outcomes = pool.score([RewardItem(row["question"], (row["solution"],), data=row) for row in train.rows])
+    assert {o.value for (o,) in outcomes} == {1.0}
+
+
+def test_reasoning_gym_tasks_load_by_name_and_score_their_own_answers(tokenizer):
+    pytest.importorskip("reasoning_gym")
+    train = load_dataset("reasoning_gym:chain_sum", "train", tokenizer=tokenizer, size=60)
+    test = load_dataset("reasoning_gym:chain_sum", "test", tokenizer=tokenizer, size=40)
+    assert (len(train), len(test)) == (60, 40)
+    assert not {row["question"] for row in train.rows} & {row["question"] for row in test.rows}
+    again = load_dataset("reasoning_gym:chain_sum", "train", tokenizer=tokenizer, size=60)
+    assert again.rows == train.rows
+    assert again.digest() == train.digest() != test.digest()
+    with RewardPool(reward_spec(default_reward("reasoning_gym:chain_sum")), workers=1, log_path="/dev/null") as pool:
+        items = [RewardItem("", (row["answer"], "none"), data=train.prompt(i).data) for i, row in enumerate(train.rows)]
+        outcomes = pool.score(items)
+    assert all(right.value == 1.0 and wrong.value < 0.5 for right, wrong in outcomes)
+
+
+def test_order_visits_every_row_once_an_epoch_and_depends_on_nothing_but_its_key():
+    epochs = [[order(1, 50, 50 * e + i) for i in range(50)] for e in range(6)]
+    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 6
+    assert order(1, 50, 17) == epochs[0][17]  # epoch 0 has left the cache by now
+    assert [order(2, 50, i) for i in range(50)] != epochs[0]
+    with pytest.raises(DataError, match="empty"):
+        order(1, 0, 0)
+
+
+def test_order_is_the_same_in_another_process():
+    code = "from gspo.data.order import order; print([order(3, 1000, i) for i in range(995, 1005)])"
+    environment = {**os.environ, "PYTHONHASHSEED": "77"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert json.loads(done.stdout) == [order(3, 1000, i) for i in range(995, 1005)]
+
+
+def test_the_held_out_share_is_what_was_asked_and_spaces_do_not_matter():
+    assert 380 < sum(in_held_out(f"problem {i}", 0.2) for i in range(2000)) < 420
+    assert all(in_held_out(f"a  b {i}\n", 0.2) == in_held_out(f"a b {i}", 0.2) for i in range(50))
+
+
+def test_tasks_load_without_torch():
+    code = "import sys, gspo.data.dataset, gspo.data.order; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+# Column mapping, templates and what the user is told
+
+
+def test_columns_are_taken_from_nested_places_and_given_new_names(tmp_path, chat_tokenizer):
+    """The form of verl's files."""
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"{i}?"}],
+            "reward_model": {"ground_truth": str(i)},
+            "extra": {"level": i},
+        }
+        for i in range(3)
+    ]
+    data = load_dataset(
+        str(write(tmp_path / "train.jsonl", rows) or tmp_path / "train.jsonl"), "all", tokenizer=chat_tokenizer,
+        answer_column="reward_model.ground_truth", columns={"level": "extra.level"},
+    )  # fmt: skip
+    assert [data.prompt(i).data["answer"] for i in range(3)] == ["0", "1", "2"]
+    assert [data.prompt(i).data["level"] for i in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"prompt_column": "qestion"},
+            "train_dataset.prompt_column is 'qestion', but rows has the columns question, answer",
+        ),
+        ({"answer_column": "a.b"}, "train_dataset.answer_column is 'a.b', but rows has the columns question, answer"),
+        ({"columns": {"x": "y"}}, "train_dataset.columns.x is 'y', but rows has the columns question, answer"),
+    ],
+)
+def test_a_column_that_does_not_exist_is_named_with_those_that_do(tokenizer, settings, says):
+    with pytest.raises(DataError, match=re.escape(says)):
+        make_dataset([{"question": "2+2=", "answer": "4"}], tokenizer=tokenizer, **settings)
+
+
+def test_a_chat_template_can_be_a_file_a_text_or_refused(tmp_path, tokenizer, chat_tokenizer):
+    row = [{"question": "2+2=", "answer": "4"}]
+    (tmp_path / "own.jinja").write_text("[{{ messages[0].content }}{{ mood }}]")
+    for template in (str(tmp_path / "own.jinja"), "[{{ messages[0].content }}{{ mood }}]"):
+        data = make_dataset(row, tokenizer=tokenizer, chat_template=template, template_kwargs={"mood": "!"})
+        assert data.prompt(0).text == "[2+2=!]"
+    assert make_dataset(row, tokenizer=chat_tokenizer, chat_template=False).prompt(0).text == "2+2="
+    assert make_dataset(row, tokenizer=chat_tokenizer, chat_template=True).prompt(0).text != "2+2="
+    with pytest.raises(DataError, match=r"chat_template must be auto, true, false, none.*got 'chatml'"):
+        make_dataset(row, tokenizer=tokenizer, chat_template="chatml")
+    with pytest.raises(DataError, match=r"chat_template: .*gone\.jinja cannot be read"):
+        make_dataset(row, tokenizer=tokenizer, chat_template=str(tmp_path / "gone.jinja"))
+
+
+def test_a_tokenizer_without_a_template_is_an_error_where_one_is_needed_and_plain_text_elsewhere(tokenizer):
+    row = [{"question": "2+2=", "answer": "4"}]
+    assert make_dataset(row, tokenizer=tokenizer).prompt(0).text == "2+2="
+    with pytest.raises(
+        DataError, match=r"train_dataset\.chat_template is true, but the tokenizer has none; give a \.jinja"
+    ):
+        make_dataset(row, tokenizer=tokenizer, chat_template=True)
+    spoken = make_dataset([{"messages": [{"role": "user", "content": "2+2="}]}], tokenizer=tokenizer)
+    with pytest.raises(
+        DataError, match=r"list of messages, and no chat template is in use; set train_dataset\.chat_template"
+    ):
+        spoken.prompt(0)
+
+
+def test_the_user_is_told_how_many_problems_there_are_and_how_many_were_dropped(tokenizer):
+    rows = [{"question": "1" * n, "answer": "1"} for n in range(1, 11)]
+    data = make_dataset(rows, tokenizer=tokenizer, source="ones", split="train", max_length=8)
+    assert data.describe() == "train_dataset: 7 problems of ones (train), 3 more dropped by train_dataset.max_length"
+
+
+def test_options_are_for_procedural_tasks(tokenizer):
+    with pytest.raises(DataError, match=r"train_dataset\.options \(min_terms\) are settings of a reasoning_gym task"):
+        load_dataset("embedded:arithmetic", tokenizer=tokenizer, options={"min_terms": 2})

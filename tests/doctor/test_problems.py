@@ -1,0 +1,65 @@
+"""What doctor says about problems and rewards, and the rules and idle keys of mixtures."""
+
+from gspo.config import load
+from gspo.config.lint import lint
+from gspo.config.lint.unused import ineffective
+from gspo.doctor.explain import explain
+from gspo.doctor.render import to_text
+
+MIXED = "train_dataset.mixture=[{path: 'embedded:arithmetic', weight: 3, name: sums}, {path: a.jsonl, reward: [math]}]"
+
+
+def words(*overrides):
+    return explain(load(None, overrides)).sections["data"]
+
+
+def test_doctor_names_problems_templates_and_rewards():
+    said = words("train_dataset.size=100", "train_dataset.max_length=64", "train_dataset.system_prompt=Think.")
+    assert said["training"] == "embedded:arithmetic, split train, 100 rows"
+    assert said["template"].endswith("with a system prompt; prompts of more than 64 tokens are dropped")
+    assert said["reward"] == "the task's own"
+
+
+def test_doctor_names_the_shares_and_rewards_of_a_mixture():
+    said = words(MIXED)
+    assert said["training"] == "75 % embedded:arithmetic as sums; 25 % a.jsonl"
+    assert said["reward"] == "a.jsonl: math; every other source's own"
+    assert said["held_out"] == "the held-out part of each training source"
+
+
+def test_doctor_shows_a_judge_and_a_reward_model_with_their_weights():
+    said = words(
+        "reward.functions=[{name: judge, url: 'http://h:1/v1', model: m}, {name: reward_model, path: rm}]",
+        "reward.weights=[1, 0.5]",
+    )
+    assert said["reward"] == "judge m at http://h:1/v1 + 0.5 × reward_model rm, in the trainer's process"
+    assert "judge m at" in to_text(
+        explain(load(None, ["reward.functions=[{name: judge, url: 'http://h/v1', model: m}]"]))
+    )
+
+
+def errors(*overrides):
+    return {f.key: f.message for f in lint(load(None, overrides), 0) if f.severity == "error"}
+
+
+def test_a_source_without_a_path_and_a_reward_without_a_name_are_errors():
+    assert "without a path" in errors("train_dataset.mixture=[{weight: 2}]")["train_dataset.mixture"]
+    assert "does not say which reward" in errors("reward.functions=[{url: 'http://x'}]")["reward.functions"]
+    nameless = errors("train_dataset.mixture=[{path: a, reward: [{marker: x}]}]")
+    assert "does not say which reward" in nameless["reward.functions"]
+
+
+def test_a_file_in_a_mixture_wants_a_reward_of_its_own():
+    def warned(*overrides):
+        return any(f.key == "reward.functions" for f in lint(load(None, overrides), 0))
+
+    assert warned("train_dataset.mixture=[{path: a.jsonl}]")
+    assert not warned("train_dataset.mixture=[{path: a.jsonl, reward: [math]}]")
+    assert not warned("train_dataset.mixture=[{path: a.jsonl}]", "reward.functions=[math]")
+
+
+def test_keys_that_a_mixture_leaves_idle_are_named():
+    idle = dict(ineffective(load(None, [MIXED, "train_dataset.path=x", "train_dataset.size=3"]), 0))
+    assert {"train_dataset.path", "train_dataset.size"} <= idle.keys()
+    assert "train_dataset.mixture" not in idle
+    assert "train_dataset.mixture" in dict(ineffective(load(None, [MIXED, "reward.functions=[math]"]), 0))

@@ -1,0 +1,128 @@
+"""Sampler servers inside the test process, and a proxy that loses or falsifies what they say."""
+
+import json
+import threading
+from contextlib import ExitStack
+from functools import partial
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+import torch
+from tiny_models import VOCAB, build
+
+from gspo.sampling.local.engine import LocalSampler
+from gspo.sampling.remote.client import HttpSampler
+from gspo.sampling.remote.discovery import register
+from gspo.sampling.remote.server import SamplerEngine, SamplerServer
+from gspo.sampling.weights.publish import sequence_logp
+
+TOKEN = "a secret of the tests"
+FACTS = {"num_vocab": VOCAB, "seed": 5}
+EOS = 2
+
+
+def local(model, **kwargs):
+    return LocalSampler(model, **{"seed": 5, "eos_token_ids": [EOS], "verify": False, **kwargs})
+
+
+class House:
+    """Starts servers and clients in a folder and closes all of them."""
+
+    def __init__(self, folder):
+        self.folder, self.stack = folder, ExitStack()
+        self.samplers = folder / "samplers"
+
+    def serve(self, index=0, model="llama", facts=FACTS, latency_s=0.0, meddle=None, score=True):
+        """A real server with random weights of its own; `meddle` puts a proxy before it."""
+        module = build(model, seed=99)
+        engine = SamplerEngine(
+            local(module, version=-1),
+            facts=facts,
+            score=partial(sequence_logp, module) if score else None,
+            latency_s=latency_s,
+        )
+        server = SamplerServer(engine, TOKEN)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        self.stack.callback(server.close)
+        server.model, server.index = module, index
+        url = server.url
+        if meddle is not None:
+            server.proxy = Meddler(server, meddle)
+            threading.Thread(target=server.proxy.serve_forever, daemon=True).start()
+            self.stack.callback(server.proxy.close)
+            url = f"http://127.0.0.1:{server.proxy.server_address[1]}"
+        register(self.samplers, index, url)
+        return server
+
+    def client(self, count=1, reference=None, **kwargs):
+        said = []
+        client = HttpSampler(
+            self.samplers,
+            count,
+            TOKEN,
+            **{
+                "facts": FACTS,
+                "max_context": 64,
+                "ends": [EOS],
+                "place": lambda _: self.folder / "weights",
+                "dtype": torch.float32,
+                "reference": None if reference is None else partial(sequence_logp, reference),
+                "timeout_s": 5.0,
+                "say": said.append,
+                "sees_text": False,
+                **kwargs,
+            },
+        )
+        self.stack.callback(client.close)
+        client.said = said
+        return client
+
+    def close(self):
+        self.stack.close()
+
+
+class Meddler(ThreadingHTTPServer):
+    """Passes everything on to a server. `meddle(path, reply)` returns the reply to give, or None to lose it."""
+
+    daemon_threads = True
+
+    def __init__(self, server, meddle):
+        self.target, self.meddle, self.paths = server, meddle, []
+        super().__init__(("127.0.0.1", 0), _Passing)
+
+    def handle_error(self, *_):
+        pass
+
+    def close(self):
+        self.shutdown()
+        self.server_close()
+
+
+class _Passing(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.server.paths.append(self.path)
+        address = urlsplit(self.server.target.url)
+        connection = HTTPConnection(address.hostname, address.port, timeout=20)
+        head = {"Authorization": self.headers["Authorization"], "Content-Type": "application/json"}
+        connection.request(self.command, self.path, body or None, head)
+        response = connection.getresponse()
+        status, reply = response.status, json.loads(response.read())
+        connection.close()
+        reply = self.server.meddle(self.path, reply)
+        if reply is None:
+            self.close_connection = True  # it was done, and nobody hears of it
+            return
+        data = json.dumps(reply).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_GET = do_POST  # noqa: N815
+
+    def log_message(self, *_):
+        pass

@@ -1,0 +1,61 @@
+"""A character tokenizer with a ChatML template, and a small model over it: episodes with nothing downloaded."""
+
+import torch
+import transformers as tf
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from gspo.envs.chat import Chat
+from gspo.sampling.local.engine import LocalSampler
+from gspo.types import Prompt, Request, SampleId, SamplingParams
+
+START, END = "<|im_start|>", "<|im_end|>"
+CHATML = (
+    "{% if tools %}<|im_start|>system\n{{ tools | length }} tools<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHARACTERS = [chr(i) for i in range(32, 127)] + ["\n", "é"]
+
+
+def tokenizer(template=CHATML):
+    words = ["<pad>", START, END, *CHARACTERS]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    inner.decoder = decoders.Fuse()
+    made = tf.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token=END, additional_special_tokens=[START, END],
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+    made.chat_template = template
+    return made
+
+
+def chat(template=CHATML):
+    return Chat(tokenizer(template))
+
+
+def model(context=512):
+    config = tf.Qwen3Config(
+        vocab_size=100, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=context, tie_word_embeddings=True,
+        initializer_range=0.4, pad_token_id=0, bos_token_id=None, eos_token_id=2,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def sampler(context=512, **how):
+    # Several tokens end an answer, so that lengths differ.
+    return LocalSampler(model(context), seed=1, eos_token_ids=[2, 3, 4, 5, 6], decode=tokenizer().decode, **how)
+
+
+def requests(talk, num=4, num_samples=2, first=0, **params):
+    how = SamplingParams(max_new_tokens=12, **params)
+    for submission in range(first, first + num):
+        messages = ({"role": "user", "content": f"q{submission}?"},)
+        tokens = talk.render(messages)
+        prompt = Prompt(tokens, talk.tokenizer.decode(tokens), {"answer": str(submission)}, messages=messages)
+        for i in range(num_samples):
+            yield Request(SampleId(submission, i), tokens, how, origin=prompt)

@@ -1,0 +1,68 @@
+"""Small runs of the real loop on the embedded model, and what is compared between two of them."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+
+from gspo.config import load
+from gspo.runs.directory import read_jsonl
+from gspo.train import Trainer
+
+SMALL = (
+    "algorithm=gspo", "actor.path=embedded:tiny", "train_dataset.path=embedded:arithmetic:2-3",
+    "train_dataset.size=400", "train_dataset.batch_size=8", "gconfig.n_samples=4", "gconfig.max_new_tokens=32",
+    "actor.ppo_n_minibatches=2", "actor.optimizer.lr=2e-4", "actor.eps_clip=0.002", "evaluator.size=16",
+    "total_train_steps=3", "threads=1",
+)  # fmt: skip
+
+
+def make_trainer(root: Path, *overrides: str, kind: type[Trainer] = Trainer, **given) -> Trainer:
+    return kind(load(None, [*SMALL, f"cluster.fileroot={root}", *overrides]), **given)
+
+
+def train(root: Path, *overrides: str, **given):
+    """Run to the end (threads of the test process are put back); the trainer, closed, and its run directory."""
+    threads = torch.get_num_threads()
+    trainer = make_trainer(root, *overrides, **given)
+    try:
+        summary = trainer.train()
+    finally:
+        torch.set_num_threads(threads)
+    return trainer, summary.path
+
+
+def path_of(root: Path) -> Path:
+    return root / "gspo" / "trial0"
+
+
+def metrics(path: Path) -> list[dict]:
+    return read_jsonl(path / "metrics.jsonl")
+
+
+def without_clocks(row: dict) -> dict:
+    return {k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))}
+
+
+def digests(path: Path) -> dict:
+    """Everything a run is, less wall-clock: weights, moments, state, metrics, samples."""
+    newest = sorted((path / "checkpoints").glob("step_*"))[-1]
+    state = json.loads((newest / "state.json").read_text())
+    state.pop("seconds")
+    files = [*newest.glob("*.safetensors"), *(path / "samples").iterdir()]
+    return {
+        "checkpoint": newest.name,
+        "state": state,
+        "metrics": [without_clocks(row) for row in metrics(path)],
+        **{file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files},
+    }
+
+
+def samples(path: Path, step: int) -> list[dict]:
+    return read_jsonl(path / "samples" / f"step_{step:06d}.jsonl")
+
+
+def asked(path: Path) -> set[str]:
+    """Every prompt that was trained on."""
+    return {row["prompt"] for file in (path / "samples").glob("*.jsonl") for row in read_jsonl(file)}

@@ -1,0 +1,126 @@
+"""A small HTTP server that speaks as vLLM does, over a tiny model of transformers, and misbehaves on request.
+
+It is there for what a real vLLM cannot be made to do: lie, hang, answer for another model, keep an old head.
+"""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+import torch
+
+from gspo.sampling.engines.vllm import NAME, Endpoint
+from gspo.sampling.weights.publish import copy_weights, read, sequence_logp
+
+
+class Lookalike(ThreadingHTTPServer):
+    """`meddle(body, reply)` changes a reply of /v1/completions: a dict, (status, dict), or None to hang up on it."""
+
+    daemon_threads = True
+    request_queue_size = 256
+
+    def __init__(self, model, meddle=None, pace_s=0.0, stale=()):
+        self.model, self.meddle, self.pace_s, self.stale = model, meddle, pace_s, tuple(stale)
+        self.calls, self.made, self.results = [], 0, {}
+        self.routes = {}  # further ones, by path
+        self.epoch = 0  # raised by /pause: whoever writes then stops
+        self.paused = False
+        self.lock = threading.Lock()
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.endpoint = Endpoint(f"http://127.0.0.1:{self.server_address[1]}")
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def handle_error(self, *_):
+        pass
+
+    def close(self):
+        self.epoch += 1
+        self.shutdown()
+        self.server_close()
+
+    def complete(self, body):
+        epoch, prompt, tokens, logps, finish = self.epoch, body["prompt"], [], [], "length"
+        torch_rng = torch.Generator().manual_seed(body.get("seed", 0) % 2**62)
+        while len(tokens) < body["max_tokens"]:
+            time.sleep(self.pace_s)
+            if epoch != self.epoch:
+                finish = "abort"
+                break
+            with self.lock, torch.no_grad():
+                logits = self.model(input_ids=torch.tensor([prompt + tokens]), use_cache=False).logits[0, -1].double()
+            if body["temperature"]:
+                logits = logits / body["temperature"]
+            if body.get("top_k"):
+                logits[logits < torch.topk(logits, body["top_k"]).values[-1]] = -torch.inf
+            logp = torch.log_softmax(logits, -1)
+            drawn = torch.multinomial(logp.exp(), 1, generator=torch_rng) if body["temperature"] else logp.argmax()
+            tokens.append(int(drawn))
+            logps.append(float(logp[tokens[-1]]))
+            self.made += 1
+            if tokens[-1] in body.get("stop_token_ids", []):
+                finish = "stop"
+                break
+        choice = {"token_ids": tokens, "logprobs": {"token_logprobs": logps}, "finish_reason": finish}
+        if body.get("prompt_logprobs") is not None:
+            said = sequence_logp(self.model, [prompt])[0].astype(float).tolist()
+            choice["prompt_logprobs"] = [
+                None,
+                *({str(t): {"logprob": p}} for t, p in zip(prompt[1:], said, strict=True)),
+            ]
+        return {"model": NAME, "choices": [choice]}
+
+    def rpc(self, method, args):
+        if method in self.results:
+            return self.results[method]
+        if method == "gspo_state":
+            return {"pid": 1, "device": "cpu", "version": None}
+        kept = {name: p.detach().clone() for name, p in self.model.named_parameters() if name in self.stale}
+        try:
+            with self.lock:
+                copy_weights(self.model, read(args[1], args[2]).items())
+                for name, before in kept.items():
+                    self.model.get_parameter(name).data.copy_(before)
+        except Exception as error:
+            return {"refused": str(error)}
+        return {"version": int(args[0]), "pid": 1}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body, server, path = json.loads(text) if text else {}, self.server, urlsplit(self.path).path
+        server.calls.append(path)
+        status, reply = 200, {}
+        if path == "/v1/completions":
+            reply = server.complete(body)
+            if server.meddle is not None and body.get("return_token_ids") and body.get("top_k") != 1:
+                reply = server.meddle(body, reply)
+            if isinstance(reply, tuple):
+                status, reply = reply
+        elif path == "/collective_rpc":
+            reply = {"results": [server.rpc(body["method"], body["args"])]}
+        elif path == "/pause":
+            server.epoch += 1
+        elif path == "/v1/models":
+            reply = {"data": [{"id": NAME}]}
+        elif path in server.routes:
+            reply = server.routes[path](body)
+        elif path == "/metrics":
+            reply = f'# HELP x\nvllm:generation_tokens_total{{engine="0"}} {server.made}.0\n'
+        if reply is None:
+            self.close_connection = True
+            return
+        data = (reply if isinstance(reply, str) else json.dumps(reply)).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_GET = do_POST  # noqa: N815
+
+    def log_message(self, *_):
+        pass

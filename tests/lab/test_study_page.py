@@ -1,0 +1,139 @@
+"""The page and the terminal from result files: no run is made here."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from gspo.lab.studies import page, plan, results
+
+STUDY = plan.get("clipping")
+
+
+def record(arm, seed, measures, *, stage="test", digest=None, busy=False, study=STUDY):
+    digest = digest or plan.config_digest(plan.configured(study, study.overrides(arm), seed))
+    return {
+        "arm": arm, "seed": seed, "stage": stage, "digest": digest, "measures": measures, "failed": None,
+        "curves": {"accuracy": [[0, 0.3], [64, 0.9]], "clip_tokens": [[32, 0.1], [64, 0.2]]},
+        "took": {"wall_s": 10.0, "cpu_s": 5.0 if busy else 9.9, "load": 1.0, "jobs": 2},
+        "command": "gspo study run", "date": "2026-01-01", "commit": "abc", "machine": "m", "versions": {"torch": "2"},
+        "train": plan.command(study, study.overrides(arm), seed), "config": {"seed": seed},
+    }  # fmt: skip
+
+
+def filled(ours, theirs):
+    """Records of GSPO and GRPO over seeds, each a share of clipped tokens and a final accuracy."""
+    return [
+        record(arm, seed, {"clip_tokens": clip, "final": final, "gain": 0.6, "step_s": 1.0})
+        for arm, values in (("gspo ε=2e-3", ours), ("grpo ε=0.2", theirs))
+        for seed, (clip, final) in enumerate(values, 1)
+    ]
+
+
+def verdicts(records):
+    return {d.check.says: d.verdict for d in page.decisions(STUDY, records)}
+
+
+def test_a_claim_is_shown_or_not_by_its_paired_interval_alone():
+    clear = filled([(0.1, 0.95), (0.12, 0.96), (0.11, 0.97)], [(0.002, 0.95), (0.003, 0.97), (0.002, 0.96)])
+    said = verdicts(clear)
+    assert said["GSPO (ε 2e-3) clips more than 10 × the tokens of GRPO (ε 0.2)"] == "shown"
+    assert said["GSPO (ε 2e-3) clips more than 100 × the tokens of GRPO (ε 0.2)"] == "opposite"
+    assert said["no worse than GRPO by more than 5 points"] == "shown"
+    assert said["PPO's ε 0.2 on sequence ratios clips nothing (below 0.1 %)"] == "not run"
+    noisy = filled([(0.1, 0.95), (0.1, 0.5), (0.1, 0.9)], [(0.002, 0.6), (0.002, 0.97), (0.002, 0.9)])
+    assert verdicts(noisy)["no worse than GRPO by more than 5 points"] == "not shown"
+
+
+def test_the_page_has_the_verdicts_the_machine_the_date_and_the_command(tmp_path):
+    pytest.importorskip("matplotlib")
+    results.write(tmp_path, STUDY, filled([(0.1, 0.9), (0.12, 0.92)], [(0.002, 0.9), (0.003, 0.9)]))
+    text = page.write(tmp_path).read_text()
+    assert "2026-01-01, m, one thread a run; torch 2; commit abc." in text
+    assert "gspo train src/gspo/lab/studies/micro.yaml algorithm=gspo actor.eps_clip=0.002" in text
+    assert "| gspo ε=2e-3 | 2 |" in text
+    assert "Not run yet: `gspo study run efficiency`" in text
+    assert (tmp_path / "img" / "studies" / "clipping.png").stat().st_size > 1000
+
+
+def test_results_of_another_config_are_not_used(tmp_path):
+    stale = [record("gspo ε=2e-3", seed, {"gain": 0.9}, digest="0123") for seed in (1, 2)]
+    results.write(tmp_path, STUDY, stale)
+    assert results.current(STUDY, results.read(tmp_path, "clipping")) == []
+    job = plan.jobs(STUDY, only="gspo ε=2e-3")[0]
+    assert not results.done(stale, job)
+    assert results.done(filled([(0.1, 0.9)], [(0.1, 0.9)]), job)
+
+
+def test_seconds_of_a_busy_machine_are_neither_shown_nor_compared():
+    alone = record("gspo ε=2e-3", 1, {"step_s": 0.5})
+    beside = record("gspo ε=2e-3", 2, {"step_s": 5.0}, busy=True)
+    assert page.cell([alone, beside], "step_s") == "0.5"
+    assert page.cell([beside], "step_s") == "busy"
+    assert results.by_seed([alone, beside], "gspo ε=2e-3", "step_s") == {1: 0.5}
+
+
+def test_a_run_that_never_reached_80_percent_is_counted_as_such():
+    reached, never = (
+        record("gspo ε=2e-3", 1, {"samples_to_80": 640.0}),
+        record("gspo ε=2e-3", 2, {"samples_to_80": None}),
+    )
+    assert page.cell([reached, never], "samples_to_80") == "640 (1 of 2)"
+    assert page.cell([never], "samples_to_80") == "never"
+
+
+def test_the_best_point_is_chosen_once_every_point_was_tried_equally():
+    study = plan.get("efficiency")
+    assert study.tune is not None
+    points = [name for name, _ in study.tune.points()]
+
+    def tried(arm, point, seed, area):
+        overrides = {**study.overrides(arm), **dict(study.tune.points())[point]}
+        digest = plan.config_digest(plan.configured(study, overrides, seed))
+        return record("gspo", seed, {"area": area}, stage="tune", digest=digest, study=study) | {
+            "arm": f"{arm} {point}"
+        }
+
+    whole = [tried("gspo", point, 101, i / 100) for i, point in enumerate(points)]
+    assert results.chosen(study, whole)["gspo"] == dict(study.tune.points())[points[-1]]
+    assert "gspo" not in results.chosen(study, whole[:-1])
+    assert "grpo" not in results.chosen(study, whole)
+
+
+def test_a_fresh_record_takes_the_place_of_the_old_one_and_files_are_sorted_lines(tmp_path):
+    first, other = record("gspo ε=2e-3", 2, {"gain": 0.1}), record("gspo ε=2e-3", 1, {"gain": 0.2})
+    merged = results.replaced([first, other], [record("gspo ε=2e-3", 2, {"gain": 0.5})])
+    results.write(tmp_path, STUDY, merged)
+    lines = results.file_of(tmp_path, "clipping").read_text().splitlines()
+    written = [json.loads(line.rstrip(",")) for line in lines if line.startswith('{"arm"')]
+    assert [one["measures"]["gain"] for one in written] == [0.2, 0.5]
+    # What the records share stands once, and is back when they are read.
+    assert sum("2026-01-01" in line for line in lines) == 1
+    ours, theirs = results.read(tmp_path, "clipping"), sorted(merged, key=lambda r: r["seed"])
+    assert [{k: v for k, v in r.items() if k != "session"} for r in ours] == theirs
+
+
+@pytest.mark.parametrize("words", [["list"], ["show"], ["show", "clipping"], ["page"]])
+def test_looking_at_studies_leaves_torch_alone(tmp_path, words):
+    code = (
+        "import sys; from gspo.cli.main import main; code = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "study", *words, "--docs", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_the_committed_page_is_that_of_the_committed_results(tmp_path):
+    docs = plan.HERE.parents[3] / "docs"
+    if not (docs / "baselines.md").exists():
+        pytest.skip("no docs beside the source")
+    found = {name: results.current(study, results.read(docs, name)) for name, study in plan.studies().items()}
+    drawn = {name: docs / "img" / "studies" / f"{name}.png" for name in found if plan.get(name).plots and found[name]}
+    assert (docs / "baselines.md").read_text() == page.markdown(found, drawn)

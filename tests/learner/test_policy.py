@@ -1,0 +1,378 @@
+import contextlib
+import weakref
+
+import model_zoo
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gspo.errors import DataError
+from gspo.learner.policy.module import PolicyModule, weight_names
+from gspo.learner.policy.packing import Completion, PackItem, forest, micro_batches, pack
+
+
+@pytest.fixture
+def exact(monkeypatch):
+    """transformers computes norms, softmaxes and rotations in float32 whatever the model's dtype, and the sum of
+    rounded gradients is not the rounded sum. Here those casts go to float64, so that 1e-10 means something."""
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    monkeypatch.setattr(torch, "float", torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
+def make_items(groups, seed=0, holes=()):
+    """groups: (prompt length, completion lengths); holes: sequence index → untrained slice."""
+    draw = np.random.default_rng(seed)
+    items, index, holes = [], 0, dict(holes)
+    for num_prompt, lengths in groups:
+        completions = []
+        for num in lengths:
+            mask = np.ones(num, bool)
+            if index in holes:
+                mask[holes[index]] = False
+            completions.append(Completion(draw.integers(0, model_zoo.VOCAB, num), mask, index))
+            index += 1
+        items.append(PackItem(draw.integers(0, model_zoo.VOCAB, num_prompt), tuple(completions)))
+    return items
+
+
+# Uneven groups; a one-token completion; a tool span in the middle (2), an untrained tail (3), an untrained
+# head (5), nothing trained at all (7); a group of one; a group in which nothing is trained (10, 11).
+UNEVEN = make_items(
+    [(7, (6, 1, 9, 8)), (3, (2, 5)), (11, (4, 6, 1)), (5, (7,)), (4, (3, 2))],
+    holes={2: slice(3, 6), 3: slice(5, 8), 5: slice(0, 2), 7: slice(0, 6), 10: slice(0, 3), 11: slice(0, 2)},
+)
+
+
+def reference(model, items, temperature=1.0):
+    """Right-padded batch through the model itself; log-probs and entropy of trained tokens, per sequence index."""
+    sequences = [(item.prompt, c) for item in items for c in item.completions]
+    width = max(len(p) + len(c.tokens) for p, c in sequences)
+    ids = torch.zeros(len(sequences), width, dtype=torch.int64)
+    attention = torch.zeros_like(ids)
+    for i, (prompt, c) in enumerate(sequences):
+        num = len(prompt) + len(c.tokens)
+        ids[i, :num] = torch.from_numpy(np.concatenate([prompt, c.tokens]))
+        attention[i, :num] = 1
+    logits = model(input_ids=ids, attention_mask=attention, use_cache=False).logits / temperature
+    logp = logits.log_softmax(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    out = {}
+    for i, (prompt, c) in enumerate(sequences):
+        at = torch.from_numpy(np.flatnonzero(c.mask)) + len(prompt)
+        out[c.index] = (logp[i, at - 1, ids[i, at]], entropy[i, at - 1])
+    return out
+
+
+def by_index(packed, values):
+    bounds = packed.cu_seqlens.tolist()
+    return {i: values[a:b] for i, a, b in zip(packed.index.tolist(), bounds[:-1], bounds[1:], strict=True)}
+
+
+def sequence_loss(logp_of):
+    """Nonlinear in each sequence and different for each token, so that no gradient can be right by symmetry."""
+    total = 0.0
+    for index in sorted(logp_of):
+        logp = logp_of[index]
+        if len(logp):
+            weight = torch.linspace(0.5, 1.5, len(logp), dtype=logp.dtype) * (-1) ** index
+            total = total + torch.exp((logp * weight).mean() * 0.3)
+    return total
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def reference_gradients(model, items, temperature=1.0):
+    model.zero_grad()
+    out = reference(model, items, temperature)
+    sequence_loss({i: logp for i, (logp, _) in out.items()}).backward()
+    return out, gradients(model)
+
+
+def policy_gradients(policy, batches, temperature=1.0, share_prefix=True):
+    policy.zero_grad()
+    logp_of, entropy_of = {}, {}
+    for items in batches:
+        packed = pack(items, share_prefix=share_prefix)
+        out = policy(packed, temperature=temperature)
+        logp_of |= by_index(packed, out.logp)
+        entropy_of |= by_index(packed, out.entropy)
+        sequence_loss(by_index(packed, out.logp)).backward()
+    return logp_of, entropy_of, gradients(policy.model)
+
+
+def assert_same_gradients(got, want, tolerance=1e-10):
+    assert got.keys() == want.keys()
+    for name in want:
+        scale = max(1.0, float(want[name].abs().max()))
+        assert float((got[name] - want[name]).abs().max()) <= tolerance * scale, name
+
+
+@pytest.mark.parametrize("name", model_zoo.NAMES)
+def test_shared_prefix_gradients_equal_the_plain_padded_ones(name, exact):
+    model = model_zoo.build(name)
+    want, want_grads = reference_gradients(model, UNEVEN, temperature=0.7)
+    logp, entropy, grads = policy_gradients(PolicyModule(model), [UNEVEN], temperature=0.7)
+    assert logp.keys() == want.keys()
+    for index, (want_logp, want_entropy) in want.items():
+        torch.testing.assert_close(logp[index], want_logp, rtol=0, atol=1e-10)
+        torch.testing.assert_close(entropy[index], want_entropy, rtol=0, atol=1e-10)
+    assert_same_gradients(grads, want_grads)
+
+
+@pytest.mark.parametrize("name", model_zoo.WINDOWED)
+def test_the_window_of_the_windowed_models_really_cuts(name):
+    narrow, wide = (
+        model_zoo.build(name, sliding_window=window) for window in (model_zoo.build(name).config.sliding_window, 64)
+    )
+    with torch.no_grad():
+        packed = pack(UNEVEN)
+        difference = PolicyModule(narrow)(packed).logp - PolicyModule(wide)(packed).logp
+    assert float(difference.abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("share_prefix", [True, False])
+def test_plain_packing_on_the_models_own_attention_gives_the_same_gradients(share_prefix, exact):
+    model = model_zoo.build("qwen2_window")
+    _, want = reference_gradients(model, UNEVEN)
+    policy = PolicyModule(model)
+    policy.share_prefix = share_prefix
+    # Plain packing must be right in either attention; the shared one cannot run in the model's own.
+    _, _, grads = policy_gradients(policy, [UNEVEN], share_prefix=False)
+    assert_same_gradients(grads, want)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 20, 31, 45, None])
+def test_micro_batches_sum_to_the_same_gradient(max_tokens, exact):
+    model = model_zoo.build("qwen3_moe")
+    _, want = reference_gradients(model, UNEVEN)
+    batches = micro_batches(UNEVEN, max_tokens)
+    assert (len(batches) > 1) == (max_tokens is not None)
+    _, _, grads = policy_gradients(PolicyModule(model), batches)
+    assert_same_gradients(grads, want)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 7, 1000])
+@pytest.mark.parametrize("name", ["llama_tied", "gemma2"])
+def test_the_chunk_size_of_the_head_changes_nothing(name, chunk_size, exact):
+    model = model_zoo.build(name)
+    _, _, want = policy_gradients(PolicyModule(model), [UNEVEN], temperature=1.3)
+    _, _, grads = policy_gradients(PolicyModule(model, chunk_size=chunk_size), [UNEVEN], temperature=1.3)
+    assert_same_gradients(grads, want, 1e-12)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mixtral_window", "gemma2"])
+@pytest.mark.parametrize("share_prefix", [True, False])
+def test_gradient_checkpointing_recomputes_with_the_tree(name, share_prefix, exact):
+    model = model_zoo.build(name)
+    _, _, want = policy_gradients(PolicyModule(model), [UNEVEN])
+    policy = PolicyModule(model, gradient_checkpointing=True)
+    policy.share_prefix = share_prefix
+    calls = []
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda *_: calls.append(1))
+    _, _, grads = policy_gradients(policy, [UNEVEN], share_prefix=share_prefix)
+    assert len(calls) == 2 * len(model.model.layers)  # forward, and again in backward
+    assert_same_gradients(grads, want)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_dropout_is_off_in_training_mode():
+    model = model_zoo.build("llama", attention_dropout=0.5)
+    policy = PolicyModule(model, gradient_checkpointing=True).train()
+    assert policy.training
+    packed = pack(UNEVEN)
+    torch.testing.assert_close(policy(packed).logp, policy(packed).logp, rtol=0, atol=0)
+    torch.testing.assert_close(policy(packed).logp, policy.eval()(packed).logp, rtol=0, atol=0)
+
+
+def test_a_tree_of_depth_three_equals_its_unrolled_sequences(exact):
+    """root → (a, b), a → (c, d), d → e; sequences are root·a·c, root·a·d·e, root·b; b and e end in a target."""
+    draw = np.random.default_rng(5)
+    sizes, parents = {"root": 6, "a": 4, "b": 3, "c": 5, "d": 2, "e": 3}, {"a": "root", "b": "root", "c": "a"}
+    parents |= {"d": "a", "e": "d"}
+    names = list(sizes)
+    tokens = {n: draw.integers(0, model_zoo.VOCAB, k) for n, k in sizes.items()}
+    starts = dict(zip(names, np.cumsum([0, *sizes.values()])[:-1].tolist(), strict=True))
+    segments = [(tokens[n], names.index(parents[n]) if n in parents else -1) for n in names]
+    sequences, items = [], []
+    for index, path in enumerate((["root", "a", "c"], ["root", "a", "d", "e"], ["root", "b"])):
+        row = np.concatenate([starts[n] + np.arange(sizes[n]) for n in path])
+        ids = np.append(np.concatenate([tokens[n] for n in path]), draw.integers(0, model_zoo.VOCAB))
+        num_prompt = sizes["root"]
+        sequences.append((row[num_prompt - 1 :], ids[num_prompt:], index))
+        num = len(ids) - num_prompt
+        items.append(PackItem(ids[:num_prompt], (Completion(ids[num_prompt:], np.ones(num, bool), index),)))
+    for name in ("llama", "mistral_window", "gemma2"):
+        model = model_zoo.build(name)
+        want, want_grads = reference_gradients(model, items)
+        model.zero_grad()
+        packed = forest(segments, sequences)
+        logp = by_index(packed, PolicyModule(model)(packed).logp)
+        sequence_loss(logp).backward()
+        for index, (want_logp, _) in want.items():
+            torch.testing.assert_close(logp[index], want_logp, rtol=0, atol=1e-10)
+        assert_same_gradients(gradients(model), want_grads)
+
+
+def test_entropy_is_detached_unless_its_gradient_is_asked_for(exact):
+    model = model_zoo.build("gemma2")
+    policy, packed = PolicyModule(model, chunk_size=5), pack(UNEVEN)
+    assert not policy(packed).entropy.requires_grad
+    assert len(policy(packed, with_entropy=False).entropy) == 0
+    model.zero_grad()
+    out = policy(packed, temperature=0.8, entropy_grad=True)
+    weight = torch.linspace(-1, 2, packed.num_targets, dtype=torch.float64)
+    (out.entropy * weight + out.logp * weight.flip(0)).sum().backward()
+    grads = gradients(model)
+    model.zero_grad()
+    want = reference(model, UNEVEN, 0.8)
+    logp, entropy = (torch.cat([want[i][k] for i in packed.index.tolist()]) for k in (0, 1))
+    (entropy * weight + logp * weight.flip(0)).sum().backward()
+    assert_same_gradients(grads, gradients(model))
+
+
+class LargestAllocation(TorchDispatchMode):
+    """Largest single tensor, and most elements of large tensors alive at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest, self.alive, self.peak, self.seen = 0, 0, 0, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.seen:
+                    num = storage.nbytes() // tensor.element_size()
+                    self.seen.add(storage._cdata)
+                    self.largest = max(self.largest, num)
+                    self.alive += num
+                    self.peak = max(self.peak, self.alive)
+                    weakref.finalize(storage, self._gone, storage._cdata, num)
+        return out
+
+    def _gone(self, key, num):
+        self.alive -= num
+        self.seen.discard(key)
+
+
+def test_no_tensor_of_targets_by_vocabulary_is_ever_allocated():
+    model = model_zoo.build("llama", vocab_size=4001)
+    items = make_items([(8, (40,) * 8)])
+    packed = pack(items)
+    chunk = 16
+    for size in (chunk, packed.num_targets):
+        mode = LargestAllocation()
+        with mode:
+            out = PolicyModule(model, chunk_size=size)(packed)
+            out.logp.sum().backward()
+        model.zero_grad()
+        weights = 4001 * 32
+        bound = max(size * 4001, weights)
+        assert mode.largest <= bound, size
+    # The instrument sees what it is there to see: one chunk of everything is a [targets, vocabulary] tensor.
+    assert mode.largest > 0.9 * packed.num_targets * 4001 > 10 * chunk * 4001
+
+
+def test_a_batch_without_targets_gives_empty_results_that_can_be_driven_backward():
+    items = make_items([(4, (3, 2))], holes={0: slice(0, 3), 1: slice(0, 2)})
+    packed = pack(items)
+    assert (packed.num_tokens, packed.cu_seqlens.tolist()) == (0, [0, 0, 0])
+    policy = PolicyModule(model_zoo.build("llama"))
+    out = policy(packed)
+    out.logp.sum().backward()
+    assert out.logp.shape == out.entropy.shape == (0,)
+
+
+@pytest.mark.parametrize("fp32_head", [True, False])
+def test_half_precision_trunks_give_float32_log_probs_near_the_exact_ones(fp32_head):
+    exact = model_zoo.build("llama", initializer_range=0.1)
+    half = model_zoo.build("llama", torch.bfloat16, initializer_range=0.1)
+    half.load_state_dict(exact.state_dict())
+    packed = pack(UNEVEN)
+    out = PolicyModule(half, fp32_head=fp32_head)(packed)
+    assert out.logp.dtype == out.entropy.dtype == torch.float32
+    out.logp.sum().backward()
+    want = PolicyModule(exact)(packed).logp
+    want.sum().backward()
+    assert float((out.logp - want).detach().abs().max()) < 0.1
+    got, grad = (m.lm_head.weight.grad.double().flatten() for m in (half, exact))
+    assert float(torch.cosine_similarity(got, grad, dim=0)) > 0.99
+
+
+@pytest.mark.parametrize("name", model_zoo.NAMES)
+def test_the_probe_accepts_the_listed_models_with_shared_prefixes(name):
+    policy = PolicyModule(model_zoo.build(name, torch.float32))
+    policy.probe()
+    assert policy.share_prefix
+
+
+@contextlib.contextmanager
+def altered(model, forward):
+    """Every attention module of this model answers through `forward(original, hidden_states, **kwargs)`."""
+    for layer in model.model.layers:
+        original = layer.self_attn.forward
+        layer.self_attn.forward = lambda hidden_states, original=original, **kw: forward(original, hidden_states, **kw)
+    yield model
+
+
+def test_the_probe_refuses_a_model_whose_attention_ignores_the_interface():
+    def blind(original, hidden_states, **kwargs):
+        # A running mean over the row: what a linear-attention layer does with packed sequences.
+        steps = torch.arange(1, hidden_states.shape[1] + 1, dtype=hidden_states.dtype)[None, :, None]
+        return hidden_states.cumsum(1) / steps, None
+
+    with altered(model_zoo.build("llama"), blind) as model, pytest.raises(DataError, match="with plain packing, log"):
+        PolicyModule(model).probe()
+
+
+def test_the_probe_falls_back_to_plain_packing_where_the_tree_is_not_understood(exact):
+    def strict(original, hidden_states, tree=None, **kwargs):
+        if tree is not None:
+            raise TypeError("unexpected keyword 'tree'")
+        return original(hidden_states, **kwargs)
+
+    with altered(model_zoo.build("llama"), strict) as model:
+        policy = PolicyModule(model)
+        policy.probe()
+        assert not policy.share_prefix
+        with pytest.raises(ValueError, match="plain packing"):
+            policy(pack(UNEVEN))
+        want, _ = reference_gradients(model, UNEVEN)
+        packed = pack(UNEVEN, share_prefix=policy.share_prefix)
+        for index, logp in by_index(packed, policy(packed).logp).items():
+            torch.testing.assert_close(logp, want[index][0], rtol=0, atol=1e-10)
+
+
+def test_the_probe_refuses_logits_changed_in_an_unknown_way():
+    model = model_zoo.build("llama")
+    original = model.forward
+
+    def forward(**kwargs):
+        out = original(**kwargs)
+        out.logits = out.logits * 1.5
+        return out
+
+    model.forward = forward
+    with pytest.raises(DataError, match="changes its logits"):
+        PolicyModule(model).probe()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "mixtral", "qwen3_moe"])
+def test_weight_names_are_those_of_the_checkpoint_with_tied_weights_once(name, tmp_path):
+    from safetensors.torch import load_file
+
+    model = model_zoo.build(name)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    named = dict(weight_names(PolicyModule(model)))
+    assert named.keys() == saved.keys()
+    for key, tensor in named.items():
+        torch.testing.assert_close(tensor, saved[key], rtol=0, atol=0)
+    assert ("lm_head.weight" in named) == (name != "qwen3")
+    assert not any(tensor.requires_grad for tensor in named.values())

@@ -1,0 +1,189 @@
+"""The rule that lets the sampler's log-probs be π_old, and re-centring."""
+
+import copy
+from dataclasses import replace
+
+import model_zoo
+import numpy as np
+import pytest
+import torch
+from made_batches import make_batch, uneven_groups, with_behavior
+from test_step import make_plan, run, weights
+from training_runs import make_trainer, metrics, path_of, train
+
+from gspo.config import load
+from gspo.config.lint import check, lint
+from gspo.config.lint.unused import ineffective
+from gspo.errors import ConfigError, TrainingError
+from gspo.lab.studies.gradients import opened, sampled
+from gspo.learner.proximal import FINE, Noise, judge, noise_of, words
+from gspo.learner.step import train_step
+from gspo.train.build.setup import make_plan as make_plan_of
+from gspo.train.build.setup import narrowest_clip
+
+ROLLOUT = ("actor.prox_logp_method=rollout",)
+
+
+def measured(log_s, lengths) -> Noise:
+    noise = noise_of(log_s, lengths)
+    assert noise is not None
+    return noise
+
+
+def shifted(groups, by):
+    """The same groups as a sampler would have recorded them that is wrong by `by` at every token."""
+    return [
+        replace(g, samples=tuple(replace(s, behavior_logp=s.behavior_logp + np.float32(by)) for s in g.samples))
+        for g in groups
+    ]
+
+
+def test_the_verdict_depends_on_the_ratio_of_noise_to_clip_range_alone():
+    for scale in (1e-6, 1e-3, 0.2):
+        assert judge(0.99 * scale / FINE, scale) == "fine"
+        assert judge(1.01 * scale / FINE, scale) == judge(scale, scale) == "near"
+        assert judge(1.01 * scale, scale) == "above"
+    assert judge(1e9, None) == "fine"  # no clip range, nothing to use up
+
+
+def test_the_shift_is_the_mean_over_tokens_and_centring_removes_a_constant_error_whatever_the_lengths():
+    draw = np.random.default_rng(0)
+    lengths, own = draw.integers(1, 50, 200), draw.normal(0, 1e-3, 200)
+    plain, moved = measured(own, lengths), measured(own - 0.1, lengths)
+    assert moved.shift - plain.shift == pytest.approx(0.1)
+    assert moved.centred_p95 == pytest.approx(plain.centred_p95)
+    assert moved.p95 > 50 * plain.p95
+    assert noise_of(np.array([np.nan]), np.array([3])) is None
+
+
+def test_words_offer_recentring_only_where_it_would_change_the_verdict():
+    lengths = np.full(100, 7)
+    noise = measured(np.random.default_rng(1).normal(0.01, 1e-4, 100), lengths)
+    assert "prox_logp_recenter=true" in words(noise, 5e-3)
+    assert "prox_logp_recenter" not in words(noise, 1e-5)  # above either way
+    for remedy in ("actor.eps_clip above", "actor.eps_clip=auto", "actor.prox_logp_method=recompute"):
+        assert remedy in words(noise, 5e-3)
+
+
+@pytest.mark.parametrize("by", [0.0, 0.125, -0.03])
+def test_recentred_updates_are_those_of_a_recomputed_proximal_policy_where_the_error_is_one_constant(by):
+    model, plan = model_zoo.build("qwen3"), make_plan(num_minibatches=2)
+    exact = with_behavior(uneven_groups(), model, plan.temperature)
+    found = {}
+    for source, groups in (("recompute", exact), ("centred", shifted(exact, by)), ("rollout", shifted(exact, by))):
+        trained = copy.deepcopy(model)
+        report = run(trained, make_batch(groups, 2), plan, proximal=source)
+        found[source] = weights(trained), report
+    want, before = found["recompute"][0], weights(model)
+    moved = max(float((want[n] - before[n]).abs().max()) for n in want)
+
+    def gap(source):
+        return max(float((found[source][0][n] - want[n]).abs().max()) for n in want) / moved
+
+    assert gap("centred") < 1e-5  # behavior log-probs are float32
+    np.testing.assert_allclose(found["centred"][1].log_s, found["recompute"][1].log_s, atol=1e-6)
+    if abs(by) > 0.02:  # beyond the clip range
+        assert gap("rollout") > 1e-2
+        assert np.nanmean(found["centred"][1].noise_log_s) == pytest.approx(-by, rel=1e-3)  # measured as it is
+
+
+def test_a_refusal_before_the_first_update_leaves_every_weight_as_it_was():
+    model, plan = model_zoo.build("qwen3"), make_plan(num_minibatches=2)
+    batch, trained, seen = (
+        make_batch(with_behavior(uneven_groups(), model, plan.temperature), 2),
+        copy.deepcopy(model),
+        [],
+    )
+
+    def refuse(noise):
+        seen.append(noise)
+        raise TrainingError("too noisy")
+
+    with pytest.raises(TrainingError, match="too noisy"):
+        run(trained, batch, plan, proximal="rollout", before_update=refuse)
+    (noise,) = seen
+    assert np.isfinite(noise[batch.live & (batch.minibatch == 0)]).all()
+    assert np.isnan(noise[batch.minibatch > 0]).all()
+    for name, weight in weights(trained).items():
+        assert torch.equal(weight, weights(model)[name])
+
+
+def test_a_sampler_noisier_than_the_clip_range_ends_the_run_before_its_first_step(tmp_path):
+    noisy = (*ROLLOUT, "rollout.sampler_precision=int8", "actor.eps_clip=1e-5")
+    with pytest.raises(TrainingError) as refusal:
+        train(tmp_path, *noisy, "total_train_steps=1")
+    for part in ("π_old", "clip range", "actor.eps_clip=auto", "prox_logp_method=recompute", "prox_logp_force"):
+        assert part in str(refusal.value)
+    assert not list((path_of(tmp_path) / "checkpoints").glob("step_*"))
+    assert [row["step"] for row in metrics(path_of(tmp_path))] == [0]
+    _, path = train(tmp_path, *noisy, "total_train_steps=1", "actor.prox_logp_force=true")
+    assert metrics(path)[-1]["step"] == 1
+    assert "warning: the sampler's log-probs are π_old" in (path / "log.txt").read_text()
+
+
+def test_near_the_clip_range_it_warns_above_it_refuses_and_elsewhere_it_is_silent(tmp_path):
+    how = (*ROLLOUT, "rollout.sampler_precision=int8")
+    with opened(make_trainer(tmp_path, *how).loaded) as trainer:
+        batch = sampled(trainer)
+        log_s = noise_log_s(trainer, batch)
+        p95, log = measured(log_s, batch.trained_tokens).p95, trainer.run.path / "log.txt"
+
+        def spoken(eps):
+            before = len(log.read_text()) if log.exists() else 0
+            plan = replace(trainer.plan, settings={**trainer.plan.settings, "clip_low": eps, "clip_high": 1.3 * eps})
+            decide = trainer.doubt(batch, plan)
+            assert decide is not None
+            decide(log_s)
+            return "the sampler's log-probs are π_old" in log.read_text()[before:] if log.exists() else False
+
+        assert p95 > 1e-6
+        assert not spoken(3.1 * p95)
+        assert spoken(2.9 * p95)
+        assert spoken(1.01 * p95)
+        with pytest.raises(TrainingError, match="prox_logp_force"):
+            spoken(0.99 * p95)
+        trainer.state.noise = p95  # what was measured once, and was in a checkpoint, is not judged again
+        assert trainer.doubt(batch, trainer.plan) is None
+
+
+def noise_log_s(trainer, batch):
+    """Mini-batch 1's, as a step measures it before it changes anything."""
+    seen = []
+
+    def look(noise):
+        seen.append(noise)
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        train_step(
+            trainer.policy, trainer.optimizer, batch, trainer.plan, proximal="rollout", learning_rates=[0.0] * 2,
+            before_update=look,
+        )  # fmt: skip
+    return seen[0]
+
+
+def test_an_automatic_clip_range_is_judged_by_how_far_it_may_widen():
+    for extra, eps in (((), 3e-4), (("actor.eps_clip=auto",), 0.2 * 3 / 4), (("algorithm=cispo",), None)):
+        loaded = load(None, ["algorithm=gspo", *extra])
+        found = narrowest_clip(loaded.config, make_plan_of(loaded).settings)
+        assert found == (eps if eps is None else pytest.approx(eps))
+
+
+def test_recentring_is_refused_with_stale_samples_warned_of_with_one_update_and_idle_with_a_recomputed_policy():
+    stale = load(
+        None, ["algorithm=gspo", *ROLLOUT, "actor.prox_logp_recenter=true", "rollout.max_head_offpolicyness=2"]
+    )
+    with pytest.raises(ConfigError, match="prox_logp_recenter"):
+        check(stale)
+    one = load(None, ["algorithm=gspo", *ROLLOUT, "actor.prox_logp_recenter=true", "actor.ppo_n_minibatches=1"])
+    assert any("every ratio is exactly 1" in str(finding) for finding in lint(one))
+    own = load(None, ["algorithm=gspo", "actor.prox_logp_method=recompute", "actor.prox_logp_recenter=true"])
+    assert "actor.prox_logp_recenter" in dict(ineffective(own))
+
+
+def test_a_recentred_run_learns_and_says_where_its_proximal_policy_came_from(tmp_path):
+    train(tmp_path, *ROLLOUT, "actor.prox_logp_recenter=true", "total_train_steps=2")
+    rows = metrics(path_of(tmp_path))[1:]
+    assert [row["policy/proximal"] for row in rows] == ["centred", "centred"]
+    assert all(row["ratio/first_minibatch_max_abs"] == 0.0 for row in rows)
+    assert all(row["ratio/log_s_max_abs"] > 0 for row in rows)

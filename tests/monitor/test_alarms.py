@@ -1,0 +1,96 @@
+import pytest
+
+from gspo.monitor.alarms import PATIENCE, alarms
+
+HEALTHY = {
+    "clip/sequences_low": 0.1,
+    "clip/sequences_high": 0.1,
+    "ratio/log_s_std": 0.01,
+    "ratio/log_s_max_abs": 0.1,
+    "ratio/first_minibatch_max_abs": 0.0,
+    "reward/zero_variance_groups": 0.25,
+    "policy/entropy": 0.5,
+}
+SICK = {
+    "no sequence was clipped": {"clip/sequences_low": 0.0, "clip/sequences_high": 0.0},
+    "more than half": {"clip/sequences_low": 0.3, "clip/sequences_high": 0.3},
+    "every ratio was exactly 1": {"ratio/log_s_max_abs": 0.0},
+    "equal rewards": {"reward/zero_variance_groups": 1.0},
+    "entropy": {"policy/entropy": 0.0},
+}
+
+
+def spoken(metrics, counts, **settings):
+    return list(alarms(metrics, counts, **({"clips": True, "num_minibatches": 4, "own_forward": True} | settings)))
+
+
+@pytest.mark.parametrize("message", SICK)
+def test_an_alarm_speaks_after_patience_steps_and_then_at_powers_of_two(message):
+    counts, when = {}, []
+    for step in range(1, 9 * PATIENCE):
+        said = spoken(HEALTHY | SICK[message], counts)
+        assert all(message in line and f"{step} steps" in line for line in said)
+        when += [step] * len(said)
+    assert when == [PATIENCE, 2 * PATIENCE, 4 * PATIENCE, 8 * PATIENCE]
+
+
+@pytest.mark.parametrize("message", SICK)
+def test_one_healthy_step_starts_the_count_again(message):
+    counts = {}
+    for _ in range(PATIENCE - 1):
+        assert not spoken(HEALTHY | SICK[message], counts)
+    assert not spoken(HEALTHY, counts)
+    assert not spoken(HEALTHY | SICK[message], counts)
+    assert max(counts.values()) == 1
+
+
+def test_a_healthy_run_is_silent():
+    counts = {}
+    for _ in range(3 * PATIENCE):
+        assert not spoken(HEALTHY, counts)
+    assert not any(counts.values())
+
+
+def test_a_first_mini_batch_with_another_ratio_speaks_at_once_unless_the_sampler_is_the_proximal_policy():
+    odd = HEALTHY | {"ratio/first_minibatch_max_abs": 1e-3}
+    assert "mini-batch 1 has a ratio other than 1" in spoken(odd, {})[0]
+    assert not spoken(odd, {}, own_forward=False)
+
+
+def test_checks_that_cannot_apply_are_silent():
+    """No clip range, one mini-batch, or a step in which nothing entered the model."""
+    nothing = dict.fromkeys(HEALTHY)
+    still = HEALTHY | SICK["no sequence was clipped"] | SICK["every ratio was exactly 1"]
+    for metrics, settings in ((nothing, {}), (still, {"clips": False, "num_minibatches": 1}), ({}, {})):
+        counts = {}
+        for _ in range(PATIENCE):
+            assert not spoken(metrics, counts, **settings)
+
+
+def test_counts_carry_over_a_checkpoint():
+    counts = {}
+    for _ in range(PATIENCE - 1):
+        spoken(HEALTHY | SICK["entropy"], counts)
+    assert spoken(HEALTHY | SICK["entropy"], dict(counts))
+
+
+def test_rewards_beyond_the_clip_are_said_at_once_and_then_at_powers_of_two():
+    counts, when = {}, []
+    for step in range(1, 20):
+        said = spoken(HEALTHY | {"reward/at_clip": 0.4}, counts)
+        assert all("40% of the rewards" in line and "actor.reward_clip" in line for line in said)
+        when += [step] * len(said)
+    assert when == [1, 2, 4, 8, 16]
+    assert not spoken(HEALTHY | {"reward/at_clip": 0.0}, counts)
+
+
+def test_noise_above_the_clip_range_speaks_where_the_sampler_is_the_proximal_policy_and_nobody_forced_it():
+    noisy = HEALTHY | {"noise/log_s_p95_abs": 2e-3, "noise/log_s_centred_p95_abs": 5e-4}
+    noisy |= {"clip/eps_low": 1e-3, "clip/eps_high": 1.5e-3}
+    for source, forced, speaks in (
+        ("rollout", False, True), ("rollout", True, False), ("centred", False, False), ("recompute", False, False)
+    ):  # fmt: skip
+        counts = {}
+        for _ in range(PATIENCE):
+            said = spoken(noisy | {"policy/proximal": source}, counts, noise_is_forced=forced)
+        assert [("above the clip range" in line) for line in said] == [True] * speaks

@@ -1,0 +1,259 @@
+"""Metrics beside the run directory: really written, read back by each logger's reader, and never in the run's way."""
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+
+import pytest
+from training_runs import metrics, train
+
+from gspo.config.lint import check
+from gspo.config.load import load
+from gspo.errors import ConfigError
+from gspo.monitor import loggers
+from gspo.monitor.loggers import Loggers
+from gspo.runs.directory import RunDir
+
+NAMED = {"project": "arithmetic", "name": "trial"}
+EVERY = {"tensorboard": {}, "wandb": {**NAMED, "mode": "offline"}, "trackio": NAMED}
+
+
+def row(step, **more):
+    return {"step": step, "reward/mean": step / 8, "policy/proximal": "sampler", "eval/accuracy": None, **more}
+
+
+@pytest.fixture
+def path(tmp_path):
+    (tmp_path / "config.yaml").write_text("seed: 3\nactor:\n  path: embedded:tiny\n")
+    return tmp_path
+
+
+@pytest.fixture
+def run(path):
+    opened = RunDir(path)
+    yield opened
+    opened.close()
+
+
+def write(path, settings, rows, resumed_at=-1):
+    """As the loop does; what was said."""
+    said = []
+    run = RunDir(path)
+    run.cut_back(resumed_at)
+    sinks = Loggers(path, settings, said.append)
+    for one in rows:
+        run.metrics(one)
+        sinks.step()
+    sinks.close()
+    run.close()
+    return [line for line in said if not line.startswith("waiting")]
+
+
+def from_tensorboard(path):
+    """{tag: [(step, value)]} by TensorBoard's reader."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    seen = EventAccumulator(str(path / "tensorboard")).Reload()
+    return {tag: [(e.step, e.value) for e in seen.Scalars(tag)] for tag in seen.Tags()["scalars"]}
+
+
+def from_wandb(path):
+    """(run ids, config, [history rows]) of the transaction logs: LevelDB's log format around wandb's own messages."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    ids, config, rows = set(), {}, []
+    for file in sorted(path.glob("wandb/offline-run-*/*.wandb")):
+        data, at, message = file.read_bytes(), 7, b""
+        assert data[:4] == b":W&B"
+        while at + 7 <= len(data):
+            if 32768 - at % 32768 < 7:  # a block's end is filled up
+                at += 32768 - at % 32768
+                continue
+            _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+            message += data[at + 7 : at + 7 + size]
+            at += 7 + size
+            if kind in (1, 4):  # whole, or the last part
+                record, message = Record.FromString(message), b""
+                if record.WhichOneof("record_type") == "run":
+                    ids.add(record.run.run_id)
+                    config = {item.key: json.loads(item.value_json) for item in record.run.config.update}
+                elif record.WhichOneof("record_type") == "history":
+                    named = {item.key or "/".join(item.nested_key): item for item in record.history.item}
+                    rows.append({name: json.loads(item.value_json) for name, item in named.items()})
+    return ids, config, rows
+
+
+def from_trackio(path):
+    """Rows by Trackio's own storage, in a process whose TRACKIO_DIR is the run's."""
+    code = "import json; from trackio.sqlite_storage import SQLiteStorage as S; "
+    code += f"print(json.dumps(S.get_logs({NAMED['project']!r}, {NAMED['name']!r})))"
+    env = {**os.environ, "TRACKIO_DIR": str(path / "trackio"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True, timeout=120
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_logger_holds_what_metrics_jsonl_holds(path):
+    pytest.importorskip("tensorboard")
+    pytest.importorskip("wandb")
+    pytest.importorskip("trackio")
+    first = [row(0, **{"eval/accuracy": 0.25}), row(1), row(2), row(3)]
+    assert write(path, EVERY, first) == []
+    (first_id,), config, rows = from_wandb(path)
+    assert config["actor"] == {"path": "embedded:tiny"}
+    assert [r["_step"] for r in rows] == [0, 1, 2, 3]
+
+    # A kill after step 3, a resume from the checkpoint of step 1: steps 2 and 3 are lived again, otherwise.
+    again = [row(2, **{"reward/mean": 7.0}), row(3, **{"reward/mean": 8.0}), row(4, **{"eval/accuracy": 0.5})]
+    assert write(path, EVERY, again, resumed_at=1) == []
+    rewards = [(0, 0.0), (1, 0.125), (2, 7.0), (3, 8.0), (4, 0.5)]
+    accuracies = [(0, 0.25), (4, 0.5)]
+
+    seen = from_tensorboard(path)
+    assert (seen["reward/mean"], seen["eval/accuracy"]) == (rewards, accuracies)
+    assert "policy/proximal" not in seen  # no chart shows a word
+
+    ids, _, rows = from_wandb(path)
+    assert ids == {first_id}  # one run of Weights & Biases, whatever happened to ours
+    assert [(r["_step"], r["reward/mean"]) for r in rows] == rewards
+    assert [(r["_step"], r["eval/accuracy"]) for r in rows if "eval/accuracy" in r] == accuracies
+    assert {r["policy/proximal"] for r in rows} == {"sampler"}
+
+    rows = from_trackio(path)
+    assert [(r["step"], r["reward/mean"]) for r in rows] == rewards
+    assert [(r["step"], r["eval/accuracy"]) for r in rows if "eval/accuracy" in r] == accuracies
+
+
+def test_a_real_run_is_followed_and_goes_on_where_it_was(tmp_path):
+    pytest.importorskip("tensorboard")
+    wanted = ("stats_logger.tensorboard=true", "evaluator.size=4", "train_dataset.batch_size=4")
+    _, path = train(tmp_path, *wanted, "total_train_steps=1")
+    assert [step for step, _ in from_tensorboard(path)["reward/mean"]] == [1]
+    _, path = train(tmp_path, *wanted, "total_train_steps=2")
+    seen = from_tensorboard(path)
+    for name in ("reward/mean", "grad/norm", "eval/accuracy"):
+        stored = [(row["step"], row[name]) for row in metrics(path) if row.get(name) is not None]
+        assert seen[name] == [(step, pytest.approx(value, rel=1e-6)) for step, value in stored]
+    assert [step for step, _ in seen["grad/norm"]] == [1, 2]
+    assert not [line for line in (path / "log.txt").read_text().splitlines() if "stats_logger" in line]
+
+
+def test_a_logger_that_fails_is_told_once_and_the_others_go_on(path):
+    pytest.importorskip("tensorboard")
+    pytest.importorskip("trackio")
+    (path / "trackio").write_text("a file where the folder should be")
+    said = write(path, {"trackio": NAMED, "tensorboard": {}}, [row(step) for step in range(4)])
+    assert len(said) == 1
+    assert "trackio failed" in said[0]
+    assert "Training goes on" in said[0]
+    assert [step for step, _ in from_tensorboard(path)["reward/mean"]] == [0, 1, 2, 3]
+    assert "Traceback" in (path / loggers.LOG).read_text()
+
+
+def test_a_killed_logger_is_told_once_and_the_step_goes_on(run):
+    pytest.importorskip("tensorboard")
+    said = []
+    sinks = Loggers(run.path, {"tensorboard": {}}, said.append)
+    os.killpg(sinks._process.pid, signal.SIGKILL)
+    sinks._process.wait()
+    for step in range(3):
+        run.metrics(row(step))
+        sinks.step()
+    sinks.close()
+    assert len(said) == 1
+    assert "ended early" in said[0]
+
+
+def test_a_hanging_logger_costs_no_step_and_is_stopped_at_the_end(run, monkeypatch):
+    pytest.importorskip("tensorboard")
+    monkeypatch.setattr(loggers, "PATIENCE_S", 0.5)
+    said = []
+    sinks = Loggers(run.path, {"tensorboard": {}}, said.append)
+    process = sinks._process
+    os.killpg(process.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    for step in range(70_000):  # more nudges than the pipe holds
+        sinks.step() if step else run.metrics(row(step))
+    assert time.monotonic() - started < 20
+    sinks.close()
+    assert process.returncode == -signal.SIGKILL
+    assert sum("was stopped" in line for line in said) == 1
+
+
+def test_the_process_ends_with_a_trainer_that_was_killed(run):
+    pytest.importorskip("tensorboard")
+    run.metrics(row(0))
+    code = f"""
+import os, pathlib
+from gspo.train.loggers import Loggers
+sinks = Loggers(pathlib.Path({str(run.path)!r}), {{"tensorboard": {{}}}}, print)
+sinks.step()
+print(sinks._process.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+    killed = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    pid = int(killed.stdout)
+    deadline = time.monotonic() + 60
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not os.path.exists(f"/proc/{pid}")
+    assert from_tensorboard(run.path)["reward/mean"] == [(0, 0.0)]  # it took what there was
+
+
+def test_no_logger_starts_no_process(run):
+    sinks = Loggers(run.path, {}, print)
+    assert sinks._process is None
+    sinks.step()
+    sinks.close()
+    assert not (run.path / loggers.LOG).exists()
+
+
+def test_a_run_without_a_row_leaves_no_complaint(path):
+    pytest.importorskip("tensorboard")
+    assert write(path, {"tensorboard": {}}, []) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "package"),
+    [
+        ("stats_logger.tensorboard=true", "tensorboard"),
+        ("stats_logger.wandb.mode=offline", "wandb"),
+        ("stats_logger.trackio=true", "trackio"),
+    ],
+)
+def test_a_logger_without_its_package_is_refused_before_the_run(override, package, monkeypatch):
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == package else find(name, *a))
+    base = ["experiment_name=e", "trial_name=t", "algorithm=gspo"]
+    check(load(None, base))
+    with pytest.raises(ConfigError, match=rf"pip install 'gspo\[{package}\]'"):
+        check(load(None, [*base, override]))
+
+
+@pytest.mark.full
+def test_offline_loggers_work_where_there_is_no_network(run):
+    """In a network namespace of its own there is not even a loopback address."""
+    pytest.importorskip("wandb")
+    pytest.importorskip("trackio")
+    try:
+        subprocess.run(["unshare", "-rn", "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as why:
+        pytest.skip(f"no network namespace here: {why}")
+    for step in range(3):
+        run.metrics(row(step))
+    command = [sys.executable, "-P", "-m", "gspo.monitor.loggers", str(run.path), "0", json.dumps(EVERY)]
+    done = subprocess.run(
+        ["unshare", "-rn", *command], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout == ""  # no failure was reported
+    assert [r["_step"] for r in from_wandb(run.path)[2]] == [0, 1, 2]
+    assert [r["step"] for r in from_trackio(run.path)] == [0, 1, 2]
+    assert [step for step, _ in from_tensorboard(run.path)["reward/mean"]] == [0, 1, 2]

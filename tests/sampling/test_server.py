@@ -1,0 +1,529 @@
+"""Sampler servers and their client against the sampler in the process: same tokens, nothing lost, nothing twice."""
+
+import json
+import re
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from served import EOS, House, local
+from test_local import assert_same, group_requests, prompt_of, run
+from tiny_models import build
+
+from gspo.errors import DataError, RolloutError, WeightSyncError
+from gspo.learner.policy.sharding import full_parameters
+from gspo.models.lora import add_adapter
+from gspo.models.moe import num_experts, route_shape, routers
+from gspo.sampling.remote.discovery import give_up, register
+from gspo.sampling.remote.protocol import WireError, pack_request, pack_sample, unpack_request, unpack_sample
+from gspo.sampling.verify import Experts
+from gspo.sampling.weights.publish import Hub, fetch
+from gspo.types import Request, Sample, SampleId, SamplingParams
+
+
+@pytest.fixture
+def house(tmp_path):
+    house = House(tmp_path)
+    yield house
+    house.close()
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    """The trainer's model: servers start with other weights and get these."""
+    return build("llama")
+
+
+def collect(client, requests, deadline_s=20):
+    client.submit(requests)
+    samples = list(client.completed(deadline_s))
+    assert sorted(s.id for s in samples) == sorted(r.id for r in requests)
+    return {s.id: s for s in samples}
+
+
+def test_one_server_gives_the_samples_of_the_process_bit_for_bit(house, trainer):
+    house.serve()
+    client = house.client(reference=trainer)
+    client.load_weights(3, trainer.named_parameters())
+    requests = group_requests(5, 4)
+    expected, got = run(local(trainer, version=3), requests), collect(client, requests)
+    for id, sample in expected.items():
+        for name in ("tokens", "behavior_logp", "versions", "mask", "turns"):
+            assert getattr(sample, name).tobytes() == getattr(got[id], name).tobytes(), name
+        assert sample.finish == got[id].finish
+
+
+def test_weights_that_are_broadcast_give_the_samples_of_the_process(house, trainer):
+    house.serve(0), house.serve(1)
+    hub = Hub("127.0.0.1", timeout_s=10.0)
+    client = house.client(2, reference=trainer, place=lambda _: hub)
+    for version in (1, 2):
+        client.load_weights(version, trainer.named_parameters())
+        requests = group_requests(4, 3)
+        assert_same(collect(client, requests), run(local(trainer, version=version), requests))
+    assert not (house.folder / "weights").exists()
+
+
+def test_a_broadcast_that_is_not_what_was_published_is_refused_whole(house, trainer):
+    server, hub = house.serve(), Hub("127.0.0.1", timeout_s=10.0)
+    before = [parameter.clone() for parameter in server.model.parameters()]
+    honest = hub.publish
+
+    def falsified(version, tensors):
+        offer = honest(version, tensors)
+        next(iter(offer.tensors.values())).add_(1e-3)
+        return offer
+
+    hub.publish = falsified
+    client = house.client(reference=trainer, place=lambda _: hub, retries=1)
+    with pytest.raises(WeightSyncError, match="did not send what was published"):
+        client.load_weights(1, trainer.named_parameters())
+    assert all(torch.equal(one, other) for one, other in zip(before, server.model.parameters(), strict=True))
+
+
+def test_a_broadcast_to_who_went_away_ends_in_time_and_the_next_call_is_answered(trainer):
+    offer = Hub("127.0.0.1", timeout_s=1.0).publish(1, trainer.named_parameters())
+    address = offer.address(0)
+    offer.store.set(offer._key(0, ""), json.dumps({"call": "nobody", "world": 1}))
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError):
+        offer.deliver(0)
+    assert time.monotonic() - begin < 8
+    offer.deliver(0)  # that call has had its answer
+    with ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(fetch, f"{address}#again", offer.sha256)
+        while not taken.done():
+            offer.deliver(0)
+    assert all(torch.equal(tensor, taken.result()[name]) for name, tensor in trainer.named_parameters())
+    offer.forget()
+    assert not [key for key in offer.store.list_keys() if key.startswith(("1-", "nobody", "again"))]
+
+
+def test_an_adapter_travels_alone_and_the_samples_are_those_of_the_process(house):
+    """Both have the same base and an adapter of the same form."""
+    server, trainer = house.serve(), build("llama", seed=99)
+    for seed, model in enumerate((trainer, server.model)):
+        add_adapter(model, rank=2, alpha=3, target_modules=["all-linear"], seed=seed)
+    client = house.client(reference=trainer)
+    requests = group_requests(3, 3)
+    for version in (1, 2):
+        with torch.no_grad():
+            for _, parameter in full_parameters(trainer):
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(version)))
+        client.load_weights(version, full_parameters(trainer))
+        (file,) = (house.folder / "weights").iterdir()
+        assert all(".lora_" in name for name in load_file(file))
+        assert_same(collect(client, requests), run(local(trainer, version=version), requests))
+    with pytest.raises(WeightSyncError, match="did not arrive"):  # one of its tensors is missing
+        client.load_weights(3, list(full_parameters(trainer))[1:])
+
+
+def test_two_servers_share_the_groups_and_give_the_same_tokens(house, trainer):
+    servers = [house.serve(0), house.serve(1)]
+    client = house.client(2, reference=trainer)
+    client.load_weights(0, trainer.named_parameters())
+    requests = group_requests(6, 3)
+    assert_same(collect(client, requests), run(local(trainer, version=0), requests))
+    prefilled = [server.engine.health()["sampler"]["prefill_tokens"] for server in servers]
+    assert all(prefilled)
+    assert sum(prefilled) == sum(len(prompt_of(g)) for g in range(6))  # a group's prompt once, on one server
+    # The same ids, asked for again: sampled anew, or the samples a server has not been told to forget yet.
+    assert_same(collect(client, requests), run(local(trainer, version=0), requests))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(9, temperature=0.7, top_p=0.9, top_k=7, min_new_tokens=3, stop_token_ids=(7, 8)),
+        SamplingParams(6, greedy=True, temperature=0.0, ignore_eos=True),
+    ],
+)
+def test_sampling_parameters_reach_the_server(house, trainer, params):
+    house.serve()
+    client = house.client(reference=trainer)
+    client.load_weights(0, trainer.named_parameters())
+    requests = group_requests(3, 2, params)
+    assert_same(collect(client, requests), run(local(trainer), requests), atol=0)
+
+
+def test_new_weights_interrupt_samples_which_go_on_with_them(house, trainer):
+    house.serve(latency_s=0.02)
+    other = build("llama", seed=1)
+    client = house.client()
+    client.load_weights(0, trainer.named_parameters())
+    requests = group_requests(4, 2, SamplingParams(24, min_new_tokens=24))
+    client.submit(requests)
+    assert list(client.completed(0.15)) == []
+    client.load_weights(1, other.named_parameters())
+    samples = {s.id: s for s in client.completed(20)}
+    assert len(samples) == len(requests)
+    # What the first version said is what it says alone; the rest follows from the second and the same tokens.
+    alone, continued = run(local(trainer), requests), []
+    for request in requests:
+        versions = samples[request.id].versions.tolist()
+        assert versions == sorted(versions)
+        assert set(versions) == {0, 1}
+        told = versions.count(0)
+        tokens, logp = alone[request.id].tokens[:told], alone[request.id].behavior_logp[:told]
+        said = Sample.of(request.id, tokens, logp, 0, "abort")
+        continued.append(Request(request.id, request.prompt, request.params, said))
+    assert_same(samples, run(local(other, version=1), continued))
+
+
+def test_abort_gives_partial_samples_that_continue(house, trainer):
+    house.serve(latency_s=0.02)
+    client = house.client()
+    client.load_weights(0, trainer.named_parameters())
+    requests = group_requests(3, 2, SamplingParams(14, min_new_tokens=14))
+    client.submit(requests)
+    assert list(client.completed(0.15)) == []
+    partial = {s.id: s for s in client.abort()}
+    assert set(partial) == {r.id for r in requests}
+    assert all(s.finish == "abort" for s in partial.values())
+    assert max(len(s.tokens) for s in partial.values()) > 0
+    again = [Request(r.id, r.prompt, r.params, prefix=partial[r.id]) for r in requests]
+    assert_same(collect(client, again), run(local(trainer), requests))
+
+
+def test_pause_and_resume_lose_nothing(house, trainer):
+    server = house.serve(latency_s=0.01)
+    client = house.client()
+    client.load_weights(0, trainer.named_parameters())
+    requests = group_requests(3, 2)
+    client.submit(requests)
+    early = list(client.completed(0.05))
+    client.pause()
+    before = server.engine.health()["turns"]
+    early += client.completed(5)  # what was finished when the pause came
+    time.sleep(0.1)
+    assert list(client.completed(5)) == []
+    assert server.engine.health()["turns"] - before <= 1
+    assert len(early) < len(requests)
+    client.resume()
+    assert_same({s.id: s for s in [*early, *client.completed(20)]}, run(local(trainer), requests))
+
+
+def test_bad_requests_are_refused_at_submit(house):
+    client = house.client()
+    with pytest.raises(DataError, match="outside the model's vocabulary"):
+        client.submit([Request(SampleId(0, 0), (999,), SamplingParams(4))])
+    with pytest.raises(DataError, match="exceeds the context of 64"):
+        client.submit([Request(SampleId(0, 0), (5,), SamplingParams(64))])
+
+
+def test_a_lost_reply_neither_loses_nor_doubles_a_sample(house, trainer):
+    lost = []
+
+    def lose_the_first_of_each(path, reply):
+        if path in ("/generate", "/collect", "/load_weights", "/attach") and path not in lost:
+            if path == "/collect" and not reply["samples"]:
+                return reply
+            lost.append(path)
+            return None
+        return reply
+
+    server = house.serve(meddle=lose_the_first_of_each)
+    client = house.client(reference=trainer)
+    client.load_weights(0, trainer.named_parameters())
+    requests = group_requests(4, 3)
+    assert_same(collect(client, requests), run(local(trainer), requests))
+    assert sorted(lost) == ["/attach", "/collect", "/generate", "/load_weights"]
+    assert client.health()["lost"] == 2  # of a server that serves
+    assert list(client.completed(1)) == []
+    assert server.engine.health()["unconfirmed"] == 0 or client.health()["outstanding"] == 0
+
+
+def test_a_call_may_be_repeated(house, trainer):
+    """What a client does after a lost reply, at the server itself."""
+    server = house.serve()
+    client = house.client()
+    client.load_weights(0, trainer.named_parameters())
+    engine, session = server.engine, {"session": client._session}
+    item = {"key": "k", **pack_request(group_requests(1, 1)[0])}
+    assert engine.generate({**session, "requests": [item]})["accepted"] == 1
+    assert engine.generate({**session, "requests": [item]})["accepted"] == 0
+    first = engine.collect({**session, "received": [], "wait_s": 5})
+    again = engine.collect({**session, "received": [], "wait_s": 0})
+    assert first["samples"] == again["samples"]
+    assert len(first["samples"]) == 1
+    assert engine.generate({**session, "requests": [item]})["accepted"] == 0  # finished, not confirmed
+    assert engine.collect({**session, "received": ["k"], "wait_s": 0})["samples"] == []
+
+
+def test_calls_and_replies_are_bounded_in_bytes_and_nothing_is_lost_by_it(house, trainer, monkeypatch):
+    monkeypatch.setattr("gspo.sampling.remote.server.REPLY_BYTES", 1500)
+    monkeypatch.setattr("gspo.sampling.remote.client.CALL_BYTES", 2000)
+    replies = []
+
+    def measure(path, reply):
+        if path == "/collect" and reply["samples"]:
+            replies.append((len(json.dumps(reply["samples"])), len(reply["samples"])))
+        return reply
+
+    server = house.serve(meddle=measure)
+    client = house.client(reference=trainer)
+    client.load_weights(0, trainer.named_parameters())
+    requests = group_requests(6, 4)
+    one = len(json.dumps({"key": "00", **pack_request(requests[0])}))
+    assert_same(collect(client, requests), run(local(trainer), requests))
+    assert max(size for size, count in replies if count > 1) <= 1500
+    assert sum(count for _, count in replies) >= len(requests)
+    assert server.proxy.paths.count("/generate") >= len(requests) * one / 2000 > 2
+
+
+# Servers that do not tell the truth
+
+
+def falsify(field, value):
+    def change(path, reply):
+        for item in reply.get("samples", []) if path == "/collect" else []:
+            sample = unpack_sample(item["sample"])
+            changed = np.array(value(getattr(sample, field)), dtype=getattr(sample, field).dtype)
+            columns = {n: getattr(sample, n) for n in ("tokens", "behavior_logp", "versions", "mask", "turns")}
+            lengths = {n: c[: len(changed)] for n, c in columns.items()}
+            item["sample"] = pack_sample(Sample(sample.id, **{**lengths, field: changed}, finish=sample.finish))
+        return reply
+
+    return change
+
+
+def without(name):
+    def change(path, reply):
+        for item in reply.get("samples", []) if path == "/collect" else []:
+            del item["sample"][name]
+        return reply
+
+    return change
+
+
+def answers(path, **values):
+    return lambda at, reply: {**reply, **values} if at == path else reply
+
+
+LIES = {
+    "a token too few": (falsify("tokens", lambda t: t[:-1]), "ends|stops"),
+    "a token outside the vocabulary": (falsify("tokens", lambda t: [*t[:-1], 4000]), "vocabulary of 48"),
+    "no log-probs": (without("behavior_logp"), "behavior_logp must be str"),
+    "NaN for a log-prob": (falsify("behavior_logp", lambda p: [*p[:-1], np.nan]), "not finite"),
+    "a log-prob above 0": (falsify("behavior_logp", lambda p: p * 0 + 1), "not finite numbers ≤ 0"),
+    "a version never published": (falsify("versions", lambda v: v + 1), "weight versions 1…1"),
+    "an older version": (falsify("versions", lambda v: v - 1), "weight versions -1…-1"),
+    "another sample": (
+        lambda path, reply: (
+            reply
+            if path != "/collect"
+            else {**reply, "samples": [{**i, "sample": {**i["sample"], "id": [9, 9, 0, 0]}} for i in reply["samples"]]}
+        ),
+        "it is sample \\(9, 9, 0, 0\\)",
+    ),
+    "no JSON object": (lambda path, reply: [1] if path == "/collect" else reply, "must be an object"),
+    "another version loaded": (answers("/load_weights", version=7), "holds 7"),
+    "another model's probe": (answers("/load_weights", probe=[[-1.0] * 11] * 3), "samples from another model"),
+    "no probe": (answers("/load_weights", probe=None), "did not say the log-probs"),
+    "another seed": (lambda p, r: {**r, "facts": {**r["facts"], "seed": 6}} if p == "/attach" else r, "its seed is 6"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_is_found_and_the_others_do_its_work(house, trainer, lie):
+    meddle, message = LIES[lie]
+    server, _ = house.serve(0, meddle=meddle), house.serve(1)
+    client = house.client(2, reference=trainer, retries=2)
+    client.load_weights(0, trainer.named_parameters())
+    requests = group_requests(6, 2, SamplingParams(5))
+    assert_same(collect(client, requests), run(local(trainer), requests))
+    assert server.proxy.paths  # it was asked
+    assert client.health()["lies"] >= 1
+    reasons = " ".join([*client.said, *(s.get("reason", "") for s in client.health()["servers"])])
+    assert re.search(message, reasons), reasons
+
+
+@pytest.fixture(scope="module")
+def mixture():
+    return build("qwen3_moe")
+
+
+def experts_of(model, needed=True):
+    found = routers(model)
+    return Experts(*route_shape(found)[:2], num_experts(found), needed)
+
+
+def test_one_server_of_a_mixture_gives_the_routes_of_the_process(house, mixture):
+    house.serve(model="qwen3_moe")
+    client = house.client(reference=mixture, experts=experts_of(mixture))
+    client.load_weights(0, mixture.named_parameters())
+    requests = group_requests(3, 2)
+    ours, expected = collect(client, requests), run(local(mixture), requests)
+    assert_same(ours, expected)
+    for id, sample in expected.items():
+        assert len({*sample.routes.ravel().tolist()}) > 1
+        for name in ("routes", "prompt_routes"):
+            one, other = getattr(ours[id], name), getattr(sample, name)
+            assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
+
+
+def test_an_interrupted_sample_of_a_mixture_goes_on_with_the_routes_it_has(house, mixture):
+    server = house.serve(model="qwen3_moe", latency_s=0.02)
+    client = house.client(reference=mixture, experts=experts_of(mixture))
+    client.load_weights(0, mixture.named_parameters())
+    requests = group_requests(3, 2, SamplingParams(30, ignore_eos=True))
+    client.submit(requests)
+    begin = time.monotonic()
+    while server.engine._turns < 8 and time.monotonic() - begin < 10:
+        time.sleep(0.01)
+    partial = {sample.id: sample for sample in client.abort()}
+    assert all(0 < len(partial[request.id].tokens) < 30 for request in requests)
+    again = collect(client, [replace(request, prefix=partial[request.id]) for request in requests])
+    whole = run(local(mixture), requests)
+    for id, sample in again.items():
+        assert sample.routes.tolist() == whole[id].routes.tolist()
+        assert sample.prompt_routes.tolist() == whole[id].prompt_routes.tolist()
+
+
+def routed_as(name, change):
+    """A server that says other routes."""
+
+    def meddle(path, reply):
+        for item in reply.get("samples", []) if path == "/collect" else []:
+            sample = unpack_sample(item["sample"])
+            item["sample"] = pack_sample(replace(sample, **{name: change(getattr(sample, name))}))
+        return reply
+
+    return meddle
+
+
+FALSE_ROUTES = {
+    "none": (lambda path, reply: without("routes")(path, without("prompt_routes")(path, reply)), "has no routes"),
+    "none of the prompt": (without("prompt_routes"), "prompt_routes are missing"),
+    "a layer too few": (routed_as("routes", lambda r: r[:, 1:]), r"routes are uint8"),
+    "a token of the prompt too few": (routed_as("prompt_routes", lambda r: r[1:]), "prompt_routes are uint8"),
+    "of another type": (routed_as("routes", lambda r: r.astype(np.int16)), "routes are int16"),
+    "an expert that is not there": (routed_as("routes", lambda r: r + 200), "name experts 200"),
+    "an expert twice": (routed_as("prompt_routes", lambda r: r * 0), "an expert twice"),
+}
+
+
+@pytest.mark.parametrize("lie", FALSE_ROUTES)
+def test_routes_that_cannot_be_are_found_and_the_others_do_its_work(house, mixture, lie):
+    meddle, message = FALSE_ROUTES[lie]
+    house.serve(0, model="qwen3_moe", meddle=meddle)
+    house.serve(1, model="qwen3_moe")
+    client = house.client(2, reference=mixture, retries=2, experts=experts_of(mixture))
+    client.load_weights(0, mixture.named_parameters())
+    requests = group_requests(4, 3)
+    assert_same(collect(client, requests), run(local(mixture), requests))
+    assert client.health()["lies"] >= 1
+    assert re.search(message, " ".join(client.said))
+
+
+def test_where_every_server_lies_the_run_ends_and_says_so(house, trainer):
+    house.serve(0, meddle=LIES["NaN for a log-prob"][0])
+    client = house.client(1, reference=trainer, retries=2)
+    client.load_weights(0, trainer.named_parameters())
+    client.submit(group_requests(2, 2))
+    with pytest.raises(RolloutError, match=r"sampler 0 .*log-probs are not finite"):
+        list(client.completed(20))
+    assert client.health()["lies"] >= 3
+
+
+def test_no_server_at_all_is_a_typed_error_in_time(house, trainer):
+    client = house.client(2, timeout_s=1.0)
+    begin = time.monotonic()
+    with pytest.raises(RolloutError, match=r"has not registered.*rollout.request_timeout"):
+        client.load_weights(0, trainer.named_parameters())
+    assert time.monotonic() - begin < 5
+
+
+def test_a_server_that_accepts_and_never_answers_is_given_up_in_time(house, trainer):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        register(house.samplers, 0, f"http://127.0.0.1:{silent.getsockname()[1]}")
+        client = house.client(1, timeout_s=1.5)
+        with pytest.raises(RolloutError, match=r"no answer in 0\.5 s"):
+            client.load_weights(0, trainer.named_parameters())
+
+
+def test_servers_that_nobody_starts_again_end_the_run_at_once(house, trainer):
+    for index in range(2):
+        give_up(house.samplers, index, f"ended with exit code 2, see sampler_{index}.log")
+    client = house.client(2, timeout_s=60.0)
+    begin = time.monotonic()
+    with pytest.raises(RolloutError, match=r"none of them is started again.*sampler_0\.log"):
+        client.load_weights(0, trainer.named_parameters())
+    assert time.monotonic() - begin < 20
+
+
+def test_a_sampler_that_fails_says_why(house, trainer):
+    """Weights that are finite and overflow: every server fails at the first token."""
+    house.serve()
+    client = house.client(retries=1)
+    broken = build("llama")
+    for parameter in broken.parameters():
+        parameter.data.mul_(1e18)
+    broken.model.norm.weight.data.mul_(1e18)
+    client.submit(group_requests(1, 1))
+    with pytest.raises((RolloutError, WeightSyncError), match=r"non-finite logits|log-probs of the probe"):
+        _ = client.load_weights(0, broken.named_parameters()), list(client.completed(20))
+
+
+def test_a_newer_trainer_takes_the_server_from_an_older_one(house, trainer):
+    house.serve()
+    old = house.client(timeout_s=2.0)
+    old.load_weights(5, trainer.named_parameters())
+    new = house.client(place=lambda _: house.folder / "weights2")
+    new.load_weights(2, trainer.named_parameters())  # a resumed run begins with an older version
+    old.submit(group_requests(1, 1))
+    with pytest.raises(RolloutError, match="newer trainer"):
+        list(old.completed(20))
+    requests = group_requests(2, 2)
+    assert_same(collect(new, requests), run(local(trainer), requests))
+
+
+# On the wire
+
+
+def test_samples_and_requests_travel_bit_for_bit():
+    sample = Sample(
+        SampleId(2**40 + 3, 1, 2, 1),
+        np.array([4, 5, 6], dtype=np.int32),
+        np.array([-1e-45, -0.1, -np.float32(3.4e38)], dtype=np.float32),
+        np.array([1, 1, 2], dtype=np.int32),
+        np.array([True, False, True]),
+        np.array([0, 1, 2], dtype=np.int16),
+        "abort",
+        np.arange(12, dtype=np.uint8).reshape(3, 2, 2),
+        np.arange(300, 308, dtype=np.int16).reshape(2, 2, 2),
+    )
+    request = Request(sample.id, (7, 8), SamplingParams(9, stop=("é\n",), stop_token_ids=(3,)), sample)
+    again = unpack_request(pack_request(request))
+    assert (again.id, again.prompt, again.params) == (request.id, request.prompt, request.params)
+    assert again.prefix is not None
+    for name in ("tokens", "behavior_logp", "versions", "mask", "turns", "routes", "prompt_routes"):
+        one, other = getattr(sample, name), getattr(again.prefix, name)
+        assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes()), name
+    assert EOS not in again.params.stop_token_ids
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"id": [1, 2, 3]},
+        {"id": [1, 2, 3, True]},
+        {"tokens": "AAA"},
+        {"tokens": "AAAAAAAAAAA="},
+        {"behavior_logp": None},
+        {"finish": "done"},
+        {"mask": "BQUF"},
+        {"routes": {"type": "<i8", "shape": [3, 1, 1], "data": ""}},
+        {"routes": {"type": "|u1", "shape": [3, -1, -1], "data": "AAAA"}},
+    ],
+)
+def test_what_is_no_sample_is_refused(change):
+    good = pack_sample(Sample.of(SampleId(0, 0), [4, 5, 6], [-1, -1, -1], 0))
+    unpack_sample(good)
+    with pytest.raises(WireError):
+        unpack_sample({**good, **change})

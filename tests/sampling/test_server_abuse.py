@@ -1,0 +1,124 @@
+"""HTTP abuse of a sampler server: refused with 4xx before any work, and sampling goes on unchanged."""
+
+import json
+import socket
+import time
+
+import pytest
+import raw_http
+from raw_http import JUNK, WRONG_BODIES, WRONG_HEADS, begin_and_stall, until_hung_up
+from served import TOKEN, House, local
+from test_local import assert_same, group_requests, run
+from tiny_models import build
+
+from gspo.errors import ConfigError
+from gspo.sampling.remote.server import CONNECTIONS, SamplerServer
+from gspo.types import SamplingParams
+
+POST = ("/attach", "/generate", "/collect", "/abort", "/load_weights", "/pause", "/resume", "/sleep", "/wake")
+ROUTES = [("GET", "/health"), ("GET", "/version"), *(("POST", path) for path in POST)]
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory):
+    house = House(tmp_path_factory.mktemp("house"))
+    yield house
+    house.close()
+
+
+@pytest.fixture(scope="module")
+def server(house):
+    server = house.serve()
+    server.body_s = server.head_s = 0.5
+    server.max_body = 100_000
+    return server
+
+
+def talk(server, head, body):
+    return raw_http.talk(server.port, head, body)
+
+
+def head(server, method="POST", path="/abort", **change):
+    return raw_http.head(server.port, TOKEN, method, path, **change)
+
+
+def test_the_routes_are_those_that_are_tested(server):
+    assert set(server.routes) == set(ROUTES)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [*ROUTES, ("PUT", "/abort"), ("BREW", "/pot"), ("OPTIONS", "*"), ("GET", "/x")]
+)
+@pytest.mark.parametrize(
+    "secret", [None, "", "Bearer", "Bearer wrong", f"Basic {TOKEN}", f"Bearer {TOKEN[:-1]}", "Bearer ü"]
+)
+def test_no_route_answers_without_the_token(server, method, path, secret):
+    status, reply = talk(server, head(server, method, path, Authorization=secret), b"{}")
+    assert status == 401
+    assert TOKEN.encode() not in reply
+
+
+@pytest.mark.parametrize(("status", "change"), [*WRONG_HEADS, (404, {"path": "/../health"})])
+def test_a_wrong_head_is_refused(server, status, change):
+    assert talk(server, head(server, **change), b"{}")[0] == status
+
+
+@pytest.mark.parametrize("body", [*WRONG_BODIES, b'{"session": 1}', b'{"session": "s"}'])
+@pytest.mark.parametrize("path", POST)
+def test_a_wrong_body_is_refused(server, path, body):
+    if path == "/attach" and body == b'{"session": "s"}':
+        return  # which is right
+    status, reply = talk(server, head(server, path=path, **{"Content-Length": str(len(body))}), body)
+    assert status in (400, 409)
+    assert json.loads(reply)["error"]
+
+
+def test_a_slow_head_and_a_slow_body_end_in_time(server):
+    begin = time.monotonic()
+    status, _ = talk(server, head(server, **{"Content-Length": "50"}), b"{")
+    assert status == 408
+    reply = begin_and_stall(server.port, b"GET /health HTTP/1.1\r\nHost: x")
+    assert not reply or reply.split()[1].startswith(b"4")  # whatever it says, it hangs up
+    assert time.monotonic() - begin < 8
+
+
+@pytest.mark.parametrize("path", ["/health", "/x"])
+def test_the_body_of_a_call_that_takes_none_is_no_next_call(server, path):
+    inner = head(server, "GET", "/version", **{"Content-Length": None}).encode() + b"\r\n"
+    outer = head(server, "GET", path, **{"Content-Length": str(len(inner))}).encode() + b"\r\n"
+    assert until_hung_up(server.port, outer + inner).count(b"HTTP/1.1 ") == 1
+    assert until_hung_up(server.port, inner + inner).count(b"HTTP/1.1 200") == 2  # two calls are two calls
+
+
+@pytest.mark.parametrize("junk", JUNK)
+def test_what_is_not_http_is_no_server_error(server, junk):
+    assert b" 5" not in until_hung_up(server.port, junk).partition(b"\r\n")[0]
+
+
+def test_sampling_is_unaffected_by_all_of_it(tmp_path):
+    """Strangers hold every free connection and send rubbish while samples are drawn."""
+    house, trainer = House(tmp_path), build("llama")
+    server = house.serve(latency_s=0.01)
+    server.head_s = 1.0
+    client = house.client(reference=trainer)
+    client.load_weights(0, trainer.named_parameters())
+    requests = group_requests(4, 3, SamplingParams(14, min_new_tokens=10))
+    client.submit(requests)
+    idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(CONNECTIONS // 4)]
+    for connection in idle:
+        connection.sendall(b"POST /abort HTTP/1.1\r\nContent-Length: 10\r\n")
+    for _ in range(20):
+        assert talk(server, head(server, path="/abort", Authorization="Bearer no"), b"{}")[0] == 401
+        assert talk(server, head(server, path="/load_weights"), b"{}")[0] in (400, 409)
+    samples = {s.id: s for s in client.completed(20)}
+    assert_same(samples, run(local(trainer), requests))
+    assert client.health()["lost"] == 0
+    assert server.refused >= 20
+    for connection in idle:
+        connection.close()
+    house.close()
+
+
+def test_a_server_without_a_real_secret_does_not_start(server):
+    with pytest.raises(ConfigError, match="GSPO_SAMPLER_TOKEN"):
+        SamplerServer(server.engine, "short")

@@ -1,0 +1,170 @@
+"""Weights on their way to a server: all of a published version or nothing, whatever happens to the file."""
+
+import hashlib
+import os
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from served import House, local
+from test_local import assert_same, group_requests, run
+from tiny_models import build
+
+from gspo.errors import WeightSyncError
+from gspo.learner.policy.module import PolicyModule, weight_names
+from gspo.sampling.remote.server import RefusedCallError
+from gspo.sampling.weights import publish as weights
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def house(tmp_path):
+    house = House(tmp_path)
+    yield house
+    house.close()
+
+
+def digest(model):
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+
+
+def changed(tensors, **change):
+    return {name: change.get(name, tensor) for name, tensor in tensors.items() if change.get(name, tensor) is not None}
+
+
+def with_nan(tensor):
+    tensor = tensor.clone()
+    tensor[0, 0] = torch.nan
+    return tensor
+
+
+FAULTS = {
+    "NaN": (lambda t: changed(t, **{NAME: with_nan(t[NAME])}), "holds NaN"),
+    "missing": (lambda t: changed(t, **{NAME: None}), "did not arrive"),
+    "a foreign name": (lambda t: {**t, "model.layers.9.x": t[NAME].clone()}, "not a parameter"),
+    "a wrong shape": (lambda t: changed(t, **{NAME: t[NAME].T.contiguous()}), "the sampler holds"),
+    "a wrong dtype": (lambda t: changed(t, **{NAME: t[NAME].double()}), "torch.float64"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_weights_that_are_not_the_models_are_refused_whole(house, fault):
+    server, first = house.serve(), build("llama", seed=1)
+    client = house.client(reference=first, retries=1)
+    client.load_weights(1, first.named_parameters())
+    before = digest(server.model)
+    assert before == digest(first)
+    change, message = FAULTS[fault]
+    tensors = change({n: p.detach() for n, p in build("llama", seed=2).named_parameters()})
+    with pytest.raises(WeightSyncError, match=message):
+        client.load_weights(2, tensors.items())
+    assert digest(server.model) == before
+    # A later version is as good as ever.
+    client.load_weights(3, first.named_parameters())
+    requests = group_requests(2, 2)
+    client.submit(requests)
+    assert_same({s.id: s for s in client.completed(20)}, run(local(first), requests))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "a flipped bit", "missing", "replaced", "a pipe", "a pickle"])
+def test_a_file_that_is_not_what_was_published_is_refused_whole(house, damage):
+    server, first, second = house.serve(), build("llama", seed=1), build("llama", seed=2)
+    client = house.client()
+    client.load_weights(1, first.named_parameters())
+    published = weights.publish(house.folder / "other", 2, second.named_parameters())
+    path, data = published.path, bytearray(published.path.read_bytes())
+    if damage == "truncated":
+        path.write_bytes(data[: len(data) // 2])
+    elif damage == "a flipped bit":
+        data[-100] ^= 1
+        path.write_bytes(data)
+    elif damage == "replaced":
+        save_file({n: p.detach() for n, p in first.named_parameters()}, path)
+    elif damage == "a pickle":
+        torch.save(first.state_dict(), path)
+    else:
+        path.unlink()
+        if damage == "a pipe":
+            os.mkfifo(path)
+    body = {
+        "session": client._session,
+        "version": 2,
+        "path": str(path),
+        "sha256": published.sha256,
+        "probe": [],
+        "wait_s": 10,
+    }
+    with pytest.raises(WeightSyncError, match=r"is not what was published|cannot be read|is not a file"):
+        server.engine.load_weights(body)
+    assert digest(server.model) == digest(first)
+    assert server.engine.state()["version"] == 1
+
+
+def test_a_stale_or_different_version_is_refused_and_a_repeated_one_is_not_loaded_again(house):
+    server, first, second = house.serve(), build("llama", seed=1), build("llama", seed=2)
+    client = house.client()
+    client.load_weights(2, first.named_parameters())
+    other = weights.publish(house.folder / "other", 2, second.named_parameters())
+    stale = weights.publish(house.folder / "other", 1, second.named_parameters())
+    for published in (other, stale):
+        body = {"session": client._session, "version": published.version, "path": str(published.path)}
+        with pytest.raises(RefusedCallError, match="not newer"):
+            server.engine.load_weights({**body, "sha256": published.sha256, "probe": [], "wait_s": 10})
+    current = client._published
+    with torch.no_grad():
+        next(server.model.parameters()).add_(1)  # a second load would undo it
+    spoiled = digest(server.model)
+    again = {
+        "session": client._session,
+        "version": 2,
+        "path": "/nowhere",
+        "sha256": current.sha256,
+        "probe": [[1, 2, 3]],
+    }
+    reply = server.engine.load_weights({**again, "wait_s": 10})
+    assert (reply["version"], reply["loading"], digest(server.model)) == (2, False, spoiled)
+
+
+def test_files_are_private_and_only_the_last_version_is_kept(house):
+    house.serve()
+    client = house.client()
+    model = build("llama")
+    for version in range(3):
+        client.load_weights(version, model.named_parameters())
+    files = list((house.folder / "weights").iterdir())
+    assert [f.name for f in files] == ["weights_00000002.safetensors"]
+    assert files[0].stat().st_mode & 0o077 == 0
+    client.close()
+    assert not (house.folder / "weights").exists()
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama_mha"])
+def test_the_names_of_files_reach_the_parameters_of_the_model(name, tmp_path):
+    """Experts are one tensor a layer in memory and many on disk; tied weights come once."""
+    source, target = build(name, seed=1), build(name)
+    published = weights.publish(tmp_path, 0, weight_names(PolicyModule(source)))
+    weights.copy_weights(target, weights.read(published.path, published.sha256).items())
+    assert digest(target) == digest(source)
+
+
+@pytest.mark.parametrize("what", ["missing", "a wrong shape"])
+def test_experts_are_checked_by_the_names_of_files(what, tmp_path):
+    source, target = build("qwen3_moe", seed=1), build("qwen3_moe")
+    tensors, before = dict(weight_names(PolicyModule(source))), digest(target)
+    name = next(n for n in tensors if "experts.1.up_proj" in n)
+    change = {name: None if what == "missing" else tensors[name].T.contiguous()}
+    with pytest.raises(WeightSyncError, match="did not arrive" if what == "missing" else "the sampler holds"):
+        weights.copy_weights(target, changed(tensors, **change).items())
+    assert digest(target) == before
+
+
+def test_probes_of_different_weights_differ_and_of_equal_ones_do_not():
+    one, other = build("llama", seed=1), build("llama", seed=2)
+    sequences = weights.probe_sequences(48)
+    values = weights.sequence_logp(one, sequences)
+    assert weights.differ(values, weights.sequence_logp(build("llama", seed=1), sequences), torch.float32) is None
+    assert "another model" in (weights.differ(values, weights.sequence_logp(other, sequences), torch.float32) or "")
+    assert weights.differ(values, [row * np.nan for row in values], torch.float32) is not None
+    assert weights.differ(values, values[:-1], torch.float32) is not None

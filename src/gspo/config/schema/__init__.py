@@ -1,0 +1,47 @@
+"""Every key, once: its type, default, bounds and description; one file per section of the YAML. Torch-free.
+
+`--help`, docs/config.md, error messages and the resolved config all read these classes. An unset key whose description
+says "algorithm" is filled in by `config.resolve` from `algorithms.py`, with the precedence: set by the user >
+importance_sampling_level > algorithm > default.
+"""
+
+from gspo.config.schema.actor import Actor, AutoClip, Correction, Norm, Sharding
+from gspo.config.schema.cluster import Cluster, NameResolve, Scheduler, Slurm
+from gspo.config.schema.config import Config
+from gspo.config.schema.critic import Critic, Reference
+from gspo.config.schema.dataset import DatasetSpec, MixtureSource
+from gspo.config.schema.env import Environment
+from gspo.config.schema.optimizer import MicroBatch, Optimizer
+from gspo.config.schema.reward import Reward
+from gspo.config.schema.rollout import Generation, Rollout
+from gspo.config.schema.saver import Evaluator, Frequency, Recover, Saver
+from gspo.config.schema.stats_logger import StatsLogger, WandB
+
+__all__ = [
+    "Actor",
+    "AutoClip",
+    "Cluster",
+    "Config",
+    "Correction",
+    "Critic",
+    "DatasetSpec",
+    "Environment",
+    "Evaluator",
+    "Frequency",
+    "Generation",
+    "MicroBatch",
+    "MixtureSource",
+    "NameResolve",
+    "Norm",
+    "Optimizer",
+    "Recover",
+    "Reference",
+    "Reward",
+    "Rollout",
+    "Saver",
+    "Scheduler",
+    "Sharding",
+    "Slurm",
+    "StatsLogger",
+    "WandB",
+]

@@ -1,0 +1,34 @@
+"""`saver`, `recover` and `evaluator`: what happens every N steps, epochs or seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from gspo.config.schema.key import key
+
+
+@dataclass
+class Frequency:
+    freq_epochs: int | None = key(None, "Every so many epochs.", low=1)
+    freq_steps: int | None = key(None, "Every so many steps.", low=1)
+    freq_secs: float | None = key(None, "Every so many seconds.", above=0)
+
+
+@dataclass
+class Saver(Frequency):
+    keep: int = key(2, "Checkpoints kept beside the best one.", low=1)
+
+
+@dataclass
+class Evaluator(Frequency):
+    at_start: bool = key(True, "Evaluate before the first step.")
+    size: int | None = key(512, "Held-out problems per evaluation; null: all.", low=1)
+
+
+@dataclass
+class Recover(Frequency):
+    freq_secs: float | None = key(300.0, "Every so many seconds.", above=0)
+    mode: Literal["auto", "disabled", "resume", "fault"] = key(
+        "auto", "A used run directory: auto (also AReaL's resume and fault) resumes it, disabled refuses it."
+    )

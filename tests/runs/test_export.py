@@ -14,8 +14,8 @@ from gspo.errors import CheckpointError, ConfigError
 from gspo.learner.policy.module import PolicyModule
 from gspo.models import embedded
 from gspo.models.loading import load_model
-from gspo.runs.export import export, write_model
-from gspo.runs.restore import restore_policy
+from gspo.runs.export import write_model
+from gspo.train.build.restore import export, restore_policy
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,7 @@ from gspo.models import embedded
 from gspo.models.loading import load_model
 from gspo.models.lora import adapter_off, add_adapter
 from gspo.rollout.groups import single_turn
-from gspo.runs.export import export
-from gspo.runs.restore import restore_policy
+from gspo.train.build.restore import export, restore_policy
 from gspo.train.evaluate import FIRST
 
 LORA = ("actor.use_lora=true", "actor.lora_rank=8", "actor.lora_alpha=16", "actor.optimizer.lr=2e-3")

@@ -12,7 +12,7 @@ from gspo.config import load
 from gspo.doctor.explain import explain
 from gspo.errors import CheckpointError, ConfigError, DataError, TrainingError
 from gspo.runs import checkpoint
-from gspo.runs.restore import restore_policy
+from gspo.train.build.restore import restore_policy
 
 pytestmark = pytest.mark.usefixtures("tiny")
 

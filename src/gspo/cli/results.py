@@ -141,7 +141,7 @@ def export(args: argparse.Namespace) -> int:
     config = load(run / "config.yaml").config
     is_adapter = config.actor.use_lora and not args.merge
     to = Path(args.to) if args.to else run / f"{'adapter' if is_adapter else 'model'}_step_{step:06d}"
-    from gspo.runs.export import export
+    from gspo.train.build.restore import export
 
     export(config, run, step, to, merge=args.merge)
     print(f"step {step} of {run} → {to}\n  AutoModelForCausalLM.from_pretrained({str(to)!r})")

@@ -16,26 +16,13 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
-from gspo.config.schema import Config
 from gspo.errors import CheckpointError, ConfigError
 from gspo.learner.policy.module import PolicyModule, weight_names
 from gspo.models import embedded
 from gspo.models.loading import EMBEDDED, locate
 from gspo.models.lora import save_adapter
-from gspo.runs.restore import restore_policy
 
 SHARD = "5GB"
-
-
-def export(config: Config, run: Path, step: int, to: Path, *, merge: bool = False, shard: str = SHARD) -> Path:
-    """Write the policy after `step` into the new or empty folder `to`: configs, weights, tokenizer."""
-    if merge and not config.actor.use_lora:
-        raise ConfigError(f"{run} has no adapter to merge (actor.use_lora is false): leave out --merge")
-    refuse_used(to)
-    policy, tokenizer = restore_policy(config, run, step)
-    origin = {"run": str(run), "step": step, "from": config.actor.path, "algorithm": config.algorithm}
-    base = base_name(config.actor.path) if config.actor.use_lora and not merge else None
-    return write_model(policy, tokenizer, to, origin, adapter_of=base, shard=shard)
 
 
 def base_name(path: str) -> str:

@@ -14,9 +14,9 @@ from gspo.data.dataset import default_reward
 from gspo.envs.driver import Episodes
 from gspo.rewards.given import GivenRewards
 from gspo.rollout.groups import Workflow, refuse_failures, single_turn
-from gspo.runs.restore import restore_policy
 from gspo.sampling.api import Sampler
 from gspo.train.build import setup
+from gspo.train.build.restore import restore_policy
 from gspo.train.evaluate import evaluate, interval, is_correct
 from gspo.types import Group, Request, Sample
 

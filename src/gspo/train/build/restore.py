@@ -9,10 +9,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from gspo.config.schema import Config
-from gspo.errors import CheckpointError
+from gspo.errors import CheckpointError, ConfigError
 from gspo.learner.policy.module import PolicyModule
 from gspo.models.loading import load_model, load_tokenizer
 from gspo.runs import checkpoint
+from gspo.runs.export import SHARD, base_name, refuse_used, write_model
 from gspo.train.build import setup
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -48,3 +49,14 @@ def _dtype(file: Path, default: torch.dtype) -> torch.dtype:
             return _DTYPES.get(tensors.get_slice(names[0]).get_dtype(), default) if names else default
     except SafetensorError as cause:
         raise CheckpointError(f"{file} cannot be read as safetensors ({cause})") from cause
+
+
+def export(config: Config, run: Path, step: int, to: Path, *, merge: bool = False, shard: str = SHARD) -> Path:
+    """Write the policy after `step` into the new or empty folder `to`: configs, weights, tokenizer."""
+    if merge and not config.actor.use_lora:
+        raise ConfigError(f"{run} has no adapter to merge (actor.use_lora is false): leave out --merge")
+    refuse_used(to)
+    policy, tokenizer = restore_policy(config, run, step)
+    origin = {"run": str(run), "step": step, "from": config.actor.path, "algorithm": config.algorithm}
+    base = base_name(config.actor.path) if config.actor.use_lora and not merge else None
+    return write_model(policy, tokenizer, to, origin, adapter_of=base, shard=shard)

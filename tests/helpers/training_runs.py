@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from gspo.config import load
-from gspo.runs.directory import read_jsonl
+from gspo.system.files import read_jsonl
 from gspo.train import Trainer
 
 SMALL = (

@@ -12,8 +12,9 @@ import transformers as tf
 
 from gspo.cli.main import main
 from gspo.errors import ConfigError, DataError
-from gspo.models import cache, gguf, registry
+from gspo.models import gguf, registry
 from gspo.models.loading import load_model, load_tokenizer
+from gspo.system.files import sha256
 
 WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *"0123456789+= ".replace(" ", "Ġ"), "Ġ0", "12"]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
@@ -144,7 +145,7 @@ def small(made, **changes) -> registry.Registered:
     """A registered model that is our small file, in a wheel of its own."""
     values = {
         "what": "a small model", "package": "small", "version": "1", "file": "small/small.gguf",
-        "sha256": cache.sha256(made[0]), "download_bytes": 1, "shape": {},
+        "sha256": sha256(made[0]), "download_bytes": 1, "shape": {},
     }  # fmt: skip
     return registry.Registered(**(values | changes))
 

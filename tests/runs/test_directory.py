@@ -6,7 +6,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from gspo.errors import CheckpointError, ConfigError
-from gspo.runs.directory import RunDir, atomic, environment, read_jsonl, to_json
+from gspo.runs.directory import RunDir, environment
+from gspo.system.files import read_jsonl, to_json, write_run_file
 
 
 @pytest.fixture
@@ -85,10 +86,10 @@ def test_samples_up_to_a_step_are_forgotten_and_nothing_else(run):
     for step in (1, 2, 3):
         run.samples(step, [{"step": step}], {"0/tokens": np.zeros(1, np.int32)})
     (run.path / "samples" / "notes.txt").write_text("mine")
-    run.forget_samples(2)
+    run.delete_samples(2)
     left = sorted(file.name for file in (run.path / "samples").iterdir())
     assert left == ["notes.txt", "step_000003.jsonl", "step_000003.safetensors"]
-    run.forget_samples(-5)
+    run.delete_samples(-5)
     assert len(list((run.path / "samples").iterdir())) == 3
 
 
@@ -110,8 +111,8 @@ def test_an_atomic_write_that_fails_leaves_the_file_as_it_was_and_no_debris(tmp_
     target.write_text("before")
 
     def write():
-        with atomic(target) as aside:
-            aside.write_text("half")
+        with write_run_file(target) as tmp:
+            tmp.write_text("half")
             assert target.read_text() == "before"
             raise ZeroDivisionError
 

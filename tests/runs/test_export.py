@@ -15,7 +15,8 @@ from gspo.learner.policy.module import PolicyModule
 from gspo.models import embedded
 from gspo.models.loading import load_model
 from gspo.runs.export import write_model
-from gspo.train.build.restore import export, restore_policy
+from gspo.train.build.policy import load_policy
+from gspo.train.export import export
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def test_transformers_computes_the_policys_logits_from_an_export(run, tmp_path):
 def test_a_policy_is_restored_as_it_was_at_each_step(run):
     trainer, path, config = run
     tokens = trainer.tokenizer.encode("12+34=")
-    at = [logits(restore_policy(config, path, step)[0].model, tokens) for step in (0, 1, 2)]
+    at = [logits(load_policy(config, path, step)[0].model, tokens) for step in (0, 1, 2)]
     assert torch.equal(at[0], logits(load_model("embedded:tiny"), tokens))
     assert torch.equal(at[2], logits(trainer.policy.model, tokens))
     assert not torch.equal(at[1], at[0])

@@ -11,7 +11,7 @@ from training_runs import digests, make_trainer, metrics, samples, train
 
 from gspo.config import load
 from gspo.errors import ConfigError, RewardError
-from gspo.runs.checkpoint import load_waiting
+from gspo.runs.checkpoint import load_pending_groups
 from gspo.train import Trainer
 from gspo.train.evaluate_run import examine
 
@@ -48,7 +48,7 @@ def test_a_run_on_episodes_that_was_stopped_and_resumed_is_the_uninterrupted_one
 def test_episodes_wait_in_a_checkpoint_with_their_sequences_and_rewards(tmp_path):
     how = (*FEW, "rollout.max_head_offpolicyness=1", "total_train_steps=3", "saver.freq_steps=1", "saver.keep=9")
     _, path = train(tmp_path, *how, env=episode_envs.forgetful)
-    arrays, rows = load_waiting(path / "checkpoints/step_000001")
+    arrays, rows = load_pending_groups(path / "checkpoints/step_000001")
     assert len(rows) == 4
     assert all(len(sample["rest"]) == 2 and sample["outcome"] for row in rows for sample in row["samples"])
     assert len(arrays["tokens"]) == sum(

@@ -21,8 +21,9 @@ from gspo.models import embedded
 from gspo.models.loading import load_model
 from gspo.models.lora import adapter_off, add_adapter
 from gspo.rollout.groups import single_turn
-from gspo.train.build.restore import export, restore_policy
+from gspo.train.build.policy import load_policy
 from gspo.train.evaluate import FIRST
+from gspo.train.export import export
 
 LORA = ("actor.use_lora=true", "actor.lora_rank=8", "actor.lora_alpha=16", "actor.optimizer.lr=2e-3")
 THREE = ("total_train_steps=3", "saver.freq_steps=1")
@@ -115,7 +116,7 @@ def test_another_base_under_the_same_name_is_refused_when_going_on_and_when_eval
     with pytest.raises(CheckpointError, match=r"not the base that this run was trained on.*actor\.path"):
         train(tmp_path / "runs", *how, "total_train_steps=2")
     with pytest.raises(CheckpointError, match="not the base that this run was trained on"):
-        restore_policy(load(path / "config.yaml").config, path, 1)
+        load_policy(load(path / "config.yaml").config, path, 1)
 
 
 def test_other_adapter_settings_in_a_used_directory_are_refused(run):

@@ -12,7 +12,7 @@ from gspo.config import load
 from gspo.doctor.explain import explain
 from gspo.errors import CheckpointError, ConfigError, DataError, TrainingError
 from gspo.runs import checkpoint
-from gspo.train.build.restore import restore_policy
+from gspo.train.build.policy import load_policy
 
 pytestmark = pytest.mark.usefixtures("tiny")
 
@@ -139,7 +139,7 @@ def test_a_resumed_run_has_its_critic_its_moments_and_its_first_reference(tmp_pa
     assert got == want
     # A reference read from the checkpoint would be at a distance of 0 again.
     assert metrics(halves)[3]["policy/kl_reference"] > 1e-4
-    policy, _ = restore_policy(load(halves / "config.yaml").config, halves, 4)
+    policy, _ = load_policy(load(halves / "config.yaml").config, halves, 4)
     assert sum(p.numel() for p in policy.parameters()) > 0
     # A damaged critic is a damaged checkpoint.
     (halves / "checkpoints/step_000004/critic.safetensors").write_bytes(b"short")

@@ -48,7 +48,7 @@ def evaluate(args: argparse.Namespace) -> int:
         from gspo.report.read import choose_step
 
         step = choose_step(run, args.step)
-    from gspo.runs.directory import atomic, to_json
+    from gspo.system.files import to_json, write_run_file
     from gspo.train.evaluate_run import examine
 
     with progress("answering") as tell:
@@ -59,8 +59,8 @@ def evaluate(args: argparse.Namespace) -> int:
         other = f"_{re.sub(r'[^A-Za-z0-9.]+', '-', args.data)}" if args.data else ""
         several = f"_n{result['num_samples']}" if result["num_samples"] > 1 else ""
         file = run / f"eval_{args.name or f'step_{step:06d}{other}{several}'}.json"
-        with atomic(file) as aside:
-            aside.write_text(to_json({"run": str(run), **result, "problems": problems}) + "\n", encoding="utf-8")
+        with write_run_file(file) as tmp:
+            tmp.write_text(to_json({"run": str(run), **result, "problems": problems}) + "\n", encoding="utf-8")
     if args.json:
         print(to_json({"target": target, **result}))
     else:
@@ -141,7 +141,7 @@ def export(args: argparse.Namespace) -> int:
     config = load(run / "config.yaml").config
     is_adapter = config.actor.use_lora and not args.merge
     to = Path(args.to) if args.to else run / f"{'adapter' if is_adapter else 'model'}_step_{step:06d}"
-    from gspo.train.build.restore import export
+    from gspo.train.export import export
 
     export(config, run, step, to, merge=args.merge)
     print(f"step {step} of {run} → {to}\n  AutoModelForCausalLM.from_pretrained({str(to)!r})")

@@ -5,7 +5,6 @@ A model is written aside and renamed, with the sha256 of every file beside it: a
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gspo.errors import DataError
+from gspo.system.files import sha256
 
 SUMS = "SHA256.json"
 
@@ -61,11 +61,6 @@ def publish(folder: Path, write: Callable[[Path], None]) -> None:
         ) from cause
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def sha256(file: Path) -> str:
-    with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 @contextmanager

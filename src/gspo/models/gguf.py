@@ -16,6 +16,7 @@ from typing import Any
 
 from gspo.errors import DataError
 from gspo.models import cache
+from gspo.system.files import sha256
 
 SUFFIX = ".gguf"
 VERSION = 1  # of the conversion; another one is another cache folder
@@ -44,7 +45,7 @@ def converted(path: str, key: str = "actor.path", say: Callable[[str], None] = _
 @functools.lru_cache
 def _digest(file: Path, size: int, changed_ns: int) -> str:
     """Tokenizer and model ask for the same file: it is read once, unless it has changed."""
-    return cache.sha256(file)
+    return sha256(file)
 
 
 def refuse_foreign(file: Path, key: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from gspo.errors import ConfigError, DataError
 from gspo.models import cache, gguf
+from gspo.system.files import sha256
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def fetch(name: str, say: Callable[[str], None], source: Path | None = None) -> 
             source = _download(model, Path(scratch))
         file = _unpack(model, source, Path(scratch))
         say("comparing its sha256")
-        if (got := cache.sha256(file)) != model.sha256:
+        if (got := sha256(file)) != model.sha256:
             raise DataError(
                 f"{source} does not hold {model.what}: the sha256 of {file.name} is {got}, expected {model.sha256}. "
                 f"Nothing was kept; run `gspo models fetch {name}` again, or give another file with --from"

@@ -1,11 +1,11 @@
-"""Checkpoints: safetensors by parameter name, a JSON state, and a manifest that vouches for every byte.
+"""Checkpoints: safetensors by parameter name, a JSON state, and a manifest with the sha256 of every file.
 
     checkpoints/step_000120/  model.safetensors  optimizer.safetensors  state.json  manifest.json
 
-With an adapter, model.safetensors holds the adapter alone and the manifest the digest of the frozen weights under it.
-With a critic also critic.safetensors and critic_optimizer.safetensors, and with groups that were sampled ahead of the
-step waiting.safetensors and waiting.json; only going on needs these.
-A checkpoint is written aside, synced, and renamed into place; it is whole or it is not there. Nothing in it depends on
+With an adapter, model.safetensors holds the adapter alone, and the manifest holds the digest of the frozen weights.
+A run with a critic adds critic.safetensors and critic_optimizer.safetensors. Groups that were sampled ahead of the step
+are in waiting.safetensors and waiting.json. Only a resumed run reads these four.
+A checkpoint is written to a temporary folder, synced and renamed, so it is complete or absent. It does not depend on
 the number of ranks. Nothing is pickled.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file as _load_file
 from safetensors.torch import save_file as _save_file
 from torch import nn
@@ -30,15 +30,16 @@ from gspo.errors import CheckpointError
 from gspo.faults import reached
 from gspo.learner.policy.sharding import like, put, whole
 from gspo.models.lora import base_digest
-from gspo.runs.directory import writing
+from gspo.system.files import fsync, sha256, step_name, step_of, write_errors
 
 FORMAT = 1
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
 CRITIC_FILES = ("critic.safetensors", "critic_optimizer.safetensors")
-WAITING_FILES = ("waiting.safetensors", "waiting.json")
-_FILE_SETS = [{*FILES, *critic, *waiting} for critic in ((), CRITIC_FILES) for waiting in ((), WAITING_FILES)]
+PENDING_FILES = ("waiting.safetensors", "waiting.json")
+_FILE_SETS = [{*FILES, *critic, *pending} for critic in ((), CRITIC_FILES) for pending in ((), PENDING_FILES)]
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
-Waiting = tuple[Mapping[str, torch.Tensor], Sequence[Mapping[str, Any]]]  # as `waiting.pack` makes it
+PendingGroups = tuple[Mapping[str, torch.Tensor], Sequence[Mapping[str, Any]]]  # as `rollout.storage.pack` returns them
 
 
 def save(
@@ -49,48 +50,46 @@ def save(
     state: Mapping[str, Any],
     config: str,
     critic: tuple[nn.Module, torch.optim.Optimizer] | None = None,
-    waiting: Waiting | None = None,
+    pending_groups: PendingGroups | None = None,
 ) -> Path:
-    """Publish step's checkpoint; returns its folder. `config` is the digest of the resolved configuration."""
-    names = (*FILES, *(CRITIC_FILES if critic is not None else ()), *(WAITING_FILES if waiting else ()))
-    target = root / f"step_{step:06d}"
-    aside = root / f".{target.name}.tmp"
+    """Publish the checkpoint of `step`; returns its folder. `config` is the digest of the resolved config."""
+    names = (*FILES, *(CRITIC_FILES if critic is not None else ()), *(PENDING_FILES if pending_groups else ()))
+    target = root / step_name(step)
+    tmp = root / f".{target.name}.tmp"
     try:
-        with writing(target):
+        with write_errors(target):
             root.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir()
-            _write(aside / FILES[0], _weights(model))
-            _write(aside / FILES[1], _moments(model, optimizer) if optimizer is not None else {})
+            shutil.rmtree(tmp, ignore_errors=True)
+            tmp.mkdir()
+            _write(tmp / FILES[0], _weights(model))
+            _write(tmp / FILES[1], _moments(model, optimizer) if optimizer is not None else {})
             if critic is not None:
-                _write(aside / CRITIC_FILES[0], _weights(critic[0]))
-                _write(aside / CRITIC_FILES[1], _moments(*critic))
-            for name, content in zip(WAITING_FILES, waiting or (), strict=False):
-                _write(aside / name, content)
-            _write(aside / FILES[2], state)
+                _write(tmp / CRITIC_FILES[0], _weights(critic[0]))
+                _write(tmp / CRITIC_FILES[1], _moments(*critic))
+            for name, content in zip(PENDING_FILES, pending_groups or (), strict=False):
+                _write(tmp / name, content)
+            _write(tmp / FILES[2], state)
             manifest = {
                 "format": FORMAT,
                 "step": step,
                 "config": config,
-                "files": {
-                    name: {"sha256": _sha256(aside / name), "bytes": (aside / name).stat().st_size} for name in names
-                },
+                "files": {name: {"sha256": sha256(tmp / name), "bytes": (tmp / name).stat().st_size} for name in names},
             }
             if (frozen := base(model)) is not None:
                 manifest["base"] = frozen
             manifest["sha256"] = _own_sha256(manifest)
-            _write(aside / "manifest.json", manifest)
+            _write(tmp / "manifest.json", manifest)
             for name in (*names, "manifest.json"):
-                _sync(aside / name)
-            _sync(aside)
-            # An older checkpoint of the same step can only be one that a resumed run is replacing.
+                _sync(tmp / name)
+            _sync(tmp)
+            # A resumed run replaces an older checkpoint of the same step.
             if target.exists():
                 _remove(target, "checkpoint.replace")
             reached("checkpoint.rename")
-            os.rename(aside, target)
+            os.rename(tmp, target)
             _sync(root)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(tmp, ignore_errors=True)
     return target
 
 
@@ -99,7 +98,7 @@ def contribute(
     optimizer: torch.optim.Optimizer,
     critic: tuple[nn.Module, torch.optim.Optimizer] | None = None,
 ) -> None:
-    """What every rank but the first does while that one saves: gather tensor after tensor, and keep none."""
+    """Other ranks call this while rank 0 saves: they take part in gathering each tensor and keep none."""
     for trained, moments in ((model, optimizer), *([critic] if critic is not None else [])):
         _weights(trained)
         _moments(trained, moments)
@@ -109,12 +108,11 @@ def steps(root: Path) -> list[int]:
     """Published checkpoints, oldest first."""
     if not root.is_dir():
         return []
-    names = (p.name.removeprefix("step_") for p in root.iterdir() if p.name.startswith("step_"))
-    return sorted(int(name) for name in names if name.isdigit())
+    return sorted(step for p in root.iterdir() if "." not in p.name and (step := step_of(p.name)) is not None)
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """The manifest, if every file is as it was written; else CheckpointError naming the file."""
+    """The manifest, if every file has the recorded size and sha256; else a CheckpointError that names the file."""
     file = folder / "manifest.json"
     try:
         manifest = json.loads(file.read_bytes())
@@ -122,8 +120,8 @@ def verify(folder: Path) -> dict[str, Any]:
             raise CheckpointError(f"{folder}: format {manifest['format']}, this version reads {FORMAT}")
         listed, own = manifest["files"], manifest.pop("sha256")
         if own != _own_sha256(manifest) or set(listed) not in _FILE_SETS:
-            raise CheckpointError(f"{file} is damaged: its sha256 is not its own")
-        if folder.name != f"step_{manifest['step']:06d}":
+            raise CheckpointError(f"{file} is damaged: its own sha256 does not match")
+        if folder.name != step_name(manifest["step"]):
             raise CheckpointError(f"{folder} holds step {manifest['step']}: folders were renamed or swapped")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as cause:
         raise CheckpointError(f"{file} is missing or damaged ({cause})") from cause
@@ -131,15 +129,15 @@ def verify(folder: Path) -> dict[str, Any]:
         file = folder / name
         if not file.is_file():
             raise CheckpointError(f"{file} is missing")
-        if file.stat().st_size != listed[name]["bytes"] or _sha256(file) != listed[name]["sha256"]:
-            raise CheckpointError(f"{file} is damaged: its sha256 is not the manifest's")
+        if file.stat().st_size != listed[name]["bytes"] or sha256(file) != listed[name]["sha256"]:
+            raise CheckpointError(f"{file} is damaged: its sha256 differs from the manifest")
     return manifest
 
 
 def latest(root: Path) -> Iterator[tuple[Path, dict[str, Any] | CheckpointError]]:
-    """Checkpoints from the newest back: each with its manifest, or with what is wrong with it."""
+    """Checkpoints from the newest to the oldest, each with its manifest or the error that `verify` raised."""
     for step in reversed(steps(root)):
-        folder = root / f"step_{step:06d}"
+        folder = root / step_name(step)
         try:
             yield folder, verify(folder)
         except CheckpointError as problem:
@@ -152,26 +150,38 @@ def load(
     optimizer: torch.optim.Optimizer | None,
     critic: tuple[nn.Module, torch.optim.Optimizer] | None = None,
 ) -> dict[str, Any]:
-    """Put a verified checkpoint's weights and moments into place; returns its state."""
+    """Load the weights and optimizer moments of a verified checkpoint; returns its state."""
     _refuse_other_base(folder, model)
     _load_weights(folder, FILES[0], model)
     if optimizer is not None:
         _load_moments(model, optimizer, _read(folder / FILES[1]))
     if critic is not None:
         if not (folder / CRITIC_FILES[0]).is_file():
-            raise CheckpointError(
-                f"{folder} has no critic: it is of a run without one; set trial_name to start another"
-            )
+            raise CheckpointError(f"{folder} has no critic: its run had none; set trial_name to start another run")
         _load_weights(folder, CRITIC_FILES[0], critic[0])
         _load_moments(*critic, _read(folder / CRITIC_FILES[1]))
     return json.loads((folder / FILES[2]).read_text())
 
 
-def load_waiting(folder: Path) -> Waiting | None:
-    """The groups that a verified checkpoint holds, for `waiting.unpack`; None where it holds none."""
-    if not (folder / WAITING_FILES[1]).is_file():
+def stored_dtype(folder: Path, default: torch.dtype) -> torch.dtype:
+    """The dtype of the weights in a checkpoint, or of the frozen weights under its adapter. Verifies the checkpoint."""
+    base = verify(folder).get("base")
+    if base:
+        return getattr(torch, base["dtype"])
+    file = folder / FILES[0]
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            names = list(tensors.keys())
+            return _DTYPES.get(tensors.get_slice(names[0]).get_dtype(), default) if names else default
+    except SafetensorError as cause:
+        raise CheckpointError(f"{file} cannot be read as safetensors ({cause})") from cause
+
+
+def load_pending_groups(folder: Path) -> PendingGroups | None:
+    """The groups that a verified checkpoint holds, for `rollout.storage.unpack`; None where it holds none."""
+    if not (folder / PENDING_FILES[1]).is_file():
         return None
-    return _read(folder / WAITING_FILES[0]), json.loads((folder / WAITING_FILES[1]).read_text())
+    return _read(folder / PENDING_FILES[0]), json.loads((folder / PENDING_FILES[1]).read_text())
 
 
 def _load_weights(folder: Path, file: str, model: nn.Module) -> None:
@@ -191,7 +201,7 @@ def _load_weights(folder: Path, file: str, model: nn.Module) -> None:
 
 
 def _refuse_other_base(folder: Path, model: nn.Module) -> None:
-    """An adapter means nothing on other weights than those it was trained on."""
+    """An adapter works only on the frozen weights that it was trained on."""
     theirs, own = json.loads((folder / "manifest.json").read_bytes()).get("base"), base(model)
     if theirs != own:
         was = (
@@ -201,27 +211,27 @@ def _refuse_other_base(folder: Path, model: nn.Module) -> None:
         )
         now = "no adapter" if own is None else f"frozen weights {own['sha256'][:12]} ({own['dtype']})"
         raise CheckpointError(
-            f"{folder} holds {was}, but the model of actor.path has {now}: it is not the base that this run was "
-            "trained on. Set actor.path (and actor.use_lora, actor.dtype) as in the run, or trial_name to start another"
+            f"{folder} holds {was}, but the model of actor.path has {now}: it is not the base model of this run. Set "
+            "actor.path (and actor.use_lora, actor.dtype) as in the run, or trial_name to start another run"
         )
 
 
 def prune(root: Path, step: int, keep: int, best: int | None) -> None:
-    """Delete all but the newest `keep` and the best; called only after the checkpoint of `step` was published.
+    """Delete all but the newest `keep` checkpoints and the best; call it after the checkpoint of `step` is published.
 
-    One that lies beyond it was found damaged when the run resumed from an older one, and must not count as the newest.
+    A checkpoint after `step` is a damaged one that the resumed run ignored; it does not count as one of the newest.
     """
     found = steps(root)
     whole = [s for s in found if s <= step]
     for s in found:
         if s not in whole[-keep:] and s != best:
-            _remove(root / f"step_{s:06d}", "checkpoint.prune")
+            _remove(root / step_name(s), "checkpoint.prune")
     for debris in root.glob(".step_*.tmp"):
         shutil.rmtree(debris, ignore_errors=True)
 
 
 def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    # named_parameters lists a tied weight once; what is frozen is the base model's, and not ours to keep.
+    # named_parameters lists a tied weight once. Frozen weights belong to the base model and are not saved.
     return ((name, p) for name, p in model.named_parameters() if p.requires_grad)
 
 
@@ -229,12 +239,12 @@ def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: whole(p.detach()).contiguous() for name, p in _trained(model)}
 
 
-_bases: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()  # frozen weights are read once
+_bases: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()  # frozen weights are hashed once
 
 
 def base(model: nn.Module) -> dict[str, str] | None:
-    """Digest and type of the frozen weights; None where all are trained."""
-    # Read whole, before a model is cut over ranks: `train/setup.py` asks for it then.
+    """Digest and dtype of the frozen weights; None where all weights are trained."""
+    # The digest needs whole tensors: `train/build/policy.py` calls this before the model is sharded.
     frozen = next((p for p in model.parameters() if not p.requires_grad), None)
     if frozen is None:
         return None
@@ -259,18 +269,13 @@ def _load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: M
     for key, value in tensors.items():
         name, _, moment = key.rpartition("/")
         p = by_name[name]
-        # The step counter is one number for all of it; the rest is as the parameter is, cut or whole.
+        # Adam's step counter is one number; the other moments are sharded as the parameter is.
         optimizer.state[p][moment] = like(p, value) if value.shape == p.shape else value.to(p.device)
 
 
 def _own_sha256(manifest: Mapping[str, Any]) -> str:
-    """The manifest vouches for itself, too."""
+    """The sha256 of the manifest itself."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _sha256(file: Path) -> str:
-    with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _read(file: Path) -> dict[str, torch.Tensor]:
@@ -290,21 +295,17 @@ def _write(file: Path, content: Mapping[str, Any] | Sequence[Any]) -> None:
 
 
 def _remove(folder: Path, site: str) -> None:
-    """First out of sight, then away: a kill in between leaves debris, never half a checkpoint under a good name."""
+    """Rename, then delete: a kill in between never leaves half a checkpoint under a valid name."""
     reached(site)
-    aside = folder.with_name(f".{folder.name}.gone.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
+    tmp = folder.with_name(f".{folder.name}.gone.tmp")
+    shutil.rmtree(tmp, ignore_errors=True)
     try:
-        os.rename(folder, aside)
+        os.rename(folder, tmp)
     except FileNotFoundError:
         return
-    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(tmp, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:
     reached("checkpoint.sync")
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    fsync(path)

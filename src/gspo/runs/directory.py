@@ -1,35 +1,33 @@
-"""The run directory, the contract between training and everything that looks at it. See docs/run-directory.md.
+"""The run directory: the interface between training and every program that reads a run. See docs/run-directory.md.
 
-Only strict JSON is written (NaN becomes null), one line per object. A torn last line is what a kill leaves; on resume
-every file is cut back to the checkpoint's step.
+All JSON is strict (NaN becomes null), one object per line. A killed process may leave an incomplete last line; on
+resume every file is cut back to the checkpoint's step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
-import math
 import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from safetensors import SafetensorError
 
-from gspo.errors import CheckpointError, ConfigError
+from gspo.errors import ConfigError
 from gspo.faults import reached
+from gspo.system.files import read_jsonl, step_name, step_of, to_json, write_errors, write_run_file
 from gspo.system.text import inert
 
 
 class RunDir:
-    """An open, locked run directory; one trainer at a time."""
+    """An open run directory, locked for one trainer."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -53,7 +51,8 @@ class RunDir:
 
     def metrics(self, row: Mapping[str, Any]) -> None:
         """Append one step's metrics."""
-        with writing(self.path / "metrics.jsonl") as file:
+        file = self.path / "metrics.jsonl"
+        with write_errors(file):
             reached("record.metrics")
             if self._metrics is None:
                 self._metrics = open(file, "a", encoding="utf-8")  # noqa: SIM115
@@ -64,35 +63,34 @@ class RunDir:
         """Every sample of a step, and the per-token values of the kept ones."""
         from safetensors.numpy import save_file
 
-        name = f"step_{step:06d}"
-        with atomic(self.path / "samples" / f"{name}.jsonl") as aside:
+        name = step_name(step)
+        with write_run_file(self.path / "samples" / f"{name}.jsonl") as tmp:
             reached("record.samples")
-            aside.write_text("".join(to_json(row) + "\n" for row in rows), encoding="utf-8")
+            tmp.write_text("".join(to_json(row) + "\n" for row in rows), encoding="utf-8")
         if tokens:
-            with atomic(self.path / "samples" / f"{name}.safetensors") as aside:
-                save_file(dict(tokens), aside)
+            with write_run_file(self.path / "samples" / f"{name}.safetensors") as tmp:
+                save_file(dict(tokens), tmp)
 
-    def forget_samples(self, step: int) -> None:
-        """Delete the samples of `step` and of all before it."""
+    def delete_samples(self, up_to: int) -> None:
+        """Delete the sample files of step `up_to` and of all steps before it."""
         for file in (self.path / "samples").glob("step_*"):
-            number = file.name.removeprefix("step_").partition(".")[0]
-            if number.isdigit() and int(number) <= step:
+            if (step := step_of(file.name)) is not None and step <= up_to:
                 file.unlink()
 
     def cut_back(self, step: int) -> None:
-        """Forget everything after `step`: a resumed run writes it again."""
+        """Delete what was written after `step`: a resumed run writes it again."""
         file = self.path / "metrics.jsonl"
         if file.exists():
             kept = [row for row in read_jsonl(file) if row.get("step", 0) <= step]
-            with atomic(file) as aside:
-                aside.write_text("".join(to_json(row) + "\n" for row in kept), encoding="utf-8")
+            with write_run_file(file) as tmp:
+                tmp.write_text("".join(to_json(row) + "\n" for row in kept), encoding="utf-8")
         for sample in (self.path / "samples").glob("step_*"):
-            number = sample.name.removeprefix("step_").partition(".")[0]
-            if not number.isdigit() or int(number) > step or sample.suffix not in (".jsonl", ".safetensors"):
+            written = step_of(sample.name)
+            if written is None or written > step or sample.suffix not in (".jsonl", ".safetensors"):
                 sample.unlink()
 
     def log(self, line: str) -> None:
-        # The display has shown the line already; a full disk must not replace the error that is being told.
+        # The display has shown the line already, so a full disk must not hide the error behind another one.
         with (
             contextlib.suppress(OSError),
             open(self.path / "log.txt", "a", encoding="utf-8", errors="backslashreplace") as file,
@@ -101,52 +99,11 @@ class RunDir:
 
     def close(self) -> None:
         if self._metrics is not None:
-            # After a failed write the rest of the line is still in the buffer, and fails again.
+            # After a failed write the rest of the line is still in the buffer; flushing it fails again.
             with contextlib.suppress(OSError):
                 self._metrics.close()
             self._metrics = None
         self._lock.close()
-
-
-@contextlib.contextmanager
-def writing(file: Path) -> Iterator[Path]:
-    """A disk that is full or gone is an error that says so, whoever writes: Python, or safetensors' own writer."""
-    try:
-        yield file
-    except (OSError, SafetensorError) as cause:
-        why = getattr(cause, "strerror", None) or cause
-        raise CheckpointError(
-            f"could not write {file}: {why}; what was written before is untouched. Free space, or set "
-            "cluster.fileroot to another disk, and run the same command again"
-        ) from cause
-
-
-@contextlib.contextmanager
-def atomic(target: Path) -> Iterator[Path]:
-    """Write beside the place, then rename: readers see the old file or the new one, never half."""
-    aside = target.with_name(f".{target.name}.tmp")
-    try:
-        with writing(target):
-            yield aside
-            os.replace(aside, target)
-    finally:
-        with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
-
-
-def to_json(value: Any) -> str:
-    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
-
-
-def read_jsonl(file: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file; what a kill tore off the last one is left out."""
-    rows = []
-    for line in file.read_bytes().split(b"\n"):
-        with contextlib.suppress(ValueError):
-            row = json.loads(line)
-            if isinstance(row, dict):
-                rows.append(row)
-    return rows
 
 
 def environment(device: str, threads: int) -> dict[str, Any]:
@@ -181,20 +138,3 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor()
-
-
-def _plain(value: Any) -> Any:
-    """Numbers of numpy as Python's; what JSON has no number for as null; text that is no Unicode made visible."""
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode("utf-8")
-    if value is None or isinstance(value, (bool, int, float)):
-        return value
-    return repr(value)

@@ -1,7 +1,4 @@
-"""`gspo export`: a run's weights as a model folder that transformers and every engine built on it load.
-
-Of a run with an adapter, the adapter in peft's own format, or with `merge` the plain model that it amounts to.
-"""
+"""Write a policy as a model folder that transformers, and every engine built on it, can load."""
 
 from __future__ import annotations
 
@@ -26,15 +23,17 @@ SHARD = "5GB"
 
 
 def base_name(path: str) -> str:
-    """Where others find the base model of an adapter: an absolute folder, or the hub's name."""
-    place = str(embedded.folder(path)) if path.startswith(EMBEDDED) else locate(path)
-    return str(Path(place).expanduser().resolve()) if Path(place).expanduser().is_dir() else place
+    """Where a reader of the adapter finds its base model: an absolute folder, or a name on the hub."""
+    found = str(embedded.folder(path)) if path.startswith(EMBEDDED) else locate(path)
+    return str(Path(found).expanduser().resolve()) if Path(found).expanduser().is_dir() else found
 
 
 def refuse_used(to: Path) -> None:
-    """ConfigError where a folder holds anything: an export never mixes with other files, nor replaces them."""
+    """Raise ConfigError where the folder is not empty: an export never overwrites files."""
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ConfigError(f"{to} is not an empty folder, and an export replaces nothing; give another one with --to")
+        raise ConfigError(
+            f"{to} is not an empty folder, and an export never overwrites files; give another folder with --to"
+        )
 
 
 def write_model(
@@ -46,30 +45,33 @@ def write_model(
     adapter_of: str | None = None,
     shard: str = SHARD,
 ) -> Path:
-    """Write aside, then rename: the folder is whole or it is not there. `adapter_of`: only the adapter on that base."""
+    """Write a temporary folder, then rename it: the result is complete or absent.
+
+    adapter_of: write only the adapter, on the base model of this name.
+    """
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(dir=to.parent, prefix=f".{to.name}-"))
+        tmp = Path(tempfile.mkdtemp(dir=to.parent, prefix=f".{to.name}-"))
     except OSError as cause:
         raise ConfigError(f"{to.parent} cannot be written: {cause.strerror}; give another folder with --to") from cause
     try:
         if adapter_of is not None:
-            save_adapter(policy.model, aside, adapter_of)
+            save_adapter(policy.model, tmp, adapter_of)
         else:
-            _weights(policy, aside, shard)
-            _configs(policy.model, aside)
-        tokenizer.save_pretrained(aside)
-        (aside / "gspo.json").write_text(json.dumps(origin, indent=1) + "\n", encoding="utf-8")
-        os.chmod(aside, 0o755)  # mkdtemp's folders are private, and so are safetensors' files
-        for file in aside.iterdir():
+            _weights(policy, tmp, shard)
+            _configs(policy.model, tmp)
+        tokenizer.save_pretrained(tmp)
+        (tmp / "gspo.json").write_text(json.dumps(origin, indent=1) + "\n", encoding="utf-8")
+        os.chmod(tmp, 0o755)  # mkdtemp makes private folders, and safetensors private files
+        for file in tmp.iterdir():
             os.chmod(file, 0o644)
         if to.exists():
-            to.rmdir()  # empty, or it is an error
-        aside.rename(to)
+            to.rmdir()  # fails unless it is empty
+        tmp.rename(to)
     except OSError as cause:
-        raise CheckpointError(f"could not write {to}: {cause.strerror or cause}; nothing was left there") from cause
+        raise CheckpointError(f"could not write {to}: {cause.strerror or cause}; no file was left there") from cause
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(tmp, ignore_errors=True)
     return to
 
 
@@ -83,7 +85,7 @@ def _configs(model: Any, folder: Path) -> None:
 
 
 def _weights(policy: PolicyModule, folder: Path, shard: str) -> None:
-    """Tensors by their names on disk, tied ones once, in files of at most `shard`."""
+    """Write tensors by their names on disk, tied ones once, into files of at most `shard`."""
     tensors: dict[str, torch.Tensor] = {name: tensor.cpu().contiguous() for name, tensor in weight_names(policy)}
     plan = split_torch_state_dict_into_shards(tensors, max_shard_size=shard)
     for file, names in plan.filename_to_tensors.items():

@@ -16,7 +16,7 @@ from gspo.rewards.given import GivenRewards
 from gspo.rollout.groups import Workflow, refuse_failures, single_turn
 from gspo.sampling.api import Sampler
 from gspo.train.build import setup
-from gspo.train.build.restore import restore_policy
+from gspo.train.build.policy import load_policy
 from gspo.train.evaluate import evaluate, interval, is_correct
 from gspo.types import Group, Request, Sample
 
@@ -31,7 +31,7 @@ def examine(
     """
     start = time.perf_counter()
     setup.set_threads(config)
-    policy, tokenizer = restore_policy(config, run, step)
+    policy, tokenizer = load_policy(config, run, step)
     spec = setup.held_out(config)
     data = setup.load_data(spec, "test", tokenizer, config.seed, "valid_dataset")
     params, num_samples = setup.evaluation_params(config)

@@ -38,10 +38,11 @@ from gspo.rollout.buffer import Snapshot
 from gspo.rollout.groups import Filter, Workflow, refuse_failures, single_turn
 from gspo.rollout.storage import handed, pack, received, unpack
 from gspo.runs import checkpoint
-from gspo.runs.directory import RunDir, atomic, environment, to_json
+from gspo.runs.directory import RunDir, environment
 from gspo.runs.resume import resume
 from gspo.runs.state import State
 from gspo.system.clock import PROFILED_STEPS, Clock, timeline
+from gspo.system.files import to_json, write_run_file
 from gspo.system.heartbeat import watched
 from gspo.train.build import servers as remote
 from gspo.train.build import setup
@@ -278,12 +279,12 @@ class Trainer:
         checkpoint.prune(self.run.checkpoints, self.state.step, self.config.saver.keep, self.state.best_step)
         # Here and not with every step: what is deleted before a checkpoint could be missing after a resume.
         if self.config.stats_logger.keep_sample_steps is not None:
-            self.run.forget_samples(self.state.step - self.config.stats_logger.keep_sample_steps)
+            self.run.delete_samples(self.state.step - self.config.stats_logger.keep_sample_steps)
         self.saved, self.saved_step = time.monotonic(), self.state.step
 
     def left_waiting(self) -> tuple[Group, ...]:
         """Groups that the checkpoint of this step holds, sampled ahead of it."""
-        kept = checkpoint.load_waiting(self.run.checkpoints / f"step_{self.state.step:06d}")
+        kept = checkpoint.load_pending_groups(self.run.checkpoints / f"step_{self.state.step:06d}")
         return () if kept is None else unpack(*kept, self.prompt_of)
 
     def keep(self) -> None:
@@ -339,10 +340,10 @@ class Trainer:
             step=self.state.step,
             total_steps=self.total_steps,
         )
-        with atomic(self.run.path / "config.yaml") as aside:
-            aside.write_text(dump(self.loaded), encoding="utf-8")
-        with atomic(self.run.path / "environment.json") as aside:
-            aside.write_text(to_json(environment(str(self.policy.model.device), threads)), encoding="utf-8")
+        with write_run_file(self.run.path / "config.yaml") as tmp:
+            tmp.write_text(dump(self.loaded), encoding="utf-8")
+        with write_run_file(self.run.path / "environment.json") as tmp:
+            tmp.write_text(to_json(environment(str(self.policy.model.device), threads)), encoding="utf-8")
         self.loggers = setup.make_loggers(config, self.run.path, self.say)
         self.saved = self.evaluated = time.monotonic()
         self.saved_step = self.state.step

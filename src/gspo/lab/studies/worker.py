@@ -23,7 +23,8 @@ from gspo.errors import TrainingError
 from gspo.lab.studies import measure, plan
 from gspo.lab.studies.plan import Job, Study
 from gspo.report.read import read_metrics
-from gspo.runs.directory import atomic, environment, to_json
+from gspo.runs.directory import environment
+from gspo.system.files import to_json, write_run_file
 
 STOPPED = 3
 
@@ -44,8 +45,8 @@ def main(job_file: Path) -> int:
         "jobs": given["jobs"],
     }
     common = {"seed": job.seed, "stage": job.stage, "digest": job.digest, "took": took, **provenance(given["command"])}
-    with atomic(job_file.with_suffix(".result")) as aside:
-        aside.write_text(to_json([{"arm": arm, **common, **rest} for arm, rest in found.items()]), encoding="utf-8")
+    with write_run_file(job_file.with_suffix(".result")) as tmp:
+        tmp.write_text(to_json([{"arm": arm, **common, **rest} for arm, rest in found.items()]), encoding="utf-8")
     return 0
 
 

@@ -153,7 +153,7 @@ def test_warnings_and_their_remedies_are_printed():
     text = flat(report)
     assert "actor.eps_clip (command line): ε = 0.4" in text
     assert "→ leave actor.eps_clip unset for 3e-4 / 4e-4" in text
-    assert "actor.sapo_tau_pos the objective is gspo, not sapo" in text
+    assert "actor.sapo_tau_pos the algorithm is gspo, not sapo" in text
     assert report.exit_code == 0
 
 

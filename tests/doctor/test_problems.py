@@ -43,10 +43,10 @@ def errors(*overrides):
 
 
 def test_a_source_without_a_path_and_a_reward_without_a_name_are_errors():
-    assert "without a path" in errors("train_dataset.mixture=[{weight: 2}]")["train_dataset.mixture"]
-    assert "does not say which reward" in errors("reward.functions=[{url: 'http://x'}]")["reward.functions"]
+    assert "has no path" in errors("train_dataset.mixture=[{weight: 2}]")["train_dataset.mixture"]
+    assert "has no name" in errors("reward.functions=[{url: 'http://x'}]")["reward.functions"]
     nameless = errors("train_dataset.mixture=[{path: a, reward: [{marker: x}]}]")
-    assert "does not say which reward" in nameless["reward.functions"]
+    assert "has no name" in nameless["reward.functions"]
 
 
 def test_a_file_in_a_mixture_wants_a_reward_of_its_own():

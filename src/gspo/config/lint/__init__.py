@@ -1,33 +1,68 @@
-"""Contradictions and advice about a resolved config: what cannot be, and what is probably not meant. Torch-free.
+"""Contradictions and advice about a resolved config. Torch-free.
 
-Each rule looks at the whole config and yields findings that name a key, where it was set, and the remedy.
-`doctor` prints them all; `check` is what a run calls before it starts.
+A rule is one function: it looks at the whole config and yields findings. A finding names a key, the place where it was
+set, what is wrong, and a remedy. Contradictions are errors, suspicious settings are warnings. There is one file of
+rules per subject. `gspo doctor` prints all findings of `lint`; a run calls `check` before it starts.
 """
 
 from __future__ import annotations
 
+from gspo.config.lint import (
+    advantages,
+    batches,
+    clipping,
+    data_rewards,
+    episodes,
+    machine,
+    optimizer,
+    policies,
+    references,
+    sampling,
+)
 from gspo.config.lint.facts import Finding, facts_of
-from gspo.config.lint.rules import RULES
-from gspo.config.lint.unbuilt import unbuilt
 from gspo.config.loaded import Loaded
 from gspo.errors import ConfigError
 
+RULES = (
+    *references.RULES,
+    *batches.RULES,
+    *advantages.RULES,
+    *clipping.RULES,
+    *policies.RULES,
+    *sampling.RULES,
+    *data_rewards.RULES,
+    *episodes.RULES,
+    *optimizer.RULES,
+    *machine.RULES,
+)
+
 
 def lint(loaded: Loaded, num_gpus: int | None = None, context: int | None = None) -> list[Finding]:
-    """All findings, errors first. `num_gpus` None: what this machine shows; `context`: the model's, where known."""
+    """All findings, errors first. `num_gpus` None: those of this machine; `context`: the model's, if it is known."""
     facts = facts_of(loaded, num_gpus, context)
     found = [finding for rule in RULES for finding in rule(facts)]
     return sorted(found, key=lambda finding: finding.severity != "error")
 
 
 def missing(loaded: Loaded) -> list[Finding]:
-    """An error for each thing the config asks for that this version cannot do."""
-    facts = facts_of(loaded, 0)
-    return [facts.error(key, f"this version does not have {what} yet", do) for key, what, do in unbuilt(loaded.config)]
+    """An error for each setting that this version does not support."""
+    facts, actor = facts_of(loaded, 0), loaded.config.actor
+    unbuilt = (
+        ("actor.attn_impl", actor.attn_impl not in ("auto", "sdpa"), "a choice of attention kernel", "set it to auto"),
+        ("actor.disable_dropout", not actor.disable_dropout, "dropout in training", "set it to true"),
+        ("actor.mb_spec.granularity", actor.mb_spec.granularity != 1, "granularity of micro-batches", "set it to 1"),
+        (
+            "actor.mb_spec.packing_algorithm",
+            actor.mb_spec.packing_algorithm != "ffd",
+            "another packing algorithm",
+            "set it to ffd",
+        ),
+    )
+    return [facts.error(key, f"this version does not have {what}", do) for key, is_set, what, do in unbuilt if is_set]
 
 
 def check(loaded: Loaded, num_gpus: int | None = None) -> list[Finding]:
-    """The warnings to show before a run; ConfigError for the impossible, and for any warning where strict."""
+    """The warnings to show before a run; ConfigError for errors, and with `strict` also for warnings."""
     found = missing(loaded) + lint(loaded, num_gpus)
     fatal = [finding for finding in found if finding.severity == "error" or loaded.config.strict]
     if fatal:

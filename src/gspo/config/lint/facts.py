@@ -1,4 +1,4 @@
-"""A loaded config as the rules see it, and what a rule may find. Torch-free."""
+"""The input and the output of a lint rule: facts about a loaded config, and findings. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from gspo.system.gpus import visible_gpus
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing to say about a config.
+    """One error or warning about a config.
 
-    >>> print(Finding("error", "gconfig.n_samples", "run.yaml:3", "a group of one has no mean to beat", "set it to 8"))
-    gconfig.n_samples (run.yaml:3): a group of one has no mean to beat. Remedy: set it to 8.
+    >>> print(Finding("error", "gconfig.n_samples", "run.yaml:3", "the advantage is always 0", "set it to 8"))
+    gconfig.n_samples (run.yaml:3): the advantage is always 0. Remedy: set it to 8.
     """
 
     severity: Literal["warning", "error"]
@@ -33,12 +33,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Facts:
-    """A loaded config with what every rule wants to know."""
+    """A loaded config and values that several rules need."""
 
     loaded: Loaded
     objective: Objective
     num_gpus: int
-    context: int | None = None  # the model's, where its shape is known
+    context: int | None = None  # tokens of the model's context, if it is known
 
     @property
     def config(self) -> Config:
@@ -61,6 +61,11 @@ class Facts:
         return self.actor.ppo_n_minibatches or 1
 
     @property
+    def max_staleness(self) -> int:
+        """Weight versions that a sample may be behind the trainer."""
+        return self.config.rollout.max_head_offpolicyness
+
+    @property
     def prompts_key(self) -> str:
         by_rollout = self.loaded.is_set("rollout.consumer_batch_size")
         return "rollout.consumer_batch_size" if by_rollout else "train_dataset.batch_size"
@@ -71,19 +76,19 @@ class Facts:
 
     @property
     def clips(self) -> tuple[float, float] | None:
-        """(ε_low, ε_high) where they are fixed numbers."""
+        """(ε_low, ε_high) if they are fixed numbers; None without clipping and with eps_clip: auto."""
         if self.objective["gate"] != "clip" or self.objective["eps_auto"]:
             return None
         return self.objective["settings"]["clip_low"], self.objective["settings"]["clip_high"]
 
     @property
     def recentred(self) -> bool:
-        """π_old is the sampler's less its mean error, and mini-batch 1's own forward."""
+        """Whether π_old is the sampler's policy with its mean error subtracted (actor.prox_logp_recenter)."""
         return self.objective["proximal"] == "rollout" and self.actor.prox_logp_recenter
 
     @property
     def code_rewards(self) -> list[dict[str, Any]]:
-        """The settings of every reward `code`, which runs what the model wrote."""
+        """The settings of every reward `code`, which runs model-written programs."""
         valid = self.config.valid_dataset
         sources = [*self.config.train_dataset.mixture, *(valid.mixture if valid else ())]
         entries = [*self.config.reward.functions, *(entry for source in sources for entry in source.reward)]
@@ -92,7 +97,7 @@ class Facts:
 
     @property
     def on_cpu(self) -> bool:
-        """The run would train on this machine's CPU."""
+        """Whether the run would train on this machine's CPU."""
         gpus = self.num_gpus if self.config.cluster.n_gpus_per_node is None else self.config.cluster.n_gpus_per_node
         return gpus == 0 and self.config.scheduler.type in (None, "local")
 
@@ -103,7 +108,7 @@ class Facts:
 
     @property
     def in_process(self) -> bool:
-        """The sampler runs in the trainer's process; `auto` gives it servers of its own on several GPUs."""
+        """Whether the sampler runs in the trainer's process; with several GPUs `auto` starts servers instead."""
         return layout_of(self.config, self.num_gpus).sampler is None
 
     @property
@@ -114,7 +119,7 @@ class Facts:
 
     @property
     def longest(self) -> int | None:
-        """Tokens of the longest possible sequence; None where the prompts' length is not bounded."""
+        """Tokens of the longest possible sequence; None if the length of prompts is not limited."""
         generation, prompt = self.config.gconfig, self.config.train_dataset.max_length
         if generation.max_tokens is not None:
             return min(generation.max_tokens, (prompt or generation.max_tokens) + generation.max_new_tokens)

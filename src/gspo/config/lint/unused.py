@@ -1,4 +1,4 @@
-"""Keys that the user set and that nothing will read under this config. Every key is used, refused, or named here."""
+"""Keys that the user set and that have no effect in this config. `gspo doctor` lists them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from gspo.config.resolve import value_of
 from gspo.config.schema import Norm, Optimizer
 from gspo.config.validate import known_keys
 
-# (key or section, why it is idle)
+# (key or section, why it has no effect)
 Idle = tuple[str, str]
 
 
 def ineffective(loaded: Loaded, num_gpus: int | None = None) -> list[tuple[str, str]]:
-    """(key, why) for every key the user set that has no effect, in the schema's order."""
+    """(key, reason) for every key that the user set and that has no effect, in the order of the schema."""
     facts = facts_of(loaded, num_gpus)
     idle = [pair for rule in (_objective, _policies, _rewards, _engines, _sampling, _rest) for pair in rule(facts)]
     found: dict[str, str] = {}
@@ -29,7 +29,7 @@ def ineffective(loaded: Loaded, num_gpus: int | None = None) -> list[tuple[str, 
 
 
 def _chosen(loaded: Loaded) -> list[str]:
-    """The keys somebody chose. A run's resolved config states every key: there, those that depart from a default."""
+    """The keys that the user chose. In a run's config.yaml, which sets every key: those off their default."""
     given = [key for key in loaded.origins if loaded.is_set(key)]
     if len(given) < len(loaded.origins) / 2:
         return given
@@ -41,7 +41,7 @@ def _objective(f: Facts) -> Iterator[Idle]:
     name, gate, actor = f.objective["name"], f.objective["gate"], f.actor
     if gate != "clip":
         for key in ("eps_clip", "eps_clip_higher", "c_clip", "eps_clip_auto"):
-            if not (key == "eps_clip" and actor.eps_clip == "auto"):  # that one is an error
+            if not (key == "eps_clip" and actor.eps_clip == "auto"):  # auto without clipping is an error already
                 yield f"actor.{key}", f"{name} does not clip the ratio"
     if not f.objective["eps_auto"]:
         yield "actor.eps_clip_auto", "actor.eps_clip is not auto"
@@ -51,9 +51,9 @@ def _objective(f: Facts) -> Iterator[Idle]:
         ("gmpo", ("gmpo_log_clip",)),
     ):
         if gate != owner:
-            yield from ((f"actor.{key}", f"the objective is {name}, not {owner}") for key in keys)
+            yield from ((f"actor.{key}", f"the algorithm is {name}, not {owner}") for key in keys)
     if f.objective["aggregation"] != "token_sum":
-        yield "actor.max_new_tokens", "only loss_aggregation token_sum divides by it"
+        yield "actor.max_new_tokens", "only actor.loss_aggregation token_sum divides by it"
     if actor.zero_variance_groups != "refill" and f.config.rollout.dynamic_filter_fn is None:
         yield "actor.max_refills", f"actor.zero_variance_groups is {actor.zero_variance_groups}, not refill"
 
@@ -61,17 +61,20 @@ def _objective(f: Facts) -> Iterator[Idle]:
 def _policies(f: Facts) -> Iterator[Idle]:
     actor = f.actor
     if not f.objective["corrected"]:
-        yield "actor.rejection_sampling", "π_old/μ does not weigh the loss (actor.use_decoupled_loss)"
+        yield "actor.rejection_sampling", "the loss is not multiplied by π_old/μ (actor.use_decoupled_loss is false)"
     elif actor.rejection_sampling is not None and actor.rejection_sampling.level == "token":
-        yield "actor.rejection_sampling.agg", "each token is judged by itself (level token)"
+        yield "actor.rejection_sampling.agg", "nothing is aggregated at level token"
     if f.objective["proximal"] != "rollout":
         for key in ("actor.prox_logp_recenter", "actor.prox_logp_force"):
-            yield key, f"π_old is not the sampler's (actor.prox_logp_method is {actor.prox_logp_method})"
+            yield key, f"π_old does not come from the sampler (actor.prox_logp_method is {actor.prox_logp_method})"
     if f.num_minibatches == 1 and actor.routing_replay == "proximal":
-        yield "actor.routing_replay", "one update per batch has no pass after π_old's (actor.ppo_n_minibatches is 1)"
+        yield (
+            "actor.routing_replay",
+            "with one update per batch no pass follows that of π_old (actor.ppo_n_minibatches is 1)",
+        )
     if actor.kl_loss_coef == 0 and actor.kl_ctl == 0:
         yield "actor.kl_estimator", "no KL is used (kl_loss_coef and kl_ctl are 0)"
-        yield "ref", "no KL is used (kl_loss_coef and kl_ctl are 0), so the reference is never asked"
+        yield "ref", "no KL is used (kl_loss_coef and kl_ctl are 0), so the reference is not needed"
     if f.objective["advantage"] != "gae":
         for key in ("actor.discount", "actor.gae_lambda"):
             if not (key == "actor.discount" and actor.kl_ctl > 0):
@@ -92,9 +95,12 @@ def _rewards(f: Facts) -> Iterator[Idle]:
     if reward.functions:
         for key, data in (("train_dataset", f.config.train_dataset), ("valid_dataset", f.config.valid_dataset)):
             if data is not None and any(source.reward for source in data.mixture):
-                yield f"{key}.mixture", "its sources' reward is not used: reward.functions holds for all rows"
+                yield (
+                    f"{key}.mixture",
+                    "the rewards of its sources are not used: reward.functions overrides them for all rows",
+                )
     if not reward.functions:
-        yield "reward.weights", "reward.functions is empty, the task's own reward is used"
+        yield "reward.weights", "reward.functions is empty, so the reward of the task is used"
     if "format" not in reward.functions:
         yield "reward.format_regex", "format is not among reward.functions"
     if not f.code_rewards:
@@ -120,15 +126,13 @@ def _engines(f: Facts) -> Iterator[Idle]:
     trainer = parse_backend(actor.backend, TRAINERS)
     alone = f.num_gpus * config.cluster.n_nodes <= 1 if trainer.name == "auto" else trainer.world == 1
     if alone and os.environ.get("WORLD_SIZE", "1") == "1":
-        yield "actor.fsdp", "one rank trains, and computes in actor.dtype"
+        yield "actor.fsdp", "there is only one rank, which computes in actor.dtype"
     yield from _optimizer("actor.optimizer", actor.optimizer)
     if config.critic is not None:
         yield from _optimizer("critic.optimizer", config.critic.optimizer)
     for engine in ("vllm", "sglang"):
         if f.external_sampler != engine:
             yield engine, f"rollout.backend is {config.rollout.backend}, not {engine}"
-    if config.rollout.max_head_offpolicyness == 0:
-        yield "rollout.queue_size", "synchronous sampling has no queue"
     if f.in_process:
         for key in ("actor.weight_update_mode", "rollout.request_retries"):
             yield key, "the sampler runs in the trainer's process"
@@ -137,7 +141,7 @@ def _engines(f: Facts) -> Iterator[Idle]:
     if on == "local":
         yield "scheduler.start_timeout", "scheduler.type is local"
         if f.in_process:
-            yield "scheduler.restarts", "the local launcher starts samplers again, and there are none"
+            yield "scheduler.restarts", "the local launcher restarts sampler servers only, and there are none"
 
 
 def _optimizer(key: str, optimizer: Optimizer) -> Iterator[Idle]:
@@ -153,34 +157,35 @@ def _sampling(f: Facts) -> Iterator[Idle]:
             continue
         if values.greedy:
             yield from (
-                (f"{section}.{key}", f"{section}.greedy takes the most likely token") for key in ("top_p", "top_k")
+                (f"{section}.{key}", f"{section}.greedy always takes the most likely token")
+                for key in ("top_p", "top_k")
             )
         if values.min_new_tokens == values.max_new_tokens:
             for key in ("stop_token_ids", "ignore_eos"):
-                yield f"{section}.{key}", "min_new_tokens equals max_new_tokens: no token may end a completion"
+                yield f"{section}.{key}", "min_new_tokens equals max_new_tokens, so no token ends a completion"
 
 
 def _rest(f: Facts) -> Iterator[Idle]:
     config = f.config
     if config.total_train_steps is not None:
-        yield "total_train_epochs", "total_train_steps decides"
+        yield "total_train_epochs", "total_train_steps is set"
     for section, data in (("train_dataset", config.train_dataset), ("valid_dataset", config.valid_dataset)):
         if data is not None and data.mixture:
             for key in ("path", "size", "prompt_column", "answer_column", "columns", "options"):
-                yield f"{section}.{key}", f"{section}.mixture has data sets of its own"
+                yield f"{section}.{key}", f"the sources of {section}.mixture replace it"
     if config.valid_dataset is not None:
         for key in ("batch_size", "shuffle"):
-            yield f"valid_dataset.{key}", "held-out problems are taken in their order, evaluator.size of them"
+            yield f"valid_dataset.{key}", "evaluation uses the first evaluator.size problems in file order"
     if config.eval_gconfig is not None:
-        yield "eval_gconfig.max_tokens", "gconfig.max_tokens bounds every sequence"
+        yield "eval_gconfig.max_tokens", "gconfig.max_tokens applies to evaluation too"
     if not (config.env.path or config.env.agent or config.env.command):
         for key in ("env.options", "env.max_turns", "env.timeout", "env.turn_discount", "actor.sequence_unit"):
-            yield key, "the config names no environment (env.path); Trainer(env=…) reads it all the same"
+            yield key, "the config has no environment (env.path); only Trainer(env=…) would use it"
     if not f.sequence_level:
-        yield "actor.sequence_unit", "every token has a ratio of its own"
+        yield "actor.sequence_unit", "every token has its own ratio"
     if not (config.env.agent or config.env.command):
-        yield "env.model", "no agent asks for it (env.agent, env.command)"
+        yield "env.model", "there is no agent (env.agent, env.command)"
     if config.env.command:
-        yield "env.options", "a command is given the row alone"
+        yield "env.options", "a command receives the row only"
     if config.stats_logger.wandb.mode == "disabled":
         yield "stats_logger.wandb.project", "stats_logger.wandb.mode is disabled"

@@ -1,0 +1,113 @@
+"""Lint rules for data sets and reward functions."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from gspo.config.lint.facts import Facts, Finding
+
+FILE_ENDINGS = frozenset({".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt"})
+SANDBOX_SECONDS = 2  # that the sandbox of `code` may take beyond the program itself
+
+
+def one_weight_per_function(f: Facts) -> Iterator[Finding]:
+    reward = f.config.reward
+    if reward.weights and reward.functions and len(reward.weights) != len(reward.functions):
+        yield f.error(
+            "reward.weights",
+            f"there are {len(reward.weights)} weights for {len(reward.functions)} functions",
+            "give one weight per function, or remove reward.weights",
+        )
+
+
+def rows_without_a_reward(f: Facts) -> Iterator[Finding]:
+    train = f.config.train_dataset
+    paths = [source.path for source in train.mixture if not source.reward] if train.mixture else [train.path]
+    files = [path for path in paths if _is_file(path)]
+    if not f.config.reward.functions and files:
+        yield f.warn(
+            "reward.functions",
+            f"no reward is configured, and the rows of {files[0]} do not define one; a reward is guessed from the data",
+            "set reward.functions, for example [math], [numeric] or [my_module:my_function]",
+        )
+
+
+def _is_file(path: str) -> bool:
+    if ":" in path.split("/")[0]:
+        return False
+    try:
+        return Path(path).suffix.lower() in FILE_ENDINGS or Path(path).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def source_without_a_path(f: Facts) -> Iterator[Finding]:
+    for key, data in (("train_dataset", f.config.train_dataset), ("valid_dataset", f.config.valid_dataset)):
+        if data is not None and any(not source.path for source in data.mixture):
+            yield f.error(f"{key}.mixture", "a source has no path", "give every source a path")
+
+
+def reward_without_a_name(f: Facts) -> Iterator[Finding]:
+    sources = f.config.train_dataset.mixture
+    for entry in (*f.config.reward.functions, *(entry for source in sources for entry in source.reward)):
+        if isinstance(entry, dict) and not isinstance(entry.get("name"), str):
+            yield f.error(
+                "reward.functions",
+                f"{entry} has no name, so the reward is unknown",
+                "write {name: judge, …}, {name: reward_model, …} or another name with its settings",
+            )
+
+
+def validation_on_training_data(f: Facts) -> Iterator[Finding]:
+    train, valid = f.config.train_dataset, f.config.valid_dataset
+    if valid is None or train.mixture or valid.mixture:
+        return
+    if (valid.path, valid.split) == (train.path, train.split):
+        yield f.warn(
+            "valid_dataset.split" if f.loaded.is_set("valid_dataset.split") else "valid_dataset.path",
+            f"evaluation uses the training problems ({train.path}, split {train.split}), so it cannot show overfitting",
+            "set valid_dataset.split: test (or another file), or remove valid_dataset for the task's held-out split",
+        )
+
+
+def program_longer_than_its_reward(f: Facts) -> Iterator[Finding]:
+    limit = f.config.reward.timeout
+    for entry in f.code_rewards:
+        seconds = entry.get("timeout", 5.0)
+        if isinstance(seconds, int | float) and seconds + SANDBOX_SECONDS > limit:
+            yield f.error(
+                "reward.timeout",
+                f"a program may run {seconds:g} s and its sandbox needs {SANDBOX_SECONDS} s more, but the reward's "
+                f"timeout is {limit:g} s",
+                f"set reward.timeout={seconds + SANDBOX_SECONDS:g}, or a smaller timeout for `code`",
+            )
+
+
+def code_without_a_sandbox(f: Facts) -> Iterator[Finding]:
+    if not f.code_rewards:
+        return
+    if f.config.reward.allow_unsandboxed_code:
+        yield f.warn(
+            "reward.allow_unsandboxed_code",
+            "where bubblewrap does not work, model-written code runs with your permissions: files, network, keys",
+            "install the Debian package bubblewrap and remove the key, or use a machine that holds nothing of value",
+        )
+    elif shutil.which("bwrap") is None:
+        yield f.warn(
+            "reward.functions",
+            "`code` runs model-written programs in a bubblewrap sandbox, but bwrap is not installed on this machine",
+            "install the Debian package bubblewrap; a run without it is refused (docs/sandbox.md)",
+        )
+
+
+RULES = (
+    one_weight_per_function,
+    rows_without_a_reward,
+    source_without_a_path,
+    reward_without_a_name,
+    validation_on_training_data,
+    program_longer_than_its_reward,
+    code_without_a_sandbox,
+)

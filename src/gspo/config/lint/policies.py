@@ -1,0 +1,133 @@
+"""Lint rules for π_old (the proximal policy), μ (the sampler's policy), staleness, and the weight π_old/μ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gspo.config.lint.facts import Facts, Finding
+from gspo.system.text import number
+
+SAMPLER_NOISE = 2e-3  # published sampler-trainer KL per token: 6e-4 dense, 1.5e-3 MoE
+
+
+def decoupled_without_effect(f: Facts) -> Iterator[Finding]:
+    if f.actor.use_decoupled_loss and f.objective["proximal"] == "rollout":
+        yield f.error(
+            "actor.use_decoupled_loss",
+            "π_old is the sampler's policy μ (prox_logp_method rollout), so the weight π_old/μ is always 1",
+            "set actor.prox_logp_method: recompute, or actor.use_decoupled_loss: false",
+        )
+
+
+def staleness_without_correction(f: Facts) -> Iterator[Finding]:
+    stale = f.max_staleness
+    if stale > 0 and f.objective["proximal"] != "rollout" and not f.objective["corrected"]:
+        yield f.warn(
+            "rollout.max_head_offpolicyness",
+            f"samples may be {stale} weight versions old, and π_old comes from the trainer: the difference between "
+            "sampler and trainer is neither corrected nor clipped",
+            "set actor.use_decoupled_loss: true, which multiplies the loss by π_old/μ",
+        )
+
+
+def staleness_uses_up_the_clip_range(f: Facts) -> Iterator[Finding]:
+    if f.max_staleness > 0 and f.objective["proximal"] == "rollout" and f.clips:
+        yield f.warn(
+            "actor.prox_logp_method",
+            f"the ratio compares with samplers up to {f.max_staleness} weight versions old, so the ratio can leave the "
+            f"clip range (ε = {number(min(f.clips))}) before the first update",
+            "set actor.use_decoupled_loss: true, which clips against the trainer's π_old and multiplies by π_old/μ",
+        )
+
+
+def recentring_stale_samples(f: Facts) -> Iterator[Finding]:
+    if f.max_staleness > 0 and f.recentred:
+        yield f.error(
+            "actor.prox_logp_recenter",
+            f"samples may be {f.max_staleness} weight versions old; their log-probs differ by policy updates, which "
+            "are not a constant that can be subtracted",
+            "set rollout.max_head_offpolicyness: 0, or actor.use_decoupled_loss: true without prox_logp_method",
+        )
+
+
+def truncated_sampling(f: Facts) -> Iterator[Finding]:
+    gconfig = f.config.gconfig
+    cuts = {"top_p": gconfig.top_p < 1, "top_k": gconfig.top_k > 0, "min_new_tokens": gconfig.min_new_tokens > 0}
+    cut = [key for key, is_on in cuts.items() if is_on]
+    if cut and (f.objective["proximal"] not in ("auto", "recompute") or f.objective["corrected"]):
+        yield f.warn(
+            f"gconfig.{cut[0]}",
+            f"{' and '.join(cut)} truncate the sampled distribution, and the sampler's log-probs are used as π_old or "
+            "in π_old/μ; the trainer's log-probs are of the full distribution, so every ratio is wrong",
+            "remove them from gconfig, or set actor.prox_logp_method: recompute without a correction",
+        )
+
+
+def noisy_sampler(f: Facts) -> Iterator[Finding]:
+    if f.objective["proximal"] != "rollout" or not f.sequence_level or not f.external_sampler or not f.clips:
+        return
+    if min(f.clips) < SAMPLER_NOISE:
+        yield f.warn(
+            "actor.prox_logp_method",
+            f"{f.external_sampler}'s log-probs differ from the trainer's by 6e-4 to 1.5e-3 per token (published "
+            f"values), which is more than ε = {number(min(f.clips))}: sequences are clipped before any update",
+            "measure it with `gspo doctor --probe`; set actor.prox_logp_method: recompute, or an ε above the noise",
+        )
+
+
+def correction_without_bounds(f: Facts) -> Iterator[Finding]:
+    correction = f.actor.rejection_sampling
+    if correction is None or not f.objective["corrected"]:
+        return
+    if correction.upper is None and correction.lower is None:
+        yield f.warn(
+            "actor.rejection_sampling.upper",
+            "a correction without bounds drops nothing and truncates nothing",
+            "set actor.rejection_sampling.upper, for example 2.0, or a preset such as tis",
+        )
+
+
+def product_of_ratios(f: Facts) -> Iterator[Finding]:
+    correction = f.actor.rejection_sampling
+    if correction is None or not f.objective["corrected"]:
+        return
+    if (correction.level, correction.metric, correction.agg) == ("sequence", "ratio", "sum"):
+        yield f.warn(
+            "actor.rejection_sampling.agg",
+            "the product of token ratios shrinks with length (0.06 at 8k tokens), so long completions are dropped",
+            "set actor.rejection_sampling.agg: mean",
+        )
+
+
+def routes_without_a_proximal_pass(f: Facts) -> Iterator[Finding]:
+    proximal = f.objective["proximal"]
+    if f.actor.routing_replay == "proximal" and proximal not in ("auto", "recompute"):
+        yield f.error(
+            "actor.routing_replay",
+            f"proximal replays the expert routes of the trainer's π_old forward pass, but prox_logp_method {proximal} "
+            "has no such pass",
+            "set actor.prox_logp_method: recompute, or actor.routing_replay: rollout",
+        )
+
+
+def routes_of_an_external_sampler(f: Facts) -> Iterator[Finding]:
+    if f.actor.routing_replay == "rollout" and f.external_sampler is not None:
+        yield f.error(
+            "actor.routing_replay",
+            f"rollout replays the sampler's expert routes, but {f.external_sampler} does not return them",
+            "set rollout.backend: local:dN (gspo's own servers), or actor.routing_replay: proximal",
+        )
+
+
+RULES = (
+    decoupled_without_effect,
+    staleness_without_correction,
+    staleness_uses_up_the_clip_range,
+    recentring_stale_samples,
+    truncated_sampling,
+    noisy_sampler,
+    correction_without_bounds,
+    product_of_ratios,
+    routes_without_a_proximal_pass,
+    routes_of_an_external_sampler,
+)

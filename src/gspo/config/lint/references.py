@@ -1,0 +1,73 @@
+"""Lint rules for the other models: the reference policy of the KL terms, and the critic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gspo.config.lint.facts import Facts, Finding
+from gspo.system.text import number
+
+
+def kl_without_reference(f: Facts) -> Iterator[Finding]:
+    for key, coefficient in (("actor.kl_loss_coef", f.actor.kl_loss_coef), ("actor.kl_ctl", f.actor.kl_ctl)):
+        if coefficient > 0 and f.config.ref is None:
+            yield f.error(
+                key,
+                f"a KL coefficient of {number(coefficient)} needs a reference policy, but ref is null",
+                f"add a ref section (ref.path={f.actor.path}), or set {key}: 0",
+            )
+
+
+def kl_counted_twice(f: Facts) -> Iterator[Finding]:
+    if f.actor.kl_loss_coef > 0 and f.actor.kl_ctl > 0:
+        yield f.warn(
+            "actor.kl_ctl",
+            "the KL to the reference counts twice: in the reward and in the loss",
+            "set one of actor.kl_ctl and actor.kl_loss_coef to 0",
+        )
+
+
+def k1_in_the_loss(f: Facts) -> Iterator[Finding]:
+    if f.actor.kl_loss_coef > 0 and f.actor.kl_estimator == "k1":
+        yield f.warn(
+            "actor.kl_estimator",
+            "the gradient of k1 in the loss is 0 on average, so it does not keep the policy near the reference",
+            "set actor.kl_estimator: k3 (the default in the loss) or k2, or use actor.kl_ctl, where k1 is correct",
+        )
+
+
+def kl_reward_averaged_over_a_sequence(f: Facts) -> Iterator[Finding]:
+    if f.objective["level"] == "sequence" and f.actor.kl_ctl > 0:
+        yield f.warn(
+            "actor.kl_ctl",
+            "a KL penalty in the reward differs from token to token, but one ratio per sequence uses its mean",
+            "set algorithm: gspo_token, which keeps per-token advantages, or use actor.kl_loss_coef instead",
+        )
+
+
+def gae_without_critic(f: Facts) -> Iterator[Finding]:
+    if f.objective["advantage"] == "gae" and f.config.critic is None:
+        yield f.error(
+            "algorithm",
+            f"{f.objective['name']} computes advantages from a value model, but critic is null",
+            f"add a critic section (critic.path={f.actor.path}), or choose algorithm: gspo",
+        )
+
+
+def critic_without_gae(f: Facts) -> Iterator[Finding]:
+    if f.objective["advantage"] != "gae" and f.config.critic is not None:
+        yield f.warn(
+            "critic",
+            f"{f.objective['name']} computes advantages from the group, so the critic is never used",
+            "remove the critic section, or choose algorithm: ppo",
+        )
+
+
+RULES = (
+    kl_without_reference,
+    kl_counted_twice,
+    k1_in_the_loss,
+    gae_without_critic,
+    critic_without_gae,
+    kl_reward_averaged_over_a_sequence,
+)

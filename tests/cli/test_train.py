@@ -14,7 +14,8 @@ import pytest
 from gspo.cli import main as cli
 from gspo.cli.train import show_run
 from gspo.report.read import best_step, read_metrics
-from gspo.train.evaluate_run import figures, pass_at_k
+from gspo.stats import pass_at_k
+from gspo.train.evaluate_run import figures
 from gspo.types import Failure, Group, Prompt, Sample, SampleId, Score
 
 ROOT = Path(__file__).parents[2]

@@ -14,10 +14,11 @@ from rich.console import Console
 
 from gspo.cli.main import main
 from gspo.errors import ConfigError
-from gspo.report.compare.compare import MISSING, compare, find_runs
+from gspo.report.compare.arms import MISSING
+from gspo.report.compare.compare import compare
 from gspo.report.compare.page import write_page
+from gspo.report.compare.runs import find_runs
 from gspo.report.compare.terminal import compare_view, show_value
-from gspo.stats import t_quantile
 from gspo.system.text import inert
 
 EVIL = "\x1b]0;owned\x07</script><img src=x onerror=alert(1)>[red]\u202e"
@@ -111,19 +112,12 @@ def test_refilled_groups_were_sampled_too(tmp_path):
     assert cells(compare([a, b]), "samples to 80%") == ("304 ± 0",)  # (2 × 16 + 2 × 3) × 8
 
 
-def test_t_quantiles_are_those_of_the_table():
-    assert [t_quantile(df) for df in (1, 2, 30)] == [12.706, 4.303, 2.042]
-    assert t_quantile(40) == pytest.approx(2.0211, abs=2e-4)
-    assert t_quantile(120) == pytest.approx(1.9799, abs=2e-4)
-    assert t_quantile(2.9) == 4.303
-
-
 def test_runs_of_different_lengths_are_compared_where_both_have_been(runs, tmp_path):
     text = config(3, "gspo_seed3")
     make_run(runs / "gspo_seed3", rows([0.2, 0.3]), config=text)
     found = compare([runs / f"gspo_seed{seed}" for seed in (1, 2, 3)])
     assert "e/gspo_seed3 has 2 of 4 steps" in found.notes
-    assert any("mean and band end with the shortest" in note for note in found.notes)
+    assert any("mean and band end" in note for note in found.notes)
     assert cells(found, "steps") == ("2–4",)
     assert found.arms[0].band("eval/accuracy").steps[-1] == 2
     assert cells(found, "accuracy at step 2")[0].startswith("55.3%")  # (0.72 + 0.64 + 0.3) / 3
@@ -159,7 +153,7 @@ def test_what_cannot_be_compared_is_refused_with_the_reason(given, words, runs, 
 
 def test_a_run_without_a_row_is_left_out_and_named(runs):
     make_run(runs / "new", [], config=config(9))
-    assert "e/new has measured nothing yet: left out" in compare([runs]).notes
+    assert any("e/new is left out" in note for note in compare([runs]).notes)
 
 
 def test_metrics_are_chosen_by_name_and_a_wrong_one_gets_the_nearest(runs):

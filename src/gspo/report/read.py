@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import yaml
 
 from gspo.errors import ConfigError
+from gspo.stats import wilson
 
 Row = dict[str, Any]
 
@@ -78,13 +78,11 @@ def accuracy_interval(row: Row) -> tuple[float, float, float]:
     >>> [round(x, 3) for x in accuracy_interval({"eval/accuracy": 1.0, "eval/k": 1, "eval/problems": 512})]
     [1.0, 0.993, 1.0]
     """
-    share, n, z = row["eval/accuracy"], row.get("eval/problems") or 0, 1.96
+    share, n = row["eval/accuracy"], row.get("eval/problems") or 0
     if row.get("eval/k") != 1 or not n:
         half = row.get("eval/accuracy_ci") or 0.0
         return share, max(share - half, 0.0), min(share + half, 1.0)
-    middle = (share + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return share, max(min(middle - half, share), 0.0), min(max(middle + half, share), 1.0)
+    return share, *wilson(share, n)
 
 
 def by_sequence(run: Path) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from gspo.faults import reached
 from gspo.rewards.route import Rewards
 from gspo.rollout.groups import Workflow, sample_groups, single_turn
 from gspo.sampling.api import Sampler
+from gspo.stats import share_interval
 from gspo.types import Group, Outcome, SamplingParams, Score
 
 # Submission indices of evaluations: no training prompt ever gets there, so no draw is shared with training.
@@ -92,29 +92,7 @@ def summarise(groups: Sequence[Group], k: int) -> Evaluation:
     return Evaluation(len(groups), k, avg, avg_ci, best, best_ci, sum(lengths) / max(len(lengths), 1), failures)
 
 
-def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean and the ends of its 95 % interval, from values of independent problems in 0…1.
-
-    Wilson's where all are 0 or 1: it has a width at 0 % and 100 %, where the normal one has none.
-
-    >>> [round(x, 4) for x in interval([1.0] * 512)]
-    [1.0, 0.9926, 1.0]
-    """
-    n, z = len(values), 1.96
-    if n == 0:
-        return math.nan, math.nan, math.nan
-    mean = sum(values) / n
-    if set(values) <= {0.0, 1.0}:
-        middle = (mean + z * z / (2 * n)) / (1 + z * z / n)
-        half = z / (1 + z * z / n) * math.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
-    else:
-        middle = mean
-        half = z * math.sqrt(sum((v - mean) ** 2 for v in values) / max(n - 1, 1) / n)
-    # Rounding must not leave the mean outside its own interval.
-    return mean, min(max(middle - half, 0.0), mean), max(min(middle + half, 1.0), mean)
-
-
 def _mean(values: Sequence[float]) -> tuple[float, float]:
     """Mean, and the longer arm of its 95 % interval."""
-    mean, low, high = interval(values)
+    mean, low, high = share_interval(values)
     return mean, max(mean - low, high - mean)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from math import comb
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,10 @@ from gspo.envs.driver import Episodes
 from gspo.rewards.given import GivenRewards
 from gspo.rollout.groups import Workflow, refuse_failures, single_turn
 from gspo.sampling.api import Sampler
+from gspo.stats import pass_at_k, share_interval
 from gspo.train.build import setup
 from gspo.train.build.policy import load_policy
-from gspo.train.evaluate import evaluate, interval, is_correct
+from gspo.train.evaluate import evaluate, is_correct
 from gspo.types import Group, Request, Sample
 
 
@@ -104,19 +104,8 @@ def figures(groups: Sequence[Group], num_samples: int) -> dict[str, Any]:
     }
 
 
-def pass_at_k(total: int, right: int, k: int) -> float:
-    """Chance that k of `total` samples, `right` of them correct, hold a correct one: 1 − C(n−c, k)/C(n, k).
-
-    Unbiased for the chance of k fresh samples (Chen et al. 2021, arXiv 2107.03374, eq. 1), unlike 1 − (1 − c/n)^k.
-
-    >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
-    (0.25, 0.5, 1.0)
-    """
-    return 1.0 - comb(total - right, k) / comb(total, k)
-
-
 def _share(values: Sequence[float]) -> dict[str, Any]:
-    mean, low, high = interval(values)
+    mean, low, high = share_interval(values)
     if not values:
         return {"value": None, "low": None, "high": None, "problems": 0}
     return {"value": mean, "low": low, "high": high, "problems": len(values)}

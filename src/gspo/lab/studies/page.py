@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gspo.lab.studies import intervals, plan, results
-from gspo.lab.studies.intervals import Interval, Verdict
+from gspo.lab.studies import contrasts, plan, results
+from gspo.lab.studies.contrasts import Interval, Verdict
 from gspo.lab.studies.measure import MEANING
 from gspo.lab.studies.plan import Check, Study
 from gspo.lab.studies.results import Record
@@ -70,8 +70,8 @@ def decisions(study: Study, records: Sequence[Record]) -> list[Decision]:
         theirs: Any = check.against
         if isinstance(theirs, str):
             theirs = results.by_seed(records, theirs, check.measure)
-        found = intervals.contrast(ours, theirs, check.factor)
-        out.append(Decision(check, found, intervals.verdict(found, check.side, check.margin)))
+        found = contrasts.contrast(ours, theirs, check.factor)
+        out.append(Decision(check, found, contrasts.verdict(found, check.side, check.margin)))
     return out
 
 
@@ -112,7 +112,7 @@ def cell(records: Sequence[Record], measure: str) -> str:
     known = [value for value in values if value is not None]
     if not known:
         return "never" if measure.endswith("_to_80") and values else "–"
-    text = plus_minus(intervals.interval(known))
+    text = plus_minus(contrasts.interval(known))
     return text if len(known) == len(values) else f"{text} ({len(known)} of {len(values)})"
 
 

@@ -11,10 +11,11 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from gspo.lab.studies import intervals, results
+from gspo.lab.studies import contrasts, results
 from gspo.lab.studies.plan import Study
 from gspo.lab.studies.results import Record
 from gspo.report.plot import STYLE
+from gspo.stats import t_half
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,7 +73,7 @@ def _curves(axes: Axes, study: Study, records: Sequence[Record], kind: str, task
         color, dash = _COLORS[number % len(_COLORS)], ("-", "--", ":")[number // len(_COLORS) % 3]
         axes.plot(x, y.mean(axis=0), color=color, linestyle=dash, linewidth=1.6, label=arm)
         if len(runs) > 1:
-            half = intervals.quantile(len(runs) - 1) * y.std(axis=0, ddof=1) / np.sqrt(len(runs))
+            half = t_half(y)
             axes.fill_between(x, y.mean(axis=0) - half, y.mean(axis=0) + half, color=color, alpha=0.12, linewidth=0)
     axes.set_xlabel(_TITLES[kind][1])
     if kind == "accuracy":
@@ -89,7 +90,7 @@ def _lengths(axes: Axes, records: Sequence[Record]) -> None:
     x = [int(arm) for arm in arms]
     names = (("sd_sum_log_w", "Σ log w"), ("sd_log_w", "log w of a token"), ("sd_log_s", "log s"))
     for (name, label), color in zip(names, _COLORS, strict=False):
-        found = [intervals.interval(list(results.by_seed(records, arm, name).values())) for arm in arms]
+        found = [contrasts.interval(list(results.by_seed(records, arm, name).values())) for arm in arms]
         y = [f.mean if f else np.nan for f in found]
         axes.plot(x, y, color=color, marker="o", markersize=3, linewidth=1.5, label=label)
         if all(f and f.low is not None for f in found):
@@ -109,8 +110,8 @@ def _noise(axes: Axes, records: Sequence[Record]) -> None:
         arms = dict.fromkeys(r["arm"] for r in records if r["arm"].endswith(f", {edge}"))
         points = []
         for arm in arms:
-            x = intervals.interval(list(results.by_seed(records, arm, "noise_p95").values()))
-            y = intervals.interval(list(results.by_seed(records, arm, "cosine").values()))
+            x = contrasts.interval(list(results.by_seed(records, arm, "noise_p95").values()))
+            y = contrasts.interval(list(results.by_seed(records, arm, "cosine").values()))
             if x and y:
                 points.append((x.mean, y.mean, 0.0 if y.high is None else y.high - y.mean))
         points.sort()

@@ -1,4 +1,4 @@
-"""compare.html: a comparison as one file, with the charts, looks and policy of the report's page."""
+"""compare.html: a comparison as one file, with the charts, style and content policy of the report page."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 from gspo.errors import ConfigError
-from gspo.report.compare.compare import Arm, Comparison
+from gspo.report.compare.arms import Arm
+from gspo.report.compare.compare import Comparison
 from gspo.report.compare.terminal import show_value
 from gspo.report.page.page import page
 from gspo.stats import Floats
 
 SCRIPTS = ("uPlot.iife.min.js", "text.js", "charts.js", "compare.js")
-POINTS = 2000  # of a curve; more than a screen has columns for
+POINTS = 2000  # per curve: more than a screen can show
 SHARES = frozenset(
     {"eval/accuracy", "eval/pass_at_k", "reward/zero_variance_groups", "length/truncated", "clip/tokens"}
 )
@@ -27,12 +28,12 @@ WORDS = {
     "length/mean": "tokens per completion",
     "policy/kl_behavior": "nats per token, to the sampler",
     "grad/norm": "before clipping",
-    "time/step_s": "seconds, evaluation among them",
+    "time/step_s": "seconds, including evaluation",
 }
 
 
 def write_page(found: Comparison, to: Path) -> Path:
-    """Write the page, whole or not at all."""
+    """Write the page atomically."""
     boot = {
         "title": " against ".join(arm.name for arm in found.arms[:4]) + (" …" if len(found.arms) > 4 else ""),
         "arms": [{"name": arm.name, "runs": [_run(run) for run in arm.runs]} for arm in found.arms],
@@ -41,13 +42,13 @@ def write_page(found: Comparison, to: Path) -> Path:
         "notes": list(found.notes),
         "curves": [_curve(found.arms, metric, big=i == 0) for i, metric in enumerate(found.metrics)],
     }
-    aside = to.with_name(f".{to.name}.tmp")
+    tmp = to.with_name(f".{to.name}.tmp")
     try:
-        with open(aside, "w", encoding="utf-8", newline="\n") as file:
+        with open(tmp, "w", encoding="utf-8", newline="\n") as file:
             file.writelines(page(f"{boot['title']} · gspo compare", boot, template="compare.html", scripts=SCRIPTS))
-        os.replace(aside, to)
+        os.replace(tmp, to)
     except OSError as cause:
-        raise ConfigError(f"{to} cannot be written: {cause.strerror}; give another --out") from cause
+        raise ConfigError(f"{to} cannot be written: {cause.strerror}; choose another file with --out") from cause
     return to
 
 
@@ -57,7 +58,7 @@ def _run(run: Any) -> dict[str, Any]:
 
 
 def _curve(arms: tuple[Arm, ...], metric: str, *, big: bool) -> dict[str, Any]:
-    """One metric of all arms over the steps that any of them has; null where one has none."""
+    """One metric of all arms over the union of their steps; null where an arm has no value."""
     is_share = metric in SHARES or metric.startswith("clip/sequences")
     bands = [arm.band(metric) for arm in arms]
     runs = [[run.curve(metric) for run in arm.runs] for arm in arms]
@@ -78,6 +79,6 @@ def _curve(arms: tuple[Arm, ...], metric: str, *, big: bool) -> dict[str, Any]:
 
 
 def _over(x: Floats, at: Floats, values: Floats) -> list[float | None]:
-    """Values by step, null at steps that were not measured."""
+    """Values at the steps x; null at steps that were not measured."""
     known = dict(zip(at.tolist(), values.tolist(), strict=True))
     return [None if (value := known.get(step)) is None else float(f"{value:.6g}") for step in x.tolist()]

@@ -1,6 +1,6 @@
 """A comparison on a terminal: values in, rich renderables out, for a given width.
 
-Names of runs and values of configs came from outside: `clean` makes every one of them inert before it is shown.
+Names of runs and config values are untrusted text: `clean` removes control characters before they are shown.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gspo.report.compare.compare import MISSING, Band, Comparison
+from gspo.report.compare.arms import MISSING, Band
+from gspo.report.compare.compare import Comparison
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-LONGEST = 48  # characters of a config value; the whole of it is in config.yaml
+LONGEST = 48  # characters of a config value; config.yaml has all of it
 STYLES = ("cyan", "yellow", "green", "magenta", "blue", "red")
 
 
@@ -29,11 +30,11 @@ def compare_view(found: Comparison, width: int, clean: Callable[[str], str]) -> 
     config = [(clean(key), [clean(show_value(value)) for value in values]) for key, values in found.config]
     parts: list[RenderableType] = [_heading("Outcome"), side_by_side(names, outcome, width)]
     if several:
-        parts.append(Text("± is half the 95 % t-interval of the mean over runs", style="dim"))
+        parts.append(Text("mean over runs ± half of its 95 % t interval", style="dim"))
     if config:
         parts += [Text(), _heading("Keys that differ"), side_by_side(names, config, width)]
     elif len(names) == 1:
-        parts += [Text(), Text("the configs differ in seed and names alone: one arm")]
+        parts += [Text(), Text("the configs differ only in seed and names, so all runs form one arm")]
     for metric in found.metrics[:3]:
         lines = _curves([arm.band(metric) for arm in found.arms], names, width)
         if lines:
@@ -44,7 +45,7 @@ def compare_view(found: Comparison, width: int, clean: Callable[[str], str]) -> 
 
 
 def side_by_side(names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], width: int) -> RenderableType:
-    """A column per arm, in as many tables as the width asks for; where not even one fits, a block per arm."""
+    """A column per arm, split into several tables if the width requires it; if no column fits, a block per arm."""
     label = max(cell_len(what) for what, _ in rows)
     widths = [2 + max(cell_len(name), *(cell_len(v[i]) for _, v in rows)) for i, name in enumerate(names)]
     if label + max(widths) > width:
@@ -96,7 +97,7 @@ def show_value(value: Any) -> str:
 
 
 def _curves(bands: Sequence[Band], names: Sequence[str], width: int) -> list[Text]:
-    """A line of blocks per arm, all on one scale, between the first value and the last."""
+    """One sparkline per arm, on a common scale, between its first and last value."""
     drawn = [band for band in bands if len(band.steps) > 1]
     if not drawn:
         return []
@@ -109,7 +110,7 @@ def _curves(bands: Sequence[Band], names: Sequence[str], width: int) -> list[Tex
         head = Text(name, style="dim")
         head.truncate(label, overflow="ellipsis", pad=True)
         if len(band.steps) < 2:
-            lines.append(Text.assemble(head, ("  not measured twice", "dim")))
+            lines.append(Text.assemble(head, ("  fewer than two values", "dim")))
             continue
         at = np.linspace(0, last, room)
         at = at[(at >= band.steps[0] - last / room) & (at <= band.steps[-1] + 1e-9)]

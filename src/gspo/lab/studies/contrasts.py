@@ -1,20 +1,14 @@
-"""t intervals of a few seeds, alone and paired by seed, and what they decide. Standard library alone."""
+"""Means over seeds, differences of two arms paired by seed, and the verdict that an interval allows."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from statistics import NormalDist, fmean, stdev
+from statistics import fmean
 from typing import Literal, NamedTuple
 
-Verdict = Literal["shown", "opposite", "not shown", "too few seeds", "not run"]
+from gspo.stats import t_half
 
-# Student's t, 97.5 % quantile, for 1 … 30 degrees of freedom.
-_T = (
-    12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281,
-    2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860,
-    2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423,
-)  # fmt: skip
+Verdict = Literal["shown", "opposite", "not shown", "too few seeds", "not run"]
 
 
 class Interval(NamedTuple):
@@ -26,20 +20,8 @@ class Interval(NamedTuple):
     n: int
 
 
-def quantile(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t; beyond the table by the expansion around the normal quantile.
-
-    >>> quantile(4), round(quantile(40), 3)
-    (2.7764, 2.021)
-    """
-    if freedom <= len(_T):
-        return _T[freedom - 1]
-    z = NormalDist().inv_cdf(0.975)
-    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-
-
 def interval(values: Sequence[float]) -> Interval | None:
-    """mean ± t · s/√n; None of nothing.
+    """The mean with its 95 % t interval; None for no values.
 
     >>> interval([1.0, 2.0, 3.0])
     Interval(mean=2.0, low=-0.48..., high=4.48..., n=3)
@@ -49,7 +31,7 @@ def interval(values: Sequence[float]) -> Interval | None:
     mean = fmean(values)
     if len(values) == 1:
         return Interval(mean, None, None, 1)
-    half = quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    half = float(t_half(values))
     return Interval(mean, mean - half, mean + half, len(values))
 
 

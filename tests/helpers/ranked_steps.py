@@ -101,7 +101,7 @@ def run(case: dict, world=ALONE) -> tuple[dict[str, torch.Tensor], dict]:
     )  # fmt: skip
     weights = {name: full(p.detach()).clone() for name, p in policy.named_parameters()}
     weights |= {f"logp/{i}": torch.from_numpy(x) for i, x in report.logp.items()}
-    told = {k: getattr(report, k) for k in ("losses", "grad_norms", "taken", "num_input_tokens", "num_skipped")}
+    told = {k: getattr(report, k) for k in ("losses", "grad_norms", "applied", "num_input_tokens", "num_skipped")}
     told |= {k: v.tolist() for k, v in vars(report).items() if isinstance(v, np.ndarray)}
     return weights, told
 

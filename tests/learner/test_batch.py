@@ -13,15 +13,15 @@ def test_advantages_are_of_each_group_and_failed_rewards_leave_it():
     np.testing.assert_allclose(batch.advantages, want, rtol=0, atol=1e-12)
     assert batch.scored.tolist() == [True, True, False, True, True, True]
     assert np.isnan(batch.rewards[2])
-    assert not batch.counted[2]
-    assert not batch.live[2]
+    assert not batch.in_denominator[2]
+    assert not batch.has_gradient[2]
 
 
 def test_a_group_of_equal_rewards_or_of_one_scored_sample_has_advantage_exactly_0():
     batch = make_batch([make_group(0, [0.1 + 0.2, 0.3, 0.3]), make_group(1, [FAILED, 7]), make_group(2, [FAILED] * 2)])
     assert (batch.advantages == 0).all()
-    assert batch.counted.tolist() == [True, True, True, False, True, False, False]
-    assert not batch.live.any()
+    assert batch.in_denominator.tolist() == [True, True, True, False, True, False, False]
+    assert not batch.has_gradient.any()
 
 
 @pytest.mark.parametrize("norm", ["group_mean", "leave_one_out", "batch"])
@@ -66,16 +66,17 @@ def test_truncated_completions_get_advantage_0_whatever_is_normalised(adv_norm):
     batch = make_batch(groups, truncated_is_zero=True, adv_norm=adv_norm)
     assert (batch.advantages[3:] == 0).all()
     assert (batch.advantages[:3] != 0).all()
-    assert batch.counted.all()
+    assert batch.in_denominator.all()
     assert make_batch(groups, adv_norm=adv_norm).advantages[3:].all()
 
 
 def test_counted_groups_stay_and_dropped_ones_leave_the_count():
     groups = [make_group(0, [1, 0]), make_group(1, [1, 1]), make_group(2, [FAILED, 1, 0])]
-    assert make_batch(groups).counted.tolist() == [True] * 4 + [False, True, True]
-    assert make_batch(groups, zero_variance="drop").counted.tolist() == [True, True, False, False, False, True, True]
+    assert make_batch(groups).in_denominator.tolist() == [True] * 4 + [False, True, True]
+    without = [True, True, False, False, False, True, True]
+    assert make_batch(groups, zero_variance="drop").in_denominator.tolist() == without
     for how in ("count", "drop"):
-        assert make_batch(groups, zero_variance=how).live.tolist() == [True, True, False, False, False, True, True]
+        assert make_batch(groups, zero_variance=how).has_gradient.tolist() == without
 
 
 @pytest.mark.parametrize(
@@ -114,8 +115,8 @@ def test_items_hold_each_prompt_once_with_the_chosen_completions():
 def test_a_completion_without_a_trained_token_is_counted_and_not_live():
     batch = make_batch([make_group(0, [1, 0], [3, 2], holes={0: slice(0, 3)})])
     assert batch.trained_tokens.tolist() == [0, 2]
-    assert batch.counted.all()
-    assert batch.live.tolist() == [False, True]
+    assert batch.in_denominator.all()
+    assert batch.has_gradient.tolist() == [False, True]
 
 
 def test_rewards_beyond_the_clip_are_marked_because_they_are_the_same_afterwards():

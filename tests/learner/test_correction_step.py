@@ -64,7 +64,7 @@ def test_loglinear_of_old_tokens_is_nearer_to_recomputation_than_the_samplers_va
         proximal: run(copy.deepcopy(model), batch, plan, proximal=proximal, version=NOW, lr=1e-3)
         for proximal in ("recompute", "loglinear", "sampler", "rollout")
     }
-    first, later = batch.live & (batch.minibatch == 0), batch.live & (batch.minibatch > 0)
+    first, later = batch.has_gradient & (batch.minibatch == 0), batch.has_gradient & (batch.minibatch > 0)
     off = {
         name: float(np.abs(report.log_s[later] - reports["recompute"].log_s[later]).mean())
         for name, report in reports.items()
@@ -103,7 +103,7 @@ def test_the_weight_is_the_mean_over_tokens_and_is_reported_before_it_is_truncat
     want, cap = np.array(means), 1.0
     plan = make_plan(num_minibatches=1, settings={"correction": {"level": "sequence", "action": "clamp", "upper": cap}})
     report = run(copy.deepcopy(model), replace(batch, minibatch=np.zeros_like(batch.minibatch)), plan, version=NOW)
-    live = batch.live
+    live = batch.has_gradient
     np.testing.assert_allclose(report.correction_raw[live], want[live], rtol=1e-6)
     np.testing.assert_allclose(report.correction[live], np.minimum(want, cap)[live], rtol=1e-6)
     beyond = live & (want > cap)

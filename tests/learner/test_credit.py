@@ -56,14 +56,16 @@ def test_an_untrained_critic_and_lambda_1_give_the_reward_to_every_token():
         np.testing.assert_array_equal(advantage, np.full(batch.trained_tokens[i], batch.shaped[i]))
         np.testing.assert_array_equal(credited.returns[i], advantage)
     # A reward of 0 is no advantage here; a failed one has none either.
-    assert credited.live.tolist() == [bool(batch.trainable[i] and batch.shaped[i] != 0) for i in range(len(batch.live))]
+    assert credited.has_gradient.tolist() == [
+        bool(batch.trainable[i] and batch.shaped[i] != 0) for i in range(len(batch.has_gradient))
+    ]
 
 
 def test_without_a_coefficient_tokens_share_the_advantage_of_their_sequence():
     batch = make_batch(uneven_groups())
     credited = assign(batch, Credit(gae_lambda=0.3))  # λ is the critic's: there is none
     np.testing.assert_allclose(credited.advantages[batch.trainable], batch.advantages[batch.trainable], atol=1e-15)
-    assert (credited.live == batch.live).all()
+    assert (credited.has_gradient == batch.has_gradient).all()
     assert credited.kl_penalty is None
 
 
@@ -71,11 +73,11 @@ def test_a_group_of_equal_rewards_feels_the_penalty_and_a_failed_reward_does_not
     groups = [make_group(0, [1, 1], [3, 2]), make_group(1, [FAILED, 1], [2, 2])]
     reference = {**REFERENCE, 3: np.array([-3.0, -1.0])}
     batch = penalised(Credit(kl_coef=0.1), groups, reference)
-    assert batch.live.tolist() == [True, True, False, True]
+    assert batch.has_gradient.tolist() == [True, True, False, True]
     assert batch.token_advantages.keys() == {0, 1, 3}
     np.testing.assert_allclose(batch.token_advantages[3], [-0.2, 0.0], atol=1e-12)
     dropped = penalised(Credit(kl_coef=0.1), groups, reference, zero_variance="drop")
-    assert not dropped.live.any()  # groups are compared before the penalty
+    assert not dropped.has_gradient.any()  # groups are compared before the penalty
 
 
 def test_a_mean_of_0_does_not_make_a_sequence_dead():
@@ -83,7 +85,7 @@ def test_a_mean_of_0_does_not_make_a_sequence_dead():
     batch = assign(batch, Credit(gae_lambda=0.0))  # δ = (2 − 1, 0 − 2); shifted to a mean of 0 below
     shifted = replace(batch, advantages=np.zeros(1), token_advantages={0: np.array([1.5, -1.5])})
     np.testing.assert_allclose(batch.token_advantages[0], [1.0, -2.0])
-    assert shifted.live.all()
+    assert shifted.has_gradient.all()
 
 
 def test_adv_norm_is_over_tokens_and_truncation_comes_after_it():
@@ -102,4 +104,4 @@ def test_adv_norm_is_over_tokens_and_truncation_comes_after_it():
 
 def test_equal_rewards_are_dropped_by_reward_with_a_critic():
     batch = make_batch([make_group(0, [1, 1]), make_group(1, [1, 0])], norm="gae", zero_variance="drop")
-    assert batch.counted.tolist() == [False, False, True, True]
+    assert batch.in_denominator.tolist() == [False, False, True, True]

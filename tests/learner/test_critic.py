@@ -99,7 +99,7 @@ def test_the_critics_updates_are_the_plain_padded_ones(max_tokens, exact):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-9, msg=name)
     assert report.num_clipped == num_clipped > 0
     assert report.num_tokens == batch.trained_tokens[batch.trainable].sum()
-    assert report.taken == [True] * 3
+    assert report.applied == [True] * 3
 
 
 def test_updates_bring_values_nearer_to_returns_and_the_metrics_say_so():
@@ -121,7 +121,7 @@ def test_a_nan_in_the_critic_touches_nothing_and_is_reported():
     before = copy.deepcopy(critic.module.state_dict())
     broken = replace(batch, returns={**batch.returns, 0: np.full_like(batch.returns[0], np.nan)})
     report = train_critic(critic, broken, [0.1])
-    assert report.taken == [False]
+    assert report.applied == [False]
     assert all(torch.equal(before[n], t) for n, t in critic.module.state_dict().items())
 
 
@@ -159,11 +159,11 @@ def test_the_ppo_update_is_the_plain_padded_one(max_tokens, exact):
     advantage = torch.from_numpy(np.concatenate([batch.token_advantages[i] for i in at]))
     assert max(np.ptp(batch.token_advantages[i]) for i in at) > 0.1  # they do differ inside a sequence
     d = (logp - logp.detach())[mask]
-    (-(d.exp() * advantage).sum() / batch.trained_tokens[batch.counted].sum()).backward()
+    (-(d.exp() * advantage).sum() / batch.trained_tokens[batch.in_denominator].sum()).backward()
     for name, p in plain.named_parameters():
         want = p.detach() - 0.05 * (torch.zeros_like(p) if p.grad is None else p.grad)
         torch.testing.assert_close(got[name], want, rtol=0, atol=1e-10, msg=name)
-    assert np.isfinite(report.log_s).sum() == batch.live.sum()
+    assert np.isfinite(report.log_s).sum() == batch.has_gradient.sum()
 
 
 def test_sequence_ratios_on_top_of_ppo_are_the_token_ones_on_policy_and_not_off_policy(exact):

@@ -82,7 +82,7 @@ def plain_update(model, batch, plan, num_trajectories):
     """One update the plain way: padded rows, each sequence weighted by its share of its trajectory."""
     logp, mask = plain_logp(model, batch, plan.temperature)
     lengths = mask.sum(-1)
-    total = torch.zeros(len(batch.heads), dtype=torch.float64).index_add(
+    total = torch.zeros(len(batch.is_first), dtype=torch.float64).index_add(
         0, torch.from_numpy(batch.trajectory_of), lengths.double()
     )
     share = lengths / total[torch.from_numpy(batch.trajectory_of)]
@@ -165,13 +165,13 @@ def test_a_tree_of_relatives_is_packed_once_and_cut_only_where_it_must_be():
 def test_a_trajectory_counts_once_and_is_never_divided():
     groups = episode_groups()
     batch = make_batch(groups, num_minibatches=4)
-    assert batch.heads.sum() == 8
+    assert batch.is_first.sum() == 8
     assert batch.trajectory_of.tolist() == [0, 1, 2, 2, 3, 3, 3, 4, 5, 6, 6, 7, 7, 7]
     assert batch.minibatch.tolist() == [0, 0, 1, 1, 1, 1, 1, 2, 2, 3, 3, 3, 3, 3]
-    np.testing.assert_allclose(np.bincount(batch.trajectory_of, batch.shares), 1)
-    assert batch.shares[[2, 3]].tolist() == [7 / 11, 4 / 11]
+    np.testing.assert_allclose(np.bincount(batch.trajectory_of, batch.token_share), 1)
+    assert batch.token_share[[2, 3]].tolist() == [7 / 11, 4 / 11]
     plain = make_batch([replace(g, samples=tuple(replace(s, rest=()) for s in g.samples)) for g in groups])
-    np.testing.assert_array_equal(batch.advantages[batch.heads], plain.advantages)
+    np.testing.assert_array_equal(batch.advantages[batch.is_first], plain.advantages)
     np.testing.assert_array_equal(batch.advantages, plain.advantages[batch.trajectory_of])
     report = run(model_zoo.build("qwen3", torch.float32), batch, make_plan(num_minibatches=4))
     metrics = step_metrics(batch, report, 0)
@@ -283,7 +283,7 @@ def test_the_longest_turn_is_what_an_overlong_penalty_counts():
     shaping = Shaping(overlong_tokens=4, max_new_tokens=8)
     batch = make_batch(episode_groups(), shaping=shaping)
     # Longest turns: 6, 4, 5, 5 of at most 8, penalised from 4 on.
-    np.testing.assert_allclose(batch.shaped[batch.heads][:4], np.array([1, 0, 0.5, 0.2]) - [0.5, 0, 0.25, 0.25])
+    np.testing.assert_allclose(batch.shaped[batch.is_first][:4], np.array([1, 0, 0.5, 0.2]) - [0.5, 0, 0.25, 0.25])
     assert not is_flat(batch.groups[0], shaping)
 
 
@@ -296,7 +296,7 @@ def test_an_episode_that_failed_is_out_of_every_count():
         outcomes=tuple(Failure("timeout", "x") if i == 2 else o for i, o in enumerate(groups[0].outcomes)),
     )
     batch = make_batch([group, groups[1]])
-    assert (~batch.counted).tolist() == [False, False, True, True, *[False] * 10]
+    assert (~batch.in_denominator).tolist() == [False, False, True, True, *[False] * 10]
     report = run(model_zoo.build("qwen3", torch.float32), batch, make_plan())
     metrics = step_metrics(batch, report, 0)
     assert metrics["reward/failures"] == 1

@@ -50,7 +50,7 @@ def test_reference_log_probs_are_the_plain_ones_of_every_sequence_a_loss_can_rea
     with torch.no_grad():
         want, mask = plain_logp(model, batch, np.ones(batch.num_sequences, bool), TEMPERATURE)
     assert got.keys() == set(np.flatnonzero(batch.trainable))
-    assert set(np.flatnonzero(batch.trainable & ~batch.live)) <= got.keys()  # a KL needs no advantage
+    assert set(np.flatnonzero(batch.trainable & ~batch.has_gradient)) <= got.keys()  # a KL needs no advantage
     for i, logp in got.items():
         np.testing.assert_allclose(logp, want[i][mask[i]].numpy(), atol=1e-10)
 
@@ -67,27 +67,27 @@ def test_the_gradient_with_kl_in_the_loss_is_the_plain_one(estimator, exact):
     report = train_step(
         policy, sgd(policy), with_reference(batch, reference), plan, proximal="recompute", learning_rates=[1.0]
     )
-    logp, mask = plain_logp(plain, batch, batch.counted, TEMPERATURE)
+    logp, mask = plain_logp(plain, batch, batch.in_denominator, TEMPERATURE)
     with torch.no_grad():
-        their, _ = plain_logp(reference, batch, batch.counted, TEMPERATURE)
+        their, _ = plain_logp(reference, batch, batch.in_denominator, TEMPERATURE)
     d = torch.where(mask, logp - their, 0.0)
     k = {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[estimator]
     length = mask.sum(-1).clamp(min=1)
     s = torch.exp(torch.where(mask, logp - logp.detach(), 0.0).sum(-1) / length)
-    advantage = torch.from_numpy(batch.advantages[batch.counted]) * mask.any(-1)
-    loss = (-s * advantage + 0.7 * k.sum(-1) / length).sum() / batch.counted.sum()
+    advantage = torch.from_numpy(batch.advantages[batch.in_denominator]) * mask.any(-1)
+    loss = (-s * advantage + 0.7 * k.sum(-1) / length).sum() / batch.in_denominator.sum()
     loss.backward()
     assert report.losses[0] == pytest.approx(float(loss.detach()), abs=1e-10)
-    assert np.isfinite(report.log_s).sum() == batch.trainable.sum() > batch.live.sum()
-    assert report.num_skipped == (batch.counted & ~batch.trainable).sum()
+    assert np.isfinite(report.log_s).sum() == batch.trainable.sum() > batch.has_gradient.sum()
+    assert report.num_skipped == (batch.in_denominator & ~batch.trainable).sum()
     before = dict(start.named_parameters())
     for name, p in plain.named_parameters():
         want = before[name] - (torch.zeros_like(p) if p.grad is None else p.grad)
         got = dict(packed.named_parameters())[name]
         torch.testing.assert_close(got, want, rtol=0, atol=1e-10, msg=name)
     k3 = torch.where(mask, kl(logp.detach(), their, "k3"), 0.0).sum(-1) / length
-    entered = np.isfinite(report.kl_reference[batch.counted])
-    np.testing.assert_allclose(report.kl_reference[batch.counted][entered], k3.numpy()[entered], atol=1e-10)
+    entered = np.isfinite(report.kl_reference[batch.in_denominator])
+    np.testing.assert_allclose(report.kl_reference[batch.in_denominator][entered], k3.numpy()[entered], atol=1e-10)
 
 
 @pytest.mark.parametrize("level", ["sequence_token", "sequence", "token"])
@@ -102,19 +102,19 @@ def test_the_gradient_with_kl_in_the_reward_is_the_plain_one(level, exact):
     plan = make_plan(0.0, max_tokens=30)
     plan = replace(plan, settings={**plan.settings, "level": level})
     train_step(policy, sgd(policy), batch, plan, proximal="recompute", learning_rates=[1.0])
-    logp, mask = plain_logp(plain, batch, batch.counted, TEMPERATURE)
+    logp, mask = plain_logp(plain, batch, batch.in_denominator, TEMPERATURE)
     with torch.no_grad():
-        their, _ = plain_logp(reference, batch, batch.counted, TEMPERATURE)
+        their, _ = plain_logp(reference, batch, batch.in_denominator, TEMPERATURE)
     behavior = torch.zeros_like(logp)
-    for b, i in enumerate(np.flatnonzero(batch.counted)):
+    for b, i in enumerate(np.flatnonzero(batch.in_denominator)):
         behavior[b, : len(batch.samples[i].tokens)] = torch.from_numpy(batch.samples[i].behavior_logp)
     k = torch.where(mask, behavior - their, 0.0)
     to_come = k.flip(-1).cumsum(-1).flip(-1)
-    advantage = torch.from_numpy(plain_batch.advantages[batch.counted])[:, None] - 0.3 * to_come
+    advantage = torch.from_numpy(plain_batch.advantages[batch.in_denominator])[:, None] - 0.3 * to_come
     length = mask.sum(-1, keepdim=True).clamp(min=1)
     if level == "sequence":
         advantage = (torch.where(mask, advantage, 0.0).sum(-1, keepdim=True) / length).expand(mask.shape)
-    (-(torch.where(mask, logp, 0.0) * advantage / length).sum() / batch.counted.sum()).backward()
+    (-(torch.where(mask, logp, 0.0) * advantage / length).sum() / batch.in_denominator.sum()).backward()
     before, got = dict(start.named_parameters()), dict(packed.named_parameters())
     for name, p in plain.named_parameters():
         want = before[name] - (torch.zeros_like(p) if p.grad is None else p.grad)

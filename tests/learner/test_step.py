@@ -58,7 +58,7 @@ def plain_step(model, batch, plan, *, proximal="recompute", lr=1.0):
     start = copy.deepcopy(model)
     advantage = torch.from_numpy(batch.advantages)
     for k in range(plan.num_minibatches):
-        which = batch.counted & (batch.minibatch == k)
+        which = batch.in_denominator & (batch.minibatch == k)
         model.zero_grad()
         if which.any():
             logp, mask = plain_logp(model, batch, which, plan.temperature)
@@ -103,8 +103,8 @@ def test_the_update_equals_the_plain_padded_one_whatever_is_skipped_or_split(ski
     plan = make_plan(skip_zero_advantage=skip, max_tokens=max_tokens)
     batch, report = assert_same_updates(uneven_groups(), plan)
     entered = np.isfinite(report.log_s)
-    assert entered.sum() == (batch.live if skip else batch.counted & (batch.trained_tokens > 0)).sum()
-    assert (batch.counted & ~batch.live).sum() >= 4  # there was something to skip
+    assert entered.sum() == (batch.has_gradient if skip else batch.in_denominator & (batch.trained_tokens > 0)).sum()
+    assert (batch.in_denominator & ~batch.has_gradient).sum() >= 4  # there was something to skip
     assert not entered[~batch.scored].any()
     assert not batch.scored.all()
 
@@ -137,7 +137,7 @@ def test_dropped_groups_leave_the_denominator_and_counted_ones_stay(exact):
         trained = copy.deepcopy(model)
         run(trained, make_batch(with_behavior(groups, model, plan.temperature), zero_variance=how), plan)
         grads[how] = {n: weights(model)[n] - w for n, w in weights(trained).items()}
-        counts = int(batch.counted.sum())
+        counts = int(batch.in_denominator.sum())
         grads[how]["count"] = counts
     # 16 scored sequences; groups 2 (three) and 4 (one scored) teach nothing.
     assert (grads["count"].pop("count"), grads["drop"].pop("count")) == (16, 12)
@@ -166,9 +166,9 @@ def test_mini_batch_1_has_ratio_exactly_1_and_later_ones_have_moved(proximal):
     model = model_zoo.build("qwen3", torch.float32)
     batch = make_batch(with_behavior(uneven_groups(), model, 0.8), 3)
     report = run(model, batch, make_plan(num_minibatches=3), proximal=proximal, lr=0.05)
-    assert (report.log_s[batch.live & (batch.minibatch == 0)] == 0).all()
-    assert (np.abs(report.log_s[batch.live & (batch.minibatch > 0)]) > 1e-4).all()
-    assert np.isnan(report.log_s[~batch.live]).all()
+    assert (report.log_s[batch.has_gradient & (batch.minibatch == 0)] == 0).all()
+    assert (np.abs(report.log_s[batch.has_gradient & (batch.minibatch > 0)]) > 1e-4).all()
+    assert np.isnan(report.log_s[~batch.has_gradient]).all()
 
 
 def test_the_sampler_may_stand_in_for_the_recomputed_policy_up_to_its_noise():
@@ -193,7 +193,7 @@ def test_noise_is_the_difference_to_the_sampler_at_equal_weights_where_a_forward
     batch = make_batch(shifted, 2)
     report = run(model, batch, make_plan(num_minibatches=2), lr=0.05, proximal=proximal)
     # Mini-batch 1 always; later ones only where π_old was recomputed, for after an update the weights differ.
-    seen = batch.live & ((batch.minibatch == 0) | (proximal == "recompute"))
+    seen = batch.has_gradient & ((batch.minibatch == 0) | (proximal == "recompute"))
     np.testing.assert_allclose(report.noise_log_s[seen], 0.25, atol=1e-6)
     assert np.isnan(report.noise_log_s[~seen]).all()
 
@@ -210,7 +210,7 @@ def test_detaching_in_every_mini_batch_is_seen_as_a_ratio_stuck_at_1(monkeypatch
     batch = make_batch(uneven_groups(), 3)
     report = run(model, batch, make_plan(num_minibatches=3), lr=0.05)
     assert report.grad_norms[0] > 0
-    assert (report.log_s[batch.live] == 0).all()
+    assert (report.log_s[batch.has_gradient] == 0).all()
     counts, said = {}, []
     for _ in range(PATIENCE):
         metrics = step_metrics(batch, report, 0)
@@ -236,7 +236,7 @@ def test_mini_batches_are_optimizer_updates_and_micro_batches_are_not():
     plan = make_plan(num_minibatches=3, max_tokens=12)
     batch = make_batch(uneven_groups(), 3)
     report = train_step(policy, optimizer, batch, plan, proximal="sampler", learning_rates=[0.1, 0.2, 0.3])
-    assert steps["steps"] == 3 == len(report.taken) == len(report.grad_norms) == len(report.losses)
+    assert steps["steps"] == 3 == len(report.applied) == len(report.grad_norms) == len(report.losses)
     assert forwards["forward"] > 2 * 3
     assert optimizer.param_groups[0]["lr"] == 0.3
 
@@ -254,7 +254,7 @@ def test_the_optimizer_steps_though_everything_is_skipped(num_minibatches):
     assert not forwards
     assert report.num_input_tokens == 0
     assert steps["steps"] == num_minibatches
-    assert report.taken == [True] * num_minibatches
+    assert report.applied == [True] * num_minibatches
     assert report.grad_norms == [0.0] * num_minibatches
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.detach(), before[name] * (1 - 1e-2 * 0.5) ** num_minibatches)
@@ -330,12 +330,12 @@ def test_a_non_finite_gradient_touches_neither_weights_nor_moments(value):
     same = untouched(policy, optimizer)
     broken = list(policy.parameters())[5].register_hook(lambda g: torch.full_like(g, value))
     report = one_step(policy, optimizer, batch)
-    assert report.taken == [False]
+    assert report.applied == [False]
     assert not np.isfinite(report.grad_norms[0])
     assert same()
     assert step_metrics(batch, report, 0)["grad/skipped_updates"] == 1
     broken.remove()
-    assert one_step(policy, optimizer, batch).taken == [True]
+    assert one_step(policy, optimizer, batch).applied == [True]
     assert not same()
 
 
@@ -349,7 +349,7 @@ def test_a_loss_that_is_not_a_number_touches_nothing_though_its_gradient_is_fini
     groups[0].samples[1].behavior_logp[2] = np.nan
     report = train_step(policy, optimizer, make_batch(groups), make_plan(), proximal="rollout", learning_rates=[1e-2])
     assert np.isnan(report.losses[0])
-    assert report.taken == [False]
+    assert report.applied == [False]
     assert same()
 
 
@@ -368,10 +368,10 @@ def test_an_infinite_advantage_touches_nothing_and_later_mini_batches_go_on():
         proximal="recompute",
         learning_rates=[0.0, 0.0, 0.0],
     )
-    assert report.taken == [False, True, True]  # the other two are empty: zero gradients are taken
+    assert report.applied == [False, True, True]  # the other two are empty: zero gradients are applied
     assert all(torch.equal(w, before[n]) for n, w in policy.named_parameters())
     report = train_step(
         policy, optimizer, replace(batch, advantages=advantages), plan, proximal="recompute", learning_rates=[1e-2] * 3
     )
-    assert report.taken == [False, True, True]
+    assert report.applied == [False, True, True]
     assert not all(torch.equal(w, before[n]) for n, w in policy.named_parameters())

@@ -37,7 +37,7 @@ def assert_equal_steps(tmp_path, num_ranks, names, reports=True):
             assert float((want[key] - got[key]).abs().max()) <= 1e-9, (name, key)
         also = json.loads((tmp_path / f"{name}.json").read_text())
         # A prompt that two ranks share is computed by both.
-        for key in told.keys() - {"num_input_tokens"} if reports else ("taken",):
+        for key in told.keys() - {"num_input_tokens"} if reports else ("applied",):
             np.testing.assert_allclose(
                 np.array(also[key], float), np.array(told[key], float), rtol=0, atol=1e-9, err_msg=f"{name} {key}"
             )
@@ -59,7 +59,7 @@ def test_every_kind_of_step_is_the_same_on_several_ranks(tmp_path, num_ranks, ex
 def test_a_loss_that_is_no_number_on_one_rank_skips_the_update_on_all(tmp_path, exact):
     # Which sequences share the broken micro-batch depends on the ranks; that nothing came of it does not.
     _, told = assert_equal_steps(tmp_path, 2, ["nonfinite"], reports=False)
-    assert told["taken"] == [False, True]
+    assert told["applied"] == [False, True]
 
 
 # Who computes what
@@ -174,7 +174,7 @@ def test_the_config_and_the_launcher_must_agree_on_the_number_of_ranks(monkeypat
 def test_one_process_is_a_world_of_its_own_and_starts_nothing(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with joined(None, 10.0, StopRequest()) as world:
-        assert (world.size, world.is_first, world.total(2.5), world.union({3: np.ones(1)})) == (
+        assert (world.size, world.is_first, world.all_reduce_sum(2.5), world.union({3: np.ones(1)})) == (
             1, True, 2.5, {3: np.ones(1)},
         )  # fmt: skip
     assert not torch.distributed.is_initialized()

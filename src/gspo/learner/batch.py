@@ -37,7 +37,7 @@ class Batch:
     rewards: Floats  # as scored; NaN where it failed
     shaped: Floats  # after length penalty, bias, scaling, clip
     advantages: Floats  # final; 0 where not scored
-    counted: NDArray[np.bool_]  # in the denominator: scored, and not in a dropped group
+    in_denominator: NDArray[np.bool_]  # in the denominator: scored, and not in a dropped group
     minibatch: NDArray[np.int64]
     at_clip: NDArray[np.bool_] | None = None  # shaped rewards at ±actor.reward_clip: told apart no longer
     # By sequence number, at the trained tokens of every sequence that is counted; None where nothing asks for them.
@@ -58,12 +58,12 @@ class Batch:
         return self.groups[self.group_of[i]].prompt.tokens if own is None else own
 
     @cached_property
-    def heads(self) -> NDArray[np.bool_]:
+    def is_first(self) -> NDArray[np.bool_]:
         """The first sequence of each trajectory: counts and means over trajectories take these."""
         return np.diff(self.trajectory_of, prepend=-1) != 0
 
     @cached_property
-    def shares(self) -> Floats:
+    def token_share(self) -> Floats:
         """|y_ij| / |y_i|: each sequence's share of its trajectory's trained tokens; 1 where it is the only one."""
         total = np.bincount(self.trajectory_of, self.trained_tokens, minlength=1)
         alone = np.bincount(self.trajectory_of, minlength=1) == 1
@@ -82,10 +82,10 @@ class Batch:
     @property
     def trainable(self) -> NDArray[np.bool_]:
         """Sequences that a loss can reach: counted, with a token to carry it."""
-        return self.counted & (self.trained_tokens > 0)
+        return self.in_denominator & (self.trained_tokens > 0)
 
     @property
-    def live(self) -> NDArray[np.bool_]:
+    def has_gradient(self) -> NDArray[np.bool_]:
         """Sequences that can change the policy's gradient: those with an advantage."""
         if self.token_advantages is None:
             return self.trainable & (self.advantages != 0)
@@ -96,7 +96,7 @@ class Batch:
     def items(self, which: NDArray[np.bool_]) -> list[PackItem]:
         """The chosen sequences as pack items: each prompt with what follows it, an episode's sequences as a tree."""
         kin: dict[tuple[int, Any], list[int]] = {}
-        first = np.maximum.accumulate(np.where(self.heads, np.arange(self.num_sequences), 0))
+        first = np.maximum.accumulate(np.where(self.is_first, np.arange(self.num_sequences), 0))
         for i in np.flatnonzero(which).tolist():
             head, own = self.prompt(int(first[i])), self.prompt(i)
             # What begins otherwise than its trajectory did is packed with its trajectory's like alone.
@@ -118,7 +118,7 @@ class Batch:
 
     def _completion(self, i: int, begin: int) -> Completion:
         sample, between = self.samples[i], np.asarray(self.prompt(i)[begin:], dtype=np.int32)
-        family = int(self.trajectory_of[i]) if self.shares[i] != 1 else None
+        family = int(self.trajectory_of[i]) if self.token_share[i] != 1 else None
         if not len(between):
             return Completion(sample.tokens, sample.mask, i, family)
         mask = np.concatenate([np.zeros(len(between), dtype=np.bool_), sample.mask])
@@ -199,14 +199,14 @@ def assemble(
         advantages[scored] = normalised(advantages[scored], group_of[scored], adv_norm)
     truncated = np.array([truncated_is_zero and s.ending == "length" for s in trajectories], dtype=bool)
     advantages[truncated] = 0.0  # last: a normalisation after it would give them an advantage again
-    counted = scored.copy()
+    in_denominator = scored.copy()
     if zero_variance == "drop":
         judged = advantages
         if norm == "gae":
             judged = np.zeros(len(rewards))
             judged[scored] = normalised(shaped[scored], group_of[scored], "group_mean")
         flat = np.array([not (judged[(group_of == g) & scored] != 0).any() for g in range(len(groups))])
-        counted &= ~flat[group_of] if len(groups) else counted
+        in_denominator &= ~flat[group_of] if len(groups) else in_denominator
     of = np.repeat(np.arange(len(trajectories)), [1 + len(s.rest) for s in trajectories]).astype(np.int64)
     batch = Batch(
         groups=groups,
@@ -216,7 +216,7 @@ def assemble(
         rewards=rewards[of],
         shaped=shaped[of],
         advantages=advantages[of],
-        counted=counted[of],
+        in_denominator=in_denominator[of],
         minibatch=minibatches(group_of, len(groups), num_minibatches)[of],
         at_clip=(scored & (np.abs(shaped) >= shaping.clip))[of],
     )
@@ -238,7 +238,7 @@ def by_turns(
     A sequence ratio takes their mean over its unit: with actor.sequence_unit turn that is the turn's own.
     """
     trajectories = [sample for group in batch.groups for sample in group.samples]
-    scored = batch.scored[batch.heads]
+    scored = batch.scored[batch.is_first]
     place = np.cumsum(scored) - 1  # of each trajectory among the scored
     turns = [np.unique(np.concatenate([s.turns[s.mask] for s in sample.sequences])) for sample in trajectories]
     kept = [(i, k, int(turn)) for i in np.flatnonzero(scored) for k, turn in enumerate(turns[i].tolist())]
@@ -248,9 +248,9 @@ def by_turns(
     np.add.at(total, [i for i, _, _ in kept], earned)
     settings = advantage.PRESETS[norm] if isinstance(norm, str) else norm
     values = advantage.by_turn(
-        torch.from_numpy((batch.shaped[batch.heads] - total)[scored]),
+        torch.from_numpy((batch.shaped[batch.is_first] - total)[scored]),
         torch.tensor(earned, dtype=torch.float64),
-        torch.from_numpy(batch.group_of[batch.heads][scored]),
+        torch.from_numpy(batch.group_of[batch.is_first][scored]),
         torch.tensor([int(place[i]) for i, _, _ in kept], dtype=torch.int64),
         torch.tensor([k for _, k, _ in kept], dtype=torch.int64),
         discount=discount,

@@ -76,7 +76,7 @@ class CriticReport:
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
-    taken: list[bool] = field(default_factory=list)
+    applied: list[bool] = field(default_factory=list)
     num_tokens: int = 0
     num_clipped: int = 0
 
@@ -95,7 +95,7 @@ def train_critic(critic: Critic, batch: Batch, learning_rates: Sequence[float]) 
     assert batch.values is not None
     assert batch.returns is not None
     report, world = CriticReport(), critic.module.policy.world
-    by_trajectory = minibatches(batch.group_of[batch.heads], len(batch.groups), critic.num_minibatches)
+    by_trajectory = minibatches(batch.group_of[batch.is_first], len(batch.groups), critic.num_minibatches)
     member_of = by_trajectory[batch.trajectory_of]
     for k in range(critic.num_minibatches):
         members = batch.trainable & (member_of == k)
@@ -104,14 +104,16 @@ def train_critic(critic: Critic, batch: Batch, learning_rates: Sequence[float]) 
         loss = 0.0
         for packed in _parts(critic, batch, members):
             loss += _backward(critic, packed, batch.values, batch.returns, denominator, report)
-        loss = world.total(loss)
-        norm, taken = apply_update(
+        loss = world.all_reduce_sum(loss)
+        norm, applied = apply_update(
             critic.optimizer, lr=learning_rates[k], max_norm=critic.max_norm, is_finite=math.isfinite(loss)
         )
         report.losses.append(loss)
         report.grad_norms.append(norm)
-        report.taken.append(taken)
-    report.num_tokens, report.num_clipped = (int(world.total(n)) for n in (report.num_tokens, report.num_clipped))
+        report.applied.append(applied)
+    report.num_tokens, report.num_clipped = (
+        int(world.all_reduce_sum(n)) for n in (report.num_tokens, report.num_clipped)
+    )
     return report
 
 

@@ -96,7 +96,7 @@ def learning_rate(
 def apply_update(
     optimizer: torch.optim.Optimizer, *, lr: float, max_norm: float, is_finite: bool = True
 ) -> tuple[float, bool]:
-    """Clip, check, step. Returns the gradient norm before clipping, and whether the step was taken.
+    """Clip, check, step. Returns the gradient norm before clipping, and whether the step was applied.
 
     A norm or a loss (`is_finite`) that is not finite touches neither weights nor moments. Gradients are dropped either
     way.
@@ -107,8 +107,8 @@ def apply_update(
         if p.grad is None:
             p.grad = torch.zeros_like(p)
     norm = full(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
-    taken = is_finite and bool(norm.isfinite())
-    if taken:
+    applied = is_finite and bool(norm.isfinite())
+    if applied:
         if max_norm:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         for group in optimizer.param_groups:
@@ -117,4 +117,4 @@ def apply_update(
         optimizer.step()
         reached("train.updated")
     optimizer.zero_grad(set_to_none=True)
-    return float(norm), taken
+    return float(norm), applied

@@ -77,7 +77,7 @@ class StepReport:
     sampler_flips: NDArray[np.float64] | None = None  # [n, layers]
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
-    taken: list[bool] = field(default_factory=list)  # False: the gradient was not finite, nothing was touched
+    applied: list[bool] = field(default_factory=list)  # False: the gradient was not finite, nothing was touched
     num_input_tokens: int = 0
     num_skipped: int = 0  # sequences in a denominator that did not enter the model: no loss term could reach them
     settings: dict[str, Any] = field(default_factory=dict)  # what this step was run with, as metrics
@@ -104,8 +104,8 @@ def train_step(
     """
     n = batch.num_sequences
     report = StepReport(*(np.full(n, np.nan) for _ in range(10)), logp={}, token_entropy={})
-    enters = batch.live if plan.skip_zero_advantage else batch.trainable
-    report.num_skipped = int((batch.counted & ~enters).sum())
+    enters = batch.has_gradient if plan.skip_zero_advantage else batch.trainable
+    report.num_skipped = int((batch.in_denominator & ~enters).sum())
     behavior = {int(i): batch.samples[i].behavior_logp[batch.samples[i].mask] for i in np.flatnonzero(enters)}
     # Packed once, for π_old and for training: the same computation at the same weights has ratio exactly 1.
     packs = [
@@ -125,10 +125,10 @@ def train_step(
     for k in range(plan.num_minibatches):
         members = batch.minibatch == k
         # The denominator counts what was skipped: skipping saves work, it does not change the algorithm.
-        counted = members & batch.counted
+        counted = members & batch.in_denominator
         denominator = objectives.denominator(
             plan.name,
-            num_sequences=max(int((counted & batch.heads).sum()), 1),  # trajectories
+            num_sequences=max(int((counted & batch.is_first).sum()), 1),  # trajectories
             num_tokens=max(int(batch.trained_tokens[counted].sum()), 1),
             max_new_tokens=plan.max_new_tokens,
             aggregation=plan.settings["aggregation"],
@@ -142,7 +142,7 @@ def train_step(
                     policy, packed, batch, plan, None if own else proximal_logp, behavior, denominator, report, k,
                     routing, keep_tokens_of, None if towards is None else partial(_shares, batch, version, towards),
                 )  # fmt: skip
-        loss = world.total(loss)
+        loss = world.all_reduce_sum(loss)
         if k == 0 and (before_update is not None or proximal == "centred"):
             noise = _of_all(report.noise_log_s, world)
             if before_update is not None:
@@ -151,12 +151,12 @@ def train_step(
                 proximal_logp = _centred(behavior, noise, batch)
         with phase(report.seconds, "optimizer"):
             # A clamp has gradient 0 at NaN: only the loss tells.
-            norm, taken = apply_update(
+            norm, applied = apply_update(
                 optimizer, lr=learning_rates[k], max_norm=plan.max_norm, is_finite=math.isfinite(loss)
             )
         report.losses.append(loss)
         report.grad_norms.append(norm)
-        report.taken.append(taken)
+        report.applied.append(applied)
     return report if world.size == 1 else merged(report, world)
 
 
@@ -247,7 +247,7 @@ class _Units:
 
 
 def _units(batch: Batch, index: NDArray[np.int64], cu_seqlens: torch.Tensor, plan: Plan) -> _Units:
-    shares = torch.from_numpy(batch.shares[index]).to(cu_seqlens.device)
+    shares = torch.from_numpy(batch.token_share[index]).to(cu_seqlens.device)
     # A sum over tokens needs no shares: sequences of a trajectory add up by themselves.
     means = plan.settings["aggregation"] == "sequence_mean"
     if plan.sequence_unit == "trajectory":
@@ -274,7 +274,7 @@ def _shares(batch: Batch, version: int, towards: float, index: NDArray[np.int64]
 
 def _of_all(values: NDArray[np.float64], world: World) -> NDArray[np.float64]:
     """Values by sequence, [n], of which each rank has those of its own."""
-    for part in world.exchange({"values": values}):
+    for part in world.all_gather({"values": values}):
         values = np.where(np.isnan(values), part["values"], values)
     return values
 
@@ -325,7 +325,7 @@ def merged(report: StepReport, world: World) -> StepReport:
     per_sequence = [f.name for f in fields(report) if isinstance(getattr(report, f.name), np.ndarray)]
     arrays = {name: getattr(report, name) for name in per_sequence}
     arrays |= {f"{name}/{i}": array for name in ("logp", "token_entropy") for i, array in getattr(report, name).items()}
-    parts = world.exchange(arrays | {"num_input_tokens": np.array([report.num_input_tokens])})
+    parts = world.all_gather(arrays | {"num_input_tokens": np.array([report.num_input_tokens])})
     report.num_input_tokens = int(sum(part.pop("num_input_tokens")[0] for part in parts))
     for key, array in ((key, array) for part in parts for key, array in part.items()):
         name, _, number = key.partition("/")

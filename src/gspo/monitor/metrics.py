@@ -23,7 +23,7 @@ from gspo.types import Failure, Sample, Score
 def step_metrics(batch: Batch, report: StepReport, version: int) -> dict[str, Any]:
     """Everything but times, evaluation and the clip range."""
     lengths = batch.trained_tokens
-    scored = batch.scored & batch.heads  # rewards are of trajectories
+    scored = batch.scored & batch.is_first  # rewards are of trajectories
     finished = np.array([s.finish != "length" for s in batch.samples])
     groups = [batch.advantages[batch.group_of == g] for g in range(len(batch.groups))]
     behind = [version - s.versions[s.mask] for s in batch.samples if s.mask.any()]
@@ -33,7 +33,7 @@ def step_metrics(batch: Batch, report: StepReport, version: int) -> dict[str, An
         "reward/std": float(batch.rewards[scored].std()) if scored.any() else None,
         "reward/zero_variance_groups": float(np.mean([not a.any() for a in groups])) if groups else None,
         "reward/at_clip": None if batch.at_clip is None else _mean(batch.at_clip[scored]),
-        "reward/failures": int((~batch.scored & batch.heads).sum()),
+        "reward/failures": int((~batch.scored & batch.is_first).sum()),
         **_parts(batch),
         "length/mean": _mean(lengths),
         "length/max": int(lengths.max()) if len(lengths) else None,
@@ -48,7 +48,7 @@ def step_metrics(batch: Batch, report: StepReport, version: int) -> dict[str, An
         "loss/mean": _mean(np.array(report.losses)),
         "grad/norm": _mean(np.array(report.grad_norms)),
         "grad/norm_max": max(report.grad_norms, default=None),
-        "grad/skipped_updates": report.taken.count(False),
+        "grad/skipped_updates": report.applied.count(False),
         "skipped/zero_advantage_sequences": report.num_skipped,
     }
     if batch.reference_logp is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gspo.learner.ranks.world import Turn
+from gspo.learner.ranks.world import Command
 from gspo.types import Failure, Group, Outcome, Prompt, Sample, SampleId, Score
 
 _ARRAYS = ("tokens", "behavior_logp", "versions", "mask", "turns", "routes", "prompt_routes")
@@ -85,13 +85,13 @@ def unpack(
 
 
 def handed(content: Mapping[str, Any], groups: Sequence[Group]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """A batch for the other ranks (`World.tell`): the groups with the tokens of their prompts, and `content`."""
+    """A batch for the other ranks (`World.broadcast_command`): groups with their prompts' tokens, and `content`."""
     arrays, rows = pack(groups)
     prompts = [list(group.prompt.tokens) for group in groups]
     return {**content, "rows": rows, "prompts": prompts}, {name: array.numpy() for name, array in arrays.items()}
 
 
-def received(turn: Turn) -> tuple[Group, ...]:
+def received(turn: Command) -> tuple[Group, ...]:
     """The groups that rank 0 handed out; of their prompts, what training needs."""
     rows = turn.content["rows"]
     prompts = {row["submission"]: Prompt(tuple(p), "") for row, p in zip(rows, turn.content["prompts"], strict=True)}

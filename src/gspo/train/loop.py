@@ -109,7 +109,9 @@ class Trainer:
                     summary = self.lead() if self.world.is_first else self.follow()
             finally:
                 self.close()
-            self.world.tell("end", {"steps": summary.steps, "seconds": summary.seconds, "finished": summary.finished})
+            self.world.broadcast_command(
+                "end", {"steps": summary.steps, "seconds": summary.seconds, "finished": summary.finished}
+            )
         return summary
 
     def lead(self) -> Summary:
@@ -128,7 +130,7 @@ class Trainer:
 
     def follow(self) -> Summary:
         """What the other ranks do: train on what rank 0 hands out and help it to save, until it lets them go."""
-        for turn in self.world.turns():
+        for turn in self.world.commands():
             if turn.what == "train":
                 clock = Clock()
                 self.state = State(**turn.content["state"])
@@ -156,7 +158,7 @@ class Trainer:
     def hand_out(self, groups: Sequence[Group]) -> None:
         """Every rank gets the whole batch, and takes its part of each mini-batch."""
         if self.world.size > 1:
-            self.world.tell("train", *handed({"state": asdict(self.state)}, groups))
+            self.world.broadcast_command("train", *handed({"state": asdict(self.state)}, groups))
 
     def assemble(self, groups: Sequence[Group], clock: Clock) -> Batch:
         """Rewards to advantages, sequences to mini-batches; nothing below can change either."""
@@ -193,7 +195,7 @@ class Trainer:
             "policy/proximal": self.state.proximal,
         }
         self.state.update += count
-        self.guard("policy", report.taken, batch, report)
+        self.guard("policy", report.applied, batch, report)
         if self.critic is not None:
             with clock("critic"):
                 report.settings |= self.update_critic(self.critic, batch, report)
@@ -206,7 +208,7 @@ class Trainer:
         count, total = critic.num_minibatches, self.total_steps * critic.num_minibatches
         rates = setup.learning_rates(self.config.critic.optimizer, self.state.step * count, count, total)
         report = train_critic(critic, batch, rates)
-        self.guard("critic", report.taken, batch, policy)
+        self.guard("critic", report.applied, batch, policy)
         return critic_metrics(batch, report, rates[-1])
 
     def publish(self, clock: Clock) -> None:
@@ -269,7 +271,7 @@ class Trainer:
     def save(self) -> None:
         """Publish a checkpoint of this step, then forget those no longer needed."""
         waiting = self.ahead.snapshot()
-        self.world.tell("save")  # the other ranks hold their parts of it
+        self.world.broadcast_command("save")  # the other ranks hold their parts of it
         self.state.submission, self.state.again = waiting.submission, list(waiting.again)
         state = {**asdict(self.state), "identity": self.identity}
         trained = self.policy, self.optimizer
@@ -326,7 +328,7 @@ class Trainer:
         self.state = resume(self.run, config, self.policy, self.optimizer, self.identity, self.say, critic) or started
         self.display.start_at(self.state.step)
         opened = {"step": self.state.step, "total_steps": self.total_steps, "in_process": not remote.num_servers()}
-        self.world.tell("open", opened)
+        self.world.broadcast_command("open", opened)
         self.sampler = setup.make_sampler(config, self.policy, self.tokenizer, self.state.step, self.run.path, self.say)
         self.ahead = setup.make_ahead(
             config,
@@ -365,7 +367,7 @@ class Trainer:
         self.display = Silent()
         self.stop.listen(self.say)
         self.build()
-        opened = next(self.world.turns()).content
+        opened = next(self.world.commands()).content
         self.total_steps = opened["total_steps"]
         if opened["step"]:
             critic = self.critic and self.critic.trained
@@ -515,7 +517,7 @@ class Trainer:
 
     def kept(self, batch: Batch) -> frozenset[int]:
         """Sequences whose per-token values are kept: evenly spread over those that are trained."""
-        live = np.flatnonzero(batch.live)
+        live = np.flatnonzero(batch.has_gradient)
         count = min(self.config.stats_logger.keep_token_samples, len(live))
         return frozenset(live[np.arange(count) * len(live) // max(count, 1)].tolist())
 

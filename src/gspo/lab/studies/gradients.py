@@ -55,7 +55,7 @@ def sampled(trainer: Trainer) -> Batch:
 def log_probs(policy: PolicyModule, batch: Batch, which: NDArray[np.bool_] | None = None) -> dict[int, NDArray[Any]]:
     """The trainer's log-probs of the trained tokens, by sequence number."""
     found: dict[int, NDArray[Any]] = {}
-    for packed in _packs(policy, batch, batch.live if which is None else which):
+    for packed in _packs(policy, batch, batch.has_gradient if which is None else which):
         found |= by_sequence(packed, policy(packed, with_entropy=False).logp)
     return found
 
@@ -64,7 +64,7 @@ def gradient(policy: PolicyModule, batch: Batch, name: str, proximal: LogProbs |
     """∇ of the loss of preset `name` on the live sequences; `proximal` None: π_old is the policy itself."""
     parameters = [p for p in policy.parameters() if p.requires_grad]
     policy.zero_grad(set_to_none=True)
-    counted = batch.counted
+    counted = batch.in_denominator
     denominator = objectives.denominator(
         name,
         num_sequences=int(counted.sum()),
@@ -73,7 +73,7 @@ def gradient(policy: PolicyModule, batch: Batch, name: str, proximal: LogProbs |
         aggregation=settings.get("aggregation"),
     )
     log_s, clipped = np.full(batch.num_sequences, np.nan), np.zeros(batch.num_sequences, dtype=bool)
-    for packed in _packs(policy, batch, batch.live):
+    for packed in _packs(policy, batch, batch.has_gradient):
         index = packed.index.numpy()
         logp = policy(packed, with_entropy=False).logp
         held = logp.detach() if proximal is None else gather(proximal, index).to(logp.dtype)

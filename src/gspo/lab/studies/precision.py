@@ -59,8 +59,8 @@ def _compared(trainer: Trainer, batch: Batch, exact: LogProbs, proximal: LogProb
         edges = {"clip_low": low, "clip_high": high}
         ideal = gradient(policy, batch, "gspo", exact, **edges)
         got = gradient(policy, batch, "gspo", proximal, **edges)
-        negative, positive = batch.live & (batch.advantages < 0), batch.live & (batch.advantages > 0)
-        same = got.clipped[batch.live] == ideal.clipped[batch.live]
+        negative, positive = batch.has_gradient & (batch.advantages < 0), batch.has_gradient & (batch.advantages > 0)
+        same = got.clipped[batch.has_gradient] == ideal.clipped[batch.has_gradient]
         found[name] = {
             "cosine": cosine(got.flat, ideal.flat) if float(got.flat.norm()) and float(ideal.flat.norm()) else 0.0,
             "clip_negative": float(got.clipped[negative].mean()),

@@ -1,8 +1,8 @@
 """Several trainers as one: who is there, what they tell each other, and how all of them end when one does.
 
 Every rank holds its part of the weights. Rank 0 leads: tasks, rewards, sampler, run directory and every decision are
-its own. The others wait for its word (`World.turns`): train on this batch, help to save, end. Within a turn all ranks
-do the same, and what a rank alone knows is exchanged as arrays and JSON.
+its own. The others wait for its commands (`World.commands`): train on this batch, help to save, end. Within a command
+all ranks do the same, and what a rank alone knows is exchanged as arrays and JSON.
 
 Ending. A thread on each rank tells the others once a second that it lives and how far it got. The first error is
 published and ends all; a rank that is killed breaks its connections; one that is stopped falls silent, and the others
@@ -43,7 +43,7 @@ GRACE = 5.0
 _num_joined = 0
 
 
-class Turn(NamedTuple):
+class Command(NamedTuple):
     """What rank 0 asks of the others."""
 
     what: str
@@ -67,24 +67,26 @@ class World:
     def device(self) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    def tell(self, what: str, content: Mapping[str, Any] | None = None, arrays: Arrays | None = None) -> None:
+    def broadcast_command(
+        self, what: str, content: Mapping[str, Any] | None = None, arrays: Arrays | None = None
+    ) -> None:
         """Rank 0 gives the others their next turn."""
 
-    def turns(self) -> Iterator[Turn]:
+    def commands(self) -> Iterator[Command]:
         """What rank 0 asks, in order; the others wait here between turns."""
         return iter(())
 
-    def exchange(self, arrays: Arrays) -> list[dict[str, NDArray[Any]]]:
+    def all_gather(self, arrays: Arrays) -> list[dict[str, NDArray[Any]]]:
         """Everybody's arrays, by rank."""
         return [dict(arrays)]
 
-    def total(self, value: float) -> float:
+    def all_reduce_sum(self, value: float) -> float:
         """The sum over ranks, the same number on each."""
         return value
 
     def union(self, own: Mapping[int, NDArray[Any]]) -> dict[int, NDArray[Any]]:
         """What all ranks have, by number; each number is some one rank's."""
-        parts = self.exchange({str(i): array for i, array in own.items()})
+        parts = self.all_gather({str(i): array for i, array in own.items()})
         return dict(sorted((int(name), array) for part in parts for name, array in part.items()))
 
 
@@ -172,7 +174,9 @@ class Ranks(World):
 
     # Turns and exchanges
 
-    def tell(self, what: str, content: Mapping[str, Any] | None = None, arrays: Arrays | None = None) -> None:
+    def broadcast_command(
+        self, what: str, content: Mapping[str, Any] | None = None, arrays: Arrays | None = None
+    ) -> None:
         if not self.is_first:
             return
         message = pack_message(content or {}, arrays or {})
@@ -181,7 +185,7 @@ class Ranks(World):
         self._turn += 1
         self._broadcast(torch.from_numpy(message))
 
-    def turns(self) -> Iterator[Turn]:
+    def commands(self) -> Iterator[Command]:
         while True:
             key = f"turn/{self._turn}"
             while not self._store.check([key]):
@@ -192,9 +196,9 @@ class Ranks(World):
             watchdog.beat(f"turn {what!r} of rank 0")
             message = torch.zeros(length, dtype=torch.uint8)
             self._broadcast(message)
-            yield Turn(what, *unpack_message(message.numpy()))
+            yield Command(what, *unpack_message(message.numpy()))
 
-    def exchange(self, arrays: Arrays) -> list[dict[str, NDArray[Any]]]:
+    def all_gather(self, arrays: Arrays) -> list[dict[str, NDArray[Any]]]:
         from torch import distributed
 
         message = torch.from_numpy(pack_message({}, arrays))
@@ -205,7 +209,7 @@ class Ranks(World):
         distributed.all_gather(parts, torch.nn.functional.pad(message, (0, longest - len(message))))
         return [unpack_message(p[: int(n)].numpy())[1] for p, n in zip(parts, lengths, strict=True)]
 
-    def total(self, value: float) -> float:
+    def all_reduce_sum(self, value: float) -> float:
         from torch import distributed
 
         # Gathered and summed here: the same order, so the same number, on every rank.

@@ -15,7 +15,7 @@ from typing import Any
 
 from gspo.config.interpolate import escape
 from gspo.config.loaded import Loaded
-from gspo.config.migrate import areal, foreign
+from gspo.config.migrate import areal, other_systems
 from gspo.config.resolve import proximal_policy
 from gspo.config.schema import Config
 from gspo.config.validate import Key, keys_of, known_keys
@@ -219,7 +219,7 @@ def migrating() -> str:
 
 _MIGRATING_INTRODUCTION = """# Coming from TRL, verl or AReaL
 
-This file is generated from `src/gspo/config/foreign.py` and `areal.py`: `make docs`.
+This file is generated from `src/gspo/config/migrate/`: `make docs`.
 
 A config of AReaL loads as it is. A key of TRL's or verl's is an error that says what it is called here, in
 `gspo doctor` and at the start of `gspo train`: those systems count batches and steps differently, so nothing is
@@ -255,13 +255,13 @@ _FROM_AREAL = (
     """Both eras load: `areal.launcher.*` (2025) and `scheduler.type` (2026). What differs leaves a line each:"""
 )
 
-_FATES = (("mapped", "here"), ("needless", "not needed here, because"), ("unsupported", "not offered"))
+_FATES = (("mapped", "here"), ("needless", "not needed here, because"), ("unsupported", "not supported, because"))
 
 
 def _foreign_tables(system: str) -> Iterable[str]:
     for fate, title in _FATES:
         groups: dict[tuple[str, str], list[str]] = {}
-        for row in foreign.table().values():
+        for row in other_systems.table().values():
             if row.system == system and row.fate == fate:
                 groups.setdefault((row.ours, row.note), []).append(row.key)
         lines = [f"| {system} | {title} |", "|---|---|"]

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from gspo.config.migrate import foreign
+from gspo.config.migrate import other_systems
 from gspo.config.schema import Config
 from gspo.config.yaml_tree import Node, clip, describe, is_failed
 
@@ -133,7 +133,7 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 def unknown_key(name: str, place: str, names: Iterable[str] | None = None) -> str:
     """The complaint about a key that nobody knows; `names` are the known ones, by default all of the schema."""
     leaf = name.rpartition(".")[2]
-    theirs = foreign.find(name)
+    theirs = other_systems.find(name)
     # A name that is ours too, one section off, is more likely a key in the wrong place than one of another system.
     if theirs is not None and (theirs.key in (name, leaf + ".*") or not _is_ours(leaf) or "." not in name):
         return f"{place}: {theirs.complaint(name)}"
@@ -151,7 +151,7 @@ def _is_ours(leaf: str) -> bool:
 
 def _unknown(name: str, node: Node, names: Iterable[str] | None) -> Iterable[str]:
     """A complaint about an unknown key, or about each key of another system's section."""
-    if isinstance(node.value, dict) and foreign.is_section(name):
+    if isinstance(node.value, dict) and other_systems.is_section(name):
         for child_name, child in node.value.items():
             yield from _unknown(f"{name}.{child_name}", child, names)
     else:
@@ -206,7 +206,7 @@ def _value(key: Key, node: Node, problems: list[str], places: dict[str, str]) ->
         value = _scalar(key, node)
         if value is not _BAD:
             return _bounded(key, value, node, problems)
-    if isinstance(node.value, dict) and foreign.is_section(key.name):
+    if isinstance(node.value, dict) and other_systems.is_section(key.name):
         problems += _unknown(key.name, node, None)
     else:
         problems.append(_wrong(key, node))

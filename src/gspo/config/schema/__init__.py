@@ -6,7 +6,7 @@ importance_sampling_level > algorithm > default.
 """
 
 from gspo.config.schema.actor import Actor, AutoClip, Correction, Norm, Sharding
-from gspo.config.schema.cluster import Cluster, NameResolve, Scheduler, Slurm
+from gspo.config.schema.cluster import Cluster, Scheduler, Slurm
 from gspo.config.schema.config import Config
 from gspo.config.schema.critic import Critic, Reference
 from gspo.config.schema.dataset import DatasetSpec, MixtureSource
@@ -31,7 +31,6 @@ __all__ = [
     "Generation",
     "MicroBatch",
     "MixtureSource",
-    "NameResolve",
     "Norm",
     "Optimizer",
     "Recover",

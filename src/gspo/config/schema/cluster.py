@@ -9,17 +9,10 @@ from gspo.config.schema.key import key
 
 
 @dataclass
-class NameResolve:
-    type: Literal["nfs", "file", "etcd3", "ray"] | None = key(None, "AReaL's service discovery; ours needs none.")
-    nfs_record_root: str | None = key(None, "AReaL's folder for service discovery; ours needs none.")
-
-
-@dataclass
 class Cluster:
     n_nodes: int = key(1, "Machines to use.", low=1)
     n_gpus_per_node: int | None = key(None, "GPUs on each machine; null: what the machine has.", low=0)
     fileroot: str = key("runs", "Root of all run directories: <fileroot>/<experiment_name>/<trial_name>.")
-    name_resolve: NameResolve = key(NameResolve, "Accepted for AReaL configs.")
 
 
 @dataclass

@@ -9,7 +9,7 @@ import pytest
 
 from gspo.config import load
 from gspo.config.document import migrating
-from gspo.config.migrate.foreign import find, table
+from gspo.config.migrate.other_systems import find, table
 from gspo.config.validate import known_keys
 from gspo.errors import ConfigError
 
@@ -20,9 +20,9 @@ def test_every_field_of_trls_grpo_config_is_mapped_explained_or_listed_as_missin
     trl = pytest.importorskip("trl", reason="needs gspo[test]")
     fields = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
     known = {key for system, key in table() if system == "TRL"}
-    assert not fields - known, "fields of GRPOConfig without a row in config/foreign.py"
+    assert not fields - known, "fields of GRPOConfig without a row in config/migrate/trl.py"
     if trl.__version__.startswith("1.16"):  # another version may have dropped some
-        assert not known - fields, "rows of config/foreign.py that are no field of GRPOConfig"
+        assert not known - fields, "rows of config/migrate/trl.py that are no field of GRPOConfig"
 
 
 def test_every_key_that_is_named_as_ours_exists():
@@ -54,12 +54,12 @@ def refused(*overrides, text=None, folder=None):
         ("top_p=0.9", "here it is gconfig.top_p"),
         (
             "min_p=0.1",
-            "min_p is a key of TRL's and is not offered here: log-probs would not be the policy's; remove it",
+            "min_p is a key of TRL and is not supported here: the log-probs would not be",
         ),
         ("logging_steps=1", "is not needed here: every step is logged"),
         ("actor_rollout_ref.actor.clip_ratio=0.2", "is verl's name; here it is actor.eps_clip"),
-        ("actor_rollout_ref.rollout.multi_turn.enable=true", "a key of verl's and is not offered here"),
-        ("actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true", "a key of verl's and is not needed here"),
+        ("actor_rollout_ref.rollout.multi_turn.enable=true", "a key of verl and is not supported here"),
+        ("actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true", "a key of verl and is not needed here"),
         ("algorithm.adv_estimator=grpo", "algorithm.adv_estimator is verl's name; here it is algorithm"),
         ("critic.optim.lr=1e-5", "critic.optim.lr is verl's name; here it is critic.optimizer.lr"),
         ("critic.cliprange_value=0.2", "here it is critic.value_eps_clip"),

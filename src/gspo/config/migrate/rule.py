@@ -1,0 +1,146 @@
+"""A migration rule: it takes one old key out of a YAML tree and renames, checks, drops, refuses or translates it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gspo.config import yaml_tree as tree
+from gspo.config.validate import known_keys
+from gspo.config.yaml_tree import Node, describe
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What happens to one old key.
+
+    target      our key that takes the value (rename), or that must have the same value (repeat)
+    reason      why the key is dropped, or what a translation does; for messages and documentation
+    harmless    values that change nothing here and are dropped; other values are refused. None: all are dropped
+    instead     what to use in place of a refused value
+    translate   (move) → None, for everything else
+    """
+
+    key: str
+    kind: str  # rename, repeat, drop, translate
+    target: str = ""
+    reason: str = ""
+    harmless: tuple[Any, ...] | None = None
+    instead: str = ""
+    translate: Callable[[Move], None] | None = None
+
+    @property
+    def sentence(self) -> str:
+        """What happens to the key, for docs/config.md."""
+        if self.kind == "rename":
+            return f"`{self.target}`" + (f" ({self.reason})" if self.reason else "")
+        if self.kind == "repeat":
+            return f"accepted if it is equal to `{self.target}`"
+        if self.kind == "translate":
+            return self.reason
+        if self.harmless is None:
+            return f"ignored: {self.reason}"
+        values = " or ".join(written(value) or '""' for value in self.harmless)
+        return f"ignored if {values}, else refused: {self.instead}"
+
+
+@dataclass
+class Move:
+    """One old key on its way to our key, with the tree, and the lists that collect messages and problems."""
+
+    rule: Rule
+    node: Node
+    root: Node
+    problems: list[str]
+    messages: list[str]
+
+    def say(self, what: str) -> None:
+        self.messages.append(f"{self.node.place}: {self.rule.key} {what}")
+
+    def drop(self, why: str) -> None:
+        self.say(f"is ignored: {why}")
+
+    def refuse(self, what: str) -> None:
+        self.problems.append(f"{self.node.place}: {self.rule.key}: {what}")
+
+    def set(self, key: str, value: Any) -> None:
+        """Give our key the value. The command line overrides the file; two values from the same source must agree."""
+        if isinstance(value, dict):
+            for name, child in value.items():
+                self.set(f"{key}.{name}", child)
+            return
+        existing = self.existing(key)
+        if existing is None or (self.node.from_command_line and not existing.from_command_line):
+            place = self.node.place
+            node = value if isinstance(value, Node) else Node(value, place, text=written(value), settled=True)
+            tree.put(self.root, key, node)
+        elif existing.from_command_line and not self.node.from_command_line:
+            return
+        elif existing.data() != (value.data() if isinstance(value, Node) else value):
+            new = value if isinstance(value, Node) else Node(value, "")
+            self.refuse(
+                f"sets {key} to {written(new.data())}, but {existing.place} sets {key} to {written(existing.data())}; "
+                "remove one of them"
+            )
+
+    def existing(self, key: str) -> Node | None:
+        """The node at a key, or the null section above it."""
+        node = None
+        names = key.split(".")
+        for depth in range(1, len(names) + 1):
+            node = tree.get(self.root, ".".join(names[:depth]))
+            if node is None:
+                return None
+            if node.value is None and depth < len(names):
+                return node
+        return node
+
+    def value_of(self, key: str) -> Any:
+        """The value of our key: written in the tree, or its default."""
+        node = self.existing(key)
+        return known_keys()[key].default if node is None else node.data()
+
+    def switch(self) -> bool | None:
+        """The value of a key that is true or false; None, with a problem, for any other value."""
+        if isinstance(self.node.value, bool):
+            return self.node.value
+        self.problems.append(f"{self.node.place}: {self.rule.key} must be true or false, got {describe(self.node)}")
+        return None
+
+
+def written(value: Any) -> str:
+    """A value as YAML would write it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def apply(move: Move) -> None:
+    rule, node = move.rule, move.node
+    if rule.translate is not None:
+        rule.translate(move)
+    elif rule.kind == "rename":
+        move.set(rule.target, node)
+        move.say(f"is now {rule.target}: {written(node.data())}")
+    elif rule.kind == "repeat":
+        repeat(move, rule.target)
+    elif rule.harmless is not None and node.data() not in rule.harmless:
+        move.refuse(f"{tree.clip(written(node.data()))} is not supported: {rule.instead}")
+    else:
+        move.drop(rule.reason if rule.harmless is None else "this value is what gspo does anyway")
+
+
+def repeat(move: Move, target: str) -> None:
+    """Accept a key that has the same value as our key, or null."""
+    own = tree.get(move.root, target)
+    if target == "tokenizer_path" and (own is None or own.value is None):
+        own = tree.get(move.root, "actor.path")
+    value = known_keys()[target].default if own is None else own.data()
+    if move.node.value is None or move.node.data() == value or (own is not None and move.node.text == own.text):
+        move.drop(f"it repeats {target}")
+    else:
+        move.refuse(
+            f"is {tree.clip(written(move.node.data()))}, but {target} is {tree.clip(written(value))}; "
+            f"a run has only one {target}: set {target} and remove {move.rule.key}"
+        )

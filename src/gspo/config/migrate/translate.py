@@ -1,0 +1,219 @@
+"""Migration rules that do more than rename, drop or refuse a key: one function per translation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gspo.config import yaml_tree as tree
+from gspo.config.backends import SAMPLERS, TRAINERS, Backend, parse_allocation_mode, parse_backend
+from gspo.config.migrate.rule import Move, written
+from gspo.config.yaml_tree import Node, describe
+
+
+def allocation_mode(move: Move) -> None:
+    if move.node.value is None or move.node.value == "":
+        return
+    try:
+        sampler, trainer = parse_allocation_mode(str(move.node.text or move.node.value))
+    except ValueError as error:
+        move.refuse(str(error))
+        return
+    for key, backend, names in (("rollout.backend", sampler, SAMPLERS), ("actor.backend", trainer, TRAINERS)):
+        if not _agrees(tree.get(move.root, key), backend, names):
+            move.set(key, str(backend))
+    move.say(f"is now rollout.backend: {sampler} and actor.backend: {trainer}")
+
+
+def _agrees(existing: Node | None, backend: Backend, names: tuple[str, ...]) -> bool:
+    """Whether a written backend is equal. An engine without sizes (AReaL: `backend: fsdp`) gets the sizes."""
+    if existing is None or not isinstance(existing.value, str):
+        return False
+    if existing.value.strip() == backend.name:
+        existing.value = existing.text = str(backend)
+    try:
+        return parse_backend(existing.value, names) == backend
+    except ValueError:
+        return False  # the check of that key reports it
+
+
+def weight_cap(move: Move) -> None:
+    """behav(e)_imp_weight_cap and behave_imp_weight_mode together become actor.rejection_sampling."""
+    mode_node = tree.pop(move.root, "actor.behave_imp_weight_mode") if move.rule.key.endswith("_cap") else move.node
+    cap = move.node.value if move.rule.key.endswith("_cap") else None
+    mode = "token_mask" if mode_node is None else mode_node.value
+    modes = ("disabled", "token_mask", "token_truncate", "sequence_mask", "sequence_truncate")
+    if mode not in modes:
+        move.problems.append(
+            f"{(mode_node or move.node).place}: actor.behave_imp_weight_mode must be one of {', '.join(modes)}, "
+            f"got {describe(mode_node or move.node)}; or write actor.rejection_sampling"
+        )
+        return
+    if cap is not None and (isinstance(cap, bool) or not isinstance(cap, (int, float)) or not cap > 1):
+        move.refuse(f"must be a number above 1, got {describe(move.node)}; or write actor.rejection_sampling")
+        return
+    if mode == "disabled" or (cap is None and mode_node is None):
+        if move.existing("actor.rejection_sampling") is None:
+            move.set("actor.rejection_sampling", None)
+        fate = "null"
+    else:
+        level, _, action = str(mode).partition("_")
+        upper = 5.0 if cap is None else float(cap)
+        action = {"mask": "mask", "truncate": "clamp"}[action]
+        move.set("actor.rejection_sampling", {"level": level, "action": action, "metric": "ratio", "upper": upper})
+        fate = f"{{level: {level}, action: {action}, metric: ratio, upper: {upper:g}}}"
+    move.say(f"is now actor.rejection_sampling: {fate}")
+    if mode_node is not None and mode_node is not move.node:
+        move.messages.append(f"{mode_node.place}: actor.behave_imp_weight_mode is now part of actor.rejection_sampling")
+
+
+def group_size(move: Move) -> None:
+    move.set("gconfig.n_samples", move.node)
+    move.say(f"is now gconfig.n_samples: {written(move.node.data())}")
+
+
+def dynamic_sampling(move: Move) -> None:
+    on = move.switch()
+    if on is None:
+        return
+    move.set("actor.zero_variance_groups", "refill" if on else "count")
+    extra = (
+        " (groups of equal rewards are resampled and the batch keeps its size; `drop` makes it smaller)" if on else ""
+    )
+    move.say(f"is now actor.zero_variance_groups: {'refill' if on else 'count'}{extra}")
+
+
+def dynamic_bs(move: Move) -> None:
+    on = move.switch()
+    if on:
+        move.set("actor.zero_variance_groups", "drop")
+        move.say("is now actor.zero_variance_groups: drop")
+    elif on is False:
+        move.drop("the batch size is fixed unless actor.zero_variance_groups is drop")
+
+
+def async_training(move: Move) -> None:
+    on = move.switch()
+    if on is None:
+        return
+    staleness = tree.get(move.root, "rollout.max_head_offpolicyness")
+    if on:
+        value = 0 if staleness is None else staleness.data()
+        move.drop(f"rollout.max_head_offpolicyness decides; it is {written(value)}")
+        return
+    if staleness is not None and not (staleness.from_command_line and not move.node.from_command_line):
+        tree.pop(move.root, "rollout.max_head_offpolicyness")
+    move.set("rollout.max_head_offpolicyness", 0)
+    now = tree.get(move.root, "rollout.max_head_offpolicyness")
+    move.say(f"is now rollout.max_head_offpolicyness: {written(now.data() if now else 0)}")
+
+
+def loss_switch(algorithm: str) -> Callable[[Move], None]:
+    def translate(move: Move) -> None:
+        if move.node.value is None:
+            return
+        on = move.switch()
+        existing = tree.get(move.root, "algorithm")
+        if on and (existing is None or existing.data() != algorithm):
+            move.set("algorithm", algorithm)
+            move.say(f"is now algorithm: {algorithm}")
+        elif on is False and existing is not None and existing.data() == algorithm:
+            move.refuse(f"false contradicts algorithm: {algorithm} ({existing.place}); remove it")
+
+    return translate
+
+
+def tensorboard(move: Move) -> None:
+    if not isinstance(move.node.value, dict):
+        tree.put(move.root, move.rule.key, move.node)  # our form: true or false
+        return
+    path = move.node.value.pop("path", None)
+    for name, child in move.node.value.items():
+        move.problems.append(
+            f"{child.place}: {move.rule.key}.{name} is not a known key; {move.rule.key} is true or false"
+        )
+    on = path is not None and path.value is not None
+    move.set(move.rule.key, on)
+    move.say(f"is now {move.rule.key}: {written(on)}" + ("; events are written to the run directory" if on else ""))
+
+
+def trackio(move: Move) -> None:
+    if not isinstance(move.node.value, dict):
+        tree.put(move.root, move.rule.key, move.node)  # our form: true or false
+        return
+    mode, space = (move.node.value.get(name) for name in ("mode", "space_id"))
+    on = mode is not None and mode.value not in (None, False, "disabled")
+    if on and space is not None and space.value is not None:
+        move.refuse("space_id is not supported, the database is written to the run directory; remove space_id")
+        return
+    move.set(move.rule.key, on)
+    move.say(
+        f"is now {move.rule.key}: {written(on)}" + ("; its database is written to the run directory" if on else "")
+    )
+
+
+def perf_tracer(move: Move) -> None:
+    enabled = move.node.value.get("enabled") if isinstance(move.node.value, dict) else None
+    on = enabled is not None and enabled.value is True
+    if on:
+        move.set("profile", True)
+    move.say("is now profile: true" if on else "is ignored: tracing is off (`profile: true` writes a timeline)")
+
+
+def other_logger(move: Move) -> None:
+    mode = move.node.value.get("mode") if isinstance(move.node.value, dict) else None
+    if mode is None or mode.value in (None, False, "disabled"):
+        move.drop("it is off")
+    else:
+        move.refuse("this logger is not supported; use stats_logger.wandb, tensorboard or trackio")
+
+
+def engine_section(move: Move) -> None:
+    if move.node.value in (None, {}):
+        move.drop("the section is empty")
+    else:
+        engine = move.rule.key.rpartition(".")[2]
+        move.refuse(f"the AReaL engine {engine} is not supported; use actor.backend: fsdp:dN and remove this section")
+
+
+def engine_backend(move: Move) -> None:
+    actor = tree.get(move.root, "actor.backend")
+    text = str(move.node.text or move.node.value)
+    if (
+        move.node.value is None
+        or text.split(":")[0] == "fsdp"
+        or (actor is not None and actor.data() == move.node.value)
+    ):
+        section = move.rule.key.partition(".")[0]
+        move.drop(f"the {section} model runs on the ranks of actor.backend")
+    else:
+        move.refuse(f"{text!r} is not supported; this model runs on the ranks of actor.backend: remove it")
+
+
+def values_of(values: Mapping[Any, Any], default_for_null: bool = False) -> Callable[[Move], None]:
+    """Translate old values of a key that we still have; other values stay as they are, without a message."""
+
+    def translate(move: Move) -> None:
+        for old, new in values.items():
+            if move.node.value is old or (not isinstance(old, bool) and move.node.value == old and old is not None):
+                place = move.node.place
+                tree.put(move.root, move.rule.key, Node(new, place, text=written(new), settled=True))
+                move.say(
+                    f"{written(old)} is now {written(new)}" + (f" ({move.rule.reason})" if move.rule.reason else "")
+                )
+                return
+        if default_for_null and move.node.value is None:
+            move.drop("null means the default")
+            return
+        tree.put(move.root, move.rule.key, move.node)
+
+    return translate
+
+
+def top_k(move: Move) -> None:
+    value = move.node.value
+    if isinstance(value, int) and not isinstance(value, bool) and (value == -1 or value >= 1_000_000):
+        tree.put(move.root, move.rule.key, Node(0, move.node.place, text="0", settled=True))
+        move.say(f"{value} is now 0, which keeps all tokens")
+    else:
+        tree.put(move.root, move.rule.key, move.node)

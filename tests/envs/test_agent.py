@@ -19,7 +19,7 @@ import pytest
 import talkers
 
 from gspo.envs.agents import agent as agents
-from gspo.envs.agents import reaper as keeper
+from gspo.envs.agents import reaper
 from gspo.envs.agents.agent import Agents
 from gspo.envs.driver import Episodes
 from gspo.types import Failure, Score
@@ -434,16 +434,16 @@ def test_a_command_that_fails_says_why(play):
     for command, message in (
         (python("import sys; print('no luck today', file=sys.stderr); sys.exit(3)"), "exit code 3: no luck today"),
         (["no-such-program"], "no-such-program cannot be started: No such file"),
-        (python("import os, signal; os.kill(os.getpid(), signal.SIGKILL)"), "killed by signal 9"),
+        (python("import os, signal; os.kill(os.getpid(), signal.SIGKILL)"), "was killed by SIGKILL"),
     ):
         samples, _ = play(command, num=1, num_samples=1)
         assert samples[0, 0].outcome.kind == "crash"
         assert message in samples[0, 0].outcome.message
 
 
-@pytest.mark.parametrize("victim", ["trainer", "keeper"])
+@pytest.mark.parametrize("victim", ["trainer", "reaper"])
 def test_whoever_is_killed_the_command_goes_too(victim, tmp_path):
-    """A trainer that dies closes the pipe; a keeper that dies takes the command with it by the kernel's hand."""
+    """A trainer that dies closes the pipe; when the reaper dies, the kernel kills the command."""
     mark = str(tmp_path / "mark")
     trainer = subprocess.Popen(
         python(
@@ -453,7 +453,7 @@ def test_whoever_is_killed_the_command_goes_too(victim, tmp_path):
             "                     stdout=subprocess.DEVNULL)\n"
             "print(k.pid, flush=True)\n"
             "time.sleep(600)\n",
-            keeper.__file__, *python(HANGS, mark),
+            reaper.__file__, *python(HANGS, mark),
         ),
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip

@@ -104,7 +104,7 @@ def _is_alive(pid: int) -> bool:
 def fork_servers() -> None:
     from gspo import faults
     from gspo.launcher.serve import local as serve
-    from gspo.rewards.workers.worker import die_with_parent
+    from gspo.system.process import die_with_parent
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them: they leave no trace
     parent = os.getpid()

@@ -36,11 +36,11 @@ def test_ranks_and_servers_train_as_one_process_does(at_home, tmp_path):
 
 def test_a_killed_sampler_is_started_again_and_the_run_ends_the_same(at_home, tmp_path):
     run = started(Run(by_command("local"), tmp_path, "rollout.backend=local:d2"))
-    (server,) = pids(run, r"gspo\.train\.serve .*--index 0")
+    (server,) = pids(run, r"gspo\.launcher\.serve\.local .*--index 0")
     os.kill(server, signal.SIGKILL)
     code, said, complained = run.end(550)
     assert code == 0, said + complained
-    assert "sampler_0 was killed (SIGKILL)" in complained
+    assert "sampler_0 was killed by SIGKILL" in complained
     assert [row["reward/mean"] for row in metrics_of(run.path)] == [row["reward/mean"] for row in at_home]
     until(lambda: not run.left(), 20)
 

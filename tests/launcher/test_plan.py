@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from gspo import launcher
 from gspo.cli import main as cli
 from gspo.config import load
 from gspo.config.layout import layout_of
 from gspo.errors import ConfigError
+from gspo.launcher import launch as launcher
 from gspo.launcher import slurm
 from gspo.launcher.plan import make_plan, to_text
 
@@ -74,8 +74,8 @@ def test_ranks_fill_machines_in_order_and_no_sampler_lies_across_two():
     made = plan(*asked, "actor.backend=fsdp:d5", "rollout.backend=vllm:d3t2")
     assert [(p.node, p.ranks, p.gpus) for p in made.trainers] == [(0, 4, (0, 1, 2, 3)), (1, 1, (0,))]
     assert [(p.node, p.gpus) for p in made.samplers] == [(1, (1, 2)), (2, (0, 1)), (2, (2, 3))]
-    assert all("--meet" in process.argv for process in made.trainers)
-    with pytest.raises(ConfigError, match="one copy stays on one machine"):
+    assert all("--rendezvous" in process.argv for process in made.trainers)
+    with pytest.raises(ConfigError, match="must be on one machine"):
         plan(*asked, "actor.backend=fsdp:d5", "rollout.backend=vllm:d1t6")
 
 
@@ -123,7 +123,7 @@ def test_what_does_not_fit_is_refused_with_the_key_to_set(overrides, num_gpus, s
 # The three spellings
 
 
-@pytest.mark.parametrize("on", launcher.RUNNERS)
+@pytest.mark.parametrize("on", launcher.LAUNCHERS)
 def test_dry_run_prints_the_plan_and_starts_nothing(on, tmp_path, capsys):
     root = f"cluster.fileroot={tmp_path}"
     assert launcher.main(on, ["--dry-run", SCRIPT, "--config", GSPO, root, "cluster.n_gpus_per_node=8"]) == 0
@@ -145,7 +145,7 @@ def test_a_dry_run_leaves_torch_and_ray_out(tmp_path):
         "import sys; from gspo.cli.main import main; main(sys.argv[1:]); "
         "print('torch' in sys.modules, 'ray' in sys.modules)"
     )
-    for on in launcher.RUNNERS:
+    for on in launcher.LAUNCHERS:
         done = subprocess.run(
             [sys.executable, "-c", code, "train", GSPO, "--on", on, "--dry-run", "cluster.n_gpus_per_node=8"],
             capture_output=True, text=True, timeout=60, check=False,

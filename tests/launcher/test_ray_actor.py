@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from gspo.launcher.plan import Process
-from gspo.launcher.ray_actor import Runner
+from gspo.launcher.ray_actor import ProcessActor
 
 SPAWN = "import os, signal, subprocess, sys\nchild = subprocess.Popen(['sleep', '600'], start_new_session={own})\n"
 SPAWN += "print('its child is', child.pid, flush=True)\n{then}"
 
 
-def heard(runner: Runner, seconds: float = 30.0) -> tuple[str, int | None]:
+def heard(runner: ProcessActor, seconds: float = 30.0) -> tuple[str, int | None]:
     """All it has said by its end, and its exit code; None: it has not ended in time."""
     said, code, deadline = b"", None, time.monotonic() + seconds
     while code is None and time.monotonic() < deadline:
@@ -24,8 +24,8 @@ def heard(runner: Runner, seconds: float = 30.0) -> tuple[str, int | None]:
     return said.decode(), code
 
 
-def started(argv: list[str], cwd: Path, log: Path | None = None) -> Runner:
-    runner = Runner(Process("trainer", 0, tuple(argv), {}))
+def started(argv: list[str], cwd: Path, log: Path | None = None) -> ProcessActor:
+    runner = ProcessActor(Process("trainer", 0, tuple(argv), {}))
     runner.start(argv, dict(os.environ), str(cwd), log)
     return runner
 
@@ -81,7 +81,7 @@ def test_the_weights_of_a_killed_trainer_are_removed_on_its_machine_before_its_e
     publish = "import os\nopen('weights_00000003.safetensors', 'w').close()\nprint(os.listdir('.'), flush=True)\n"
     argv, folder = [sys.executable, "-c", publish + "os.kill(os.getpid(), 9)"], tmp_path / "weights"
     folder.mkdir()
-    runner = Runner(Process("trainer", 0, tuple(argv), {}, publishes=(folder,)))
+    runner = ProcessActor(Process("trainer", 0, tuple(argv), {}, publishes=(folder,)))
     runner.start(argv, dict(os.environ), str(folder), None)
     assert heard(runner) == ("['weights_00000003.safetensors']\n", 137)
     assert not folder.exists()
@@ -90,9 +90,9 @@ def test_the_weights_of_a_killed_trainer_are_removed_on_its_machine_before_its_e
 @pytest.mark.parametrize(
     ("argv", "cwd", "log", "says"),
     [
-        ([sys.executable, "-c", ""], "not/there", None, "cannot be started on"),
-        ([sys.executable, "-c", ""], ".", "not/there.log", "cannot be started on"),
-        (["no-such-program"], ".", None, "no-such-program cannot be started"),
+        ([sys.executable, "-c", ""], "not/there", None, "cannot start this process on"),
+        ([sys.executable, "-c", ""], ".", "not/there.log", "cannot start this process on"),
+        (["no-such-program"], ".", None, "cannot start no-such-program"),
     ],
 )
 def test_a_process_that_cannot_be_started_is_a_bad_config_and_says_why(tmp_path, argv, cwd, log, says):

@@ -49,7 +49,7 @@ def test_a_trainer_killed_under_slurm_resumes_by_itself_to_the_same_end(slurm, a
     code, said, complained = run.end(550)
     assert code == 0, said + complained
     assert run.fired == [KILLED]
-    assert "the trainer was killed (SIGKILL)" in said
+    assert "the trainer was killed by SIGKILL" in said
     assert f"{NUM_STEPS} steps in" in said
     assert metrics_of(run.path) == at_home
     assert re.search(r"job \d+ is submitted", complained)
@@ -124,4 +124,4 @@ def test_without_slurm_the_launcher_says_so(tmp_path):
     run = Run(by_command("slurm"), tmp_path, PATH="/nowhere")
     code, _, complained = run.end(60)
     assert code == 2
-    assert "sbatch is not on this machine" in complained
+    assert "sbatch was not found on this machine" in complained

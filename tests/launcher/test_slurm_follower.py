@@ -64,7 +64,7 @@ def test_a_controller_that_is_away_for_a_while_ends_nothing(follow):
 
 
 def test_a_controller_that_stays_away_is_an_error_with_its_own_words(follow, monkeypatch):
-    monkeypatch.setattr(slurm, "SILENCE_S", -1.0)
+    monkeypatch.setattr(slurm, "CONTROLLER_TIMEOUT_S", -1.0)
     with pytest.raises(GspoError, match="Unable to contact slurm controller"):
         follow(RUNNING, AWAY)
 
@@ -73,7 +73,7 @@ def test_a_preempted_job_that_is_not_queued_again_ends_with_a_code_and_how_to_go
     code, said, _, _ = follow(RUNNING, PREEMPTED)
     assert code == 128 + 15
     assert "ended as PREEMPTED" in said[-1]
-    assert "the same command goes on" in said[-1]
+    assert "run the same command again" in said[-1]
 
 
 def test_a_preempted_job_that_is_queued_again_is_followed_to_its_end(follow):

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from gspo.config.layout import Layout
-from gspo.launcher import local, main
+from gspo.launcher import local
+from gspo.launcher.launch import main
 from gspo.launcher.plan import Plan, Process
 from gspo.launcher.supervise import supervise
 from gspo.sampling.remote.discovery import weight_folders
@@ -54,7 +55,7 @@ def run(plan: Plan, restarts: int = 3, resumes: int = 0) -> tuple[int, list[str]
     said: list[str] = []
 
     def prepare():
-        return lambda p: local.Child(p, {**os.environ, **p.env}, plan.folder)
+        return lambda p: local.LocalProcess(p, {**os.environ, **p.env}, plan.folder)
 
     return supervise(plan, prepare, restarts=restarts, resumes=resumes, say=said.append), said
 
@@ -73,7 +74,7 @@ def test_a_killed_trainer_is_started_again_and_its_samplers_stay(tmp_path):
     assert code == 0
     assert len(pids(tmp_path / "t")) == 3
     assert len(said) == 2
-    assert "was killed (SIGKILL)" in said[0]
+    assert "was killed by SIGKILL" in said[0]
     (server,) = pids(tmp_path / "s")
     assert not alive(server)
 
@@ -96,11 +97,11 @@ def test_a_dead_sampler_is_started_again_alone_and_within_bounds(tmp_path):
 
     def say(text: str) -> None:
         said.append(text)
-        if "not started again" in text:
+        if "not restarted" in text:
             (tmp_path / "given up").touch()
 
     def prepare():
-        return lambda p: local.Child(p, {**os.environ, **p.env}, made.folder)
+        return lambda p: local.LocalProcess(p, {**os.environ, **p.env}, made.folder)
 
     assert supervise(made, prepare, restarts=2, resumes=0, say=say) == 0
     assert [len(pids(tmp_path / name)) for name in ("t", "good", "bad")] == [1, 1, 3]
@@ -240,7 +241,7 @@ def test_a_process_that_ignores_sigterm_is_killed_with_what_it_started(tmp_path)
         "child = subprocess.Popen(['sleep', '600']); open(log, 'a').write(f'{child.pid}\\n'); child.wait()"
     )
     made = plan_of(tmp_path, process("sampler", tmp_path / "s", stubborn))
-    child = local.Child(made.samplers[0], dict(os.environ), made.folder)
+    child = local.LocalProcess(made.samplers[0], dict(os.environ), made.folder)
     until(lambda: len(pids(tmp_path / "s")) == 2)
     child.end(0.3)
     until(lambda: not any(alive(pid) for pid in pids(tmp_path / "s")))

@@ -14,16 +14,16 @@ from gspo.cli.look import write_report_of
 
 
 def train_arguments(parser: argparse.ArgumentParser) -> None:
-    from gspo.launcher import RUNNERS
+    from gspo.launcher.launch import LAUNCHERS
 
     config_arguments(parser)
-    parser.add_argument("--on", choices=RUNNERS, help="where the processes run (scheduler.type)")
+    parser.add_argument("--on", choices=LAUNCHERS, help="where the processes run (scheduler.type)")
     parser.add_argument("--dry-run", action="store_true", help="print the plan: every process, and a job's script")
 
 
 def train(args: argparse.Namespace) -> int:
     from gspo.config.lint import check
-    from gspo.launcher import launch, with_scheduler
+    from gspo.launcher.launch import launch, with_scheduler
     from gspo.train.relaunch import is_launched
 
     loaded = with_scheduler(load_config(args), args.on)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from gspo.config import Loaded
 from gspo.config.layout import layout_of
-from gspo.launcher import launch
+from gspo.launcher.launch import launch
 from gspo.launcher.plan import config_file, run_path
 from gspo.system.gpus import visible_gpus
 

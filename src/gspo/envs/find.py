@@ -10,7 +10,7 @@ from typing import Any
 from gspo.envs.builtin.self_correct import SelfCorrect
 from gspo.envs.builtin.tools import Tools
 from gspo.errors import ConfigError
-from gspo.rewards.call import find_function
+from gspo.system.imports import find_function
 
 BUILTIN: Mapping[str, Callable[..., Any]] = {"tools": Tools, "self_correct": SelfCorrect}
 

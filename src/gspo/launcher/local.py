@@ -2,124 +2,101 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import IO
 
-from gspo.launcher import main
+from gspo.launcher.launch import main
 from gspo.launcher.plan import Plan, Process
 from gspo.launcher.supervise import Say, Start, environment, supervise
-from gspo.system.process import tied
+from gspo.system.process import dying_with_parent, is_stopped, shell_code, stop_group
 
 
 def run(plan: Plan, *, restarts: int, say: Say) -> int:
-    """Sampler servers and trainer ranks as children; the exit code is the trainer's.
+    """Start sampler servers and trainer ranks as child processes; returns the trainer's exit code.
 
-    A trainer that dies is not started again: somebody sits at this machine, and the same command resumes.
+    A killed trainer is not restarted: the user is at this machine and can run the same command to resume.
     """
     shared = {"GSPO_SAMPLER_TOKEN": secrets.token_hex(32)} if plan.samplers else {}
 
     def prepare() -> Start:
-        return lambda process: Child(process, environment(process, os.environ, shared), plan.folder)
+        return lambda process: LocalProcess(process, environment(process, os.environ, shared), plan.folder)
 
     return supervise(plan, prepare, restarts=restarts, resumes=0, say=say)
 
 
-def become(process: Process) -> None:
-    """A plan of one process needs nobody beside it: this process turns into it."""
+def exec_process(process: Process) -> None:
+    """Replace this process by the only process of a plan."""
     os.environ.update(process.env)
     os.execvp(process.argv[0], process.argv)
 
 
-class Child:
-    """A process group of its own: Ctrl-C reaches it through the launcher alone. The trainer has the terminal."""
+class LocalProcess:
+    """A child in a process group of its own, so that Ctrl-C reaches it only through the launcher.
+
+    The trainer writes to the terminal, every other process to its log file.
+    """
 
     def __init__(self, process: Process, env: dict[str, str], folder: Path) -> None:
         if process.gpus:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(visible(process.gpus, env.get("CUDA_VISIBLE_DEVICES")))
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids(process.gpus, env.get("CUDA_VISIBLE_DEVICES")))
         log: IO[bytes] | None = None
         if process.role != "trainer":
-            log = open(folder / f"{process.name}.log", "ab")  # noqa: SIM115 - closed below, the child has its own
+            log = open(folder / f"{process.name}.log", "ab")  # noqa: SIM115 - closed below; the child has its own copy
+        command = dying_with_parent(list(process.argv))
         self._process = subprocess.Popen(
-            tied(list(process.argv)), env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
         if log is not None:
             log.close()
-        self._watch = Watch(process)
+        self._limit = StopLimit(process)
 
     def poll(self) -> int | None:
         code = self._process.poll()
-        if code is None and (said := self._watch.look(self._process)):
-            print(said, file=sys.stderr, flush=True)
-        return code if code is None or code >= 0 else 128 - code
+        if code is None and (message := self._limit.enforce(self._process)):
+            print(message, file=sys.stderr, flush=True)
+        return code if code is None else shell_code(code)
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
 
-    def end(self, patience_s: float) -> None:
-        end(self._process, patience_s)
+    def end(self, timeout_s: float) -> None:
+        stop_group(self._process, timeout_s)
 
 
-class Watch:
-    """Ends a process that stands still under SIGSTOP: no signal but SIGKILL reaches it, and it says nothing itself."""
+class StopLimit:
+    """Kills a process that stays stopped (SIGSTOP) for too long: it makes no progress and handles no other signal."""
 
     def __init__(self, process: Process) -> None:
-        self._name, self._patience_s = process.name, process.max_stopped_s
-        self._looked = self._running = time.monotonic()
+        self._name, self._limit_s = process.name, process.max_stopped_s
+        self._checked = self._running = time.monotonic()
 
-    def look(self, process: subprocess.Popen[bytes]) -> str:
-        """What is to be said about it: nearly always nothing."""
+    def enforce(self, process: subprocess.Popen[bytes]) -> str:
+        """Check at most once per second; returns a message if the process was killed, else ""."""
         now = time.monotonic()
-        if now - self._looked < 1.0:
+        if now - self._checked < 1.0:
             return ""
-        self._looked = now
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] not in "Tt":
-                self._running = now
-        if now - self._running < self._patience_s:
+        self._checked = now
+        if not is_stopped(process.pid):
+            self._running = now
+        if now - self._running < self._limit_s:
             return ""
         process.kill()
-        return f"gspo: {self._name} (pid {process.pid}) was stopped for {self._patience_s:g} s (SIGSTOP): ending it"
+        return f"gspo: {self._name} (pid {process.pid}) was stopped for {self._limit_s:g} s (SIGSTOP): killed it"
 
 
-def end(process: subprocess.Popen[bytes], patience_s: float) -> None:
-    """Ask, wait, kill; then whatever is left of its process group."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(patience_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-    _end_group(process)
+def gpu_ids(gpus: tuple[int, ...], visible: str | None) -> list[str]:
+    """Device ids of a plan's GPUs, which are numbered within CUDA_VISIBLE_DEVICES: of "4,5", GPU 0 is 4.
 
-
-def await_end(process: subprocess.Popen[bytes]) -> None:
-    """Wait for a process, then kill whatever is left of its group. Its exit code is still to be asked for."""
-    with contextlib.suppress(ChildProcessError):  # another thread was told of the end
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # its number stays its own until then
-    _end_group(process)
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def visible(gpus: tuple[int, ...], chosen: str | None) -> list[str]:
-    """The plan counts what is visible: of CUDA_VISIBLE_DEVICES=4,5 number 0 is 4.
-
-    >>> visible((0, 1), "4,5,6"), visible((2, 3), None)
+    >>> gpu_ids((0, 1), "4,5,6"), gpu_ids((2, 3), None)
     (['4', '5'], ['2', '3'])
     """
-    names = chosen.split(",") if chosen else None
-    return [names[gpu].strip() if names else str(gpu) for gpu in gpus]
+    ids = visible.split(",") if visible else None
+    return [ids[gpu].strip() if ids else str(gpu) for gpu in gpus]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""From a config to processes: who runs what, where, on which GPUs. Pure: nothing is started, read or written here."""
+"""From a config to processes: their commands, machines and GPUs. Pure: nothing is started, read or written here."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from gspo.config.schema import Config
 from gspo.errors import ConfigError
 from gspo.sampling.remote.discovery import weight_folders
 
-# Filled in where a process starts: its machine's address, and where the ranks of several machines meet.
-ADDRESS, MEETING = "{address}", "{meeting}"
+# Words of a command line that the launcher replaces when it starts the process: the address of its machine, and the
+# host:port of the store where the ranks of several machines meet.
+ADDRESS, RENDEZVOUS = "{address}", "{rendezvous}"
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process of a plan: what runs, with which variables beside its environment, on which GPUs of which machine."""
+    """One process of a plan: its command, its additional environment variables, its machine and GPUs."""
 
     role: Literal["trainer", "sampler"]
     index: int
@@ -28,9 +29,9 @@ class Process:
     env: Mapping[str, str] = field(default_factory=dict)
     node: int = 0
     gpus: tuple[int, ...] = ()
-    ranks: int = 0  # of a trainer: how many it runs
-    max_stopped_s: float = 60.0  # longer than so under SIGSTOP, and it counts as dead
-    publishes: tuple[Path, ...] = ()  # folders of weights that nobody needs after its end
+    ranks: int = 0  # trainer only: ranks that it starts
+    max_stopped_s: float = 60.0  # seconds it may stay stopped (SIGSTOP) before it is killed
+    publishes: tuple[Path, ...] = ()  # folders with weights that are removed after its end
 
     @property
     def name(self) -> str:
@@ -39,7 +40,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a launcher has to run. `path` is the run directory, `folder` the launcher's own place in it."""
+    """All processes of a run. `path` is the run directory, `folder` the launcher's subfolder of it."""
 
     layout: Layout
     path: Path
@@ -67,7 +68,7 @@ class Plan:
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """The machines that get a process."""
+        """Numbers of the machines that run a process."""
         return tuple(sorted({p.node for p in self.processes}))
 
 
@@ -76,17 +77,20 @@ def run_path(config: Config) -> Path:
 
 
 def config_file(path: Path) -> Path:
-    """The resolved config that samplers and a scheduler's job read."""
+    """The resolved config, which samplers and Slurm jobs read."""
     return path / "launch" / "config.yaml"
 
 
 def make_plan(config: Config, command: Sequence[str], num_gpus: int) -> Plan:
-    """The processes of `command`, a trainer's command line, under this config on machines with so many GPUs."""
+    """The processes of `command`, a trainer's command line, on machines with `num_gpus` GPUs each.
+
+    cluster.n_gpus_per_node overrides `num_gpus`.
+    """
     layout, path = layout_of(config, num_gpus), run_path(config)
     _refuse_too_few_gpus(config, layout)
     if layout.num_nodes > 1 and config.scheduler.type not in ("ray", "slurm"):
         raise ConfigError(
-            f"cluster.n_nodes is {layout.num_nodes}, and the local launcher has one machine; set scheduler.type to "
+            f"cluster.n_nodes is {layout.num_nodes}, but the local launcher uses one machine; set scheduler.type to "
             "ray or slurm (--on ray)"
         )
     rank_places, sampler_places = _places(layout)
@@ -104,23 +108,23 @@ def make_plan(config: Config, command: Sequence[str], num_gpus: int) -> Plan:
 
 def _refuse_too_few_gpus(config: Config, layout: Layout) -> None:
     total = layout.num_nodes * layout.gpus_per_node
-    if layout.sampler is not None and layout.sampler.name == "sglang" and not total:  # vLLM may be a CPU build
+    if layout.sampler is not None and layout.sampler.name == "sglang" and not total:  # a CPU build of vLLM needs none
         raise ConfigError(
-            f"rollout.backend is {config.rollout.backend}, and no GPU is visible here; set cluster.n_gpus_per_node to "
-            "what a machine of the cluster has, or rollout.backend: auto"
+            f"rollout.backend is {config.rollout.backend}, but no GPU is visible on this machine; set "
+            "cluster.n_gpus_per_node to the GPUs of a machine of the cluster, or rollout.backend: auto"
         )
     if total and layout.gpus_wanted > total:
         raise ConfigError(
             f"rollout.backend {config.rollout.backend} and actor.backend {config.actor.backend} take "
-            f"{layout.gpus_wanted} GPUs, and {layout.num_nodes} × {layout.gpus_per_node} are there; set both to auto, "
-            "or smaller sizes, or cluster.n_nodes and cluster.n_gpus_per_node"
+            f"{layout.gpus_wanted} GPUs, but only {layout.num_nodes} × {layout.gpus_per_node} are available; set both "
+            "to auto or to smaller sizes, or set cluster.n_nodes and cluster.n_gpus_per_node"
         )
 
 
 def _trainers(
     layout: Layout, path: Path, command: Sequence[str], places: Sequence[tuple[int, int | None]]
 ) -> tuple[Process, ...]:
-    """One process per machine that trains: torch's elastic launcher there starts that machine's ranks."""
+    """One process per machine with ranks: torch's elastic launcher, which starts the ranks of that machine."""
     env = {"GSPO_LAUNCHED": "1", **_shared(layout)}
     if layout.num_samplers:
         env |= {"GSPO_SAMPLERS": str(layout.num_samplers), "GSPO_SAMPLER_DIR": str(path / "samplers")}
@@ -131,17 +135,17 @@ def _trainers(
         ranks = sum(where == node for where, _ in places)
         argv = tuple(command)
         if layout.ranks > 1:
-            meet = ("--nodes", str(len(nodes)), "--meet", MEETING) if len(nodes) > 1 else ()
-            meet += ("--first",) if meet and index == 0 else ()
+            meet = ("--nodes", str(len(nodes)), "--rendezvous", RENDEZVOUS) if len(nodes) > 1 else ()
+            meet += ("--is-host",) if meet and index == 0 else ()
             logs = ("--logs", str(path / "launch" / "ranks"))
             argv = (sys.executable, "-m", "gspo.launcher.ranks", "--ranks", str(ranks), *meet, *logs, "--", *command)
-        publishes = weight_folders(path) if layout.num_samplers and index == 0 else ()  # rank 0 does
+        publishes = weight_folders(path) if layout.num_samplers and index == 0 else ()  # rank 0 publishes
         out.append(Process("trainer", index, argv, env, node, gpus, ranks, publishes=publishes))
     return tuple(out)
 
 
 def _shared(layout: Layout) -> dict[str, str]:
-    """Told to both sides, since each sees only its own GPUs."""
+    """Variables of trainers and samplers alike: each of them sees only its own GPUs."""
     ranks = {"GSPO_RANKS": str(layout.ranks)} if layout.ranks > 1 and layout.num_samplers else {}
     return {"GSPO_COLOCATED": "1"} if layout.is_colocated else ranks
 
@@ -157,7 +161,10 @@ def _sampler_argv(layout: Layout, path: Path, index: int) -> tuple[str, ...]:
 
 
 def _places(layout: Layout) -> tuple[list[tuple[int, int | None]], list[tuple[int, tuple[int, ...]]]]:
-    """(node, GPU) of each rank, then (node, GPUs) of each sampler: GPUs from the first on, no sampler across nodes."""
+    """(node, GPU) of each rank and (node, GPUs) of each sampler.
+
+    Ranks take the first GPUs and samplers the next ones. The GPUs of a sampler are on one machine.
+    """
     per_node, size = layout.gpus_per_node, layout.gpus_per_sampler
     if not per_node:
         spread = [j * layout.num_nodes // (layout.ranks + layout.num_samplers) for j in range(layout.ranks)]
@@ -173,8 +180,8 @@ def _places(layout: Layout) -> tuple[list[tuple[int, int | None]], list[tuple[in
         node, first = divmod(begin, per_node)
         if node >= layout.num_nodes or size > per_node:
             raise ConfigError(
-                f"a sampler of {size} GPUs does not fit beside the others on {layout.num_nodes} × {per_node} GPUs; "
-                "one copy stays on one machine: set rollout.backend smaller, or cluster.n_nodes larger"
+                f"no machine has {size} free GPUs for another sampler ({layout.num_nodes} × {per_node} GPUs in total; "
+                "the GPUs of a sampler must be on one machine); lower rollout.backend or raise cluster.n_nodes"
             )
         samplers.append((node, tuple(range(first, first + size))))
         begin += size
@@ -182,7 +189,7 @@ def _places(layout: Layout) -> tuple[list[tuple[int, int | None]], list[tuple[in
 
 
 def to_text(plan: Plan, on: str) -> str:
-    """What `--dry-run` prints: one paragraph per process."""
+    """The output of `--dry-run`: one paragraph per process."""
     layout = plan.layout
     nodes = "1 machine" if layout.num_nodes == 1 else f"{layout.num_nodes} machines"
     gpus = f" with {layout.gpus_per_node} GPUs each" if layout.gpus_per_node else ", no GPU"

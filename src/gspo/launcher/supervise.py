@@ -1,8 +1,8 @@
-"""Keep a plan's processes running: the same rules whoever starts them, this machine or Ray.
+"""Run the processes of a plan to the end: restarts, signals, exit code. The same rules for the local launcher and Ray.
 
-A trainer that ends with 0, 1, 2 or 130 has said its word, and that is the run's exit code. One that was killed is
-started again, all its ranks together, and goes on from its last checkpoint. A sampler that ends is started again by
-itself. Both within bounds. Signals go to the trainer, which saves; when it has ended, the samplers are ended.
+If the trainer ends with exit code 0, 1, 2 or 130, the run ends with that code. If it is killed, all its ranks are
+restarted together and resume from the last checkpoint. A sampler that ends is restarted alone. The number of restarts
+is limited. Signals are passed to the trainer, which saves and ends; the samplers are stopped after the trainer.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from typing import Protocol
 
 from gspo.launcher.plan import Plan, Process
 from gspo.sampling.remote.discovery import forget, give_up
+from gspo.system.process import describe_exit, last_lines
 
-# Exit codes by which our commands answer: done, failed, bad usage, interrupted and saved.
-ANSWERS = (0, 1, 2, 130)
-LOST = 137  # of a process whose machine or whose starter is gone: as if killed
-PATIENCE_S = 10.0  # for a process that was asked to end
+# Exit codes of our commands: finished, failed, wrong usage, interrupted and saved. The process is not restarted.
+FINAL_CODES = (0, 1, 2, 130)
+LOST_CODE = 137  # for a process whose machine or actor is gone: as if it had been killed
+STOP_TIMEOUT_S = 10.0  # between SIGTERM and SIGKILL
 
 
 class Handle(Protocol):
     """A started process."""
 
     def poll(self) -> int | None:
-        """Its exit code (128 + n after signal n), None while it runs. What it has said meanwhile is shown or kept."""
+        """The exit code (128 + n after signal n), or None while it runs. Forwards new output."""
         ...
 
     def signal(self, number: int) -> None: ...
 
-    def end(self, patience_s: float) -> None:
-        """Ask it to end, wait so long, kill it; everything it started included."""
+    def end(self, timeout_s: float) -> None:
+        """Send SIGTERM, wait up to `timeout_s`, kill; includes all processes that it has started."""
         ...
 
 
@@ -44,7 +45,7 @@ Say = Callable[[str], None]
 
 @dataclass
 class Unit:
-    """Processes that live and die together: the trainer's, or one sampler's."""
+    """Processes that are started and stopped together: those of the trainer, or one sampler."""
 
     processes: Sequence[Process]
     restarts_left: int
@@ -61,135 +62,117 @@ class Unit:
             self.handles.append(start(process))
 
     def poll(self) -> int | None:
-        """None while all run. After the first has failed, the others have their patience to end: one code for all."""
+        """None while all run. When one has failed, the others get STOP_TIMEOUT_S to end; returns one exit code."""
         codes = [handle.poll() for handle in self.handles]
         if all(code == 0 for code in codes):
             return 0
         if all(code in (None, 0) for code in codes):
             return None
-        until = time.monotonic() + PATIENCE_S
+        until = time.monotonic() + STOP_TIMEOUT_S
         while None in codes and time.monotonic() < until:
             time.sleep(0.05)
             codes = [handle.poll() for handle in self.handles]
         self.end()
         failed = [code for code in codes if code]
-        # Ranks whose peer was killed fail of that: the kill is what happened.
-        return next((code for code in failed if code not in ANSWERS), failed[0])
+        # If one rank is killed, the others fail because of that: report the kill.
+        return next((code for code in failed if code not in FINAL_CODES), failed[0])
 
     def end(self) -> None:
         for handle in self.handles:
-            handle.end(PATIENCE_S)
+            handle.end(STOP_TIMEOUT_S)
 
 
 def supervise(plan: Plan, prepare: Callable[[], Start], *, restarts: int, resumes: int, say: Say) -> int:
-    """Run a plan to its end; the trainer's exit code.
+    """Run a plan to its end; returns the trainer's exit code.
 
-    prepare    called before each start of a unit; gives the function that starts one process of it
-    restarts   how often each sampler is started again
-    resumes    how often the trainer is
+    prepare    called before each start of a unit; returns the function that starts one process of it
+    restarts   how often each sampler may be restarted
+    resumes    how often the trainer may be restarted
     """
     trainer = Unit(plan.trainers, resumes)
     samplers = [Unit((process,), restarts) for process in plan.samplers]
-    alive = list(samplers)
-    with _signals() as asked:
+    running = list(samplers)
+    with _received_signals() as received:
         try:
             for unit in (*samplers, trainer):
                 unit.start(prepare)
             stopping = False
             while True:
-                while asked:
+                while received:
                     stopping = True
-                    number = asked.pop(0)
+                    number = received.pop(0)
                     for handle in trainer.handles:
                         handle.signal(number)
-                # Also while stopping: the step that is being finished may need them.
-                alive = [unit for unit in alive if _look_after(unit, prepare, plan.folder, say)]
+                # Samplers are restarted while stopping, too: the trainer may need them to finish its step.
+                running = [unit for unit in running if _keep_running(unit, prepare, plan.folder, say)]
                 code = trainer.poll()
                 if code is None:
                     time.sleep(0.05)
                     continue
-                if code in ANSWERS or stopping:
+                if code in FINAL_CODES or stopping:
                     return code
                 if not trainer.restarts_left:
-                    say(f"the trainer {killed_by(code)}; it was started {1 + resumes} times (scheduler.restarts)")
+                    say(
+                        f"the trainer {describe_exit(code)}; not restarting it: it was started {1 + resumes} times "
+                        "(scheduler.restarts)"
+                    )
                     return code
                 trainer.restarts_left -= 1
                 say(
-                    f"the trainer {killed_by(code)}: starting it again, it goes on from its last checkpoint "
-                    f"({trainer.restarts_left} more times, scheduler.restarts)"
+                    f"the trainer {describe_exit(code)}; restarting it from the last checkpoint "
+                    f"({trainer.restarts_left} restarts left, scheduler.restarts)"
                 )
                 trainer.start(prepare)
         finally:
             for unit in (trainer, *samplers):
                 unit.end()
             for process in plan.processes:
-                clear(process)
+                remove_published(process)
 
 
-def _look_after(unit: Unit, prepare: Callable[[], Start], folder: Path, say: Say) -> bool:
-    """Start a sampler again that has ended; False where it is given up."""
+def _keep_running(unit: Unit, prepare: Callable[[], Start], folder: Path, say: Say) -> bool:
+    """Restart a sampler that has ended; False if it is not restarted any more."""
     code = unit.poll()
     if code is None:
         return True
-    name, log = unit.name, folder / f"{unit.name}.log"
-    said = f"{name} {killed_by(code)}; its log is {log}"
+    log = folder / f"{unit.name}.log"
+    ended = f"{unit.name} {describe_exit(code)}; its log is {log}"
     if code == 2 or not unit.restarts_left:
-        why = "" if code == 2 else " (scheduler.restarts is used up)"
-        say(f"{said}. It is not started again{why}:{last_words(log)}")
-        give_up(folder.parent / "samplers", unit.processes[0].index, f"{killed_by(code)}, see {log}")
+        why = "" if code == 2 else " (no restarts left, scheduler.restarts)"
+        say(f"{ended}. It is not restarted{why}:{last_lines(log, 8) or ' its log is empty'}")
+        give_up(folder.parent / "samplers", unit.processes[0].index, f"{describe_exit(code)}, see {log}")
         return False
     unit.restarts_left -= 1
-    say(f"{said}. Starting it again ({unit.restarts_left} more times)")
+    say(f"{ended}. Restarting it ({unit.restarts_left} restarts left)")
     unit.start(prepare)
     return True
 
 
-def clear(process: Process) -> None:
-    """Remove from this machine what a process has published, once it has ended; one that was killed could not."""
+def remove_published(process: Process) -> None:
+    """Remove weights that an ended process has published on this machine; a killed process could not do it itself."""
     for folder in process.publishes:
         forget(folder)
 
 
-def killed_by(code: int) -> str:
-    """
-    >>> killed_by(137), killed_by(1)
-    ('was killed (SIGKILL)', 'ended with exit code 1')
-    """
-    if code > 128:
-        try:
-            return f"was killed ({signal.Signals(code - 128).name})"
-        except ValueError:
-            pass
-    return f"ended with exit code {code}"
-
-
-def last_words(log: Path, count: int = 8) -> str:
-    try:
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-count:]
-    except OSError:
-        return " (it said nothing)"
-    return "".join(f"\n  {line}" for line in lines) or " (it said nothing)"
-
-
 def environment(process: Process, inherited: Mapping[str, str], shared: Mapping[str, str]) -> dict[str, str]:
-    """What a process sees: its starter's environment, what all of a plan share, and its own."""
+    """Environment variables of a process: the launcher's, those shared by the plan, and its own."""
     return {**inherited, **shared, **process.env, "PYTHONUNBUFFERED": "1"}
 
 
 @contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Signals that came in; the loop passes them on, since a handler may not call into Ray."""
-    asked: list[int] = []
+def _received_signals() -> Iterator[list[int]]:
+    """A list of received signals. The loop passes them on, because a signal handler must not call into Ray."""
+    received: list[int] = []
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup a hang-up ends nothing
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup SIGHUP stays ignored
         numbers.append(signal.SIGHUP)
 
-    def heard(number: int, _: object) -> None:
-        asked.append(signal.SIGTERM if number == signal.SIGHUP else number)  # the trainer saves at TERM
+    def receive(number: int, _: object) -> None:
+        received.append(signal.SIGTERM if number == signal.SIGHUP else number)  # the trainer saves on SIGTERM
 
-    before = {number: signal.signal(number, heard) for number in numbers}
+    before = {number: signal.signal(number, receive) for number in numbers}
     try:
-        yield asked
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

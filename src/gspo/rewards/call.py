@@ -14,19 +14,17 @@ Imports only the standard library and the built-ins: a worker must start fast an
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
 import inspect
 import math
 import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from gspo.rewards.functions.builtin import BUILTIN
 from gspo.rewards.sandbox.box import SandboxError
+from gspo.system.imports import find_function
 
 SAMPLE, AREAL, TRL = "text", "areal", "trl"
 GRACE_S = 0.5  # an awaited call is given up softly at the timeout; the kill comes this much later
@@ -142,33 +140,6 @@ def checked(name: str, value: Any) -> Result:
     return number
 
 
-def find_function(name: str) -> Callable[..., Any]:
-    """`module:function` or `file.py:function`; ValueError with a sentence for the user."""
-    where, _, attribute = name.rpartition(":")
-    try:
-        if where.endswith(".py"):
-            path = Path(where)
-            if not path.is_file():
-                raise ValueError(f"{name}: there is no file {where}")
-            spec = importlib.util.spec_from_file_location(f"gspo_user_{path.stem}", path)
-            if spec is None or spec.loader is None:
-                raise ValueError(f"{name}: {where} is no Python file")
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(where)
-    except ValueError:
-        raise
-    except BaseException as error:
-        raise ValueError(f"{name}: importing {where} failed: {type(error).__name__}: {error}") from error
-    function: Any = module
-    for step in attribute.split("."):
-        function = getattr(function, step, None)
-    if not callable(function):
-        raise ValueError(f"{name}: {where} has no function {attribute}")
-    return function
-
-
 def _columns(call: Call, columns: dict[str, Any], taken: Sequence[str]) -> dict[str, Any]:
     merged = {**columns, **call.kwargs}
     return {k: v for k, v in merged.items() if k not in taken and (call.accepts is None or k in call.accepts)}
@@ -223,7 +194,7 @@ async def _within(values: Any, timeout_s: float | None) -> Any:
 
 
 def _late(name: str, timeout_s: float) -> str:
-    return f"{name}: no answer in {timeout_s:g} s"
+    return f"{name}: no result after {timeout_s:g} s"
 
 
 def _describe(name: str, error: BaseException) -> str:

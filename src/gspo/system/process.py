@@ -1,37 +1,170 @@
-"""`python -m gspo.system.process PARENT COMMAND…`: run a command that the kernel kills when its parent ends.
+"""Child processes: they end with their parent, are stopped in steps, and their exit codes are shown in words.
 
-No launcher leaves an orphan, also when it is killed itself. A program of its own, because code between fork and exec is
-not safe in a parent with threads (Ray's workers have dozens).
+`python -m gspo.system.process PARENT COMMAND…` runs a command that the kernel kills when its parent ends, so that a
+launcher that is killed leaves no orphans. It is a program of its own because code between fork and exec is not safe in
+a parent with threads (Ray's workers have dozens).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def tied(command: list[str]) -> list[str]:
-    """The command line that runs `command` tied to the process that starts it."""
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent ends; exit at once if it has ended already.
+
+    Linux only. On other systems a child notices the end of its parent when their socket or pipe is closed.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the subreaper: descendants whose parent ends become children of this process, so it can find them."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def dying_with_parent(command: list[str]) -> list[str]:
+    """The command line that runs `command` such that it is killed when this process ends."""
     return [sys.executable, "-m", "gspo.system.process", str(os.getpid()), *command]
+
+
+def stop(process: subprocess.Popen[bytes], timeout_s: float) -> None:
+    """Send SIGTERM, wait up to `timeout_s`, then send SIGKILL."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def stop_group(process: subprocess.Popen[bytes], timeout_s: float) -> None:
+    """Stop the leader of a process group, then kill the rest of the group."""
+    stop(process, timeout_s)
+    kill_group(process.pid)
+
+
+def wait_and_kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Wait for the leader of a process group to end, then kill the rest. `process.wait()` still gives its exit code."""
+    with contextlib.suppress(ChildProcessError):  # another thread has collected it
+        # WNOWAIT: the pid, which is the group's number too, is not reused until the group has been killed.
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    kill_group(process.pid)
+
+
+def kill_group(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def shell_code(returncode: int) -> int:
+    """The exit code as a shell shows it: 128 + n after signal n.
+
+    >>> shell_code(-9), shell_code(1)
+    (137, 1)
+    """
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def describe_exit(code: int) -> str:
+    """How a process ended, from `Popen.returncode` or from a shell's exit code.
+
+    >>> describe_exit(-9), describe_exit(137), describe_exit(1)
+    ('was killed by SIGKILL', 'was killed by SIGKILL', 'ended with exit code 1')
+    """
+    number = shell_code(code) - 128
+    if number in set(signal.Signals):
+        return f"was killed by {signal.Signals(number).name}"
+    return f"ended with exit code {code}"
+
+
+def last_lines(log: Path, count: int) -> str:
+    """The end of a log file, indented, for an error message; "" if it is empty or missing."""
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-count:]
+    except OSError:
+        return ""
+    return "".join(f"\n  {line}" for line in lines)
+
+
+def own_children() -> list[int]:
+    """Processes that the main thread of this process has started and that have not been collected yet."""
+    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+
+
+def descendants(pid: int) -> list[int]:
+    """Children of a process, their children, and so on."""
+    children: dict[int, list[int]] = {}
+    for child, parent in all_processes():
+        children.setdefault(parent, []).append(child)
+    found: list[int] = []
+    frontier = [pid]
+    while frontier:
+        below = children.get(frontier.pop(), [])
+        found += below
+        frontier += below
+    return found
+
+
+def all_processes() -> Iterator[tuple[int, int]]:
+    """(pid, parent) of every visible process; nothing on a system without /proc."""
+    try:
+        names = os.listdir("/proc")
+    except OSError:
+        return
+    for name in names:
+        if name.isdigit():
+            with contextlib.suppress(OSError):
+                yield int(name), int(_stat(int(name))[1])
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped (SIGSTOP, or a debugger); only SIGKILL and SIGCONT reach it then."""
+    try:
+        return _stat(pid)[0] in ("T", "t")
+    except OSError:
+        return False
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat after the command's name: state, parent, …"""
+    # The name, in parentheses, may contain spaces and parentheses: split after the last one.
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def main() -> None:
     parent, command = int(sys.argv[1]), sys.argv[2:]
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the line above
-        sys.exit(1)
-    # Ray's workers run with SIGINT blocked, and what is blocked or ignored stays so beyond exec.
+    die_with_parent(parent)
+    # Ray's workers run with SIGINT blocked; blocked and ignored signals stay so after exec.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execvp(command[0], command)
     except OSError as error:
-        print(f"gspo: {command[0]} cannot be started: {error.strerror}", file=sys.stderr)
+        print(f"gspo: cannot start {command[0]}: {error.strerror}", file=sys.stderr)
         sys.exit(2)
 
 

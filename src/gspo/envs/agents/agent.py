@@ -1,13 +1,13 @@
-"""Agents as environments: a program that speaks to an OpenAI-compatible address is trained as it is.
+"""Agents as environments: a program that calls an OpenAI-compatible API is trained without changes.
 
-    def agent(base_url, api_key, data):                      # sync: in a thread of its own; or async
+    def agent(base_url, api_key, data):                      # sync: runs in a thread of its own; or async
         client = openai.OpenAI(base_url=base_url, api_key=api_key)
         ...
-        return reward                                        # or None: the configured reward reads the last answer
+        return reward                                        # or None: the configured reward scores the last answer
 
 or a command line, started for every episode with OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment
-and the row as JSON on its standard input; the last line that it prints may be the reward. Either may also POST its
-reward to /e/EPISODE/reward. `Agents` makes an environment of it for the episode driver. Torch-free; docs/agents.md.
+and the row as JSON on stdin; the last line of its output may be the reward. Both may also POST the reward to
+/e/EPISODE/reward. `Agents` makes an environment of it for the episode driver. Torch-free; see docs/agents.md.
 """
 
 from __future__ import annotations
@@ -15,42 +15,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import json
-import os
-import selectors
-import subprocess
-import sys
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+from gspo.envs.agents.command import AgentError, Lifeline, run_command
 from gspo.envs.agents.endpoint import Endpoint, Line
 from gspo.envs.agents.openai_api import Answer, ApiError, Ask, only_finite
 from gspo.envs.client import Client, EpisodeError, EpisodeOverError, OutOfRoomError, TooManyTurnsError
 from gspo.envs.episode import Exchange
 from gspo.errors import ConfigError
-from gspo.rewards.call import find_function
+from gspo.system.imports import find_function
 
 Agent = Callable[..., Any]  # (base_url, api_key, data) → reward, {"reward": …, parts…} or None; sync or async
 
-_KEEPER = Path(__file__).with_name("reaper.py")
-_KEPT_OUT, _KEPT_ERR = 64 * 2**10, 4 * 2**10  # bytes of a command's output, from its end
-# Threads of episodes that were given up. A thread cannot be killed: where so many hang, no more are started.
+# Threads of cancelled episodes that still run. A thread cannot be killed: beyond this number no agent is started.
 MAX_ABANDONED = 64
-
-
-class AgentError(EpisodeError):
-    """The agent ended badly; its sample fails, and nothing else."""
 
 
 class Agents:
     """The environment `async (client, data)` that runs one agent per episode against one endpoint.
 
-    agent   a function (see the module), or a command line as a list of words
+    agent   a function (see the module's docstring), or a command line as a list of words
     model   the name under which the policy is served
     """
 
@@ -58,31 +46,31 @@ class Agents:
         self, agent: Agent | Sequence[str], *, model: str = "policy", request_timeout_s: float = 3600.0
     ) -> None:
         self._agent: Agent | list[str] = agent if callable(agent) else [str(word) for word in agent]
-        self.at_once = 256 if callable(agent) else 32  # episodes, where rollout.max_concurrent_rollouts is unset
+        self.at_once = 256 if callable(agent) else 32  # episodes at a time if rollout.max_concurrent_rollouts is unset
         self._model, self._request_timeout_s = model, request_timeout_s
         self._endpoint: Endpoint | None = None
         self._abandoned: set[threading.Thread] = set()
-        self.counts: Counter[str] = Counter()  # what all episodes' calls came to, since the last `take_counts`
+        self.counts: Counter[str] = Counter()  # results of API calls since the last `take_counts`
         self._lock = threading.Lock()
 
     async def __call__(self, client: Client, data: Mapping[str, Any]) -> Any:
-        client.by_content = True  # an agent's calls come when they come
-        trouble: list[EpisodeError] = []
-        line = Line(_name(client), lambda ask: _answered(client, ask, trouble), asyncio.get_running_loop())
+        client.by_content = True  # the order of an agent's calls depends on timing
+        errors: list[EpisodeError] = []
+        line = Line(_name(client), lambda ask: _answered(client, ask, errors), asyncio.get_running_loop())
         row = {**data, "messages": client.messages}
         base_url, api_key = self.endpoint.open(line)
         try:
-            said = await self._run(base_url, api_key, row)
+            result = await self._run(base_url, api_key, row)
         except Exception as error:
-            if trouble and not isinstance(error, EpisodeError):
-                # It gave up because of what it was told: that is what became of the episode.
-                raise type(trouble[-1])(f"{trouble[-1]} (the agent then raised {type(error).__name__})") from error
+            if errors and not isinstance(error, EpisodeError):
+                # The agent failed because a request was refused: report that refusal as the reason.
+                raise type(errors[-1])(f"{errors[-1]} (the agent then raised {type(error).__name__})") from error
             raise
         finally:
             self.endpoint.end(line)
             with self._lock:
                 self.counts += line.counts
-        return line.reward if said is None else said
+        return line.reward if result is None else result
 
     @property
     def endpoint(self) -> Endpoint:
@@ -92,13 +80,13 @@ class Agents:
             return self._endpoint
 
     def take_counts(self) -> Counter[str]:
-        """What calls came to since the last time: `calls`, `settings_replaced`, and refusals by their code."""
+        """Counts since the last call: `calls`, `settings_replaced`, and refused requests by error code."""
         with self._lock:
             counts, self.counts = self.counts, Counter()
             return counts
 
     def metrics(self) -> dict[str, float]:
-        """The same by names as in docs/metrics.md."""
+        """The same counts under the names of docs/metrics.md."""
         counts = self.take_counts()
         named = {f"agent/{name}": counts.pop(name, 0) for name in ("calls", "settings_replaced")}
         return {**named, **{f"agent/refused_{code}": count for code, count in sorted(counts.items())}}
@@ -113,20 +101,20 @@ class Agents:
             self._abandoned = {thread for thread in self._abandoned if thread.is_alive()}
             if len(self._abandoned) >= MAX_ABANDONED:
                 raise AgentError(
-                    f"{MAX_ABANDONED} agents of earlier episodes never ended, and a thread cannot be ended from "
-                    "outside; give the agent's requests a timeout, or run it as env.command"
+                    f"{MAX_ABANDONED} agents of cancelled episodes are still running, and a thread cannot be killed; "
+                    "set a timeout for the agent's requests, or run it as a process (env.command)"
                 )
             return await _in_thread(self._agent, (base_url, api_key, row), self._abandoned)
         variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": self._model}
-        leash = _Leash()
+        lifeline = Lifeline()
         try:
-            return await _in_thread(_run_command, (self._agent, row, variables, leash), self._abandoned)
+            return await _in_thread(run_command, (self._agent, row, variables, lifeline), self._abandoned)
         finally:
-            leash.let_go()
+            lifeline.close()
 
 
 def find_agent(name: str, options: Mapping[str, Any] | None = None) -> Agent:
-    """`module:function` or `file.py:function`, with `options` as keyword arguments; ConfigError where it cannot be."""
+    """Import `module:function` or `file.py:function` and bind `options` as keyword arguments; raises ConfigError."""
     try:
         found = find_function(name)
         inspect.signature(found).bind("", "", {}, **(options or {}))
@@ -137,8 +125,8 @@ def find_agent(name: str, options: Mapping[str, Any] | None = None) -> Agent:
     return partial(found, **options) if options else found
 
 
-async def _answered(client: Client, ask: Ask, trouble: list[EpisodeError]) -> Answer:
-    """One request of the agent, by way of the episode's client."""
+async def _answered(client: Client, ask: Ask, errors: list[EpisodeError]) -> Answer:
+    """Answer one API request of the agent with the episode's client."""
     sampling: dict[str, Any] = {}
     if ask.max_tokens is not None:
         sampling["max_new_tokens"] = ask.max_tokens
@@ -153,7 +141,7 @@ async def _answered(client: Client, ask: Ask, trouble: list[EpisodeError]) -> An
             exchange = Exchange(tokens, await client.complete(tokens, **sampling))
             message: dict[str, Any] = {"content": client.decode(exchange.sample.tokens.tolist())}
     except EpisodeError as error:
-        trouble.append(error)
+        errors.append(error)
         raise _refusal(error) from error
     sample = exchange.sample
     tokens = tuple(sample.tokens.tolist())
@@ -175,7 +163,7 @@ def _tokens_of(client: Client, text: str) -> tuple[int, ...]:
 
 
 def _refusal(error: EpisodeError) -> ApiError:
-    """What an episode's refusal is in HTTP: only what may be asked otherwise is 400."""
+    """The HTTP error for a refused request: 400 if another request could succeed, 410 if none can."""
     if isinstance(error, OutOfRoomError):
         return ApiError(400, "context_length_exceeded", str(error), "messages")
     if isinstance(error, TooManyTurnsError):
@@ -186,16 +174,16 @@ def _refusal(error: EpisodeError) -> ApiError:
 
 
 def _name(client: Client) -> str:
-    """The episode in an address: the same in every run, and no secret."""
+    """Name of the episode in a URL: the same in every run, not a secret."""
     id = client.id
     return f"{id.submission}-{id.sample}" + (f"-{id.attempt}" if id.attempt else "")
 
 
-# A function, in a thread
-
-
 async def _in_thread(agent: Agent, args: tuple[Any, ...], abandoned: set[threading.Thread]) -> Any:
-    """What the agent returns or raises. Given up, an async agent is cancelled; a sync one ends when its calls fail."""
+    """Run an agent in a thread; returns its result or raises its exception.
+
+    On cancellation an async agent is cancelled; a sync one ends when its API calls fail.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
     inner: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
@@ -208,21 +196,21 @@ async def _in_thread(agent: Agent, args: tuple[Any, ...], abandoned: set[threadi
 
     def run() -> None:
         try:
-            said = agent(*args)
-            if inspect.isawaitable(said):
-                said = asyncio.run(awaited(said))
-            tell(done.set_result, said)
+            result = agent(*args)
+            if inspect.isawaitable(result):
+                result = asyncio.run(awaited(result))
+            resolve(done.set_result, result)
         except asyncio.CancelledError:
-            pass  # its end was said by whoever gave it up
-        except BaseException as error:  # SystemExit of an agent is its own end alone
+            pass  # the caller has cancelled it and does not wait
+        except BaseException as error:  # SystemExit of an agent ends only this agent
             shown = error if isinstance(error, Exception) else AgentError(f"the agent raised {type(error).__name__}")
-            tell(done.set_exception, shown)
+            resolve(done.set_exception, shown)
 
-    def tell(how: Callable[[Any], None], what: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is gone
-            loop.call_soon_threadsafe(lambda: None if done.done() else how(what))
+    def resolve(set_future: Callable[[Any], None], value: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(lambda: None if done.done() else set_future(value))
 
-    # A daemon: an agent that never ends does not keep the trainer from ending.
+    # A daemon thread: an agent that never ends does not block the end of the trainer.
     thread = threading.Thread(target=run, name="agent", daemon=True)
     thread.start()
     try:
@@ -233,80 +221,3 @@ async def _in_thread(agent: Agent, args: tuple[Any, ...], abandoned: set[threadi
             with contextlib.suppress(RuntimeError):
                 own.call_soon_threadsafe(task.cancel)
         raise
-
-
-# A command, in processes of its own
-
-
-class _Leash:
-    """A pipe whose writing end keeps a command alive: closed, by whoever or by our death, it is killed."""
-
-    def __init__(self) -> None:
-        self.end, self._held = os.pipe()
-        self._lock = threading.Lock()
-
-    def let_go(self) -> None:
-        with self._lock:
-            if self._held >= 0:
-                os.close(self._held)
-                self._held = -1
-
-
-def _run_command(command: Sequence[str], row: Mapping[str, Any], variables: Mapping[str, str], leash: _Leash) -> Any:
-    """What the command's last line says. Blocks until it has ended, or the leash was let go and all of it is killed."""
-    # The trainer's own secrets are none of an agent's business.
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("GSPO_")}
-    try:
-        with tempfile.TemporaryFile() as given:
-            given.write(json.dumps(row, default=str).encode())
-            given.seek(0)
-            try:
-                process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(_KEEPER), str(leash.end), *command],
-                    stdin=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=(leash.end,),
-                    env={**inherited, **variables},
-                )  # fmt: skip
-            finally:
-                os.close(leash.end)
-        with process:
-            out, err = _tails(process)
-            code = process.wait()
-    finally:
-        leash.let_go()
-    if code:
-        why = f"was killed by signal {code - 128}" if code > 128 else f"ended with exit code {code}"
-        raise AgentError(f"{command[0]} {why}: {err.strip()[-400:] or 'it said nothing'}")
-    return read_reward(out)
-
-
-def _tails(process: subprocess.Popen[bytes]) -> tuple[str, str]:
-    """All output is read and its end kept: a command that prints without end is not held up, and fills no memory."""
-    limits, kept = {process.stdout: _KEPT_OUT, process.stderr: _KEPT_ERR}, {process.stdout: b"", process.stderr: b""}
-    with selectors.DefaultSelector() as ready:
-        for stream in limits:
-            assert stream is not None
-            ready.register(stream, selectors.EVENT_READ)
-        while ready.get_map():
-            for key, _ in ready.select():
-                stream: Any = key.fileobj
-                if not (part := os.read(stream.fileno(), 2**16)):
-                    ready.unregister(stream)
-                kept[stream] = (kept[stream] + part)[-limits[stream] :]
-    out, err = (kept[stream].decode("utf-8", "replace") for stream in limits)
-    return out, err
-
-
-def read_reward(printed: str) -> Any:
-    """The reward in the last line that is not empty: a number, or an object with a `reward`; else None.
-
-    >>> read_reward("thinking…\\n0.5\\n"), read_reward('{"reward": 1, "format": 0.2}'), read_reward("done")
-    (0.5, {'reward': 1, 'format': 0.2}, None)
-    """
-    last = next((line for line in reversed(printed.splitlines()) if line.strip()), "")
-    with contextlib.suppress(ValueError, RecursionError):
-        value = json.loads(last)
-        if isinstance(value, dict) and "reward" in value:
-            return value
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return value
-    return None

@@ -1,9 +1,9 @@
-"""`python -I -S keeper.py CONTROL COMMAND…`: run an agent's command, and leave nothing of it behind.
+"""`python -I -S reaper.py CONTROL COMMAND…`: run an agent's command and kill everything that it leaves behind.
 
-A small process between the trainer and a program that may never end. CONTROL is the reading end of a pipe: when the
-trainer closes the other end, on purpose or by dying, the command and whatever it has started are killed. Programs that
-leave the command's process group become this process's children (it is their subreaper), so they are found too. It
-ends as the command did. Standard library only, and none of gspo: one is started for every episode.
+A small process between the trainer and a program that may never end. CONTROL is the reading end of a pipe, the
+lifeline: when the trainer closes the other end, or dies, the command and all processes that it has started are killed.
+A process that has left the command's process group becomes a child of this one (the subreaper), so it is found, too.
+The exit code is the command's. Standard library only, without gspo, because one is started for every episode.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
-_ROUNDS, _PAUSE_S = 500, 0.01  # of killing what is left: a dead parent's children arrive here in turn
+_ROUNDS, _PAUSE_S = 500, 0.01  # of killing: the children of a killed process become children of this one
 
 
 def main() -> int:
@@ -28,19 +28,19 @@ def main() -> int:
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     wake, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
-    # Ctrl-C and a scheduler's signals belong to the trainer, which closes the pipe when it wants this to end.
+    # The trainer handles Ctrl-C and the scheduler's signals, and closes the pipe to end this process.
     for number in _SIGNALS:
         signal.signal(number, lambda *_: None)
     if (child := os.fork()) == 0:
         _become(command, prctl)
-    for descriptor in (0, 1, 2):  # who reads the command's output sees its end when the command is gone
+    for descriptor in (0, 1, 2):  # the pipes of the command's output are closed when the command ends
         os.close(descriptor)
     status: int | None = None
     while status is None:
         if control in select.select([control, wake], [], [])[0]:
             break
         os.read(wake, 4096)
-        status = _bury().get(child)
+        status = _collect().get(child)
     for _ in range(_ROUNDS):
         if status is None:
             with contextlib.suppress(ProcessLookupError):
@@ -48,7 +48,7 @@ def main() -> int:
         for pid in (left := _children()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        status = _bury().get(child, status)
+        status = _collect().get(child, status)
         if not left:
             break
         select.select([], [], [], _PAUSE_S)
@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def _become(command: list[str], prctl: Callable[..., int]) -> None:
-    """The child's part: the command, in a session of its own, which the kernel ends should the keeper be killed."""
+    """In the child: run the command in a session of its own; the kernel kills it if the reaper is killed."""
     try:
         os.setsid()
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -71,8 +71,8 @@ def _become(command: list[str], prctl: Callable[..., int]) -> None:
         os._exit(127)
 
 
-def _bury() -> dict[int, int]:
-    """Status of every child that has ended, our own and those that others left to us."""
+def _collect() -> dict[int, int]:
+    """Status of every child that has ended, adopted ones included."""
     ended: dict[int, int] = {}
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
@@ -85,7 +85,7 @@ def _children() -> list[int]:
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-                # The command's name, in parentheses, may hold anything; the parent is the second field after it.
+                # The name, in parentheses, may contain parentheses; the parent is the second field after the last one.
                 if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
                     found.append(int(name))
     return found

@@ -15,8 +15,8 @@ from typing import Any
 
 from gspo.envs.client import Client, OutOfRoomError
 from gspo.errors import ConfigError
-from gspo.rewards.call import find_function
 from gspo.rewards.functions.builtin import BUILTIN
+from gspo.system.imports import find_function
 
 
 class SelfCorrect:

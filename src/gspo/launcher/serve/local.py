@@ -22,10 +22,10 @@ from gspo.config.layout import layout_of
 from gspo.errors import ConfigError, GspoError
 from gspo.faults import reached
 from gspo.models.loading import load_tokenizer
-from gspo.rewards.workers.worker import die_with_parent
 from gspo.sampling.remote.discovery import register, unregister
 from gspo.sampling.remote.server import SamplerEngine, SamplerServer
 from gspo.sampling.weights.publish import sequence_logp
+from gspo.system.process import die_with_parent
 from gspo.train.build import servers as remote
 from gspo.train.build import setup
 

@@ -1,17 +1,15 @@
-"""The supervisor of the reward workers: a small process between the trainer and the code it does not trust to end.
+"""The supervisor of the reward workers: a small process between the trainer and reward code that may hang.
 
-It forks the workers (its own imports are few, so a replacement costs milliseconds), hands them groups, and kills a
-worker with its whole process group when the clock page says a call is over its deadline. The trainer may be busy for
-minutes meanwhile: deadlines do not depend on it. When the trainer goes, for whatever reason, everything here goes.
+It forks the workers (it imports little, so a replacement is ready in milliseconds), gives them groups to score, and
+kills a worker and its process group when a call exceeds its deadline (see the clock page in worker.py). Deadlines do
+not depend on the trainer, which may be busy for minutes. When the trainer ends, the supervisor and all workers end.
 
-Trainer → warden: frames of length + JSON line + pickled group (never opened here).
-Worker → warden → trainer: JSON lines only, so nothing that ran user code is ever unpickled.
+Trainer → supervisor: frames of length + JSON line + pickled group; the supervisor does not unpickle the group.
+Worker → supervisor → trainer: JSON lines only, so data from a process that ran user code is never unpickled.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import importlib
 import json
 import os
@@ -22,52 +20,55 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from mmap import mmap
 from typing import Any
 
 from gspo.rewards.functions.builtin import PRELOAD
 from gspo.rewards.workers.worker import CLOCK, LENGTH, run, set_clock
+from gspo.system.process import adopt_orphans, all_processes, descendants, describe_exit, kill, kill_group
 
 POLL_S = 0.05
 HEARTBEAT_S = 1.0
-# Signals a scheduler sends to every process of a job: the call is made again instead of blaming the reward.
-_OUTSIDE = {signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
+# Signals that a scheduler sends to every process of a job: the call is retried and not counted as a crash.
+_EXTERNAL = {signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
 _MAX_RETRIES = 3
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass
 class Job:
+    """A group to score."""
+
     id: int
     num: int
     payload: bytes
-    start: int = 0  # first call not yet answered
-    retries: int = 0  # deaths of a worker that were not this job's doing
+    start: int = 0  # first call without a result
+    retries: int = 0  # workers that died between calls or by an external signal
     values: list[tuple[int, int, float]] = field(default_factory=list)  # (part, sample, value)
     failures: dict[int, tuple[str, str]] = field(default_factory=dict)  # sample -> (kind, message)
 
 
 @dataclass
-class Worker:
+class WorkerProcess:
+    """A forked worker as the supervisor sees it."""
+
     pid: int
     channel: socket.socket
     page: mmap
     job: Job | None = None
     ready: bool = False
-    killed: bool = False  # by us, over its deadline
-    garbled: bool = False  # it sent what no worker of ours sends
+    killed: bool = False  # by the supervisor, because a call exceeded its deadline
+    corrupt: bool = False  # its channel delivered something other than the messages of worker.py
     incoming: bytes = b""
 
 
-class Warden:
-    """All state of the supervisor; one thread, one selector."""
+class Supervisor:
+    """All state of the supervisor process; one thread, one selector."""
 
     def __init__(self, trainer: socket.socket, settings: dict[str, Any], wake_fd: int):
         self.trainer = trainer
         self.settings = settings
-        self.workers: dict[int, Worker] = {}
+        self.workers: dict[int, WorkerProcess] = {}
         self.queue: deque[Job] = deque()
         self.failed_starts = 0
         self.incoming = bytearray()
@@ -76,7 +77,7 @@ class Warden:
         self.last_sent = time.monotonic()
         trainer.setblocking(False)
         self.selector.register(trainer, selectors.EVENT_READ)
-        self.wake_fd = wake_fd  # readable after SIGCHLD: a death is noticed at once, not at the next poll
+        self.wake_fd = wake_fd  # readable after SIGCHLD, so that the death of a worker is noticed at once
         self.selector.register(wake_fd, selectors.EVENT_READ)
 
     def serve(self) -> None:
@@ -117,13 +118,13 @@ class Warden:
                 os._exit(code)
         theirs.close()
         mine.setblocking(False)
-        self.workers[pid] = Worker(pid, mine, page)
-        # Set here too: the child may hang before it reaches its own first line.
+        self.workers[pid] = WorkerProcess(pid, mine, page)
+        # The worker sets it too, but it may hang before it gets there.
         set_clock(page, time.monotonic() + self.settings["startup_s"])
         self.selector.register(mine, selectors.EVENT_READ, pid)
 
     def read_trainer(self) -> bool:
-        """Take in new jobs; False when the trainer is gone."""
+        """Read new jobs; False if the trainer has ended."""
         try:
             while chunk := self.trainer.recv(1 << 20):
                 self.incoming += chunk
@@ -145,7 +146,7 @@ class Warden:
         del self.incoming[:position]
         return True
 
-    def read_worker(self, worker: Worker) -> None:
+    def read_worker(self, worker: WorkerProcess) -> None:
         try:
             while chunk := worker.channel.recv(1 << 16):
                 worker.incoming += chunk
@@ -153,20 +154,20 @@ class Warden:
             pass
         *lines, worker.incoming = worker.incoming.split(b"\n")
         for line in lines:
-            if worker.garbled:
+            if worker.corrupt:
                 return
             try:
-                self.heard(worker, json.loads(line))
-            except (ValueError, KeyError, TypeError):  # reward code wrote into our channel: trust nothing more from it
-                worker.garbled = True
-                self.kill(worker.pid)
+                self.receive(worker, json.loads(line))
+            except (ValueError, KeyError, TypeError):  # reward code wrote into the channel: ignore the rest
+                worker.corrupt = True
+                kill_worker(worker.pid)
 
-    def heard(self, worker: Worker, message: dict[str, Any]) -> None:
+    def receive(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
         if "fatal" in message:
-            self.report(message)
+            self.send(message)
         elif "ready" in message:
             worker.ready, self.failed_starts = True, 0
-            self.report({"ready": worker.pid})
+            self.send({"ready": worker.pid})
         elif (job := worker.job) is None:
             return
         elif "done" in message:
@@ -184,61 +185,61 @@ class Warden:
             deadline = CLOCK.unpack_from(worker.page)[0]
             if deadline and now > deadline and not worker.killed:
                 worker.killed = True
-                self.kill(worker.pid)
+                kill_worker(worker.pid)
 
     def reap(self) -> None:
-        """Bury dead workers: what they were doing is charged or repeated, what they left behind is killed."""
-        # WNOWAIT keeps the pid, and so the process group's number, ours until the group has been killed.
+        """Collect dead workers, kill what they left behind, fail or retry their jobs, and start replacements."""
+        # WNOWAIT: the pid, which is the group's number too, is not reused until the group has been killed.
         while dead := _next_dead():
             worker = self.workers.pop(dead, None)
             if worker is None:
-                os.waitpid(dead, 0)  # an orphan of a reward that ended by itself
+                os.waitpid(dead, 0)  # an orphan that reward code left behind and that has ended
                 continue
-            self.kill(dead)
+            kill_worker(dead)
             status = os.waitstatus_to_exitcode(os.waitpid(dead, 0)[1])
             self.read_worker(worker)
             self.selector.unregister(worker.channel)
             worker.channel.close()
-            self.kill_strays()
+            self.kill_orphans()
             self.settle(worker, status)
             worker.page.close()
             if self.failed_starts < _MAX_RETRIES:
                 self.spawn()
 
-    def settle(self, worker: Worker, status: int) -> None:
-        """Decide what a worker's death means for the job it held."""
+    def settle(self, worker: WorkerProcess, status: int) -> None:
+        """Decide what the death of a worker means for its job: a failure, a retry, or nothing."""
         deadline, call, sample, part = CLOCK.unpack_from(worker.page)
         job = worker.job
         if not worker.ready:
             self.failed_starts += 1
             if self.failed_starts >= _MAX_RETRIES and not self.workers:
-                why = f"took longer than {self.settings['startup_s']:g} s" if worker.killed else _ending(status)
-                self.report({"fatal": f"a reward worker could not start {_MAX_RETRIES} times in a row: it {why}"})
+                why = f"took longer than {self.settings['startup_s']:g} s" if worker.killed else _describe(status)
+                self.send({"fatal": f"the reward workers did not start ({_MAX_RETRIES} attempts); the last one {why}"})
         if job is None:
             return
-        if worker.garbled:
-            self.abandon(job, "reward code wrote into its worker's channel")
+        if worker.corrupt:
+            self.abandon(job, "reward code wrote into the channel between its worker and the supervisor")
             return
         running = deadline != 0.0 and call >= job.start
-        if running and (worker.killed or -status not in _OUTSIDE):
+        if running and (worker.killed or -status not in _EXTERNAL):
             kind = "timeout" if worker.killed else "crash"
-            text = (
-                f"no answer in {self.settings['timeout_s']:g} s" if worker.killed else f"its process {_ending(status)}"
-            )
+            text = f"its process {_describe(status)}"
+            if worker.killed:
+                text = f"no result after {self.settings['timeout_s']:g} s"
             for index in range(job.num) if sample < 0 else (sample,):
                 job.failures.setdefault(index, (kind, f"{self.settings['parts'][part]['name']}: {text}"))
             job.start = call + 1
         else:
             job.retries += 1
         if job.retries > _MAX_RETRIES:
-            self.abandon(job, f"its worker ended {job.retries} times between calls: it {_ending(status)}")
+            self.abandon(job, f"its worker died {job.retries} times between calls; the last one {_describe(status)}")
         elif len(job.failures) == job.num:
             self.finish(job)
         else:
             self.queue.appendleft(job)
 
     def dispatch(self) -> None:
-        if not self.workers:  # every start failed: answer rather than keep the trainer waiting
+        if not self.workers:  # no worker can be started: fail the jobs instead of keeping the trainer waiting
             while self.queue:
                 self.abandon(self.queue.popleft(), "no reward worker could be started")
         for worker in self.workers.values():
@@ -248,11 +249,11 @@ class Warden:
                 frame = header + b"\n" + job.payload
                 try:
                     worker.channel.setblocking(True)
-                    # An idle worker reads at once; if it died or froze instead, reap and check_clocks deal with it.
+                    # An idle worker reads at once; reap and check_clocks handle one that has died or hangs.
                     worker.channel.settimeout(5.0)
                     worker.channel.sendall(LENGTH.pack(len(frame)) + frame)
                 except OSError:
-                    self.kill(worker.pid)
+                    kill_worker(worker.pid)
                 finally:
                     worker.channel.setblocking(False)
 
@@ -263,16 +264,16 @@ class Warden:
 
     def finish(self, job: Job) -> None:
         failures = [(sample, *failure) for sample, failure in job.failures.items()]
-        self.report({"job": job.id, "values": job.values, "failures": failures})
+        self.send({"job": job.id, "values": job.values, "failures": failures})
 
-    def report(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         self.outgoing += json.dumps(message).encode() + b"\n"
 
     def flush(self) -> None:
-        """Send what the trainer will take without waiting for it; a heartbeat if there is nothing to say."""
+        """Send as much as the socket takes without blocking; a heartbeat if there was nothing to send."""
         now = time.monotonic()
         if not self.outgoing and now - self.last_sent > HEARTBEAT_S:
-            self.report({"alive": True})
+            self.send({"alive": True})
         try:
             while self.outgoing:
                 del self.outgoing[: self.trainer.send(self.outgoing[: 1 << 18])]
@@ -280,65 +281,57 @@ class Warden:
         except BlockingIOError:
             pass
         except OSError:
-            self.outgoing.clear()  # the trainer is gone; the next read says so
+            self.outgoing.clear()  # the trainer has ended; the next read notices it
 
     def names(self) -> str:
         return "+".join(part["name"] for part in self.settings["parts"])
 
-    def kill(self, pid: int) -> None:
-        """SIGKILL a worker, its process group, and descendants that left the group."""
-        for victim in _descendants(pid):
-            _signal(os.kill, victim)
-        _signal(os.killpg, pid)
-        _signal(os.kill, pid)  # it may not have reached setsid yet
-
-    def kill_strays(self) -> None:
-        """Orphans of dead workers become this process's children (it is their subreaper): end them too."""
-        for _ in range(8):  # their own children arrive here in turn
-            strays = [pid for pid, parent in _processes() if parent == os.getpid() and pid not in self.workers]
-            if not strays:
+    def kill_orphans(self) -> None:
+        """Kill orphans of dead workers; they have become children of this process, which is their subreaper."""
+        for _ in range(8):  # the children of a killed orphan become orphans in turn
+            orphans = [pid for pid, parent in all_processes() if parent == os.getpid() and pid not in self.workers]
+            if not orphans:
                 return
-            for pid in strays:
-                for victim in (*_descendants(pid), pid):
-                    _signal(os.kill, victim)
-            for pid in strays:
-                _bury(pid)
+            for orphan in orphans:
+                for pid in (*descendants(orphan), orphan):
+                    kill(pid)
+            for orphan in orphans:
+                _collect(orphan)
 
     def close(self) -> None:
         for worker in self.workers.values():
-            self.kill(worker.pid)
+            kill_worker(worker.pid)
         for worker in self.workers.values():
-            _bury(worker.pid)
+            _collect(worker.pid)
         self.workers.clear()
-        self.kill_strays()
+        self.kill_orphans()
 
 
 def main(fd: str) -> None:
-    """Entry of the supervisor process; `fd` is its end of the trainer's socket."""
+    """Entry point of the supervisor process; `fd` is its end of the socket to the trainer."""
     trainer = socket.socket(fileno=int(fd))
-    # Ctrl-C and a scheduler's signals belong to the trainer, which still wants its rewards while it saves.
+    # The trainer handles Ctrl-C and the scheduler's signals, and needs rewards until it has saved.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     settings = json.loads(_exactly(trainer, LENGTH.unpack(_exactly(trainer, LENGTH.size))[0]))
-    settings["warden"] = os.getpid()
-    warden = Warden(trainer, settings, wake_read)
+    settings["supervisor"] = os.getpid()
+    supervisor = Supervisor(trainer, settings, wake_read)
     try:
         problem = _preload(settings["parts"])
         if problem:
-            warden.report({"fatal": problem})
-            warden.flush()
+            supervisor.send({"fatal": problem})
+            supervisor.flush()
         else:
-            warden.serve()
+            supervisor.serve()
     finally:
-        warden.close()
+        supervisor.close()
 
 
 def _preload(parts: list[dict[str, Any]]) -> str | None:
-    """Import the heavy libraries of built-ins once, before forking; what is missing, in a sentence."""
+    """Import the libraries of built-in rewards once, before forking; returns an error message, or None."""
     for part in parts:
         if part["name"] in PRELOAD:
             module, package = PRELOAD[part["name"]]
@@ -354,7 +347,7 @@ def _exactly(channel: socket.socket, size: int) -> bytes:
     while len(data) < size:
         chunk = channel.recv(size - len(data))
         if not chunk:
-            sys.exit(0)  # the trainer went before it said anything
+            sys.exit(0)  # the trainer ended before it sent its settings
         data += chunk
     return data
 
@@ -367,9 +360,9 @@ def _next_dead() -> int | None:
     return found.si_pid if found else None
 
 
-def _bury(pid: int, patience_s: float = 1.0) -> None:
-    """Collect a killed child; one that the kernel cannot end yet (blocked in a device) is left to it."""
-    deadline = time.monotonic() + patience_s
+def _collect(pid: int, timeout_s: float = 1.0) -> None:
+    """Wait for a killed child; give up if the kernel cannot end it yet (blocked in a device)."""
+    deadline = time.monotonic() + timeout_s
     try:
         while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -377,42 +370,13 @@ def _bury(pid: int, patience_s: float = 1.0) -> None:
         pass
 
 
-def _signal(send: Any, pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        send(pid, signal.SIGKILL)
+def kill_worker(pid: int) -> None:
+    """Kill a worker, its process group, and descendants that have left the group."""
+    for descendant in descendants(pid):
+        kill(descendant)
+    kill_group(pid)
+    kill(pid)  # it may not have called setsid yet
 
 
-def _processes() -> Iterator[tuple[int, int]]:
-    """(pid, parent) of every process that can be seen; nothing where there is no /proc."""
-    try:
-        names = os.listdir("/proc")
-    except OSError:
-        return
-    for name in names:
-        if name.isdigit():
-            try:
-                with open(f"/proc/{name}/stat", "rb") as file:
-                    # The command, in parentheses, may hold anything; the parent is the second field after it.
-                    yield int(name), int(file.read().rpartition(b")")[2].split()[1])
-            except OSError:
-                continue
-
-
-def _descendants(pid: int) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for child, parent in _processes():
-        children.setdefault(parent, []).append(child)
-    found: list[int] = []
-    frontier = [pid]
-    while frontier:
-        below = children.get(frontier.pop(), [])
-        found += below
-        frontier += below
-    return found
-
-
-def _ending(status: int) -> str:
-    if status >= 0:
-        return f"ended with exit code {status}"
-    name = signal.Signals(-status).name if -status in set(signal.Signals) else str(-status)
-    return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+def _describe(status: int) -> str:
+    return describe_exit(status) + (" (out of memory?)" if status == -signal.SIGKILL else "")

@@ -1,12 +1,11 @@
-"""A reward worker: reads groups from its socket, calls the reward functions, writes one line per call.
+"""A reward worker: reads groups from its socket, calls the reward functions, and writes one line per call.
 
-It is forked by the supervisor (`warden.py`), which watches the *clock page*: shared memory in which the worker notes
-what it is doing and until when it may. A hang inside C code cannot stop that watch, because nothing here takes part.
+The supervisor forks it. Both share the *clock page*, memory in which the worker writes what it is doing and its
+deadline. The supervisor reads the page, so it notices a hang in C code, where Python code in the worker cannot run.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -15,21 +14,20 @@ import resource
 import signal
 import socket
 import struct
-import sys
 import time
 from mmap import mmap
 from typing import Any
 
 from gspo.rewards.call import GRACE_S, Call, bind, call_group, call_sample
+from gspo.system.process import die_with_parent
 
-# deadline (CLOCK_MONOTONIC seconds, 0: idle), call number inside the job, sample (−1: all of the group), part
+# deadline (CLOCK_MONOTONIC seconds, 0: idle), number of the call in its job, sample (−1: the whole group), part
 CLOCK = struct.Struct("=dqqq")
 LENGTH = struct.Struct("=I")
-_PR_SET_PDEATHSIG = 1
 
 
 def set_clock(page: mmap, deadline: float, call: int = -1, sample: int = -1, part: int = -1) -> None:
-    # The deadline last when arming, first when disarming: the watcher never pairs a deadline with another call.
+    # The deadline is written last: the supervisor never reads it together with the fields of another call.
     if deadline:
         page[8 : CLOCK.size] = CLOCK.pack(0.0, call, sample, part)[8:]
         page[0:8] = struct.pack("=d", deadline)
@@ -38,7 +36,7 @@ def set_clock(page: mmap, deadline: float, call: int = -1, sample: int = -1, par
 
 
 def run(channel: socket.socket, page: mmap, parts: list[dict[str, Any]], settings: dict[str, Any]) -> None:
-    """The life of a worker process; returns when the supervisor closes the channel."""
+    """Main function of a worker process; returns when the supervisor closes the channel."""
     set_clock(page, time.monotonic() + settings["startup_s"])
     _isolate(settings)
     try:
@@ -55,9 +53,9 @@ def run(channel: socket.socket, page: mmap, parts: list[dict[str, Any]], setting
         line, _, payload = frame.partition(b"\n")
         job = json.loads(line)
         try:
-            item = pickle.loads(payload)  # written by the trainer, our own parent
+            item = pickle.loads(payload)  # written by the trainer
         except Exception as error:
-            why = f"a column of the row cannot be rebuilt in a reward worker: {type(error).__name__}: {error}"
+            why = f"a column of the row cannot be unpickled in a reward worker: {type(error).__name__}: {error}"
             _send(
                 channel,
                 {"call": 0, "part": 0, "values": [], "failures": [(s, "infra", why) for s in range(job["num"])]},
@@ -70,7 +68,7 @@ def run(channel: socket.socket, page: mmap, parts: list[dict[str, Any]], setting
 def _work(
     channel: socket.socket, page: mmap, calls: list[Call], job: dict[str, Any], item: Any, timeout_s: float
 ) -> None:
-    """Make the calls of one group, from number `start` on; an earlier worker may have died on the one before."""
+    """Make the calls of one group, from number `start` on: an earlier worker may have made the others, and died."""
     failed = set(job["failed"])
     num = len(item[1])
     plan = [(p, -1) for p, call in enumerate(calls) if call.per_group]
@@ -97,22 +95,14 @@ def _send(channel: socket.socket, message: dict[str, Any]) -> None:
     channel.sendall(json.dumps(message).encode() + b"\n")
 
 
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent ends. Elsewhere than on Linux the pipe's end does it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def _isolate(settings: dict[str, Any]) -> None:
-    """Own session and process group (killed as one), no terminal signals, bounded memory, first to go without RAM."""
+    """A session and process group of its own, no terminal signals, limited memory, first choice of the OOM killer."""
     os.setsid()
-    die_with_parent(settings["warden"])
+    die_with_parent(settings["supervisor"])
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    # A handler, not SIG_IGN: programs started by a reward must not inherit deafness to SIGINT.
+    # A handler, not SIG_IGN: programs that a reward starts would inherit SIG_IGN.
     signal.signal(signal.SIGINT, lambda *_: None)
     if settings["memory_mb"]:
         limit = settings["memory_mb"] * 2**20
@@ -122,4 +112,4 @@ def _isolate(settings: dict[str, Any]) -> None:
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
     except OSError:
-        pass  # not Linux, or a container that forbids it: the memory limit above still holds
+        pass  # not Linux, or forbidden in this container; the memory limit above still applies

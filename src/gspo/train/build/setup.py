@@ -36,7 +36,6 @@ from gspo.models.loading import load_model, load_tokenizer
 from gspo.models.lora import adapter_off, add_adapter
 from gspo.models.moe import check_replay
 from gspo.monitor.loggers import Loggers
-from gspo.rewards.call import find_function
 from gspo.rewards.functions.code import prepare
 from gspo.rewards.pool import RewardPool
 from gspo.rewards.route import RewardRouter, Rewards
@@ -49,6 +48,7 @@ from gspo.sampling.api import Sampler
 from gspo.sampling.local.engine import LocalSampler
 from gspo.sampling.local.rounded import RoundedSampler
 from gspo.sampling.remote.client import JOIN_S
+from gspo.system.imports import find_function
 from gspo.train.build import servers as remote
 from gspo.types import Group, Prompt, SamplingParams
 

@@ -1,0 +1,149 @@
+"""Launch a config on this machine, on Ray or on Slurm: make a plan of its processes, then run the plan.
+
+Three ways to start the same run, all of which end in `launch`:
+
+    python3 -m gspo.launcher.ray examples/math/gsm8k_rl.py --config examples/math/gsm8k_gspo.yaml [key=value …]
+    python3 examples/math/gsm8k_rl.py --config examples/math/gsm8k_gspo.yaml scheduler.type=ray
+    gspo train examples/math/gsm8k_gspo.yaml --on ray
+
+Imports are inside the functions so that `--help` and `--dry-run` start without torch and Ray.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gspo.config import Loaded
+    from gspo.config.schema import Config
+    from gspo.launcher.plan import Plan
+
+LAUNCHERS = ("local", "ray", "slurm")
+
+
+def launch(loaded: Loaded, command: Sequence[str], *, dry_run: bool = False) -> int | None:
+    """Run `command`, the trainer's command line, with the launcher that scheduler.type names.
+
+    Returns the exit code, or None if the plan is one process on this machine: the caller then runs it itself.
+    """
+    from gspo.config.lint import check
+    from gspo.launcher.plan import make_plan, to_text
+    from gspo.system.gpus import visible_gpus
+
+    if not dry_run:
+        check(loaded)
+    config = loaded.config
+    on, restarts = config.scheduler.type or "local", config.scheduler.restarts
+    plan = make_plan(config, command, visible_gpus())
+    if not dry_run and on == "local":
+        _require_engine(config, plan)
+    if dry_run:
+        print(to_text(plan, on))
+        if on == "slurm":
+            from gspo.launcher.slurm import render
+
+            print("\n" + render(plan, config.scheduler.slurm, command, restarts), end="")
+        return 0
+    if on == "local":
+        if plan.layout.is_one_process:
+            return None
+        from gspo.launcher import local
+
+        _write_launch_files(loaded, plan)
+        return local.run(plan, restarts=restarts, say=_say)
+    _write_launch_files(loaded, plan)
+    if on == "ray":
+        from gspo.launcher import ray
+
+        return ray.run(plan, restarts=restarts, start_timeout=config.scheduler.start_timeout, say=_say)
+    from gspo.launcher import slurm
+
+    return slurm.run(plan, config.scheduler.slurm, command, restarts=restarts, say=_say)
+
+
+def _require_engine(config: Config, plan: Plan) -> None:
+    """ConfigError if the inference engine is not installed on this machine, before any process is started."""
+    from gspo.config import engine_flags as engines
+
+    sampler = plan.layout.sampler
+    if sampler is not None and sampler.name in engines.DECIDED:
+        options, on_cpu = getattr(config, sampler.name), not plan.layout.gpus_per_node
+        engines.check(sampler.name, options, config.actor.path, on_cpu=on_cpu, count=sampler.data)
+
+
+def _write_launch_files(loaded: Loaded, plan: Plan) -> None:
+    """Create the folders and write the resolved config, which samplers and Slurm jobs read."""
+    from gspo.config import dump
+    from gspo.errors import ConfigError
+
+    plan.path.mkdir(parents=True, exist_ok=True)
+    with open(plan.path / ".lock", "a") as lock:  # held by a running trainer, whose samplers must stay registered
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as cause:
+            raise ConfigError(
+                f"{plan.path} is in use by another trainer; wait for it to end, or set another trial_name"
+            ) from cause
+    for folder in (plan.folder, plan.sampler_folder) if plan.samplers else (plan.folder,):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for stale in (*plan.sampler_folder.glob("sampler_*.json"), *plan.sampler_folder.glob("sampler_*.gone")):
+        stale.unlink()
+    tmp = plan.config_file.with_suffix(".tmp")
+    tmp.write_text(dump(loaded), encoding="utf-8")
+    tmp.replace(plan.config_file)
+
+
+def _say(message: str) -> None:
+    print(f"gspo: {message}", file=sys.stderr, flush=True)
+
+
+def main(on: str, argv: Sequence[str] | None = None) -> int:
+    """`python3 -m gspo.launcher.<on> [--dry-run] SCRIPT --config YAML [key=value …]`; returns the exit code."""
+    from gspo.config import load
+    from gspo.errors import ConfigError, GspoError
+
+    parser = argparse.ArgumentParser(
+        prog=f"python3 -m gspo.launcher.{on}",
+        description=f"Run a training script with scheduler.type={on}. The script takes --config and overrides.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and exit")
+    parser.add_argument("script", help="for example examples/math/gsm8k_rl.py")
+    parser.add_argument("--config", required=True, metavar="YAML")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    args = parser.parse_intermixed_args(argv)
+    command = [sys.executable, args.script, "--config", args.config, *args.overrides]
+    try:
+        loaded = with_scheduler(load(args.config, args.overrides), on)
+        return run_here(launch(loaded, command, dry_run=args.dry_run), command)
+    except GspoError as error:
+        _say(str(error))
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return 130
+
+
+def run_here(code: int | None, command: Sequence[str]) -> int:
+    """Return the exit code of `launch`; if it is None, replace this process by the command."""
+    if code is None:
+        from gspo.launcher.local import exec_process
+        from gspo.launcher.plan import Process
+
+        exec_process(Process("trainer", 0, tuple(command), {"GSPO_LAUNCHED": "1"}))
+    return code or 0
+
+
+def with_scheduler(loaded: Loaded, on: str | None) -> Loaded:
+    """The config with scheduler.type set to `on`, if the command line gave one."""
+    if on is None or loaded.config.scheduler.type == on:
+        return loaded
+    from gspo.config import Origin
+
+    config = replace(loaded.config, scheduler=replace(loaded.config.scheduler, type=on))  # pyright: ignore[reportArgumentType]
+    return replace(loaded, config=config, origins={**loaded.origins, "scheduler.type": Origin("command line")})

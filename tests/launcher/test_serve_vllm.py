@@ -13,7 +13,7 @@ from gspo.launcher.serve import vllm as serve_vllm
 from gspo.models.loading import load_model, load_tokenizer
 from gspo.sampling.engines.vllm import WORKER_FOLDER, Endpoint
 from gspo.train.build import servers as remote
-from gspo.train.build import setup
+from gspo.train.build.compute import device_and_dtype
 
 SOCKET = Endpoint(socket="/private/http")
 
@@ -37,7 +37,7 @@ def test_the_facts_are_those_of_the_trainers_model_without_its_weights(tiny):
         seed=7,
         ends=remote.end_tokens(model, tokenizer),
         max_context=remote.context_of(model, 300),
-        dtype=setup.device_and_dtype(config)[1],
+        dtype=device_and_dtype(config)[1],
     )
     assert serve_vllm.facts_for(config, source) == expected
 

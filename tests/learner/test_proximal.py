@@ -18,8 +18,8 @@ from gspo.errors import ConfigError, TrainingError
 from gspo.lab.studies.gradients import opened, sampled
 from gspo.learner.proximal import FINE, Noise, judge, noise_of, words
 from gspo.learner.step import train_step
-from gspo.train.build.setup import make_plan as make_plan_of
-from gspo.train.build.setup import narrowest_clip
+from gspo.train.build.objective import make_plan as make_plan_of
+from gspo.train.build.objective import narrowest_clip
 
 ROLLOUT = ("actor.prox_logp_method=rollout",)
 

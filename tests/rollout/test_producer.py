@@ -30,8 +30,9 @@ from gspo.rollout.groups import Arrivals, refuse_failures, sample_groups, single
 from gspo.rollout.producer import Ahead
 from gspo.sampling.local.engine import LocalSampler
 from gspo.system.clock import Clock
-from gspo.train import Trainer
-from gspo.train.build import setup
+from gspo.train import Trainer, loop
+from gspo.train.build.rollout import make_producer
+from gspo.train.build.sampler import local_sampler, sampling_params
 from gspo.types import Prompt, SampleId, SamplingParams
 
 TINY = (
@@ -48,7 +49,7 @@ class Synchronous(Trainer):
         begin = 4 * self.state.step
         prompts = [(i, self.prompt_of(i)) for i in range(begin, begin + 4)]
         groups = sample_groups(
-            prompts, num_samples=4, params=setup.sampling_params(self.config.gconfig), sampler=self.sampler,
+            prompts, num_samples=4, params=sampling_params(self.config.gconfig), sampler=self.sampler,
             rewards=self.rewards, decode=self.decode, workflow=self.workflow, clock=clock,
         )  # fmt: skip
         refuse_failures(groups, self.config.reward.max_failure_fraction)
@@ -239,13 +240,13 @@ class Beside:
 
 
 def with_own_weights(monkeypatch, **how):
-    make, made = setup.local_sampler, []
+    make, made = local_sampler, []
 
     def make_sampler(config, policy, tokenizer, version, run, say):
         made.append(Beside(make(config, copy.deepcopy(policy.model), tokenizer, version), **how))
         return made[-1]
 
-    monkeypatch.setattr(setup, "make_sampler", make_sampler)
+    monkeypatch.setattr(loop, "make_sampler", make_sampler)
     return made
 
 
@@ -476,7 +477,7 @@ def test_a_queue_smaller_than_a_batch_does_not_stall_a_synchronous_run(model, re
     config = load(None, ["train_dataset.batch_size=4", "rollout.queue_size=2",
                          f"rollout.max_head_offpolicyness={eta}"]).config  # fmt: skip
     sampler = LocalSampler(model, seed=1, eos_token_ids=[0], max_rows=64)
-    ahead = setup.make_ahead(
+    ahead = make_producer(
         config, Snapshot(0, (), ()), sampler=sampler, rewards=rewards, prompt_of=lambda i: Prompt((1, 2), "?"),
         decode=decode, workflow=single_turn, keeps=None, step=0, total_steps=3,
     )  # fmt: skip

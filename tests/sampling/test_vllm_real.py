@@ -29,7 +29,7 @@ from gspo.models import embedded
 from gspo.sampling.engines.vllm import Endpoint, VllmSampler
 from gspo.sampling.local.draw import warp
 from gspo.sampling.weights import publish as weights
-from gspo.train.build import setup
+from gspo.train.build.policy import make_policy
 from gspo.types import Request, SampleId, SamplingParams
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
@@ -271,7 +271,7 @@ def test_reloading_in_vllms_own_way_leaves_the_tied_head_old_and_the_sync_is_ref
 def test_an_adapter_travels_alone_and_is_taken_whole_or_not_at_all(tmp_path):
     asked = ("actor.use_lora=true", "actor.lora_rank=3", "actor.lora_alpha=5", "actor.target_modules=[all-linear]")
     with started(tmp_path, *asked) as (vllm, config):
-        policy, _ = setup.make_policy(config, True)
+        policy, _ = make_policy(config, True)
         assert gap(vllm, policy) < 5e-5  # B starts at zero: the base model
         requests = [Request(SampleId(0, j), (3, 4, 5), SamplingParams(6, ignore_eos=True)) for j in range(4)]
         for version in range(1, 4):

@@ -25,7 +25,11 @@ from gspo.rollout.groups import single_turn
 from gspo.runs import checkpoint
 from gspo.sampling.api import Sampler
 from gspo.train.build import servers as remote
-from gspo.train.build import setup
+from gspo.train.build.compute import set_threads
+from gspo.train.build.data import make_data
+from gspo.train.build.objective import first_proximal_source, make_plan, narrowest_clip
+from gspo.train.build.policy import make_policy
+from gspo.train.build.sampler import engine_of, make_sampler, sampling_params
 from gspo.types import Request, Sample, SampleId
 
 PROMPTS, SAMPLES = 8, 8
@@ -37,31 +41,31 @@ def probe(
 ) -> dict[str, Any]:
     """Measure, and judge by ε; plain values. `run` and `step`: whose weights; `place`: a folder to leave traces in."""
     config = loaded.config
-    setup.set_threads(config)
-    plan = setup.make_plan(loaded)
-    policy, tokenizer = setup.make_policy(config, plan.settings["level"] != "token")
+    set_threads(config)
+    plan = make_plan(loaded)
+    policy, tokenizer = make_policy(config, plan.settings["level"] != "token")
     if run is not None and step:
         folder = run / "checkpoints" / f"step_{step:06d}"
         checkpoint.verify(folder)
         checkpoint.load(folder, policy, None)
     if config.env.path or config.env.agent or config.env.command:
         say("episodes are not played: each prompt is answered once, without its environment")
-    data, _ = setup.make_data(config, None, None, tokenizer)
-    num_samples, params = min(config.gconfig.n_samples, SAMPLES), setup.sampling_params(config.gconfig)
+    data, _ = make_data(config, None, None, tokenizer)
+    num_samples, params = min(config.gconfig.n_samples, SAMPLES), sampling_params(config.gconfig)
     rows = [data.row_of(config.seed, number, shuffle=config.train_dataset.shuffle) for number in range(PROMPTS)]
     requests = [
         Request(SampleId(number, i), data.prompt(row).tokens, params)
         for number, row in enumerate(rows)
         for i in range(num_samples)
     ]
-    sampler = setup.make_sampler(config, policy, tokenizer, step, place, say)
+    sampler = make_sampler(config, policy, tokenizer, step, place, say)
     try:
         samples = answers(sampler, requests, config.rollout.request_timeout)
     finally:
         sampler.close()
     theirs = [sample.behavior_logp.astype(np.float64) for sample in samples]
     ours = trainer_logp(policy, requests, samples, temperature=plan.temperature, max_tokens=plan.max_tokens)
-    eps = setup.narrowest_clip(config, plan.settings)
+    eps = narrowest_clip(config, plan.settings)
     return {
         "model": config.actor.path,
         "step": step,
@@ -73,7 +77,7 @@ def probe(
         "forced": config.actor.prox_logp_force,
         "eps": eps,
         "eps_auto": config.actor.eps_clip == "auto",
-        **figures(ours, theirs, eps, centred=setup.proximal_source(config) == "centred"),
+        **figures(ours, theirs, eps, centred=first_proximal_source(config) == "centred"),
     }
 
 
@@ -82,7 +86,7 @@ def sampler_words(config: Config) -> str:
     if not remote.num_servers():
         precision = config.rollout.sampler_precision
         return "in process" + ("" if precision == "none" else f", on weights rounded to {precision}")
-    engine = setup.engine_of(config)
+    engine = engine_of(config)
     if engine is None:
         return "a sampler server of our own"
     options = getattr(config, engine)

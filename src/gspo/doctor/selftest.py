@@ -28,7 +28,10 @@ from gspo.models.loading import load_model
 from gspo.sampling.api import Sampler
 from gspo.sampling.weights import publish as weights
 from gspo.train.build import servers as remote
-from gspo.train.build import setup
+from gspo.train.build.compute import set_threads
+from gspo.train.build.objective import make_plan
+from gspo.train.build.policy import add_configured_adapter, make_policy
+from gspo.train.build.sampler import make_sampler, sampler_dtype, weights_for
 from gspo.types import Request, SampleId, SamplingParams
 
 TEMPERATURE = 0.7  # at 1 a sampler that forgets the temperature would pass
@@ -74,11 +77,11 @@ Check = tuple[str, str, Callable[[], tuple[float, float] | str]]  # name, words,
 def selftest(loaded: Loaded, place: Path, say: Callable[[str], None] = print) -> Iterator[Line]:
     """A line for each check as it ends. `place`: a folder for published weights."""
     config = loaded.config
-    setup.set_threads(config)
-    sequence_level = setup.make_plan(loaded).settings["level"] != "token"
-    policy, tokenizer = setup.make_policy(config, sequence_level)
+    set_threads(config)
+    sequence_level = make_plan(loaded).settings["level"] != "token"
+    policy, tokenizer = make_policy(config, sequence_level)
     dtype, kind = policy.model.dtype, policy.model.device.type
-    sampler = partial(setup.make_sampler, config, policy, tokenizer, 0)
+    sampler = partial(make_sampler, config, policy, tokenizer, 0)
     exact = _exact(loaded, policy, tokenizer)
     where = f"{str(exact.model.dtype).removeprefix('torch.')}, {kind}"
     shares = "shared prefixes" if exact.share_prefix else "plain packing"
@@ -118,7 +121,7 @@ def _exact(loaded: Loaded, policy: PolicyModule, tokenizer: Any) -> PolicyModule
     if policy.model.device.type != "cpu" or _num_parameters(policy) > EXACT_PARAMETERS:
         return policy
     model = _another(loaded, policy, tokenizer, torch.float64)
-    setup.add_configured_adapter(config, model)
+    add_configured_adapter(config, model)
     for parameter in model.parameters():  # an adapter comes in float32
         parameter.data = parameter.data.double()
     exact = PolicyModule(model, chunk_size=config.actor.logprobs_chunk_size)
@@ -142,7 +145,7 @@ def _server_check(loaded: Loaded, policy: PolicyModule, make: Callable[[], Sampl
     words = f"log-probs at T = {TEMPERATURE}, before and after new weights"
     if not remote.num_servers():
         return "sampler server", words, lambda: "this machine has one GPU, and a server would need another"
-    dtype = setup.sampler_dtype(config) or policy.model.dtype
+    dtype = sampler_dtype(config) or policy.model.dtype
     words = f"{sampler_words(config)}: {words}"
     return "sampler server", words, lambda: with_sampler(make(), lambda s: served(loaded.config, policy, s, dtype))
 
@@ -309,6 +312,6 @@ def served(config: Config, policy: PolicyModule, sampler: Sampler, dtype: torch.
     first, bound = parity(policy, sampler, dtype)
     change(policy)
     _must_differ(before, probed(policy), dtype)
-    sampler.load_weights(1, setup.weights_for(config, sampler, policy))  # WeightSyncError: its probe is another's
+    sampler.load_weights(1, weights_for(config, sampler, policy))  # WeightSyncError: its probe is another's
     second, _ = parity(policy, sampler, dtype, first=8)
     return max(first, second), bound

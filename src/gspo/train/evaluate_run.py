@@ -15,8 +15,12 @@ from gspo.rewards.given import GivenRewards
 from gspo.rollout.groups import Workflow, refuse_failures, single_turn
 from gspo.sampling.api import Sampler
 from gspo.stats import pass_at_k, share_interval
-from gspo.train.build import setup
-from gspo.train.build.policy import load_policy
+from gspo.train.build.compute import set_threads
+from gspo.train.build.data import held_out, load_data, refuse_long_prompts
+from gspo.train.build.episodes import make_environment, make_episodes
+from gspo.train.build.policy import context_length, load_policy
+from gspo.train.build.rewards import make_rewards
+from gspo.train.build.sampler import decoder, evaluation_params, make_sampler
 from gspo.train.evaluate import evaluate, is_correct
 from gspo.types import Group, Request, Sample
 
@@ -30,20 +34,20 @@ def examine(
     checkpoint with the same settings gives the same accuracy.
     """
     start = time.perf_counter()
-    setup.set_threads(config)
+    set_threads(config)
     policy, tokenizer = load_policy(config, run, step)
-    spec = setup.held_out(config)
-    data = setup.load_data(spec, "test", tokenizer, config.seed, "valid_dataset")
-    params, num_samples = setup.evaluation_params(config)
-    setup.refuse_long_prompts(data, setup.context_length(config, policy), params.max_new_tokens, "eval_gconfig")
+    spec = held_out(config)
+    data = load_data(spec, "test", tokenizer, config.seed, "valid_dataset")
+    params, num_samples = evaluation_params(config)
+    refuse_long_prompts(data, context_length(config, policy), params.max_new_tokens, "eval_gconfig")
     reward = None if config.reward.functions or spec.mixture else default_reward(spec.path)
-    sampler = setup.make_sampler(config, policy, tokenizer, step)
-    rewards = setup.make_rewards(config, reward, None)
-    environment = setup.make_environment(config, None)
+    sampler = make_sampler(config, policy, tokenizer, step)
+    rewards = make_rewards(config, reward, None)
+    environment = make_environment(config, None)
     workflow: Workflow = single_turn
     if environment is not None:
         rewards = GivenRewards(rewards)
-        workflow = setup.make_episodes(config, environment, data, tokenizer, setup.context_length(config, policy))
+        workflow = make_episodes(config, environment, data, tokenizer, context_length(config, policy))
 
     def watched(requests: Sequence[Request], sampler: Sampler) -> Iterator[Sample]:
         for done, sample in enumerate(workflow(requests, sampler), 1):
@@ -58,7 +62,7 @@ def examine(
             params=params,
             sampler=sampler,
             rewards=rewards,
-            decode=setup.decoder(tokenizer),
+            decode=decoder(tokenizer),
             workflow=watched,
         )
     finally:

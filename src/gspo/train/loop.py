@@ -45,7 +45,17 @@ from gspo.system.clock import PROFILED_STEPS, Clock, timeline
 from gspo.system.files import to_json, write_run_file
 from gspo.system.heartbeat import watched
 from gspo.train.build import servers as remote
-from gspo.train.build import setup
+from gspo.train.build.compute import num_ranks, set_threads
+from gspo.train.build.data import make_data, refuse_long_prompts
+from gspo.train.build.episodes import make_environment, make_episodes
+from gspo.train.build.objective import assembly, first_proximal_source, make_credit, make_plan, narrowest_clip
+from gspo.train.build.optim import learning_rates, make_trained_optimizer
+from gspo.train.build.other_models import make_critic, make_reference
+from gspo.train.build.policy import context_length, make_policy
+from gspo.train.build.rewards import make_rewards
+from gspo.train.build.rollout import make_filter, make_producer
+from gspo.train.build.run import is_due, make_loggers
+from gspo.train.build.sampler import decoder, evaluation_params, make_sampler, weights_for
 from gspo.train.evaluate import Evaluation, evaluate
 from gspo.train.relaunch import hand_over
 from gspo.types import Group, Prompt
@@ -89,20 +99,20 @@ class Trainer:
         self.loaded = config if isinstance(config, Loaded) else load(config, overrides)
         self.config = self.loaded.config
         self.warnings = check(self.loaded)
-        self.environment = setup.make_environment(self.config, env)
+        self.environment = make_environment(self.config, env)
         if self.environment is not None and workflow is not None:
             raise ConfigError("an environment (env=…, env.path) and a workflow are given; one of them makes samples")
         self.workflow = workflow or partial(single_turn, deadline_s=self.config.rollout.request_timeout)
         self.stop = StopRequest()
         self.world: World = ALONE  # until `train` has joined another
         self._given = reward, dataset, valid
-        self.keeps = setup.make_filter(self.config, dynamic_filter_fn)
+        self.keeps = make_filter(self.config, dynamic_filter_fn)
 
     def train(self) -> Summary:
         """Run to the end, or to a signal; the same call again goes on from the last checkpoint."""
         hand_over(self.loaded)
         timeout = self.config.stall_timeout
-        with joined(setup.num_ranks(self.config), timeout, self.stop) as self.world:
+        with joined(num_ranks(self.config), timeout, self.stop) as self.world:
             try:
                 self.open()
                 with watched(timeout + self.world.margin, self.path / "log.txt", self.say):
@@ -162,7 +172,7 @@ class Trainer:
 
     def assemble(self, groups: Sequence[Group], clock: Clock) -> Batch:
         """Rewards to advantages, sequences to mini-batches; nothing below can change either."""
-        batch = assemble(groups, num_minibatches=self.plan.num_minibatches, **setup.assembly(self.loaded))
+        batch = assemble(groups, num_minibatches=self.plan.num_minibatches, **assembly(self.loaded))
         if self.reference is not None:
             with clock("reference"):
                 batch = replace(batch, reference_logp=reference_logp(self.reference, batch))
@@ -175,7 +185,7 @@ class Trainer:
         """K optimizer updates; what they measure decides the next step's clip range and π_old."""
         self.display.phase("training")
         count, plan = self.plan.num_minibatches, self.plan_now()
-        rates = setup.learning_rates(self.config.actor.optimizer, self.state.update, count, self.total_steps * count)
+        rates = learning_rates(self.config.actor.optimizer, self.state.update, count, self.total_steps * count)
         with clock("train"):
             report = train_step(
                 self.policy,
@@ -206,7 +216,7 @@ class Trainer:
         """The value model learns from the returns that the advantages were made of."""
         assert self.config.critic is not None
         count, total = critic.num_minibatches, self.total_steps * critic.num_minibatches
-        rates = setup.learning_rates(self.config.critic.optimizer, self.state.step * count, count, total)
+        rates = learning_rates(self.config.critic.optimizer, self.state.step * count, count, total)
         report = train_critic(critic, batch, rates)
         self.guard("critic", report.applied, batch, policy)
         return critic_metrics(batch, report, rates[-1])
@@ -215,7 +225,7 @@ class Trainer:
         """The new weights are a new version: servers load it, the in-process sampler shares it and drops its cache."""
         with clock("sync"):
             self.state.step += 1
-            self.ahead.publish(self.state.step, setup.weights_for(self.config, self.sampler, self.policy))
+            self.ahead.publish(self.state.step, weights_for(self.config, self.sampler, self.policy))
 
     def record(self, batch: Batch, report: StepReport, clock: Clock) -> None:
         """Metrics, samples, evaluation, display, alarms, checkpoint."""
@@ -252,7 +262,7 @@ class Trainer:
         """Accuracy on held-out problems; the best checkpoint is kept."""
         self.display.phase("evaluating")
         self.evaluated = time.monotonic()
-        params, num_samples = setup.evaluation_params(self.config)
+        params, num_samples = evaluation_params(self.config)
         result, groups = evaluate(
             self.valid,
             num_problems=self.config.evaluator.size,
@@ -303,19 +313,17 @@ class Trainer:
         config = self.config
         reward, rows, valid = self._given
         self.run = RunDir(self.path)
-        self.rewards = setup.make_rewards(config, reward, str(self.run.path / "rewards.log"))
+        self.rewards = make_rewards(config, reward, str(self.run.path / "rewards.log"))
         threads = self.build()
-        self.decode = setup.decoder(self.tokenizer)
-        self.data, self.valid = setup.make_data(config, rows, valid, self.tokenizer)
-        limit = setup.context_length(config, self.policy)
+        self.decode = decoder(self.tokenizer)
+        self.data, self.valid = make_data(config, rows, valid, self.tokenizer)
+        limit = context_length(config, self.policy)
         if self.environment is not None:
             self.rewards = GivenRewards(self.rewards)
-            self.workflow = self.episodes = setup.make_episodes(
-                config, self.environment, self.data, self.tokenizer, limit
-            )
-        setup.refuse_long_prompts(self.data, limit, config.gconfig.max_new_tokens)
-        longest = setup.evaluation_params(config)[0].max_new_tokens
-        setup.refuse_long_prompts(self.valid, limit, longest, "eval_gconfig")
+            self.workflow = self.episodes = make_episodes(config, self.environment, self.data, self.tokenizer, limit)
+        refuse_long_prompts(self.data, limit, config.gconfig.max_new_tokens)
+        longest = evaluation_params(config)[0].max_new_tokens
+        refuse_long_prompts(self.valid, limit, longest, "eval_gconfig")
         self.num_prompts = config.rollout.consumer_batch_size or config.train_dataset.batch_size
         self.steps_per_epoch = max(len(self.data) // self.num_prompts, 1)
         self.total_steps = config.total_train_steps or config.total_train_epochs * self.steps_per_epoch
@@ -323,14 +331,14 @@ class Trainer:
         self.identity = {"threads": threads, "data": self.data.digest(), "parameters": num_parameters}
         self.identity["ranks"] = self.world.size
         self.display = make_display(f"gspo · {self.run.path}", self.total_steps)
-        started = State(proximal=setup.proximal_source(config))
+        started = State(proximal=first_proximal_source(config))
         critic = self.critic and self.critic.trained
         self.state = resume(self.run, config, self.policy, self.optimizer, self.identity, self.say, critic) or started
         self.display.start_at(self.state.step)
         opened = {"step": self.state.step, "total_steps": self.total_steps, "in_process": not remote.num_servers()}
         self.world.broadcast_command("open", opened)
-        self.sampler = setup.make_sampler(config, self.policy, self.tokenizer, self.state.step, self.run.path, self.say)
-        self.ahead = setup.make_ahead(
+        self.sampler = make_sampler(config, self.policy, self.tokenizer, self.state.step, self.run.path, self.say)
+        self.ahead = make_producer(
             config,
             Snapshot(self.state.submission, tuple(self.state.again), self.left_waiting()),
             sampler=self.sampler,
@@ -346,7 +354,7 @@ class Trainer:
             tmp.write_text(dump(self.loaded), encoding="utf-8")
         with write_run_file(self.run.path / "environment.json") as tmp:
             tmp.write_text(to_json(environment(str(self.policy.model.device), threads)), encoding="utf-8")
-        self.loggers = setup.make_loggers(config, self.run.path, self.say)
+        self.loggers = make_loggers(config, self.run.path, self.say)
         self.saved = self.evaluated = time.monotonic()
         self.saved_step = self.state.step
         self.stop.listen(self.say)
@@ -354,12 +362,12 @@ class Trainer:
     def build(self) -> int:
         """The parts that every rank has; the number of threads they compute with."""
         config, world = self.config, self.world
-        threads = setup.set_threads(config, world.local_size)
-        self.plan, self.credit = setup.make_plan(self.loaded), setup.make_credit(self.loaded)
-        self.policy, self.tokenizer = setup.make_policy(config, self.plan.settings["level"] != "token", world)
-        self.optimizer = setup.make_trained_optimizer(config, self.policy)
-        self.reference = setup.make_reference(config, self.policy, self.tokenizer)
-        self.critic = setup.make_critic(config, self.tokenizer, world)
+        threads = set_threads(config, world.local_size)
+        self.plan, self.credit = make_plan(self.loaded), make_credit(self.loaded)
+        self.policy, self.tokenizer = make_policy(config, self.plan.settings["level"] != "token", world)
+        self.optimizer = make_trained_optimizer(config, self.policy)
+        self.reference = make_reference(config, self.policy, self.tokenizer)
+        self.critic = make_critic(config, self.tokenizer, world)
         return threads
 
     def open_part(self) -> None:
@@ -376,7 +384,7 @@ class Trainer:
             )
         nowhere: Any = Nowhere(opened["in_process"])  # of the sampler, only what `publish` asks of it
         self.sampler = self.ahead = nowhere
-        self.ahead.publish(opened["step"], setup.weights_for(self.config, self.sampler, self.policy))
+        self.ahead.publish(opened["step"], weights_for(self.config, self.sampler, self.policy))
 
     def begin(self) -> None:
         """Say what is about to happen; measure held-out accuracy before the first step."""
@@ -459,7 +467,7 @@ class Trainer:
     def doubt(self, batch: Batch, plan: Plan) -> Callable[[NDArray[np.float64]], None] | None:
         """With the sampler's log-probs as π_old, the first noise that is measured decides whether they may be."""
         state, actor = self.state, self.config.actor
-        eps, centred = setup.narrowest_clip(self.config, plan.settings), state.proximal == "centred"
+        eps, centred = narrowest_clip(self.config, plan.settings), state.proximal == "centred"
         if state.noise is not None or eps is None or state.proximal not in ("rollout", "centred"):
             return None
 
@@ -532,7 +540,7 @@ class Trainer:
         return self.run.path / "profile" / f"step_{step:06d}.trace.json.gz" if asked else None
 
     def is_due(self, frequency: Any, since: float) -> bool:
-        return setup.is_due(frequency, self.state.step, self.steps_per_epoch, time.monotonic() - since)
+        return is_due(frequency, self.state.step, self.steps_per_epoch, time.monotonic() - since)
 
 
 def _example(batch: Batch) -> tuple[str, str, bool] | None:

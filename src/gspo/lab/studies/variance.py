@@ -13,7 +13,8 @@ from gspo.learner.batch import assemble
 from gspo.rollout.groups import sample_groups
 from gspo.sampling.api import Sampler
 from gspo.system.clock import Clock
-from gspo.train.build import setup
+from gspo.train.build.objective import assembly
+from gspo.train.build.sampler import sampling_params
 
 
 def measure(loaded: Loaded, settings: dict[str, Any], seed: int) -> dict[str, dict[str, float]]:
@@ -25,7 +26,7 @@ def measure(loaded: Loaded, settings: dict[str, Any], seed: int) -> dict[str, di
     lengths = [int(n) for n in settings["lengths"]]
     with opened(loaded) as trainer:
         params = replace(
-            setup.sampling_params(loaded.config.gconfig),
+            sampling_params(loaded.config.gconfig),
             max_new_tokens=max(lengths),
             min_new_tokens=max(lengths),
             ignore_eos=True,
@@ -38,7 +39,7 @@ def measure(loaded: Loaded, settings: dict[str, Any], seed: int) -> dict[str, di
             rewards=trainer.rewards,
             decode=trainer.decode,
         )
-        long = assemble(groups, num_minibatches=1, **setup.assembly(loaded))
+        long = assemble(groups, num_minibatches=1, **assembly(loaded))
         everything = np.ones(long.num_sequences, dtype=bool)
         before = log_probs(trainer.policy, long, everything)
         for _ in range(int(settings["steps"])):

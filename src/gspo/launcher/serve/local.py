@@ -27,7 +27,9 @@ from gspo.sampling.remote.server import SamplerEngine, SamplerServer
 from gspo.sampling.weights.publish import sequence_logp
 from gspo.system.process import die_with_parent
 from gspo.train.build import servers as remote
-from gspo.train.build import setup
+from gspo.train.build.compute import published_dtype
+from gspo.train.build.policy import whole_model
+from gspo.train.build.sampler import local_sampler, sends_adapter
 
 
 def serve(
@@ -50,10 +52,8 @@ def serve(
     beside = 1 if torch.cuda.is_available() else max(layout_of(config, 0).num_samplers, 1)
     torch.set_num_threads(threads or config.threads or max(cores // beside, 1))
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
-    model = setup.whole_model(
-        config, tokenizer, setup.published_dtype(config), with_adapter=setup.sends_adapter(config)
-    )
-    sampler = setup.local_sampler(config, model, tokenizer, -1)
+    model = whole_model(config, tokenizer, published_dtype(config), with_adapter=sends_adapter(config))
+    sampler = local_sampler(config, model, tokenizer, -1)
     facts = remote.facts_of(
         model,
         seed=config.seed,

@@ -31,7 +31,7 @@ from gspo.launcher.serve.vllm import (
 )
 from gspo.sampling.engines.sglang import SglangSampler
 from gspo.sampling.engines.vllm import Endpoint
-from gspo.train.build import setup
+from gspo.train.build.compute import device_and_dtype
 
 
 def serve(config_path: Path, index: int, folder: Path, *, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -53,7 +53,10 @@ def serve(config_path: Path, index: int, folder: Path, *, host: str = "127.0.0.1
 def command(config: Config, layout: Layout, source: str, max_context: int, port: int, secret: Path) -> Start:
     """The command line of SGLang's server: what the run needs, then the flags of `sglang`."""
     assert layout.sampler is not None
-    options = {"context_length": max_context, "dtype": str(setup.device_and_dtype(config)[1]).removeprefix("torch.")}
+    options = {
+        "context_length": max_context,
+        "dtype": str(device_and_dtype(config)[1]).removeprefix("torch."),
+    }
     options |= config.sglang
     argv = [str(engines.python_of("sglang", config.sglang)), "-m", "sglang.launch_server", "--model-path", source]
     if config.tokenizer_path not in (None, config.actor.path):

@@ -41,7 +41,9 @@ from gspo.sampling.engines.vllm import EXTENSION, NAME, WORKER_FOLDER, Endpoint,
 from gspo.sampling.remote.server import SamplerEngine
 from gspo.sampling.weights.publish import check_finite, fetch
 from gspo.train.build import servers as remote
-from gspo.train.build import setup
+from gspo.train.build.compute import device_and_dtype, published_dtype
+from gspo.train.build.policy import add_configured_adapter
+from gspo.train.build.sampler import decoder, sends_adapter
 
 LOOK_S = 1.0  # between two looks at the child
 MEASURE_S = 5.0  # between two looks at how many tokens it has made
@@ -134,7 +136,7 @@ def make_sampler(
         num_vocab=facts["num_vocab"],
         max_context=facts["max_context"],
         eos_token_ids=facts["ends"],
-        decode=setup.decoder(load_tokenizer(config.tokenizer_path or config.actor.path)),
+        decode=decoder(load_tokenizer(config.tokenizer_path or config.actor.path)),
         concurrent=max_running(config),
         retries=config.rollout.request_retries,
         can_sleep=can_sleep,
@@ -155,7 +157,7 @@ def model_folder(config: Config, aside: Path) -> str:
     path = as_folder(config.actor.path)
     if not config.actor.init_from_scratch:
         return path
-    model: Any = load_model(config.actor.path, setup.device_and_dtype(config)[1], from_scratch=True, seed=config.seed)
+    model: Any = load_model(config.actor.path, device_and_dtype(config)[1], from_scratch=True, seed=config.seed)
     with cache.quiet():
         model.save_pretrained(aside, safe_serialization=True)
         load_tokenizer(config.tokenizer_path or config.actor.path).save_pretrained(aside)
@@ -175,7 +177,7 @@ def as_folder(path: str) -> str:
 
 def facts_for(config: Config, source: str) -> dict[str, Any]:
     """What the trainer will compare (`remote.facts_of`), of the model's config alone: the weights are vLLM's."""
-    dtype = setup.published_dtype(config) or setup.device_and_dtype(config)[1]
+    dtype = published_dtype(config) or device_and_dtype(config)[1]
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
     model = without_weights(source)
     with suppress(OSError):
@@ -196,10 +198,10 @@ def without_weights(source: str) -> Any:
 
 def adapter_folders(config: Config, source: str, folder: Path) -> Callable[[str, str], Path] | None:
     """(published file, its sha256) → a folder below `folder` as peft and vLLM read adapters; None: nothing to adapt."""
-    if not setup.sends_adapter(config):
+    if not sends_adapter(config):
         return None
     model = without_weights(source)
-    setup.add_configured_adapter(config, model)
+    add_configured_adapter(config, model)
     expected = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
 
     def write(path: str, sha256: str) -> Path:
@@ -229,11 +231,11 @@ def command(config: Config, layout: Layout, source: str, max_context: int, endpo
             f"vllm.max_model_len is {longest}, and samples may have {max_context} tokens; set gconfig.max_tokens to "
             f"{longest}, too"
         )
-    options.setdefault("dtype", str(setup.device_and_dtype(config)[1]).removeprefix("torch."))
+    options.setdefault("dtype", str(device_and_dtype(config)[1]).removeprefix("torch."))
     options.setdefault("worker_extension_cls", EXTENSION)
     if is_colocated():
         options.setdefault("enable_sleep_mode", True)
-    if setup.sends_adapter(config):
+    if sends_adapter(config):
         options.setdefault("enable_lora", True)
         options.setdefault("max_loras", 1)  # in one batch; one more waits in the host's memory
         options.setdefault("max_cpu_loras", 2)

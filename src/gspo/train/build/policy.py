@@ -1,16 +1,50 @@
-"""The policy of a finished or running run, at any of its checkpoints: for evaluation and export, not to resume."""
+"""The policy: loaded, given its adapter, checked and sharded; also loaded from a checkpoint of a run."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gspo.config.schema import Config
+from gspo.errors import ConfigError
 from gspo.learner.policy.module import PolicyModule
+from gspo.learner.policy.sharding import shard
+from gspo.learner.ranks.world import ALONE, World
 from gspo.models.loading import load_model, load_tokenizer
+from gspo.models.lora import add_adapter
+from gspo.models.moe import check_replay
 from gspo.runs import checkpoint
 from gspo.system.files import step_name
-from gspo.train.build import setup
+from gspo.train.build.compute import device_and_dtype, sharding
+
+
+def make_policy(config: Config, sequence_level: bool, world: World = ALONE) -> tuple[PolicyModule, Any]:
+    """The policy and its tokenizer, checked against a plain forward pass."""
+    actor = config.actor
+    device, dtype = device_and_dtype(config)
+    tokenizer = load_tokenizer(config.tokenizer_path or actor.path)
+    # What is to be cut is read into the host's memory, and placed layer by layer.
+    at_first = device if world.size == 1 else torch.device("cpu")
+    model = load_model(
+        actor.path, dtype, at_first, from_scratch=actor.init_from_scratch, seed=config.seed, tokenizer=tokenizer
+    )
+    add_configured_adapter(config, model)
+    policy = PolicyModule(
+        model,
+        chunk_size=actor.logprobs_chunk_size,
+        fp32_head=sequence_level if actor.fp32_lm_head is None else actor.fp32_lm_head,
+        gradient_checkpointing=actor.gradient_checkpointing,
+    )
+    if world.size > 1:
+        checkpoint.base(policy)
+        shard(policy, policy, world, **sharding(config))
+    policy.probe()
+    policy.share_prefix = policy.share_prefix and actor.share_prefix
+    if actor.routing_replay != "none":
+        check_replay(policy.model)
+    return policy, tokenizer
 
 
 def load_policy(config: Config, run: Path | None, step: int) -> tuple[PolicyModule, Any]:
@@ -18,7 +52,7 @@ def load_policy(config: Config, run: Path | None, step: int) -> tuple[PolicyModu
 
     The checkpoint is verified and keeps its dtype: a run trained in bfloat16 on a GPU loads as bfloat16 on a CPU.
     """
-    device, dtype = setup.device_and_dtype(config)
+    device, dtype = device_and_dtype(config)
     folder = None
     if step and run is not None:
         folder = run / "checkpoints" / step_name(step)
@@ -28,8 +62,52 @@ def load_policy(config: Config, run: Path | None, step: int) -> tuple[PolicyModu
     model = load_model(
         actor.path, dtype, device, from_scratch=actor.init_from_scratch, seed=config.seed, tokenizer=tokenizer
     )
-    setup.add_configured_adapter(config, model)
+    add_configured_adapter(config, model)
     policy = PolicyModule(model)
     if folder is not None:
         checkpoint.load(folder, policy, None)
     return policy, tokenizer
+
+
+def add_configured_adapter(config: Config, model: Any) -> None:
+    """With actor.use_lora the model is frozen and gets its adapter."""
+    actor = config.actor
+    if actor.use_lora:
+        add_adapter(
+            model,
+            rank=actor.lora_rank,
+            alpha=actor.lora_alpha,
+            target_modules=actor.target_modules,
+            seed=config.seed,
+        )
+
+
+def whole_model(config: Config, tokenizer: Any, compute_dtype: torch.dtype | None, *, with_adapter: bool) -> Any:
+    """The policy's model as one process can sample from it; its trained weights are still to come."""
+    device, dtype = device_and_dtype(config)
+    actor = config.actor
+    model: Any = load_model(
+        actor.path,
+        compute_dtype or dtype,
+        device,
+        from_scratch=actor.init_from_scratch,
+        seed=config.seed,
+        tokenizer=tokenizer,
+    )
+    if with_adapter:
+        add_configured_adapter(config, model)
+    if compute_dtype is not None:
+        # An adapter is float32 on a half-precision model, but computes in what all of the policy does. Buffers stay:
+        # the frequencies of rotary positions are float32 in every model.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(compute_dtype)
+    return model
+
+
+def context_length(config: Config, policy: PolicyModule) -> int:
+    """Longest prompt + completion: the model's context, or less where gconfig.max_tokens says so."""
+    own = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+    asked = config.gconfig.max_tokens
+    if asked is not None and asked > own:
+        raise ConfigError(f"gconfig.max_tokens is {asked}, but the context of {config.actor.path} is {own}; set {own}")
+    return asked or own

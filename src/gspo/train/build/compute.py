@@ -1,0 +1,50 @@
+"""Where and how a run computes: device, dtype, threads, ranks."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from gspo.config.backends import TRAINERS, parse_backend
+from gspo.config.schema import Config
+from gspo.train.build import servers as remote
+
+
+def device_and_dtype(config: Config) -> tuple[torch.device, torch.dtype]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = config.actor.dtype
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else "float32"
+    return device, getattr(torch, name)
+
+
+def set_threads(config: Config, ranks_here: int = 1) -> int:
+    """Thread count is part of a run's identity: sums over threads round differently."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(config.threads or max((cores or 1) // ranks_here, 1))
+    return torch.get_num_threads()
+
+
+def num_ranks(config: Config) -> int | None:
+    """Ranks that actor.backend asks for; None: as many as were started."""
+    backend = config.actor.backend
+    return parse_backend(backend, TRAINERS).data if ":" in backend or "." in backend else None
+
+
+def sharding(config: Config) -> dict[str, Any]:
+    """How several ranks compute (`shard.shard`)."""
+    kinds = asdict(config.actor.fsdp)
+    return {name: None if kind is None else getattr(torch, kind) for name, kind in kinds.items()}
+
+
+def published_dtype(config: Config) -> torch.dtype | None:
+    """What several ranks compute in is what they publish; None: the model's own type."""
+    return sharding(config)["param_dtype"] if has_ranks(config) else None
+
+
+def has_ranks(config: Config) -> bool:
+    """Whether several ranks train, as trainer and sampler servers both know."""
+    return (num_ranks(config) or int(os.environ.get(remote.RANKS, "1"))) > 1

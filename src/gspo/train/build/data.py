@@ -1,0 +1,95 @@
+"""Training and held-out problems."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from gspo.config.schema import Config, DatasetSpec, MixtureSource
+from gspo.data.dataset import Dataset, load_dataset, make_dataset
+from gspo.data.mixture import Data, Problems, make_mixture
+from gspo.data.split import in_held_out
+from gspo.errors import ConfigError, DataError
+
+
+def make_data(config: Config, given: Any, given_valid: Any, tokenizer: Any) -> tuple[Data, Data]:
+    """Training and held-out problems: the caller's data sets or rows, else those the config names.
+
+    Where nobody names held-out problems they are the training data's held-out part, never its training part: its own
+    test split, or a twentieth of the caller's rows. Both are the same object where few rows leave none to hold out.
+    """
+    data = _one(given, config.train_dataset, "train", tokenizer, config.seed, "train_dataset")
+    if given_valid is None and config.valid_dataset is None and given is not None:
+        return _divide(data)
+    return data, _one(given_valid, held_out(config), "test", tokenizer, config.seed, "valid_dataset")
+
+
+def held_out(config: Config) -> DatasetSpec:
+    """Which held-out problems the config means: valid_dataset, or the whole test split of the training data."""
+    train = config.train_dataset
+    sources = [replace(source, split="test", size=None) for source in train.mixture]
+    return config.valid_dataset or replace(train, split="test", size=None, mixture=sources)
+
+
+def _one(given: Any, spec: DatasetSpec, split: str, tokenizer: Any, seed: int, key: str) -> Data:
+    if isinstance(given, Problems):
+        return given
+    if given is not None:
+        return make_dataset(given, tokenizer=tokenizer, source="the caller's rows", split=split, key=key)
+    return load_data(spec, split, tokenizer, seed, key)
+
+
+def _divide(data: Data) -> tuple[Data, Data]:
+    if not isinstance(data, Dataset):
+        raise ConfigError("a mixture given as dataset= has no held-out part of its own; give valid=… too")
+    sides: tuple[list[Any], list[Any]] = [], []
+    for index, row in enumerate(data.rows):
+        sides[in_held_out(data.prompt(index).text, 0.05)].append(row)
+    if not all(sides):
+        return data, data
+    train, valid = (replace(data, rows=rows, _prompts={}) for rows in sides)
+    return train, replace(valid, split="test", key="valid_dataset")
+
+
+def refuse_long_prompts(data: Data, limit: int, max_new_tokens: int, section: str = "gconfig") -> None:
+    """A prompt that leaves no room for its completion is an error now, not in the middle of the night."""
+    room = limit - max_new_tokens
+    for row in range(len(data)):
+        if (length := len(data.prompt(row).tokens)) > room:
+            raise DataError(
+                f"{data.key}, row {row}: the prompt has {length} tokens; with {section}.max_new_tokens = "
+                f"{max_new_tokens} the context of {limit} leaves {max(room, 0)}. Set {section}.max_new_tokens lower, "
+                f"or {data.key}.max_length={max(room, 1)} to drop such rows"
+            )
+
+
+def load_data(spec: DatasetSpec, split: str, tokenizer: Any, seed: int, key: str) -> Data:
+    """The data set of a section, or its mixture; a source inherits what it leaves unset and all may share."""
+    if not spec.mixture:
+        return _load_source(spec, spec, split, tokenizer, seed, key)
+    sources = [
+        _load_source(source, spec, split, tokenizer, seed, f"{key}.mixture[{number}]")
+        for number, source in enumerate(spec.mixture)
+    ]
+    return make_mixture(sources, [s.weight for s in spec.mixture], [s.name for s in spec.mixture], key)
+
+
+def _load_source(
+    source: DatasetSpec | MixtureSource, shared: DatasetSpec, split: str, tokenizer: Any, seed: int, key: str
+) -> Dataset:
+    return load_dataset(
+        source.path,
+        source.split or shared.split or split,
+        tokenizer=tokenizer,
+        max_length=source.max_length or shared.max_length,
+        size=source.size,
+        seed=seed,
+        system_prompt=shared.system_prompt if source.system_prompt is None else source.system_prompt,
+        prompt_column=source.prompt_column,
+        answer_column=source.answer_column,
+        columns=source.columns,
+        chat_template=shared.chat_template if source.chat_template is None else source.chat_template,
+        template_kwargs=source.chat_template_kwargs or shared.chat_template_kwargs,
+        options=source.options,
+        key=key,
+    )

@@ -1,0 +1,111 @@
+"""The objective: loss, advantages, reward shaping, and where π_old comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gspo.config import Loaded, effective_objective
+from gspo.config.schema import Config, Norm
+from gspo.learner.batch import Credit, Shaping
+from gspo.learner.step import Plan, ProximalSource
+
+
+def make_plan(loaded: Loaded) -> Plan:
+    """What every update has in common."""
+    config, objective = loaded.config, effective_objective(loaded)
+    actor = config.actor
+    return Plan(
+        name=objective["name"],
+        settings=objective["settings"],
+        num_minibatches=actor.ppo_n_minibatches or 1,
+        temperature=temperature(config),
+        max_tokens=actor.mb_spec.max_tokens_per_mb,
+        min_micro_batches=actor.mb_spec.n_mbs or 1,
+        max_norm=actor.optimizer.gradient_clipping,
+        max_new_tokens=actor.max_new_tokens or config.gconfig.max_new_tokens,
+        # A sequence without an advantage has a KL all the same.
+        skip_zero_advantage=not actor.kl_loss_coef,
+        routing_replay=actor.routing_replay,
+        sequence_unit=actor.sequence_unit,
+    )
+
+
+def first_proximal_source(config: Config) -> ProximalSource:
+    """Where π_old of mini-batches 2…K comes from at first; `auto` begins with the trainer and measures."""
+    method = config.actor.prox_logp_method
+    if method == "rollout":
+        return "centred" if config.actor.prox_logp_recenter else "rollout"
+    return "loglinear" if method == "loglinear" else "recompute"
+
+
+def narrowest_clip(config: Config, settings: Mapping[str, Any]) -> float | None:
+    """The ε that a sampler's noise is held against; None where nothing is clipped.
+
+    `eps_clip: auto` stays above the noise by itself, as far as its bound.
+    """
+    if "clip_low" not in settings:
+        return None
+    if config.actor.eps_clip == "auto":
+        auto = config.actor.eps_clip_auto
+        return auto.eps_max / max(1.0, auto.high_over_low)
+    return min(settings["clip_low"], settings["clip_high"])
+
+
+def temperature(config: Config) -> float:
+    return float(config.actor.temperature or config.gconfig.temperature or 1.0)
+
+
+def assembly(loaded: Loaded) -> dict[str, Any]:
+    """How rewards become advantages (`batch.assemble`), as far as that is decided per sequence."""
+    config, actor = loaded.config, loaded.config.actor
+    norm = effective_objective(loaded)["advantage"] if actor.reward_norm is None else norm_settings(actor.reward_norm)
+    how = {"norm": norm, "shaping": make_shaping(config), "zero_variance": actor.zero_variance_groups or "count"}
+    how["turn_discount"] = config.env.turn_discount
+    return how if make_credit(loaded) is not None else how | _last(config)
+
+
+def make_credit(loaded: Loaded) -> Credit | None:
+    """How advantages differ from token to token; None where nothing makes them differ."""
+    actor, by_critic = loaded.config.actor, effective_objective(loaded)["advantage"] == "gae"
+    if not (actor.kl_ctl or by_critic):
+        return None
+    return Credit(
+        kl_coef=actor.kl_ctl,
+        kl_estimator=actor.kl_estimator or "k1",
+        discount=actor.discount,
+        gae_lambda=actor.gae_lambda,
+        **_last(loaded.config),
+    )
+
+
+def _last(config: Config) -> dict[str, Any]:
+    """What is done to advantages at the end, be they of sequences or of tokens."""
+    norm = config.actor.adv_norm
+    return {
+        "adv_norm": None if norm is None else norm_settings(norm),
+        "truncated_is_zero": config.actor.mask_no_eos_with_zero,
+    }
+
+
+def norm_settings(norm: Norm) -> dict[str, Any]:
+    return {
+        "mean_level": norm.mean_level,
+        "std_level": norm.std_level,
+        "leave_one_out": norm.mean_leave1out,
+        "unbiased": norm.std_unbiased,
+        "eps": norm.eps,
+    }
+
+
+def make_shaping(config: Config) -> Shaping:
+    actor, longest = config.actor, config.gconfig.max_new_tokens
+    tail = (actor.overlong_tokens or max(longest // 5, 1)) if actor.overlong_reward_penalty else 0
+    return Shaping(
+        bias=actor.reward_bias,
+        scaling=actor.reward_scaling,
+        clip=actor.reward_clip,
+        overlong_tokens=tail,
+        overlong_factor=actor.overlong_penalty_factor,
+        max_new_tokens=longest,
+    )

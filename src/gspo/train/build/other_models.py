@@ -1,0 +1,88 @@
+"""The models beside the policy: the reference that KL is measured to, and the critic of PPO."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from gspo.algorithms import ALGORITHMS
+from gspo.config.schema import Config
+from gspo.errors import DataError
+from gspo.learner.critic import Critic, ValueModule
+from gspo.learner.policy.module import PolicyModule
+from gspo.learner.policy.sharding import shard
+from gspo.learner.ranks.world import ALONE, World
+from gspo.learner.reference import Reference
+from gspo.models.loading import load_model
+from gspo.models.lora import adapter_off
+from gspo.train.build.compute import device_and_dtype, sharding
+from gspo.train.build.objective import temperature
+from gspo.train.build.optim import optimizer_of
+
+
+def make_reference(config: Config, policy: PolicyModule, tokenizer: Any) -> Reference | None:
+    """The policy that KL is measured to; None where no coefficient asks for it.
+
+    Of an adapter on the same model it is the policy itself, adapter off, which costs no memory.
+    """
+    actor, ref = config.actor, config.ref
+    if ref is None or not (actor.kl_loss_coef or actor.kl_ctl):
+        return None
+    asked = temperature(config), ref.mb_spec.max_tokens_per_mb, ref.mb_spec.n_mbs or 1
+    own = ref.path in (None, actor.path)
+    if actor.use_lora and own and ref.dtype in ("auto", actor.dtype):
+        return Reference(policy, *asked, asking=partial(adapter_off, policy.model))
+    other = _other_model(config, ref.path, ref.dtype, tokenizer, "ref.path").requires_grad_(False)
+    if policy.world.size > 1:
+        shard(other, other, policy.world, **sharding(config))
+    return Reference(other, *asked)
+
+
+def make_critic(config: Config, tokenizer: Any, world: World = ALONE) -> Critic | None:
+    """The value model of PPO with its optimizer; None where advantages come from groups."""
+    how, actor = config.critic, config.actor
+    if how is None or ALGORITHMS[str(config.algorithm)].advantage != "gae":
+        return None
+    trunk = _other_model(config, how.path, how.dtype, tokenizer, "critic.path")
+    module = ValueModule(trunk)
+    if world.size > 1:
+        shard(module, trunk, world, **sharding(config))
+    return Critic(
+        module,
+        optimizer_of(how.optimizer, module),
+        num_minibatches=how.ppo_n_minibatches or actor.ppo_n_minibatches or 1,
+        max_tokens=how.mb_spec.max_tokens_per_mb,
+        min_micro_batches=how.mb_spec.n_mbs or 1,
+        max_norm=how.optimizer.gradient_clipping,
+        eps_clip=how.value_eps_clip,
+        loss_coef=how.value_loss_coef,
+    )
+
+
+def _other_model(config: Config, path: str | None, dtype: str, tokenizer: Any, key: str) -> PolicyModule:
+    """A model beside the policy, from where it started or from its own path; random only where the policy is, too."""
+    actor = config.actor
+    device, own_dtype = device_and_dtype(config)
+    own = path in (None, actor.path)
+    try:
+        model = load_model(
+            path or actor.path,
+            own_dtype if dtype == "auto" else getattr(torch, dtype),
+            device,
+            from_scratch=actor.init_from_scratch and own,
+            seed=config.seed,
+            tokenizer=tokenizer,
+        )
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from error
+    module = PolicyModule(
+        model,
+        chunk_size=actor.logprobs_chunk_size,
+        fp32_head=bool(actor.fp32_lm_head),
+        gradient_checkpointing=actor.gradient_checkpointing,
+    )
+    module.probe()
+    module.share_prefix = module.share_prefix and actor.share_prefix
+    return module

@@ -1,0 +1,152 @@
+"""The sampler: in this process, or the client of sampler servers; its parameters, and the weights it is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gspo.config.backends import SAMPLERS, parse_backend
+from gspo.config.engine_flags import takes_adapter
+from gspo.config.schema import Config, Generation
+from gspo.learner.policy.module import PolicyModule
+from gspo.learner.policy.sharding import full_parameters
+from gspo.learner.ranks.world import Nowhere
+from gspo.sampling.api import Sampler
+from gspo.sampling.local.engine import LocalSampler
+from gspo.sampling.local.rounded import RoundedSampler
+from gspo.sampling.remote.client import JOIN_S
+from gspo.train.build import servers as remote
+from gspo.train.build.compute import has_ranks
+from gspo.train.build.policy import whole_model
+from gspo.types import SamplingParams
+
+ENGINES = ("vllm", "sglang")
+ENGINE_START_S = 900.0  # an engine loads, compiles and captures for minutes before it serves
+
+
+def make_sampler(
+    config: Config,
+    policy: PolicyModule,
+    tokenizer: Any,
+    version: int,
+    run: Path | None = None,
+    say: Callable[[str], None] = print,
+) -> Sampler:
+    """The sampler servers that the launcher started for this run, else the in-process one on the policy's weights."""
+    if run is None or not remote.num_servers():
+        if policy.world.size == 1:
+            return local_sampler(config, policy.model, tokenizer, version)
+        model = whole_model(config, tokenizer, policy.compute_dtype, with_adapter=True)
+        local = local_sampler(config, model, tokenizer, version)
+        local.load_weights(version, weights_for(config, local, policy))
+        return local
+    sampler = remote.connect(
+        policy,
+        tokenizer,
+        run,
+        seed=config.seed,
+        max_tokens=config.gconfig.max_tokens,
+        mode=config.actor.weight_update_mode,
+        timeout_s=config.rollout.request_timeout,
+        retries=config.rollout.request_retries,
+        needs_routes=config.actor.routing_replay == "rollout",
+        join_s=ENGINE_START_S if engine_of(config) else JOIN_S,
+        computes_in=sampler_dtype(config),
+        say=say,
+    )
+    try:
+        sampler.load_weights(version, weights_for(config, sampler, policy))
+    except BaseException:
+        sampler.close()
+        raise
+    return sampler
+
+
+def engine_of(config: Config) -> str | None:
+    """The inference engine behind the sampler servers, where it is not ours."""
+    name = parse_backend(config.rollout.backend, SAMPLERS).name
+    return name if name in ENGINES else None
+
+
+def sampler_dtype(config: Config) -> torch.dtype | None:
+    """What sampler servers compute in where the user chose that by the engine's own flag; None: what the trainer does.
+
+    A quantised engine is bounded as the coarsest type is.
+    """
+    engine = engine_of(config)
+    options = {} if engine is None else getattr(config, engine)
+    if options.get("quantization") is not None:
+        return torch.bfloat16
+    dtype = getattr(torch, str(options.get("dtype")), None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def local_sampler(config: Config, model: Any, tokenizer: Any, version: int) -> LocalSampler:
+    precision = config.rollout.sampler_precision
+    make = LocalSampler if precision == "none" else partial(RoundedSampler, precision=precision)
+    return make(
+        model,
+        seed=config.seed,
+        eos_token_ids=remote.end_tokens(model, tokenizer),
+        decode=decoder(tokenizer),
+        max_rows=config.rollout.max_concurrent_rollouts or 256,
+        max_context=config.gconfig.max_tokens,
+        version=version,
+    )
+
+
+def weights_for(
+    config: Config, sampler: Sampler | Nowhere, policy: PolicyModule
+) -> Iterable[tuple[str, torch.Tensor]] | None:
+    """What `load_weights` needs: nothing where the sampler samples from the policy's own tensors.
+
+    What is trained by its own names where the sampler has the same layers; else whole weights by the names of files,
+    an adapter merged into them.
+    """
+    in_process = sampler.in_process if isinstance(sampler, Nowhere) else isinstance(sampler, LocalSampler)
+    if in_process and policy.world.size == 1:
+        return None
+    if in_process or sends_adapter(config):
+        return full_parameters(policy.model, policy.compute_dtype)
+    return policy.full_weights()
+
+
+def sends_adapter(config: Config) -> bool:
+    """Whether sampler servers are given the adapter alone, on a base that they have loaded themselves.
+
+    Not by several ranks: their servers are compared with each other, not with the trainer, and a wrong base would pass.
+    """
+    engine, actor = engine_of(config), config.actor
+    can = takes_adapter(engine, getattr(config, engine) if engine else {}, actor.lora_rank)
+    return actor.use_lora and can and not has_ranks(config)
+
+
+def sampling_params(g: Generation) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=g.max_new_tokens,
+        min_new_tokens=g.min_new_tokens,
+        temperature=g.temperature,
+        top_p=g.top_p,
+        top_k=g.top_k,
+        greedy=g.greedy,
+        stop_token_ids=tuple(g.stop_token_ids),
+        stop=tuple(g.stop),
+        ignore_eos=g.ignore_eos,
+    )
+
+
+def evaluation_params(config: Config) -> tuple[SamplingParams, int]:
+    """How held-out problems are answered, and how often each."""
+    how = config.eval_gconfig
+    if how is not None:
+        return sampling_params(how), how.n_samples
+    return replace(sampling_params(config.gconfig), greedy=True, temperature=1.0, top_p=1.0, top_k=0), 1
+
+
+def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)

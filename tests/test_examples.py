@@ -47,12 +47,14 @@ def test_doctor_has_nothing_to_object_to_a_shipped_config(path, capsys):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_shipped_config_trains_on_the_embedded_model_and_task(path, tmp_path):
+def test_a_shipped_config_trains_on_the_embedded_model_and_task(path, tmp_path, monkeypatch, capfd):
     if path.stem == PROGRAMS and unavailable():
         pytest.skip(unavailable())
     here = HERE[:1] if path.stem == PROGRAMS else HERE
-    done = python("-m", "gspo", "train", str(path), *here, *SMALL, f"cluster.fileroot={tmp_path}")
-    assert done.returncode == 0, done.stderr + done.stdout
+    monkeypatch.chdir(ROOT)  # configs name files below it
+    code = cli.main(["train", str(path), *here, *SMALL, f"cluster.fileroot={tmp_path}"])
+    out = capfd.readouterr()
+    assert code == 0, out.err + out.out
     assert steps_under(tmp_path) == [0, 1, 2]
 
 

@@ -71,7 +71,7 @@ def test_ctrl_c_saves_and_ends_ranks_and_servers(tmp_path):
 
 def test_a_killed_launcher_takes_ranks_and_servers_with_it(tmp_path):
     run = started(Run(by_command("local"), tmp_path, *BOTH, ENDLESS))
-    assert len(pids(run, r"gspo\.train\.serve")) == 2
+    assert len(pids(run, r"gspo\.launcher\.serve\.local")) == 2
     run.process.kill()
     run.process.communicate()
     until(lambda: not run.left(), 30)

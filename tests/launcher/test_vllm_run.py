@@ -60,7 +60,7 @@ def test_vllm_trains_and_its_weights_are_verified_at_every_step(installed, tmp_p
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("victim", [r"gspo\.train\.serve_vllm", r"vllm\.entrypoints"])
+@pytest.mark.parametrize("victim", [r"gspo\.launcher\.serve\.vllm", r"vllm\.entrypoints"])
 def test_a_killed_vllm_is_started_again_with_the_last_weights(installed, tmp_path, victim):
     run = Run(by_command("local"), tmp_path, *PATIENT)
     after(run, 1)

@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from gspo.errors import ConfigError, RewardError
+from gspo.errors import ConfigError
 from gspo.rewards.functions.builtin import BUILTIN, final_number
 from gspo.rewards.pool import RewardPool
-from gspo.rewards.spec import RewardItem, RewardPart, check_failures, count_failures, function_name, reward_spec
-from gspo.types import Failure, Score
+from gspo.rewards.spec import RewardItem, RewardPart, combine, function_name, reward_spec
+from gspo.types import Failure
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_spec_is_read_from_names_mappings_and_functions():
         ("final", 1.0, {}, "end"),
         ("math", 1.0, {}, "math#2"),
     ]
-    assert reward_spec(count_failures)[0].name == "gspo.rewards.spec:count_failures"
+    assert reward_spec(combine)[0].name == "gspo.rewards.spec:combine"
     assert reward_spec(RewardPart("numeric")) == (RewardPart("numeric"),)
 
 
@@ -134,9 +134,9 @@ def test_a_spec_is_read_from_names_mappings_and_functions():
         ({"name": "math", "weight": float("nan")}, "weight"),
         (lambda text: 0.0, "cannot import"),
         ([3], "must be a name"),
-        ({"name": "final", "markr": ">"}, "does not know markr; it takes marker"),
+        ({"name": "final", "markr": ">"}, "has no argument markr; it takes marker"),
         ({"name": "overlong", "max_tokens": 9}, "overlong needs buffer_tokens"),
-        ({"name": "regex", "pattern": "("}, "no regular expression"),
+        ({"name": "regex", "pattern": "("}, "regular expression"),
     ],
 )
 def test_a_spec_that_cannot_be_meant_is_a_config_error(value, says):
@@ -157,7 +157,7 @@ def test_a_function_of_the_main_script_is_found_by_its_file(tmp_path):
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "2.0\n"
-    assert function_name(count_failures) == "gspo.rewards.spec:count_failures"
+    assert function_name(combine) == "gspo.rewards.spec:combine"
 
 
 def test_weights_and_a_format_pattern_may_stand_beside_the_names():
@@ -167,17 +167,3 @@ def test_weights_and_a_format_pattern_may_stand_beside_the_names():
         reward_spec(["math", "format"], weights=[1.0])
     with pytest.raises(ConfigError, match="no function is `format`"):
         reward_spec("math", format_regex="^<a>")
-
-
-def test_too_many_failures_stop_the_run_with_the_first_message():
-    bad, good = Failure("crash", "f raised KeyError"), Score(0.0)
-    check_failures([bad, good], max_fraction=0.5)
-    with pytest.raises(RewardError, match=r"2 of 3 rewards failed \(2 crash\).*max_failure_fraction.*KeyError"):
-        check_failures([bad, bad, good], max_fraction=0.5)
-    with pytest.raises(RewardError, match="1 of 1"):
-        check_failures([bad], max_fraction=1.0)
-
-
-def test_failures_are_counted_by_kind():
-    outcomes = [Score(1.0), Failure("timeout", ""), Failure("timeout", ""), Failure("infra", "")]
-    assert count_failures(outcomes) == {"timeout": 2, "crash": 0, "infra": 1}

@@ -305,7 +305,7 @@ def test_a_judge_adds_to_other_rewards_by_weight(world):
         ({"concurrency": 0}, "judge.concurrency"),
         ({"prompt": "grade!"}, "judge.prompt must hold {completion}"),
         ({"api_key_env": "NOT_SET_ANYWHERE"}, "NOT_SET_ANYWHERE is not set"),
-        ({"api_key": "sk-1"}, "judge does not know api_key"),
+        ({"api_key": "sk-1"}, "judge has no argument api_key"),
         ({"max_score": 0.0}, "judge.max_score must be above min_score"),
     ],
 )

@@ -125,7 +125,7 @@ def test_a_text_too_long_is_a_failure_of_its_sample(tmp_path):
         ((short, long),) = pool.score([RewardItem("2+2=", ("4", "x" * 30))])
     assert not isinstance(short, Failure)
     assert isinstance(long, Failure)
-    assert "34 tokens do not fit into 1…10" in long.message
+    assert "34 tokens is outside of 1…10" in long.message
 
 
 def test_two_labels_are_refused_by_name(tmp_path):
@@ -135,7 +135,7 @@ def test_two_labels_are_refused_by_name(tmp_path):
 
 def test_a_policy_is_not_taken_for_a_reward_model(tmp_path):
     path = save(tmp_path, kind=AutoModelForCausalLM)
-    with pytest.raises(DataError, match=r"no weights for score\.weight: it is no trained classifier"):
+    with pytest.raises(DataError, match=r"no weights for score\.weight, so it is not a trained classifier"):
         RewardPool(reward_spec({"name": "reward_model", "path": path}))
 
 
@@ -144,7 +144,7 @@ def test_a_policy_is_not_taken_for_a_reward_model(tmp_path):
     [
         ({}, ConfigError, "reward_model needs path"),
         ({"path": "./nowhere"}, DataError, "there is no folder"),
-        ({"path": "x", "lenght": 3}, ConfigError, "does not know lenght"),
+        ({"path": "x", "lenght": 3}, ConfigError, "has no argument lenght"),
         ({"path": "x", "dtype": "int"}, ConfigError, "dtype must be float32"),
     ],
 )
@@ -154,7 +154,7 @@ def test_bad_settings_are_named(settings, kind, says):
 
 
 def test_a_template_that_is_not_there_and_a_tokenizer_of_another_model_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"chat_template is true, but the tokenizer .* has none; set false"):
+    with pytest.raises(DataError, match=r"chat_template is true, but the tokenizer .* has none; set it to false"):
         RewardModel(path=save(tmp_path / "a"), chat_template=True)
     small = Qwen3Config(vocab_size=10, **SIZES)
     with pytest.raises(DataError, match="has 42 tokens, its model only 10"):

@@ -1,5 +1,8 @@
 """Rewards by source: each group is scored by its own data set's reward, and says so."""
 
+import gc
+import weakref
+
 import pytest
 
 from gspo.errors import RewardError
@@ -46,5 +49,21 @@ def test_a_failure_stays_one():
 
 
 def test_a_prompt_of_nowhere_is_an_error_not_a_guess():
-    with pytest.raises(RewardError, match=r"'elsewhere' has no reward; the mixture's sources are a\. Set reward"):
+    with pytest.raises(RewardError, match=r"'elsewhere'; the mixture's sources are a\. Set reward"):
         RewardRouter({"a": reward_spec("numeric")}).submit(0, item("elsewhere", "4"))
+
+
+class Key:
+    """A key whose end can be observed."""
+
+
+def test_a_group_that_was_taken_leaves_nothing_behind():
+    router = RewardRouter({"a": reward_spec("numeric")})
+    key = Key()
+    gone = weakref.ref(key)
+    router.submit(key, item("a", "4"))
+    taken, _ = next(router.completed())  # one group, as a caller that needs no more
+    assert taken is key
+    del key, taken
+    gc.collect()
+    assert gone() is None

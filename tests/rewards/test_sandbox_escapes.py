@@ -17,6 +17,7 @@ import pytest
 
 from gspo.rewards.sandbox import box as sandbox
 from gspo.rewards.sandbox.box import Limits, run
+from gspo.rewards.sandbox.command import NICE
 from gspo.rewards.sandbox.seccomp import DENIED
 
 WHY_NOT = sandbox.unavailable()
@@ -188,7 +189,7 @@ def test_a_program_sees_only_itself():
     assert seen["host"] == "sandbox"
     assert set(seen["root"]) <= {"dev", "lib", "lib64", "python", "tmp", "usr"}
     assert seen["tmp"] == []
-    assert seen["nice"] >= sandbox.NICE
+    assert seen["nice"] >= NICE
     assert run("import os; print(os.listdir('/tmp'))").output == "[]\n"  # what the last one left is gone
 
 

@@ -22,8 +22,8 @@ from training_runs import SMALL, digests, metrics, path_of, samples, train
 from gspo.config import load
 from gspo.envs.driver import Episodes
 from gspo.errors import RolloutError, TrainingError
-from gspo.rewards.given import GivenRewards
 from gspo.rewards.pool import RewardPool
+from gspo.rewards.route import GivenRewards
 from gspo.rewards.spec import reward_spec
 from gspo.rollout.buffer import Buffer, Snapshot
 from gspo.rollout.groups import Arrivals, refuse_failures, sample_groups, single_turn

@@ -1,1 +1,1 @@
-"""What a completion is worth: weighted parts, scored by built-ins or by user code in killable workers."""
+"""Rewards of completions: a weighted sum of built-in rewards, models, judges, and user functions in workers."""

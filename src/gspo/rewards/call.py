@@ -1,14 +1,14 @@
-"""How a reward function is found, called and checked, whatever its signature. Runs inside the workers.
+"""Import a reward function, call it by its signature, and check the result. Runs in the workers.
 
-Three signatures, told apart by the names of the parameters:
+Three signatures, recognised by the names of the parameters:
 - ours:  `f(text, **columns) -> float`, once per completion;
 - AReaL: `f(prompt, completions, prompt_ids, completion_ids, **data) -> float`, once per completion, which is passed as
-  `completions` (a string), as AReaL itself does;
+  `completions` (a string), as in AReaL;
 - TRL:   `f(completions, prompts=…, completion_ids=…, **columns) -> list[float]`, once per group; every column is a
-  list. Where the row's prompt is a list of messages, completions are lists of messages too.
+  list. If the row's prompt is a list of messages, completions are lists of messages, too.
 Each may be `async`; then the completions of a group are awaited together.
 
-Imports only the standard library and the built-ins: a worker must start fast and must not load torch by our doing.
+Imports only the standard library and the built-ins, so that a worker starts fast and does not load torch.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from gspo.rewards.sandbox.box import SandboxError
 from gspo.system.imports import find_function
 
 SAMPLE, AREAL, TRL = "text", "areal", "trl"
-GRACE_S = 0.5  # an awaited call is given up softly at the timeout; the kill comes this much later
+GRACE_S = 0.5  # an async call is cancelled at the timeout; its worker is killed this much later
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One bound reward function of the spec."""
+    """A reward function of the spec, with its signature and arguments."""
 
     name: str
     function: Callable[..., Any]
     shape: str
-    accepts: frozenset[str] | None  # parameter names, None where it takes **kwargs
+    accepts: frozenset[str] | None  # parameter names; None if it takes **kwargs
     kwargs: dict[str, Any]
     is_async: bool
 
@@ -52,14 +52,14 @@ Result = float | tuple[str, str]  # a value, or (kind of failure, message)
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """The results of a group that is asked about, one per completion."""
+    """Results of a group that a scorer computes, one per completion."""
 
-    take: Callable[[], list[Result]]  # waits for them
-    ready: Callable[[], bool] = lambda: True  # whether there is nothing to wait for, only to compute
+    take: Callable[[], list[Result]]  # waits for the results
+    ready: Callable[[], bool] = lambda: True  # whether `take` returns without waiting for a service
 
 
 def bind(name: str, kwargs: dict[str, Any]) -> Call:
-    """Find a function by name and read its signature. Raises ValueError with a sentence for the user."""
+    """Import a function by name and read its signature; ValueError with a message for the user."""
     function = BUILTIN[name] if name in BUILTIN else find_function(name)
     try:
         parameters = inspect.signature(function).parameters
@@ -75,7 +75,7 @@ def bind(name: str, kwargs: dict[str, Any]) -> Call:
         shape = SAMPLE
     else:
         raise ValueError(
-            f"{name}({', '.join(names)}) has none of the known signatures: f(completions, **columns) -> list[float], "
+            f"{name}({', '.join(names)}) has no supported signature: f(completions, **columns) -> list[float], "
             f"f(prompt, completions, prompt_ids, completion_ids, **data) -> float, or f(text, **columns) -> float"
         )
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
@@ -91,9 +91,9 @@ def call_sample(call: Call, item: Item, index: int) -> Result:
         if type(value) is float and math.isfinite(value):
             return value
         return checked(call.name, _runner().run(_within(value, None)) if inspect.isawaitable(value) else value)
-    except SandboxError as error:  # the machine's doing, not the reward's
+    except SandboxError as error:  # a problem of the machine, not of the reward
         return "infra", _describe(call.name, error)
-    except BaseException as error:  # SystemExit and KeyboardInterrupt of user code are its crash, not ours
+    except BaseException as error:  # also SystemExit and KeyboardInterrupt of user code
         return "crash", _describe(call.name, error)
 
 
@@ -122,7 +122,7 @@ def call_group(call: Call, item: Item, timeout_s: float) -> list[Result]:
 
 
 def checked(name: str, value: Any) -> Result:
-    """A finite float, or what was wrong with it. A failure is never a number."""
+    """The value as a finite float, or the failure. A failure is never turned into a number."""
     if not isinstance(value, numbers.Real):
         if hasattr(value, "item") and getattr(value, "size", None) != 0:
             try:
@@ -152,7 +152,7 @@ def _invoke_sample(call: Call, item: Item, index: int) -> Any:
         taken = ("prompt", "completions", "prompt_ids", "completion_ids")
         return call.function(prompt, completions[index], prompt_ids, ids, **_columns(call, data, taken))
     columns = {**data, "prompt": prompt}
-    if len(completion_ids):  # otherwise a length reward must fail rather than take 0 for a count
+    if len(completion_ids):  # without ids a length reward must fail instead of using 0
         columns["num_tokens"] = len(ids)
     return call.function(completions[index], **_columns(call, columns, ("text", "completion")))
 
@@ -173,7 +173,7 @@ def _invoke_group(call: Call, item: Item) -> Any:
 
 @lru_cache(maxsize=1)
 def _runner() -> asyncio.Runner:
-    """One event loop for a worker's life: clients that user code keeps between calls belong to their loop."""
+    """One event loop per worker process: clients that user code keeps between calls are bound to their loop."""
     return asyncio.Runner()
 
 
@@ -205,5 +205,5 @@ def _show(value: Any) -> str:
     try:
         text = repr(value)
     except Exception:
-        text = "an object that cannot be shown"
+        text = "an object whose repr() fails"
     return f"{text[:80]} ({type(value).__name__})"

@@ -1,8 +1,8 @@
-"""Rewards as the trainer sees them: hand in groups, get outcomes back; nothing hangs, nothing is invented.
+"""Score groups of completions: submit groups, take outcomes. Every wait has a timeout; a failure is never a reward.
 
-Bounded built-ins are computed here and now, models and judges by their scorers (`scorer.py`); everything else goes to
-worker processes through their supervisor (`warden.py`), which keeps scoring, and keeps its deadlines, while the trainer
-does something else. A pool belongs to one thread.
+Cheap built-ins are computed in this process, models and judges by their scorers (`functions/scorer.py`). Everything
+else runs in worker processes under a supervisor (`workers/supervisor.py`), which goes on while the trainer does other
+work. A pool must be used from one thread.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import os
 import pickle
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -30,9 +29,9 @@ from gspo.rewards.spec import RewardItem, RewardSpec, combine
 from gspo.rewards.workers.worker import LENGTH
 from gspo.types import Failure, Outcome
 
-# Of one part: its results by sample, or what to ask for them once the group is wanted.
+# Results of one part by sample, or a Pending to get them from when the group is taken.
 Results = list[Any] | Pending
-_LOOK_S = 0.01  # between two looks at scorers that have not answered
+_POLL_S = 0.01  # interval for polling scorers that are not ready
 _START = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[2]); "
     "import gspo.rewards.workers.supervisor as supervisor; supervisor.main(sys.argv[1])"
@@ -56,24 +55,30 @@ class RewardPool:
         timeout_s: float = 10.0,
         startup_s: float = 60.0,
         memory_mb: int = 4096,
-        silence_s: float = 15.0,
+        supervisor_s: float = 15.0,
         log_path: str | Path | None = None,
         key: str = "reward",
     ):
-        """`timeout_s` bounds each call from its own start; `memory_mb` bounds each worker (0: no bound);
-        `silence_s` ends a supervisor that says nothing, though it should every second; `log_path` takes what reward
-        code prints (None: our stderr); `key` is the config section named in messages."""
+        """
+        workers         worker processes
+        timeout_s       limit of each call
+        startup_s       limit for a worker to import the reward functions
+        memory_mb       limit of each worker; 0: none
+        supervisor_s    a supervisor that sends nothing for longer (it sends a heartbeat every second) is killed
+        log_path        file for the output of reward code; None: stderr
+        key             config section named in messages
+        """
         if workers < 1:
             raise ConfigError(f"{key}.workers must be at least 1, got {workers}")
         if not timeout_s > 0:
-            raise ConfigError(f"{key}.timeout must be positive, got {timeout_s}: without it a hung reward never ends")
+            raise ConfigError(f"{key}.timeout must be positive, got {timeout_s}; it ends reward functions that hang")
         self._spec = spec
         self._key = key
         self._inline = [(i, bind(p.name, dict(p.kwargs))) for i, p in enumerate(spec) if p.inline]
         self._remote = [i for i, part in enumerate(spec) if not part.inline and not part.is_scorer]
         self._scorers = {i: SCORERS[p.name](**p.kwargs, key=key) for i, p in enumerate(spec) if p.is_scorer}
         self._log_path = log_path
-        self._silence_s = silence_s
+        self._supervisor_s = supervisor_s
         self._startup_s = startup_s
         self._settings: dict[str, Any] = {
             "parts": [{"name": spec[i].name, "kwargs": dict(spec[i].kwargs)} for i in self._remote],
@@ -83,81 +88,83 @@ class RewardPool:
             "memory_mb": memory_mb,
             "trainer": os.getpid(),
         }
-        # Token ids are bulky; only user functions can ask for them.
+        # Token ids are large, and only user functions use them.
         self._send_ids = any(spec[i].name not in BUILTIN for i in self._remote)
-        self._jobs: dict[int, tuple[Hashable, int, dict[int, Results]]] = {}  # id -> key, samples, what is here already
+        self._jobs: dict[int, tuple[Hashable, int, dict[int, Results]]] = {}  # id → key, samples, results so far
         self._next_job = 0
         self._finished: deque[tuple[Hashable, int, dict[int, Results]]] = deque()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._incoming = b""
         self._ready = False
-        self._heard_at = 0.0
+        self._last_message = 0.0
         if self._remote:
             self._start()
 
     def wait_ready(self) -> None:
-        """Return when a worker has imported every function of the spec; ConfigError says which one it could not."""
+        """Return when a worker has imported every function of the spec; ConfigError if an import fails."""
         deadline = time.monotonic() + self._startup_s + 5.0
         while self._remote and not self._ready:
             if self._process is None:
                 self._start()
             if not self._receive(min(1.0, deadline - time.monotonic())) and not self._ready:
                 self._stop()
-                raise RewardError(f"the reward workers ended before they were ready; see {self._log_path or 'stderr'}")
+                raise RewardError(f"the reward supervisor ended during start-up; see {self._log_path or 'stderr'}")
             if not self._ready and time.monotonic() > deadline:
                 self._stop()
                 raise RewardError(
-                    f"{self._key}: no reward worker was ready after {self._startup_s:g} s; "
-                    f"let the module of the reward function import less"
+                    f"{self._key}: no reward worker was ready after {self._startup_s:g} s; importing the reward "
+                    "function takes too long: move slow imports out of its module"
                 )
 
     @property
     def has_workers(self) -> bool:
-        """False where the spec consists of bounded built-ins, which need none."""
+        """False if no part of the spec needs worker processes."""
         return bool(self._remote)
 
     @property
     def outstanding(self) -> int:
-        """Groups submitted whose outcomes have not been taken yet."""
+        """Number of submitted groups that have not been taken yet."""
         return len(self._jobs) + len(self._finished)
 
     def submit(self, key: Hashable, item: RewardItem) -> None:
-        """Queue one group. Its outcomes come back from `completed` under `key`, in any order among groups."""
+        """Queue one group. `completed` yields its outcomes with `key`; the order of groups is not defined."""
         self._submit([(key, item)])
 
     def completed(self, deadline_s: float | None = None) -> Iterator[tuple[Hashable, tuple[Outcome, ...]]]:
-        """Yield scored groups until nothing is outstanding or `deadline_s` seconds have passed (0: what is ready)."""
+        """Yield scored groups until none is outstanding, or for `deadline_s` seconds (0: only those that are ready)."""
         deadline = None if deadline_s is None else time.monotonic() + deadline_s
         while True:
             while (entry := next((e for e in self._finished if _is_ready(e[2])), None)) is not None:
-                # Only here are scorers asked: all groups handed in are theirs by now.
+                # Scorers compute here, when they have all submitted groups, so that they can batch them.
                 self._finished.remove(entry)
                 yield entry[0], self._outcomes(*entry[1:])
             if not self.outstanding:
                 return
             wait_s = 1.0 if deadline is None else deadline - time.monotonic()
-            slice_s = max(0.0, min(_LOOK_S if self._finished else 1.0, wait_s))
+            slice_s = max(0.0, min(_POLL_S if self._finished else 1.0, wait_s))
             if not self._jobs:
                 time.sleep(slice_s)
             else:
                 alive = self._receive(slice_s)
-                if not alive or time.monotonic() - self._heard_at > self._silence_s:
-                    why = "the reward supervisor ended" if not alive else "the reward supervisor is stuck"
+                if not alive or time.monotonic() - self._last_message > self._supervisor_s:
+                    why = "the reward supervisor ended" if not alive else "the reward supervisor hangs"
                     self._fail_outstanding(why)
             if wait_s <= 0 and not any(_is_ready(results) for _, _, results in self._finished):
                 return
 
     def score(self, items: Sequence[RewardItem]) -> list[tuple[Outcome, ...]]:
-        """Score groups and wait for all of them, in their order. Only for an otherwise idle pool."""
+        """Score groups and return their outcomes in order. No other group may be outstanding."""
         if self.outstanding:
-            raise RewardError(f"score() while {self.outstanding} submitted groups are outstanding; take them first")
+            raise RewardError(
+                f"score() was called while {self.outstanding} submitted groups are outstanding; take them first"
+            )
         self._submit(list(enumerate(items)))
         outcomes = dict(self.completed())
         return [outcomes[index] for index in range(len(items))]
 
     def close(self) -> None:
-        """End the workers, with everything they started. Outstanding groups are dropped."""
+        """Stop the workers and all processes that they have started. Outstanding groups are dropped."""
         self._stop()
         for scorer in self._scorers.values():
             scorer.close()
@@ -189,12 +196,12 @@ class RewardPool:
             self._next_job += 1
         if frames and self._socket is not None:
             try:
-                # One write for many groups; the supervisor always reads, so this waits only if it is stuck.
-                self._socket.settimeout(self._silence_s)
+                # One write for many groups. The supervisor always reads, so this blocks only if it hangs.
+                self._socket.settimeout(self._supervisor_s)
                 self._socket.sendall(b"".join(frames))
-                self._heard_at = time.monotonic()
+                self._last_message = time.monotonic()
             except OSError:
-                self._fail_outstanding("the reward supervisor took no more work")
+                self._fail_outstanding("the reward supervisor accepted no more groups")
 
     def _frame(self, job: int, item: RewardItem) -> bytes:
         prompt_ids, completion_ids = [], []
@@ -205,8 +212,8 @@ class RewardPool:
             payload = pickle.dumps((item.prompt, list(item.completions), prompt_ids, completion_ids, dict(item.data)))
         except Exception as error:
             raise DataError(
-                f"a row of the data set holds a value that cannot be handed to a reward worker ({error}); "
-                f"keep columns to numbers, strings, lists and mappings"
+                f"a row of the data set has a value that cannot be sent to a reward worker ({error}); "
+                f"use numbers, strings, lists and mappings in columns"
             ) from error
         frame = json.dumps({"job": job, "num": len(item.completions)}).encode() + b"\n" + payload
         return LENGTH.pack(len(frame)) + frame
@@ -223,7 +230,7 @@ class RewardPool:
         return tuple(outcomes)
 
     def _receive(self, timeout_s: float) -> bool:
-        """Take in what the supervisor says within `timeout_s`; False when it has ended."""
+        """Read messages of the supervisor for up to `timeout_s`; False if it has ended."""
         if self._socket is None:
             return False
         alive = True
@@ -232,7 +239,7 @@ class RewardPool:
             try:
                 while chunk := self._socket.recv(1 << 20):
                     self._incoming += chunk
-                    self._heard_at = time.monotonic()
+                    self._last_message = time.monotonic()
                 alive = False
             except BlockingIOError:
                 pass
@@ -240,10 +247,10 @@ class RewardPool:
                 alive = False
         *lines, self._incoming = self._incoming.split(b"\n")
         for line in lines:
-            self._heard(json.loads(line))
+            self._handle(json.loads(line))
         return alive
 
-    def _heard(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         if "ready" in message:
             self._ready = True
         elif "fatal" in message:
@@ -252,19 +259,19 @@ class RewardPool:
                 raise ConfigError(f"{self._key}: {message['fatal']}")
         elif "job" in message and message["job"] in self._jobs:
             key, num, results = self._jobs.pop(message["job"])
-            lost = ("infra", "a reward worker gave no value")  # replaced below for every sample that has one
-            heard: dict[int, list[Any]] = {part: [lost] * num for part in self._remote}
+            missing = ("infra", "the reward worker sent no value")  # overwritten below
+            by_part: dict[int, list[Any]] = {part: [missing] * num for part in self._remote}
             for part, sample, value in message["values"]:
-                heard[self._remote[part]][sample] = value
+                by_part[self._remote[part]][sample] = value
             for sample, kind, text in message["failures"]:
                 for part in self._remote:
-                    heard[part][sample] = (kind, text)
-            self._finished.append((key, num, {**results, **heard}))
+                    by_part[part][sample] = (kind, text)
+            self._finished.append((key, num, {**results, **by_part}))
 
     def _fail_outstanding(self, why: str) -> None:
-        self._stop(patience_s=0.0)
+        self._stop(timeout_s=0.0)
         for key, num, _ in self._jobs.values():
-            failed = [("infra", f"{why} before it answered")] * num
+            failed = [("infra", f"{why} before it sent a result")] * num
             self._finished.append((key, num, dict.fromkeys(range(len(self._spec)), failed)))
         self._jobs.clear()
 
@@ -273,10 +280,10 @@ class RewardPool:
         try:
             settings = json.dumps(self._settings).encode()
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{self._key}: the arguments of a reward must be plain values ({error})") from None
-        # One thread each: workers share the machine with the trainer.
+            raise ConfigError(f"{self._key}: arguments of a reward must be JSON values ({error})") from None
+        # One thread per worker: the trainer needs the CPU, too.
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        log = open(self._log_path, "ab") if self._log_path else None  # noqa: SIM115 — closed below, after the child has it
+        log = open(self._log_path, "ab") if self._log_path else None  # noqa: SIM115 — closed below; the child has its own copy
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _START, str(theirs.fileno()), json.dumps(sys.path)],
@@ -285,24 +292,24 @@ class RewardPool:
                 stdout=log or 2,
                 stderr=log,
                 env={**os.environ, **threads},
-                start_new_session=True,  # a Ctrl-C in the terminal is the trainer's
+                start_new_session=True,  # Ctrl-C in the terminal reaches only the trainer
             )
         finally:
             theirs.close()
             if log:
                 log.close()
         mine.sendall(LENGTH.pack(len(settings)) + settings)
-        self._socket, self._incoming, self._ready, self._heard_at = mine, b"", False, time.monotonic()
+        self._socket, self._incoming, self._ready, self._last_message = mine, b"", False, time.monotonic()
 
-    def _stop(self, patience_s: float = 5.0) -> None:
+    def _stop(self, timeout_s: float = 5.0) -> None:
         if self._socket is not None:
-            self._socket.close()  # the supervisor sees the end, kills its workers and leaves
+            self._socket.close()  # the supervisor notices it, kills its workers and ends
             self._socket = None
         if self._process is not None:
             try:
-                self._process.wait(patience_s)
+                self._process.wait(timeout_s)
             except subprocess.TimeoutExpired:
-                self._process.send_signal(signal.SIGKILL)  # its workers die with it
+                self._process.kill()  # the kernel kills its workers, too
                 self._process.wait()
             self._process = None
         self._ready = False

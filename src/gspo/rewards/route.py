@@ -1,12 +1,13 @@
-"""Rewards by source: each group goes to the pool of the data set it came from, and its parts carry that name.
+"""Rewards from several places behind one interface: by source of the prompt, and from environments.
 
-For mixtures. Sources with the same rewards share a pool, so they share its workers and its models. Parts are named
-`reward@source`, which gives every source its own line in the metrics.
+`RewardRouter` is for mixtures: it sends each group to the pool of its data set. `GivenRewards` is for episodes: it asks
+the reward functions only for outcomes that the environment has not given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from gspo.errors import RewardError
@@ -16,7 +17,7 @@ from gspo.types import Outcome, Score
 
 
 class Rewards(Protocol):
-    """What the trainer asks of rewards; a `RewardPool` or a `RewardRouter`."""
+    """The interface that the trainer uses; a `RewardPool`, a `RewardRouter` or `GivenRewards`."""
 
     def submit(self, key: Hashable, item: RewardItem) -> None: ...
     def completed(self, deadline_s: float | None = None) -> Iterator[tuple[Hashable, tuple[Outcome, ...]]]: ...
@@ -24,12 +25,15 @@ class Rewards(Protocol):
 
 
 class RewardRouter:
-    """Pools by source name; `settings` are those of every pool."""
+    """One pool per distinct spec; `settings` are passed to every pool.
+
+    Sources with the same spec share a pool, and so its workers and models. Parts are named `reward@source`, so that
+    each source has its own metrics.
+    """
 
     def __init__(self, specs: Mapping[str, RewardSpec], **settings: Any) -> None:
         self._pools: list[tuple[RewardSpec, RewardPool]] = []
         self._pool_of: dict[str, RewardPool] = {}
-        self._sources: dict[Hashable, str] = {}
         try:
             for source, spec in specs.items():
                 pool = next((pool for known, pool in self._pools if known == spec), None)
@@ -44,26 +48,53 @@ class RewardRouter:
     def submit(self, key: Hashable, item: RewardItem) -> None:
         if item.source not in self._pool_of:
             raise RewardError(
-                f"a prompt of {item.source!r} has no reward; the mixture's sources are {', '.join(self._pool_of)}. "
-                "Set reward.functions for all"
+                f"no reward is configured for prompts of {item.source!r}; the mixture's sources are "
+                f"{', '.join(self._pool_of)}. Set reward.functions, which applies to all sources"
             )
-        self._sources[key] = item.source
-        self._pool_of[item.source].submit(key, item)
+        self._pool_of[item.source].submit((item.source, key), item)
 
     def completed(self, deadline_s: float | None = None) -> Iterator[tuple[Hashable, tuple[Outcome, ...]]]:
-        """As `RewardPool.completed`; all pools score meanwhile, whichever is asked first."""
+        """As `RewardPool.completed`, pool after pool. All pools score at the same time."""
         for _, pool in self._pools:
-            for key, outcomes in pool.completed(deadline_s):
-                yield key, tuple(_named(outcome, self._sources[key]) for outcome in outcomes)
-                del self._sources[key]
+            for pool_key, outcomes in pool.completed(deadline_s):
+                source, key = pool_key  # pyright: ignore[reportGeneralTypeIssues]  # as submitted above
+                yield key, tuple(_with_source(outcome, source) for outcome in outcomes)
 
     def close(self) -> None:
         for _, pool in self._pools:
             pool.close()
-        self._sources.clear()
 
 
-def _named(outcome: Outcome, source: str) -> Outcome:
+class GivenRewards:
+    """Keeps the outcomes that an environment has given (`RewardItem.given`); other rewards score the rest."""
+
+    def __init__(self, others: Rewards) -> None:
+        self._others = others
+        self._complete: list[tuple[Hashable, tuple[Outcome, ...]]] = []
+        self._given: dict[Hashable, Sequence[Outcome | None]] = {}
+
+    def submit(self, key: Hashable, item: RewardItem) -> None:
+        known = [outcome for outcome in item.given if outcome is not None]
+        if item.completions and len(known) == len(item.completions):
+            self._complete.append((key, tuple(known)))
+            return
+        if known:
+            self._given[key] = item.given
+        self._others.submit(key, replace(item, given=()))
+
+    def completed(self, deadline_s: float | None = None) -> Iterator[tuple[Hashable, tuple[Outcome, ...]]]:
+        """As `RewardPool.completed`; groups whose outcomes were all given come first."""
+        while self._complete:
+            yield self._complete.pop(0)
+        for key, outcomes in self._others.completed(deadline_s):
+            given = self._given.pop(key, (None,) * len(outcomes))
+            yield key, tuple(own or other for own, other in zip(given, outcomes, strict=True))
+
+    def close(self) -> None:
+        self._others.close()
+
+
+def _with_source(outcome: Outcome, source: str) -> Outcome:
     if not isinstance(outcome, Score):
         return outcome
     return Score(outcome.value, {f"{part}@{source}": value for part, value in outcome.parts.items()})

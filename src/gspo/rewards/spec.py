@@ -1,6 +1,6 @@
-"""What a reward is made of, as a value: a tuple of weighted parts, each a built-in name or a user's function.
+"""The specification of a reward: a tuple of weighted parts, each a built-in reward or a user's function.
 
-Nothing is imported here; names of functions are resolved inside the workers (`call.py`).
+User functions are not imported here; the workers import them by name (`call.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from gspo.errors import ConfigError, RewardError
+from gspo.errors import ConfigError
 from gspo.rewards.functions.builtin import BUILTIN, INLINE
 from gspo.rewards.functions.scorer import SCORERS, settings_of
 from gspo.types import Outcome, Score
@@ -32,7 +32,7 @@ class RewardPart:
     name: str
     weight: float = 1.0
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    label: str = ""  # its name in Score.parts and in the metrics
+    label: str = ""  # the name in Score.parts and in the metrics; default: the function's name
 
     def __post_init__(self) -> None:
         if not self.label:
@@ -49,7 +49,7 @@ class RewardPart:
 
 @dataclass(frozen=True, slots=True)
 class RewardItem:
-    """What is scored at once: one prompt and the completions of its group.
+    """One prompt and the completions of its group, which are scored together.
 
     >>> RewardItem("2+2=", ("4", "5"), data={"answer": "4"}).completions
     ('4', '5')
@@ -58,11 +58,11 @@ class RewardItem:
     prompt: str
     completions: tuple[str, ...]
     prompt_ids: Sequence[int] = ()
-    completion_ids: Sequence[Sequence[int]] = ()  # also the token counts of length shaping
+    completion_ids: Sequence[Sequence[int]] = ()  # their lengths are used by length rewards
     data: Mapping[str, Any] = field(default_factory=dict)  # the row's columns
-    messages: Sequence[Mapping[str, Any]] = ()  # the prompt before it was rendered, for judges and reward models
-    source: str = ""  # the data set it came from, where a mixture's sources have rewards of their own
-    given: Sequence[Outcome | None] = ()  # what environments have said of the completions (`given.py`)
+    messages: Sequence[Mapping[str, Any]] = ()  # the prompt before the chat template, for judges and reward models
+    source: str = ""  # name of its data set in a mixture (`route.RewardRouter`)
+    given: Sequence[Outcome | None] = ()  # outcomes that an environment has given (`route.GivenRewards`)
 
 
 Reward = str | Callable[..., Any] | Mapping[str, Any] | RewardPart
@@ -76,23 +76,23 @@ def reward_spec(
     format_regex: str | None = None,
     key: str = "reward",
 ) -> RewardSpec:
-    """Read a spec from what a config or a caller gives: a name, a function, a mapping, or a list of these.
+    """Make a spec from a name, a function, a mapping, or a list of these.
 
-    In a mapping `name`, `weight` and `label` are ours; every other entry is handed to the function. `weights`, if any,
-    has one number per entry; `format_regex` makes the entry `format` a search for that pattern.
+    In a mapping, all entries but `name`, `weight` and `label` are arguments of the function. `weights`, if given, has
+    one number per entry. With `format_regex` the entry `format` becomes a search for that pattern.
 
     >>> [(p.label, p.weight, dict(p.kwargs)) for p in reward_spec(["math", {"name": "final", "marker": "="}])]
     [('math', 1.0, {}), ('final', 1.0, {'marker': '='})]
     """
     entries = [value] if isinstance(value, str | Mapping | RewardPart) or callable(value) else list(value)
     if not entries:
-        raise ConfigError(f"{key} is empty: without a reward there is nothing to learn; name one, for example `math`")
+        raise ConfigError(f"{key} is empty; name at least one reward, for example `math`")
     if weights and len(weights) != len(entries):
-        raise ConfigError(f"{key}: {len(entries)} functions but {len(weights)} weights; give one weight for each")
+        raise ConfigError(f"{key}: {len(entries)} functions but {len(weights)} weights; give one weight per function")
     if format_regex is not None:
         if "format" not in entries:
             raise ConfigError(
-                f"{key}: a format_regex is set, but no function is `format`; add it, or unset the pattern"
+                f"{key}: format_regex is set, but no function is `format`; add `format`, or remove format_regex"
             )
         pattern = {"name": "regex", "pattern": format_regex, "label": "format"}
         entries = [pattern if entry == "format" else entry for entry in entries]
@@ -111,12 +111,12 @@ def reward_spec(
 
 
 def function_name(function: Callable[..., Any], key: str = "reward") -> str:
-    """The name by which a worker process can find a function again: `module:function` or `file.py:function`."""
+    """The name by which a worker process can import a function: `module:function` or `file.py:function`."""
     qualified = getattr(function, "__qualname__", "")
     module = getattr(function, "__module__", None)
     if not qualified or not module or "<" in qualified:
         raise ConfigError(
-            f"{key}: got {function!r}, which a reward worker cannot import (lambda, local or bound object); "
+            f"{key}: got {function!r}, which a reward worker cannot import (a lambda, or a local or bound function); "
             f"define it at the top level of a module and give `module:function`"
         )
     if module != "__main__":
@@ -124,42 +124,15 @@ def function_name(function: Callable[..., Any], key: str = "reward") -> str:
     path = getattr(sys.modules["__main__"], "__file__", None)
     if path is None:
         raise ConfigError(
-            f"{key}: {qualified} lives in an interactive session; put it in a file, for example reward.py"
+            f"{key}: {qualified} is defined in an interactive session; move it to a file, for example reward.py"
         )
     return f"{Path(path).resolve()}:{qualified}"
 
 
 def combine(spec: RewardSpec, values: Sequence[float]) -> Score:
-    """The weighted sum, with each part as it was before weighting."""
+    """The weighted sum; `parts` holds the values before weighting."""
     total = math.fsum(part.weight * value for part, value in zip(spec, values, strict=True))
     return Score(total, {part.label: value for part, value in zip(spec, values, strict=True)})
-
-
-def count_failures(outcomes: Sequence[Outcome]) -> dict[str, int]:
-    """How many outcomes are failures of each kind, for metrics and for the threshold that stops a run.
-
-    >>> count_failures([Score(1.0)])
-    {'timeout': 0, 'crash': 0, 'infra': 0}
-    """
-    counts = {"timeout": 0, "crash": 0, "infra": 0}
-    for outcome in outcomes:
-        if not isinstance(outcome, Score):
-            counts[outcome.kind] += 1
-    return counts
-
-
-def check_failures(outcomes: Sequence[Outcome], max_fraction: float, key: str = "reward") -> None:
-    """RewardError if more than `max_fraction` of the outcomes are failures, or all of them; the first message is shown.
-
-    >>> check_failures([Score(1.0)], max_fraction=0.5)
-    """
-    failures = [outcome for outcome in outcomes if not isinstance(outcome, Score)]
-    if failures and (len(failures) > max_fraction * len(outcomes) or len(failures) == len(outcomes)):
-        counts = ", ".join(f"{count} {kind}" for kind, count in count_failures(outcomes).items() if count)
-        raise RewardError(
-            f"{len(failures)} of {len(outcomes)} rewards failed ({counts}), more than {key}.max_failure_fraction "
-            f"({max_fraction:g}) allows; the first: {failures[0].message}"
-        )
 
 
 def _part(entry: Any, key: str) -> RewardPart:
@@ -172,7 +145,7 @@ def _part(entry: Any, key: str) -> RewardPart:
             name = function_name(name, key)
         if not isinstance(name, str):
             raise ConfigError(
-                f"{key}.name must name a reward, got {name!r}: one of {', '.join((*BUILTIN, *SCORERS))}, or module:f"
+                f"{key}.name must be one of {', '.join((*BUILTIN, *SCORERS))}, or module:function; got {name!r}"
             )
         part = RewardPart(name, weight, options, label)
     elif callable(entry):
@@ -186,8 +159,8 @@ def _part(entry: Any, key: str) -> RewardPart:
         near = get_close_matches(part.name, known, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
-            f"{key}: no reward is called {part.name!r}; {hint}built in are {', '.join(known)}; "
-            f"your own function is written `module:function`"
+            f"{key}: there is no reward {part.name!r}; {hint}built-in rewards are {', '.join(known)}; "
+            f"write your own function as `module:function`"
         )
     if part.name in known:
         _check_arguments(part, key)
@@ -200,7 +173,7 @@ def _check_weight(weight: Any, key: str) -> None:
 
 
 def _check_arguments(part: RewardPart, key: str) -> None:
-    """Every argument given to a built-in is used, and every one it needs beyond the row's columns is given."""
+    """ConfigError for an unknown or a missing argument of a built-in; columns of the row are passed by the workers."""
     if part.is_scorer:
         own = settings_of(part.name)
     else:
@@ -208,11 +181,13 @@ def _check_arguments(part: RewardPart, key: str) -> None:
         own = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in ("answer", "entry", "num_tokens")]
     if unknown := set(part.kwargs) - {p.name for p in own}:
         takes = ", ".join(p.name for p in own) or "no arguments"
-        raise ConfigError(f"{key}: {part.name} does not know {', '.join(sorted(unknown))}; it takes {takes}")
+        raise ConfigError(f"{key}: {part.name} has no argument {', '.join(sorted(unknown))}; it takes {takes}")
     if missing := [p.name for p in own if p.default is p.empty and p.name not in part.kwargs]:
         raise ConfigError(f"{key}: {part.name} needs {', '.join(missing)}")
     if part.name == "regex":
         try:
             re.compile(part.kwargs["pattern"])
         except (re.error, TypeError) as error:
-            raise ConfigError(f"{key}.pattern {part.kwargs['pattern']!r} is no regular expression: {error}") from None
+            raise ConfigError(
+                f"{key}.pattern {part.kwargs['pattern']!r} is not a valid regular expression: {error}"
+            ) from None

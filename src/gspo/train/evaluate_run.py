@@ -11,7 +11,7 @@ from typing import Any
 from gspo.config.schema import Config
 from gspo.data.dataset import default_reward
 from gspo.envs.driver import Episodes
-from gspo.rewards.given import GivenRewards
+from gspo.rewards.route import GivenRewards
 from gspo.rollout.groups import Workflow, refuse_failures, single_turn
 from gspo.sampling.api import Sampler
 from gspo.stats import pass_at_k, share_interval

@@ -33,7 +33,7 @@ from gspo.learner.step import Plan, StepReport, train_step
 from gspo.monitor.alarms import alarms
 from gspo.monitor.display import Silent, make_display
 from gspo.monitor.metrics import measured_noise, sample_rows, step_metrics, time_metrics, token_tensors
-from gspo.rewards.given import GivenRewards
+from gspo.rewards.route import GivenRewards
 from gspo.rollout.buffer import Snapshot
 from gspo.rollout.groups import Filter, Workflow, refuse_failures, single_turn
 from gspo.rollout.storage import handed, pack, received, unpack

@@ -1,8 +1,8 @@
-"""The rewards we ship: pure functions `(text, *, answer, …) -> float`, one idea each.
+"""The built-in rewards: pure functions `(text, *, answer, …) -> float`.
 
-`text` is the completion; the other arguments are the row's columns (`answer` is always there), `num_tokens`, and the
-spec's own settings. Imports nothing heavy, so that a worker starts in milliseconds. A bad *answer of the model* is
-worth 0.0; a bad *reference* raises, because no completion can be judged by it.
+`text` is the completion; the other arguments are the row's columns (always with `answer`), `num_tokens`, and the
+arguments of the spec. Heavy libraries are imported inside the functions, so that a worker starts in milliseconds. A
+wrong answer of the model gets 0.0; a wrong *reference* raises, because no completion can be scored with it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 from gspo.rewards.functions.code import code
 
-# A sign belongs to the number only where no operand stands before it: "5-3" ends in 3, "= -3" in -3.
+# A sign belongs to the number only if no operand comes before it: "5-3" ends in 3, "= -3" in -3.
 _NUMBER = re.compile(
     r"(?:(?<![\w.)\]}])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
     r"(?:[eE][-+]?\d{1,3}(?!\d))?(?:/\d+(?:\.\d+)?)?"
 )
-_MAX_DIGITS = 1000  # beyond this a "number" is noise, and arithmetic on it would not be bounded
+_MAX_DIGITS = 1000  # longer "numbers" are noise, and arithmetic with them would take long
 _LATEX_FRACTION = re.compile(r"([-+]?)\s*\\[dt]?frac\s*\{\s*([-+]?\d{1,99})\s*\}\s*\{\s*(\d{1,99})\s*\}")
 _DECORATION = re.compile(r"\\[$%!,;: ]|\\(?:left|right|text\{\s*\}|,)|[$%€£\s]")
 
@@ -36,12 +36,12 @@ def numeric(text: str, *, answer: Any, **_: Any) -> float:
     """
     reference = _reference_number(str(answer))
     if reference is None:
-        raise ValueError(f"the reference answer {answer!r} holds no number; use another reward for this data")
+        raise ValueError(f"the reference answer {answer!r} contains no number; use another reward for this data")
     return float(final_number(text) == reference)
 
 
 def final(text: str, *, answer: Any, marker: str = ">", **_: Any) -> float:
-    """1.0 if the text after the last `marker` is the reference, to the letter (surrounding spaces aside).
+    """1.0 if the text after the last `marker` equals the reference, without surrounding spaces.
 
     >>> final("7+8+0=15,3+4+1=08>85", answer="85"), final("85", answer="85")
     (1.0, 0.0)
@@ -51,7 +51,7 @@ def final(text: str, *, answer: Any, marker: str = ">", **_: Any) -> float:
 
 
 def format(text: str, *, tags: tuple[str, ...] = ("think", "answer"), **_: Any) -> float:
-    """1.0 if the text is exactly `<tag>…</tag>` for each tag in turn, each used once, nothing but spaces between.
+    """1.0 if the text is `<tag>…</tag>` for each tag in this order, each once, with only spaces between.
 
     >>> format("<think>a</think> <answer>b</answer>"), format("<answer>b</answer>")
     (1.0, 0.0)
@@ -69,7 +69,7 @@ def format(text: str, *, tags: tuple[str, ...] = ("think", "answer"), **_: Any) 
 
 
 def regex(text: str, *, pattern: str, full: bool = False, **_: Any) -> float:
-    """1.0 if `pattern` is found in the text (`full`: matches all of it). Runs in a worker: a pattern can be endless.
+    """1.0 if `pattern` is found in the text (`full`: matches all of it). Runs in a worker: a search can take for ever.
 
     >>> regex("the answer is 4", pattern=r"answer is \\d")
     1.0
@@ -81,7 +81,7 @@ def regex(text: str, *, pattern: str, full: bool = False, **_: Any) -> float:
 def overlong(
     text: str, *, num_tokens: int, max_tokens: int, buffer_tokens: int, factor: float = 1.0, **_: Any
 ) -> float:
-    """DAPO's soft punishment of length (arXiv 2503.14476, eq. 13), a part that is 0 or negative.
+    """DAPO's soft length penalty (arXiv 2503.14476, eq. 13): 0 or negative.
 
     0 for |y| ≤ L − B, then −factor · (|y| − (L − B)) / B, and −factor beyond L (L: max_tokens, B: buffer_tokens).
 
@@ -97,7 +97,7 @@ def overlong(
 def math(text: str, *, answer: Any, **_: Any) -> float:
     """1.0 if math-verify finds the answer mathematically equal to the reference; plain numbers are compared first.
 
-    math-verify's own timeouts use SIGALRM, which does not interrupt C code: they are off, and the worker's are on.
+    math-verify's timeouts are off: they use SIGALRM, which does not interrupt C code. The worker's timeout applies.
     """
     reference, candidate = _plain_number(str(answer)), _marked(text)
     if reference is not None and candidate is not None and (number := _plain_number(candidate)) is not None:
@@ -109,7 +109,7 @@ def math(text: str, *, answer: Any, **_: Any) -> float:
 
 
 def reasoning_gym(text: str, *, entry: Mapping[str, Any], task: str | None = None, **_: Any) -> float:
-    """The task's own scorer, given the text inside the last `<answer>…</answer>`, or the whole completion."""
+    """The score of the task's own scorer for the text in the last `<answer>…</answer>`, or the whole completion."""
     name = task or entry["metadata"]["source_dataset"]
     tag, tail = text.rpartition("<answer>")[1:]
     candidate = tail.partition("</answer>")[0] if tag else text
@@ -117,7 +117,7 @@ def reasoning_gym(text: str, *, entry: Mapping[str, Any], task: str | None = Non
 
 
 def final_number(text: str) -> Fraction | int | None:
-    """The number a text ends in: boxed, after `####`, or simply the last one.
+    """The final number of a text: boxed, after `####`, or the last one.
 
     >>> final_number("… #### 1,234"), final_number("so -0.5"), final_number("none")
     (1234, Fraction(-1, 2), None)
@@ -128,11 +128,11 @@ def final_number(text: str) -> Fraction | int | None:
     return _last_number(body) if number is None else number
 
 
-_reference_number = lru_cache(maxsize=4096)(final_number)  # a group has one reference and many completions
+_reference_number = lru_cache(maxsize=4096)(final_number)  # all completions of a group have the same reference
 
 
 def _marked(text: str) -> str | None:
-    """What stands in the last `\\boxed{…}`, else after the last `####` on its line; None without either."""
+    """The content of the last `\\boxed{…}`, else the rest of the line after the last `####`; None without either."""
     start = text.rfind("\\boxed{")
     if start >= 0:
         depth = 0
@@ -145,7 +145,7 @@ def _marked(text: str) -> str | None:
 
 
 def _plain_number(text: str) -> Fraction | int | None:
-    """The text as a number, if it is one number and nothing else but currency, percent signs and spaces."""
+    """The text as a number, if it is one number with only currency signs, percent signs and spaces around it."""
     if len(text) > _MAX_DIGITS:
         return None
     text = _DECORATION.sub("", text.replace("−", "-")).rstrip(".")
@@ -157,11 +157,11 @@ def _plain_number(text: str) -> Fraction | int | None:
 
 def _last_number(text: str) -> Fraction | int | None:
     text = text.replace("−", "-")
-    # Answers end a text: look at its end first, so that long completions cost no more than short ones.
+    # The answer is usually at the end: search there first, so that long completions are not slower.
     for window in (256, 4096, len(text)):
         tail = text[-window:] if window else ""
         last = next(iter(deque(_NUMBER.finditer(tail), maxlen=1)), None)
-        # A number at the very edge may be the rest of a longer one.
+        # A number at the edge of the window may be the rest of a longer one.
         if last is not None and (last.start() > 1 or len(tail) == len(text)):
             return _fraction(last[0])
     return None
@@ -171,7 +171,7 @@ def _fraction(digits: str) -> Fraction | int | None:
     if len(digits) > _MAX_DIGITS:
         return None
     digits = digits.replace(",", "")
-    if digits.isdecimal():  # most answers are; a Fraction costs ten times as much
+    if digits.isdecimal():  # most answers are; a Fraction takes ten times as long
         return int(digits)
     above, _, below = digits.partition("/")
     denominator = Fraction(below) if below else Fraction(1)
@@ -183,7 +183,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern, re.DOTALL)
 
 
-_NO_TIMEOUT: Any = None  # math-verify's annotation says int, its code and its docs take None
+_NO_TIMEOUT: Any = None  # math-verify's annotation is int, but its code and docs accept None
 
 
 @lru_cache(maxsize=4096)
@@ -192,12 +192,12 @@ def _gold(answer: str) -> list[Any]:
 
     import math_verify
 
-    # It warns once that its timeouts are off; ours end the process instead.
+    # It would warn that its timeouts are off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     for form in (f"${answer}$", answer) if "$" not in answer else (answer,):
         if parsed := math_verify.parse(form, parsing_timeout=_NO_TIMEOUT):
             return parsed
-    raise ValueError(f"math-verify cannot read the reference answer {answer!r}")
+    raise ValueError(f"math-verify cannot parse the reference answer {answer!r}")
 
 
 @lru_cache(maxsize=16)
@@ -217,7 +217,7 @@ BUILTIN: dict[str, Callable[..., float]] = {
     "reasoning_gym": reasoning_gym,
     "code": code,
 }
-# Pure and bounded in time: run in the trainer's own process, where 256 samples cost milliseconds.
+# Fast for every input: these run in the trainer's process, where 256 samples take milliseconds.
 INLINE = frozenset({"numeric", "final", "format", "overlong"})
-# Imported once by the supervisor, so that a replaced worker is ready at once: module -> what to install.
+# Libraries that the supervisor imports before it forks workers: reward → (module, package to install).
 PRELOAD = {"math": ("math_verify", "math-verify[antlr4_13_2]"), "reasoning_gym": ("reasoning_gym", "reasoning-gym")}

@@ -1,8 +1,8 @@
-"""Programs as answers: the code of a completion is called on hidden tests, and its return values are compared here.
+"""The reward `code`: call the function of a completion on hidden tests and compare the return values.
 
-Two processes: the candidate runs in a sandbox (`sandbox.py`) and is sent the arguments of one test at a time; the
-grader, which alone knows what is expected, reads its reply as JSON and compares plain data. The candidate holds the
-other end of that pipe and may write into it whatever it likes: it can only give answers, not verdicts.
+Two processes: the candidate runs in a sandbox (`sandbox/box.py`) and gets the arguments of one test at a time. The
+grader (this process) has the expected values, reads the replies as JSON and compares plain data. The candidate may
+write anything into the pipe, but it can only send values; the grader decides whether they are right.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from gspo.rewards.sandbox.box import DEFAULT_LIMITS, Box, Limits, unavailable
 
 _FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n]*\n", re.MULTILINE)
 _PYTHON = {"", "python", "python3", "py"}
-_MARGIN_S = 2.0  # to start a sandbox and to end it, beside the candidate's own time
+_MARGIN_S = 2.0  # to start and end a sandbox, in addition to the candidate's time
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Which tests passed, and why the first of the others did not.
+    """Which tests passed, and why the first failed test failed.
 
     >>> Verdict((True, False), "test 2: returned 3").fraction
     0.5
@@ -55,14 +55,14 @@ def code(
 ) -> float:
     """1.0 if the function `entry_point` of the completion's code passes every hidden test, else 0.0.
 
-    All or nothing, because a part of the tests is easily passed by an answer that never looks at its input; `partial`
-    gives the fraction instead. `tests` (or `answer`) is a list of `{args, expected}`, with `kwargs` where needed, or
-    JSON text of one. A candidate that crashes, or exceeds `timeout` seconds or `memory_mb`, fails the tests it has not
-    answered; `log` writes why into the reward log. A sandbox that does not work raises: that is no reward.
+    All or nothing, because a constant answer often passes some tests; `partial` gives the fraction instead. `tests` (or
+    `answer`) is a list of `{args, expected}`, optionally with `kwargs`, or the same as JSON text. A candidate that
+    crashes or exceeds `timeout` seconds or `memory_mb` fails all remaining tests; `log` writes the reason to the reward
+    log. A sandbox that does not work raises an error instead of giving a reward.
     """
     cases = parse_tests(answer if tests is None else tests)
     if not entry_point:
-        raise ValueError("the row names no function to call; give it a column `entry_point`")
+        raise ValueError("the row has no column `entry_point`, the name of the function to call")
     limits = Limits(timeout_s=timeout, memory_mb=memory_mb)
     verdict = grade(extract(text), entry_point, cases, limits, allow_unsandboxed=allow_unsandboxed)
     if log and verdict.reason:
@@ -78,7 +78,7 @@ def grade(
     *,
     allow_unsandboxed: bool = False,
 ) -> Verdict:
-    """Call the candidate on every test, whatever came of the one before; SandboxError where there was no fair trial."""
+    """Call the candidate on every test, also after a failed one; SandboxError if the sandbox fails."""
     passed, reason = [False] * len(tests), ""
     with Box(limits, allow_unsandboxed=allow_unsandboxed) as box:
         load = secrets.token_hex(8)
@@ -86,7 +86,7 @@ def grade(
         if "value" in reply or "failed" in reply:
             return Verdict(tuple(passed), f"loading: {reply.get('failed', 'answered before it was asked')}")
         for number, test in enumerate(tests):
-            # A fresh name for every question: a reply written before the question was asked fits none.
+            # A random id per question, so that a reply written in advance matches none.
             question = {"id": secrets.token_hex(8), "args": test["args"], "kwargs": test.get("kwargs") or {}}
             reply = _ask(box, question)
             passed[number] = "value" in reply and same(reply["value"], test["expected"])
@@ -99,9 +99,9 @@ def grade(
 
 
 def extract(text: str) -> str:
-    """The code of a completion: its last fenced block that is Python or unnamed, else the whole text.
+    """The code of a completion: its last fenced block marked as Python or unmarked, else the whole text.
 
-    A block that is never closed goes on to the end: a completion cut short is judged by what is there.
+    A block without an end reaches to the end of the text, so that a truncated completion is scored, too.
 
     >>> extract("Here:\\n```python\\nx = 1\\n```\\nDone."), extract("x = 2")
     ('x = 1\\n', 'x = 2')
@@ -119,7 +119,7 @@ def extract(text: str) -> str:
 
 
 def same(value: Any, expected: Any) -> bool:
-    """Equality of plain data: a truth value is no number, 2 is 2.0, floats may differ by 1e-9 of their size.
+    """Equality of plain data: True differs from 1, 2 equals 2.0, floats may differ by a relative error of 1e-9.
 
     >>> same([1, 2.0], (1, 2)), same(True, 1), same(0.1 + 0.2, 0.3), same({"a": [1]}, {"a": [1]})
     (True, False, True, True)
@@ -143,7 +143,7 @@ def same(value: Any, expected: Any) -> bool:
 
 
 def parse_tests(tests: Any) -> list[dict[str, Any]]:
-    """The tests of a row; ValueError in words for the author of the data.
+    """The tests of a row; ValueError with a message for the author of the data.
 
     >>> parse_tests('[{"args": [1], "expected": 2}]')
     [{'args': [1], 'expected': 2}]
@@ -152,9 +152,9 @@ def parse_tests(tests: Any) -> list[dict[str, Any]]:
         try:
             tests = json.loads(tests)
         except ValueError as error:
-            raise ValueError(f"the row's tests are no JSON: {error}") from None
+            raise ValueError(f"the row's tests are not valid JSON: {error}") from None
     if not isinstance(tests, Sequence) or isinstance(tests, str) or not tests:
-        raise ValueError(f"the row holds no tests: got {_short(tests)}; give a list of {{args, expected}}")
+        raise ValueError(f"the row has no tests, got {_short(tests)}; give a list of {{args, expected}}")
     for number, test in enumerate(tests):
         if not isinstance(test, Mapping) or "expected" not in test or not isinstance(test.get("args"), list | tuple):
             raise ValueError(f"test {number + 1} must be {{args: [...], expected: ...}}, got {_short(test)}")
@@ -162,9 +162,10 @@ def parse_tests(tests: Any) -> list[dict[str, Any]]:
 
 
 def prepare(spec: Any, *, allow_unsandboxed: bool, timeout_s: float, key: str = "reward") -> Any:
-    """A spec (`spec.RewardSpec`) whose programs may run: ConfigError where they would be refused or cut off.
+    """Check that the `code` parts of a spec (`spec.RewardSpec`) can run here, and set whether a sandbox is required.
 
-    `timeout_s` is the whole reward's; a candidate must be over before it, or its endless loop would count as ours.
+    `timeout_s` limits the whole reward. A candidate's own timeout must end first; otherwise an endless loop of the
+    candidate would count as a failure of the reward.
     """
     parts: list[Any] = []
     for part in spec:
@@ -172,14 +173,15 @@ def prepare(spec: Any, *, allow_unsandboxed: bool, timeout_s: float, key: str = 
             allowed = allow_unsandboxed or bool(part.kwargs.get("allow_unsandboxed"))
             if not allowed and (why := unavailable()):
                 raise ConfigError(
-                    f"{key}: the reward `code` runs what the model wrote, and {why}; {key}.allow_unsandboxed_code=true "
-                    f"runs it with your own rights, on a machine you can lose"
+                    f"{key}: the reward `code` runs model-written programs in a sandbox, but {why}; "
+                    f"{key}.allow_unsandboxed_code=true runs them without one, with your rights; use it only on a "
+                    "machine whose data may be lost"
                 )
             seconds = part.kwargs.get("timeout", 5.0)
             if seconds + _MARGIN_S > timeout_s:
                 raise ConfigError(
                     f"{key}.timeout is {timeout_s:g} s, but a program may take {seconds:g} s and its sandbox "
-                    f"{_MARGIN_S:g} more; set {key}.timeout={seconds + _MARGIN_S:g}, or a smaller timeout of `code`"
+                    f"{_MARGIN_S:g} s more; set {key}.timeout={seconds + _MARGIN_S:g}, or lower the timeout of `code`"
                 )
             part = replace(part, kwargs={**part.kwargs, "allow_unsandboxed": allowed})
         parts.append(part)
@@ -187,16 +189,16 @@ def prepare(spec: Any, *, allow_unsandboxed: bool, timeout_s: float, key: str = 
 
 
 def _ask(box: Box, question: dict[str, Any]) -> dict[str, Any]:
-    """One question, one reply; `over` where there will be no other."""
+    """Send one question and read one reply; `over` means that no further question can be sent."""
     line = box.line() if box.send(question) else None
     if line is None:
         return {"over": True, "failed": box.state() or "ended before it answered"}
     try:
         reply = json.loads(line)
     except (ValueError, RecursionError):
-        return {"over": True, "failed": "wrote something else than a reply"}
+        return {"over": True, "failed": "wrote something other than a reply"}
     if not isinstance(reply, dict) or reply.get("id") != question["id"]:
-        return {"over": True, "failed": "wrote a reply to no question"}
+        return {"over": True, "failed": "wrote a reply without a question"}
     if isinstance(reply.get("failed"), str):
         return {"failed": reply["failed"][:200]}
     return {"value": reply["value"]} if "value" in reply else {}

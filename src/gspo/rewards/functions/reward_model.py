@@ -1,9 +1,8 @@
-"""A reward model: a sequence classifier with one label, loaded from a folder, that scores prompt and completion.
+"""A reward model: a sequence classifier with one label that scores prompt and completion.
 
-It runs in the trainer's process and on its device: one copy, all groups of a step together, sorted by length so that
-little is padded. Equal texts are scored once. On a CPU texts are scored one by one by default: padding is then no work
-at all, and a score depends on its text alone, to the last bit, whatever else was scored with it; so a cached score and
-a computed one are the same, also after a resume.
+It runs in the trainer's process and on its device, and scores all groups of a step together, sorted by length to reduce
+padding. Equal texts are scored once. On a CPU the default is one text per forward pass: no padding is computed, and a
+score depends on its text alone, bit for bit, so that cached and computed scores are equal, also after a resume.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from typing import Any
 from gspo.errors import ConfigError, DataError, RewardError
 from gspo.rewards.call import Pending, Result, checked
 
-_REMEMBERED = 65536  # texts
+_CACHED = 65536  # texts whose scores are kept
 
 
 class RewardModel:
-    """Scores by a classifier's one logit.
+    """Scores texts with the one logit of a classifier.
 
     path            folder (or hub name) of an AutoModelForSequenceClassification with one label, and its tokenizer
-    batch_size      texts per forward pass; null: 1 on a CPU, 32 on CUDA. Above 1, last bits depend on the company, and
-                    with it on when checkpoints were made
-    max_length      longest text in tokens, longer ones fail; null: the model's context
-    chat_template   true, false, or null: the tokenizer's, if it has one; without: prompt and completion as plain text
-    device, dtype   null: CUDA and bfloat16 where there is CUDA, else cpu and float32
+    batch_size      texts per forward pass; null: 1 on a CPU, 32 on CUDA. Above 1, the last bits of a score depend on
+                    the other texts of its batch, and so on when checkpoints were written
+    max_length      longest text in tokens; longer ones fail. null: the model's context
+    chat_template   true or false; null: true if the tokenizer has one. false: prompt and completion as plain text
+    device, dtype   null: CUDA and bfloat16 if CUDA is available, else cpu and float32
     """
 
     def __init__(
@@ -54,24 +53,24 @@ class RewardModel:
         own = getattr(self._tokenizer, "chat_template", None)
         if chat_template and not own:
             raise DataError(
-                f"{key}: reward_model.chat_template is true, but the tokenizer of {path} has none; set false"
+                f"{key}: reward_model.chat_template is true, but the tokenizer of {path} has none; set it to false"
             )
         self._chat = bool(own) if chat_template is None else chat_template
         context = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         self._max_length = max_length or context or 1 << 30
         self._name = f"reward_model {path}"
         self._scores: OrderedDict[tuple[int, ...], Result] = OrderedDict()
-        self._waiting: list[tuple[int, ...]] = []
+        self._queued: list[tuple[int, ...]] = []
 
     def start(self, item: Any) -> Pending:
-        """Take in a group; the first result asked for scores everything taken in so far."""
+        """Queue a group; taking the first result scores all queued groups."""
         texts = [self._encode(item, completion) for completion in item.completions]
-        self._waiting += texts
+        self._queued += texts
         results: list[Result] = []
 
         def finish() -> list[Result]:
             if not results:
-                self._score_waiting()
+                self._score_queued()
                 results.extend(self._lookup(text) for text in texts)
             return results
 
@@ -83,7 +82,7 @@ class RewardModel:
         return [results.take() for results in pending]
 
     def close(self) -> None:
-        self._waiting.clear()
+        self._queued.clear()
 
     def _encode(self, item: Any, completion: str) -> tuple[int, ...]:
         if not self._chat:
@@ -92,29 +91,35 @@ class RewardModel:
         said = [*asked, {"role": "assistant", "content": completion}]
         try:
             text = self._tokenizer.apply_chat_template(said, tokenize=False)
-        except Exception as error:  # templates are programs and raise what they like
+        except Exception as error:  # a template is a program and may raise anything
             raise DataError(
-                f"{self._name}: its chat template refused the conversation ({error}); set chat_template: false"
+                f"{self._name}: its chat template cannot render the conversation ({error}); set chat_template: false"
             ) from error
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _lookup(self, text: tuple[int, ...]) -> Result:
-        if text not in self._scores:  # pushed out by so many others
-            self._waiting.append(text)
-            self._score_waiting()
+        if text not in self._scores:  # dropped from the cache
+            self._queued.append(text)
+            self._score_queued()
         return self._scores[text]
 
-    def _score_waiting(self) -> None:
-        new = sorted({text for text in self._waiting if text not in self._scores}, key=lambda text: (len(text), text))
-        self._waiting.clear()
+    def _score_queued(self) -> None:
+        new = sorted({text for text in self._queued if text not in self._scores}, key=lambda text: (len(text), text))
+        self._queued.clear()
         for text in (text for text in new if not 0 < len(text) <= self._max_length):
-            self._remember(text, ("infra", f"{self._name}: {len(text)} tokens do not fit into 1…{self._max_length}"))
+            self._remember(
+                text,
+                (
+                    "infra",
+                    f"{self._name}: a text of {len(text)} tokens is outside of 1…{self._max_length} (max_length)",
+                ),
+            )
         fit = [text for text in new if 0 < len(text) <= self._max_length]
         for first in range(0, len(fit), self._batch_size):
             batch = fit[first : first + self._batch_size]
             for text, score in zip(batch, self._forward(batch), strict=True):
                 self._remember(text, checked(self._name, score))
-        while len(self._scores) > max(_REMEMBERED, len(new)):
+        while len(self._scores) > max(_CACHED, len(new)):
             self._scores.popitem(last=False)
 
     def _remember(self, text: tuple[int, ...], result: Result) -> None:
@@ -124,14 +129,14 @@ class RewardModel:
         torch, width = self._torch, max(map(len, batch))
         config = self._model.config.get_text_config()
         if config.pad_token_id is None:
-            # transformers finds a text's end by looking for padding: it must be a token no text of the batch has.
+            # transformers finds the end of a text by its padding, so the padding token must not occur in the batch.
             used = set().union(*batch)
             config.pad_token_id = next(i for i in range(config.vocab_size) if i not in used)
             try:
                 return self._forward(batch)
             finally:
                 config.pad_token_id = None
-        tokens = torch.full((len(batch), width), config.pad_token_id, dtype=torch.long)
+        tokens = torch.full((len(batch), width), config.pad_token_id, dtype=torch.long)  # [B, T]
         mask = torch.zeros_like(tokens)
         for row, text in enumerate(batch):
             tokens[row, : len(text)] = torch.tensor(text)
@@ -143,18 +148,18 @@ class RewardModel:
                 raise RewardError(
                     f"{self._name}: {len(batch)} texts of {width} tokens do not fit into memory; lower its batch_size"
                 ) from error
-        return logits[:, 0].double().tolist()
+        return logits[:, 0].double().tolist()  # [B, 1] → [B]
 
 
 def _plain(item: Any) -> str:
-    """The prompt for a model without a chat template: as it was written, not as the policy's template renders it."""
+    """The prompt for a model without a chat template: the original text, not the rendering of the policy's template."""
     if len(item.messages) == 1 and isinstance(item.messages[0].get("content"), str):
         return item.messages[0]["content"]
     return item.prompt
 
 
 def _load(path: str, dtype: Any, device: Any, key: str) -> tuple[Any, Any]:
-    """The classifier and its tokenizer; DataError where the folder holds something else."""
+    """The classifier and its tokenizer; DataError if the folder holds something else."""
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
     place = Path(path).expanduser()
@@ -171,13 +176,13 @@ def _load(path: str, dtype: Any, device: Any, key: str) -> tuple[Any, Any]:
     if found["missing_keys"]:
         without = ", ".join(sorted(found["missing_keys"])[:3])
         raise DataError(
-            f"{key}: reward_model.path: {path} has no weights for {without}: it is no "
-            "trained classifier (a policy, perhaps), and its scores would be random; give the folder of a reward model"
+            f"{key}: reward_model.path: {path} has no weights for {without}, so it is not a trained classifier (a "
+            "policy, perhaps), and its scores would be random; give the folder of a reward model"
         )
     if len(tokenizer) > model.config.get_text_config().vocab_size:
         raise DataError(
             f"{key}: reward_model.path: the tokenizer of {path} has {len(tokenizer)} tokens, its model only "
-            f"{model.config.get_text_config().vocab_size}; they do not belong together"
+            f"{model.config.get_text_config().vocab_size}; the tokenizer is of another model"
         )
     return model.to(device).eval().requires_grad_(False), tokenizer
 
@@ -187,7 +192,6 @@ def _check_labels(config: Any, path: str, key: str) -> None:
     if len(names) != 1:
         labels = ", ".join(map(str, names.values()))[:80]
         raise DataError(
-            f"{key}: reward_model.path: {path} has {len(names)} labels ({labels}), and a "
-            "reward is one number: give a classifier with num_labels: 1, or score by a function of your own "
-            "(reward.functions: [module:function])"
+            f"{key}: reward_model.path: {path} has {len(names)} labels ({labels}), but a reward is one number; give a "
+            "classifier with num_labels: 1, or write a reward function (reward.functions: [module:function])"
         )

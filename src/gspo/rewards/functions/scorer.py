@@ -1,9 +1,8 @@
-"""Rewards that are asked, not called: models and services, scored in the trainer's process, many samples at a time.
+"""Scorers: reward models and judges, which run in the trainer's process and score many samples at a time.
 
-A scorer starts on a group when it is handed in and is asked for its results when the trainer needs them. A reward model
-waits until then and scores all groups in one go; a judge begins at once, beside sampling, and says when it is done.
-Neither runs user code, so neither needs a process that can be killed; what can hang (the network) has deadlines of its
-own.
+A scorer starts when a group is submitted, and its results are taken when the trainer needs them. A reward model scores
+all submitted groups when the first result is taken; a judge sends its requests at once, while sampling goes on. Neither
+runs user code, so neither needs a worker process; requests to a judge have timeouts.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from gspo.rewards.functions.reward_model import RewardModel
 
 
 class Scorer(Protocol):
-    """What stands behind one part of a spec that is no function."""
+    """The implementation of a part of a spec that is not a function."""
 
     def start(self, item: Any) -> Pending:
-        """Take in a group (a `RewardItem`)."""
+        """Start to score a group (a `RewardItem`)."""
         ...
 
     def close(self) -> None: ...
@@ -31,7 +30,7 @@ SCORERS: dict[str, Callable[..., Scorer]] = {"reward_model": RewardModel, "judge
 
 
 def settings_of(name: str) -> list[inspect.Parameter]:
-    """The settings a scorer takes; `key`, the place named in its messages, is ours.
+    """The settings of a scorer, without `key`, the config section named in its messages.
 
     >>> [p.name for p in settings_of("reward_model")]
     ['path', 'batch_size', 'max_length', 'chat_template', 'device', 'dtype']

@@ -1,9 +1,9 @@
-"""The program that runs model-written Python: started inside the sandbox, given its text by `sandbox.py`.
+"""The program that runs model-written Python in the sandbox; `command.py` passes its source text to the interpreter.
 
-It binds itself first (limits, priority, an unprivileged user), says `ready`, and only then reads the code over its
-stdin: whatever goes wrong before that line is ours, whatever goes wrong after it is the candidate's. From then on
-nothing here is trusted: the candidate may patch all of it, and gains only the power to answer wrongly, because what is
-expected never comes in. Standard library alone, and little of it: this module is sent as text, nothing of gspo is here.
+It first limits itself (resources, priority, an unprivileged user), then writes `ready`, then reads the code from stdin.
+An error before `ready` is ours; an error after it belongs to the candidate. From then on nothing in this process is
+trusted: the candidate may change all of it, but it can only return wrong values, because the expected values are never
+sent. Standard library only, because gspo is not in the sandbox.
 """
 
 import json
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def _bind(settings: dict[str, Any]) -> None:
-    """Bounds that a process without privileges can only tighten."""
+    """Set limits that an unprivileged process can only lower."""
     for name, value in settings["rlimits"].items():
         number = getattr(resource, f"RLIMIT_{name}", None)
         if number is not None:
@@ -43,14 +43,14 @@ def _bind(settings: dict[str, Any]) -> None:
     os.umask(0o077)
     os.closerange(3, 4096)
     if settings["uid"] is not None:
-        # The last privileged act. A user of its own makes the limit on processes count (root has none).
+        # The last privileged step. The limit on processes does not apply to root, so take another user id.
         os.setgroups([])
         os.setresgid(settings["uid"], settings["uid"], settings["uid"])
         os.setresuid(settings["uid"], settings["uid"], settings["uid"])
 
 
 def _serve(code: str, entry_point: str, id: str) -> None:
-    """Load the code, then answer calls, one line each way. Prints go nowhere; `input()` finds an end of file."""
+    """Load the code, then answer calls, one line per request and reply. stdout is discarded, and stdin is empty."""
     requests, replies, nowhere = os.dup(0), os.dup(1), os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nowhere, fd)
@@ -70,7 +70,7 @@ def _serve(code: str, entry_point: str, id: str) -> None:
         reply = {"id": request["id"]}
         try:
             reply["value"] = _plain(function(*request["args"], **request["kwargs"]), 0)
-        except BaseException as error:  # SystemExit too: it ends a call, not the conversation
+        except BaseException as error:  # SystemExit too: it ends the call, not this loop
             reply["failed"] = _describe(error)
         _send(replies, reply)
 
@@ -82,7 +82,7 @@ def _send(fd: int, reply: dict[str, Any]) -> None:
 
 
 def _plain(value: Any, depth: int) -> Any:
-    """The value as plain data. Exact types only: an object with an `__eq__` of its own does not travel."""
+    """The value as plain data. Exact types only: objects with their own `__eq__` are refused."""
     kind = type(value)
     if kind in (bool, int, float, str) or value is None:
         return value
@@ -91,20 +91,20 @@ def _plain(value: Any, depth: int) -> Any:
             return [_plain(item, depth + 1) for item in value]
         if kind is dict and all(type(key) is str for key in value):
             return {key: _plain(item, depth + 1) for key, item in value.items()}
-    raise TypeError(f"returned a {kind.__name__}, which is no plain data")
+    raise TypeError(f"returned a {kind.__name__}, which is not plain data")
 
 
 def _module(name: str) -> types.ModuleType:
     module = types.ModuleType(name)
-    sys.modules[name] = module  # dataclasses and pickle look their module up by name
+    sys.modules[name] = module  # dataclasses and pickle look up their module by name
     return module
 
 
 def _line(fd: int) -> bytes:
-    """One line; empty at the end of the file."""
+    """One line; empty at end of file."""
     data = b""
     while not data.endswith(b"\n"):
-        # Whole chunks are safe: the grader sends a line only after the reply to the one before.
+        # A chunk never holds two lines: the grader waits for a reply before it sends the next line.
         chunk = os.read(fd, 65536)
         if not chunk:
             return b""
@@ -116,7 +116,7 @@ def _describe(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"[:200]
     except BaseException:
-        return "an error that cannot be shown"
+        return "an error whose message cannot be shown"
 
 
 if __name__ == "__main__":

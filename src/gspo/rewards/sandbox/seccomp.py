@@ -1,7 +1,7 @@
-"""The system calls that a candidate program is denied, as the filter bubblewrap hands to the kernel.
+"""The seccomp filter: system calls that a candidate program may not use, in the format that bubblewrap takes.
 
-The namespaces already hide files, processes and networks. This removes ways to get new namespaces or privileges, to
-reach less tested parts of the kernel, and to hold memory that no limit counts (memfd, System V segments).
+Namespaces already hide files, processes and networks. The filter denies calls that create namespaces, gain privileges,
+reach rarely tested parts of the kernel, or allocate memory that no limit counts (memfd, System V segments).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 
 
 def filter_program(machine: str | None = None) -> bytes | None:
-    """The filter for this machine's processor (or the one named); None where we have no table for it.
+    """The filter for this machine's processor, or the one named; None if the table does not cover it.
 
     >>> len(filter_program("x86_64")) % 8, filter_program("vax")
     (0, None)
@@ -86,9 +86,9 @@ def filter_program(machine: str | None = None) -> bytes | None:
         (_EQUAL, 1, 0, architecture),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, 0),  # seccomp_data.nr
-        (_AT_LEAST, 0, 1, 0x40000000),  # x32 numbers would go past the table
+        (_AT_LEAST, 0, 1, 0x40000000),  # x32 call numbers are not in the table
         (_RETURN, 0, 0, eperm),
-        (_EQUAL, 0, 1, clone3),  # its flags are behind a pointer; libc falls back to clone
+        (_EQUAL, 0, 1, clone3),  # its flags are in memory, which a filter cannot read; libc falls back to clone
         (_RETURN, 0, 0, enosys),
         (_EQUAL, 0, 4, clone),
         (_LOAD, 0, 0, 16),  # seccomp_data.args[0], low half

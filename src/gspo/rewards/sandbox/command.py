@@ -1,0 +1,111 @@
+"""Command lines that run model-written Python: in bubblewrap, with limits, or without a sandbox."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+import sysconfig
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+NICE = 5  # lower priority than the trainer, but high enough that a busy machine does not make a program look slow
+_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
+_HIDDEN = ("site-packages", "dist-packages", "test", "idlelib", "ensurepip", "config-*")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of one program and of all processes that it starts."""
+
+    timeout_s: float = 5.0  # wall-clock time, from when its code is sent
+    memory_mb: int = 256  # address space of each process
+    processes: int = 8  # and threads
+    disk_mb: int = 16  # size of /tmp, and of each file
+    open_files: int = 64
+    output_bytes: int = 1 << 20
+
+
+DEFAULT_LIMITS = Limits()
+
+
+def boxed_command(limits: Limits, mode: str, info_fd: int, filter_fd: int) -> list[str]:
+    """bubblewrap with new namespaces, a system-call filter and a minimal file system. mode: "root" or "user"."""
+    disk = str(limits.disk_mb << 20)
+    command = [
+        shutil.which("bwrap") or "bwrap",
+        "--die-with-parent",
+        "--new-session",
+        "--clearenv",
+        "--setenv",
+        "PYTHONHASHSEED",
+        "0",
+    ]
+    command += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    if mode == "root":
+        # No user namespace: the program gets a real user id, because the limit on processes is per user id.
+        command += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        command += ["--unshare-user", "--disable-userns", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL"]
+    command += ["--hostname", "sandbox", *_root(), "--perms", "1777", "--size", disk, "--tmpfs", "/tmp"]
+    command += ["--remount-ro", "/", "--chdir", "/tmp"]
+    command += ["--info-fd", str(info_fd), "--seccomp", str(filter_fd)]
+    uid = 20000 + os.getpid() % 40000 if mode == "root" else None  # a grader process runs one program at a time
+    return [*command, "--", "/python/bin/python3", *_arguments(limits, uid)]
+
+
+def unboxed_command(limits: Limits) -> list[str]:
+    """The same program with resource limits only."""
+    return [os.path.realpath(sys.executable), *_arguments(limits, None)]
+
+
+def _arguments(limits: Limits, uid: int | None) -> list[str]:
+    rlimits = {
+        "CPU": math.ceil(limits.timeout_s) + 1,
+        "AS": limits.memory_mb << 20,
+        "NPROC": limits.processes,
+        "FSIZE": limits.disk_mb << 20,
+        "NOFILE": limits.open_files,
+        "CORE": 0,
+        "MEMLOCK": 0,
+        "MSGQUEUE": 0,
+    }
+    if uid is None and os.geteuid() == 0:
+        del rlimits["NPROC"]  # it would count all processes of root
+    settings = json.dumps({"rlimits": rlimits, "nice": NICE, "uid": uid})
+    return ["-s", "-S", "-P", "-B", "-c", _program(), settings]
+
+
+@lru_cache(maxsize=1)
+def _program() -> str:
+    return Path(__file__).with_name("candidate.py").read_text(encoding="utf-8")
+
+
+@lru_cache(maxsize=1)
+def _root() -> list[str]:
+    """Options for the file system: this interpreter without packages, shared libraries, four devices."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    # Created explicitly: directories that bubblewrap creates by itself are readable only by its own user.
+    folders = ("/python", "/python/bin", "/python/lib", "/usr", "/dev")
+    binds = [word for folder in folders for word in ("--dir", folder)]
+    binds += ["--ro-bind", os.path.realpath(sys.executable), "/python/bin/python3"]
+    binds += ["--ro-bind", str(stdlib), f"/python/lib/{version}"]
+    for pattern in _HIDDEN:
+        for hidden in stdlib.glob(pattern):
+            binds += ["--tmpfs", f"/python/lib/{version}/{hidden.name}"]
+    shared = Path(str(sysconfig.get_config_var("LIBDIR"))) / str(sysconfig.get_config_var("INSTSONAME"))
+    if sysconfig.get_config_var("Py_ENABLE_SHARED") and shared.is_file():
+        binds += ["--ro-bind", str(shared), f"/python/lib/{shared.name}", "--setenv", "LD_LIBRARY_PATH", "/python/lib"]
+    for folder in _LIBRARIES:
+        path = Path(folder)
+        if path.is_symlink():
+            binds += ["--symlink", os.readlink(path), folder]
+        elif path.is_dir():
+            binds += ["--ro-bind", folder, folder]
+    for device in ("null", "zero", "urandom", "random"):
+        binds += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+    return binds

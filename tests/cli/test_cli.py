@@ -73,9 +73,9 @@ def test_doctor_takes_overrides_and_options_in_any_order(capsys):
 
 def test_doctor_exits_2_for_the_impossible_and_for_warnings_when_strict(capsys):
     assert cli.main(["doctor", GSPO_YAML, "gconfig.n_samples=1"]) == 2
-    assert "This cannot run" in capsys.readouterr().out
+    assert "cannot run" in capsys.readouterr().out
     assert cli.main(["doctor", GSPO_YAML, "actor.eps_clip=0.2"]) == 0
-    assert "1 warning; it would run" in capsys.readouterr().out
+    assert "1 warning." in capsys.readouterr().out
     assert cli.main(["doctor", GSPO_YAML, "actor.eps_clip=0.2", "strict=true", "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["exit_code"] == 2
 

@@ -7,27 +7,17 @@ from pathlib import Path
 import pytest
 
 from gspo.algorithms import ALGORITHMS
-from gspo.cli.common import embedded_shape
 from gspo.config import effective_objective, load
-from gspo.doctor.explain import explain, formula, to_json
-from gspo.doctor.memory import Unknown, find_shape
+from gspo.doctor.explain import explain, to_json
+from gspo.doctor.explain.objective import formula
 from gspo.doctor.render import algorithm_card, algorithm_table, to_text
 from gspo.system.text import inert
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "math"
-TINY = {
-    "model_type": "llama",
-    "hidden_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "intermediate_size": 512,
-    "vocab_size": 64,
-    "tie_word_embeddings": True,
-}
 
 
 def report_of(*overrides, path=None, num_gpus=0):
-    return explain(load(path, list(overrides)), embedded=lambda name: TINY, num_gpus=num_gpus)
+    return explain(load(path, list(overrides)), num_gpus=num_gpus)
 
 
 def flat(report, width=100):
@@ -46,7 +36,7 @@ def test_the_gspo_example_reads_right():
     assert "J = E (1/G) Σᵢ min( sᵢ Aᵢ , clip(sᵢ, 1−3e-4, 1+4e-4) Aᵢ )" in text
     assert "32 prompts × 8 samples = 256 sequences" in text
     assert "4 of 64 sequences" in text
-    assert "mini-batches 2…4 take the sampler's log-probs while their measured noise is far below ε" in text
+    assert "mini-batches 2…4 use the sampler's log-probs while their measured error is far below ε" in text
     assert report.exit_code == 0
 
 
@@ -87,7 +77,7 @@ def test_a_changed_aggregation_changes_the_formula():
 
 def test_policies_are_named():
     rollout = report_of("algorithm=gspo", "actor.prox_logp_method=rollout").sections["policies"]
-    assert "sampler's own log-probs" in rollout["pi_old"]
+    assert "the sampler's log-probs" in rollout["pi_old"]
     stale = report_of("algorithm=gspo", "rollout.max_head_offpolicyness=3", "actor.rejection_sampling.preset=tis")
     assert "up to 3 weight versions old" in flat(stale)
     assert "each token weighs π_old/μ; outside π_old/μ ∈ [−∞, 2] it has its weight truncated" in flat(stale)
@@ -101,8 +91,9 @@ def test_memory_is_listed_and_summed():
     n = memory["shape"]["parameters"]
     assert sizes["actor parameters"] == 4 * n
     assert sizes["actor optimizer state"] == 8 * n
-    assert sizes["logits, one chunk"] == 256 * 64 * 4
-    assert memory["totals"]["trainer"] == 16 * n + 256 * 64 * 4
+    assert sizes["logits, one chunk"] == 256 * 32 * 4
+    assert n == 335_712
+    assert memory["totals"]["trainer"] == 16 * n + 256 * 32 * 4
     assert memory["totals"]["sampler"] == sizes["KV cache, at most"]
 
 
@@ -117,15 +108,15 @@ def test_lora_trains_less_and_a_reference_adds_its_weights():
 def test_the_doctor_says_what_is_trained():
     assert report_of("algorithm=gspo").sections["policies"]["trained"] == "all weights"
     lora = report_of("algorithm=gspo", "actor.use_lora=true", "actor.lora_rank=8", "actor.target_modules=[q_proj]")
-    assert "an adapter of rank 8, scaled by alpha/rank = 2, on q_proj; the model stays frozen" in flat(lora)
+    assert "an adapter of rank 8, scaled by alpha/rank = 2, on q_proj; the model itself is frozen" in flat(lora)
     assert lora.exit_code == 0
 
 
 def test_a_model_that_can_be_fetched_has_a_shape_before_it_is(tmp_path, monkeypatch):
     monkeypatch.setenv("GSPO_CACHE", str(tmp_path))
-    shape = find_shape("smollm2-135m", embedded_shape)
-    assert shape.parameters == 134_515_008
-    assert isinstance(find_shape("gpt9", embedded_shape), Unknown)
+    memory = report_of("algorithm=gspo", "actor.path=smollm2-135m").sections["memory"]
+    assert memory["shape"]["parameters"] == 134_515_008
+    assert not report_of("algorithm=gspo", "actor.path=gpt9").sections["memory"]["known"]
 
 
 def test_a_model_that_is_not_here_is_unknown_not_guessed(monkeypatch, tmp_path):
@@ -141,11 +132,10 @@ def test_a_completion_longer_than_the_models_context_is_a_warning():
         loaded = load(
             None, ["algorithm=gspo", f"gconfig.max_new_tokens={max_new_tokens}", "train_dataset.max_length=56"]
         )
-        report = explain(loaded, embedded=lambda name: {**TINY, "max_position_embeddings": 256}, num_gpus=0)
-        return [finding.key for finding in report.findings]
+        return [finding.key for finding in explain(loaded, num_gpus=0).findings]
 
-    assert keys(201) == ["gconfig.max_new_tokens"]
-    assert keys(200) == []
+    assert keys(1993) == ["gconfig.max_new_tokens"]
+    assert keys(1992) == []
 
 
 def test_warnings_and_their_remedies_are_printed():

@@ -1,12 +1,16 @@
-"""Shapes and memory from config.json alone, held against transformers' own models."""
+"""Parameters counted on the meta device, held against real models; the arithmetic of memory by hand."""
 
 import json
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from gspo.doctor import memory as estimate
-from gspo.doctor.memory import Shape, Unknown, adapter_parameters, find_shape, shape_of
-from gspo.system.gpus import visible_gpus
+from gspo.config import load
+from gspo.doctor import memory
+from gspo.doctor.explain import explain
+from gspo.doctor.shapes import Shape, Source, Unknown, adapter_parameters, count, find_source, shape_of
+from gspo.models import embedded, registry
 
 COMMON = {
     "hidden_size": 32,
@@ -31,6 +35,7 @@ FAMILIES = [
     ("gemma3_text", {"head_dim": 16}),
     ("phi3", {}),
     ("olmo2", {}),
+    ("gpt2", {"n_embd": 32, "n_layer": 3, "n_head": 4}),
     ("mixtral", {"num_local_experts": 4}),
     ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 16, "mlp_only_layers": [0]}),
     (
@@ -45,17 +50,27 @@ FAMILIES = [
 ]
 
 
+def made(family, **extra):
+    """A real model of random weights, and its config.json."""
+    config = AutoConfig.for_model(family, **{**COMMON, **extra})
+    return AutoModelForCausalLM.from_config(config), Source("test", json.loads(config.to_json_string()))
+
+
+def counted(family="llama", **extra):
+    shape = count(Source("test", {"model_type": family, **COMMON, **extra}))
+    assert isinstance(shape, Shape)
+    return shape
+
+
 @pytest.mark.parametrize(("family", "extra"), FAMILIES)
 def test_the_count_is_that_of_the_model_itself(family, extra):
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(family, **COMMON, **extra)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    shape = shape_of(json.loads(config.to_json_string()), "test")
+    model, source = made(family, **extra)
+    shape = count(source)
+    assert isinstance(shape, Shape), shape
     assert shape.parameters == sum(p.numel() for p in model.parameters())
-    assert shape.exact
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert shape.head == (0 if tied else 50 * 32)
+    assert shape.experts == extra.get("num_experts", extra.get("num_local_experts", 0))
 
 
 def test_published_sizes_come_out():
@@ -69,11 +84,27 @@ def test_published_sizes_come_out():
         "vocab_size": 151936,
         "tie_word_embeddings": True,
     }
-    assert shape_of(qwen, "x").parameters == 1_543_714_304  # Qwen2.5-1.5B, as its card says
+    assert count(Source("x", qwen)).parameters == 1_543_714_304  # Qwen2.5-1.5B, as its card says
+    moe = {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+    }
+    assert count(Source("x", moe)).parameters == 30_532_122_624  # Qwen3-30B-A3B: 30.5 billion
 
 
-def test_an_unfamiliar_family_is_marked_as_rough():
-    assert not shape_of({"model_type": "novel", **COMMON}, "x").exact
+@pytest.mark.parametrize("name", [*embedded.RECIPES, *registry.MODELS])
+def test_shapes_json_is_what_would_be_counted(name):
+    source = find_source(name)
+    assert isinstance(source, Source)
+    assert shape_of(source) == count(source), f"write the counted shape of {name} into src/gspo/doctor/shapes.json"
 
 
 def test_a_folder_and_a_cached_hub_name_are_read_and_another_is_unknown(tmp_path, monkeypatch):
@@ -89,11 +120,12 @@ def test_a_folder_and_a_cached_hub_name_are_read_and_another_is_unknown(tmp_path
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("aaa")
     for path in (str(folder), "org/name"):
-        assert isinstance(find_shape(path), Shape)
-    found = find_shape("org/name")
-    assert isinstance(found, Shape)
-    assert "aaa" in found.source
-    missing = find_shape("org/other")
+        found = find_source(path)
+        assert isinstance(found, Source)
+        assert isinstance(shape_of(found), Shape)
+        assert found.context == 64
+    assert "aaa" in find_source("org/name").name
+    missing = find_source("org/other")
     assert isinstance(missing, Unknown)
     assert "org/other" in missing.reason
 
@@ -106,70 +138,121 @@ BROKEN_FIELDS = [
     {"num_attention_heads": 0},
     {"num_experts": 4, "mlp_only_layers": 3},
 ]
-BROKEN_TEXTS = ["", "[]", "{", "[" * 100_000, "\udcff", *(json.dumps({**COMMON, **fields}) for fields in BROKEN_FIELDS)]
+BROKEN_TEXTS = [
+    "",
+    "[]",
+    "{",
+    "[" * 100_000,
+    "\udcff",
+    *(json.dumps({"model_type": "qwen3_moe", **COMMON, **fields}) for fields in BROKEN_FIELDS),
+]
 
 
 @pytest.mark.parametrize("text", BROKEN_TEXTS)
 def test_a_broken_config_json_is_unknown_and_never_an_exception(text, tmp_path):
     (tmp_path / "config.json").write_text(text, errors="surrogateescape")
-    assert isinstance(find_shape(str(tmp_path)), Unknown)
+    report = explain(load(None, ["algorithm=gspo", f"actor.path={json.dumps(str(tmp_path))}"]), num_gpus=0)
+    found = report.sections["memory"]
+    assert found["known"] is False
+    assert str(tmp_path) in found["unknown"]
+    assert report.exit_code == 0
 
 
-def test_absurd_layer_counts_do_not_hang(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({**COMMON, "num_hidden_layers": 10**11, "num_experts": 4}))
-    assert isinstance(find_shape(str(tmp_path)), Unknown)
+def test_a_model_that_transformers_does_not_know_is_unknown_with_the_reason():
+    found = count(Source("here", {"model_type": "novel", **COMMON}))
+    assert isinstance(found, Unknown)
+    assert "here: transformers cannot build this model" in found.reason
+    assert "novel" in found.reason
 
 
-def test_embedded_models_are_asked_of_their_own_table():
-    assert isinstance(find_shape("embedded:tiny"), Unknown)
-    found = find_shape("embedded:tiny", embedded=lambda path: {"model_type": "llama", **COMMON})
-    assert isinstance(found, Shape)
+@pytest.mark.parametrize("fields", [{"num_hidden_layers": 10**11}, {"text_config": {"num_experts": 10**11}}])
+def test_absurd_numbers_of_layers_do_not_hang(fields):
+    found = count(Source("x", {"model_type": "qwen3_moe", **COMMON, **fields}))
+    assert isinstance(found, Unknown)
+    assert "100,000,000,000" in found.reason
 
 
-def test_an_adapter_counts_rank_times_both_sides():
-    shape = shape_of({"model_type": "llama", **COMMON}, "x")
-    assert adapter_parameters(shape, 4, ["q_proj"]) == 4 * (32 + 32) * 3
-    assert adapter_parameters(shape, 4, ["q_proj", "down_proj"]) == 4 * ((32 + 32) + (48 + 32)) * 3
-    attention, mlp = (32 + 32) * 2 + (32 + 16) * 2, (32 + 48) * 3
-    assert adapter_parameters(shape, 4, ["all-linear"]) == 4 * (attention + mlp) * 3
-    assert adapter_parameters(shape, 4, ["nonsense"]) is None
+@pytest.mark.parametrize(("family", "extra"), FAMILIES)
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+@pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "o_proj"], ["c_attn"], ["self_attn.v_proj"]])
+def test_an_adapter_is_counted_as_it_is_built(family, extra, targets):
+    from gspo.errors import ConfigError
+    from gspo.models.lora import add_adapter
+
+    model, source = made(family, **extra)
+    found = adapter_parameters(count(source), 4, targets)
+    try:
+        add_adapter(model, rank=4, alpha=8, target_modules=targets, seed=0)
+    except ConfigError:
+        assert found is None
+    else:
+        assert found == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def test_a_critic_is_counted_as_it_is_built():
+    from gspo.learner.critic import ValueModule
+    from gspo.learner.policy.module import PolicyModule
+
+    for tied in (True, False):
+        model, source = made("llama", tie_word_embeddings=tied)
+        shape = count(source)
+        module = ValueModule(PolicyModule(model))
+        assert shape.parameters - shape.head + shape.hidden + 1 == sum(p.numel() for p in module.parameters())
+
+
+def test_the_memory_section_counts_adapter_reference_and_critic():
+    def items(*overrides):
+        loaded = load(None, ["actor.path=embedded:tiny", "actor.dtype=bfloat16", *overrides])
+        return {item["name"]: item["num_bytes"] for item in explain(loaded, num_gpus=0).sections["memory"]["items"]}
+
+    n, hidden = 335_712, 96  # embedded:tiny, tied
+    lora = items("algorithm=gspo", "actor.use_lora=true", "actor.lora_rank=2")
+    adapter = 2 * (672 + 480 + 480 + 672 + 3 * 1056)
+    assert lora["actor parameters"] == 2 * n
+    assert lora["adapter parameters"] == lora["adapter gradients"] == 4 * adapter
+    assert lora["adapter optimizer state"] == 8 * adapter
+    assert "actor gradients" not in lora
+    assert items("algorithm=gspo", "actor.kl_loss_coef=1", "ref.path=embedded:tiny")["reference parameters"] == 2 * n
+    critic = items("algorithm=ppo", "critic.path=embedded:tiny", "critic.dtype=float32")
+    assert critic["critic parameters"] == 4 * (n + hidden + 1)
+    assert items("algorithm=gspo", "actor.use_lora=true", "actor.target_modules=[wrong]")["adapter"] is None
 
 
 def test_training_memory_by_hand():
-    shape = shape_of({"model_type": "llama", **COMMON}, "x")
-    n = shape.parameters
+    def sizes(dtype, optimizer, shards):
+        return [item.num_bytes for item in memory.training_items("actor", 100, dtype, optimizer, shards)]
 
-    def sizes(**kwargs):
-        items = estimate.trainer_items(shape, trained_parameters=n, **kwargs)
-        return [item.num_bytes for item in items]
+    assert sizes("float32", "adamw", 1) == [400, 800]
+    assert sizes("bfloat16", "adamw", 1) == [200, 1200]
+    assert sizes("float32", "sgd", 1) == [400, 0]
+    assert sizes("bfloat16", "sgd", 1) == [200, 0]
+    assert sizes("float64", "adamw", 1) == [800, 1600]
+    assert sizes("float32", "adamw", 2) == [200, 400]
 
-    assert sizes(dtype="float32", optimizer="adamw", num_shards=1) == [4 * n, 4 * n, 8 * n]
-    assert sizes(dtype="bfloat16", optimizer="adamw", num_shards=1) == [2 * n, 2 * n, 12 * n]
-    assert sizes(dtype="float32", optimizer="sgd", num_shards=1) == [4 * n, 4 * n, 0]
-    assert sizes(dtype="float64", optimizer="adamw", num_shards=1) == [8 * n, 8 * n, 16 * n]
-    assert sizes(dtype="float32", optimizer="adamw", num_shards=2) == [2 * n, 2 * n, 4 * n]
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_the_optimizer_state_is_that_of_the_optimizer(dtype, kind):
+    from gspo.learner.optim import make_optimizer
+
+    weight = torch.nn.Parameter(torch.ones(100, dtype=dtype))
+    optimizer = make_optimizer([weight], kind=kind, lr=0.1, weight_decay=0.0, betas=(0.9, 0.99), eps=1e-8)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    held = sum(x.numel() * x.element_size() for x in optimizer.state[weight].values() if x is not None and x.dim())
+    gradients, state = memory.training_items("actor", 100, str(dtype).removeprefix("torch."), kind, 1)
+    assert (gradients.num_bytes, state.num_bytes) == (weight.grad.numel() * weight.grad.element_size(), held)
 
 
 def test_the_cache_holds_a_groups_prompt_once():
-    shape = shape_of({"model_type": "llama", **COMMON}, "x")
     per_token = 2 * 3 * 2 * 8 * 4  # keys and values × layers × heads × head size × float32
-    item = estimate.cache_item(
-        shape, num_sequences=16, group_size=8, prompt_tokens=10, max_new_tokens=20, dtype="float32"
+    item = memory.cache_item(
+        counted(), num_sequences=16, group_size=8, prompt_tokens=10, max_new_tokens=20, dtype="float32"
     )
     assert item.num_bytes == (16 * 20 + 2 * 10) * per_token
 
 
 def test_logits_exist_in_chunks():
-    shape = shape_of({"model_type": "llama", **COMMON}, "x")
-    chunk, full = estimate.logits_items(shape, chunk=8, tokens_per_mb=80)
+    chunk, full = memory.logits_items(counted(), chunk=8, tokens_per_mb=80)
     assert (chunk.num_bytes, full.num_bytes) == (8 * 50 * 4, 80 * 50 * 4)
     assert full.side == "comparison"
-
-
-def test_hidden_gpus_are_not_counted(monkeypatch):
-    monkeypatch.setattr(estimate, "_names", lambda folder: ["nvidia0", "nvidia1", "nvidiactl", "null"])
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert visible_gpus() == 2
-    for value, expected in (("", 0), ("-1", 0), ("1", 1), ("0,1", 2), ("0,-1,1", 1)):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-        assert visible_gpus() == expected

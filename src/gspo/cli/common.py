@@ -7,7 +7,7 @@ import contextlib
 import difflib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gspo.errors import ConfigError
@@ -37,15 +37,6 @@ def load_config(args: argparse.Namespace) -> Loaded:
             raise ConfigError("which config? Give a YAML file, for example examples/math/gsm8k_gspo.yaml")
         path = words.pop(0)
     return load(path, words)
-
-
-def embedded_shape(name: str) -> Mapping[str, Any] | None:
-    # models/ stands above config/, so the shapes of models known by name are handed down from here.
-    from gspo.models import embedded, registry
-
-    if name in registry.MODELS:
-        return registry.MODELS[name].shape
-    return embedded.shape(name) if name.startswith("embedded:") else None
 
 
 def display() -> dict[str, Any]:

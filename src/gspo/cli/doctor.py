@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gspo.cli.common import config_arguments, console, display, embedded_shape, load_config
+from gspo.cli.common import config_arguments, console, display, load_config
 from gspo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def doctor(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps({"exit_code": 2, "unreadable": str(error).splitlines()}))
         raise
-    report = explain(loaded, embedded=embedded_shape)
+    report = explain(loaded)
     print(to_json(report) if args.json else to_text(report, **display()))
     return report.exit_code
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gspo.cli.common import console, display, embedded_shape
+from gspo.cli.common import console, display
 from gspo.errors import ConfigError, GspoError
 
 
@@ -39,7 +39,7 @@ def words_of(run: Path) -> dict[str, Any]:
         loaded = load(run / "config.yaml")
         said = {line["key"]: origin(line["origin"]) for line in config_lines(run) if line["by"] != "unknown"}
         loaded = replace(loaded, origins={key: said.get(key, given) for key, given in loaded.origins.items()})
-        return explain(loaded, embedded=embedded_shape).sections
+        return explain(loaded, with_memory=False).sections
     except GspoError as problem:
         return {"unreadable": str(problem)}
 

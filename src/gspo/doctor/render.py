@@ -1,6 +1,6 @@
-"""How `gspo doctor` and `gspo objectives` look: plain values in, text of a given width out. Torch-free.
+"""The text of `gspo doctor` and `gspo objectives`: plain values in, text of a given width out. Torch-free.
 
-Texts from configs may hold anything; they pass through `inert` and are never read as markup.
+Texts from configs are untrusted: they pass through `inert` and are never parsed as markup.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from rich.table import Table
 from rich.text import Text
 
 from gspo.algorithms import ALGORITHMS, Algorithm
-from gspo.doctor.explain import ADVANTAGE_WORDS, AGGREGATION_WORDS, RATIO_WORDS, Report
+from gspo.doctor.explain import Report
+from gspo.doctor.explain.objective import ADVANTAGE_WORDS, AGGREGATION_WORDS, RATIO_WORDS
 from gspo.system.text import count, human, inert, number
 
 NARROWEST = 40
+NOT_CHECKED = "Not checked: data, model files, free memory."
 
 
 def to_text(report: Report, *, width: int = 100, styled: bool = False) -> str:
-    """The report for a person."""
+    """The report as text."""
     data = report.sections
     blocks: list[RenderableType] = [
         *_objective(data["objective"]),
@@ -36,8 +38,7 @@ def to_text(report: Report, *, width: int = 100, styled: bool = False) -> str:
 
 
 def algorithm_table(*, width: int = 100, styled: bool = False) -> str:
-    """All presets, a row each."""
-    # The paper has its place on the card; in a narrow terminal whole words matter more.
+    """All presets, one row each; the paper only where there is room for it."""
     columns = ("name", "ratio", "gate", "advantage", "aggregation", *(("paper",) if width >= 100 else ()))
     table = Table(box=None, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
@@ -60,7 +61,7 @@ def algorithm_card(algorithm: Algorithm, *, width: int = 100, styled: bool = Fal
         ("loss", AGGREGATION_WORDS[a.aggregation]),
         ("defaults", ", ".join(f"{name} {_number(value)}" for name, value in a.settings.items())),
         ("mini-batches", f"{a.minibatches} updates per rollout batch"),
-        ("groups of equal rewards", a.zero_variance_groups),
+        ("groups with equal rewards", a.zero_variance_groups),
         ("overlong penalty", "on" if a.overlong_penalty else "off"),
         ("note", a.note),
         ("choose it", f"algorithm: {a.name}"),
@@ -120,12 +121,15 @@ def _batch(data: dict[str, Any]) -> Iterable[RenderableType]:
             else f"{data['minibatches']:,}: {data['sequences']:,} sequences do not divide",
         ),
     ]
-    tokens, size = data["tokens_per_minibatch_at_most"], data["max_tokens_per_microbatch"]
-    bound, which = "at most", f"if every sequence were longest: {tokens:,} tokens"
-    if not data["prompt_length_known"]:
-        bound, which = "about", f"completions up to {tokens:,} tokens; prompts come on top, their length is not bounded"
-    micro = f"{bound} {data['microbatches_at_most']:,} of {size:,} tokens per mini-batch and rank ({which})"
-    rows.append(("micro-batches", micro))
+    num, tokens = data["microbatches_at_most"], data["tokens_per_minibatch_at_most"]
+    plus = "" if data["prompt_length_known"] else ", plus prompts"
+    rows.append(
+        (
+            "micro-batches",
+            f"{'at most' if not plus else 'about'} {num:,} per mini-batch and rank: a mini-batch has "
+            f"at most {tokens:,} tokens{plus}, a micro-batch at most {data['max_tokens_per_microbatch']:,}",
+        )
+    )
     rows.append(("ranks", str(data["ranks"])))
     if data["updates"] is not None:
         rows.append(("run", f"{data['steps']:,} steps, {data['updates']:,} optimizer updates"))
@@ -166,12 +170,11 @@ def _memory(data: dict[str, Any]) -> Iterable[RenderableType]:
         return
     shape = data["shape"]
     experts = f", {shape['experts']} experts" if shape["experts"] else ""
-    about = "" if shape["exact"] else f" (family {shape['family']} is counted like Llama's: roughly)"
     rows = [
         (
             "model",
             f"{count(shape['parameters'])} parameters, {shape['layers']} layers × {shape['hidden']}, "
-            f"vocabulary {shape['vocabulary']:,}{experts}{about}",
+            f"vocabulary {shape['vocabulary']:,}{experts}",
         )
     ]
     for item in data["items"]:
@@ -186,14 +189,14 @@ def _memory(data: dict[str, Any]) -> Iterable[RenderableType]:
 
 def _findings(data: dict[str, Any]) -> Iterable[RenderableType]:
     if data["messages"]:
-        yield _heading("Translated or decided for you")
+        yield _heading("Keys that were renamed or set automatically")
         yield from (Padding(_text(message), (0, 0, 0, 2)) for message in data["messages"])
     if data["without_effect"]:
         yield _heading("Keys without effect")
         yield _pairs((row["key"], f"{row['why']} ({row['where']})") for row in data["without_effect"])
     for kind, style in (("errors", "bold red"), ("warnings", "bold yellow")):
         if data[kind]:
-            yield _heading({"errors": "Impossible", "warnings": "Warnings"}[kind], style=style)
+            yield _heading({"errors": "Errors", "warnings": "Warnings"}[kind], style=style)
             for finding in data[kind]:
                 text = Text.assemble(
                     _text(finding["key"], "bold"), _text(f" ({finding['where']}): {finding['message']}."), "\n"
@@ -207,11 +210,11 @@ def _findings(data: dict[str, Any]) -> Iterable[RenderableType]:
 def _verdict(data: dict[str, Any]) -> str:
     errors, warnings = len(data["errors"]), len(data["warnings"])
     if errors:
-        return f"This cannot run: {errors} impossible setting{'s' if errors > 1 else ''}."
+        return f"This config cannot run: {errors} error{'s' if errors > 1 else ''}."
     if not warnings:
-        return f"Nothing to object. Runs go to {data['run_directory']}."
-    said = f"{warnings} warning{'s' if warnings > 1 else ''}"
-    return f"{said}, which strict: true makes errors." if data["strict"] else f"{said}; it would run."
+        return f"No problems found in the config. {NOT_CHECKED} Run directory: {data['run_directory']}."
+    found = f"{warnings} warning{'s' if warnings > 1 else ''}"
+    return f"{found}; strict: true turns warnings into errors." if data["strict"] else f"{found}. {NOT_CHECKED}"
 
 
 def _heading(title: str, detail: str = "", style: str = "bold") -> RenderableType:

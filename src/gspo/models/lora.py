@@ -51,11 +51,8 @@ def add_adapter(model: PreTrainedModel, *, rank: int, alpha: int, target_modules
 
 def _targets(model: PreTrainedModel, names: list[str]) -> list[str]:
     """The last parts of the names of the layers to adapt; ConfigError for one that is no linear layer, or the head."""
-    head = model.get_output_embeddings()
-    linear = sorted({p.rpartition(".")[2] for p, m in model.named_modules() if _is_linear(m) and m is not head})
-    if is_moe := any(hasattr(model.config.get_text_config(), name) for name in _EXPERTS):
-        # Experts are one tensor per layer, no linear layers, and peft takes these names for theirs.
-        linear = [name for name in linear if name not in _EXPERT_LAYERS]
+    head, is_moe = model.get_output_embeddings(), _is_moe(model)
+    linear = sorted({path.rpartition(".")[2] for path in adaptable_layers(model)})
     if names == [ALL_LINEAR]:
         return linear
     for name in names:
@@ -71,6 +68,21 @@ def _targets(model: PreTrainedModel, names: list[str]) -> list[str]:
                 f"leave it out, or set [{ALL_LINEAR}]"
             )
     return names
+
+
+def adaptable_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Every linear layer that an adapter on `all-linear` covers, by its name: all but the head and experts' names."""
+    head, is_moe = model.get_output_embeddings(), _is_moe(model)
+    # Experts are one tensor per layer, no linear layers, and peft takes these names for theirs.
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if _is_linear(module) and module is not head and not (is_moe and path.rpartition(".")[2] in _EXPERT_LAYERS)
+    }
+
+
+def _is_moe(model: PreTrainedModel) -> bool:
+    return any(hasattr(model.config.get_text_config(), name) for name in _EXPERTS)
 
 
 def _is_linear(module: nn.Module) -> bool:

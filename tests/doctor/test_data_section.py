@@ -17,13 +17,13 @@ def test_doctor_names_problems_templates_and_rewards():
     said = words("train_dataset.size=100", "train_dataset.max_length=64", "train_dataset.system_prompt=Think.")
     assert said["training"] == "embedded:arithmetic, split train, 100 rows"
     assert said["template"].endswith("with a system prompt; prompts of more than 64 tokens are dropped")
-    assert said["reward"] == "the task's own"
+    assert said["reward"] == "the default of the data set"
 
 
 def test_doctor_names_the_shares_and_rewards_of_a_mixture():
     said = words(MIXED)
     assert said["training"] == "75 % embedded:arithmetic as sums; 25 % a.jsonl"
-    assert said["reward"] == "a.jsonl: math; every other source's own"
+    assert said["reward"] == "a.jsonl: math; other sources: their default"
     assert said["held_out"] == "the held-out part of each training source"
 
 

@@ -1,4 +1,4 @@
-"""What `gspo doctor` says about problems and rewards: which rows are drawn, and who scores them. Torch-free."""
+"""Problems and rewards of a config: which rows are drawn, and which functions score them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def data_section(f: Facts) -> dict[str, Any]:
 
 
 def reward_words(functions: Sequence[str | dict[str, Any]], weights: Sequence[float] = ()) -> str:
-    """The sum of rewards, each with what matters of its settings; never a key or a prompt.
+    """The sum of rewards with their main settings; API keys and prompts are never shown.
 
     >>> reward_words(["math", {"name": "reward_model", "path": "rm", "weight": 0.5}])
     "math + 0.5 × reward_model rm, in the trainer's process"
@@ -44,10 +44,11 @@ def reward_words(functions: Sequence[str | dict[str, Any]], weights: Sequence[fl
 
 def _own_words(data: DatasetSpec) -> str:
     if not data.mixture:
-        return "the task's own"
+        return "the default of the data set"
     rewards = {s.name or s.path: reward_words(s.reward) for s in data.mixture if s.reward}
     named = "; ".join(f"{name}: {words}" for name, words in rewards.items())
-    return named + "; every other source's own" * (len(rewards) < len(data.mixture)) if named else "each source's own"
+    others = "; other sources: their default" * (len(rewards) < len(data.mixture))
+    return named + others if named else "the default of each source"
 
 
 def _data_words(data: DatasetSpec) -> str:
@@ -66,6 +67,6 @@ def _template_words(data: DatasetSpec) -> str:
     elif data.chat_template in ("auto", True):
         words = "the tokenizer's chat template" + ", if it has one" * (data.chat_template == "auto")
     else:
-        words = "a chat template of your own"
+        words = "the chat template of the config"
     limit = f"; prompts of more than {data.max_length:,} tokens are dropped" if data.max_length else ""
     return words + (", with a system prompt" if data.system_prompt is not None else "") + limit

@@ -1,0 +1,68 @@
+"""What a config will do, as one tree of plain values: the content of `gspo doctor`, for people and as JSON.
+
+Each section is a function from the facts of a config to a dict of words and numbers; `render.py` only lays them out.
+Torch-free, except for the memory of a model that must be counted.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gspo.config import lint
+from gspo.config.lint.facts import Finding, facts_of
+from gspo.config.lint.unused import ineffective
+from gspo.config.loaded import Loaded
+from gspo.doctor.explain.batch import batch_section
+from gspo.doctor.explain.data import data_section
+from gspo.doctor.explain.memory import memory_section
+from gspo.doctor.explain.objective import objective_section
+from gspo.doctor.explain.policies import policy_section
+from gspo.doctor.shapes import Source, find_source
+
+
+@dataclass(frozen=True)
+class Report:
+    """`sections` is what `to_json` writes, findings included; the findings decide the exit code."""
+
+    sections: dict[str, Any]
+    findings: tuple[Finding, ...]
+    strict: bool
+
+    @property
+    def exit_code(self) -> int:
+        return 2 if any(f.severity == "error" or self.strict for f in self.findings) else 0
+
+
+def explain(loaded: Loaded, *, num_gpus: int | None = None, with_memory: bool = True) -> Report:
+    """Everything that `gspo doctor` shows. The memory section may import torch to count the model's parameters."""
+    source = find_source(loaded.config.actor.path)
+    facts = facts_of(loaded, num_gpus)
+    context = source.context if isinstance(source, Source) else None
+    findings = lint.missing(loaded) + lint.lint(loaded, facts.num_gpus, context)
+    config = facts.config
+    sections = {
+        "config": None if loaded.path is None else str(loaded.path),
+        "run_directory": f"{config.cluster.fileroot}/{config.experiment_name}/{config.trial_name}",
+        "objective": objective_section(facts),
+        "data": data_section(facts),
+        "batch": batch_section(facts),
+        "policies": policy_section(facts),
+        **({"memory": memory_section(facts, source)} if with_memory else {}),
+        "messages": list(loaded.messages),
+        "warnings": [asdict(finding) for finding in findings if finding.severity == "warning"],
+        "errors": [asdict(finding) for finding in findings if finding.severity == "error"],
+        "without_effect": [
+            {"key": key, "where": facts.where(key), "why": why} for key, why in ineffective(loaded, facts.num_gpus)
+        ],
+        "strict": config.strict,
+    }
+    report = Report(sections, tuple(findings), config.strict)
+    sections["exit_code"] = report.exit_code
+    return report
+
+
+def to_json(report: Report) -> str:
+    # ASCII only: no text of a config can act on a terminal.
+    return json.dumps(report.sections, indent=2, ensure_ascii=True, allow_nan=False)

@@ -1,0 +1,232 @@
+"""The objective of a config: its formula as it will run, its parts in words, and which keys decided them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from gspo.algorithms import ALGORITHMS
+from gspo.config.lint.facts import Facts
+from gspo.config.resolve import Objective
+from gspo.config.schema import Critic, Norm
+from gspo.system.text import number
+
+RATIO = {"token": "wᵢₜ", "sequence": "sᵢ", "sequence_token": "sᵢₜ"}
+RATIO_DEFINITION = {
+    "token": "wᵢₜ = π_θ(yᵢₜ)/π_old(yᵢₜ)",
+    "sequence": "sᵢ = exp( (1/|yᵢ|) Σₜ log π_θ(yᵢₜ)/π_old(yᵢₜ) )",
+    "sequence_token": "sᵢₜ = sg[sᵢ] · π_θ(yᵢₜ)/sg[π_θ(yᵢₜ)]",
+}
+RATIO_WORDS = {
+    "token": "one ratio per token",
+    "sequence": "one ratio per completion, the geometric mean of its token ratios",
+    "sequence_token": "the completion's ratio as value, with the gradient of each token's own ratio",
+}
+ADVANTAGE_WORDS = {
+    "group_std": "reward minus its group's mean, divided by its group's std",
+    "group_mean": "reward minus its group's mean",
+    "leave_one_out": "reward minus the mean of the group's other samples",
+    "batch": "reward normalised by mean and std over the whole batch",
+    "gae": "generalised advantage estimation (GAE) with the critic, per token",
+}
+AGGREGATION_WORDS = {
+    "sequence_mean": "the mean over completions; every completion has the same weight, whatever its length",
+    "sequence_sum": "the mean over completions, each weighted by its number of tokens",
+    "token_mean": "the mean over all tokens of the update",
+    "token_sum": "the sum over all tokens, divided by completions × max_new_tokens",
+}
+_OUTER = {
+    "sequence_mean": "(1/G) Σᵢ",
+    "sequence_sum": "(1/G) Σᵢ",
+    "token_mean": "(1/Σᵢ|yᵢ|) Σᵢ",
+    "token_sum": "(1/(G·L)) Σᵢ",
+}
+
+
+def formula(objective: Objective, numbers: bool = True, penalised: bool = False) -> str:
+    """The objective as it will run, composed from its parts: a changed level or aggregation is visible.
+
+    `penalised`: KL in the reward makes advantages differ from token to token.
+    """
+    settings, level = objective["settings"], objective["level"]
+    by_token = penalised or objective["advantage"] == "gae"
+    per_token = level == "sequence_token" or (by_token and level == "token")
+    ratio, advantage = RATIO[level], "Aᵢₜ" if per_token else "Aᵢ"
+
+    def shown(name: str, symbol: str) -> str:
+        return f"{number(settings[name])}" if numbers and not objective["eps_auto"] else symbol
+
+    if objective["gate"] == "gmpo":
+        low, high = shown("log_clip_low", "c_low"), shown("log_clip_high", "c_high")
+        bound = f"dᵢₜ = min(log wᵢₜ, {high}) for A > 0, max(log wᵢₜ, −{low}) for A < 0"
+        return f"{_sum_over(objective)} Aᵢ exp( (1/|yᵢ|) Σₜ dᵢₜ ),   {bound}"
+    if objective["gate"] == "clip":
+        low, high = shown("clip_low", "ε_low"), shown("clip_high", "ε_high")
+        inner = f"min( {ratio} {advantage} , clip({ratio}, 1−{low}, 1+{high}) {advantage} )"
+        dual = settings.get("dual_clip")
+        if dual is not None:
+            inner = f"{inner}, for A < 0 not below {number(dual)} {advantage}"
+    elif objective["gate"] == "cispo":
+        inner = f"sg[min({ratio}, {shown('weight_max', 'w_max')})] {advantage} log π_θ(yᵢₜ)"
+    elif objective["gate"] == "sapo":
+        inner = f"(4/τ) σ(τ({ratio}−1)) {advantage}"
+    else:
+        inner = f"{ratio} {advantage}"
+    return f"{_sum_over(objective)} {inner},   {RATIO_DEFINITION[level]}"
+
+
+def _sum_over(objective: Objective) -> str:
+    aggregation, outer = objective["aggregation"], _OUTER[objective["aggregation"]]
+    if objective["level"] != "sequence":
+        return f"J = E {outer} (1/|yᵢ|) Σₜ" if aggregation == "sequence_mean" else f"J = E {outer} Σₜ"
+    return f"J = E {outer}" if aggregation == "sequence_mean" else f"J = E {outer} |yᵢ| ·"
+
+
+def objective_section(f: Facts) -> dict[str, Any]:
+    objective, actor = f.objective, f.actor
+    algorithm, settings = ALGORITHMS[objective["name"]], objective["settings"]
+    as_published = objective["level"] == algorithm.level and objective["aggregation"] == algorithm.aggregation
+    return {
+        "algorithm": algorithm.name,
+        "title": algorithm.title,
+        "paper": algorithm.paper,
+        "as_published": as_published,
+        "same_as": None if as_published else _same_as(objective),
+        "formula": formula(objective, penalised=actor.kl_ctl > 0),
+        "words": _words(f),
+        "level": objective["level"],
+        "gate": objective["gate"],
+        "advantage": objective["advantage"],
+        "aggregation": objective["aggregation"],
+        "settings": dict(settings),
+        "eps_auto": asdict(actor.eps_clip_auto) if objective["eps_auto"] else None,
+        "decided_by": [
+            {"key": key, "value": value, "where": f.where(key)} for key, value in _decisions(f) if value is not None
+        ],
+    }
+
+
+def _same_as(objective: Objective) -> str | None:
+    """The preset with exactly these parts: grpo with level sequence is gspo."""
+    for algorithm in ALGORITHMS.values():
+        parts = ("level", "gate", "advantage", "aggregation")
+        if all(getattr(algorithm, part) == objective[part] for part in parts):
+            return algorithm.name
+    return None
+
+
+def _words(f: Facts) -> list[str]:
+    objective, settings = f.objective, f.objective["settings"]
+    kind, gate = RATIO_WORDS[objective["level"]], objective["gate"]
+    if objective["eps_auto"]:
+        auto = f.actor.eps_clip_auto
+        band = (
+            f"clipped to an automatic range: it starts at [1 − {number(settings['clip_low'])}, 1 + "
+            f"{number(settings['clip_high'])}] and adapts until {auto.target_fraction:.0%} of sequences are clipped; "
+            f"ε is at most {number(auto.eps_max)}"
+        )
+    elif gate == "clip":
+        band = f"clipped to [1 − {number(settings['clip_low'])}, 1 + {number(settings['clip_high'])}]"
+    elif gate == "cispo":
+        band = f"used as a constant weight of at most {number(settings['weight_max'])}; every token keeps its gradient"
+    elif gate == "sapo":
+        band = f"through a soft gate, τ {number(settings['tau_pos'])} for A > 0, else {number(settings['tau_neg'])}"
+    elif gate == "gmpo":
+        bound = settings["log_clip_high"]
+        band = f"each token's log-ratio is bounded at +{number(bound)} for A > 0 and at −{number(bound)} for A < 0"
+    else:
+        band = "not clipped"
+    if settings.get("dual_clip") is not None:
+        band += f"; for A < 0 the ratio is at most {number(settings['dual_clip'])} (dual clip)"
+    words = [
+        f"ratio: {kind}, {band}",
+        f"advantage: {_advantage_words(f)}",
+        f"loss: {AGGREGATION_WORDS[objective['aggregation']]}",
+        f"groups with equal rewards: {_zero_variance_words(f)}",
+    ]
+    if f.config.rollout.dynamic_filter_fn is not None:
+        words.append(
+            f"other groups: {f.config.rollout.dynamic_filter_fn} decides which are trained on; others are resampled, "
+            f"at most {f.actor.max_refills} rounds"
+        )
+    if f.actor.overlong_reward_penalty:
+        longest = f.config.gconfig.max_new_tokens
+        words.append(
+            f"overlong completions: a penalty of up to {number(f.actor.overlong_penalty_factor)}, rising over the last "
+            f"{f.actor.overlong_tokens:,} of {longest:,} tokens"
+        )
+    env = f.config.env
+    agent = env.agent or " ".join(env.command)
+    if played := env.path or agent:
+        unit = f.actor.sequence_unit if f.sequence_level else "token"
+        words.append(
+            f"episodes: {played}, at most {env.max_turns} turns; one ratio per {unit}; tokens of tools and of the "
+            "environment are neither in |y| nor in the loss"
+        )
+    if agent:
+        words.append(f"agents: call an OpenAI-compatible server on this machine; the policy is the model {env.model!r}")
+    if objective["advantage"] == "gae" and f.config.critic is not None:
+        words.append(f"critic: {_critic_words(f, f.config.critic)}")
+    return words
+
+
+def _critic_words(f: Facts, critic: Critic) -> str:
+    updates = critic.ppo_n_minibatches or f.num_minibatches
+    return (
+        f"{critic.path} with a new value head, {updates} updates per batch at {number(critic.optimizer.lr or 0)}, "
+        f"values clipped to ±{number(critic.value_eps_clip)} around those at the start of the batch"
+    )
+
+
+def _advantage_words(f: Facts) -> str:
+    chosen, actor = f.objective["advantage"], f.actor
+    words = ADVANTAGE_WORDS.get(chosen)
+    if words is None:
+        words = "reward normalised by actor.reward_norm: " + _norm_words(actor.reward_norm or Norm())
+    if chosen == "gae":
+        words += f" (γ {actor.discount:g}, λ {actor.gae_lambda:g})"
+    if actor.kl_ctl > 0:
+        words += f"; {number(actor.kl_ctl)} × the KL to the reference is subtracted from the reward of each token"
+        if f.objective["level"] == "sequence":
+            words += " (with a sequence ratio: its mean over tokens)"
+    if actor.adv_norm is not None:
+        words += "; then " + _norm_words(actor.adv_norm)
+    return words
+
+
+def _norm_words(norm: Norm) -> str:
+    mean = {None: "no mean subtracted", "group": "minus its group's mean", "batch": "minus the batch's mean"}
+    std = {None: "not divided", "group": "divided by its group's std", "batch": "divided by the batch's std"}
+    leave = " (without the sample itself)" if norm.mean_leave1out and norm.mean_level else ""
+    return f"{mean[norm.mean_level]}{leave}, {std[norm.std_level]}"
+
+
+def _zero_variance_words(f: Facts) -> str:
+    chosen = f.actor.zero_variance_groups or "count"
+    if f.objective["advantage"] == "gae" and chosen == "count":
+        return "treated like other groups: the critic gives their advantages"
+    if f.actor.kl_ctl > 0 and chosen == "count":
+        return "advantage 0 before the KL penalty; counted in the loss denominator"
+    return {
+        "count": "no gradient (advantage 0), but counted in the loss denominator",
+        "drop": "no gradient (advantage 0), and not counted in the loss denominator",
+        "refill": f"resampled, at most {f.actor.max_refills} rounds",
+    }[chosen]
+
+
+def _decisions(f: Facts) -> list[tuple[str, Any]]:
+    actor, gate = f.actor, f.objective["gate"]
+    keys = [
+        "importance_sampling_level",
+        "loss_aggregation",
+        "ppo_n_minibatches",
+        "zero_variance_groups",
+        "kl_loss_coef",
+    ]
+    if gate == "clip":
+        keys[1:1] = ["eps_clip", "eps_clip_higher", "c_clip"]
+    keys += ["kl_ctl"] if actor.kl_ctl > 0 else []
+    keys += ["discount", "gae_lambda"] if f.objective["advantage"] == "gae" else []
+    gates = {"cispo": ["cispo_weight_max"], "sapo": ["sapo_tau_pos", "sapo_tau_neg"], "gmpo": ["gmpo_log_clip"]}
+    keys[1:1] = gates.get(gate, [])
+    return [("algorithm", f.config.algorithm), *((f"actor.{key}", getattr(actor, key)) for key in keys)]

@@ -1,0 +1,187 @@
+"""The shape of a model for `gspo doctor`: its config.json, and its parameters counted on torch's meta device.
+
+The meta device builds the real transformers model without its weights, so mixtures of experts, tied embeddings and
+adapters are counted as they are. Only `count` imports torch. Models that are known by name have their counts in
+shapes.json; a model that is not on this machine has no shape, and the reason is shown.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from gspo.errors import GspoError
+from gspo.models import embedded, registry
+
+MAX_CONFIG_BYTES = 4_000_000  # a config.json has a few kilobytes
+MAX_REPEATS = 10_000  # layers or experts: a larger number is a mistake, and building them would take forever
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A model without a known shape, and why.
+
+    >>> Unknown("Qwen/Qwen3-8B is not in the local Hugging Face cache").reason
+    'Qwen/Qwen3-8B is not in the local Hugging Face cache'
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """The fields of a model's config.json, and where they are from."""
+
+    name: str
+    fields: Mapping[str, Any]
+
+    @property
+    def context(self) -> int | None:
+        """The longest sequence that the model was made for, in tokens."""
+        value = {**self.fields, **(self.fields.get("text_config") or {})}.get("max_position_embeddings")
+        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Parameters of a model, and the sizes that the memory estimate needs."""
+
+    family: str
+    parameters: int
+    head: int  # parameters of the language-model head; 0 where it is tied to the embedding
+    layers: int
+    hidden: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    experts: int
+    # Layers that LoRA can adapt: (name with * for numbers, rows + columns summed over all layers of that name).
+    linears: tuple[tuple[str, int], ...]
+
+
+def find_source(path: str) -> Source | Unknown:
+    """The config.json of a folder, a cached hub model, an embedded model or one that can be fetched."""
+    try:
+        if not os.path.isdir(path):
+            if path in registry.MODELS:
+                return Source(path, registry.MODELS[path].shape)
+            if path.startswith("embedded:"):
+                return Source(path, embedded.shape(path))
+            if path.endswith(".gguf"):
+                return Unknown(f"{path}: the shape of a GGUF file is not read before the model is loaded")
+        file = _config_file(path)
+        if file is None:
+            return Unknown(f"{path}: there is no folder with a config.json, and no snapshot in {hub_cache()}")
+        if file.stat().st_size > MAX_CONFIG_BYTES:
+            return Unknown(f"{file}: too large for a model's config.json")
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (GspoError, OSError, ValueError, RecursionError) as error:
+        return Unknown(f"{path}: {error}")
+    return Source(str(file), fields) if isinstance(fields, dict) else Unknown(f"{file}: not a JSON object")
+
+
+def hub_cache() -> Path:
+    """The folder of huggingface_hub's snapshots, by the environment variables that it reads."""
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if os.environ.get(name):
+            return Path(os.environ[name]).expanduser()
+    if os.environ.get("HF_HOME"):
+        return Path(os.environ["HF_HOME"]).expanduser() / "hub"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface" / "hub"
+
+
+def _config_file(path: str) -> Path | None:
+    try:
+        folder = Path(path).expanduser()
+        if folder.is_dir():
+            return folder / "config.json" if (folder / "config.json").is_file() else None
+        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) or ".." in path:
+            return None
+        repository = hub_cache() / ("models--" + path.replace("/", "--"))
+        main = repository / "refs" / "main"
+        if main.is_file():
+            named = repository / "snapshots" / main.read_text(encoding="utf-8").strip() / "config.json"
+            if named.is_file():
+                return named
+        found = list((repository / "snapshots").glob("*/config.json"))
+        return max(found, key=lambda file: file.stat().st_mtime) if found else None
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: expanduser without a home
+        return None
+
+
+def shape_of(source: Source) -> Shape | Unknown:
+    """The shape of a model: from shapes.json where its name is known, else counted (imports torch)."""
+    known = json.loads((files("gspo.doctor") / "shapes.json").read_text(encoding="utf-8")).get(source.name)
+    if known is not None:
+        return Shape(**{**known, "linears": tuple((name, size) for name, size in known["linears"])})
+    return count(source)
+
+
+def count(source: Source) -> Shape | Unknown:
+    """Build the model on the meta device and count; Unknown with the reason where transformers cannot build it."""
+    if reason := _absurd(source.fields):
+        return Unknown(f"{source.name}: {reason}")
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from gspo.models.cache import quiet
+    from gspo.models.lora import adaptable_layers
+
+    fields = dict(source.fields)
+    try:
+        with quiet(), torch.device("meta"):
+            config = AutoConfig.for_model(str(fields.pop("model_type", None)), **fields)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        text, head = model.config.get_text_config(), model.get_output_embeddings()
+        shared = model.get_input_embeddings().weight
+        heads = text.num_attention_heads
+        linears = Counter[str]()
+        for path, layer in adaptable_layers(model).items():
+            linears[re.sub(r"\d+", "*", path)] += sum(layer.weight.shape)
+        return Shape(
+            family=model.config.model_type,
+            parameters=sum(p.numel() for p in model.parameters()),
+            head=0 if head.weight is shared else sum(p.numel() for p in head.parameters()),
+            layers=text.num_hidden_layers,
+            hidden=text.hidden_size,
+            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            vocabulary=text.vocab_size,
+            experts=next((getattr(text, name) for name in _EXPERTS if getattr(text, name, None)), 0),
+            linears=tuple(linears.items()),
+        )
+    except Exception as error:  # whatever a foreign config.json makes transformers raise
+        said = " ".join(str(error).split())
+        return Unknown(f"{source.name}: transformers cannot build this model: {type(error).__name__}: {said:.200}")
+
+
+def _absurd(fields: Mapping[str, Any]) -> str | None:
+    """A number of layers or experts that no model has; nested sections are looked at too."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            if reason := _absurd(value):
+                return reason
+        elif isinstance(value, int) and re.search("layer|expert|depth|block", name) and value > MAX_REPEATS:
+            return f"{name} is {value:,}, more than any model has"
+    return None
+
+
+def adapter_parameters(shape: Shape, rank: int, target_modules: Sequence[str]) -> int | None:
+    """Parameters of a LoRA adapter: rank × (rows + columns) of each adapted layer; None if a name matches no layer."""
+    if list(target_modules) == ["all-linear"]:
+        return rank * sum(size for _, size in shape.linears)
+    total = 0
+    for target in target_modules:
+        sizes = [size for name, size in shape.linears if f".{name}".endswith(f".{target}")]
+        if not sizes:
+            return None
+        total += rank * sum(sizes)
+    return total

@@ -79,8 +79,8 @@ def test_policies_are_named():
     rollout = report_of("algorithm=gspo", "actor.prox_logp_method=rollout").sections["policies"]
     assert "the sampler's log-probs" in rollout["pi_old"]
     stale = report_of("algorithm=gspo", "rollout.max_head_offpolicyness=3", "actor.rejection_sampling.preset=tis")
-    assert "up to 3 weight versions old" in flat(stale)
-    assert "each token weighs π_old/μ; outside π_old/μ ∈ [−∞, 2] it has its weight truncated" in flat(stale)
+    assert "sampled by weight version b − 3" in flat(stale)
+    assert "each token is weighted by π_old/μ; outside π_old/μ ∈ [−∞, 2] it has its weight truncated" in flat(stale)
     kl = report_of("algorithm=gspo", "actor.kl_loss_coef=0.001", "ref.path=embedded:tiny")
     assert "1e-3 × KL to embedded:tiny in the loss (k3)" in flat(kl)
 

@@ -69,10 +69,10 @@ def test_mistakes_are_named_and_exit_2(words, said, run, tmp_path, capsys):
 def test_neither_verb_imports_torch(run):
     code = f"""
 import sys
-from gspo import cli
+from gspo.cli import main as cli
 cli.main(["report", {str(run)!r}])
-from gspo.report.watch import Watch
-from gspo.verbs.look import words_of
+from gspo.report.page.watch import Watch
+from gspo.cli.look import words_of
 watch = Watch(__import__("pathlib").Path({str(run)!r}), words_of)
 watch.answer("data", {{"run": "trial"}})
 watch.server.server_close()

@@ -145,7 +145,7 @@ def count(source: Source) -> Shape | Unknown:
         heads = text.num_attention_heads
         linears = Counter[str]()
         for path, layer in adaptable_layers(model).items():
-            linears[re.sub(r"\d+", "*", path)] += sum(layer.weight.shape)
+            linears[re.sub(r"\d+", "*", path)] += sum(layer.get_parameter("weight").shape)
         return Shape(
             family=model.config.model_type,
             parameters=sum(p.numel() for p in model.parameters()),

@@ -15,10 +15,10 @@ from gspo.sampling.local.engine import LocalSampler
 from gspo.sampling.remote.client import HttpSampler
 from gspo.sampling.remote.discovery import register
 from gspo.sampling.remote.server import SamplerEngine, SamplerServer
-from gspo.sampling.weights.publish import sequence_logp
+from gspo.sampling.weights.probe import sequence_logp
 
 TOKEN = "a secret of the tests"
-FACTS = {"num_vocab": VOCAB, "seed": 5}
+IDENTITY = {"num_vocab": VOCAB, "seed": 5}
 EOS = 2
 
 
@@ -33,12 +33,12 @@ class House:
         self.folder, self.stack = folder, ExitStack()
         self.samplers = folder / "samplers"
 
-    def serve(self, index=0, model="llama", facts=FACTS, latency_s=0.0, meddle=None, score=True):
+    def serve(self, index=0, model="llama", identity=IDENTITY, latency_s=0.0, meddle=None, score=True):
         """A real server with random weights of its own; `meddle` puts a proxy before it."""
         module = build(model, seed=99)
         engine = SamplerEngine(
             local(module, version=-1),
-            facts=facts,
+            identity=identity,
             score=partial(sequence_logp, module) if score else None,
             latency_s=latency_s,
         )
@@ -62,10 +62,10 @@ class House:
             count,
             TOKEN,
             **{
-                "facts": FACTS,
+                "identity": IDENTITY,
                 "max_context": 64,
                 "ends": [EOS],
-                "place": lambda _: self.folder / "weights",
+                "weight_store": lambda _: self.folder / "weights",
                 "dtype": torch.float32,
                 "reference": None if reference is None else partial(sequence_logp, reference),
                 "timeout_s": 5.0,

@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 import torch
 
 from gspo.sampling.engines.vllm import NAME, Endpoint
-from gspo.sampling.weights.publish import copy_weights, read, sequence_logp
+from gspo.sampling.weights.load import copy_weights, read
+from gspo.sampling.weights.probe import sequence_logp
 
 
 class Lookalike(ThreadingHTTPServer):

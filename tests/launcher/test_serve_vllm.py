@@ -12,7 +12,7 @@ from gspo.errors import ConfigError, RolloutError
 from gspo.launcher.serve import vllm as serve_vllm
 from gspo.models.loading import load_model, load_tokenizer
 from gspo.sampling.engines.vllm import WORKER_FOLDER, Endpoint
-from gspo.train.build import servers as remote
+from gspo.sampling.remote.identity import context_limit, end_tokens, identity_of
 from gspo.train.build.compute import device_and_dtype
 
 SOCKET = Endpoint(socket="/private/http")
@@ -28,18 +28,18 @@ def start(*overrides, num_gpus=0, endpoint=SOCKET, max_context=2048):
     return serve_vllm.command(config, layout_of(config, num_gpus), "/model", max_context, endpoint)
 
 
-def test_the_facts_are_those_of_the_trainers_model_without_its_weights(tiny):
+def test_the_identity_is_that_of_the_trainers_model_without_its_weights(tiny):
     config = config_of("gconfig.max_tokens=300", "seed=7")
     source = serve_vllm.model_folder(config, Path("/nowhere"))
     model, tokenizer = load_model(tiny), load_tokenizer(tiny)
-    expected = remote.facts_of(
+    expected = identity_of(
         model,
         seed=7,
-        ends=remote.end_tokens(model, tokenizer),
-        max_context=remote.context_of(model, 300),
+        ends=end_tokens(model, tokenizer),
+        max_context=context_limit(model, 300),
         dtype=device_and_dtype(config)[1],
     )
-    assert serve_vllm.facts_for(config, source) == expected
+    assert serve_vllm.identity_for(config, source) == expected
 
 
 def test_random_weights_are_written_where_vllm_can_read_them(tiny, tmp_path):

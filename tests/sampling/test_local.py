@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from gspo.errors import DataError, RolloutError, WeightSyncError
 from gspo.sampling.local.cache import ATTENTION
 from gspo.sampling.local.engine import LocalSampler
-from gspo.sampling.weights.publish import copy_weights
+from gspo.sampling.weights.load import copy_weights
 from gspo.types import Request, Sample, SampleId, SamplingParams
 
 EOS = 2
@@ -288,7 +288,7 @@ def test_new_weights_are_copied_whole_or_not_at_all():
         "not a parameter": {**good, "model.layers.9.x": bad},
         "the sampler holds": {**good, name: good[name].T.contiguous()},
         "torch.float64": {**good, name: good[name].double()},
-        "came different": {**good, "lm_head.weight": good["lm_head.weight"] + 1},
+        "arrived with different": {**good, "lm_head.weight": good["lm_head.weight"] + 1},
     }
     engine = sampler(target)
     for message, tensors in faults.items():

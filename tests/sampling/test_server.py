@@ -22,7 +22,8 @@ from gspo.models.moe import num_experts, route_shape, routers
 from gspo.sampling.remote.discovery import give_up, register
 from gspo.sampling.remote.protocol import WireError, pack_request, pack_sample, unpack_request, unpack_sample
 from gspo.sampling.verify import Experts
-from gspo.sampling.weights.publish import Hub, fetch
+from gspo.sampling.weights.broadcast import Broadcaster
+from gspo.sampling.weights.load import fetch
 from gspo.types import Request, Sample, SampleId, SamplingParams
 
 
@@ -60,8 +61,8 @@ def test_one_server_gives_the_samples_of_the_process_bit_for_bit(house, trainer)
 
 def test_weights_that_are_broadcast_give_the_samples_of_the_process(house, trainer):
     house.serve(0), house.serve(1)
-    hub = Hub("127.0.0.1", timeout_s=10.0)
-    client = house.client(2, reference=trainer, place=lambda _: hub)
+    hub = Broadcaster("127.0.0.1", timeout_s=10.0)
+    client = house.client(2, reference=trainer, weight_store=lambda _: hub)
     for version in (1, 2):
         client.load_weights(version, trainer.named_parameters())
         requests = group_requests(4, 3)
@@ -70,7 +71,7 @@ def test_weights_that_are_broadcast_give_the_samples_of_the_process(house, train
 
 
 def test_a_broadcast_that_is_not_what_was_published_is_refused_whole(house, trainer):
-    server, hub = house.serve(), Hub("127.0.0.1", timeout_s=10.0)
+    server, hub = house.serve(), Broadcaster("127.0.0.1", timeout_s=10.0)
     before = [parameter.clone() for parameter in server.model.parameters()]
     honest = hub.publish
 
@@ -80,14 +81,14 @@ def test_a_broadcast_that_is_not_what_was_published_is_refused_whole(house, trai
         return offer
 
     hub.publish = falsified
-    client = house.client(reference=trainer, place=lambda _: hub, retries=1)
+    client = house.client(reference=trainer, weight_store=lambda _: hub, retries=1)
     with pytest.raises(WeightSyncError, match="did not send what was published"):
         client.load_weights(1, trainer.named_parameters())
     assert all(torch.equal(one, other) for one, other in zip(before, server.model.parameters(), strict=True))
 
 
 def test_a_broadcast_to_who_went_away_ends_in_time_and_the_next_call_is_answered(trainer):
-    offer = Hub("127.0.0.1", timeout_s=1.0).publish(1, trainer.named_parameters())
+    offer = Broadcaster("127.0.0.1", timeout_s=1.0).publish(1, trainer.named_parameters())
     address = offer.address(0)
     offer.store.set(offer._key(0, ""), json.dumps({"call": "nobody", "world": 1}))
     begin = time.monotonic()
@@ -474,7 +475,7 @@ def test_a_newer_trainer_takes_the_server_from_an_older_one(house, trainer):
     house.serve()
     old = house.client(timeout_s=2.0)
     old.load_weights(5, trainer.named_parameters())
-    new = house.client(place=lambda _: house.folder / "weights2")
+    new = house.client(weight_store=lambda _: house.folder / "weights2")
     new.load_weights(2, trainer.named_parameters())  # a resumed run begins with an older version
     old.submit(group_requests(1, 1))
     with pytest.raises(RolloutError, match="newer trainer"):

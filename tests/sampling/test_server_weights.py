@@ -14,7 +14,8 @@ from tiny_models import build
 from gspo.errors import WeightSyncError
 from gspo.learner.policy.module import PolicyModule, weight_names
 from gspo.sampling.remote.server import RefusedCallError
-from gspo.sampling.weights import publish as weights
+from gspo.sampling.weights import load, probe
+from gspo.sampling.weights.publish import publish
 
 NAME = "model.layers.1.mlp.up_proj.weight"
 
@@ -73,7 +74,7 @@ def test_a_file_that_is_not_what_was_published_is_refused_whole(house, damage):
     server, first, second = house.serve(), build("llama", seed=1), build("llama", seed=2)
     client = house.client()
     client.load_weights(1, first.named_parameters())
-    published = weights.publish(house.folder / "other", 2, second.named_parameters())
+    published = publish(house.folder / "other", 2, second.named_parameters())
     path, data = published.path, bytearray(published.path.read_bytes())
     if damage == "truncated":
         path.write_bytes(data[: len(data) // 2])
@@ -106,8 +107,8 @@ def test_a_stale_or_different_version_is_refused_and_a_repeated_one_is_not_loade
     server, first, second = house.serve(), build("llama", seed=1), build("llama", seed=2)
     client = house.client()
     client.load_weights(2, first.named_parameters())
-    other = weights.publish(house.folder / "other", 2, second.named_parameters())
-    stale = weights.publish(house.folder / "other", 1, second.named_parameters())
+    other = publish(house.folder / "other", 2, second.named_parameters())
+    stale = publish(house.folder / "other", 1, second.named_parameters())
     for published in (other, stale):
         body = {"session": client._session, "version": published.version, "path": str(published.path)}
         with pytest.raises(RefusedCallError, match="not newer"):
@@ -144,8 +145,8 @@ def test_files_are_private_and_only_the_last_version_is_kept(house):
 def test_the_names_of_files_reach_the_parameters_of_the_model(name, tmp_path):
     """Experts are one tensor a layer in memory and many on disk; tied weights come once."""
     source, target = build(name, seed=1), build(name)
-    published = weights.publish(tmp_path, 0, weight_names(PolicyModule(source)))
-    weights.copy_weights(target, weights.read(published.path, published.sha256).items())
+    published = publish(tmp_path, 0, weight_names(PolicyModule(source)))
+    load.copy_weights(target, load.read(published.path, published.sha256).items())
     assert digest(target) == digest(source)
 
 
@@ -156,15 +157,15 @@ def test_experts_are_checked_by_the_names_of_files(what, tmp_path):
     name = next(n for n in tensors if "experts.1.up_proj" in n)
     change = {name: None if what == "missing" else tensors[name].T.contiguous()}
     with pytest.raises(WeightSyncError, match="did not arrive" if what == "missing" else "the sampler holds"):
-        weights.copy_weights(target, changed(tensors, **change).items())
+        load.copy_weights(target, changed(tensors, **change).items())
     assert digest(target) == before
 
 
 def test_probes_of_different_weights_differ_and_of_equal_ones_do_not():
     one, other = build("llama", seed=1), build("llama", seed=2)
-    sequences = weights.probe_sequences(48)
-    values = weights.sequence_logp(one, sequences)
-    assert weights.differ(values, weights.sequence_logp(build("llama", seed=1), sequences), torch.float32) is None
-    assert "another model" in (weights.differ(values, weights.sequence_logp(other, sequences), torch.float32) or "")
-    assert weights.differ(values, [row * np.nan for row in values], torch.float32) is not None
-    assert weights.differ(values, values[:-1], torch.float32) is not None
+    sequences = probe.probe_sequences(48)
+    values = probe.sequence_logp(one, sequences)
+    assert probe.mismatch(values, probe.sequence_logp(build("llama", seed=1), sequences), torch.float32) is None
+    assert "another model" in (probe.mismatch(values, probe.sequence_logp(other, sequences), torch.float32) or "")
+    assert probe.mismatch(values, [row * np.nan for row in values], torch.float32) is not None
+    assert probe.mismatch(values, values[:-1], torch.float32) is not None

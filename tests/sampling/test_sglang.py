@@ -4,7 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from served import FACTS
+from safetensors.torch import load_file
+from served import IDENTITY
 from test_vllm import EOS, logp_of, run
 from tiny_models import VOCAB, build
 from vllm_lookalike import Lookalike
@@ -14,7 +15,9 @@ from gspo.config.layout import layout_of
 from gspo.errors import DataError, RolloutError, WeightSyncError
 from gspo.launcher.serve import sglang as serve_sglang
 from gspo.sampling.engines.sglang import SglangSampler
-from gspo.sampling.weights import publish as weights
+from gspo.sampling.weights.load import copy_weights
+from gspo.sampling.weights.probe import probe_sequences, sequence_logp
+from gspo.sampling.weights.publish import publish
 from gspo.types import Request, SampleId, SamplingParams
 
 PROMPT = (7, 8, 9)
@@ -45,7 +48,7 @@ class Documented(Lookalike):
             "output_token_logprobs": [[*r, None] for r in rows],
         }
         if "logprob_start_len" in body:
-            said = weights.sequence_logp(self.model, [body["input_ids"]])[0].astype(float).tolist()
+            said = sequence_logp(self.model, [body["input_ids"]])[0].astype(float).tolist()
             about["input_token_logprobs"] = [
                 [p, t, None] for p, t in zip([None, *said], body["input_ids"], strict=True)
             ]
@@ -58,7 +61,7 @@ class Documented(Lookalike):
 
     def load(self, body):
         (file,) = Path(body["model_path"]).iterdir()
-        weights.copy_weights(self.model, weights.load_file(file).items())
+        copy_weights(self.model, load_file(file).items())
         return {"success": True, "message": ""}
 
 
@@ -83,15 +86,15 @@ def test_samples_and_the_probe_are_read_from_its_replies(both):
     for sample in run(sampler, requests()).values():
         said = logp_of(server.model, PROMPT, sample.tokens.tolist())
         np.testing.assert_allclose(sample.behavior_logp, said, atol=1e-5)
-    probe = weights.probe_sequences(FACTS["num_vocab"])
-    ours = weights.sequence_logp(server.model, probe)
+    probe = probe_sequences(IDENTITY["num_vocab"])
+    ours = sequence_logp(server.model, probe)
     np.testing.assert_allclose(np.concatenate(sampler.score(probe)), np.concatenate(ours), atol=1e-6)
 
 
 def test_a_published_file_is_loaded_as_a_folder_that_holds_it_alone(both, tmp_path):
     sampler, server = both
     other = build("llama_mha", 2)
-    published = weights.publish(tmp_path, 1, other.named_parameters())
+    published = publish(tmp_path, 1, other.named_parameters())
     with pytest.raises(WeightSyncError, match="not what was published"):
         sampler.load_published(1, str(published.path), "0" * 64)
     sampler.load_published(1, str(published.path), published.sha256)

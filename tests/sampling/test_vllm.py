@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from served import FACTS, House
+from served import IDENTITY, House
 from test_local import group_requests
 from tiny_models import VOCAB, build
 from vllm_lookalike import Lookalike
@@ -22,7 +22,8 @@ from gspo.launcher.serve import vllm as serve_vllm
 from gspo.sampling.engines.vllm import Endpoint, VllmSampler
 from gspo.sampling.remote.discovery import register
 from gspo.sampling.remote.server import SamplerEngine, SamplerServer
-from gspo.sampling.weights import publish as weights
+from gspo.sampling.weights.probe import sequence_logp
+from gspo.sampling.weights.publish import publish
 from gspo.types import Request, SampleId, SamplingParams
 
 EOS = 2
@@ -64,7 +65,7 @@ def run(sampler, requests, deadline_s=20):
 
 
 def logp_of(model, prompt, tokens):
-    return weights.sequence_logp(model, [[*prompt, *tokens]])[0][len(prompt) - 1 :]
+    return sequence_logp(model, [[*prompt, *tokens]])[0][len(prompt) - 1 :]
 
 
 def test_samples_carry_their_tokens_log_probs_and_endings(started):
@@ -95,7 +96,7 @@ def test_an_interrupted_sample_goes_on_with_its_tokens_and_both_versions(started
     sampler.submit(requests)
     time.sleep(0.4)
     other = build("llama_mha", 2)
-    published = weights.publish(tmp_path, 1, other.named_parameters())
+    published = publish(tmp_path, 1, other.named_parameters())
     sampler.load_published(1, str(published.path), published.sha256)
     samples = {sample.id: sample for sample in sampler.completed(20)}
     assert sampler.health()["partial"] == 4  # the fault: all were interrupted
@@ -274,9 +275,9 @@ def test_progress_counts_tokens_and_a_silent_server_is_an_error(started):
 # Behind our own HTTP face, as a trainer sees it
 
 
-def served(house, sampler, index=0, facts=FACTS):
+def served(house, sampler, index=0, identity=IDENTITY):
     """A sampler server as serve_vllm.py makes it."""
-    engine = SamplerEngine(sampler, facts=facts, score=sampler.score, load=sampler.load_published)
+    engine = SamplerEngine(sampler, identity=identity, score=sampler.score, load=sampler.load_published)
     server = SamplerServer(engine, "a secret of the tests")
     threading.Thread(target=server.serve_forever, daemon=True).start()
     house.stack.callback(server.close)

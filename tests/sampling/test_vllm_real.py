@@ -28,7 +28,9 @@ from gspo.learner.policy.sharding import full_parameters
 from gspo.models import embedded
 from gspo.sampling.engines.vllm import Endpoint, VllmSampler
 from gspo.sampling.local.draw import warp
-from gspo.sampling.weights import publish as weights
+from gspo.sampling.weights.broadcast import Broadcaster
+from gspo.sampling.weights.probe import probe_sequences, sequence_logp
+from gspo.sampling.weights.publish import publish
 from gspo.train.build.policy import make_policy
 from gspo.types import Request, SampleId, SamplingParams
 
@@ -51,12 +53,12 @@ def started(folder, *overrides):
     config = load(None, ["rollout.backend=vllm:d1", "actor.path=embedded:tiny", "algorithm=gspo", *overrides]).config
     layout = layout_of(config, torch.cuda.device_count())
     source = serve_vllm.model_folder(config, folder / "model")
-    facts, endpoint = serve_vllm.facts_for(config, source), Endpoint(socket=str(folder / "http"))
-    child = serve_vllm.run(serve_vllm.command(config, layout, source, facts["max_context"], endpoint))
+    identity, endpoint = serve_vllm.identity_for(config, source), Endpoint(socket=str(folder / "http"))
+    child = serve_vllm.run(serve_vllm.command(config, layout, source, identity["max_context"], endpoint))
     try:
         serve_vllm.await_ready(endpoint, child, 1500)
         kind = partial(VllmSampler, adapters=serve_vllm.adapter_folders(config, source, folder))
-        sampler = serve_vllm.make_sampler(kind, config, facts, endpoint, can_sleep=False)
+        sampler = serve_vllm.make_sampler(kind, config, identity, endpoint, can_sleep=False)
         sampler.introduce()
         yield sampler, config
         sampler.close()
@@ -99,14 +101,14 @@ _VERSION = [0]
 def give(vllm, policy, folder):
     """Publish the policy's weights and have vLLM take them."""
     _VERSION[0] += 1
-    published = weights.publish(folder, _VERSION[0], weight_names(policy))
+    published = publish(folder, _VERSION[0], weight_names(policy))
     vllm.load_published(_VERSION[0], str(published.path), published.sha256)
     return published
 
 
 def gap(vllm, policy):
-    probe = weights.probe_sequences(32)
-    ours, theirs = weights.sequence_logp(policy.model, probe), vllm.score(probe)
+    probe = probe_sequences(32)
+    ours, theirs = sequence_logp(policy.model, probe), vllm.score(probe)
     return float(np.abs(np.concatenate(ours) - np.concatenate(theirs)).max())
 
 
@@ -122,7 +124,7 @@ def test_weights_can_be_broadcast_to_it(vllm, policy):
     nudge(policy.model)
     assert gap(vllm, policy) > 0.1
     _VERSION[0] += 1
-    offer = weights.Hub("127.0.0.1").publish(_VERSION[0], weight_names(policy))
+    offer = Broadcaster("127.0.0.1").publish(_VERSION[0], weight_names(policy))
     with ThreadPoolExecutor(1) as pool:
         taken = pool.submit(vllm.load_published, offer.version, f"{offer.address(0)}#first", offer.sha256)
         while not taken.done():
@@ -250,9 +252,9 @@ def test_reloading_in_vllms_own_way_leaves_the_tied_head_old_and_the_sync_is_ref
         assert vllm._post("/collective_rpc", body, 120)["results"] == [None]  # it says that all went well
         vllm.version = version
 
-    careless = served(house, vllm, facts={"num_vocab": 32, "seed": 5})
+    careless = served(house, vllm, identity={"num_vocab": 32, "seed": 5})
     careless.engine._load_file = reload_only
-    client = house.client(reference=policy.model, retries=1, timeout_s=60.0, facts={"num_vocab": 32}, ends=[1])
+    client = house.client(reference=policy.model, retries=1, timeout_s=60.0, identity={"num_vocab": 32}, ends=[1])
     with pytest.raises(WeightSyncError, match="log-probs of the probe differ"):
         client.load_weights(0, weight_names(policy))
     # The embedding is new and the head is not: a mixture of two models.
@@ -260,7 +262,7 @@ def test_reloading_in_vllms_own_way_leaves_the_tied_head_old_and_the_sync_is_ref
     client.close()
     # Our own way mends it.
     careless.engine._load_file = vllm.load_published
-    client = house.client(reference=policy.model, retries=1, timeout_s=60.0, facts={"num_vocab": 32}, ends=[1])
+    client = house.client(reference=policy.model, retries=1, timeout_s=60.0, identity={"num_vocab": 32}, ends=[1])
     client.load_weights(1, weight_names(policy))
     client.submit([Request(SampleId(0, 0), (3, 4, 5), SamplingParams(8))])
     assert len(list(client.completed(60))) == 1
@@ -279,12 +281,12 @@ def test_an_adapter_travels_alone_and_is_taken_whole_or_not_at_all(tmp_path):
                 for _, parameter in full_parameters(policy.model):
                     parameter.add_(0.1 * torch.randn_like(parameter))
             assert gap(vllm, policy) > 0.1
-            published = weights.publish(tmp_path / "weights", version, full_parameters(policy.model))
+            published = publish(tmp_path / "weights", version, full_parameters(policy.model))
             assert published.path.stat().st_size < 100_000  # the model has 1.3 MB
             vllm.load_published(version, str(published.path), published.sha256)
             assert gap(vllm, policy) < 5e-5
             for sample in run(vllm, requests, 60).values():
-                said = weights.sequence_logp(policy.model, [[3, 4, 5, *sample.tokens.tolist()]])[0][2:]
+                said = sequence_logp(policy.model, [[3, 4, 5, *sample.tokens.tolist()]])[0][2:]
                 np.testing.assert_allclose(sample.behavior_logp, said, atol=1e-4)
         tensors, path = load_file(published.path), tmp_path / "other.safetensors"
         name = next(iter(tensors))

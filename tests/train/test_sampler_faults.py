@@ -15,7 +15,7 @@ from gspo.config import dump, load
 from gspo.errors import RolloutError
 from gspo.models import embedded
 from gspo.sampling.remote.discovery import registered, weight_folders
-from gspo.train.build.servers import COUNT, FOLDER
+from gspo.system.launched import Launched
 
 # π_old is the trainer's own: then the sampler's last bits, which depend on who else is in its batch, reach no gradient
 # and two runs with the same tokens have the same weights, bit for bit.
@@ -51,9 +51,9 @@ def launched(tiny, tmp_path, monkeypatch, starter):
         while ready and not all(registered(servers.folder, i) for i in range(count)):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        for name, value in ((COUNT, count), (FOLDER, servers.folder), ("GSPO_SAMPLER_TOKEN", TOKEN)):
-            monkeypatch.setenv(name, str(value))
-        monkeypatch.setenv("GSPO_LAUNCHED", "1")
+        told = Launched(is_launched=True, num_samplers=count, sampler_folder=servers.folder, token=TOKEN)
+        for name, value in told.write().items():
+            monkeypatch.setenv(name, value)
         return servers
 
     yield launch

@@ -24,7 +24,7 @@ from gspo.learner.step import by_sequence, packed_parts
 from gspo.rollout.groups import single_turn
 from gspo.runs import checkpoint
 from gspo.sampling.api import Sampler
-from gspo.train.build import servers as remote
+from gspo.system.launched import Launched
 from gspo.train.build.compute import set_threads
 from gspo.train.build.data import make_data
 from gspo.train.build.objective import first_proximal_source, make_plan, narrowest_clip
@@ -83,7 +83,7 @@ def probe(
 
 def sampler_words(config: Config) -> str:
     """Who samples, and in what precision."""
-    if not remote.num_servers():
+    if not Launched.read().num_samplers:
         precision = config.rollout.sampler_precision
         return "in process" + ("" if precision == "none" else f", on weights rounded to {precision}")
     engine = engine_of(config)

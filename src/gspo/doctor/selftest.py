@@ -26,8 +26,9 @@ from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.packing import Completion, PackItem, micro_batches, pack
 from gspo.models.loading import load_model
 from gspo.sampling.api import Sampler
-from gspo.sampling.weights import publish as weights
-from gspo.train.build import servers as remote
+from gspo.sampling.weights import load, probe
+from gspo.sampling.weights.publish import publish
+from gspo.system.launched import Launched
 from gspo.train.build.compute import set_threads
 from gspo.train.build.objective import make_plan
 from gspo.train.build.policy import add_configured_adapter, make_policy
@@ -143,7 +144,7 @@ def _num_parameters(policy: PolicyModule) -> int:
 def _server_check(loaded: Loaded, policy: PolicyModule, make: Callable[[], Sampler]) -> Check:
     config = loaded.config
     words = f"log-probs at T = {TEMPERATURE}, before and after new weights"
-    if not remote.num_servers():
+    if not Launched.read().num_samplers:
         return "sampler server", words, lambda: "this machine has one GPU, and a server would need another"
     dtype = sampler_dtype(config) or policy.model.dtype
     words = f"{sampler_words(config)}: {words}"
@@ -264,7 +265,7 @@ def parity(policy: PolicyModule, sampler: Sampler, dtype: torch.dtype, first: in
     samples = answers(sampler, requests, 120.0)
     ours = trainer_logp(policy, requests, samples, temperature=TEMPERATURE)
     gaps = [float(np.abs(a - s.behavior_logp).max()) for a, s in zip(ours, samples, strict=True) if len(a)]
-    return max(gaps), weights.TOLERANCE.get(dtype, 0.2)
+    return max(gaps), probe.TOLERANCE.get(dtype, 0.2)
 
 
 def change(policy: PolicyModule) -> None:
@@ -278,7 +279,7 @@ def change(policy: PolicyModule) -> None:
 
 
 def probed(policy: PolicyModule) -> list[np.ndarray]:
-    return weights.sequence_logp(policy.model, _probe(policy))
+    return probe.sequence_logp(policy.model, _probe(policy))
 
 
 def copied(policy: PolicyModule, make: Callable[[], Any], place: Path) -> tuple[float, float] | str:
@@ -287,22 +288,22 @@ def copied(policy: PolicyModule, make: Callable[[], Any], place: Path) -> tuple[
         return f"a model of {num:.1e} parameters is not held twice"
     other, dtype = make(), policy.model.dtype
     change(policy)
-    _must_differ(weights.sequence_logp(other, _probe(policy)), probed(policy), dtype)
-    published = weights.publish(place / "weights", 1, policy.full_weights())
+    _must_differ(probe.sequence_logp(other, _probe(policy)), probed(policy), dtype)
+    published = publish(place / "weights", 1, policy.full_weights())
     try:
-        weights.copy_weights(other, weights.read(published.path, published.sha256).items())
+        load.copy_weights(other, load.read(published.path, published.sha256).items())
     finally:
         published.path.unlink()
-    gap = np.concatenate(weights.sequence_logp(other, _probe(policy))) - np.concatenate(probed(policy))
-    return float(np.abs(gap).max()), weights.TOLERANCE.get(dtype, 0.2)
+    gap = np.concatenate(probe.sequence_logp(other, _probe(policy))) - np.concatenate(probed(policy))
+    return float(np.abs(gap).max()), probe.TOLERANCE.get(dtype, 0.2)
 
 
 def _probe(policy: PolicyModule) -> list[list[int]]:
-    return weights.probe_sequences(policy.model.config.get_text_config().vocab_size)
+    return probe.probe_sequences(policy.model.config.get_text_config().vocab_size)
 
 
 def _must_differ(before: list[np.ndarray], after: list[np.ndarray], dtype: torch.dtype) -> None:
-    if weights.differ(before, after, dtype) is None:
+    if probe.mismatch(before, after, dtype) is None:
         raise ValueError("the probe cannot tell weights that were changed from those before; it proves nothing")
 
 

@@ -134,8 +134,9 @@ def run_here(code: int | None, command: Sequence[str]) -> int:
     if code is None:
         from gspo.launcher.local import exec_process
         from gspo.launcher.plan import Process
+        from gspo.system.launched import Launched
 
-        exec_process(Process("trainer", 0, tuple(command), {"GSPO_LAUNCHED": "1"}))
+        exec_process(Process("trainer", 0, tuple(command), Launched(is_launched=True).write()))
     return code or 0
 
 

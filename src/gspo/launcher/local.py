@@ -13,6 +13,7 @@ from typing import IO
 from gspo.launcher.launch import main
 from gspo.launcher.plan import Plan, Process
 from gspo.launcher.supervise import Say, Start, environment, supervise
+from gspo.system.launched import Launched
 from gspo.system.process import dying_with_parent, is_stopped, shell_code, stop_group
 
 
@@ -21,7 +22,7 @@ def run(plan: Plan, *, restarts: int, say: Say) -> int:
 
     A killed trainer is not restarted: the user is at this machine and can run the same command to resume.
     """
-    shared = {"GSPO_SAMPLER_TOKEN": secrets.token_hex(32)} if plan.samplers else {}
+    shared = Launched(token=secrets.token_hex(32)).write() if plan.samplers else {}
 
     def prepare() -> Start:
         return lambda process: LocalProcess(process, environment(process, os.environ, shared), plan.folder)

@@ -13,6 +13,7 @@ from gspo.config.layout import Layout, layout_of
 from gspo.config.schema import Config
 from gspo.errors import ConfigError
 from gspo.sampling.remote.discovery import weight_folders
+from gspo.system.launched import Launched
 
 # Words of a command line that the launcher replaces when it starts the process: the address of its machine, and the
 # host:port of the store where the ranks of several machines meet.
@@ -98,7 +99,7 @@ def make_plan(config: Config, command: Sequence[str], num_gpus: int) -> Plan:
         replace(trainer, max_stopped_s=config.stall_timeout)
         for trainer in _trainers(layout, path, command, rank_places)
     )
-    env = {"GSPO_LAUNCHED": "1", **_shared(layout)}
+    env = _told(layout).write()
     samplers = tuple(
         Process("sampler", index, _sampler_argv(layout, path, index), env, node, gpus)
         for index, (node, gpus) in enumerate(sampler_places)
@@ -125,9 +126,10 @@ def _trainers(
     layout: Layout, path: Path, command: Sequence[str], places: Sequence[tuple[int, int | None]]
 ) -> tuple[Process, ...]:
     """One process per machine with ranks: torch's elastic launcher, which starts the ranks of that machine."""
-    env = {"GSPO_LAUNCHED": "1", **_shared(layout)}
+    told = _told(layout)
     if layout.num_samplers:
-        env |= {"GSPO_SAMPLERS": str(layout.num_samplers), "GSPO_SAMPLER_DIR": str(path / "samplers")}
+        told = replace(told, num_samplers=layout.num_samplers, sampler_folder=path / "samplers")
+    env = told.write()
     nodes = list(dict.fromkeys(node for node, _ in places))
     out = []
     for index, node in enumerate(nodes):
@@ -144,10 +146,11 @@ def _trainers(
     return tuple(out)
 
 
-def _shared(layout: Layout) -> dict[str, str]:
-    """Variables of trainers and samplers alike: each of them sees only its own GPUs."""
-    ranks = {"GSPO_RANKS": str(layout.ranks)} if layout.ranks > 1 and layout.num_samplers else {}
-    return {"GSPO_COLOCATED": "1"} if layout.is_colocated else ranks
+def _told(layout: Layout) -> Launched:
+    """What trainers and samplers are both told: each process sees only its own GPUs."""
+    if layout.is_colocated:
+        return Launched(is_launched=True, is_colocated=True)
+    return Launched(is_launched=True, num_ranks=layout.ranks if layout.num_samplers else 1)
 
 
 def _sampler_argv(layout: Layout, path: Path, index: int) -> tuple[str, ...]:

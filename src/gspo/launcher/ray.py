@@ -20,6 +20,7 @@ from gspo.launcher.launch import main
 from gspo.launcher.plan import ADDRESS, RENDEZVOUS, Plan, Process
 from gspo.launcher.ray_actor import ProcessActor
 from gspo.launcher.supervise import LOST_CODE, Say, Start, environment, supervise
+from gspo.system.launched import Launched
 from gspo.system.process import kill, own_children
 
 # Prefixes of environment variables that are copied to the processes on other machines.
@@ -39,7 +40,7 @@ def run(plan: Plan, *, restarts: int, start_timeout: float, say: Say) -> int:
     try:
         group, bundles = _reserve(ray, plan, start_timeout)
         passed_on = {k: v for k, v in os.environ.items() if k.startswith(PASSED_ON)}
-        shared = {"GSPO_SAMPLER_TOKEN": secrets.token_hex(32)} if plan.samplers else {}
+        shared = Launched(token=secrets.token_hex(32)).write() if plan.samplers else {}
 
         def prepare() -> Start:
             rendezvous: list[str] = []  # filled by the first process: the address where the ranks meet

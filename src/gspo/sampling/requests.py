@@ -8,7 +8,7 @@ from gspo.errors import DataError
 from gspo.types import Request
 
 
-def check(request: Request, *, num_vocab: int, max_context: int, sees_text: bool) -> None:
+def validate_request(request: Request, *, num_vocab: int, max_context: int, sees_text: bool) -> None:
     """Refuse what cannot be sampled, by the name of the key that would allow it."""
     who, params, num = f"request {tuple(request.id)}", request.params, len(request.prompt)
     if num == 0:

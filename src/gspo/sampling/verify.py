@@ -22,7 +22,7 @@ class Experts(NamedTuple):
     needed: bool = False  # a sample without routes is none
 
 
-def wrong(
+def invalid_reason(
     request: Request,
     sample: Sample,
     *,
@@ -55,12 +55,12 @@ def wrong(
         return "its weight versions go back"
     if not sample.mask[said:].all() or (sample.turns[said:] != request.id.turn).any():
         return "tokens it sampled are masked, or of another turn"
-    if (why := _wrong_routes(request, sample, experts)) is not None:
+    if (why := _invalid_routes(request, sample, experts)) is not None:
         return why
     return _ending(request, sample, ends, num - said, aborting)
 
 
-def _wrong_routes(request: Request, sample: Sample, experts: Experts) -> str | None:
+def _invalid_routes(request: Request, sample: Sample, experts: Experts) -> str | None:
     """Of a mixture's sample: [tokens, layers, experts per token], and the same for its prompt; or neither."""
     prefix = request.prefix if request.prefix is not None and len(request.prefix.tokens) else None
     both = {"routes": (sample.routes, len(sample.tokens)), "prompt_routes": (sample.prompt_routes, len(request.prompt))}

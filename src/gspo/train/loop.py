@@ -44,7 +44,7 @@ from gspo.runs.state import State
 from gspo.system.clock import PROFILED_STEPS, Clock, timeline
 from gspo.system.files import to_json, write_run_file
 from gspo.system.heartbeat import watched
-from gspo.train.build import servers as remote
+from gspo.system.launched import Launched
 from gspo.train.build.compute import num_ranks, set_threads
 from gspo.train.build.data import make_data, refuse_long_prompts
 from gspo.train.build.episodes import make_environment, make_episodes
@@ -335,7 +335,11 @@ class Trainer:
         critic = self.critic and self.critic.trained
         self.state = resume(self.run, config, self.policy, self.optimizer, self.identity, self.say, critic) or started
         self.display.start_at(self.state.step)
-        opened = {"step": self.state.step, "total_steps": self.total_steps, "in_process": not remote.num_servers()}
+        opened = {
+            "step": self.state.step,
+            "total_steps": self.total_steps,
+            "in_process": not Launched.read().num_samplers,
+        }
         self.world.broadcast_command("open", opened)
         self.sampler = make_sampler(config, self.policy, self.tokenizer, self.state.step, self.run.path, self.say)
         self.ahead = make_producer(

@@ -15,11 +15,12 @@ from gspo.config import Loaded, dump
 from gspo.config.layout import layout_of
 from gspo.errors import ConfigError
 from gspo.system.gpus import visible_gpus
+from gspo.system.launched import Launched
 
 
 def is_launched() -> bool:
     """Whether a launcher, ours or torchrun, started this process: then it is a rank and starts nobody."""
-    return bool(os.environ.get("GSPO_LAUNCHED") or os.environ.get("RANK"))
+    return bool(Launched.read().is_launched or os.environ.get("RANK"))
 
 
 def hand_over(loaded: Loaded) -> None:

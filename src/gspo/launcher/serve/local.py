@@ -23,10 +23,11 @@ from gspo.errors import ConfigError, GspoError
 from gspo.faults import reached
 from gspo.models.loading import load_tokenizer
 from gspo.sampling.remote.discovery import register, unregister
+from gspo.sampling.remote.identity import context_limit, end_tokens, identity_of
 from gspo.sampling.remote.server import SamplerEngine, SamplerServer
-from gspo.sampling.weights.publish import sequence_logp
+from gspo.sampling.weights.probe import sequence_logp
+from gspo.system.launched import Launched
 from gspo.system.process import die_with_parent
-from gspo.train.build import servers as remote
 from gspo.train.build.compute import published_dtype
 from gspo.train.build.policy import whole_model
 from gspo.train.build.sampler import local_sampler, sends_adapter
@@ -43,7 +44,7 @@ def serve(
     latency_s: float = 0.0,
 ) -> None:
     """Load the model, say where we are, serve until SIGTERM."""
-    remote.token()
+    Launched.read().required_token()
     reached("sampler.start")
     config = load(config_path).config
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -54,14 +55,14 @@ def serve(
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
     model = whole_model(config, tokenizer, published_dtype(config), with_adapter=sends_adapter(config))
     sampler = local_sampler(config, model, tokenizer, -1)
-    facts = remote.facts_of(
+    identity = identity_of(
         model,
         seed=config.seed,
-        ends=remote.end_tokens(model, tokenizer),
-        max_context=remote.context_of(model, config.gconfig.max_tokens),
+        ends=end_tokens(model, tokenizer),
+        max_context=context_limit(model, config.gconfig.max_tokens),
         dtype=model.dtype,
     )
-    engine = SamplerEngine(sampler, facts=facts, score=partial(sequence_logp, model), latency_s=latency_s)
+    engine = SamplerEngine(sampler, identity=identity, score=partial(sequence_logp, model), latency_s=latency_s)
     announce(
         engine,
         index,
@@ -84,7 +85,7 @@ def announce(
 ) -> None:
     """Serve an engine until SIGTERM, and say in `folder` where. `watch` is given what ends it, and runs beside it."""
     try:
-        server = SamplerServer(engine, remote.token(), host=host, port=port)
+        server = SamplerServer(engine, Launched.read().required_token(), host=host, port=port)
     except OSError as cause:
         raise ConfigError(f"the sampler server cannot listen on {host}:{port} ({cause}); see --host") from cause
 

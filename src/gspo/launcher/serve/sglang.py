@@ -22,7 +22,7 @@ from gspo.launcher.serve.local import answer, arguments
 from gspo.launcher.serve.vllm import (
     Start,
     as_folder,
-    facts_for,
+    identity_for,
     make_sampler,
     max_running,
     model_folder,
@@ -37,17 +37,17 @@ from gspo.train.build.compute import device_and_dtype
 def serve(config_path: Path, index: int, folder: Path, *, host: str = "127.0.0.1", port: int = 0) -> None:
     config, layout = opened(config_path, "sglang")
     source = model_folder(config, folder / f"sglang_model_{index}")
-    url, facts = engines.url_of("sglang", config.sglang, index, layout.num_samplers), facts_for(config, source)
+    url, identity = engines.url_of("sglang", config.sglang, index, layout.num_samplers), identity_for(config, source)
     with tempfile.TemporaryDirectory(prefix="gspo-sglang-") as private:
         if url is None:
             at, key = _free_port(), secrets.token_hex(32)
             endpoint = Endpoint(f"http://127.0.0.1:{at}", key=key)
-            start = command(config, layout, source, facts["max_context"], at, secret(Path(private), key))
+            start = command(config, layout, source, identity["max_context"], at, secret(Path(private), key))
         else:
             endpoint, start = Endpoint(url, key=os.environ.get("SGLANG_API_KEY")), None
         can_sleep = bool(config.sglang.get("enable_memory_saver"))
-        make = partial(make_sampler, SglangSampler, config, facts, endpoint, can_sleep)
-        stand_before(config, index, folder, endpoint, start, make, facts, host=host, port=port)
+        make = partial(make_sampler, SglangSampler, config, identity, endpoint, can_sleep)
+        stand_before(config, index, folder, endpoint, start, make, identity, host=host, port=port)
 
 
 def command(config: Config, layout: Layout, source: str, max_context: int, port: int, secret: Path) -> Start:

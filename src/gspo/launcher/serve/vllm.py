@@ -38,9 +38,10 @@ from gspo.models import cache
 from gspo.models.loading import EMBEDDED, load_model, load_tokenizer, locate
 from gspo.models.lora import write_adapter
 from gspo.sampling.engines.vllm import EXTENSION, NAME, WORKER_FOLDER, Endpoint, VllmSampler
+from gspo.sampling.remote.identity import context_limit, end_tokens, identity_of
 from gspo.sampling.remote.server import SamplerEngine
-from gspo.sampling.weights.publish import check_finite, fetch
-from gspo.train.build import servers as remote
+from gspo.sampling.weights.load import check_finite, fetch
+from gspo.system.launched import TOKEN, Launched
 from gspo.train.build.compute import device_and_dtype, published_dtype
 from gspo.train.build.policy import add_configured_adapter
 from gspo.train.build.sampler import decoder, sends_adapter
@@ -63,24 +64,26 @@ def serve(
     config, layout = opened(config_path, "vllm", dry_run)
     source = model_folder(config, folder / f"vllm_model_{index}")
     url = engines.url_of("vllm", config.vllm, index, layout.num_samplers)
-    facts = facts_for(config, source)
+    identity = identity_for(config, source)
     with tempfile.TemporaryDirectory(prefix="gspo-vllm-") as private:
         given = None if url is None else Endpoint(url, key=os.environ.get("VLLM_API_KEY"))
         endpoint = given or Endpoint(socket=f"{private}/http")
-        start = command(config, layout, source, facts["max_context"], endpoint)
+        start = command(config, layout, source, identity["max_context"], endpoint)
         if dry_run:
             print(" ".join(f"{name}={shlex.quote(value)}" for name, value in start.env.items()), shlex.join(start.argv))
             return
-        can_sleep = layout.gpus_per_node > 0 and bool(config.vllm.get("enable_sleep_mode", is_colocated()))
+        can_sleep = layout.gpus_per_node > 0 and bool(
+            config.vllm.get("enable_sleep_mode", Launched.read().is_colocated)
+        )
         kind = partial(VllmSampler, adapters=adapter_folders(config, source, Path(private)))
-        make = partial(make_sampler, kind, config, facts, endpoint, can_sleep)
-        stand_before(config, index, folder, endpoint, None if given else start, make, facts, host=host, port=port)
+        make = partial(make_sampler, kind, config, identity, endpoint, can_sleep)
+        stand_before(config, index, folder, endpoint, None if given else start, make, identity, host=host, port=port)
 
 
 def opened(config_path: Path, engine: str, dry_run: bool = False) -> tuple[Config, Layout]:
     """The run's config and layout; ConfigError where they do not ask for this engine."""
     if not dry_run:
-        remote.token()
+        Launched.read().required_token()
         reached("sampler.start")
     config = load(config_path).config
     layout = layout_of(config, torch.cuda.device_count())
@@ -98,7 +101,7 @@ def stand_before(
     endpoint: Endpoint,
     start: Start | None,
     make: Callable[[], VllmSampler],
-    facts: Mapping[str, Any],
+    identity: Mapping[str, Any],
     *,
     host: str,
     port: int,
@@ -109,7 +112,7 @@ def stand_before(
         await_ready(endpoint, child, config.rollout.request_timeout)
         sampler, gone = make(), []
         said = sampler.introduce()
-        engine = SamplerEngine(sampler, facts=facts, score=sampler.score, load=sampler.load_published)
+        engine = SamplerEngine(sampler, identity=identity, score=sampler.score, load=sampler.load_published)
         patience_s = max(config.rollout.request_timeout / 3, 5.0)
         announce(
             engine,
@@ -128,24 +131,20 @@ def stand_before(
 
 
 def make_sampler(
-    kind: Callable[..., VllmSampler], config: Config, facts: Mapping[str, Any], endpoint: Endpoint, can_sleep: bool
+    kind: Callable[..., VllmSampler], config: Config, identity: Mapping[str, Any], endpoint: Endpoint, can_sleep: bool
 ) -> VllmSampler:
     return kind(
         endpoint,
         seed=config.seed,
-        num_vocab=facts["num_vocab"],
-        max_context=facts["max_context"],
-        eos_token_ids=facts["ends"],
+        num_vocab=identity["num_vocab"],
+        max_context=identity["max_context"],
+        eos_token_ids=identity["ends"],
         decode=decoder(load_tokenizer(config.tokenizer_path or config.actor.path)),
         concurrent=max_running(config),
         retries=config.rollout.request_retries,
         can_sleep=can_sleep,
         load_s=config.rollout.request_timeout,
     )
-
-
-def is_colocated() -> bool:
-    return bool(os.environ.get(remote.COLOCATED))
 
 
 def max_running(config: Config) -> int:
@@ -175,18 +174,18 @@ def as_folder(path: str) -> str:
     return str(embedded.folder(path))
 
 
-def facts_for(config: Config, source: str) -> dict[str, Any]:
-    """What the trainer will compare (`remote.facts_of`), of the model's config alone: the weights are vLLM's."""
+def identity_for(config: Config, source: str) -> dict[str, Any]:
+    """What the trainer will compare (`identity_of`), of the model's config alone: the weights are vLLM's."""
     dtype = published_dtype(config) or device_and_dtype(config)[1]
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
     model = without_weights(source)
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(source)
-    return remote.facts_of(
+    return identity_of(
         model,
         seed=config.seed,
-        ends=remote.end_tokens(model, tokenizer),
-        max_context=remote.context_of(model, config.gconfig.max_tokens),
+        ends=end_tokens(model, tokenizer),
+        max_context=context_limit(model, config.gconfig.max_tokens),
         dtype=dtype,
     )
 
@@ -233,7 +232,7 @@ def command(config: Config, layout: Layout, source: str, max_context: int, endpo
         )
     options.setdefault("dtype", str(device_and_dtype(config)[1]).removeprefix("torch."))
     options.setdefault("worker_extension_cls", EXTENSION)
-    if is_colocated():
+    if Launched.read().is_colocated:
         options.setdefault("enable_sleep_mode", True)
     if sends_adapter(config):
         options.setdefault("enable_lora", True)
@@ -282,7 +281,7 @@ def _environment(config: Config, layout: Layout, on_cpu: bool) -> dict[str, str]
 def run(start: Start) -> subprocess.Popen[bytes]:
     """Start vLLM as a child that the kernel ends with this process; it writes to the same log."""
     env = {**os.environ, **start.env}
-    env.pop(remote.TOKEN, None)
+    env.pop(TOKEN, None)
     # By its command line: training does not import the launcher.
     tied = [sys.executable, "-m", "gspo.system.process", str(os.getpid())]
     print(f"starting {shlex.join(start.argv)}", flush=True)

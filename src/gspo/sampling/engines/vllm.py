@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 
 from gspo import rng
 from gspo.errors import ConfigError, RolloutError, WeightSyncError
-from gspo.sampling.requests import check
-from gspo.sampling.verify import wrong
+from gspo.sampling.requests import validate_request
+from gspo.sampling.verify import invalid_reason
 from gspo.types import FinishReason, Request, Sample, SampleId
 
 if TYPE_CHECKING:
@@ -119,7 +119,9 @@ class VllmSampler:
         if self._closed:
             raise RolloutError("the sampler is closed: nothing can be submitted")
         for request in requests:
-            check(request, num_vocab=self._num_vocab, max_context=self._max_context, sees_text=self._decode is not None)
+            validate_request(
+                request, num_vocab=self._num_vocab, max_context=self._max_context, sees_text=self._decode is not None
+            )
         for request in requests:
             if request.prefix is not None and len(request.prefix.tokens) >= request.params.max_new_tokens:
                 self._done.append(replace(request.prefix, id=request.id, finish="length"))
@@ -329,7 +331,9 @@ class VllmSampler:
         if request.params.stop and self._decode is not None:
             sample = _up_to_stop(sample, request, self._decode)
         versions = (flight.version, flight.version)
-        if why := wrong(request, sample, num_vocab=self._num_vocab, ends=self._ends, versions=versions, aborting=True):
+        if why := invalid_reason(
+            request, sample, num_vocab=self._num_vocab, ends=self._ends, versions=versions, aborting=True
+        ):
             raise LieError(why)
         self._counts["sampled_tokens"] += len(tokens)
         if sample.finish == "abort":  # by us, or by somebody else who has paused this server

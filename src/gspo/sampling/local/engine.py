@@ -38,8 +38,8 @@ from gspo.sampling.local.cache import (
 )
 from gspo.sampling.local.draw import draw, warp
 from gspo.sampling.local.rows import Rows
-from gspo.sampling.requests import check
-from gspo.sampling.weights.publish import copy_weights
+from gspo.sampling.requests import validate_request
+from gspo.sampling.weights.load import copy_weights
 from gspo.types import FinishReason, Request, Sample, SampleId, SamplingParams
 
 Tokens = tuple[int, ...]
@@ -118,7 +118,7 @@ class LocalSampler:
         if self._closed:
             raise RolloutError("the sampler is closed: nothing can be submitted")
         for request in requests:  # all are checked before any is queued
-            check(
+            validate_request(
                 request,
                 num_vocab=self._num_vocab,
                 max_context=self._max_context,

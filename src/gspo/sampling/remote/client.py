@@ -26,9 +26,12 @@ from gspo.errors import RolloutError, WeightSyncError
 from gspo.sampling.remote import protocol as wire
 from gspo.sampling.remote.discovery import Address, given_up, registered
 from gspo.sampling.remote.transport import Channel, RefusedError
-from gspo.sampling.requests import check
-from gspo.sampling.verify import Experts, wrong
-from gspo.sampling.weights import publish as weights
+from gspo.sampling.requests import validate_request
+from gspo.sampling.verify import Experts, invalid_reason
+from gspo.sampling.weights.broadcast import Broadcaster, Published
+from gspo.sampling.weights.probe import ScoreSequences, mismatch, probe_sequences
+from gspo.sampling.weights.publish import publish
+from gspo.sampling.weights.store import ChooseStore
 from gspo.types import Request, Sample
 
 if TYPE_CHECKING:
@@ -87,8 +90,8 @@ class _Link:
 class HttpSampler:
     """Implements `gspo.sampling.api.Sampler` over the servers that register in `folder`.
 
-    facts       what every server must be: model, seed, vocabulary, end-of-sequence tokens; others are refused
-    place       where a version is published, given the servers' addresses: a folder, or a hub that sends it
+    identity    what every server must be: model, seed, vocabulary, end-of-sequence tokens; others are refused
+    weight_store  where a version is published, given the servers' addresses
     reference   the trainer's own log-probs of the probe, at the weights just published; None: servers are compared
                 with the first that loaded them
     timeout_s   without any answer for so long the run fails (rollout.request_timeout)
@@ -105,12 +108,12 @@ class HttpSampler:
         count: int,
         token: str,
         *,
-        facts: Mapping[str, Any],
+        identity: Mapping[str, Any],
         max_context: int,
         ends: Collection[int],
-        place: Callable[[Sequence[Address | None]], Path | weights.Hub],
+        weight_store: ChooseStore,
         dtype: torch.dtype,
-        reference: weights.Score | None,
+        reference: ScoreSequences | None,
         sees_text: bool = True,
         timeout_s: float = 3600.0,
         retries: int = 3,
@@ -120,9 +123,9 @@ class HttpSampler:
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.version = -1
-        self._folder, self._token, self._facts = folder, token, dict(facts)
-        self._num_vocab, self._max_context, self._sees_text = int(facts["num_vocab"]), max_context, sees_text
-        self._ends, self._place_for, self._dtype, self._reference = frozenset(ends), place, dtype, reference
+        self._folder, self._token, self._identity = folder, token, dict(identity)
+        self._num_vocab, self._max_context, self._sees_text = int(identity["num_vocab"]), max_context, sees_text
+        self._ends, self._weight_store, self._dtype, self._reference = frozenset(ends), weight_store, dtype, reference
         self._timeout_s, self._retries, self._say, self._experts = timeout_s, retries, say, experts
         self._join_s, self._colocated, self._asleep = join_s, colocated, False
         # So that a server can be given up and its work be done by others before the whole batch is late.
@@ -136,8 +139,8 @@ class HttpSampler:
         self._done: deque[Sample] = deque()
         self._partial: list[Sample] | None = None  # where an abort gathers
         self._paused = self._closed = False
-        self._published: weights.Published | weights.Offer | None = None
-        self._probe = weights.probe_sequences(self._num_vocab)
+        self._published: Published | None = None
+        self._probe = probe_sequences(self._num_vocab)
         self._expected: list[NDArray] | None = None
         self._started = self._without_since = time.monotonic()
         self._fatal: Exception | None = None
@@ -157,7 +160,9 @@ class HttpSampler:
         if self._closed:
             raise RolloutError("the sampler is closed: nothing can be submitted")
         for request in requests:
-            check(request, num_vocab=self._num_vocab, max_context=self._max_context, sees_text=self._sees_text)
+            validate_request(
+                request, num_vocab=self._num_vocab, max_context=self._max_context, sees_text=self._sees_text
+            )
         with self._changed:
             tickets = []
             for request in requests:
@@ -243,9 +248,9 @@ class HttpSampler:
         first = self._published is None
         if first:
             self._await_registrations()
-        place = self._place_for([registered(self._folder, link.index) for link in self._links])
-        is_hub = isinstance(place, weights.Hub)
-        published = place.publish(version, tensors) if is_hub else weights.publish(place, version, tensors)
+        store = self._weight_store([registered(self._folder, link.index) for link in self._links])
+        is_broadcast = isinstance(store, Broadcaster)
+        published = store.publish(version, tensors) if is_broadcast else publish(store, version, tensors)
         expected = None if self._reference is None else self._reference(self._probe)
         with self._changed:
             before, self._published, self._expected = self._published, published, expected
@@ -446,7 +451,7 @@ class HttpSampler:
         if link.barred == boot:
             raise _LostError(link.reason)
         theirs = wire.field(reply, "facts", dict)
-        for name, value in self._facts.items():
+        for name, value in self._identity.items():
             if theirs.get(name) != value:
                 link.lies = self._retries  # it will not become another one
                 raise _LieError(f"its {name} is {theirs.get(name)!r}, the trainer's {value!r}")
@@ -508,7 +513,7 @@ class HttpSampler:
                 self._counts["late_samples"] += 1
                 return
             aborting = self._partial is not None
-            why = wrong(
+            why = invalid_reason(
                 ticket.request,
                 sample,
                 num_vocab=self._num_vocab,
@@ -527,7 +532,7 @@ class HttpSampler:
                 self._done.append(sample)
             self._changed.notify_all()
 
-    def _sync(self, link: _Link, published: weights.Published | weights.Offer) -> None:
+    def _sync(self, link: _Link, published: Published) -> None:
         """Have a server take the published version, and compare what it then says with what the trainer says."""
         body = {
             "session": self._session,
@@ -577,7 +582,7 @@ class HttpSampler:
             self._assign(pending)
             self._changed.notify_all()
 
-    def _compare(self, probe: Any, published: weights.Published | weights.Offer) -> None:
+    def _compare(self, probe: Any, published: Published) -> None:
         try:
             values = [np.array(row, dtype=np.float64) for row in probe]
         except (TypeError, ValueError):
@@ -587,7 +592,7 @@ class HttpSampler:
                 return
             if self._expected is None:
                 self._expected = values
-            if (why := weights.differ(values, self._expected, self._dtype)) is not None:
+            if (why := mismatch(values, self._expected, self._dtype)) is not None:
                 raise _LieError(f"weight version {published.version}: {why}")
 
     # HTTP

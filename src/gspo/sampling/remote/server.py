@@ -28,8 +28,10 @@ from gspo.faults import reached
 from gspo.sampling.api import Sampler
 from gspo.sampling.engines.inside_vllm import gspo_collective as collective
 from gspo.sampling.remote import protocol as wire
-from gspo.sampling.weights import publish as weights
+from gspo.sampling.weights.load import fetch
+from gspo.sampling.weights.probe import ScoreSequences
 from gspo.system.http import GuardedHandler, GuardedServer, RefusedCallError
+from gspo.system.launched import MIN_TOKEN_CHARS, TOKEN
 from gspo.types import Sample, SampleId
 
 MAX_BODY = 256 * 2**20  # a batch of 10⁴ requests with prompts of 10³ tokens takes 50 MB
@@ -43,7 +45,7 @@ IDLE_S = 3600.0  # a trainer's connection may be silent between two steps
 class SamplerEngine:
     """A sampler, its one thread, and what of its work is not confirmed yet.
 
-    `facts` say what it is (model, seed, …), for the client to compare. `score` gives log-probs of given tokens, to
+    `identity` says what it is (model, seed, …), for the client to compare. `score` gives log-probs of given tokens, to
     verify new weights. `load` takes (version, path, sha256) where another process reads the published file; without it
     the file is read here. `latency_s` is slept at every token: a slow sampler for measurements.
     """
@@ -52,13 +54,13 @@ class SamplerEngine:
         self,
         sampler: Sampler,
         *,
-        facts: Mapping[str, Any],
-        score: weights.Score | None = None,
+        identity: Mapping[str, Any],
+        score: ScoreSequences | None = None,
         load: Callable[[int, str, str], None] | None = None,
         latency_s: float = 0.0,
     ) -> None:
         self.boot = secrets.token_hex(8)  # another one: this server has started anew and knows nothing
-        self.facts, self._score, self._load_file, self._latency_s = dict(facts), score, load, latency_s
+        self.identity, self._score, self._load_file, self._latency_s = dict(identity), score, load, latency_s
         self._sampler = sampler
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._news = threading.Condition()
@@ -94,7 +96,7 @@ class SamplerEngine:
                 self._finished.clear()
 
         self._ask(take)
-        return {"facts": self.facts, **self.state()}
+        return {"facts": self.identity, **self.state()}
 
     def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Queue requests, each under a key of the client's; a known key is left alone."""
@@ -264,7 +266,7 @@ class SamplerEngine:
             load = None
             if self._loaded != wanted:
                 if self._load_file is None:
-                    load = partial(self._sampler.load_weights, wanted[0], weights.fetch(path, wanted[1]).items())
+                    load = partial(self._sampler.load_weights, wanted[0], fetch(path, wanted[1]).items())
                 else:
                     load = partial(self._load_file, wanted[0], path, wanted[1])
             reached("sampler.load")
@@ -318,8 +320,8 @@ class SamplerServer(GuardedServer):
     def __init__(
         self, engine: SamplerEngine, token: str, *, host: str = "127.0.0.1", port: int = 0, name: str | None = None
     ) -> None:
-        if len(token) < 16:
-            raise ConfigError("a sampler server needs a token of 16 characters or more in GSPO_SAMPLER_TOKEN")
+        if len(token) < MIN_TOKEN_CHARS:
+            raise ConfigError(f"a sampler server needs a token of {MIN_TOKEN_CHARS} characters or more in {TOKEN}")
         self.engine, self.token = engine, token.encode()
         names = (name or host, host, "127.0.0.1", "localhost")
         super().__init__(
@@ -380,7 +382,7 @@ class _Handler(GuardedHandler):
         scheme, token = self.presented()
         has_token = scheme == "Bearer" and hmac.compare_digest(token, server.token)
         hosts = self.headers.get_all("Host", [])
-        self.check_sender(hosts, has_token, "the token of GSPO_SAMPLER_TOKEN is missing or wrong")
+        self.check_sender(hosts, has_token, f"the token of {TOKEN} is missing or wrong")
         path = self.path.partition("?")[0]
         if not any(path == known for _, known in server.routes):
             raise RefusedCallError(404, "route", "no such route")

@@ -10,7 +10,7 @@ import torch
 
 from gspo.config.backends import TRAINERS, parse_backend
 from gspo.config.schema import Config
-from gspo.train.build import servers as remote
+from gspo.system.launched import Launched
 
 
 def device_and_dtype(config: Config) -> tuple[torch.device, torch.dtype]:
@@ -47,4 +47,4 @@ def published_dtype(config: Config) -> torch.dtype | None:
 
 def has_ranks(config: Config) -> bool:
     """Whether several ranks train, as trainer and sampler servers both know."""
-    return (num_ranks(config) or int(os.environ.get(remote.RANKS, "1"))) > 1
+    return (num_ranks(config) or Launched.read().num_ranks) > 1

@@ -11,7 +11,7 @@ from gspo.envs.agents.agent import Agents, find_agent
 from gspo.envs.chat import Chat
 from gspo.envs.driver import Environment, Episodes
 from gspo.envs.find import find_environment
-from gspo.train.build import servers as remote
+from gspo.system.launched import Launched
 
 
 def make_environment(config: Config, given: Any) -> Environment | None:
@@ -35,7 +35,7 @@ def make_episodes(config: Config, environment: Environment, data: Data, tokenize
         max_context=max_context,
         max_turns=config.env.max_turns,
         timeout_s=config.env.timeout,
-        rounds=not remote.num_servers(),
+        rounds=not Launched.read().num_samplers,
         request_timeout_s=config.rollout.request_timeout,
         at_once=config.rollout.max_concurrent_rollouts or getattr(environment, "at_once", 256),
     )

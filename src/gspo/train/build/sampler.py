@@ -20,9 +20,11 @@ from gspo.sampling.api import Sampler
 from gspo.sampling.local.engine import LocalSampler
 from gspo.sampling.local.rounded import RoundedSampler
 from gspo.sampling.remote.client import JOIN_S
-from gspo.train.build import servers as remote
+from gspo.sampling.remote.identity import end_tokens
+from gspo.system.launched import Launched
 from gspo.train.build.compute import has_ranks
 from gspo.train.build.policy import whole_model
+from gspo.train.build.servers import connect
 from gspo.types import SamplingParams
 
 ENGINES = ("vllm", "sglang")
@@ -38,14 +40,14 @@ def make_sampler(
     say: Callable[[str], None] = print,
 ) -> Sampler:
     """The sampler servers that the launcher started for this run, else the in-process one on the policy's weights."""
-    if run is None or not remote.num_servers():
+    if run is None or not Launched.read().num_samplers:
         if policy.world.size == 1:
             return local_sampler(config, policy.model, tokenizer, version)
         model = whole_model(config, tokenizer, policy.compute_dtype, with_adapter=True)
         local = local_sampler(config, model, tokenizer, version)
         local.load_weights(version, weights_for(config, local, policy))
         return local
-    sampler = remote.connect(
+    sampler = connect(
         policy,
         tokenizer,
         run,
@@ -56,7 +58,7 @@ def make_sampler(
         retries=config.rollout.request_retries,
         needs_routes=config.actor.routing_replay == "rollout",
         join_s=ENGINE_START_S if engine_of(config) else JOIN_S,
-        computes_in=sampler_dtype(config),
+        sampler_dtype=sampler_dtype(config),
         say=say,
     )
     try:
@@ -92,7 +94,7 @@ def local_sampler(config: Config, model: Any, tokenizer: Any, version: int) -> L
     return make(
         model,
         seed=config.seed,
-        eos_token_ids=remote.end_tokens(model, tokenizer),
+        eos_token_ids=end_tokens(model, tokenizer),
         decode=decoder(tokenizer),
         max_rows=config.rollout.max_concurrent_rollouts or 256,
         max_context=config.gconfig.max_tokens,

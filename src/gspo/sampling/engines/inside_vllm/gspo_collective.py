@@ -27,7 +27,7 @@ MESSAGE = 256 * 2**20  # bytes
 MEET_S = 30.0  # until a process of the server finds the store
 
 
-def meeting_place(host: str) -> Any:
+def open_store(host: str) -> Any:
     """A store that listens at this address of the machine alone; torch's own choice would be all of them."""
     listening = socket.create_server((host, 0))
     port = listening.getsockname()[1]

@@ -1,0 +1,46 @@
+"""The weights probe: log-probs of fixed random sequences tell whether two processes hold the same model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gspo import rng
+
+# Log-probs of every token but the first of each sequence.
+ScoreSequences = Callable[[Sequence[Sequence[int]]], list[NDArray[np.float32]]]
+
+# Largest |log-prob difference| between two correct computations of the probe, by the dtype of the weights.
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.1}
+
+
+def probe_sequences(num_vocab: int, count: int = 3, length: int = 12) -> list[list[int]]:
+    """`count` fixed random sequences of `length` tokens."""
+    return rng.generator(0, "weights probe").integers(0, num_vocab, (count, length)).tolist()
+
+
+def sequence_logp(model: Any, sequences: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+    """Log-probs of every token but the first of each sequence, by a plain forward pass."""
+    values = []
+    with torch.no_grad():
+        for tokens in sequences:
+            ids = torch.tensor([list(tokens)], device=model.device)  # [1, T]
+            logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0]  # [T−1, V]
+            logp = torch.log_softmax(logits.double(), -1).gather(1, ids[0, 1:, None])[:, 0]  # [T−1]
+            values.append(logp.float().cpu().numpy())
+    return values
+
+
+def mismatch(one: Sequence[NDArray], other: Sequence[NDArray], dtype: torch.dtype) -> str | None:
+    """Why two probe results come from different weights; None if they agree."""
+    if [len(row) for row in one] != [len(row) for row in other]:
+        return "the probe result has another number of log-probs"
+    gap = float(np.abs(np.concatenate(one) - np.concatenate(other)).max())
+    bound = TOLERANCE.get(dtype, 0.2)
+    if gap <= bound:  # False for NaN
+        return None
+    return f"log-probs of the probe differ by {gap:.2g} (allowed {bound:g}): it samples from another model"

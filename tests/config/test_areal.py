@@ -8,7 +8,7 @@ from areal_files import NEW, OLD
 
 from gspo.config import effective_objective, load, value_of
 from gspo.config.migrate.areal import rules
-from gspo.config.validate import known_keys
+from gspo.config.schema import known_keys
 from gspo.errors import ConfigError
 
 AUTO = "auto is one process here"

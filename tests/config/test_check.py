@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from gspo.config import dump, load
-from gspo.config.validate import known_keys
+from gspo.config.schema import known_keys
 from gspo.errors import ConfigError
 
 
@@ -67,12 +67,12 @@ def test_a_key_like_no_other_is_told_where_the_list_is():
         ("actor.eps_clip=automatic", ["actor.eps_clip must be a number or auto or null", "did you mean auto"]),
         ("actor.eps_clip=1.5", ["actor.eps_clip", "at most 1"]),
         ("actor.dtype=bf16", ["actor.dtype must be one of auto, float32", "did you mean bfloat16"]),
-        ("trial_name=yes", ["trial_name must be a text", "quotes"]),
+        ("trial_name=yes", ["trial_name must be a string", "quotes"]),
         ("trial_name=../up", ["trial_name", "folder name"]),
         ("experiment_name=..", ["experiment_name", "folder name"]),
         ("actor=3", ["actor must be a section", "integer 3"]),
         ("reward.weights=[1, x]", ["reward.weights must be a number", "'x'"]),
-        ("reward.functions=numeric", ["reward.functions must be a list of texts"]),
+        ("reward.functions=numeric", ["reward.functions must be a list of strings"]),
         ("vllm=[1]", ["vllm must be a mapping"]),
         ("vllm.x=.nan", ["vllm", "finite"]),
         ("algorithm=gpso", ["algorithm must be one of gspo", "did you mean gspo"]),
@@ -154,7 +154,7 @@ def test_a_list_of_sections_is_checked_key_by_key():
 def test_a_list_may_mix_texts_and_mappings():
     functions = load(None, ["reward.functions=[math, {name: final, marker: '='}]"]).config.reward.functions
     assert functions == ["math", {"name": "final", "marker": "="}]
-    with pytest.raises(ConfigError, match=r"reward\.functions must be a text, got a list"):
+    with pytest.raises(ConfigError, match=r"reward\.functions must be a string, got a list"):
         load(None, ["reward.functions=[[math]]"])
 
 

@@ -13,7 +13,7 @@ from areal_files import NEW, OLD
 from gspo.algorithms import ALGORITHMS
 from gspo.config import digest, document, dump, effective_objective, load
 from gspo.config.migrate.areal import rules
-from gspo.config.validate import known_keys
+from gspo.config.schema import known_keys
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))

@@ -10,7 +10,7 @@ import pytest
 from gspo.config import load
 from gspo.config.document import migrating
 from gspo.config.migrate.other_systems import find, table
-from gspo.config.validate import known_keys
+from gspo.config.schema import known_keys
 from gspo.errors import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"

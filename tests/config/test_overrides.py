@@ -7,7 +7,7 @@ import json
 import pytest
 
 from gspo.config import load
-from gspo.config.validate import known_keys
+from gspo.config.schema import known_keys
 from gspo.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -17,8 +17,7 @@ from gspo.config.interpolate import escape
 from gspo.config.loaded import Loaded
 from gspo.config.migrate import areal, other_systems
 from gspo.config.resolve import proximal_policy
-from gspo.config.schema import Config
-from gspo.config.validate import Key, keys_of, known_keys
+from gspo.config.schema import Config, Key, Section, keys_of, known_keys
 
 
 def dump(loaded: Loaded) -> str:
@@ -29,13 +28,13 @@ def dump(loaded: Loaded) -> str:
 
 
 def _dump_section(section: Any, prefix: str, indent: str, loaded: Loaded) -> Iterable[str]:
-    for entry in fields(section):
-        value, key = getattr(section, entry.name), prefix + entry.name
-        if is_dataclass(value):
-            yield f"{indent}{entry.name}:"
+    for name, value in section:
+        key = prefix + name
+        if isinstance(value, Section):
+            yield f"{indent}{name}:"
             yield from _dump_section(value, key + ".", indent + "  ", loaded)
         else:
-            yield f"{indent}{entry.name}: {_value(value)}  # {_comment(str(loaded.origins[key]))}"
+            yield f"{indent}{name}: {_value(value)}  # {_comment(str(loaded.origins[key]))}"
 
 
 def _comment(text: str) -> str:
@@ -49,8 +48,8 @@ def _value(value: Any) -> str:
         return value if plain else _quoted(escape(value))
     if isinstance(value, list):
         return "[" + ", ".join(map(_value, value)) + "]"
-    if is_dataclass(value) and not isinstance(value, type):
-        value = asdict(value)
+    if isinstance(value, Section):
+        value = value.model_dump()
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_quoted(str(name))}: {_value(child)}" for name, child in value.items()) + "}"
     if value is None or isinstance(value, bool):
@@ -78,7 +77,7 @@ def digest(config: Config) -> str:
     >>> digest(Config()) == digest(Config(seed=1)), digest(Config()) == digest(Config(seed=2))
     (True, False)
     """
-    return hashlib.sha256(json.dumps(asdict(config), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(config.model_dump(), sort_keys=True).encode()).hexdigest()
 
 
 # -- docs/config.md -------------------------------------------------------------------------------------------
@@ -119,11 +118,11 @@ decided it, is `config.yaml` in the run directory and can be loaded again.
 def _key_tables() -> Iterable[str]:
     """One table a section class; sections of the same class are one table, under all their names."""
     keys = known_keys()
-    groups: dict[type | None, list[Key]] = {None: []}
+    groups: dict[Any, list[Key]] = {None: []}
     for key in keys.values():
         if key.section is not None:
             groups.setdefault(key.section, []).append(key)
-        elif key.items is not None and is_dataclass(key.items):
+        elif key.items is not None and issubclass(key.items, Section):
             groups.setdefault(key.items, []).append(replace(key, name=key.name + "[]"))
     for kind, holders in groups.items():
         prefix = holders[0].name + "." if holders else ""

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from gspo.config import validate as check
 from gspo.config import yaml_tree as tree
 from gspo.config.interpolate import interpolate, section_behind
 from gspo.config.loaded import Loaded, Origin, origin_of
 from gspo.config.migrate import areal
 from gspo.config.resolve import resolve, value_of
-from gspo.config.schema import Config
+from gspo.config.schema import Config, known_keys
+from gspo.config.validate import build, unknown_key
 from gspo.config.yaml_tree import Node, Override
 from gspo.errors import ConfigError
 
@@ -38,11 +38,11 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded:
             problems.append(str(error))
     problems += interpolate(root, lambda reference: _elsewhere(root, reference))
     areal.migrate(root, problems, messages)
-    config, places = check.build(root, problems)
+    config, places = build(root, problems)
+    tree.fail(problems)
+    assert config is not None, "a config without problems"
     origins = _origins(config, places)
-    # Values that failed their checks are defaults by now: a resolution problem may only be their echo.
-    if not problems:
-        resolve(config, origins, problems, messages)
+    resolve(config, origins, problems, messages)
     tree.fail(problems)
     return Loaded(config, origins, tree.by_line(messages), path)
 
@@ -53,13 +53,13 @@ def _override(root: Node, override: Override, problems: list[str]) -> None:
         tree.put(root, override.key, override.node)
         return
     if not _is_known(override.key):
-        problems.append(check.unknown_key(override.key, tree.COMMAND_LINE))
+        problems.append(unknown_key(override.key, tree.COMMAND_LINE))
     for key in (override.key, *areal.spellings(override.key)):
         tree.pop(root, key)
 
 
 def _is_known(key: str) -> bool:
-    keys = check.known_keys()
+    keys = known_keys()
     free = (name for name, known in keys.items() if known.free)
     return key in keys or areal.is_known(key) or any(key.startswith(name + ".") for name in free)
 
@@ -80,7 +80,7 @@ def _elsewhere(root: Node, reference: str) -> Node | None:
         node = tree.get(root, spelling)
         if node is not None:
             return node
-    key = check.known_keys().get(areal.renamed(reference))
+    key = known_keys().get(areal.renamed(reference))
     if key is not None:
         return Node({} if key.section is not None and not key.nullable else _default_node(key.default), "default")
     return Node(None, "default") if areal.is_known(reference) else None
@@ -93,7 +93,7 @@ def _default_node(default: object) -> object:
 def _origins(config: Config, places: dict[str, str]) -> dict[str, Origin]:
     """Who decided each key so far; a null that means "decide for me" is not a decision."""
     origins: dict[str, Origin] = {}
-    for name, key in check.known_keys().items():
+    for name, key in known_keys().items():
         section = name.rpartition(".")[0]
         if section and value_of(config, section) is None:
             continue
@@ -102,6 +102,6 @@ def _origins(config: Config, places: dict[str, str]) -> dict[str, Origin]:
             if name in places and key.nullable:
                 origins[name] = origin_of(places[name])
             continue
-        unset = name not in places or (value is None and key.leaves_choice)
+        unset = name not in places or (value is None and key.null_is_unset)
         origins[name] = Origin("default") if unset else origin_of(places[name])
     return origins

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict
 
 from gspo.algorithms import ALGORITHMS, CORRECTIONS, LEVEL_DEFAULTS, Algorithm
@@ -129,9 +129,8 @@ def _correction_form(correction: Correction | None, level: str) -> dict[str, Any
     # Without bounds the weight π_old/μ itself: a truncation that never bites. Of a sequence it is the geometric mean
     # over tokens, as its ratio is: a product collapses with length.
     own = "token" if level == "token" else "sequence"
-    form = asdict(correction if correction is not None else Correction(level=own, action="clamp", upper=None))
-    form.pop("preset")  # its values are in the other keys by now
-    return form
+    form = correction if correction is not None else Correction(level=own, action="clamp", upper=None)
+    return form.model_dump(exclude={"preset"})  # its values are in the other keys by now
 
 
 _NAMED_NORMS = {
@@ -186,7 +185,7 @@ class _Resolver:
 
     def override(self, key: str, value: Any, origin: Origin) -> None:
         owner, name = _owner(self.config, key)
-        setattr(owner, name, value)
+        object.__setattr__(owner, name, value)  # no one else has this config yet
         self.origins[key] = origin
 
     def fill_from(self, key: str, source: str) -> None:
@@ -343,11 +342,11 @@ class _Resolver:
     def evaluation(self) -> None:
         """Evaluation samples once and greedily unless its section says how; lengths and stops as in training."""
         config = self.config
-        given = {name for name in asdict(config.gconfig) if self.is_set(f"eval_gconfig.{name}")}
+        given = {name for name in Generation.model_fields if self.is_set(f"eval_gconfig.{name}")}
         greedy = not given & {"n_samples", "temperature", "top_p", "top_k"}
-        usual = asdict(replace(config.gconfig, n_samples=1, greedy=greedy))
+        usual = config.gconfig.model_dump() | {"n_samples": 1, "greedy": greedy}
         if config.eval_gconfig is None:
-            config.eval_gconfig = Generation()
+            object.__setattr__(config, "eval_gconfig", Generation())
             self.origins.pop("eval_gconfig", None)
         for name, value in usual.items():
             if name not in given:

@@ -249,7 +249,7 @@ def describe(node: Node) -> str:
     if isinstance(value, list):
         return "a list"
     if isinstance(value, str):
-        return f"the text {clip(value)!r}"
+        return f"the string {clip(value)!r}"
     return f"{'the integer' if isinstance(value, int) else 'the number'} {node.text or value}"
 
 

@@ -37,8 +37,8 @@ def one_of_each(loaded: Loaded, folder: Path, num_gpus: int, *, with_server: boo
 
     `with_server`: one of our own even where the config samples in process, if the machine has room for it.
     """
-    cluster = replace(loaded.config.cluster, fileroot=str(folder), n_nodes=1, n_gpus_per_node=None)
-    config = replace(loaded.config, cluster=cluster)
+    here = {"fileroot": str(folder), "n_nodes": 1, "n_gpus_per_node": None}
+    config = loaded.config.model_copy(update={"cluster": loaded.config.cluster.model_copy(update=here)})
     sampler = layout_of(config, num_gpus).sampler
     if sampler is None:
         backend = "local:d1" if with_server and num_gpus != 1 else "local"
@@ -46,11 +46,11 @@ def one_of_each(loaded: Loaded, folder: Path, num_gpus: int, *, with_server: boo
         given = getattr(config, sampler.name, {}).get("url") if sampler.name != "local" else None
         backend = str(replace(sampler, data=sampler.data if isinstance(given, list) else 1))
     rounds = config.rollout.sampler_precision != "none"  # in process alone
-    small = replace(
-        config,
-        scheduler=replace(config.scheduler, type="local"),
-        rollout=replace(config.rollout, backend="local" if rounds else backend, max_head_offpolicyness=0),
-        actor=replace(config.actor, backend="fsdp:d1"),
-        strict=False,  # its warnings are about a run
-    )
-    return replace(loaded, config=small)
+    rollout = {"backend": "local" if rounds else backend, "max_head_offpolicyness": 0}
+    small = {
+        "scheduler": config.scheduler.model_copy(update={"type": "local"}),
+        "rollout": config.rollout.model_copy(update=rollout),
+        "actor": config.actor.model_copy(update={"backend": "fsdp:d1"}),
+        "strict": False,  # its warnings are about a run
+    }
+    return replace(loaded, config=config.model_copy(update=small))

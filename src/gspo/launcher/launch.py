@@ -146,5 +146,6 @@ def with_scheduler(loaded: Loaded, on: str | None) -> Loaded:
         return loaded
     from gspo.config import Origin
 
-    config = replace(loaded.config, scheduler=replace(loaded.config.scheduler, type=on))  # pyright: ignore[reportArgumentType]
+    scheduler = loaded.config.scheduler.model_copy(update={"type": on})
+    config = loaded.config.model_copy(update={"scheduler": scheduler})
     return replace(loaded, config=config, origins={**loaded.origins, "scheduler.type": Origin("command line")})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -80,7 +79,7 @@ def _refuse_other_settings(run: RunDir, config: Config) -> None:
 
 def changed_keys(before: Config, after: Config) -> list[str]:
     """`key: before → after` for every key that decides what is learnt."""
-    had, has = _flat(asdict(before)), _flat(asdict(after))
+    had, has = _flat(before.model_dump()), _flat(after.model_dump())
     optimizers = [after.actor.optimizer, *([after.critic.optimizer] if after.critic is not None else [])]
     # A schedule and a warm-up are shares of the whole: then its length decides every learning rate.
     scheduled = any(o.lr_scheduler_type != "constant" or o.warmup_steps_proportion > 0 for o in optimizers)

@@ -446,7 +446,7 @@ class Trainer:
         return replace(self.plan, settings={**self.plan.settings, "clip_low": low, "clip_high": high})
 
     def auto_clip(self) -> AutoClip:
-        return AutoClip(**asdict(self.config.actor.eps_clip_auto))
+        return AutoClip(**self.config.actor.eps_clip_auto.model_dump())
 
     def learn_from(self, batch: Batch, report: StepReport, plan: Plan) -> None:
         """Noise floor, the automatic clip range, and whether the sampler may serve as π_old."""

@@ -9,8 +9,7 @@ from gspo.config.backends import TRAINERS, parse_backend
 from gspo.config.lint.facts import Facts, facts_of
 from gspo.config.loaded import Loaded
 from gspo.config.resolve import value_of
-from gspo.config.schema import Norm, Optimizer
-from gspo.config.validate import known_keys
+from gspo.config.schema import Norm, Optimizer, known_keys
 
 # (key or section, why it has no effect)
 Idle = tuple[str, str]

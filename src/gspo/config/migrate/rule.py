@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gspo.config import yaml_tree as tree
-from gspo.config.validate import known_keys
+from gspo.config.schema import known_keys
 from gspo.config.yaml_tree import Node, describe
 
 

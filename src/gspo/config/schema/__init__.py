@@ -7,10 +7,11 @@ importance_sampling_level > algorithm > default.
 
 from gspo.config.schema.actor import Actor, AutoClip, Correction, Norm, Sharding
 from gspo.config.schema.cluster import Cluster, Scheduler, Slurm
-from gspo.config.schema.config import Config
+from gspo.config.schema.config import Config, known_keys
 from gspo.config.schema.critic import Critic, Reference
 from gspo.config.schema.dataset import DatasetSpec, MixtureSource
 from gspo.config.schema.env import Environment
+from gspo.config.schema.key import Key, Section, keys_of
 from gspo.config.schema.optimizer import MicroBatch, Optimizer
 from gspo.config.schema.reward import Reward
 from gspo.config.schema.rollout import Generation, Rollout
@@ -29,6 +30,7 @@ __all__ = [
     "Evaluator",
     "Frequency",
     "Generation",
+    "Key",
     "MicroBatch",
     "MixtureSource",
     "Norm",
@@ -39,8 +41,11 @@ __all__ = [
     "Rollout",
     "Saver",
     "Scheduler",
+    "Section",
     "Sharding",
     "Slurm",
     "StatsLogger",
     "WandB",
+    "keys_of",
+    "known_keys",
 ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import types
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from gspo.algorithms import ALGORITHMS
@@ -11,24 +13,23 @@ from gspo.config.schema.cluster import Cluster, Scheduler
 from gspo.config.schema.critic import Critic, Reference
 from gspo.config.schema.dataset import DatasetSpec
 from gspo.config.schema.env import Environment
-from gspo.config.schema.key import key
+from gspo.config.schema.key import Key, Section, key, keys_of
 from gspo.config.schema.reward import Reward
 from gspo.config.schema.rollout import Generation, Rollout
 from gspo.config.schema.saver import Evaluator, Recover, Saver
 from gspo.config.schema.stats_logger import StatsLogger
 
 
-@dataclass
-class Config:
+class Config(Section):
     experiment_name: str = key("gspo", "First part of the run directory's name.")
     trial_name: str = key("trial0", "Second part of the run directory's name.")
     algorithm: str | None = key(
-        None, f"Preset: {', '.join(ALGORITHMS)}. null: ppo where a critic is configured, else grpo."
+        None, f"Preset: {', '.join(ALGORITHMS)}.", unset="ppo where a critic is configured, else grpo"
     )
     seed: int = key(1, "Everything random is a function of it.", low=0)
     total_train_epochs: int = key(1, "Passes over the training data.", low=1)
-    total_train_steps: int | None = key(None, "Training steps; null: by total_train_epochs.", low=1)
-    tokenizer_path: str | None = key(None, "Tokenizer; null: actor.path.")
+    total_train_steps: int | None = key(None, "Training steps.", unset="by total_train_epochs", low=1)
+    tokenizer_path: str | None = key(None, "Tokenizer.", unset="actor.path")
     allocation_mode: str | None = key(None, "AReaL's old spelling of rollout.backend and actor.backend.")
     strict: bool = key(False, "Turn warnings into errors.")
     stall_timeout: float = key(
@@ -38,19 +39,21 @@ class Config:
     profile: bool = key(
         False, "Write a timeline of steps 2 and 3 (profile/*.trace.json.gz) for a browser's trace viewer."
     )
-    threads: int | None = key(None, "CPU threads of the trainer; part of a run's identity; null: all cores.", low=1)
+    threads: int | None = key(None, "CPU threads of the trainer; part of a run's identity.", unset="all cores", low=1)
     cluster: Cluster = key(Cluster, "Machines and the run root.")
     scheduler: Scheduler = key(Scheduler, "Where processes run.")
     rollout: Rollout = key(Rollout, "Samplers and staleness.")
     gconfig: Generation = key(Generation, "Sampling for training.")
-    eval_gconfig: Generation | None = key(None, "Sampling for evaluation; null: one greedy sample, gconfig's lengths.")
+    eval_gconfig: Generation | None = key(
+        None, "Sampling for evaluation.", unset="one greedy sample, gconfig's lengths"
+    )
     actor: Actor = key(Actor, "The policy, its objective and its trainer.")
     ref: Reference | None = key(None, "Reference model for KL.")
     critic: Critic | None = key(None, "Value model for PPO.")
     reward: Reward = key(Reward, "Reward functions and their workers.")
     env: Environment = key(Environment, "Multi-turn episodes, tools, agents.")
     train_dataset: DatasetSpec = key(DatasetSpec, "Training problems.")
-    valid_dataset: DatasetSpec | None = key(None, "Held-out problems; null: train_dataset's held-out split.")
+    valid_dataset: DatasetSpec | None = key(None, "Held-out problems.", unset="train_dataset's held-out split")
     saver: Saver = key(Saver, "Checkpoints to keep.")
     recover: Recover = key(Recover, "Checkpoints for resuming.")
     evaluator: Evaluator = key(Evaluator, "Held-out evaluation.")
@@ -61,3 +64,9 @@ class Config:
         "vLLM, env: its variables, url: the address of servers that you run yourself.",
     )
     sglang: dict[str, Any] = key({}, "The same for SGLang servers; experimental.")
+
+
+@functools.cache
+def known_keys() -> Mapping[str, Key]:
+    """Every key of the schema by its dotted name, sections before what they hold."""
+    return types.MappingProxyType({key.name: key for key in keys_of(Config, "")})

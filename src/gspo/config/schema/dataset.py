@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from gspo.config.schema.key import key
+from gspo.config.schema.key import Section, key
 
 
-@dataclass
-class MixtureSource:
+class MixtureSource(Section):
     path: str = key("", "As in train_dataset.path; required.")
     weight: float = key(1.0, "Share of the prompts drawn from this source, relative to the others.", above=0.0)
-    name: str | None = key(None, "Its name in metrics; null: the last part of path.")
-    split: str | None = key(None, "Split to read; null: the data set's above.")
+    name: str | None = key(None, "Its name in metrics.", unset="the last part of path")
+    split: str | None = key(None, "Split to read.", unset="the data set's above")
     size: int | None = key(None, "Use this many rows; procedural tasks generate them.", low=1)
-    max_length: int | None = key(None, "Longer prompts are dropped and counted; null: the data set's above.", low=1)
-    prompt_column: str | None = key(None, "Column with the question; null: guessed from usual names.")
-    answer_column: str | None = key(None, "Column with the reference answer; null: guessed from usual names.")
+    max_length: int | None = key(None, "Longer prompts are dropped and counted.", unset="the data set's above", low=1)
+    prompt_column: str | None = key(None, "Column with the question.", unset="guessed from usual names")
+    answer_column: str | None = key(None, "Column with the reference answer.", unset="guessed from usual names")
     columns: dict[str, Any] = key({}, "Further columns by new name.")
-    system_prompt: str | None = key(None, "System message; null: the data set's above.")
-    chat_template: bool | str | None = key(None, "As above; null: the data set's above.")
+    system_prompt: str | None = key(None, "System message.", unset="the data set's above")
+    chat_template: bool | str | None = key(None, "As above.", unset="the data set's above")
     chat_template_kwargs: dict[str, Any] = key({}, "Handed to the chat template; empty: the data set's above.")
     options: dict[str, Any] = key({}, "Settings of a reasoning_gym task.")
     reward: list[str | dict[str, Any]] = key(
@@ -28,17 +26,16 @@ class MixtureSource:
     )
 
 
-@dataclass
-class DatasetSpec:
+class DatasetSpec(Section):
     path: str = key("embedded:arithmetic", "embedded:arithmetic, reasoning_gym:<task>, a hub name, a file or folder.")
     type: Literal["rl"] = key("rl", "Kind of data; prompts with references.")
-    split: str | None = key(None, "Split to read; null: train for training, test for validation.")
+    split: str | None = key(None, "Split to read.", unset="train for training, test for validation")
     batch_size: int = key(32, "Prompts per rollout batch (training) or per evaluation pass.", low=1)
     shuffle: bool = key(True, "Draw prompts in a seeded random order.")
     max_length: int | None = key(None, "Longer prompts (in tokens) are dropped and counted.", low=1)
     size: int | None = key(None, "Use this many rows; procedural tasks generate them.", low=1)
-    prompt_column: str | None = key(None, "Column with the question; null: guessed from usual names.")
-    answer_column: str | None = key(None, "Column with the reference answer; null: guessed from usual names.")
+    prompt_column: str | None = key(None, "Column with the question.", unset="guessed from usual names")
+    answer_column: str | None = key(None, "Column with the reference answer.", unset="guessed from usual names")
     columns: dict[str, Any] = key({}, "Further columns by new name, for rewards: {level: extra_info.level}.")
     system_prompt: str | None = key(None, "System message; without a chat template it stands before the prompt.")
     chat_template: bool | str = key(

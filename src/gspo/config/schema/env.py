@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from gspo.config.schema.key import key
+from gspo.config.schema.key import Section, key
 
 
-@dataclass
-class Environment:
+class Environment(Section):
     path: str | None = key(
         None,
-        "Multi-turn episodes: tools, self_correct, module:function or file.py:function (docs/episodes.md); null: one "
-        "completion per prompt.",
+        "Multi-turn episodes: tools, self_correct, module:function or file.py:function (docs/episodes.md).",
+        unset="one completion per prompt",
     )
     agent: str | None = key(
         None,

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
-from gspo.config.schema.key import key
+from gspo.config.schema.key import Section, key
 
 
-@dataclass
-class MicroBatch:
+class MicroBatch(Section):
     max_tokens_per_mb: int = key(8192, "Tokens per forward/backward pass; changes memory and speed, no result.", low=1)
-    n_mbs: int | None = key(None, "At least this many micro-batches per mini-batch; null: as few as fit.", low=1)
+    n_mbs: int | None = key(None, "At least this many micro-batches per mini-batch.", unset="as few as fit", low=1)
     granularity: int = key(1, "Sequences kept together in a micro-batch.", low=1)
     packing_algorithm: Literal["ffd", "kk"] = key("ffd", "How sequences are balanced over micro-batches.")
 
 
-@dataclass
-class Optimizer:
+class Optimizer(Section):
     type: Literal["adam", "adamw", "sgd"] = key("adamw", "Optimizer; adam means AdamW, as in AReaL.")
-    lr: float | None = key(None, "Learning rate; null: 1e-6, or 1e-5 with LoRA.", low=0.0)
+    lr: float | None = key(None, "Learning rate.", unset="1e-6, or 1e-5 with LoRA", low=0.0)
     weight_decay: float = key(0.0, "Decoupled weight decay.", low=0.0)
     beta1: float = key(0.9, "Decay of the first moment.", low=0.0, high=0.9999999)
     beta2: float = key(0.999, "Decay of the second moment.", low=0.0, high=0.9999999)

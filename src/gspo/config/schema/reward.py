@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from gspo.config.schema.key import key
+from gspo.config.schema.key import Section, key
 
 
-@dataclass
-class Reward:
+class Reward(Section):
     functions: list[str | dict[str, Any]] = key(
         [],
         "Rewards: math, numeric, final, format, …, module:function, or with settings {name: reward_model, path: …}, "

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
-from gspo.config.schema.key import key
+from gspo.config.schema.key import Section, key
 
 
-@dataclass
-class Rollout:
+class Rollout(Section):
     backend: str = key(
         "auto", 'Sampler: auto, local, "local:d2", "vllm:d4t2", "sglang:d4". auto: in-process where there is no CUDA.'
     )
     max_concurrent_rollouts: int | None = key(
-        None, "Sequences sampled at once, whole groups; null: as many as the sampler and the bounds below take.", low=1
+        None,
+        "Sequences sampled at once, whole groups.",
+        unset="as many as the sampler and the bounds below take",
+        low=1,
     )
-    consumer_batch_size: int | None = key(None, "Prompts per rollout batch; null: train_dataset.batch_size.", low=1)
+    consumer_batch_size: int | None = key(None, "Prompts per rollout batch.", unset="train_dataset.batch_size", low=1)
     max_head_offpolicyness: int = key(
         0, "η: how many weight versions a sample may be behind when it is trained on; 0: synchronous.", low=0
     )
     queue_size: int | None = key(
-        None, "Groups sampled ahead, finished or not; null: max_head_offpolicyness + 1 rollout batches.", low=1
+        None, "Groups sampled ahead, finished or not.", unset="max_head_offpolicyness + 1 rollout batches", low=1
     )
     dynamic_filter_fn: str | None = key(
         None, "module:function (or file.py:function) that says which groups to train on; the others are resampled."
@@ -36,12 +37,11 @@ class Rollout:
     request_retries: int = key(3, "How often a request that was lost with its sampler server is tried again.", low=0)
 
 
-@dataclass
-class Generation:
+class Generation(Section):
     n_samples: int = key(8, "Completions per prompt: the group size G.", low=1)
     max_new_tokens: int = key(512, "Longest completion, in tokens.", low=1)
     min_new_tokens: int = key(0, "EOS and stop tokens are forbidden before this many tokens.", low=0)
-    max_tokens: int | None = key(None, "Longest prompt + completion; null: the model's context.", low=1)
+    max_tokens: int | None = key(None, "Longest prompt + completion.", unset="the model's context", low=1)
     greedy: bool = key(False, "Take the most likely token.")
     temperature: float = key(1.0, "Divides the logits before sampling.", low=0.0)
     top_p: float = key(1.0, "Keep the smallest set of tokens with this much probability.", above=0.0, high=1.0)

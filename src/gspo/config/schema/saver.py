@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
-from gspo.config.schema.key import key
+from gspo.config.schema.key import Section, key
 
 
-@dataclass
-class Frequency:
+class Frequency(Section):
     freq_epochs: int | None = key(None, "Every so many epochs.", low=1)
     freq_steps: int | None = key(None, "Every so many steps.", low=1)
     freq_secs: float | None = key(None, "Every so many seconds.", above=0)
 
 
-@dataclass
 class Saver(Frequency):
     keep: int = key(2, "Checkpoints kept beside the best one.", low=1)
 
 
-@dataclass
 class Evaluator(Frequency):
     at_start: bool = key(True, "Evaluate before the first step.")
     size: int | None = key(512, "Held-out problems per evaluation; null: all.", low=1)
 
 
-@dataclass
 class Recover(Frequency):
     freq_secs: float | None = key(300.0, "Every so many seconds.", above=0)
     mode: Literal["auto", "disabled", "resume", "fault"] = key(

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
-from gspo.config.schema.key import key
+from gspo.config.schema.key import Section, key
 
 
-@dataclass
-class WandB:
+class WandB(Section):
     mode: Literal["disabled", "offline", "online"] = key(
         "disabled", "offline: a folder in RUN/wandb for `wandb sync`; online: sent as it goes. Needs gspo[wandb]."
     )
-    project: str | None = key(None, "Project; null: experiment_name.")
+    project: str | None = key(None, "Project.", unset="experiment_name")
 
 
-@dataclass
-class StatsLogger:
+class StatsLogger(Section):
     wandb: WandB = key(WandB, "Weights & Biases.")
     tensorboard: bool = key(False, "Also write TensorBoard events, to RUN/tensorboard. Needs gspo[tensorboard].")
     trackio: bool = key(False, "Also write a Trackio database, to RUN/trackio or $TRACKIO_DIR. Needs gspo[trackio].")
     keep_token_samples: int = key(16, "Sequences per step whose per-token values are kept.", low=0)
-    keep_sample_steps: int | None = key(None, "Steps whose samples stay on disk; null: all.", low=1)
+    keep_sample_steps: int | None = key(None, "Steps whose samples stay on disk.", unset="all", low=1)

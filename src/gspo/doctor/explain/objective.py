@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from gspo.algorithms import ALGORITHMS
@@ -99,7 +98,7 @@ def objective_section(f: Facts) -> dict[str, Any]:
         "advantage": objective["advantage"],
         "aggregation": objective["aggregation"],
         "settings": dict(settings),
-        "eps_auto": asdict(actor.eps_clip_auto) if objective["eps_auto"] else None,
+        "eps_auto": actor.eps_clip_auto.model_dump() if objective["eps_auto"] else None,
         "decided_by": [
             {"key": key, "value": value, "where": f.where(key)} for key, value in _decisions(f) if value is not None
         ],

@@ -19,7 +19,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from typing import Any, Literal
 import yaml
 
 from gspo.config import Loaded, load, value_of
+from gspo.config.schema import Section
 from gspo.errors import ConfigError
 
 HERE = Path(__file__).parent
@@ -256,8 +257,8 @@ _NAMES = ("experiment_name", "trial_name", "cluster.fileroot", "actor.prox_logp_
 
 
 def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
+    if isinstance(value, Section):
+        return value.model_dump()
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 

@@ -87,8 +87,8 @@ def _sampled_by(loaded: Loaded, sampler: str) -> Loaded:
     """The config with the sampler's weights rounded, where it is named after a format."""
     if sampler not in ("bf16", "int8"):
         return loaded
-    rollout = replace(loaded.config.rollout, sampler_precision=sampler)
-    return replace(loaded, config=replace(loaded.config, rollout=rollout))
+    rollout = loaded.config.rollout.model_copy(update={"sampler_precision": sampler})
+    return replace(loaded, config=loaded.config.model_copy(update={"rollout": rollout}))
 
 
 def _noisy(trainer: Trainer, batch: Batch, sampler: str, seed: int) -> Batch:

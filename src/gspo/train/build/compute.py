@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ def num_ranks(config: Config) -> int | None:
 
 def sharding(config: Config) -> dict[str, Any]:
     """How several ranks compute (`shard.shard`)."""
-    kinds = asdict(config.actor.fsdp)
+    kinds = config.actor.fsdp.model_dump()
     return {name: None if kind is None else getattr(torch, kind) for name, kind in kinds.items()}
 
 

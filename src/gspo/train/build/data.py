@@ -27,8 +27,9 @@ def make_data(config: Config, given: Any, given_valid: Any, tokenizer: Any) -> t
 def held_out(config: Config) -> DatasetSpec:
     """Which held-out problems the config means: valid_dataset, or the whole test split of the training data."""
     train = config.train_dataset
-    sources = [replace(source, split="test", size=None) for source in train.mixture]
-    return config.valid_dataset or replace(train, split="test", size=None, mixture=sources)
+    whole = {"split": "test", "size": None}
+    sources = [source.model_copy(update=whole) for source in train.mixture]
+    return config.valid_dataset or train.model_copy(update={**whole, "mixture": sources})
 
 
 def _one(given: Any, spec: DatasetSpec, split: str, tokenizer: Any, seed: int, key: str) -> Data:

@@ -198,8 +198,8 @@ def test_prompts_beyond_max_length_are_dropped_and_counted(tmp_path, tokenizer):
     ("content", "says"),
     [
         ("", "no rows"),
-        ('{"question": "a"}\n{oops\n', r"d\.jsonl:2 is not JSON"),
-        ("[1, 2]\n", "must be an object"),
+        ('{"question": "a"}\n{oops\n', r"d\.jsonl:2 is not valid JSON"),
+        ("[1, 2]\n", "must be a JSON object"),
         ('{"text": "a"}\n', "prompt_column"),
         ('{"question": "a", "answer": 1}\n{"question": "", "answer": 1}\n', "row 1"),
         ('{"question": "a", "answer": 1}\n{"question": "b"}\n', "answer_column"),
@@ -228,7 +228,7 @@ def test_bad_names_are_named(tmp_path, tokenizer):
         with pytest.raises(DataError, match=says):
             load_dataset(**arguments, tokenizer=tokenizer)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="holds no"):
+    with pytest.raises(DataError, match="has no .jsonl"):
         load_dataset(str(tmp_path / "empty"), tokenizer=tokenizer)
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(DataError, match="Parquet"):
@@ -274,7 +274,7 @@ def test_order_visits_every_row_once_an_epoch_and_depends_on_nothing_but_its_key
     assert len({tuple(epoch) for epoch in epochs}) == 6
     assert order(1, 50, 17) == epochs[0][17]  # epoch 0 has left the cache by now
     assert [order(2, 50, i) for i in range(50)] != epochs[0]
-    with pytest.raises(DataError, match="empty"):
+    with pytest.raises(DataError, match="has no rows"):
         order(1, 0, 0)
 
 
@@ -321,10 +321,13 @@ def test_columns_are_taken_from_nested_places_and_given_new_names(tmp_path, chat
     [
         (
             {"prompt_column": "qestion"},
-            "train_dataset.prompt_column is 'qestion', but rows has the columns question, answer",
+            "train_dataset.prompt_column is 'qestion', but the columns of rows are question, answer",
         ),
-        ({"answer_column": "a.b"}, "train_dataset.answer_column is 'a.b', but rows has the columns question, answer"),
-        ({"columns": {"x": "y"}}, "train_dataset.columns.x is 'y', but rows has the columns question, answer"),
+        (
+            {"answer_column": "a.b"},
+            "train_dataset.answer_column is 'a.b', but the columns of rows are question, answer",
+        ),
+        ({"columns": {"x": "y"}}, "train_dataset.columns.x is 'y', but the columns of rows are question, answer"),
     ],
 )
 def test_a_column_that_does_not_exist_is_named_with_those_that_do(tokenizer, settings, says):
@@ -355,7 +358,7 @@ def test_a_tokenizer_without_a_template_is_an_error_where_one_is_needed_and_plai
         make_dataset(row, tokenizer=tokenizer, chat_template=True)
     spoken = make_dataset([{"messages": [{"role": "user", "content": "2+2="}]}], tokenizer=tokenizer)
     with pytest.raises(
-        DataError, match=r"list of messages, and no chat template is in use; set train_dataset\.chat_template"
+        DataError, match=r"list of messages, but no chat template is used; set train_dataset\.chat_template"
     ):
         spoken.prompt(0)
 
@@ -363,9 +366,12 @@ def test_a_tokenizer_without_a_template_is_an_error_where_one_is_needed_and_plai
 def test_the_user_is_told_how_many_problems_there_are_and_how_many_were_dropped(tokenizer):
     rows = [{"question": "1" * n, "answer": "1"} for n in range(1, 11)]
     data = make_dataset(rows, tokenizer=tokenizer, source="ones", split="train", max_length=8)
-    assert data.describe() == "train_dataset: 7 problems of ones (train), 3 more dropped by train_dataset.max_length"
+    assert (
+        data.describe()
+        == "train_dataset: 7 problems of ones (train), 3 longer prompts dropped (train_dataset.max_length)"
+    )
 
 
 def test_options_are_for_procedural_tasks(tokenizer):
-    with pytest.raises(DataError, match=r"train_dataset\.options \(min_terms\) are settings of a reasoning_gym task"):
+    with pytest.raises(DataError, match=r"train_dataset\.options \(min_terms\) are settings of reasoning_gym tasks"):
         load_dataset("embedded:arithmetic", tokenizer=tokenizer, options={"min_terms": 2})

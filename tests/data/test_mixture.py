@@ -8,7 +8,7 @@ import pytest
 
 from gspo.data.dataset import make_dataset
 from gspo.data.mixture import make_mixture
-from gspo.data.order import _before, _drawn, draw
+from gspo.data.order import _before, _drawn, draw_source
 from gspo.errors import DataError
 
 
@@ -49,15 +49,17 @@ def test_each_source_gives_all_its_rows_before_it_repeats_one():
 
 def test_the_stream_is_a_function_of_seed_and_submission_alone():
     weights = (1.0, 2.0, 0.5)
-    forward = [draw(3, weights, i) for i in range(10_000)]
+    forward = [draw_source(3, weights, i) for i in range(10_000)]
     _before.cache_clear()
     _drawn.cache_clear()
-    assert [draw(3, weights, i) for i in (9_999, 0, 4_096, 4_095)] == [forward[i] for i in (9_999, 0, 4_096, 4_095)]
+    assert [draw_source(3, weights, i) for i in (9_999, 0, 4_096, 4_095)] == [
+        forward[i] for i in (9_999, 0, 4_096, 4_095)
+    ]
     counts = Counter()
     for place, position in forward:
         assert position == counts[place], "positions of a source count up by one"
         counts[place] += 1
-    assert forward != [draw(4, weights, i) for i in range(10_000)]
+    assert forward != [draw_source(4, weights, i) for i in range(10_000)]
 
 
 def test_the_first_rows_hold_every_source_in_proportion():
@@ -83,7 +85,7 @@ def test_dropped_prompts_and_shares_are_told():
     data = make_mixture([source("a", 12, max_length=2, key="train_dataset.mixture[0]"), source("b", 4)], [1.0, 1.0])
     assert data.num_too_long == 2
     assert data.describe().splitlines() == [
-        "train_dataset.mixture[0]: 10 problems of a (all), 2 more dropped by train_dataset.mixture[0].max_length, "
+        "train_dataset.mixture[0]: 10 problems of a (all), 2 longer prompts dropped (train_dataset.mixture[0].max_length), "
         "50 % of prompts as a",
         "train_dataset: 4 problems of b (all), 50 % of prompts as b",
     ]

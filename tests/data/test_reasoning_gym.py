@@ -21,7 +21,7 @@ def rows(task="chain_sum", num_rows=30, **options):
 def slow(monkeypatch, tmp_path):
     """Every task counts as slow; one process has to do."""
     monkeypatch.setenv("GSPO_CACHE", str(tmp_path))
-    monkeypatch.setattr(gym, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(gym, "_SLOW_S", 0.0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     return tmp_path / "tasks"
 
@@ -40,7 +40,7 @@ def test_a_slow_task_gives_the_same_rows_tuples_and_all_and_is_kept(slow, capsys
     (file,) = slow.iterdir()
     assert rows() == kept
     assert capsys.readouterr().err == "", "the second time it is read"
-    monkeypatch.setattr(gym, "_PATIENCE_S", 1e9)
+    monkeypatch.setattr(gym, "_SLOW_S", 1e9)
     file.unlink()
     assert rows() == kept
     assert any(isinstance(v, tuple) for row in kept for v in row["entry"]["metadata"]["difficulty"].values())
@@ -73,7 +73,7 @@ def test_what_json_cannot_hold_is_refused_and_not_changed():
 @pytest.mark.parametrize(
     ("task", "options", "says"),
     [
-        ("chain_som", {}, "reasoning_gym has no task 'chain_som'; near are chain_sum"),
+        ("chain_som", {}, "reasoning_gym has no task 'chain_som'; similar names: chain_sum"),
         (
             "chain_sum",
             {"min_term": 2},
@@ -81,8 +81,8 @@ def test_what_json_cannot_hold_is_refused_and_not_changed():
         ),
         ("chain_sum", {"size": 2}, "train_dataset.options.size: set train_dataset.size instead"),
         ("chain_sum", {"seed": 2}, "train_dataset.options.seed: set seed instead"),
-        ("chain_sum", {"min_terms": 5, "max_terms": 2}, "train_dataset.options: reasoning_gym's chain_sum refuses"),
-        ("composite", {}, "reasoning_gym's composite refuses"),
+        ("chain_sum", {"min_terms": 5, "max_terms": 2}, "train_dataset.options: reasoning_gym's chain_sum rejects"),
+        ("composite", {}, "reasoning_gym's composite rejects"),
     ],
 )
 def test_what_a_task_does_not_have_is_named(task, options, says):

@@ -1,1 +1,1 @@
-"""Where prompts come from: files, hub data sets, procedural tasks; how they are rendered, split and ordered."""
+"""Prompts from files, hub data sets and procedural tasks: loading, rendering, splitting and order."""

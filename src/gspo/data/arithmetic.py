@@ -1,11 +1,11 @@
-"""The embedded task: column addition with its working written out, from nothing but a seed.
+"""The embedded task: addition, column by column, generated from a seed.
 
-A prompt `37+48=` is answered by one column after the other from the right, each `digits + carry = two-digit sum`, then
-the result after `>`: `7+8+0=15,3+4+1=08>85`. Every column has one shape, so a small model can learn it; a wrong carry
-spoils everything after it, so it has something to learn.
+The answer to `37+48=` lists the columns from the right, each as `digits + carry = two-digit sum`, then the result after
+`>`: `7+8+0=15,3+4+1=08>85`. All columns have the same form, so a small model can learn it; a wrong carry makes the
+result wrong, so there is something to learn.
 
-Who sees which problem is decided by a hash of the operands in sorted order (so 37+48 and 48+37 go together): the warm
-start, reinforcement learning and the held-out test draw from three disjoint sets, whatever the seed. Torch-free.
+A hash of the sorted operands (37+48 and 48+37 stay together) assigns each problem to one of three disjoint sets, for
+every seed: warm start (supervised), reinforcement learning, held-out test. Torch-free.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gspo.errors import DataError
 
 ALPHABET = "0123456789+=,>"
 MARKER = ">"
-DIGITS = (2, 4)  # of the operands, unless a path says otherwise
+DIGITS = (2, 4)  # default number of digits of the operands: from, to
 
 Split = Literal["warm", "train", "test"]
 SPLITS: tuple[Split, ...] = ("warm", "train", "test")
@@ -42,10 +42,10 @@ class Problem(NamedTuple):
 
 
 def worked(operands: Sequence[int], forgets: Sequence[bool] = ()) -> Problem:
-    """Write out an addition; operands may differ in length (missing digits are 0).
+    """Write an addition column by column; operands may differ in length (missing digits are 0).
 
-    `forgets[i]` drops the carry into column i (from the right), as a careless pupil would, and goes on from there: the
-    working then ends in a wrong result. `answer` is right all the same.
+    `forgets[i]` drops the carry into column i (from the right), so that the solution ends with a wrong result; `answer`
+    stays correct.
 
     >>> worked((37, 48), forgets=(False, True)).solution
     '7+8+0=15,3+4+0=07>75'
@@ -76,7 +76,7 @@ def split_of(operands: Sequence[int]) -> Split:
 def problem(
     index: int, *, split: Split = "train", seed: int = 1, digits: tuple[int, int] = DIGITS, operands: int = 2
 ) -> Problem:
-    """Problem number `index` of a split's endless stream; a pure function of its arguments."""
+    """Problem number `index` of the endless stream of a split; a pure function of its arguments."""
     chunk, offset = divmod(index, _CHUNK)
     return worked(_draw(chunk, split, seed, digits, operands)[offset].tolist())
 
@@ -84,7 +84,7 @@ def problem(
 def problems(
     split: Split, *, seed: int = 1, digits: tuple[int, int] = DIGITS, operands: int = 2, start: int = 0
 ) -> Iterator[Problem]:
-    """The stream of `problem(start), problem(start + 1), …`, endless; the same problem may come again."""
+    """The endless stream `problem(start), problem(start + 1), …`; problems may repeat."""
     while True:
         chunk, offset = divmod(start, _CHUNK)
         for row in _draw(chunk, split, seed, digits, operands)[offset:].tolist():
@@ -95,11 +95,11 @@ def problems(
 def distinct_problems(
     split: Split, count: int, *, seed: int = 1, digits: tuple[int, int] = DIGITS, operands: int = 2
 ) -> list[Problem]:
-    """The first `count` different problems of the stream, or all there are of this difficulty if those are fewer."""
+    """The first `count` different problems of the stream, or fewer if this difficulty has fewer."""
     found: dict[str, Problem] = {}
     repeats = 0
     for drawn in problems(split, seed=seed, digits=digits, operands=operands):
-        # So long without a new one: nothing worth waiting for is left.
+        # After so many repeats practically all problems have been found.
         if len(found) == count or repeats > max(4 * _CHUNK, 4 * len(found)):
             break
         repeats = repeats + 1 if drawn.question in found else 0
@@ -108,7 +108,7 @@ def distinct_problems(
 
 
 def _draw(chunk: int, split: str, seed: int, digits: tuple[int, int], operands: int) -> np.ndarray:
-    """Operands of `_CHUNK` problems [_CHUNK, operands], each the first of its attempts that falls into the split."""
+    """Operands of `_CHUNK` problems, [_CHUNK, operands]; each is redrawn until it belongs to the split."""
     if split not in _BOUNDS:
         raise DataError(f"embedded:arithmetic has the splits {', '.join(SPLITS)}, got {split!r}")
     low, high = digits

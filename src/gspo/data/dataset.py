@@ -1,4 +1,4 @@
-"""A data set as the trainer sees it: numbered problems, each rendered once into the tokens of its prompt."""
+"""Data sets: numbered rows, each rendered once into the tokens of its prompt."""
 
 from __future__ import annotations
 
@@ -19,15 +19,42 @@ _ANSWER_COLUMNS = ("answer", "final_answer", "ground_truth", "target", "solution
 
 
 @dataclass(frozen=True)
-class Dataset:
-    """Ordered rows and how to render them. Rows that were too long are already gone, and counted.
+class DataSettings:
+    """How the rows of a data set are selected, read and rendered.
 
-    `prompt(row)` takes a position in 0…len−1; `row_of(seed, submission)` gives it.
+    max_length       prompts with more tokens are dropped and counted (`Dataset.num_too_long`)
+    size, seed       number of rows; seed of procedural tasks
+    prompt_column, answer_column
+                     None: found by their usual names; `a.b` is a nested column
+    columns          further columns by new name
+    chat_template    None or 'auto': the tokenizer's, if it has one; True: the tokenizer's, required; False or 'none':
+                     plain text; any other string: a template, or a .jinja file with one
+    template_kwargs  passed to the template with the messages
+    options          settings of a reasoning_gym task
+    """
+
+    max_length: int | None = None
+    size: int | None = None
+    seed: int = 1
+    system_prompt: str | None = None
+    prompt_column: str | None = None
+    answer_column: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    chat_template: bool | str | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Ordered rows and how to render them; prompts that are too long have been removed.
+
+    `prompt(row)` takes a row number in 0…len−1; `row_of(seed, submission)` gives it.
     """
 
     source: str
     split: str
-    rows: Sequence[Row]  # columns as found, plus 'answer' and, where the answer was worked out, 'solution'
+    rows: Sequence[Row]  # the source's columns, 'answer', and for answers in GSM8K's form 'solution'
     tokenizer: Any
     system_prompt: str | None = None
     prompt_column: str = "question"
@@ -46,16 +73,16 @@ class Dataset:
         return self._prompts[row]
 
     def row_of(self, seed: int, submission: int, *, shuffle: bool = True) -> int:
-        """The row that is submitted as number `submission` of the endless stream."""
+        """The row of submission number `submission`; the stream of submissions is endless."""
         return order(seed, len(self), submission, shuffle=shuffle)
 
     def describe(self) -> str:
-        """What was found, in a line for the user."""
-        dropped = f", {self.num_too_long} more dropped by {self.key}.max_length" if self.num_too_long else ""
+        """A line for the user: source, split and number of rows."""
+        dropped = f", {self.num_too_long} longer prompts dropped ({self.key}.max_length)" if self.num_too_long else ""
         return f"{self.key}: {len(self)} problems of {self.source} ({self.split}){dropped}"
 
     def digest(self) -> str:
-        """A fingerprint of what will be asked, for refusing to resume on other data."""
+        """A hash of prompts and answers, which a resumed run compares."""
         total = hashlib.sha256()
         for row in self.rows:
             total.update(repr((row.get(self.prompt_column), row["answer"])).encode("utf-8", "surrogatepass"))
@@ -67,12 +94,12 @@ class Dataset:
         messages = _messages(content, self.system_prompt)
         data = dict(columns)
         if not isinstance(content, str):
-            data["messages"] = messages  # the mark of a conversational row, also for TRL's rewards
+            data["messages"] = messages  # marks a conversational row, also for rewards with TRL's signature
         if self.chat is False:
             if not isinstance(content, str):
                 raise DataError(
-                    f"{self.source}, row {row}: the prompt is a list of messages, and no chat template is in use; "
-                    f"set {self.key}.chat_template, or give plain text"
+                    f"{self.source}, row {row}: the prompt is a list of messages, but no chat template is used; "
+                    f"set {self.key}.chat_template, or use plain text"
                 )
             text = content if self.system_prompt is None else f"{self.system_prompt}\n\n{content}"
             tokens = self.tokenizer.encode(text)
@@ -86,12 +113,12 @@ class Dataset:
                     tokenize=False,
                     **self.template_kwargs,
                 )
-            except Exception as error:  # templates are programs and raise what they like
+            except Exception as error:  # a template is a program and may raise anything
                 raise DataError(
-                    f"{self.source}, row {row}: the chat template refused the messages ({error}); "
+                    f"{self.source}, row {row}: the chat template cannot render the messages ({error}); "
                     f"set {self.key}.chat_template or {self.key}.system_prompt"
                 ) from error
-            # The template writes the special tokens itself.
+            # The template adds the special tokens itself.
             tokens = self.tokenizer.encode(text, add_special_tokens=False)
         if not len(tokens):
             raise DataError(f"{self.source}, row {row}: the prompt {text!r} has no tokens")
@@ -101,95 +128,80 @@ class Dataset:
 def load_dataset(
     path: str,
     split: str | None = "train",
+    settings: DataSettings | None = None,
     *,
     tokenizer: Any,
-    max_length: int | None = None,
-    size: int | None = None,
-    seed: int = 1,
-    system_prompt: str | None = None,
-    prompt_column: str | None = None,
-    answer_column: str | None = None,
-    columns: Mapping[str, str] | None = None,
-    chat_template: bool | str | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
-    options: Mapping[str, Any] | None = None,
     key: str = "train_dataset",
+    **changes: Any,
 ) -> Dataset:
-    """Load a data set by name; DataError says what is wrong and which key of section `key` to set.
+    """Load a data set by name. Errors name the key of config section `key` to change.
 
-    path: `embedded:arithmetic[:2-3]`, `reasoning_gym:<task>`, a .jsonl/.json/.csv/.parquet file, a folder of them, or a
-    hub name (a local copy under $GSPO_DATA goes first). split: train, test/valid/…, or None/'all' for every row.
-    Columns are found by their usual names unless given; `a.b` reaches into a nested column. columns: further ones by
-    new name. options: settings of a procedural task.
-    chat_template: None or 'auto' uses the tokenizer's if it has one; False or 'none' never; True insists; any other
-    string is a template, or a .jinja file with one. template_kwargs: what it is given beside the messages.
-    max_length: prompts of more tokens are dropped and counted in `num_too_long`.
+    path      `embedded:arithmetic[:2-3]`, `reasoning_gym:<task>`, a .jsonl, .json, .csv or .parquet file, a folder of
+              them, or a hub name; a copy of the latter in $GSPO_DATA is used first
+    split     train, test (valid, …), or None or 'all' for every row
+    changes   fields of `DataSettings`: load_dataset(path, tokenizer=tokenizer, max_length=512)
     """
-    names: list[str] = []
+    settings = replace(settings or DataSettings(), **changes)
+    column: list[str] = []
 
     def prompt_text(row: Row) -> str:
-        if not names:
-            names.append(_prompt_column(row, prompt_column, path, key))
-        content = _column(row, names[0])
+        if not column:
+            column.append(_prompt_column(row, settings.prompt_column, path, key))
+        content = _column(row, column[0])
         return content if isinstance(content, str) else repr(content)
 
-    rows = rows_of(path, split, size=size, seed=seed, options=options or {}, text_of=prompt_text, key=key)
-    return make_dataset(
-        rows,
-        source=path,
-        split=split or "all",
-        tokenizer=tokenizer,
-        max_length=max_length,
-        system_prompt=system_prompt,
-        prompt_column=prompt_column,
-        answer_column=answer_column,
-        columns=columns,
-        chat_template=chat_template,
-        template_kwargs=template_kwargs,
-        key=key,
+    rows = rows_of(
+        path, split, size=settings.size, seed=settings.seed, options=settings.options, text_of=prompt_text, key=key
     )
+    return make_dataset(rows, settings, tokenizer=tokenizer, source=path, split=split or "all", key=key)
 
 
 def make_dataset(
     rows: Iterable[Mapping[str, Any]],
+    settings: DataSettings | None = None,
     *,
     tokenizer: Any,
     source: str = "rows",
     split: str = "all",
-    max_length: int | None = None,
-    system_prompt: str | None = None,
-    prompt_column: str | None = None,
-    answer_column: str | None = None,
-    columns: Mapping[str, str] | None = None,
-    chat_template: bool | str | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
     key: str = "train_dataset",
+    **changes: Any,
 ) -> Dataset:
-    """A data set of rows the caller already has, with the arguments of `load_dataset`."""
+    """A data set of rows that the caller has loaded; `settings` and `changes` as in `load_dataset`."""
+    settings = replace(settings or DataSettings(), **changes)
     rows = [dict(row) for row in rows]
     if not rows:
         raise DataError(f"{key}.path: {source} (split {split}) has no rows; check {key}.split and {key}.size")
-    for new, name in (columns or {}).items():
+    for new, name in settings.columns.items():
         _require(rows[0], str(name), f"columns.{new}", source, key)
         rows = [{**row, new: _column(row, str(name))} for row in rows]
-    prompt_name = _prompt_column(rows[0], prompt_column, source, key)
-    answer_name = _answer_column(rows[0], answer_column, source, key)
+    prompt_name = _prompt_column(rows[0], settings.prompt_column, source, key)
+    answer_name = _answer_column(rows[0], settings.answer_column, source, key)
     parsed = [_with_answer(row, index, prompt_name, answer_name, source, key) for index, row in enumerate(rows)]
-    chat = _chat(chat_template, tokenizer, key)
-    with_template = {"chat": chat, "template_kwargs": template_kwargs or {}}
-    whole = Dataset(source, split, parsed, tokenizer, system_prompt, prompt_name, key=key, **with_template)
-    if max_length is None:
-        return whole
-    lengths = [len(whole.prompt(row).tokens) for row in range(len(whole))]
+    whole = Dataset(
+        source,
+        split,
+        parsed,
+        tokenizer,
+        settings.system_prompt,
+        prompt_name,
+        chat=_chat(settings.chat_template, tokenizer, key),
+        key=key,
+        template_kwargs=settings.template_kwargs,
+    )
+    return whole if settings.max_length is None else _without_long_prompts(whole, settings.max_length)
+
+
+def _without_long_prompts(data: Dataset, max_length: int) -> Dataset:
+    lengths = [len(data.prompt(row).tokens) for row in range(len(data))]
     kept = [row for row, length in enumerate(lengths) if length <= max_length]
     if not kept:
         raise DataError(
-            f"{key}.max_length is {max_length}, but the shortest of {len(parsed)} prompts of {source} has "
-            f"{min(lengths)} tokens; set it higher"
+            f"{data.key}.max_length is {max_length}, but the shortest of {len(data)} prompts of {data.source} has "
+            f"{min(lengths)} tokens; raise it"
         )
-    prompts = {new: replace(whole.prompt(row), row=new) for new, row in enumerate(kept)}
-    fit = [parsed[row] for row in kept]
-    return replace(whole, rows=fit, num_too_long=len(parsed) - len(kept), _prompts=prompts)
+    prompts = {new: replace(data.prompt(row), row=new) for new, row in enumerate(kept)}
+    rows = [data.rows[row] for row in kept]
+    return replace(data, rows=rows, num_too_long=len(data) - len(kept), _prompts=prompts)
 
 
 def _chat(chat_template: bool | str | None, tokenizer: Any, key: str) -> bool | str:
@@ -217,7 +229,7 @@ def _chat(chat_template: bool | str | None, tokenizer: Any, key: str) -> bool | 
 
 
 def default_reward(path: str) -> dict[str, Any]:
-    """The reward a data set brings when the user names none, as an entry for `rewards.spec.reward_spec`.
+    """The default reward of a data set, as an entry for `rewards.spec.reward_spec`.
 
     >>> default_reward("embedded:arithmetic")
     {'name': 'final', 'marker': '>'}
@@ -228,7 +240,7 @@ def default_reward(path: str) -> dict[str, Any]:
 
 
 def parse_gsm8k(answer: str) -> tuple[str, str] | None:
-    """(final answer, whole solution) of a text in GSM8K's form, None for any other.
+    """(final answer, whole solution) of a text in GSM8K's form; None for other texts.
 
     >>> parse_gsm8k("600 x 2 = 1200.\\n#### 1,200")
     ('1200', '600 x 2 = 1200.\\n#### 1,200')
@@ -240,7 +252,9 @@ def parse_gsm8k(answer: str) -> tuple[str, str] | None:
 def _with_answer(row: Row, index: int, prompt_name: str, answer_name: str | None, path: str, key: str) -> Row:
     content = _column(row, prompt_name)
     if not isinstance(content, list | str) or not content or (isinstance(content, str) and not content.strip()):
-        raise DataError(f"{path}, row {index}: column {prompt_name!r} must be text or messages, got {content!r}")
+        raise DataError(
+            f"{path}, row {index}: column {prompt_name!r} must be a string or a list of messages, got {content!r}"
+        )
     answer = None if answer_name is None else _column(row, answer_name)
     if answer_name is not None and answer is None:
         raise DataError(f"{path}, row {index}: column {answer_name!r} is missing or null; set {key}.answer_column")
@@ -257,13 +271,13 @@ def _prompt_column(row: Row, given: str | None, path: str, key: str) -> str:
         if row.get(name) is not None:
             return name
     raise DataError(
-        f"{path} has no column named {', '.join(_PROMPT_COLUMNS)}; it has {', '.join(row) or 'none'}: "
-        f"set {key}.prompt_column"
+        f"{path} has no prompt column (looked for {', '.join(_PROMPT_COLUMNS)}); its columns are "
+        f"{', '.join(row) or 'none'}. Set {key}.prompt_column"
     )
 
 
 def _answer_column(row: Row, given: str | None, path: str, key: str) -> str | None:
-    """None where there is no such column: a data set may do without answers, if its rewards do."""
+    """None without such a column: not every reward needs an answer."""
     if given is not None:
         _require(row, given, "answer_column", path, key)
         return given
@@ -272,7 +286,7 @@ def _answer_column(row: Row, given: str | None, path: str, key: str) -> str | No
 
 def _require(row: Row, name: str, what: str, path: str, key: str) -> None:
     if _column(row, name) is None:
-        raise DataError(f"{key}.{what} is {name!r}, but {path} has the columns {', '.join(row)}")
+        raise DataError(f"{key}.{what} is {name!r}, but the columns of {path} are {', '.join(row)}")
 
 
 def _column(row: Mapping[str, Any], name: str) -> Any:

@@ -1,7 +1,7 @@
-"""Several data sets as one, drawn by weight. Each prompt knows its source, and so keeps its source's reward.
+"""Several data sets as one, drawn by weight. Each prompt has the name of its source, which selects its reward.
 
-Who comes when is a function of (seed, submission): a counter-based draw picks the source, and the number of earlier
-draws of that source its place in the source's own shuffled, endless stream. Nothing is stored; a resumed run goes on.
+The order is a function of (seed, submission): a counter-based draw picks the source, and the number of earlier draws of
+that source is the position in the source's own shuffled stream. There is no state to save for a resume.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 
 from gspo.data.dataset import Dataset
-from gspo.data.order import draw, order
+from gspo.data.order import draw_source, order
 from gspo.errors import DataError
 from gspo.types import Prompt
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Data sets with weights, with the methods of a `Dataset`.
+    """Data sets with weights; has the methods of a `Dataset`.
 
-    Rows are numbered by weight too: the first N hold the sources in their proportions, as far as they reach, so that
-    an evaluation on N rows sees all of them. An epoch is as many prompts as the sources have rows together.
+    Rows are numbered by weight, too: the first N rows hold the sources in their proportions, so that an evaluation on N
+    rows includes all of them. An epoch has as many prompts as all sources have rows.
     """
 
     sources: tuple[Dataset, ...]
@@ -56,13 +56,13 @@ class Mixture:
         return self._prompts[row]
 
     def row_of(self, seed: int, submission: int, *, shuffle: bool = True) -> int:
-        """The row that is submitted as number `submission` of the endless stream."""
-        source, position = draw(seed, self.weights, submission)
+        """The row of submission number `submission`; the stream of submissions is endless."""
+        source, position = draw_source(seed, self.weights, submission)
         own = order(seed + source, len(self.sources[source]), position, shuffle=shuffle)
         return int(self._numbers[source][own])
 
     def describe(self) -> str:
-        """What was found, a line for each source."""
+        """A line for each source."""
         total = sum(self.weights)
         return "\n".join(
             f"{source.describe()}, {100 * weight / total:.3g} % of prompts as {name}"
@@ -77,7 +77,7 @@ class Mixture:
 
     @cached_property
     def _places(self) -> np.ndarray:
-        """[rows, 2]: the source and its own row, for each of our rows."""
+        """[rows, 2]: source number and row in the source, for each row of the mixture."""
         sizes = [len(source) for source in self.sources]
         places = np.concatenate([np.column_stack((np.full(n, k), np.arange(n))) for k, n in enumerate(sizes)])
         weights = np.asarray(self.weights)
@@ -85,7 +85,7 @@ class Mixture:
 
     @cached_property
     def _numbers(self) -> list[np.ndarray]:
-        """Of each source: our row for each of its own."""
+        """For each source: the row in the mixture for each of its rows."""
         return [np.flatnonzero(self._places[:, 0] == k) for k in range(len(self.sources))]
 
 
@@ -95,7 +95,7 @@ def make_mixture(
     names: Sequence[str | None] = (),
     key: str = "train_dataset",
 ) -> Mixture:
-    """A mixture of loaded data sets; without weights all count the same, without names the last part of the path."""
+    """A mixture of loaded data sets; default weights are equal, default names are the last part of the path."""
     if not sources:
         raise DataError(f"{key}.mixture is empty; give at least one source, or set {key}.path")
     weights = tuple(float(w) for w in weights or [1.0] * len(sources))
@@ -105,7 +105,7 @@ def make_mixture(
 
 
 def distinct_names(paths: Sequence[str], names: Sequence[str | None] = ()) -> tuple[str, ...]:
-    """What sources are called in metrics: their name, or the last part of the path; a second one of a name is `name#2`.
+    """Names of sources in metrics: the given name, or the last part of the path; duplicates become `name#2`.
 
     >>> distinct_names(["openai/gsm8k", "reasoning_gym:chain_sum", "data/a.jsonl", "b/gsm8k", "embedded:arithmetic:2"])
     ('gsm8k', 'chain_sum', 'a', 'gsm8k#2', 'arithmetic:2')
@@ -125,4 +125,4 @@ def distinct_names(paths: Sequence[str], names: Sequence[str | None] = ()) -> tu
 
 
 Data = Dataset | Mixture
-Problems: Any = (Dataset, Mixture)  # for isinstance
+DATA_TYPES: Any = (Dataset, Mixture)  # for isinstance

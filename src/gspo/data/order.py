@@ -1,4 +1,4 @@
-"""The endless shuffled stream of prompts, as pure functions: a resumed run needs only its submission index."""
+"""The endless shuffled stream of prompts as pure functions of the submission index; there is no state to save."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from gspo.errors import DataError
 
 
 def order(seed: int, num_rows: int, submission_index: int, *, shuffle: bool = True) -> int:
-    """The row that is submitted as number `submission_index`: every epoch visits each row once, in its own order.
+    """The row of submission `submission_index`; every epoch visits each row once, in a new order.
 
     >>> sorted(order(1, 4, i) for i in range(4)), [order(1, 4, i, shuffle=False) for i in (3, 4, 5)]
     ([0, 1, 2, 3], [3, 0, 1])
     """
     if num_rows < 1:
-        raise DataError("train_dataset is empty: there is no row to submit")
+        raise DataError("train_dataset has no rows")
     epoch, position = divmod(submission_index, num_rows)
     return int(_epoch(seed, num_rows, epoch)[position]) if shuffle else position
 
 
-def draw(seed: int, weights: tuple[float, ...], submission_index: int) -> tuple[int, int]:
-    """Of a mixture: the source of a submission, by weight, and how many earlier submissions had the same source.
+def draw_source(seed: int, weights: tuple[float, ...], submission_index: int) -> tuple[int, int]:
+    """For a mixture: the source of a submission, drawn by weight, and the number of its earlier submissions.
 
-    >>> [draw(1, (1.0, 3.0), i) for i in range(4)]
+    >>> [draw_source(1, (1.0, 3.0), i) for i in range(4)]
     [(0, 0), (0, 1), (1, 0), (1, 1)]
     """
     chunk, offset = divmod(submission_index, _CHUNK)
@@ -47,13 +47,13 @@ def _drawn(seed: int, weights: tuple[float, ...], start: int, count: int) -> NDA
 
 @lru_cache(maxsize=8)
 def _before(seed: int, weights: tuple[float, ...], chunk: int) -> tuple[int, ...]:
-    """Submissions of each source before a chunk: counted, not stored, 20 ms for the first million."""
+    """Number of submissions of each source before a chunk; counting takes 20 ms for the first million."""
     counts = np.zeros(len(weights), dtype=np.int64)
     for earlier in range(chunk):
         counts += np.bincount(_drawn.__wrapped__(seed, weights, earlier * _CHUNK, _CHUNK), minlength=len(weights))
     return tuple(counts.tolist())
 
 
-@lru_cache(maxsize=64)  # a mixture has an epoch for each of its sources
+@lru_cache(maxsize=64)  # the sources of a mixture are in different epochs
 def _epoch(seed: int, num_rows: int, epoch: int) -> NDArray[np.int64]:
     return rng.permutation(seed, "prompt-order", num_rows, epoch)

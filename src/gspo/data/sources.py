@@ -1,7 +1,7 @@
-"""Where rows come from: files, folders, hub data sets and procedural tasks, all as lists of plain mappings.
+"""Load rows from files, folders, hub data sets and procedural tasks, as lists of dictionaries.
 
-`rows_of(path, split)` is the one entry. A source that has its own held-out part gives it; any other is divided by a
-hash of each problem's text, so that the same problem never stands on both sides and no state is kept.
+`rows_of(path, split)` is the entry point. If a source has no held-out part, a hash of each problem's text divides it,
+so that equal problems are always in the same part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gspo.errors import DataError
 Row = dict[str, Any]
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 _SPLIT_NAME = re.compile(r"(train|" + "|".join(HELD_OUT) + r")(?:[-_.].*)?", re.IGNORECASE)
-_HUB_CONFIG = {"openai/gsm8k": "main", "gsm8k": "main"}  # data sets that the hub will not load without a name
+_HUB_CONFIG = {"openai/gsm8k": "main", "gsm8k": "main"}  # data sets that need a config name
 
 
 def rows_of(
@@ -43,7 +43,7 @@ def rows_of(
         return gym.rows(path.partition(":")[2], split, size=size, seed=seed, options=options, key=key)
     if options:
         raise DataError(
-            f"{key}.options ({', '.join(options)}) are settings of a reasoning_gym task, and {key}.path is {path}; "
+            f"{key}.options ({', '.join(options)}) are settings of reasoning_gym tasks, but {key}.path is {path}; "
             "remove them"
         )
     if path.startswith("embedded:"):
@@ -59,11 +59,11 @@ def rows_of(
         rows = own()
     elif not held_out and train is None:
         raise DataError(
-            f"{key}.path: {path} holds only held-out data by its name, and {key}.split is 'train'; "
-            f"set {key}.split: all to use every row of it"
+            f"{key}.path: by its file names, {path} has only held-out data, but {key}.split is 'train'; "
+            f"set {key}.split: all to use every row"
         )
     elif train is None:
-        raise DataError(f"{key}.path: {path} has neither a train nor a {split} part")
+        raise DataError(f"{key}.path: {path} has neither a train split nor a {split} split")
     elif own is not None:
         rows = train()
     else:
@@ -95,7 +95,7 @@ def read_file(path: Path, key: str = "train_dataset") -> list[Row]:
         raise DataError(f"{key}.path: there is no file {path}") from None
     except (OSError, ValueError, csv.Error) as error:
         raise DataError(f"{key}.path: {path} cannot be read: {error}") from error
-    raise DataError(f"{key}.path: {path} is none of {', '.join(_SUFFIXES)}")
+    raise DataError(f"{key}.path: {path} is not a {', '.join(_SUFFIXES)} file")
 
 
 def _read_jsonl(path: Path) -> Iterable[Row]:
@@ -105,7 +105,7 @@ def _read_jsonl(path: Path) -> Iterable[Row]:
                 try:
                     yield _row(json.loads(line), f"{path}:{number}")
                 except ValueError as error:
-                    raise DataError(f"{path}:{number} is not JSON: {error}") from None
+                    raise DataError(f"{path}:{number} is not valid JSON: {error}") from None
 
 
 def _read_parquet(path: Path) -> list[Row]:
@@ -113,22 +113,22 @@ def _read_parquet(path: Path) -> list[Row]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise DataError(f"{path}: Parquet needs pyarrow: pip install 'gspo[tasks]'") from None
+        raise DataError(f"{path}: reading Parquet needs pyarrow: pip install 'gspo[tasks]'") from None
     try:
         return pyarrow.parquet.read_table(path).to_pylist()
     except pyarrow.ArrowException as error:
-        raise DataError(f"{path} is not a Parquet file that can be read: {error}") from error
+        raise DataError(f"{path} cannot be read as Parquet: {error}") from error
 
 
 def _listed(rows: Any, path: Path) -> list[Any]:
     if not isinstance(rows, list):
-        raise DataError(f"{path} must hold a list of objects, or an object with a list under 'data'")
+        raise DataError(f"{path} must contain a list of objects, or an object with a list under 'data'")
     return rows
 
 
 def _row(value: Any, where: str) -> Row:
     if not isinstance(value, Mapping):
-        raise DataError(f"{where} must be an object with columns, got {type(value).__name__}")
+        raise DataError(f"{where} must be a JSON object, got {type(value).__name__}")
     return dict(value)
 
 
@@ -136,7 +136,7 @@ Parts = dict[str, Callable[[], list[Row]]]
 
 
 def _local(path: str, key: str) -> Parts | None:
-    """The parts of a file or folder, by split name; None if `path` is a hub name without a local copy."""
+    """The splits of a file or folder; None if `path` is a hub name without a local copy."""
     here = Path(path).expanduser()
     if here.suffix in _SUFFIXES:
         if not here.is_file():
@@ -151,7 +151,7 @@ def _local(path: str, key: str) -> Parts | None:
         for place in filter(Path.is_dir, (folder, folder / "data", folder / "main")):
             if files := sorted(file for file in place.iterdir() if file.suffix in _SUFFIXES):
                 return _parts(files, key)
-        raise DataError(f"{key}.path: the folder {folder} holds no {', '.join(_SUFFIXES)} file")
+        raise DataError(f"{key}.path: the folder {folder} has no {', '.join(_SUFFIXES)} file")
     if here.exists() or path.count("/") > 1 or path.startswith((".", "/", "~")):
         raise DataError(f"{key}.path: there is no data file or folder {path} (looked in {Path.cwd()})")
     return None
@@ -176,15 +176,15 @@ def _hub(path: str, key: str) -> Parts:
         import datasets
     except ImportError:
         raise DataError(
-            f"{key}.path: {path} is no local file or folder, and the hub needs: pip install 'gspo[tasks]'"
+            f"{key}.path: {path} was not found locally; loading it from the hub needs: pip install 'gspo[tasks]'"
         ) from None
     try:
         loaded = datasets.load_dataset(name, config or _HUB_CONFIG.get(name))
-    except Exception as error:  # the library raises its own, the hub's and the HTTP client's errors
+    except Exception as error:  # many types: of the library, the hub and the HTTP client
         raise DataError(
-            f"{key}.path: {path} is no local file or folder, and the hub did not give it "
+            f"{key}.path: {path} was not found locally, and loading it from the hub failed "
             f"({type(error).__name__}: {str(error)[:200]}). Without a connection, set {key}.path to a folder with "
-            f"train.jsonl and test.jsonl, or set the environment variable GSPO_DATA to the folder that holds "
+            f"train.jsonl and test.jsonl, or set the environment variable GSPO_DATA to the parent folder of "
             f"{Path(name).name}/"
         ) from error
 
@@ -195,19 +195,19 @@ def _hub(path: str, key: str) -> Parts:
 
 
 def _embedded(path: str, split: str | None, *, size: int | None, seed: int, key: str) -> list[Row]:
-    """`embedded:arithmetic` or, with its numbers of digits, `embedded:arithmetic:2-3`."""
+    """`embedded:arithmetic`, or with a number of digits: `embedded:arithmetic:2-3`."""
     found = re.fullmatch(r"embedded:arithmetic(?::([1-6])(?:-([1-6]))?)?", path)
     if not found:
-        raise DataError(f"{key}.path: {path} is not embedded; there is embedded:arithmetic, or embedded:arithmetic:2-3")
+        raise DataError(f"{key}.path: there is no {path}; use embedded:arithmetic or embedded:arithmetic:2-3")
     digits = (int(found[1]), int(found[2] or found[1])) if found[1] else arithmetic.DIGITS
     part: arithmetic.Split = "test" if split in HELD_OUT else "train"
     count = size if size is not None else 512 if part == "test" else 4096
-    # The held-out problems are the same for every seed of a run: runs are compared on them.
+    # The same held-out problems for every seed, so that runs can be compared.
     drawn = arithmetic.distinct_problems(part, count, seed=0 if part == "test" else seed, digits=digits)
     if size is not None and len(drawn) < size:
         low, high = digits
         raise DataError(
             f"{key}.size is {size}, but {path} has only {len(drawn)} different {part} problems of {low} to {high} "
-            f"digits; set it lower, or {key}.path: embedded:arithmetic:{low}-{high + 1}"
+            f"digits; lower it, or set {key}.path: embedded:arithmetic:{low}-{high + 1}"
         )
     return [{"question": p.question, "answer": p.answer, "solution": p.solution} for p in drawn]

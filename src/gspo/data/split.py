@@ -1,4 +1,4 @@
-"""Which side a problem is on, where its source has no held-out part: a hash of its text decides, no state is kept."""
+"""The held-out part of a source that has no test split: chosen by a hash of each problem's text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ HELD_OUT = ("test", "valid", "validation", "val", "dev", "eval", "heldout")
 
 
 def in_held_out(text: str, share: float) -> bool:
-    """Whether a problem belongs to the held-out part of a source that has none of its own.
+    """Whether a problem belongs to the held-out part.
 
     >>> in_held_out("2+2=", 0.0), in_held_out("2+2=", 1.0)
     (False, True)

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from gspo.config.schema import Config, DatasetSpec, MixtureSource
-from gspo.data.dataset import Dataset, load_dataset, make_dataset
-from gspo.data.mixture import Data, Problems, make_mixture
+from gspo.data.dataset import Dataset, DataSettings, load_dataset, make_dataset
+from gspo.data.mixture import DATA_TYPES, Data, make_mixture
 from gspo.data.split import in_held_out
 from gspo.errors import ConfigError, DataError
 
@@ -33,7 +33,7 @@ def held_out(config: Config) -> DatasetSpec:
 
 
 def _one(given: Any, spec: DatasetSpec, split: str, tokenizer: Any, seed: int, key: str) -> Data:
-    if isinstance(given, Problems):
+    if isinstance(given, DATA_TYPES):
         return given
     if given is not None:
         return make_dataset(given, tokenizer=tokenizer, source="the caller's rows", split=split, key=key)
@@ -78,10 +78,7 @@ def load_data(spec: DatasetSpec, split: str, tokenizer: Any, seed: int, key: str
 def _load_source(
     source: DatasetSpec | MixtureSource, shared: DatasetSpec, split: str, tokenizer: Any, seed: int, key: str
 ) -> Dataset:
-    return load_dataset(
-        source.path,
-        source.split or shared.split or split,
-        tokenizer=tokenizer,
+    settings = DataSettings(
         max_length=source.max_length or shared.max_length,
         size=source.size,
         seed=seed,
@@ -92,5 +89,6 @@ def _load_source(
         chat_template=shared.chat_template if source.chat_template is None else source.chat_template,
         template_kwargs=source.chat_template_kwargs or shared.chat_template_kwargs,
         options=source.options,
-        key=key,
     )
+    split = source.split or shared.split or split
+    return load_dataset(source.path, split, settings, tokenizer=tokenizer, key=key)

@@ -228,7 +228,7 @@ def test_bad_names_are_named(tmp_path, tokenizer):
         with pytest.raises(DataError, match=says):
             load_dataset(**arguments, tokenizer=tokenizer)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="has no .jsonl"):
+    with pytest.raises(DataError, match=r"has no \.jsonl"):
         load_dataset(str(tmp_path / "empty"), tokenizer=tokenizer)
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(DataError, match="Parquet"):

@@ -85,8 +85,8 @@ def test_dropped_prompts_and_shares_are_told():
     data = make_mixture([source("a", 12, max_length=2, key="train_dataset.mixture[0]"), source("b", 4)], [1.0, 1.0])
     assert data.num_too_long == 2
     assert data.describe().splitlines() == [
-        "train_dataset.mixture[0]: 10 problems of a (all), 2 longer prompts dropped (train_dataset.mixture[0].max_length), "
-        "50 % of prompts as a",
+        "train_dataset.mixture[0]: 10 problems of a (all), 2 longer prompts dropped "
+        "(train_dataset.mixture[0].max_length), 50 % of prompts as a",
         "train_dataset: 4 problems of b (all), 50 % of prompts as b",
     ]
 

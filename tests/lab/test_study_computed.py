@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from gspo.lab.studies import identity, plan, precision, variance
+from gspo.lab.studies import plan
+from gspo.lab.studies.direct import identity, precision, variance
 
 
 def opened(tmp_path, name, **overrides):

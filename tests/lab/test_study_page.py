@@ -50,7 +50,7 @@ def test_the_page_has_the_verdicts_the_machine_the_date_and_the_command(tmp_path
     pytest.importorskip("matplotlib")
     results.write(tmp_path, STUDY, filled([(0.1, 0.9), (0.12, 0.92)], [(0.002, 0.9), (0.003, 0.9)]))
     text = page.write(tmp_path).read_text()
-    assert "2026-01-01, m, one thread a run; torch 2; commit abc." in text
+    assert "2026-01-01, m, one thread per run; torch 2; commit abc." in text
     assert "gspo train src/gspo/lab/studies/micro.yaml algorithm=gspo actor.eps_clip=0.002" in text
     assert "| gspo ε=2e-3 | 2 |" in text
     assert "Not run yet: `gspo study run efficiency`" in text

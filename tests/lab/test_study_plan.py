@@ -85,10 +85,23 @@ def test_choices_of_a_run_narrow_the_jobs():
     assert {job.arm.partition(" @ ")[0] for job in plan.jobs(study, only="grpo", num_seeds=1)} == {"grpo"}
     with pytest.raises(ConfigError, match="no arm 'nobody'"):
         plan.jobs(study, only="nobody")
-    with pytest.raises(ConfigError, match="There are: identity"):
+    with pytest.raises(ConfigError, match="available: identity"):
         plan.get("nothing")
 
 
 def test_an_arm_of_two_tasks_has_the_overrides_of_both():
     study = replace(STUDIES["presets"], tasks={"t": {"seed": 5, "threads": 2}}, arms={"a": {"threads": 1}})
     assert study.overrides("a @ t") == {"seed": 5, "threads": 1}
+
+
+@pytest.mark.parametrize("name", ["clipping", "identity"])
+def test_a_key_that_the_schema_lost_does_not_make_a_result_invalid(name):
+    study = plan.get(name)
+    job = plan.jobs(study)[0]
+    config = plan.differences(plan.configured(study, job.overrides, job.seed))
+    older = {**config, "actor.removed_key": 7}
+    recorded = plan._digest(plan._computed(study, older) if study.compute else older)
+    assert recorded != job.digest
+    assert plan.digest_today(name, older, recorded) == job.digest
+    assert plan.digest_today(name, config, job.digest) == job.digest
+    assert plan.digest_today(name, {**older, "actor.optimizer.lr": 1.0}, "other") != job.digest

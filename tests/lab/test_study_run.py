@@ -58,7 +58,7 @@ def records(folder):
 
 def test_arms_times_seeds_become_records_and_nothing_is_made_twice(study):
     first = run(study, "--jobs", "2", "--seeds", "1")
-    assert "short: 2 made, 0 were there, 0 failed" in first.stdout
+    assert "short: 2 new runs, 0 found, 0 failed" in first.stdout
     found = {(r["arm"], r["seed"]): r for r in records(study)}
     assert set(found) == {("gspo", 1), ("random", 1)}
     # The control is paid by a coin, and still judged by the truth: before training both arms are one model.
@@ -78,7 +78,7 @@ def test_arms_times_seeds_become_records_and_nothing_is_made_twice(study):
     assert (kept / "config.yaml").exists()
     assert not (kept / "checkpoints").exists()
     again = run(study, "--jobs", "2", "--seeds", "1")
-    assert "short: 0 made, 2 were there, 0 failed" in again.stdout
+    assert "short: 0 new runs, 2 found, 0 failed" in again.stdout
     assert "too few" in again.stdout or "one seed" in again.stdout
 
 
@@ -101,7 +101,7 @@ tune:
         STUDY.replace("  random", "  other").replace("checks:", "plots: []\nchecks:") + tune
     )
     done = run(study, "--seeds", "1")
-    assert "short: 6 made, 0 were there, 0 failed" in done.stdout
+    assert "short: 6 new runs, 0 found, 0 failed" in done.stdout
     found = records(study)
     tried = {r["arm"]: r["measures"]["reward_area"] for r in found if r["stage"] == "tune"}
     assert set(tried) == {"gspo lr=1e-05", "gspo lr=0.0002", "other lr=1e-05", "other lr=0.0002"}
@@ -112,7 +112,7 @@ tune:
         # Of two equals the first is taken.
         best = max(("1e-05", "0.0002"), key=lambda lr: tried[f"{arm} lr={lr}"])
         assert configs[tested["digest"]]["actor.optimizer.lr"] == float(best)
-    assert "short: 0 made, 6 were there, 0 failed" in run(study, "--seeds", "1").stdout
+    assert "short: 0 new runs, 6 found, 0 failed" in run(study, "--seeds", "1").stdout
 
 
 @pytest.mark.full

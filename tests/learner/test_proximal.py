@@ -15,7 +15,7 @@ from gspo.config import load
 from gspo.config.lint import check, lint
 from gspo.config.lint.unused import ineffective
 from gspo.errors import ConfigError, TrainingError
-from gspo.lab.studies.gradients import opened, sampled
+from gspo.lab.studies.direct.gradients import opened, sampled
 from gspo.learner.proximal import FINE, Noise, judge, noise_of, words
 from gspo.learner.step import train_step
 from gspo.train.build.objective import make_plan as make_plan_of

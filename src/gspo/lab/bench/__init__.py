@@ -1,1 +1,1 @@
-"""Measurements that print their own tables: the objective alone, and (later) whole steps against TRL."""
+"""`gspo bench`: time and memory of this trainer and of TRL's on the same workloads."""

@@ -1,4 +1,4 @@
-"""What `gspo study` does: list, run, show, page. Torch-free; the runs are processes of their own."""
+"""`gspo study`: list, run, show, page. Torch-free; each run is a separate process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gspo.lab.studies.plan import Study
 
 
 def listing(docs: Path, console: Console) -> None:
-    """Every study, its claim, and how much of it is there."""
+    """Every study with its claim and the number of finished runs."""
     view = Table("study", "set", "runs done", "claim", box=None, pad_edge=False)
     for name, study in plan.studies().items():
         wanted = _wanted(study, docs)
@@ -26,7 +26,7 @@ def listing(docs: Path, console: Console) -> None:
         part = "default" if study.default else "--full"
         view.add_row(name, part, f"{made} of {len(wanted)}", study.claim)
     console.print(view)
-    console.print("\ngspo study run NAME … makes what is missing; gspo study show NAME prints what came of it.")
+    console.print("\ngspo study run NAME … runs what is missing; gspo study show NAME prints the results.")
 
 
 def _wanted(study: Study, docs: Path) -> list[plan.Job]:
@@ -48,7 +48,7 @@ def run(
     num_seeds: int | None,
     console: Console,
 ) -> int:
-    """Make what is missing, study by study, then the page; the exit code."""
+    """Run what is missing, study by study, then generate the page; returns the exit code."""
     known = plan.studies()
     chosen = [plan.get(name) for name in names] or [s for s in known.values() if full or s.default]
     if only is not None and len(names) != 1:
@@ -68,9 +68,9 @@ def run(
                     progress=bar,
                 )
         finally:
-            pages.write(docs)  # also after a Ctrl-C: what was measured stands
+            pages.write(docs)  # also after Ctrl-C: finished runs are kept
         failures += outcome.failures
-        console.print(f"{study.name}: {outcome.made} made, {outcome.found} were there, {len(outcome.failures)} failed")
+        console.print(f"{study.name}: {outcome.made} new runs, {outcome.found} found, {len(outcome.failures)} failed")
     show([study.reference for study in chosen], docs, console)
     for why in failures:
         print(f"gspo: {why}", file=sys.stderr)
@@ -78,12 +78,12 @@ def run(
 
 
 def page(docs: Path) -> Path:
-    """Rebuild docs/baselines.md from the result files."""
+    """Generate docs/baselines.md from the result files."""
     return pages.write(docs)
 
 
 def show(names: Sequence[str], docs: Path, console: Console) -> None:
-    """The tables of these studies; without a name, every decision of all."""
+    """The tables of these studies; without a name, the summary of all studies."""
     if not names:
         found = {name: results.current(study, results.read(docs, name)) for name, study in plan.studies().items()}
         _print(console, pages.summary_rows(found))

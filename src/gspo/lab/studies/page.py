@@ -1,4 +1,4 @@
-"""docs/baselines.md, made from the result files alone: nothing on it is written by hand, nothing is run again.
+"""docs/baselines.md, generated from the result files; nothing on it is written by hand, nothing is run again.
 
 `tables` and `decisions` also serve the terminal (`gspo study show`). Torch-free; plots need matplotlib.
 """
@@ -38,22 +38,22 @@ WORDS: Mapping[Verdict, str] = {
     "shown": "shown",
     "opposite": "**the opposite is shown**",
     "not shown": "not shown",
-    "too few seeds": "one seed: undecided",
+    "too few seeds": "one seed: no decision",
     "not run": "not run yet",
 }
 
 
 _INTRODUCTION = """\
-The claims of the GSPO paper (arXiv 2507.18071) and the family's baselines, at a scale that one command remakes on CPU:
-`gspo study run` makes the default set, `gspo study run --full` everything. Small models on small tasks: what shows here
-need not show at 30B parameters, and what does not show here may.
+Tests of the claims of the GSPO paper (arXiv 2507.18071) and baselines of related algorithms, small enough to repeat on
+a CPU with one command: `gspo study run` runs the default set, `gspo study run --full` runs everything. The models and
+tasks are small: a result here may not hold at 30B parameters, and an effect that is not visible here may exist there.
 
-Intervals are 95 % t intervals over seeds; differences are paired by seed. What would show a claim was written in
-`src/gspo/lab/studies/catalog/` before the runs below. An order is claimed only where its interval excludes the margin;
-everything else is *not shown*, whatever the means say. Seconds stand only where a run had its core to itself (*busy*:
-it had not). Result files: `docs/results/studies/`, one line per run with its command, decided config keys, commit,
-versions, machine and date. `gspo study run my_study.yaml` puts a claim of your own to the test; the catalog's files are
-the pattern."""
+Intervals are 95 % t intervals over seeds; differences are paired by seed. The check for each claim was written in
+`src/gspo/lab/studies/catalog/` before the runs. A claim is *shown* only where the interval excludes the margin;
+otherwise it is *not shown*, even if the means differ. Times are given only for runs that had a CPU core of their own
+(*busy*: they had not). Result files: `docs/results/studies/`, one line per run with its command, config keys, commit,
+versions, machine and date. To test a claim of your own, write a study file like those in the catalog and run
+`gspo study run my_study.yaml`."""
 
 
 class Decision(NamedTuple):
@@ -63,7 +63,7 @@ class Decision(NamedTuple):
 
 
 def decisions(study: Study, records: Sequence[Record]) -> list[Decision]:
-    """Every check of a study against what was measured."""
+    """The result of every check of a study."""
     out = []
     for check in study.checks:
         ours = results.by_seed(records, check.arm, check.measure)
@@ -76,7 +76,7 @@ def decisions(study: Study, records: Sequence[Record]) -> list[Decision]:
 
 
 def decision_rows(study: Study, records: Sequence[Record]) -> list[list[str]]:
-    rows = [["what", "decided by", "estimate, 95 % interval", "seeds", "verdict"]]
+    rows = [["claim", "check", "estimate, 95 % interval", "seeds", "verdict"]]
     for check, found, verdict in decisions(study, records):
         count = str(found.n) if found else "0"
         rows.append([check.says, check.sentence(), span(found), count, WORDS[verdict]])
@@ -95,7 +95,7 @@ def tables(study: Study, records: Sequence[Record]) -> dict[str, list[list[str]]
 
 
 def _arms(study: Study, records: Sequence[Record]) -> list[str]:
-    """The study's arms in its order; of a computed study, those it measured."""
+    """The arms of a study in its order; for a computed study, the arms that were measured."""
     seen = list(dict.fromkeys(r["arm"] for r in records if r["stage"] == "test"))
     named = [arm for arm in study.arm_names() if arm in seen]
     shown = [*named, *(arm for arm in seen if arm not in named)]
@@ -103,7 +103,7 @@ def _arms(study: Study, records: Sequence[Record]) -> list[str]:
 
 
 def cell(records: Sequence[Record], measure: str) -> str:
-    """A measure over seeds; how many got there where not all did."""
+    """A measure over seeds; with the number of runs that have it, if not all have."""
     if measure in results.TIMED:
         records = [r for r in records if not results.is_busy(r)]
         if not records:
@@ -117,7 +117,7 @@ def cell(records: Sequence[Record], measure: str) -> str:
 
 
 def plus_minus(found: Interval | None) -> str:
-    """The mean to the precision of its half-width, which has two figures.
+    """The mean, rounded like its half-width, which has two significant digits.
 
     >>> plus_minus(Interval(0.9312, 0.91, 0.9524, 5)), plus_minus(Interval(1234.0, None, None, 1))
     ('0.931 ± 0.021', '1234')
@@ -147,7 +147,7 @@ def span(found: Interval | None) -> str:
 
 
 def write(docs: Path) -> Path:
-    """Rebuild the page and its plots from the result files."""
+    """Generate the page and its plots from the result files."""
     found = {name: results.current(study, results.read(docs, name)) for name, study in plan.studies().items()}
     drawn = {name: _draw(docs, plan.get(name), records) for name, records in found.items() if records}
     path = docs / "baselines.md"
@@ -172,11 +172,11 @@ def markdown(found: Mapping[str, Sequence[Record]], drawn: Mapping[str, Path | N
     out = [
         "# Baselines",
         "",
-        "<!-- Written by `gspo study run` and `gspo study page`. Do not edit: run them again. -->",
+        "<!-- Generated by `gspo study run` and `gspo study page`. Do not edit. -->",
         "",
         _INTRODUCTION,
         "",
-        "## What held and what did not",
+        "## Summary",
         "",
         *_markdown_table(summary_rows(found)),
     ]
@@ -187,7 +187,7 @@ def markdown(found: Mapping[str, Sequence[Record]], drawn: Mapping[str, Path | N
 
 def summary_rows(found: Mapping[str, Sequence[Record]]) -> list[list[str]]:
     """One row per check of every study that was run."""
-    rows = [["study", "what", "estimate, 95 % interval", "seeds", "verdict"]]
+    rows = [["study", "claim", "estimate, 95 % interval", "seeds", "verdict"]]
     for name, study in plan.studies().items():
         records = found.get(name, ())
         if not records:
@@ -217,10 +217,10 @@ def _section(study: Study, records: Sequence[Record], drawn: Path | None) -> lis
     out.append("; ".join(f"*{name}*: {meanings[name]}" for name in study.measures if name in meanings) + ".")
     failed = [f"{r['arm']} seed {r['seed']}: {r['failed']}" for r in records if r.get("failed")]
     if failed:
-        out += ["", "Runs that broke down: " + "; ".join(failed) + "."]
+        out += ["", "Failed runs: " + "; ".join(failed) + "."]
     commands = {r["arm"]: r["train"] for r in reversed(records) if r["stage"] == "test" and "train" in r}
     if commands:
-        out += ["", "<details><summary>The command of every row (first seed)</summary>", "", "```"]
+        out += ["", "<details><summary>The command of each row (first seed)</summary>", "", "```"]
         out += [f"{commands[arm]}   # {arm}" for arm in _arms(study, records) if arm in commands]
         out += ["```", "", "</details>"]
     return out
@@ -238,7 +238,7 @@ def _tuning(study: Study, records: Sequence[Record]) -> list[str]:
             row.append(cell(mine, study.tune.by) + mark)
         rows.append(row)
     seeds = ", ".join(map(str, study.tune.seeds))
-    return [f"The grid, by {study.tune.by} on the tuning seeds {seeds}:", "", *_markdown_table(rows)]
+    return [f"Tuning grid, by {study.tune.by} on the tuning seeds {seeds}:", "", *_markdown_table(rows)]
 
 
 def _when(records: Sequence[Record]) -> str:
@@ -249,7 +249,7 @@ def _when(records: Sequence[Record]) -> str:
     packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions)
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     at = "; ".join(machines)
-    return f"{when}, {at}, one thread a run; {packages}; commit {', '.join(commits[:3])}."
+    return f"{when}, {at}, one thread per run; {packages}; commit {', '.join(commits[:3])}."
 
 
 def _markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:

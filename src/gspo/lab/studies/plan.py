@@ -1,14 +1,14 @@
-"""What a study is: a file of `catalog/` read into values, and the jobs it asks for. Torch-free.
+"""A study: a file of `catalog/` as values, and the jobs (training runs) that it consists of. Torch-free.
 
-claim    the sentence of the paper, or of ours, that is put to the test
+claim    the claim of the paper, or our own, that is tested
 about    what was done, for the page
-base     the config its runs start from: a file of `studies/`, or beside a study of your own
-arms     name → overrides of the base; tasks: further overrides, every arm on every task
-seeds    of the runs; `more_seeds` with --full
-tune     a grid that every arm tries on seeds of its own; the best by one measure goes on to `seeds`
-compute  in place of runs: a module of `studies/` that measures its arms directly, seed by seed
-measures columns of the table; plots: what is drawn
-checks   what would show the claim, decided beforehand
+base     the config that the runs start from: a file of `studies/`, or next to your own study file
+arms     name → overrides of the base; tasks: further overrides; every arm runs on every task
+seeds    of the runs; `more_seeds` are added by --full
+tune     a grid that every arm tries on separate seeds; the best point by one measure is then run on `seeds`
+compute  instead of training runs: a module of `direct/` that measures its arms directly, seed by seed
+measures columns of the table; plots: which curves are drawn
+checks   which results would show the claim, decided before the runs
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class Check:
 
 @dataclass(frozen=True)
 class Tune:
-    """Every arm tries every point of the grid on these seeds, disjoint from the study's own."""
+    """Every arm tries every point of the grid on these seeds, which are disjoint from the seeds of the study."""
 
     seeds: Sequence[int]
-    by: str  # the measure whose mean is highest wins
+    by: str  # the point with the highest mean of this measure is chosen
     grid: Mapping[str, Sequence[Overrides]]  # axis → values, each a set of overrides
 
     def points(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -91,7 +91,7 @@ class Study:
     compute: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)  # of compute
     plots: Sequence[str] = ()
-    needs: str | None = None  # what a run needs beside this package
+    needs: str | None = None  # what a run needs in addition to this package
     path: Path = CATALOG  # the study's own file
 
     @property
@@ -100,14 +100,14 @@ class Study:
 
     @property
     def reference(self) -> str:
-        """What `get` finds it by: its name in the catalog, or its file."""
+        """The argument with which `get` finds it: its name in the catalog, or its file."""
         return self.name if self.path.parent == CATALOG else str(self.path)
 
     def all_seeds(self, full: bool) -> list[int]:
         return [*self.seeds, *(self.more_seeds if full else ())]
 
     def arm_names(self) -> list[str]:
-        """Arms as results are filed: with their task, where there are several."""
+        """Arms as named in result files: with their task if there are tasks."""
         if not self.tasks:
             return list(self.arms)
         return [f"{arm} @ {task}" for task in self.tasks for arm in self.arms]
@@ -122,7 +122,7 @@ class Job:
     """One run, or one seed of a computed study."""
 
     study: str
-    arm: str  # of a computed study: empty, it measures all of them
+    arm: str  # empty for a computed study, which measures all arms
     seed: int
     stage: Literal["test", "tune"]
     overrides: Mapping[str, Any]
@@ -134,32 +134,32 @@ class Job:
 
 
 def studies() -> dict[str, Study]:
-    """The catalog by name, in the order in which the page tells it."""
+    """The catalog by name, in the order of the page."""
     found = {path.stem: _read(path) for path in CATALOG.glob("*.yaml")}
     order = ("identity", "variance", "clipping", "precision", "moe", "precision_runs", "efficiency", "staleness")
     return {name: found[name] for name in sorted(found, key=lambda n: (order.index(n) if n in order else 99, n))}
 
 
 def get(name: str) -> Study:
-    """A study of the catalog by name, or anybody's by its file."""
+    """A study of the catalog by its name, or any study by its file."""
     if name.endswith((".yaml", ".yml")):
         path = Path(name).resolve()
         if not path.is_file():
-            raise ConfigError(f"{name} is not there; a study of your own is a file like those of {CATALOG}")
+            raise ConfigError(f"there is no study file {name}; {CATALOG} has examples of study files")
         return _read(path)
     known = studies()
     if name not in known:
-        raise ConfigError(f"{name!r} is no study. There are: {', '.join(known)}")
+        raise ConfigError(f"there is no study {name!r}; available: {', '.join(known)}")
     return known[name]
 
 
 def _read(path: Path) -> Study:
     raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: a study is a mapping of claim, arms, seeds, …")
+        raise ConfigError(f"{path}: a study file is a mapping with the keys claim, arms, seeds, …")
     foreign = raw.keys() - ({entry.name for entry in fields(Study)} - {"name", "path"})
     if foreign:
-        raise ConfigError(f"{path.name}: unknown {', '.join(sorted(foreign))}")
+        raise ConfigError(f"{path.name}: unknown keys {', '.join(sorted(foreign))}")
     raw["checks"] = [Check(**check) for check in raw.get("checks", ())]
     raw["tune"] = Tune(**raw["tune"]) if raw.get("tune") else None
     study = Study(name=path.stem, path=path, **raw)
@@ -169,7 +169,7 @@ def _read(path: Path) -> Study:
 
 
 def jobs(study: Study, *, full: bool = False, only: str | None = None, num_seeds: int | None = None) -> list[Job]:
-    """The jobs whose settings are known: of a tuned study, those of its grid. Seed by seed, so that pairs end early."""
+    """The jobs whose settings are known (for a tuned study: its grid), ordered by seed so that pairs finish early."""
     seeds = study.all_seeds(full)[:num_seeds]
     if study.compute:
         return [Job(study.reference, "", seed, "test", {}, _computed_digest(study, seed)) for seed in seeds]
@@ -191,7 +191,7 @@ def tuned_jobs(
     only: str | None = None,
     num_seeds: int | None = None,
 ) -> list[Job]:
-    """The jobs of a tuned study once each arm's best point is known."""
+    """The test jobs of a tuned study, after the best point of each arm is known."""
     seeds = study.all_seeds(full)[:num_seeds]
     arms = [arm for arm in _arms(study, only) if arm in chosen]
     return [_job(study, arm, seed, "test", {**study.overrides(arm), **chosen[arm]}) for seed in seeds for arm in arms]
@@ -203,20 +203,20 @@ def _arms(study: Study, only: str | None) -> list[str]:
         return names
     kept = [name for name in names if name == only or name.partition(" @ ")[0] == only]
     if not kept:
-        raise ConfigError(f"{study.name} has no arm {only!r}. It has: {', '.join(names)}")
+        raise ConfigError(f"{study.name} has no arm {only!r}; its arms: {', '.join(names)}")
     return kept
 
 
 def _job(study: Study, arm: str, seed: int, stage: Literal["test", "tune"], overrides: Overrides) -> Job:
     base = study.base_path
-    # Seeds of an arm differ in the seed alone: its config is resolved once.
+    # The configs of an arm differ only in the seed: it is resolved once.
     decided = _decided(base, base.stat().st_mtime_ns, tuple(words(overrides, 1)))
     return Job(study.reference, arm, seed, stage, overrides, _digest({**decided, "seed": seed}))
 
 
 @cache
 def _decided(base: Path, changed: int, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """What `differences` finds; `changed` is the file's time, so that an edited base is read again."""
+    """The cached result of `differences`; `changed` is the file's time, so an edited base is read again."""
     return differences(load(base, overrides))
 
 
@@ -226,33 +226,33 @@ def configured(study: Study, overrides: Overrides, seed: int) -> Loaded:
 
 
 def words(overrides: Overrides, seed: int) -> list[str]:
-    """Overrides as a person would type them."""
+    """Overrides as command-line arguments."""
     return [*(f"{key}={_typed(value)}" for key, value in overrides.items()), f"seed={seed}"]
 
 
 def command(study: Study, overrides: Overrides, seed: int) -> str:
-    """The `gspo train` that makes the same run."""
+    """The `gspo train` command of the same run."""
     base = f"src/gspo/lab/studies/{study.base}" if study.path.parent == CATALOG else str(study.base_path)
     return shlex.join(["gspo", "train", base, *words(overrides, seed)])
 
 
 def _typed(value: Any) -> str:
-    # Text that YAML could read as something else is quoted.
+    # A string that YAML could parse as another type is quoted.
     is_plain = isinstance(value, str) and re.fullmatch(r"[A-Za-z_][\w./:+-]*", value)
     return value if is_plain else json.dumps(value, ensure_ascii=False)
 
 
 def differences(loaded: Loaded) -> dict[str, Any]:
-    """What the base, the arm and the algorithm decided, by key; names and places of the run left out.
+    """Keys set by the base, the arm or the algorithm, with their values; without names and folders of the run.
 
-    Defaults are left out so that a key added later does not make other runs of these.
+    Defaults are not included, so a key that is added to the schema later does not make old results invalid.
     """
     decided = ("file", "command line", "algorithm", "level")
     keys = (key for key, origin in loaded.origins.items() if origin.kind in decided)
     return {key: _plain(value_of(loaded.config, key)) for key in sorted(keys) if key not in _NAMES}
 
 
-# The last decides whether a run is refused, never what it computes.
+# prox_logp_force decides whether a run is refused, not what it computes.
 _NAMES = ("experiment_name", "trial_name", "cluster.fileroot", "actor.prox_logp_force")
 
 
@@ -267,8 +267,38 @@ def config_digest(loaded: Loaded) -> str:
 
 
 def _computed_digest(study: Study, seed: int) -> str:
-    base = differences(load(study.base_path, [f"seed={seed}"]))
-    return _digest({"compute": study.compute, "settings": dict(study.settings), "base": base})
+    return _digest(_computed(study, differences(load(study.base_path, [f"seed={seed}"]))))
+
+
+def _computed(study: Study, base: Mapping[str, Any]) -> dict[str, Any]:
+    return {"compute": study.compute, "settings": dict(study.settings), "base": base}
+
+
+def digest_today(name: str, config: Mapping[str, Any], digest: str) -> str:
+    """The digest of a recorded config without the keys that the schema no longer has.
+
+    A key that was removed from the schema had no effect on the run, so its removal does not make the result invalid.
+    """
+    kept = {key: value for key, value in config.items() if _is_key(key)}
+    if len(kept) == len(config):
+        return digest
+    study = studies().get(name)
+    if study is None or study.compute is None:
+        return _digest(kept)
+    # The settings of a computed study are in its digest but not in its record: they must be those of today.
+    same_settings = digest == _digest(_computed(study, config))
+    return _digest(_computed(study, kept)) if same_settings else digest
+
+
+def _is_key(key: str) -> bool:
+    parts = key.split(".")
+    return any(".".join(parts[:length]) in _schema_keys() for length in range(1, len(parts) + 1))
+
+
+@cache
+def _schema_keys() -> frozenset[str]:
+    """Every key of the schema; of a section whose default is null, the section."""
+    return frozenset(load(None).origins)
 
 
 def _digest(value: Any) -> str:

@@ -1,8 +1,8 @@
 """Result files: docs/results/studies/NAME.json, one record per run, small enough to commit. Torch-free.
 
-A record says what was measured, by which command and config, on which machine, when, at which commit (`sessions` and
-`configs` of the file hold what many records share). A record whose digest is not that of today's catalog belongs to
-another experiment and is not used.
+A record has the measured values, the command, config, machine, date and commit (`sessions` and `configs` of the file
+hold values that many records share). A record whose digest differs from that of today's catalog is of another
+experiment and is not used.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from gspo.lab.studies.plan import Job, Study
 Record = dict[str, Any]
 
 TIMED = ("step_s", "seconds_to_80")
-# A run that got less than this share of its core, or shared the machine with more than the study's own runs, was not
-# alone: its seconds are neither shown nor compared.
+# Times of a run are neither shown nor compared if it got less than this share of its core, or if the load of the
+# machine was higher than that of the study's own runs.
 _SHARE, _EXTRA_LOAD = 0.8, 0.5
 
 
@@ -30,19 +30,25 @@ def file_of(docs: Path, study: str) -> Path:
 
 
 def read(docs: Path, study: str) -> list[Record]:
-    """The records of a study, each with all that is known of it."""
+    """The records of a study, complete with session and config."""
     path = file_of(docs, study)
     if not path.exists():
         return []
     held = json.loads(path.read_text(encoding="utf-8"))
+    today = {digest: plan.digest_today(study, config, digest) for digest, config in held["configs"].items()}
     return [
-        {**record, **held["sessions"][record["session"]], "config": held["configs"][record["digest"]]}
+        {
+            **record,
+            **held["sessions"][record["session"]],
+            "config": held["configs"][record["digest"]],
+            "digest": today[record["digest"]],
+        }
         for record in held["records"]
     ]
 
 
 def write(docs: Path, study: Study, records: Iterable[Record]) -> None:
-    """One record a line, sorted, so that a new run is a new line in a diff; what many share stands once."""
+    """One record per line, sorted, so that a new run is one new line in a diff; shared values are written once."""
     sessions: dict[str, Any] = {}
     configs: dict[str, Any] = {}
     lines = []
@@ -63,9 +69,9 @@ def write(docs: Path, study: Study, records: Iterable[Record]) -> None:
     ]
     path = file_of(docs, study.name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.tmp")
-    aside.write_text("{" + ",\n".join(parts) + "}\n", encoding="utf-8")
-    os.replace(aside, path)
+    tmp = path.with_name(f".{path.name}.tmp")
+    tmp.write_text("{" + ",\n".join(parts) + "}\n", encoding="utf-8")
+    os.replace(tmp, path)
 
 
 _SHARED = ("command", "date", "commit", "machine", "versions")
@@ -76,19 +82,19 @@ def _line(value: Any) -> str:
 
 
 def replaced(records: Sequence[Record], fresh: Sequence[Record]) -> list[Record]:
-    """The records with fresh ones in place of those of the same arm, seed and stage."""
+    """The records, with those of the same arm, seed and stage replaced by fresh ones."""
     new = {(r["stage"], r["arm"], r["seed"]) for r in fresh}
     return [r for r in records if (r["stage"], r["arm"], r["seed"]) not in new] + list(fresh)
 
 
 def done(records: Sequence[Record], job: Job) -> bool:
-    """Whether a job's result is there; one of a computed study stands for all arms of its seed."""
+    """Whether the result of a job exists; a job of a computed study covers all arms of its seed."""
     found = (r for r in records if r["stage"] == job.stage and r["seed"] == job.seed and r["digest"] == job.digest)
     return any(not job.arm or r["arm"] == job.arm for r in found)
 
 
 def current(study: Study, records: Sequence[Record]) -> list[Record]:
-    """The records that belong to the study as the catalog has it today."""
+    """The records that belong to today's version of the study."""
     wanted = {job.key for job in plan.jobs(study, full=True)}
     if study.tune is not None:
         tuned = [r for r in records if (r["stage"], r["arm"], r["seed"], r["digest"]) in wanted]
@@ -100,7 +106,7 @@ def current(study: Study, records: Sequence[Record]) -> list[Record]:
 
 
 def chosen(study: Study, records: Sequence[Record]) -> dict[str, Mapping[str, Any]]:
-    """Each arm's best point of the grid, once every point has been tried equally often."""
+    """The best point of the grid for each arm for which all points have equally many runs."""
     assert study.tune is not None
     best: dict[str, Mapping[str, Any]] = {}
     for arm in study.arm_names():
@@ -121,13 +127,13 @@ def chosen(study: Study, records: Sequence[Record]) -> dict[str, Mapping[str, An
 
 
 def by_seed(records: Sequence[Record], arm: str, measure: str) -> dict[int, float]:
-    """A measure of one arm, by seed; left out are runs that did not get there, and seconds of a busy machine."""
+    """A measure of one arm, by seed, without missing values and without times from a busy machine."""
     mine = (r for r in records if r["arm"] == arm and r["stage"] == "test")
     found = {r["seed"]: r["measures"].get(measure) for r in mine if measure not in TIMED or not is_busy(r)}
     return {seed: value for seed, value in found.items() if value is not None}
 
 
 def is_busy(record: Record) -> bool:
-    """Whether other work ran beside a record's run, so that its seconds say little."""
+    """Whether other programs ran at the same time, so that the measured times are not reliable."""
     took = record["took"]
     return took["cpu_s"] < _SHARE * took["wall_s"] or took["load"] > took["jobs"] + _EXTRA_LOAD

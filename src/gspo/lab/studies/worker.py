@@ -58,7 +58,7 @@ def _follow(parent: int) -> None:
 
 
 def _computed(study: Study, job: Job, folder: Path) -> dict[str, dict[str, Any]]:
-    module = importlib.import_module(f"gspo.lab.studies.{study.compute}")
+    module = importlib.import_module(f"gspo.lab.studies.direct.{study.compute}")
     scratch = folder / "scratch"
     loaded = plan.configured(study, {"cluster.fileroot": str(scratch)}, job.seed)
     by_arm: Mapping[str, Mapping[str, Any]] = module.measure(loaded, dict(study.settings), job.seed)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from gspo import rng
 from gspo.config import Loaded
-from gspo.lab.studies.gradients import LogProbs, cosine, gradient, log_probs, opened, sampled
+from gspo.lab.studies.direct.gradients import LogProbs, cosine, gradient, log_probs, opened, sampled
 from gspo.learner.adapt import AutoClip, bounds, follow
 from gspo.learner.batch import Batch
 from gspo.system.clock import Clock

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gspo.config import Loaded
-from gspo.lab.studies.gradients import gradient, opened, relative_difference, sampled
+from gspo.lab.studies.direct.gradients import gradient, opened, relative_difference, sampled
 from gspo.system.clock import Clock
 
 

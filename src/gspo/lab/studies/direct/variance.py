@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from gspo.config import Loaded
-from gspo.lab.studies.gradients import log_probs, opened, sampled
+from gspo.lab.studies.direct.gradients import log_probs, opened, sampled
 from gspo.learner.batch import assemble
 from gspo.rollout.groups import sample_groups
 from gspo.sampling.api import Sampler

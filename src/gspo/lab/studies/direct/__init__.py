@@ -1,0 +1,1 @@
+"""Studies that measure gradients and ratios directly, seed by seed, instead of comparing training runs."""

@@ -18,7 +18,7 @@ from gspo.doctor import probe as probe_module
 from gspo.doctor import selftest as checks
 from gspo.doctor.processes import one_of_each
 from gspo.learner.policy.module import PolicyModule
-from gspo.learner.proximal import judge
+from gspo.learner.proximal import judge_noise
 from gspo.sampling.local.engine import LocalSampler
 from gspo.types import SamplingParams
 
@@ -46,7 +46,7 @@ def test_the_noise_of_a_sampler_grows_as_its_weights_get_coarser(tmp_path):
     assert exact["num_sequences"] == 8 * 4
     assert (exact["verdict"], exact["sampler"]) == ("fine", "in process")
     for found in (exact, bf16, int8):
-        assert found["verdict"] == judge(found["log_s_p95_abs"], found["eps"])
+        assert found["verdict"] == judge_noise(found["log_s_p95_abs"], found["eps"])
         assert sum(row["num_sequences"] for row in found["by_length"]) == found["num_sequences"]
         assert abs(found["token_mean"]) <= found["token_max_abs"]
 

@@ -16,11 +16,12 @@ from safetensors.torch import save_file
 from test_step import make_plan, sgd
 
 from gspo.errors import DataError
-from gspo.learner.batch import Credit, assign
-from gspo.learner.critic import Critic, ValueModule, token_values, train_critic
+from gspo.learner.credit import Credit, assign
+from gspo.learner.critic import Critic, token_values, train_critic
 from gspo.learner.optim import make_optimizer
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.sharding import full, shard
+from gspo.learner.policy.value import ValueModule
 from gspo.learner.ranks.signals import StopRequest
 from gspo.learner.ranks.world import ALONE, joined
 from gspo.learner.reference import Reference, reference_logp

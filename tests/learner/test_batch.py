@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from made_batches import FAILED, make_batch, make_group
 
-from gspo.learner.batch import Shaping, is_flat, shape
+from gspo.learner.credit import Shaping, is_flat, shape
 
 
 def test_advantages_are_of_each_group_and_failed_rewards_leave_it():

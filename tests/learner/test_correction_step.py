@@ -10,7 +10,7 @@ import torch
 from made_batches import make_batch, plain_logp, uneven_groups, with_behavior
 from test_step import make_plan, plain_step, run, weights
 
-from gspo.learner.step import _shares
+from gspo.learner.proximal import loglinear_weight
 from gspo.monitor.metrics import measured_noise, step_metrics
 
 NOW = 5
@@ -41,7 +41,7 @@ def test_the_share_of_the_current_policy_follows_the_version_of_each_token():
     batch = stale_batch(model_zoo.build("qwen3"))
     first = int(np.flatnonzero(batch.trained_tokens >= 3)[0])
     assert batch.samples[first].mask.all()
-    shares = _shares(batch, NOW, 0.25, np.array([first]))[:3]
+    shares = loglinear_weight([batch.samples[first]], NOW, 0.25)[:3]
     # v − b over v + k/K − b, for tokens 2, 1 and 0 versions behind, one of four updates on
     np.testing.assert_allclose(shares, [2 / 2.25, 1 / 1.25, 0.0])
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from made_batches import FAILED, make_batch, make_group, uneven_groups
 
-from gspo.learner.batch import Credit, assign
+from gspo.learner.credit import Credit, assign
 
 # Two completions of 3 and 2 tokens, rewards 1 and 0: advantages ±½. The sampler's log-probs are −1 everywhere.
 GROUP = make_group(0, [1, 0], [3, 2])

@@ -7,10 +7,11 @@ import pytest
 import torch
 from made_batches import make_batch, make_group, padded, plain_logp, uneven_groups, with_behavior
 
-from gspo.learner.batch import Credit, assign
-from gspo.learner.critic import Critic, ValueModule, critic_metrics, token_values, train_critic
+from gspo.learner.credit import Credit, assign
+from gspo.learner.critic import Critic, critic_metrics, token_values, train_critic
 from gspo.learner.optim import make_optimizer
 from gspo.learner.policy.module import PolicyModule
+from gspo.learner.policy.value import ValueModule
 from gspo.learner.step import Plan, train_step
 
 EPS = 0.01

@@ -11,10 +11,9 @@ from test_step import make_plan, run, weights
 
 from gspo import objectives
 from gspo.envs.episode import Exchange, episode_sample
-from gspo.learner.batch import Shaping, is_flat
-from gspo.learner.policy.module import PolicyModule
-from gspo.learner.policy.packing import Completion, PackItem, families, micro_batches, pack, spread
-from gspo.learner.step import packed_parts
+from gspo.learner.credit import Shaping, is_flat
+from gspo.learner.policy.module import PolicyModule, packed_parts
+from gspo.learner.policy.packing import Completion, PackItem, families, micro_batches, pack, split_over_ranks
 from gspo.monitor.metrics import sample_rows, step_metrics
 from gspo.rollout.storage import pack as pack_groups
 from gspo.rollout.storage import unpack
@@ -158,7 +157,8 @@ def test_a_tree_of_relatives_is_packed_once_and_cut_only_where_it_must_be():
     assert [sorted(c.index for i in part for c in i.completions) for part in whole] == [[0, 1, 2, 3], [4, 5]]
     assert sorted(c.index for part in small for i in part for c in i.completions) == [0, 1, 2, 3, 4, 5]
     assert all(sum(i.num_tokens(share_prefix=True) for i in part) <= 6 for part in small)
-    assert sorted(c.index for part in spread([item], 2) for i in part for c in i.completions) == [0, 1, 2, 3, 4, 5]
+    halves = split_over_ranks([item], 2)
+    assert sorted(c.index for part in halves for i in part for c in i.completions) == [0, 1, 2, 3, 4, 5]
     assert item.num_tokens(share_prefix=False) == pack([item], share_prefix=False).num_tokens == 6 * 5
 
 

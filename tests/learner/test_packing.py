@@ -87,7 +87,7 @@ def test_micro_batches_hold_every_sequence_once_within_the_bound(groups, max_tok
     for batch in batches:
         size = sum(item.num_tokens(share_prefix=share_prefix) for item in batch)
         assert size == pack(batch, share_prefix=share_prefix).num_tokens
-        num_live = sum(c.is_live for item in batch for c in item.completions)
+        num_live = sum(c.is_trained for item in batch for c in item.completions)
         assert size <= max_tokens or num_live == 1
     again = micro_batches(items, max_tokens, share_prefix=share_prefix, min_batches=min_batches)
     assert found == [c.index for batch in again for item in batch for c in item.completions]

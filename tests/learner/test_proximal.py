@@ -16,7 +16,7 @@ from gspo.config.lint import check, lint
 from gspo.config.lint.unused import ineffective
 from gspo.errors import ConfigError, TrainingError
 from gspo.lab.studies.direct.gradients import opened, sampled
-from gspo.learner.proximal import FINE, Noise, judge, noise_of, words
+from gspo.learner.proximal import FINE, Noise, judge_noise, noise_message, noise_of
 from gspo.learner.step import train_step
 from gspo.train.build.objective import make_plan as make_plan_of
 from gspo.train.build.objective import narrowest_clip
@@ -40,10 +40,10 @@ def shifted(groups, by):
 
 def test_the_verdict_depends_on_the_ratio_of_noise_to_clip_range_alone():
     for scale in (1e-6, 1e-3, 0.2):
-        assert judge(0.99 * scale / FINE, scale) == "fine"
-        assert judge(1.01 * scale / FINE, scale) == judge(scale, scale) == "near"
-        assert judge(1.01 * scale, scale) == "above"
-    assert judge(1e9, None) == "fine"  # no clip range, nothing to use up
+        assert judge_noise(0.99 * scale / FINE, scale) == "fine"
+        assert judge_noise(1.01 * scale / FINE, scale) == judge_noise(scale, scale) == "near"
+        assert judge_noise(1.01 * scale, scale) == "above"
+    assert judge_noise(1e9, None) == "fine"  # no clip range, nothing to use up
 
 
 def test_the_shift_is_the_mean_over_tokens_and_centring_removes_a_constant_error_whatever_the_lengths():
@@ -59,10 +59,10 @@ def test_the_shift_is_the_mean_over_tokens_and_centring_removes_a_constant_error
 def test_words_offer_recentring_only_where_it_would_change_the_verdict():
     lengths = np.full(100, 7)
     noise = measured(np.random.default_rng(1).normal(0.01, 1e-4, 100), lengths)
-    assert "prox_logp_recenter=true" in words(noise, 5e-3)
-    assert "prox_logp_recenter" not in words(noise, 1e-5)  # above either way
+    assert "prox_logp_recenter=true" in noise_message(noise, 5e-3)
+    assert "prox_logp_recenter" not in noise_message(noise, 1e-5)  # above either way
     for remedy in ("actor.eps_clip above", "actor.eps_clip=auto", "actor.prox_logp_method=recompute"):
-        assert remedy in words(noise, 5e-3)
+        assert remedy in noise_message(noise, 5e-3)
 
 
 @pytest.mark.parametrize("by", [0.0, 0.125, -0.03])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from made_batches import make_batch, plain_logp, uneven_groups, with_behavior
 
-from gspo.learner.batch import Credit, assign
+from gspo.learner.credit import Credit, assign
 from gspo.learner.optim import make_optimizer
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.reference import Reference, reference_logp

@@ -116,7 +116,7 @@ def test_flips_counted_by_the_step_are_those_of_plain_forwards_before_and_after(
     report = train_step(policy, optimizer, batch, how, proximal="recompute", learning_rates=[lr, 0.0])
     after = routes()
     for i in before:
-        changed = moe.differ(before[i], after[i])
+        changed = moe.routes_mismatch(before[i], after[i])
         assert report.flips[i] == pytest.approx(changed.mean(0))
         assert report.flipped_tokens[i] == pytest.approx(changed.any(1).mean())
     assert np.nanmax(report.flips) > 0

@@ -189,13 +189,13 @@ def test_a_recomputation_keeps_its_experts_where_the_router_would_choose_anew():
     assert np.array_equal(torch.stack(seen[:2], 1).numpy(), torch.stack(seen[:1:-1], 1).numpy())
     with torch.no_grad(), moe.routed(moe.routers(model)) as anew:
         model(input_ids=TOKENS)
-    assert moe.differ(anew.routes(), tap.routes()).mean() > 0.5  # it would have
+    assert moe.routes_mismatch(anew.routes(), tap.routes()).mean() > 0.5  # it would have
 
 
 def test_sets_are_compared_and_not_their_order():
     ours = np.array([[[0, 3], [1, 2]], [[5, 4], [2, 2]]], dtype=np.uint8)
     theirs = np.array([[[3, 0], [1, 3]], [[4, 5], [2, 0]]], dtype=np.int64)
-    assert moe.differ(ours, theirs).tolist() == [[False, True], [False, True]]
+    assert moe.routes_mismatch(ours, theirs).tolist() == [[False, True], [False, True]]
 
 
 def test_a_dense_model_has_no_routers_and_refuses_replay_by_name():
@@ -249,7 +249,7 @@ def assert_routes_are_those_of_a_plain_forward(model, sample):
     assert np.array_equal(sample.prompt_routes[-1], sample.routes[0])
     whole = np.concatenate([sample.prompt_routes[:-1], sample.routes])
     assert whole.dtype == np.uint8
-    assert not moe.differ(whole, routes).any()
+    assert not moe.routes_mismatch(whole, routes).any()
     return float(np.abs(logp.numpy() - sample.behavior_logp).max())
 
 

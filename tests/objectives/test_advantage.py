@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo.objectives.advantage import batch, gae, group_mean, group_std, leave_one_out, normalize
-from gspo.objectives.rows import rows
+from gspo.objectives.layout import token_layout
 
 F64 = torch.float64
 
@@ -68,14 +68,14 @@ def test_shapes_are_checked():
 def test_gae_by_hand():
     # γ = 1/2, λ = 1/2, r = (0, 0, 8), V = (4, 2, 4): δ = (0+1−4, 0+2−2, 8−4) = (−3, 0, 4).
     # A_3 = 4, A_2 = 0 + 1/4·4 = 1, A_1 = −3 + 1/4·1 = −2.75.
-    a, returns = gae(t(0, 0, 8)[None], t(4, 2, 4)[None], rows(torch.zeros(1, 3), None), 0.5, 0.5)
+    a, returns = gae(t(0, 0, 8)[None], t(4, 2, 4)[None], token_layout(torch.zeros(1, 3), None), 0.5, 0.5)
     torch.testing.assert_close(a, t(-2.75, 1, 4)[None])
     torch.testing.assert_close(returns, t(1.25, 3, 8)[None])
 
 
 def test_gae_with_lambda_one_is_return_minus_value_and_lambda_zero_the_td_error():
     r, v = torch.randn(3, 6, dtype=F64), torch.randn(3, 6, dtype=F64)
-    layout = rows(r, None)
+    layout = token_layout(r, None)
     a, _ = gae(r, v, layout, 1.0, 1.0)
     torch.testing.assert_close(a, r.flip(-1).cumsum(-1).flip(-1) - v)
     a, _ = gae(r, v, layout, 0.9, 0.0)
@@ -85,12 +85,12 @@ def test_gae_with_lambda_one_is_return_minus_value_and_lambda_zero_the_td_error(
 def test_gae_steps_over_masked_spans_in_both_forms():
     r, v = torch.randn(2, 5, dtype=F64), torch.randn(2, 5, dtype=F64)
     keep = torch.tensor([[1, 0, 0, 1, 1], [1, 1, 1, 0, 0]], dtype=torch.bool)
-    padded = gae(r, v, rows(r, keep), 0.9, 0.8)
-    dense = gae(r[0][keep[0]][None], v[0][keep[0]][None], rows(torch.zeros(1, 3), None), 0.9, 0.8)
+    padded = gae(r, v, token_layout(r, keep), 0.9, 0.8)
+    dense = gae(r[0][keep[0]][None], v[0][keep[0]][None], token_layout(torch.zeros(1, 3), None), 0.9, 0.8)
     torch.testing.assert_close(padded[0][0][keep[0]], dense[0][0])
     assert (padded[0][~keep] == 0).all()
     inside = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]], dtype=torch.bool)
     cu, pr, pv, pk = pack(inside, r, v, keep)
-    flat = gae(pr, pv, rows(pr, pk, cu), 0.9, 0.8)
+    flat = gae(pr, pv, token_layout(pr, pk, cu), 0.9, 0.8)
     for one, two in zip(padded, flat, strict=True):
         torch.testing.assert_close(one[inside], two)

@@ -8,8 +8,8 @@ from gspo.algorithms import ALGORITHMS
 from gspo.objectives import denominator, loss
 from gspo.objectives.advantage import group_std, normalize
 from gspo.objectives.diagnostics import clip_fractions
+from gspo.objectives.layout import token_layout
 from gspo.objectives.ratio import sequence_token_log_ratio
-from gspo.objectives.rows import rows
 
 
 @pytest.mark.parametrize("shape", [(3, 1), (1, 3), (3, 3), (2,)])
@@ -82,7 +82,7 @@ def test_5_a_correction_that_drops_tokens_leaves_the_denominator_alone():
 def test_6_the_sequence_ratio_survives_low_precision():
     logp = torch.full((1, 4), -9.5, dtype=torch.bfloat16)
     log_s = torch.tensor([3e-4], dtype=torch.bfloat16)
-    layout = rows(logp, torch.ones(1, 4))
+    layout = token_layout(logp, torch.ones(1, 4))
     right = sequence_token_log_ratio(logp, log_s, layout)
     wrong = log_s.unsqueeze(-1) + logp - logp.detach()
     assert (right == log_s).all()

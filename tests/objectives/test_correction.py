@@ -7,7 +7,7 @@ from gspo.algorithms import CORRECTIONS
 from gspo.objectives import loss
 from gspo.objectives.correction import canonical, weights
 from gspo.objectives.diagnostics import effective_sample_size, entropy, log_s_summary
-from gspo.objectives.rows import rows
+from gspo.objectives.layout import token_layout
 
 F64 = torch.float64
 
@@ -15,7 +15,7 @@ F64 = torch.float64
 def weigh(ratios, form, advantage=None, mask=None):
     """Correction weights of one padded batch whose token ratios π_old/μ are given."""
     r = torch.tensor(ratios, dtype=F64).log()
-    layout = rows(r, None if mask is None else torch.tensor(mask))
+    layout = token_layout(r, None if mask is None else torch.tensor(mask))
     form = canonical(form)
     shape = (len(ratios),) if form["level"] == "sequence" else r.shape
     a = torch.zeros(shape, dtype=F64) if advantage is None else torch.tensor(advantage, dtype=F64)

@@ -17,7 +17,7 @@ from training_runs import metrics
 from training_runs import train as train_alone
 
 from gspo.errors import ConfigError, TrainingError
-from gspo.learner.policy.packing import Completion, PackItem, filler, spread
+from gspo.learner.policy.packing import Completion, PackItem, filler, split_over_ranks
 from gspo.learner.ranks.signals import StopRequest
 from gspo.learner.ranks.world import joined
 from gspo.runs import checkpoint
@@ -71,7 +71,7 @@ def test_every_sequence_is_some_one_ranks_and_loads_are_balanced():
     total = sum(item.num_tokens(share_prefix=False) for item in items)
     for num in (1, 2, 3, 7, 40):
         for share_prefix in (True, False):
-            parts = spread(items, num, share_prefix=share_prefix)
+            parts = split_over_ranks(items, num, share_prefix=share_prefix)
             assert len(parts) == num
             assert (
                 sorted(c.index for part in parts for i in part for c in i.completions)
@@ -89,10 +89,10 @@ def one_group(num_prompt, lengths):
 
 
 def test_a_group_is_cut_where_its_completions_are_the_work_and_kept_where_its_prompt_is():
-    short = spread([one_group(4, [50] * 4)], 2)
+    short = split_over_ranks([one_group(4, [50] * 4)], 2)
     assert [len(part) for part in short] == [1, 1]
     assert [part[0].num_tokens(share_prefix=True) for part in short] == [104, 104]
-    long = spread([one_group(1000, [5, 5])], 2)
+    long = split_over_ranks([one_group(1000, [5, 5])], 2)
     assert sorted(len(part) for part in long) == [0, 1]  # either rank would have to read the prompt
 
 

@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 from gspo.config import Loaded
 from gspo.config.schema import Config
 from gspo.errors import RolloutError
-from gspo.learner.policy.module import PolicyModule
-from gspo.learner.policy.packing import Completion, PackItem
-from gspo.learner.proximal import judge, noise_of, words
-from gspo.learner.step import by_sequence, packed_parts
+from gspo.learner.policy.module import PolicyModule, packed_parts
+from gspo.learner.policy.packing import Completion, PackItem, by_sequence
+from gspo.learner.proximal import judge_noise, noise_message, noise_of
 from gspo.rollout.groups import single_turn
 from gspo.runs import checkpoint
 from gspo.sampling.api import Sampler
@@ -136,7 +135,7 @@ def figures(
         raise RolloutError("the sampler answered with no token at all; raise gconfig.max_new_tokens")
     error = np.concatenate([a - b for a, b in zip(ours, theirs, strict=True)])
     floor = noise.floor(centred)
-    verdict = judge(floor, eps)
+    verdict = judge_noise(floor, eps)
     return {
         "num_sequences": noise.count,
         "num_tokens": int(lengths.sum()),
@@ -149,7 +148,7 @@ def figures(
         "token_max_abs": float(np.abs(error).max()),
         "by_length": by_length(log_s, lengths),
         "verdict": verdict,
-        "words": None if eps is None or verdict == "fine" else words(noise, eps, centred=centred),
+        "words": None if eps is None or verdict == "fine" else noise_message(noise, eps, centred=centred),
     }
 
 

@@ -1,9 +1,4 @@
-"""The critic of PPO: a trunk of its own with a scalar head, trained on the returns that followed each token.
-
-V(x, y_<t) is read from the hidden state that predicts y_t, on the policy's own packed layout: the G completions of a
-prompt share the value of their common beginning. A new head is 0, so an untrained critic says 0 everywhere and the
-first advantages are plain returns.
-"""
+"""The critic of PPO: a value model (`policy/value.py`) and its updates towards the returns of each token."""
 
 from __future__ import annotations
 
@@ -15,45 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from gspo.learner.batch import Batch, minibatches
 from gspo.learner.optim import apply_update
-from gspo.learner.policy.module import PolicyModule
-from gspo.learner.policy.packing import Packed
-from gspo.learner.step import by_sequence, gather, packed_parts
+from gspo.learner.policy.module import packed_parts
+from gspo.learner.policy.packing import Packed, by_sequence, gather
+from gspo.learner.policy.value import ValueModule
 from gspo.objectives.value import value_loss
-
-
-class ValueModule(nn.Module):
-    """A language model whose head predicts one number instead of the next token."""
-
-    def __init__(self, policy: PolicyModule) -> None:
-        """Takes over `policy`, probed or not; its language-model head is replaced."""
-        super().__init__()
-        self.policy = policy
-        weight = policy.model.get_output_embeddings().weight  # pyright: ignore[reportOptionalMemberAccess]
-        # At least float32: returns differ by less than bfloat16 can tell.
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        head = nn.Linear(weight.shape[1], 1, dtype=dtype, device=weight.device)
-        nn.init.zeros_(head.weight)
-        nn.init.zeros_(head.bias)
-        policy.model.set_output_embeddings(head)
-
-    @property
-    def head(self) -> nn.Linear:
-        return self.policy.model.get_output_embeddings()  # pyright: ignore[reportReturnType]
-
-    def forward(self, packed: Packed) -> Tensor:
-        """V at the source of every target, [M]."""
-        hidden = self.policy.hidden(packed).index_select(0, packed.source)
-        # A copy, because FSDP hangs its gather on the output and mistrusts a view.
-        return self.head(hidden.to(self.head.weight.dtype))[:, 0].clone()
 
 
 @dataclass(frozen=True)
 class Critic:
-    """The value model, its optimizer, and what stays the same from step to step."""
+    """The value model, its optimizer, and the settings of its updates."""
 
     module: ValueModule
     optimizer: torch.optim.Optimizer
@@ -66,13 +34,13 @@ class Critic:
 
     @property
     def trained(self) -> tuple[ValueModule, torch.optim.Optimizer]:
-        """What a checkpoint holds of it."""
+        """What a checkpoint contains of it."""
         return self.module, self.optimizer
 
 
 @dataclass
 class CriticReport:
-    """What happened to every update, [K]; and to tokens, as sums."""
+    """Results per update, [K], and token counts over all of them."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
@@ -83,7 +51,7 @@ class CriticReport:
 
 @torch.no_grad()
 def token_values(critic: Critic, batch: Batch) -> dict[int, NDArray[Any]]:
-    """V at the trained tokens of every sequence that a loss can reach; one forward, before any update."""
+    """V at the trained tokens of every trainable sequence, by sequence number; one forward pass, before any update."""
     stored: dict[int, NDArray[Any]] = {}
     for packed in _parts(critic, batch, batch.trainable):
         stored |= by_sequence(packed, critic.module(packed))
@@ -99,7 +67,7 @@ def train_critic(critic: Critic, batch: Batch, learning_rates: Sequence[float]) 
     member_of = by_trajectory[batch.trajectory_of]
     for k in range(critic.num_minibatches):
         members = batch.trainable & (member_of == k)
-        # One number for the whole update: no split into micro-batches can change the gradient.
+        # One number for the whole update, so that the split into micro-batches does not change the gradient.
         denominator = max(int(batch.trained_tokens[members].sum()), 1)
         loss = 0.0
         for packed in _parts(critic, batch, members):
@@ -118,7 +86,7 @@ def train_critic(critic: Critic, batch: Batch, learning_rates: Sequence[float]) 
 
 
 def critic_metrics(batch: Batch, report: CriticReport, learning_rate: float) -> dict[str, float | None]:
-    """The `critic/` names of docs/metrics.md; values are those the advantages were made from."""
+    """The `critic/` metrics of docs/metrics.md; V is the one that the advantages were computed with."""
     assert batch.values is not None
     assert batch.returns is not None
     values, returns = (np.concatenate([np.zeros(0), *x.values()]) for x in (batch.values, batch.returns))
@@ -142,11 +110,13 @@ def _backward(
     denominator: int,
     report: CriticReport,
 ) -> float:
-    values = critic.module(packed)
+    """Add the gradient of one micro-batch; returns its loss."""
+    values = critic.module(packed)  # [M]
     if packed.is_filler:
         (values.sum() * 0.0).backward()
         return 0.0
     index = packed.index.cpu().numpy()
+    # [M] each
     start, target = (gather(x, index).to(values.device, values.dtype) for x in (start_values, returns))
     per_token, clipped = value_loss(values, start, target, critic.eps_clip)
     loss = critic.loss_coef * per_token.sum() / denominator

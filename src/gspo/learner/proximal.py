@@ -1,41 +1,102 @@
-"""Whether the sampler's log-probs can serve as π_old: its noise at equal weights against the clip range ε.
+"""π_old, the proximal policy: where its log-probs come from, the sampler's noise in them, and the automatic ε.
 
-One rule for the run (`actor.prox_logp_method: rollout`, at the first step that measures) and for `gspo doctor --probe`:
-p95 |log s| below ε/3 is silent, up to ε a warning, above it a refusal. docs/mismatch.md has the measurements behind it.
+π_old is the policy at the start of the batch. Mini-batch 1 is computed with exactly these weights, so its π_old is its
+own detached forward pass. For mini-batches 2…K there are five sources (`ProximalSource`):
+
+    recompute   one more forward pass, before the first update: exact
+    sampler     log μ from the sampler, if its noise at equal weights was measured to be far below ε
+    rollout     log μ for every mini-batch, the first one included (AReaL's `prox_logp_method: rollout`)
+    centred     log μ minus its mean error per token, which mini-batch 1 measures at no cost
+    loglinear   interpolated between log μ and log π_θ, by the weight version of each token (async rollout)
+
+`choose_source` decides between the first two for `actor.prox_logp_method: auto`. docs/mismatch.md has measurements.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from gspo.learner.policy.module import PolicyModule
+from gspo.learner.policy.packing import Packed, by_sequence
+from gspo.learner.routing import Routing
+from gspo.types import Sample
+
 Floats = NDArray[np.float64]
+LogProbs = Mapping[int, NDArray[np.float32]]  # by sequence number, at its trained tokens
+ProximalSource = Literal["recompute", "sampler", "rollout", "centred", "loglinear"]
 Verdict = Literal["fine", "near", "above"]
 
-FINE = 3.0  # the noise is this many times smaller than ε where nothing needs to be said
+# `auto` uses the sampler's log-probs as π_old while their noise is this many times smaller than ε.
+NOISE_MARGIN = 10.0
+# A noise this many times smaller than ε needs no warning.
+FINE = 3.0
+
+
+def choose_source(noise: float | None, eps: float | None, current: ProximalSource) -> ProximalSource:
+    """For `prox_logp_method: auto`: the sampler's log-probs while their measured noise is far below the clip range."""
+    if noise is None:
+        return current
+    return "sampler" if noise * NOISE_MARGIN < (0.2 if eps is None else eps) else "recompute"
+
+
+# log π_old
+
+
+@torch.no_grad()
+def recomputed(policy: PolicyModule, packs: Sequence[Packed], temperature: float, routing: Routing) -> LogProbs:
+    """log π_old by one forward pass with the weights at the start of the batch, before any update."""
+    stored: dict[int, NDArray[np.float32]] = {}
+    for packed in packs:
+        with routing.at_start(packed):
+            logp = policy(packed, temperature=temperature, with_entropy=False).logp
+        stored |= by_sequence(packed, logp)
+    return stored
+
+
+def centred(behavior: LogProbs, noise_log_s: Floats, trained_tokens: NDArray[np.int64]) -> LogProbs:
+    """log μ − shift. The shift is the mean of log μ − log π_old over mini-batch 1's tokens; 0 if it trained none."""
+    measured = noise_of(noise_log_s, trained_tokens)
+    shift = np.float32(0.0 if measured is None else measured.shift)
+    return {i: logp - shift for i, logp in behavior.items()}
+
+
+def loglinear_weight(samples: Sequence[Sample], version: int, progress: float) -> torch.Tensor:
+    """[N] α of log π_old ≈ log μ + α (log π_θ − log μ), at the trained tokens of some sequences, end to end.
+
+    π_old has version v, a token's μ has version b, and π_θ after k of K updates counts as version v + k/K
+    (`progress` is k/K):  α = (v − b) / (v + k/K − b). A token of the current version has α = 0: its μ is π_old.
+    """
+    age = np.concatenate([version - sample.versions[sample.mask].astype(np.float64) for sample in samples])
+    return torch.from_numpy(age / (age + progress))
+
+
+# The sampler's noise
 
 
 @dataclass(frozen=True)
 class Noise:
-    """log s = mean over tokens of log π − log μ, trainer against sampler at equal weights, over sequences."""
+    """log s = token mean of log π − log μ, trainer against sampler at equal weights; statistics over sequences."""
 
     count: int
     mean: float
     std: float
     p95: float  # of |log s|
-    shift: float  # mean over all tokens of log μ − log π: what re-centring takes off
+    shift: float  # mean over all tokens of log μ − log π: what `centred` subtracts
     centred_p95: float  # of |log s + shift|
 
     def floor(self, centred: bool) -> float:
-        """What ε is held against."""
+        """The value that is compared with ε."""
         return self.centred_p95 if centred else self.p95
 
 
 def noise_of(log_s: Floats, lengths: NDArray[np.int64]) -> Noise | None:
-    """The noise of some sequences, [n], with so many trained tokens each; NaN: not measured. None: nothing was.
+    """The noise of sequences [n] with `lengths` trained tokens each; NaN: not measured. None: no sequence measured.
 
     >>> noise_of(np.array([0.1, 0.3, np.nan]), np.array([1, 3, 5])).shift
     -0.25
@@ -59,10 +120,13 @@ def _p95(values: Floats) -> float:
     return float(np.quantile(np.abs(values), 0.95))
 
 
-def judge(noise: float, eps: float | None) -> Verdict:
-    """The rule. `eps` None: this objective has no clip range for noise to use up.
+def judge_noise(noise: float, eps: float | None) -> Verdict:
+    """Whether p95 |log s| fits in the clip range. `eps` None: the objective has no clip range.
 
-    >>> [judge(noise, 3e-3) for noise in (0.9e-3, 1e-3, 3e-3, 3.1e-3)]
+    One rule for the run (`prox_logp_method: rollout`, at the first step that measures) and for `gspo doctor --probe`:
+    no message below ε/3, a warning up to ε, an error above ε.
+
+    >>> [judge_noise(noise, 3e-3) for noise in (0.9e-3, 1e-3, 3e-3, 3.1e-3)]
     ['fine', 'near', 'near', 'above']
     """
     if eps is None or noise < eps / FINE:
@@ -70,20 +134,63 @@ def judge(noise: float, eps: float | None) -> Verdict:
     return "near" if noise <= eps else "above"
 
 
-def words(noise: Noise, eps: float, *, centred: bool = False) -> str:
-    """What is measured and what to do about it, for a warning or a refusal."""
+def noise_message(noise: Noise, eps: float, *, centred: bool = False) -> str:
+    """The measured noise and the remedies, for the warning or the error."""
     floor = noise.floor(centred)
     what = f"p95 |log s| = {floor:.1e}{' after re-centring' if centred else ''}, mean {noise.mean:+.1e}"
     effect = (
-        "before any update sequences lie outside it, by the sampler's rounding alone"
-        if judge(floor, eps) == "above"
-        else "the sampler's rounding has a say in who is clipped"
+        "sequences are outside the clip range before any update, because of the sampler's rounding alone"
+        if judge_noise(floor, eps) == "above"
+        else "the sampler's rounding changes which sequences are clipped"
     )
     remedies = [f"actor.eps_clip above {FINE * floor:.1e}", "actor.eps_clip=auto"]
-    if not centred and judge(noise.centred_p95, eps) != judge(noise.p95, eps):
+    if not centred and judge_noise(noise.centred_p95, eps) != judge_noise(noise.p95, eps):
         remedies.append(f"actor.prox_logp_recenter=true, which leaves {noise.centred_p95:.1e},")
     return (
-        f"the sampler's log-probs are π_old, and differ from the trainer's at equal weights by {what}, "
+        f"the sampler's log-probs are used as π_old, and differ from the trainer's at equal weights by {what}, "
         f"{floor / eps:.2g} times the clip range ε = {eps:.1e} ({noise.count} sequences): {effect}. "
         f"Set {', '.join(remedies)} or actor.prox_logp_method=recompute"
     )
+
+
+# ε of `eps_clip: auto`
+
+
+@dataclass(frozen=True)
+class AutoClip:
+    """Settings of `eps_clip: auto`. Its state is one number, updated by `next_quantile`."""
+
+    target_fraction: float = 0.15
+    high_over_low: float = 4 / 3
+    decay: float = 0.8
+    eps_max: float = 0.2
+
+
+def next_quantile(state: float | None, log_s: Floats, advantages: Floats, how: AutoClip) -> float | None:
+    """The next ε_low before its bounds: an exponential average over steps of a quantile of log s.
+
+    A sequence is clipped where log s moves in the direction of its advantage: above ε_high for A > 0, below −ε_low for
+    A < 0. With ε_high = ρ ε_low, a rise divided by ρ and a fall have the same scale, and their (1 − target) quantile
+    is the ε_low that would have clipped the target fraction. Pass the sequences of mini-batches ≥ 2 only: in the first
+    one every ratio is 1.
+    """
+    seen = np.isfinite(log_s) & (advantages != 0)
+    if not seen.any():
+        return state
+    moved = np.where(advantages > 0, log_s / how.high_over_low, -log_s)[seen]
+    quantile = float(np.quantile(moved, 1 - how.target_fraction))
+    return quantile if state is None else how.decay * state + (1 - how.decay) * quantile
+
+
+def clip_range(
+    state: float | None, noise: float | None, default: tuple[float, float], how: AutoClip
+) -> tuple[float, float]:
+    """(ε_low, ε_high) at their fixed ratio, at most eps_max and at least the noise of π_old.
+
+    `noise` is None if π_old comes from the trainer; `default` is the preset's range, used before the first
+    measurement.
+    """
+    if state is None:
+        return default
+    low = min(max(state, noise or 0.0, 1e-6), how.eps_max / max(1.0, how.high_over_low))
+    return low, low * how.high_over_low

@@ -1,7 +1,8 @@
-"""The reference policy: the weights a run started from (or any other model), asked once per batch, never trained.
+"""The reference policy: the initial weights of the run (or another model), never trained.
 
-It is a second, frozen model, or, where the policy is an adapter on frozen weights, the policy with its adapter off.
-Either way it is read from where the run started and not from a checkpoint, so a resumed run has the same reference.
+Its log-probs are computed once per batch. It is a second, frozen model; if the policy is a LoRA adapter on frozen
+weights, it is the policy with its adapter switched off. It is always loaded from the start of the run and not from a
+checkpoint, so a resumed run has the same reference.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 
 from gspo.learner.batch import Batch
-from gspo.learner.policy.module import PolicyModule
-from gspo.learner.step import by_sequence, packed_parts
+from gspo.learner.policy.module import PolicyModule, packed_parts
+from gspo.learner.policy.packing import by_sequence
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A policy to compare with, and how to ask it."""
+    """The reference policy and how to compute with it."""
 
     policy: PolicyModule
     temperature: float  # the sampler's: KL is between the two tempered distributions
@@ -32,9 +33,9 @@ class Reference:
 
 @torch.no_grad()
 def reference_logp(reference: Reference, batch: Batch) -> dict[int, NDArray[Any]]:
-    """log π_ref at the trained tokens of every sequence that a loss can reach, by sequence number.
+    """log π_ref at the trained tokens of every trainable sequence, by sequence number.
 
-    A sequence whose advantage is 0 is among them: its KL has a gradient in the loss, and a penalty in the reward.
+    Sequences with advantage 0 are included: their KL has a gradient in the loss, or is a penalty in the reward.
     """
     stored: dict[int, NDArray[Any]] = {}
     items = batch.items(batch.trainable)

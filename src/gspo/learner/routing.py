@@ -1,13 +1,13 @@
-"""The routes of one training step: every pass is tapped, replayed where asked, and compared.
+"""Expert routes of a mixture of experts in one training step: recorded, replayed if configured, and compared.
 
-π_old's routes are those of the forward made before the first update, or the sampler's where its values serve as π_old.
-Two drifts are counted at the positions that predict a trained token, as shares of (token, layer) pairs whose *set* of
-experts differs: π_θ against π_old (mini-batches 2…K), and trainer against sampler at the same weights (mini-batch 1,
-and all that was recomputed). Under replay they say what the routers would have changed had they been let.
+π_old's routes are those of the forward pass before the first update, or the sampler's if its log-probs are used as
+π_old. Two changes are measured at the positions that predict a trained token, each as the fraction of (token, layer)
+pairs whose *set* of experts differs: π_θ against π_old (mini-batches 2…K), and trainer against sampler at equal weights
+(mini-batch 1 and recomputed ones). Under replay these metrics count the expert changes that replay suppressed.
 
-Replay covers every input token of a pass, the prompt's too. `proximal` gives mini-batches 2…K the routes of π_old's
-own forward (mini-batch 1 is that forward). `rollout` gives the sampler's to every pass, π_old's included; the rows of
-a shared prompt are those of the group's first sequence in the micro-batch.
+Replay (actor.routing_replay) covers every input token of a pass, the prompt included. `proximal` gives mini-batches
+2…K the routes of π_old's own forward pass (mini-batch 1 is that pass). `rollout` gives the sampler's routes to every
+pass, π_old's included; a shared prompt takes those of the group's first sequence in the micro-batch.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from gspo.errors import RolloutError
 from gspo.learner.batch import Batch
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.packing import Packed
-from gspo.models.moe import UNKNOWN, Tap, differ, route_shape, routed, routers
+from gspo.models.moe import UNKNOWN, Tap, route_shape, routed, routers, routes_mismatch
 
 Replay = Literal["none", "proximal", "rollout"]
 Floats = NDArray[np.float64]
 
 
 class Routing:
-    """Taps for the passes of one step; of a dense model it does nothing."""
+    """Records and replays the routes of one step's passes; does nothing for a dense model."""
 
     def __init__(self, policy: PolicyModule, batch: Batch, replay: Replay) -> None:
         self._routers, self._batch, self._replay = routers(policy.model), batch, replay
         self._proximal: dict[Packed, NDArray[Any]] = {}
         shape = batch.num_sequences, len(self._routers)
-        # Written into as passes end; NaN where nothing was compared.
-        self.shares = np.full(shape, np.nan), np.full(shape[0], np.nan), np.full(shape, np.nan)
+        # (π_θ against π_old [n, layers], the same in any layer [n], trainer against sampler [n, layers]).
+        # Filled as passes end; NaN where nothing was compared.
+        self.flips = np.full(shape, np.nan), np.full(shape[0], np.nan), np.full(shape, np.nan)
         if replay == "rollout" and any(s.routes is None for s in batch.samples if s.mask.any()):
             raise RolloutError(
-                "actor.routing_replay: rollout needs the sampler's routes, and it gave none; sample in process "
+                "actor.routing_replay: rollout needs the sampler's routes, but samples have none; sample in process "
                 "(rollout.backend: auto), or set actor.routing_replay: proximal"
             )
 
@@ -51,11 +52,11 @@ class Routing:
         return bool(self._routers)
 
     def at_start(self, packed: Packed) -> contextlib.AbstractContextManager[None]:
-        """Around a forward under the weights at the start of the batch."""
+        """Context of a forward pass with the weights at the start of the batch."""
         return self._around(packed, self._keep)
 
     def in_minibatch(self, packed: Packed, k: int) -> contextlib.AbstractContextManager[None]:
-        """Around the forward that is trained on, of mini-batch k; leave it before the backward pass."""
+        """Context of the trained forward pass of mini-batch k; it must end before the backward pass."""
         return self._around(packed, self._against_sampler if k == 0 else self._against_start)
 
     @contextlib.contextmanager
@@ -74,7 +75,7 @@ class Routing:
 
     def _against_start(self, packed: Packed, tap: Tap, sampled: NDArray[Any]) -> None:
         index = packed.index.cpu().numpy()
-        self.shares[0][index], self.shares[1][index] = _flips(
+        self.flips[0][index], self.flips[1][index] = _flips(
             packed, tap.own_routes(), self._proximal.get(packed, sampled)
         )
 
@@ -85,7 +86,7 @@ class Routing:
         return torch.from_numpy(given).to(packed.tokens.device)
 
     def _against_sampler(self, packed: Packed, tap: Tap, sampled: NDArray[Any]) -> None:
-        self.shares[2][packed.index.cpu().numpy()], _ = _flips(packed, tap.own_routes(), sampled)
+        self.flips[2][packed.index.cpu().numpy()], _ = _flips(packed, tap.own_routes(), sampled)
 
     def _sampled(self, packed: Packed) -> NDArray[np.int64]:
         """The sampler's routes of a micro-batch's input tokens, [N, layers, top_k]."""
@@ -94,7 +95,7 @@ class Routing:
         for i in packed.index.tolist():
             num_prompt = len(batch.prompt(i))
             prompt, own = batch.samples[i].prompt_routes, batch.samples[i].routes
-            # Row 0 of a sample's routes is that of the prompt's last token: it predicts the first of the completion.
+            # Row 0 of a sample's routes belongs to the prompt's last token, which predicts the first completion token.
             if prompt is None or own is None:
                 by_position.append(None)
             else:
@@ -105,9 +106,9 @@ class Routing:
 def routes_in_row(
     packed: Packed, by_position: Sequence[NDArray[Any] | None], shape: tuple[int, int]
 ) -> NDArray[np.int64]:
-    """Routes of sequences, each by position in its prompt + completion, as those of a micro-batch's input tokens.
+    """Routes of sequences, by position in prompt + completion, laid out like a micro-batch's input tokens: [N, *shape].
 
-    [N, *shape], UNKNOWN where a sequence has none. A segment that several sequences share takes the first one's.
+    UNKNOWN where a sequence has none. A segment that several sequences share takes those of the first.
     """
     out = np.full((packed.num_tokens, *shape), UNKNOWN, dtype=np.int64)
     start, length, parent, source, cuts, positions = (
@@ -120,7 +121,7 @@ def routes_in_row(
         if routes is None or cuts[b] == cuts[b + 1]:
             continue
         segment = int(segment_of[source[cuts[b + 1] - 1]])
-        while segment >= 0:  # from the last position that is read up to the root of its tree
+        while segment >= 0:  # from the last input position up to the root of its tree
             here = slice(start[segment], start[segment] + length[segment])
             out[here] = routes[positions[here]]
             segment = int(parent[segment])
@@ -128,9 +129,9 @@ def routes_in_row(
 
 
 def _flips(packed: Packed, routes: NDArray[Any], others: NDArray[Any]) -> tuple[Floats, Floats]:
-    """Per sequence the share of its trained tokens whose route differs, [B, layers], and in any layer, [B]."""
+    """Per sequence the fraction of trained tokens whose route differs, [B, layers], and in any layer, [B]."""
     source, cuts = packed.source.cpu().numpy(), packed.cu_seqlens.cpu().numpy()
-    changed = differ(routes[source], others[source])  # [M, layers]
+    changed = routes_mismatch(routes[source], others[source])  # [M, layers]
     known = np.asarray((others[source] >= 0).all(-1))  # [M, layers]
     flips, tokens = np.full((len(cuts) - 1, changed.shape[1]), np.nan), np.full(len(cuts) - 1, np.nan)
     for b, (begin, end) in enumerate(pairwise(cuts.tolist())):

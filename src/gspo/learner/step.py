@@ -1,11 +1,8 @@
-"""One training step: the mini-batches of a rollout batch, each one optimizer update.
+"""One training step: one optimizer update for each mini-batch of a rollout batch.
 
-Three policies, kept apart: `behavior` sampled the tokens, `proximal` (the paper's π_old) is the policy at the start of
-the batch, and the current one is being trained. π_old of mini-batch 1 is its own detached forward; later mini-batches
-take the sampler's log-probs where these were measured to be the same, a forward made before the first update, or an
-interpolation by weight version. Samples of older versions never serve as their own π_old unless asked (`rollout`).
-`centred` takes the sampler's log-probs less their mean error per token, which mini-batch 1 measures for nothing. A
-fourth policy, `reference`, was asked before the step (`train/reference.py`), where a KL term wants it.
+Three policies are kept apart: `behavior` μ sampled the tokens, `proximal` π_old (see `proximal.py`) is the policy at
+the start of the batch, and the current policy π_θ is being trained. Where a KL term needs a fourth one, the reference,
+its log-probs were computed before the step (`reference.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -24,66 +20,81 @@ from gspo import objectives
 from gspo.faults import reached
 from gspo.learner.batch import Batch
 from gspo.learner.optim import apply_update
-from gspo.learner.policy.module import PolicyModule
-from gspo.learner.policy.packing import Packed, PackItem, filler, micro_batches, pack, spread
-from gspo.learner.proximal import noise_of
+from gspo.learner.policy.module import PolicyModule, PolicyOutput, packed_parts
+from gspo.learner.policy.packing import Packed, gather
+from gspo.learner.proximal import LogProbs, ProximalSource, centred, loglinear_weight, recomputed
 from gspo.learner.ranks.world import World
 from gspo.learner.routing import Replay, Routing
 from gspo.objectives.kl import kl
 from gspo.objectives.turns import fold, turn_cuts
 from gspo.system.clock import phase
 
-# Where π_old of mini-batches 2…K comes from; `rollout` also replaces mini-batch 1's own forward.
-# `loglinear` interpolates between the sampler's and the current log-prob, by the version of each token.
-ProximalSource = Literal["recompute", "sampler", "rollout", "centred", "loglinear"]
-
 
 @dataclass(frozen=True)
 class Plan:
-    """What stays the same from step to step."""
+    """Settings that do not change from step to step."""
 
     name: str  # preset of `gspo.objectives`
     settings: Mapping[str, Any]
     num_minibatches: int
     temperature: float
-    max_tokens: int  # per micro-batch
+    max_tokens: int  # input tokens per micro-batch
     min_micro_batches: int
     max_norm: float
     max_new_tokens: int
-    skip_zero_advantage: bool = True  # False where another loss term needs every sequence
-    routing_replay: Replay = "none"  # whose experts a mixture's passes take; `proximal` needs a recomputed π_old
-    sequence_unit: Literal["trajectory", "turn"] = "trajectory"  # what of an episode has one ratio
+    skip_zero_advantage: bool = True  # False if another loss term (KL) needs every sequence
+    routing_replay: Replay = "none"  # which experts a mixture's passes use; `proximal` needs a recomputed π_old
+    sequence_unit: Literal["trajectory", "turn"] = "trajectory"  # which part of an episode has one ratio
 
 
 @dataclass
 class StepReport:
-    """What happened to every sequence, [n], and to every update, [K]. NaN where a sequence did not enter the model."""
+    """Results per sequence, [n], and per update, [K]. NaN where a sequence did not enter the model."""
 
     log_s: NDArray[np.float64]
     clipped_low: NDArray[np.float64]  # tokens clipped with A ≤ 0
     clipped_high: NDArray[np.float64]  # tokens clipped with A > 0
-    noise_log_s: NDArray[np.float64]  # trainer against sampler, same weights; mini-batch 1, and all that was recomputed
+    noise_log_s: NDArray[np.float64]  # trainer against sampler at equal weights; mini-batch 1 and recomputed ones
     entropy: NDArray[np.float64]  # token mean
     kl_behavior: NDArray[np.float64]  # token mean of log μ − log π_θ
     kl_reference: NDArray[np.float64]  # token mean of k3(π_θ, π_ref)
-    correction: NDArray[np.float64]  # behavior weight π_old/μ, token mean; NaN where nothing is corrected
+    correction: NDArray[np.float64]  # behavior weight π_old/μ, token mean; NaN without a correction
     correction_raw: NDArray[np.float64]  # the same before truncation or masking
-    correction_outside: NDArray[np.float64]  # tokens beyond its bounds
-    logp: dict[int, NDArray[np.float32]]  # of the sequences whose tokens are kept
-    token_entropy: dict[int, NDArray[np.float32]]
-    # Of a mixture of experts: shares of its tokens whose experts changed (see `train/routing.py`).
+    correction_outside: NDArray[np.float64]  # tokens outside its bounds
+    # Per token, by sequence number, for the sequences in `keep_tokens_of`.
+    logp: dict[int, NDArray[np.float32]] = field(default_factory=dict)
+    token_entropy: dict[int, NDArray[np.float32]] = field(default_factory=dict)
+    # Of a mixture of experts: the fraction of tokens whose experts changed (see `routing.py`).
     flips: NDArray[np.float64] | None = None  # [n, layers]
     flipped_tokens: NDArray[np.float64] | None = None  # [n]
     sampler_flips: NDArray[np.float64] | None = None  # [n, layers]
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
-    applied: list[bool] = field(default_factory=list)  # False: the gradient was not finite, nothing was touched
+    applied: list[bool] = field(default_factory=list)  # False: loss or gradient not finite, weights unchanged
     num_input_tokens: int = 0
-    num_skipped: int = 0  # sequences in a denominator that did not enter the model: no loss term could reach them
-    settings: dict[str, Any] = field(default_factory=dict)  # what this step was run with, as metrics
+    num_skipped: int = 0  # sequences in a denominator that no loss term reaches: not computed
+    settings: dict[str, Any] = field(default_factory=dict)  # of this step, as metrics
     seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("proximal", "forward_backward", "optimizer"), 0.0)
     )
+
+    @staticmethod
+    def empty(num_sequences: int) -> StepReport:
+        def unset() -> NDArray[np.float64]:
+            return np.full(num_sequences, np.nan)
+
+        return StepReport(
+            log_s=unset(),
+            clipped_low=unset(),
+            clipped_high=unset(),
+            noise_log_s=unset(),
+            entropy=unset(),
+            kl_behavior=unset(),
+            kl_reference=unset(),
+            correction=unset(),
+            correction_raw=unset(),
+            correction_outside=unset(),
+        )
 
 
 def train_step(
@@ -100,57 +111,49 @@ def train_step(
 ) -> StepReport:
     """K optimizer updates on one rollout batch; `version` is that of the weights at its start.
 
-    `before_update` is given mini-batch 1's noise, [n], before anything is changed, and may refuse by raising.
+    `before_update` is called with mini-batch 1's noise, [n], before the first update. If it raises, nothing changes.
     """
-    n = batch.num_sequences
-    report = StepReport(*(np.full(n, np.nan) for _ in range(10)), logp={}, token_entropy={})
-    enters = batch.has_gradient if plan.skip_zero_advantage else batch.trainable
+    report, world = StepReport.empty(batch.num_sequences), policy.world
+    enters = batch.has_gradient if plan.skip_zero_advantage else batch.trainable  # [n]
     report.num_skipped = int((batch.in_denominator & ~enters).sum())
     behavior = {int(i): batch.samples[i].behavior_logp[batch.samples[i].mask] for i in np.flatnonzero(enters)}
-    # Packed once, for π_old and for training: the same computation at the same weights has ratio exactly 1.
+    # Packed once, for π_old and for training: the same computation with the same weights gives a ratio of exactly 1.
     packs = [
         packed_parts(policy, batch.items(enters & (batch.minibatch == k)), plan.max_tokens, plan.min_micro_batches)
         for k in range(plan.num_minibatches)
     ]
     routing = Routing(policy, batch, plan.routing_replay)
     if routing.is_tapped:
-        report.flips, report.flipped_tokens, report.sampler_flips = routing.shares
+        report.flips, report.flipped_tokens, report.sampler_flips = routing.flips
+    proximal_logp: LogProbs = behavior
     with phase(report.seconds, "proximal"):
-        proximal_logp = behavior if proximal != "recompute" else _recomputed(policy, packs[1:], plan, routing)
-    if proximal == "recompute":
-        # Trainer against sampler at equal weights, for nothing: the forward is there.
-        for i, logp in proximal_logp.items():
-            report.noise_log_s[i] = float(np.mean(logp - behavior[i], dtype=np.float64))
-    world = policy.world
+        if proximal == "recompute":
+            later = [packed for of_minibatch in packs[1:] for packed in of_minibatch]
+            proximal_logp = recomputed(policy, later, plan.temperature, routing)
+            # Trainer against sampler at equal weights: a measurement of the noise at no extra cost.
+            for i, logp in proximal_logp.items():
+                report.noise_log_s[i] = float(np.mean(logp - behavior[i], dtype=np.float64))
+    step = _Step(policy, batch, plan, behavior, routing, keep_tokens_of, report)
     for k in range(plan.num_minibatches):
-        members = batch.minibatch == k
-        # The denominator counts what was skipped: skipping saves work, it does not change the algorithm.
-        counted = members & batch.in_denominator
-        denominator = objectives.denominator(
-            plan.name,
-            num_sequences=max(int((counted & batch.is_first).sum()), 1),  # trajectories
-            num_tokens=max(int(batch.trained_tokens[counted].sum()), 1),
-            max_new_tokens=plan.max_new_tokens,
-            aggregation=plan.settings["aggregation"],
+        old = _ProximalOf(
+            # Mini-batch 1 is computed with π_old's weights: its own forward pass is π_old.
+            logp=None if k == 0 and proximal != "rollout" else proximal_logp,
+            version=version,
+            progress=k / plan.num_minibatches if proximal == "loglinear" else None,
         )
-        loss = 0.0
+        loss, denominator = 0.0, _denominator(batch, plan, k)
         with phase(report.seconds, "forward_backward"):
             for packed in packs[k]:
-                own = k == 0 and proximal != "rollout"
-                towards = k / plan.num_minibatches if proximal == "loglinear" else None
-                loss += _backward(
-                    policy, packed, batch, plan, None if own else proximal_logp, behavior, denominator, report, k,
-                    routing, keep_tokens_of, None if towards is None else partial(_shares, batch, version, towards),
-                )  # fmt: skip
+                loss += step.backward(packed, k=k, old=old, denominator=denominator)
         loss = world.all_reduce_sum(loss)
         if k == 0 and (before_update is not None or proximal == "centred"):
-            noise = _of_all(report.noise_log_s, world)
+            noise = _of_all_ranks(report.noise_log_s, world)
             if before_update is not None:
                 before_update(noise)
             if proximal == "centred":
-                proximal_logp = _centred(behavior, noise, batch)
+                proximal_logp = centred(behavior, noise, batch.trained_tokens)
         with phase(report.seconds, "optimizer"):
-            # A clamp has gradient 0 at NaN: only the loss tells.
+            # The loss is checked too: a clamp has gradient 0 at NaN, so the gradient norm can be finite.
             norm, applied = apply_update(
                 optimizer, lr=learning_rates[k], max_norm=plan.max_norm, is_finite=math.isfinite(loss)
             )
@@ -160,86 +163,126 @@ def train_step(
     return report if world.size == 1 else merged(report, world)
 
 
-def _backward(
-    policy: PolicyModule,
-    packed: Packed,
-    batch: Batch,
-    plan: Plan,
-    proximal_logp: Mapping[int, NDArray[np.float32]] | None,
-    behavior: Mapping[int, NDArray[np.float32]],
-    denominator: float,
-    report: StepReport,
-    k: int,
-    routing: Routing,
-    keep_tokens_of: frozenset[int],
-    shares: Callable[[NDArray[np.int64]], torch.Tensor] | None = None,
-) -> float:
-    """Forward, loss and backward of one micro-batch; writes what happened to its sequences into the report."""
-    with routing.in_minibatch(packed, k):
-        out = policy(packed, temperature=plan.temperature)
-    if packed.is_filler:
-        (out.logp.sum() * 0.0).backward()
-        return 0.0
-    index = packed.index.cpu().numpy()
-    device, dtype = out.logp.device, out.logp.dtype
-    behavior_logp = gather(behavior, index).to(device, dtype)
-    proximal = out.logp.detach() if proximal_logp is None else gather(proximal_logp, index).to(device, dtype)
-    if shares is not None and proximal_logp is not None:
-        proximal = proximal + shares(index).to(device, dtype) * (out.logp.detach() - proximal)
-    by_token, reference = batch.token_advantages, batch.reference_logp
-    units = _units(batch, index, packed.cu_seqlens, plan)
-    advantage = torch.from_numpy(batch.advantages[index]) if by_token is None else gather(by_token, index)
-    if by_token is None and units.sequence is not None:
-        advantage = advantage[units.sequence.cpu()]
-    reference_logp = None if reference is None else gather(reference, index).to(device, dtype)
-    result = objectives.loss(
+def _denominator(batch: Batch, plan: Plan, k: int) -> float:
+    """What the loss of mini-batch k is divided by, over all micro-batches and ranks.
+
+    Skipped sequences count: skipping saves computation and does not change the algorithm.
+    """
+    counted = (batch.minibatch == k) & batch.in_denominator  # [n]
+    return objectives.denominator(
         plan.name,
-        out.logp,
-        proximal,
-        advantage.to(device, dtype),
-        None,
-        behavior_logp=behavior_logp,
-        reference_logp=reference_logp,
-        cu_seqlens=units.cu_seqlens,
-        weight=units.weight,
-        denominator=denominator,
-        **plan.settings,
+        num_sequences=max(int((counted & batch.is_first).sum()), 1),  # trajectories
+        num_tokens=max(int(batch.trained_tokens[counted].sum()), 1),
+        max_new_tokens=plan.max_new_tokens,
+        aggregation=plan.settings["aggregation"],
     )
-    result.loss.backward()
-    reached("train.backward")
-    report.num_input_tokens += packed.num_tokens
-    for name in ("log_s", "clipped_low", "clipped_high", "correction", "correction_raw", "correction_outside"):
-        if name in result.stats:
-            getattr(report, name)[index] = units.by_sequence(name, result.stats).cpu().numpy()
-    layout = objectives.rows(out.logp, None, packed.cu_seqlens)
-    drift = objectives.mean_tokens(behavior_logp - out.logp.detach(), layout).cpu().numpy()
-    report.kl_behavior[index] = drift
-    report.entropy[index] = objectives.mean_tokens(out.entropy, layout).cpu().numpy()
-    if reference_logp is not None:
-        away = kl(out.logp.detach(), reference_logp, "k3")
-        report.kl_reference[index] = objectives.mean_tokens(away, layout).cpu().numpy()
-    if k == 0:
-        report.noise_log_s[index] = -drift
-    if keep_tokens_of.intersection(index.tolist()):
+
+
+@dataclass(frozen=True)
+class _ProximalOf:
+    """π_old of one mini-batch."""
+
+    logp: LogProbs | None  # None: the mini-batch's own detached forward pass
+    version: int  # of the weights at the start of the batch
+    progress: float | None  # k/K if log-probs are interpolated by version (`loglinear`)
+
+    def at(self, out: PolicyOutput, samples: Sequence[Any], index: NDArray[np.int64]) -> torch.Tensor:
+        """log π_old at the trained tokens of a micro-batch, [M]."""
+        current = out.logp.detach()
+        if self.logp is None:
+            return current
+        stored = gather(self.logp, index).to(current)
+        if self.progress is None:
+            return stored
+        alpha = loglinear_weight([samples[int(i)] for i in index], self.version, self.progress)
+        return stored + alpha.to(current) * (current - stored)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Forward, loss and backward of the micro-batches of one step; results go to `report`."""
+
+    policy: PolicyModule
+    batch: Batch
+    plan: Plan
+    behavior: LogProbs  # log μ
+    routing: Routing
+    keep_tokens_of: frozenset[int]
+    report: StepReport
+
+    def backward(self, packed: Packed, *, k: int, old: _ProximalOf, denominator: float) -> float:
+        """Add the gradient of one micro-batch of mini-batch k; returns its loss."""
+        batch, plan = self.batch, self.plan
+        with self.routing.in_minibatch(packed, k):
+            out = self.policy(packed, temperature=plan.temperature)  # log-probs and entropy, [M]
+        if packed.is_filler:
+            (out.logp.sum() * 0.0).backward()
+            return 0.0
+        index = packed.index.cpu().numpy()  # [B] sequence numbers
+        behavior_logp = gather(self.behavior, index).to(out.logp)  # [M]
+        reference_logp = None if batch.reference_logp is None else gather(batch.reference_logp, index).to(out.logp)
+        units = _units(batch, index, packed.cu_seqlens, plan)
+        result = objectives.loss(
+            plan.name,
+            out.logp,
+            old.at(out, batch.samples, index),
+            _advantages(batch, index, units).to(out.logp),
+            None,
+            behavior_logp=behavior_logp,
+            reference_logp=reference_logp,
+            cu_seqlens=units.cu_seqlens,
+            weight=units.weight,
+            denominator=denominator,
+            **plan.settings,
+        )
+        result.loss.backward()
+        reached("train.backward")
+        self._record(packed, index, k, out, units, result, behavior_logp, reference_logp)
+        return float(result.loss.detach())
+
+    def _record(
+        self,
+        packed: Packed,
+        index: NDArray[np.int64],
+        k: int,
+        out: PolicyOutput,
+        units: _Units,
+        result: objectives.Objective,
+        behavior_logp: torch.Tensor,
+        reference_logp: torch.Tensor | None,
+    ) -> None:
+        report = self.report
+        report.num_input_tokens += packed.num_tokens
+        for name in ("log_s", "clipped_low", "clipped_high", "correction", "correction_raw", "correction_outside"):
+            if name in result.stats:
+                getattr(report, name)[index] = units.by_sequence(name, result.stats).cpu().numpy()
+        layout = objectives.token_layout(out.logp, None, packed.cu_seqlens)
+        drift = objectives.mean_tokens(behavior_logp - out.logp.detach(), layout).cpu().numpy()  # [B]
+        report.kl_behavior[index] = drift
+        report.entropy[index] = objectives.mean_tokens(out.entropy, layout).cpu().numpy()
+        if reference_logp is not None:
+            k3 = kl(out.logp.detach(), reference_logp, "k3")
+            report.kl_reference[index] = objectives.mean_tokens(k3, layout).cpu().numpy()
+        if k == 0:  # the weights are still those that π_old has
+            report.noise_log_s[index] = -drift
         cuts = packed.cu_seqlens.cpu().numpy()
         for b, i in enumerate(index.tolist()):
-            if i in keep_tokens_of:
+            if i in self.keep_tokens_of:
                 report.logp[i] = out.logp[cuts[b] : cuts[b + 1]].detach().float().cpu().numpy()
                 report.token_entropy[i] = out.entropy[cuts[b] : cuts[b + 1]].float().cpu().numpy()
-    return float(result.loss.detach())
 
 
 @dataclass(frozen=True)
 class _Units:
-    """What has one ratio in a micro-batch: its sequences, or the turns that they are made of."""
+    """The spans of a micro-batch that have one ratio each: U = B sequences, or the U turns inside them."""
 
     cu_seqlens: torch.Tensor  # [U + 1]
     weight: torch.Tensor | None  # [U], share of the trajectory's tokens; None: all 1
-    sequence: torch.Tensor | None = None  # [U] of turns, [B] sequences; None: the units are the sequences
+    sequence: torch.Tensor | None = None  # [U] sequence of each turn; None: the units are the sequences
     num_sequences: int = 0
 
     def by_sequence(self, name: str, stats: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """A statistic of sequences, [B], from those of units: numbers of tokens add up, the rest are token means."""
+        """A statistic per sequence, [B], from one per unit: token counts are summed, the rest are token means."""
         if self.sequence is None:
             return stats[name]
         counts = name.startswith("clipped") or name.endswith("outside")
@@ -247,81 +290,38 @@ class _Units:
 
 
 def _units(batch: Batch, index: NDArray[np.int64], cu_seqlens: torch.Tensor, plan: Plan) -> _Units:
-    shares = torch.from_numpy(batch.token_share[index]).to(cu_seqlens.device)
-    # A sum over tokens needs no shares: sequences of a trajectory add up by themselves.
-    means = plan.settings["aggregation"] == "sequence_mean"
+    share = torch.from_numpy(batch.token_share[index]).to(cu_seqlens.device)  # [B]
+    # Only a mean over tokens needs weights; with a sum, the sequences of a trajectory add up without them.
+    weighted = plan.settings["aggregation"] == "sequence_mean"
+    whole = _Units(cu_seqlens, share if weighted and bool((share != 1).any()) else None)
     if plan.sequence_unit == "trajectory":
-        return _Units(cu_seqlens, shares if means and bool((shares != 1).any()) else None)
+        return whole
     samples = [batch.samples[int(i)] for i in index]
-    turns = torch.from_numpy(np.concatenate([s.turns[s.mask] for s in samples])).to(cu_seqlens.device)
+    turns = torch.from_numpy(np.concatenate([s.turns[s.mask] for s in samples])).to(cu_seqlens.device)  # [M]
     cuts, sequence = turn_cuts(turns, cu_seqlens)
-    if len(cuts) == len(cu_seqlens):  # one turn each
-        return _Units(cu_seqlens, shares if means and bool((shares != 1).any()) else None)
-    share = (shares / cu_seqlens.diff())[sequence] * cuts.diff()
-    return _Units(cuts, share if means else None, sequence, len(index))
+    if len(cuts) == len(cu_seqlens):  # every sequence has one turn
+        return whole
+    turn_share = (share / cu_seqlens.diff())[sequence] * cuts.diff()  # [U]
+    return _Units(cuts, turn_share if weighted else None, sequence, len(index))
 
 
-def _shares(batch: Batch, version: int, towards: float, index: NDArray[np.int64]) -> torch.Tensor:
-    """α of log π_old ≈ log μ + α (log π_θ − log μ), for the trained tokens of some sequences, end to end.
-
-    π_old has version v, a token's μ version b, and π_θ, k of K updates on, counts as version v + k/K:
-    α = (v − b) / (v + k/K − b). A fresh token has α = 0: its μ is π_old.
-    """
-    samples = [batch.samples[int(i)] for i in index]
-    behind = np.concatenate([version - sample.versions[sample.mask].astype(np.float64) for sample in samples])
-    return torch.from_numpy(behind / (behind + towards))
+def _advantages(batch: Batch, index: NDArray[np.int64], units: _Units) -> torch.Tensor:
+    """One advantage per token, [M], or per unit, [U]."""
+    if batch.token_advantages is not None:
+        return gather(batch.token_advantages, index)
+    advantage = torch.from_numpy(batch.advantages[index])  # [B]
+    return advantage if units.sequence is None else advantage[units.sequence.cpu()]
 
 
-def _of_all(values: NDArray[np.float64], world: World) -> NDArray[np.float64]:
-    """Values by sequence, [n], of which each rank has those of its own."""
+def _of_all_ranks(values: NDArray[np.float64], world: World) -> NDArray[np.float64]:
+    """[n] values by sequence; each rank has computed a part of them, and the others are NaN."""
     for part in world.all_gather({"values": values}):
         values = np.where(np.isnan(values), part["values"], values)
     return values
 
 
-def _centred(
-    behavior: Mapping[int, NDArray[np.float32]], noise: NDArray[np.float64], batch: Batch
-) -> dict[int, NDArray[np.float32]]:
-    """log μ − shift, shift being the mean over mini-batch 1's tokens of log μ − log π_old; 0 where none was trained."""
-    measured = noise_of(noise, batch.trained_tokens)
-    shift = np.float32(0.0 if measured is None else measured.shift)
-    return {i: logp - shift for i, logp in behavior.items()}
-
-
-@torch.no_grad()
-def _recomputed(
-    policy: PolicyModule, packs: Sequence[Sequence[Packed]], plan: Plan, routing: Routing
-) -> Mapping[int, NDArray[np.float32]]:
-    """log π_old under the weights at the start of the batch, by sequence number; one forward, before any update."""
-    stored: dict[int, NDArray[np.float32]] = {}
-    for packed in (packed for packs_k in packs for packed in packs_k):
-        with routing.at_start(packed):
-            logp = policy(packed, temperature=plan.temperature, with_entropy=False).logp
-        stored |= by_sequence(packed, logp)
-    return stored
-
-
-def packed_parts(
-    module: PolicyModule, items: Sequence[PackItem], max_tokens: int, min_micro_batches: int
-) -> list[Packed]:
-    """This rank's micro-batches of some sequences, laid out and placed as the module wants them."""
-    if not items:
-        return []
-    device, world, share_prefix = next(module.parameters()).device, module.world, module.share_prefix
-    split = partial(micro_batches, max_tokens=max_tokens, share_prefix=share_prefix)
-    shares = spread(items, world.size, share_prefix=share_prefix) if world.size > 1 else [items]
-    splits = [split(share, min_batches=min_micro_batches) if share else [] for share in shares]
-    num, parts = max(len(parts) for parts in splits), splits[world.rank]
-    if 0 < len(parts) < num:
-        parts = split(shares[world.rank], min_batches=num)
-    packs = [pack(part, share_prefix=share_prefix) for part in parts]
-    # Layers are gathered by all ranks together: each computes as often as any other, if need be on nobody's tokens.
-    packs += [filler() for _ in range(num - len(packs))]
-    return [packed.to(device) for packed in packs]
-
-
 def merged(report: StepReport, world: World) -> StepReport:
-    """The report of all ranks: each has seen its own sequences; losses, norms and updates are common already."""
+    """The report over all ranks. Each rank has the results of its own sequences; those per update are equal on all."""
     per_sequence = [f.name for f in fields(report) if isinstance(getattr(report, f.name), np.ndarray)]
     arrays = {name: getattr(report, name) for name in per_sequence}
     arrays |= {f"{name}/{i}": array for name in ("logp", "token_entropy") for i, array in getattr(report, name).items()}
@@ -335,16 +335,3 @@ def merged(report: StepReport, world: World) -> StepReport:
             own = getattr(report, name)
             setattr(report, name, np.where(np.isnan(own), array, own))
     return report
-
-
-def by_sequence(packed: Packed, values: torch.Tensor) -> dict[int, NDArray[Any]]:
-    """One value per target, [M], as one array per sequence number; none of a filler."""
-    if packed.is_filler:
-        return {}
-    array, cuts = values.detach().cpu().numpy(), packed.cu_seqlens.cpu().numpy()
-    return {i: array[cuts[b] : cuts[b + 1]] for b, i in enumerate(packed.index.tolist())}
-
-
-def gather(per_sequence: Mapping[int, NDArray[Any]], index: NDArray[np.int64]) -> torch.Tensor:
-    """The arrays of the sequences `index`, end to end: the inverse of `by_sequence`."""
-    return torch.from_numpy(np.concatenate([per_sequence[int(i)] for i in index]))

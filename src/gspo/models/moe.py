@@ -144,10 +144,10 @@ def check_replay(model: Any) -> None:
         model(input_ids=tokens, use_cache=False)
 
 
-def differ(routes: NDArray[Any], others: NDArray[Any]) -> NDArray[np.bool_]:
+def routes_mismatch(routes: NDArray[Any], others: NDArray[Any]) -> NDArray[np.bool_]:
     """Whether two routes are different sets of experts, [...] for [..., top_k]; the order inside is no difference.
 
-    >>> differ(np.array([[0, 3], [1, 2]]), np.array([[3, 0], [1, 4]])).tolist()
+    >>> routes_mismatch(np.array([[0, 3], [1, 2]]), np.array([[3, 0], [1, 4]])).tolist()
     [False, True]
     """
     return (np.sort(routes, -1).astype(np.int16) != np.sort(others, -1).astype(np.int16)).any(-1)

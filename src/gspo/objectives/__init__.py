@@ -1,7 +1,7 @@
 """Objectives: pure functions, tensors in and tensors out. No config, logging, I/O, collectives or .item()."""
 
 from gspo.objectives.aggregate import denominator
+from gspo.objectives.layout import TokenLayout, mean_tokens, token_layout
 from gspo.objectives.loss import Objective, loss
-from gspo.objectives.rows import Rows, mean_tokens, rows
 
-__all__ = ["Objective", "Rows", "denominator", "loss", "mean_tokens", "rows"]
+__all__ = ["Objective", "TokenLayout", "denominator", "loss", "mean_tokens", "token_layout"]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gspo.objectives.rows import Rows, compute_dtype, keep_trained, mean_tokens
+from gspo.objectives.layout import TokenLayout, compute_dtype, keep_trained
 
 SetOf = Literal["batch", "group"] | None
 
@@ -128,25 +128,25 @@ def by_turn(
 
 
 def gae(
-    rewards: Tensor, values: Tensor, rows: Rows, discount: float = 1.0, gae_lambda: float = 1.0
+    rewards: Tensor, values: Tensor, layout: TokenLayout, discount: float = 1.0, gae_lambda: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """A_t = Σ_k (γλ)^k δ_{t+k},  δ_t = r_t + γ V_{t+1} − V_t,  V after the last token 0   (arXiv 1506.02438, eq. 16).
 
     Token-shaped rewards and values in; advantages and returns A + V out, 0 at masked tokens. Time counts trained
     tokens only: a masked span between two turns is stepped over.
     """
-    if rows.cu_seqlens is not None:
+    if layout.cu_seqlens is not None:
         # A recursion over time wants [B, T]; this reads lengths from the device once per rollout batch.
-        lengths = rows.cu_seqlens.diff()
+        lengths = layout.cu_seqlens.diff()
         column = torch.arange(int(lengths.max()) if len(lengths) else 0, device=rewards.device)
         inside = column < lengths.unsqueeze(-1)
         padded = [inside.new_zeros(inside.shape, dtype=t.dtype).masked_scatter(inside, t) for t in (rewards, values)]
-        trained = inside if rows.mask is None else torch.zeros_like(inside).masked_scatter(inside, rows.mask)
-        flat = Rows(trained, None, rows.num_tokens, inside.shape)
+        trained = inside if layout.mask is None else torch.zeros_like(inside).masked_scatter(inside, layout.mask)
+        flat = TokenLayout(trained, None, layout.num_tokens, inside.shape)
         advantages, returns = gae(padded[0], padded[1], flat, discount, gae_lambda)
         return advantages[inside], returns[inside]
-    rewards, values = keep_trained(rewards, rows), keep_trained(values, rows)
-    trained = torch.ones_like(rewards, dtype=torch.bool) if rows.mask is None else rows.mask
+    rewards, values = keep_trained(rewards, layout), keep_trained(values, layout)
+    trained = torch.ones_like(rewards, dtype=torch.bool) if layout.mask is None else layout.mask
     next_value = torch.zeros_like(rewards[:, 0]) if rewards.shape[1] else rewards.new_zeros(rewards.shape[0])
     running = torch.zeros_like(next_value)
     advantages = torch.zeros_like(rewards)
@@ -155,12 +155,7 @@ def gae(
         running = torch.where(trained[:, t], delta + discount * gae_lambda * running, running)
         next_value = torch.where(trained[:, t], values[:, t], next_value)
         advantages[:, t] = torch.where(trained[:, t], running, 0.0)
-    return advantages, keep_trained(advantages + values, rows)
-
-
-def sequence_advantage(token_advantage: Tensor, rows: Rows) -> Tensor:
-    """A_i = (1/|y_i|) Σ_t A_it over trained tokens: the mean. (A sum would multiply the gradient by |y_i|.)"""
-    return mean_tokens(keep_trained(token_advantage, rows), rows)
+    return advantages, keep_trained(advantages + values, layout)
 
 
 def _divided(out: Tensor, x: Tensor, ids: Tensor, unbiased: bool, eps: float) -> Tensor:

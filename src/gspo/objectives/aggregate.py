@@ -16,22 +16,22 @@ from typing import TypeVar
 from torch import Tensor
 
 from gspo.algorithms import ALGORITHMS
-from gspo.objectives.rows import Rows, mean_tokens, sum_tokens
+from gspo.objectives.layout import TokenLayout, mean_tokens, sum_tokens
 
 Number = TypeVar("Number", int, float, Tensor)
 
 
-def tokens(x: Tensor, rows: Rows, aggregation: str) -> Tensor:
+def tokens(x: Tensor, layout: TokenLayout, aggregation: str) -> Tensor:
     """Each sequence's share of the numerator, from token values that are 0 at masked tokens. Returns [B]."""
-    return mean_tokens(x, rows) if aggregation == "sequence_mean" else sum_tokens(x, rows)
+    return mean_tokens(x, layout) if aggregation == "sequence_mean" else sum_tokens(x, layout)
 
 
-def sequences(x: Tensor, rows: Rows, aggregation: str) -> Tensor:
+def sequences(x: Tensor, layout: TokenLayout, aggregation: str) -> Tensor:
     """The same from one value per sequence, [B]: as if it stood at each of the sequence's trained tokens.
 
     A sequence without trained tokens contributes nothing.
     """
-    return x * (rows.num_tokens.clamp(max=1) if aggregation == "sequence_mean" else rows.num_tokens)
+    return x * (layout.num_tokens.clamp(max=1) if aggregation == "sequence_mean" else layout.num_tokens)
 
 
 def denominator(

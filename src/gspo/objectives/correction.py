@@ -15,8 +15,8 @@ from torch import Tensor
 
 from gspo.algorithms import CORRECTIONS
 from gspo.objectives.kl import kl
+from gspo.objectives.layout import TokenLayout, at_tokens, keep_trained, mean_tokens, sum_tokens
 from gspo.objectives.ratio import bounded
-from gspo.objectives.rows import Rows, keep_trained, mean_tokens, spread, sum_tokens
 
 DEFAULTS: Mapping[str, Any] = {
     "level": "token",
@@ -62,7 +62,7 @@ def canonical(correction: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weights(
-    proximal_logp: Tensor, behavior_logp: Tensor, advantage: Tensor, rows: Rows, form: Mapping[str, Any]
+    proximal_logp: Tensor, behavior_logp: Tensor, advantage: Tensor, layout: TokenLayout, form: Mapping[str, Any]
 ) -> Weights:
     """w = π_old(y_it)/μ(y_it), or its geometric mean over the sequence, kept within [lower, upper].
 
@@ -70,15 +70,15 @@ def weights(
     action mask: weight 0 outside the bounds. action clamp: weight truncated to the bounds.
     """
     proximal, behavior = proximal_logp.detach(), behavior_logp.detach()
-    r = keep_trained(proximal - behavior, rows)
+    r = keep_trained(proximal - behavior, layout)
     if form["metric"] == "ratio":
         judged = r
     else:
         # KL metrics stay in their own unit; ratio is compared in log space.
-        judged = keep_trained(kl(proximal, behavior, form["metric"].removeprefix("kl_")), rows)
+        judged = keep_trained(kl(proximal, behavior, form["metric"].removeprefix("kl_")), layout)
     if form["level"] == "sequence":
-        r = mean_tokens(r, rows)
-        judged = _over_sequence(judged, rows, form["agg"])
+        r = mean_tokens(r, layout)
+        judged = _over_sequence(judged, layout, form["agg"])
     statistic = bounded(judged).exp() if form["metric"] == "ratio" else judged
     inside = torch.ones_like(statistic, dtype=torch.bool)
     if form["upper"] is not None:
@@ -97,34 +97,34 @@ def weights(
     return Weights(weight + 0.0 * r, raw, ~inside)
 
 
-def to_sequences(token_weights: Weights, rows: Rows) -> Weights:
+def to_sequences(token_weights: Weights, layout: TokenLayout) -> Weights:
     """One weight for a sequence ratio: the mean of its tokens' weights, dropped tokens counting as 0."""
     weight, raw, outside = token_weights
-    outside_any = sum_tokens(keep_trained(outside.to(weight.dtype), rows), rows) > 0
+    outside_any = sum_tokens(keep_trained(outside.to(weight.dtype), layout), layout) > 0
     return Weights(
-        mean_tokens(keep_trained(weight, rows), rows), mean_tokens(keep_trained(raw, rows), rows), outside_any
+        mean_tokens(keep_trained(weight, layout), layout), mean_tokens(keep_trained(raw, layout), layout), outside_any
     )
 
 
-def to_tokens(sequence_weights: Weights, rows: Rows) -> Weights:
+def to_tokens(sequence_weights: Weights, layout: TokenLayout) -> Weights:
     """The sequence's weight at each of its tokens."""
     weight, raw, outside = sequence_weights
-    return Weights(spread(weight, rows), spread(raw, rows), spread(outside, rows))
+    return Weights(at_tokens(weight, layout), at_tokens(raw, layout), at_tokens(outside, layout))
 
 
 def _has_bound(form: Mapping[str, Any]) -> bool:
     return form["lower"] is not None or form["upper"] is not None
 
 
-def _over_sequence(x: Tensor, rows: Rows, agg: str) -> Tensor:
+def _over_sequence(x: Tensor, layout: TokenLayout, agg: str) -> Tensor:
     if agg == "mean":
-        return mean_tokens(x, rows)
+        return mean_tokens(x, layout)
     if agg == "sum":
-        return sum_tokens(x, rows)
-    lowest = x if rows.mask is None else torch.where(rows.mask, x, torch.full_like(x, -torch.inf))
-    if rows.cu_seqlens is None:
-        top = lowest.amax(-1) if rows.shape[1] else torch.full_like(rows.num_tokens, -torch.inf)
+        return sum_tokens(x, layout)
+    lowest = x if layout.mask is None else torch.where(layout.mask, x, torch.full_like(x, -torch.inf))
+    if layout.cu_seqlens is None:
+        top = lowest.amax(-1) if layout.shape[1] else torch.full_like(layout.num_tokens, -torch.inf)
     else:
-        top = torch.segment_reduce(lowest, "max", offsets=rows.cu_seqlens, unsafe=True, initial=-torch.inf)
+        top = torch.segment_reduce(lowest, "max", offsets=layout.cu_seqlens, unsafe=True, initial=-torch.inf)
     # A sequence without trained tokens has nothing to judge.
-    return torch.where(rows.num_tokens > 0, top, torch.zeros_like(top))
+    return torch.where(layout.num_tokens > 0, top, torch.zeros_like(top))

@@ -1,4 +1,4 @@
-"""The one public call: an objective by name, on anybody's tensors."""
+"""`loss`, the public call: an objective by name, on padded or packed tensors of any trainer."""
 
 from __future__ import annotations
 
@@ -6,15 +6,23 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gspo.algorithms import AGGREGATIONS, ALGORITHMS, COMMON_SETTINGS, LEVELS, Algorithm
 from gspo.objectives import aggregate, correction, gate
-from gspo.objectives.advantage import sequence_advantage
 from gspo.objectives.kl import ESTIMATORS, kl
+from gspo.objectives.layout import (
+    TokenLayout,
+    Values,
+    at_tokens,
+    compute_dtype,
+    keep_trained,
+    mean_tokens,
+    token_layout,
+)
 from gspo.objectives.ratio import (
     LOG_RATIO_BOUND,
     bounded,
@@ -22,7 +30,6 @@ from gspo.objectives.ratio import (
     sequence_token_log_ratio,
     token_log_ratio,
 )
-from gspo.objectives.rows import Rows, compute_dtype, keep_trained, mean_tokens, rows, spread, sum_tokens
 
 
 @dataclass(frozen=True)
@@ -76,57 +83,32 @@ def loss(
     """
     algorithm = _preset(name)
     chosen = _settings(algorithm, settings)
-    layout = rows(logp, mask, cu_seqlens)
+    layout = token_layout(logp, mask, cu_seqlens)
     dtype = compute_dtype(logp.dtype)
     logp = logp.to(dtype)
-    for other, what in (
-        (proximal_logp, "proximal_logp"),
-        (behavior_logp, "behavior_logp"),
-        (reference_logp, "reference_logp"),
-    ):
-        if other is not None and other.shape != logp.shape:
-            raise ValueError(f"{what} has shape {tuple(other.shape)}, logp {tuple(logp.shape)}; they must be equal")
-    advantage, per_token = _advantage(advantage, layout, dtype)
-    if per_token and (chosen["level"] == "sequence" and algorithm.gate != "cispo"):
-        advantage, per_token = sequence_advantage(advantage, layout), False
+    _check_shapes(logp, proximal_logp=proximal_logp, behavior_logp=behavior_logp, reference_logp=reference_logp)
+    adv = _advantage(advantage, layout, dtype)
+    if _ratio_per_sequence(algorithm, chosen):
+        # The mean over the sequence's tokens; a sum would multiply the gradient by |y_i|.
+        adv = Values(adv.mean(layout), per_token=False)
 
     d = token_log_ratio(logp, proximal_logp, layout)  # token-shaped
     log_s = sequence_log_ratio(d, layout)  # [B]
-    g = _gate(algorithm, chosen, logp, d, log_s, advantage, per_token, layout)
-
-    value, stats = g.value, {}  # objective / A, [B] or token-shaped
+    value, clipped = _gate(algorithm, chosen, logp, d, log_s, adv, layout)
+    stats: dict[str, Tensor] = {}
     if chosen["correction"] is not None:
         if behavior_logp is None:
             raise ValueError(f"{name}: correction needs behavior_logp, the sampler's log-probs")
-        behavior = _correction(
-            chosen["correction"], proximal_logp, behavior_logp, advantage, per_token, layout, g.by_sequence
-        )
-        value = value * behavior.weight
-        stats["correction"], stats["correction_raw"] = (
-            w if g.by_sequence else mean_tokens(keep_trained(w, layout), layout)
-            for w in (behavior.weight, behavior.raw)
-        )
-        beyond = behavior.outside.to(dtype)
-        stats["correction_outside"] = (
-            beyond * layout.num_tokens if g.by_sequence else sum_tokens(keep_trained(beyond, layout), layout)
-        )
-    if g.by_sequence:
-        per_sequence = -advantage * aggregate.sequences(value, layout, chosen["aggregation"])
-    elif per_token:
-        per_sequence = -aggregate.tokens(keep_trained(advantage * value, layout), layout, chosen["aggregation"])
-    else:
-        per_sequence = -advantage * aggregate.tokens(keep_trained(value, layout), layout, chosen["aggregation"])
-    # 0 unless a log-ratio is NaN or infinite: a clamp must not turn infinity into a plausible loss.
+        value, stats = _corrected(value, chosen["correction"], proximal_logp, behavior_logp, adv, layout)
+    per_sequence = _policy_loss(value, adv, layout, chosen["aggregation"])  # [B]
+    # Adds 0, or NaN where a log-ratio is NaN or infinite: a clamp must not turn infinity into a plausible loss.
     per_sequence = per_sequence + 0.0 * log_s.detach()
     if chosen["kl_coef"]:
         if reference_logp is None:
             raise ValueError(f"{name}: kl_coef {chosen['kl_coef']} needs reference_logp")
-        # Masked on entry: garbage would come back through the gradient of the estimator. kl(0, 0) = 0.
-        trained, reference = keep_trained(logp, layout), keep_trained(reference_logp.to(dtype), layout)
-        token_kl = kl(trained, reference, chosen["kl_estimator"])
+        token_kl = _token_kl(logp, reference_logp, layout, chosen["kl_estimator"])
         per_sequence = per_sequence + chosen["kl_coef"] * aggregate.tokens(token_kl, layout, chosen["aggregation"])
         stats["kl"] = mean_tokens(token_kl.detach(), layout)
-
     if weight is not None:
         if weight.shape != per_sequence.shape:
             raise ValueError(f"weight has shape {tuple(weight.shape)}; it must be ({layout.num_sequences},)")
@@ -143,94 +125,24 @@ def loss(
         "log_s": log_s.detach(),
         "num_tokens": layout.num_tokens,
         "nonfinite": ~log_s.detach().isfinite(),
-        **_clipped_by_sign(g.clipped, advantage, per_token, layout, g.clipped_by_sequence),
+        **_clipped_by_sign(clipped, adv, layout),
     }
-    return Objective(per_sequence.sum() / denominator, per_sequence, g.clipped, stats)
+    return Objective(per_sequence.sum() / denominator, per_sequence, clipped.x, stats)
 
 
-class _Gated(NamedTuple):
-    value: Tensor  # g of `gate`: the objective without its factor A
-    by_sequence: bool  # value is [B], not token-shaped
-    clipped: Tensor  # bool
-    clipped_by_sequence: bool  # clipped is [B], not token-shaped
+def _check_shapes(logp: Tensor, **others: Tensor | None) -> None:
+    for what, other in others.items():
+        if other is not None and other.shape != logp.shape:
+            raise ValueError(f"{what} has shape {tuple(other.shape)}, logp {tuple(logp.shape)}; they must be equal")
 
 
-def _gate(
-    algorithm: Algorithm,
-    chosen: Mapping[str, Any],
-    logp: Tensor,
-    d: Tensor,
-    log_s: Tensor,
-    advantage: Tensor,
-    per_token: bool,
-    layout: Rows,
-) -> _Gated:
-    """Choose the ratio by level, and what the gate makes of it."""
-
-    def at_tokens(x: Tensor) -> Tensor:
-        return x if per_token else spread(x, layout)
-
-    positive = advantage > 0
-    if algorithm.gate == "gmpo":
-        # Each token's log-ratio is bounded, then their mean is taken   (arXiv 2507.20673, eq. 3, in logs).
-        low = gate.by_sign(advantage < 0, -chosen["log_clip_low"], -LOG_RATIO_BOUND, d.dtype)
-        high = gate.by_sign(positive, chosen["log_clip_high"], LOG_RATIO_BOUND, d.dtype)
-        bounded_d = torch.clamp(d, spread(low, layout), spread(high, layout))
-        return _Gated(sequence_log_ratio(bounded_d, layout).exp(), True, bounded_d.detach() != d.detach(), False)
-    by_sequence = chosen["level"] == "sequence" and algorithm.gate != "cispo"
-    if chosen["level"] == "sequence_token":
-        log_ratio = sequence_token_log_ratio(logp, log_s, layout)
-    elif chosen["level"] == "sequence":
-        log_ratio = log_s if by_sequence else spread(log_s, layout)
-    else:
-        log_ratio = d
-    if algorithm.gate == "clip":
-        low, high = gate.clip_bounds(
-            advantage, chosen["clip_low"], chosen["clip_high"], chosen["dual_clip"], log_ratio.dtype
-        )
-        if not by_sequence:
-            low, high = at_tokens(low), at_tokens(high)
-        value, clipped = gate.clip(log_ratio, low, high)
-    elif algorithm.gate == "cispo":
-        value = gate.cispo(log_ratio, keep_trained(logp, layout), chosen["weight_max"])
-        clipped = log_ratio.detach() > math.log(chosen["weight_max"])
-    elif algorithm.gate == "sapo":
-        tau = gate.by_sign(positive, chosen["tau_pos"], chosen["tau_neg"], log_ratio.dtype)
-        value = gate.sapo(log_ratio, tau if by_sequence else at_tokens(tau))
-        clipped = torch.zeros_like(value, dtype=torch.bool)
-    else:
-        value = bounded(log_ratio).exp()
-        clipped = torch.zeros_like(value, dtype=torch.bool)
-    return _Gated(value, by_sequence, clipped, by_sequence)
+def _ratio_per_sequence(algorithm: Algorithm, chosen: Mapping[str, Any]) -> bool:
+    """Whether one ratio stands for a whole sequence. CISPO's gate multiplies log π of each token: it is per token."""
+    return chosen["level"] == "sequence" and algorithm.gate != "cispo"
 
 
-def _correction(
-    given: str | Mapping[str, Any],
-    proximal: Tensor,
-    behavior: Tensor,
-    advantage: Tensor,
-    per_token: bool,
-    layout: Rows,
-    by_sequence: bool,
-) -> correction.Weights:
-    """Behavior weights in the shape of the gated values, judged at the correction's own level."""
-    form = correction.canonical(given)
-    # The advantage only matters to `only_negative`.
-    if form["level"] == "sequence":
-        judged = sequence_advantage(advantage, layout) if per_token else advantage
-    else:
-        judged = advantage if per_token else spread(advantage, layout)
-    dtype = compute_dtype(proximal.dtype)
-    weight = correction.weights(proximal.to(dtype), behavior.to(dtype), judged, layout, form)
-    if form["level"] == "sequence" and not by_sequence:
-        return correction.to_tokens(weight, layout)
-    if form["level"] == "token" and by_sequence:
-        return correction.to_sequences(weight, layout)
-    return weight
-
-
-def _advantage(advantage: Tensor, layout: Rows, dtype: torch.dtype) -> tuple[Tensor, bool]:
-    """The advantage as a constant, and whether it is per token. Shapes are matched exactly: (B, 1) would broadcast."""
+def _advantage(advantage: Tensor, layout: TokenLayout, dtype: torch.dtype) -> Values:
+    """The advantage, detached: one value per sequence or per token. Shapes must match: (B, 1) would broadcast."""
     advantage = advantage.detach().to(dtype)
     per_sequence, per_token = advantage.shape == (layout.num_sequences,), advantage.shape == layout.shape
     if per_sequence and per_token and not bool((layout.num_tokens == 1).all()):
@@ -243,30 +155,124 @@ def _advantage(advantage: Tensor, layout: Rows, dtype: torch.dtype) -> tuple[Ten
             f"advantage has shape {tuple(advantage.shape)}; it must be ({layout.num_sequences},), one per sequence, "
             f"or {tuple(layout.shape)}, one per token"
         )
-    return (keep_trained(advantage, layout), True) if not per_sequence else (advantage, False)
+    return Values(advantage, False) if per_sequence else Values(keep_trained(advantage, layout), True)
 
 
-def _clipped_by_sign(
-    clipped: Tensor, advantage: Tensor, per_token: bool, layout: Rows, by_sequence: bool
-) -> dict[str, Tensor]:
-    """Clipped tokens of each sequence, [B], by the sign of A: only a rise is clipped for A > 0, only a fall for A < 0.
+def _gate(
+    algorithm: Algorithm,
+    chosen: Mapping[str, Any],
+    logp: Tensor,
+    d: Tensor,
+    log_s: Tensor,
+    adv: Values,
+    layout: TokenLayout,
+) -> tuple[Values, Values]:
+    """(g of `gate.py`: the objective without its factor A, whether it was clipped), each per token or per sequence."""
+    if algorithm.gate == "gmpo":
+        return _gmpo(chosen, d, adv.x, layout)
+    per_token = not _ratio_per_sequence(algorithm, chosen)
+    log_ratio = _log_ratio(chosen["level"], per_token, logp, d, log_s, layout)
+
+    def matched(x: Tensor) -> Tensor:
+        """A value computed from the advantage, in the shape of the log-ratio."""
+        return Values(x, adv.per_token).at_tokens(layout) if per_token else x
+
+    if algorithm.gate == "clip":
+        clips = (chosen["clip_low"], chosen["clip_high"], chosen["dual_clip"])
+        low, high = gate.clip_bounds(adv.x, *clips, log_ratio.dtype)
+        value, clipped = gate.clip(log_ratio, matched(low), matched(high))
+    elif algorithm.gate == "cispo":
+        value = gate.cispo(log_ratio, keep_trained(logp, layout), chosen["weight_max"])
+        clipped = log_ratio.detach() > math.log(chosen["weight_max"])
+    else:
+        if algorithm.gate == "sapo":
+            tau = gate.by_sign(adv.x > 0, chosen["tau_pos"], chosen["tau_neg"], log_ratio.dtype)
+            value = gate.sapo(log_ratio, matched(tau))
+        else:
+            value = bounded(log_ratio).exp()
+        clipped = torch.zeros_like(value, dtype=torch.bool)
+    return Values(value, per_token), Values(clipped, per_token)
+
+
+def _log_ratio(level: str, per_token: bool, logp: Tensor, d: Tensor, log_s: Tensor, layout: TokenLayout) -> Tensor:
+    """The log-ratio of the chosen level: [B], or token-shaped if `per_token`."""
+    if level == "sequence_token":
+        return sequence_token_log_ratio(logp, log_s, layout)
+    if level == "sequence":
+        return at_tokens(log_s, layout) if per_token else log_s
+    return d
+
+
+def _gmpo(chosen: Mapping[str, Any], d: Tensor, advantage: Tensor, layout: TokenLayout) -> tuple[Values, Values]:
+    """GMPO clamps each token's log-ratio, then takes their mean   (arXiv 2507.20673, eq. 3, in logs)."""
+    low = gate.by_sign(advantage < 0, -chosen["log_clip_low"], -LOG_RATIO_BOUND, d.dtype)
+    high = gate.by_sign(advantage > 0, chosen["log_clip_high"], LOG_RATIO_BOUND, d.dtype)
+    clamped = torch.clamp(d, at_tokens(low, layout), at_tokens(high, layout))
+    value = sequence_log_ratio(clamped, layout).exp()  # [B]
+    return Values(value, per_token=False), Values(clamped.detach() != d.detach(), per_token=True)
+
+
+def _corrected(
+    value: Values,
+    given: str | Mapping[str, Any],
+    proximal: Tensor,
+    behavior: Tensor,
+    adv: Values,
+    layout: TokenLayout,
+) -> tuple[Values, dict[str, Tensor]]:
+    """`value` times the behavior weight π_old/μ, and the weight's statistics, [B].
+
+    The weight is computed at the correction's own level, then brought to the shape of `value`.
+    """
+    form = correction.canonical(given)
+    # The advantage matters to `only_negative` alone.
+    judged = adv.mean(layout) if form["level"] == "sequence" else adv.at_tokens(layout)
+    dtype = compute_dtype(proximal.dtype)
+    weights = correction.weights(proximal.to(dtype), behavior.to(dtype), judged, layout, form)
+    if form["level"] == "sequence" and value.per_token:
+        weights = correction.to_tokens(weights, layout)
+    elif form["level"] == "token" and not value.per_token:
+        weights = correction.to_sequences(weights, layout)
+    stats = {
+        "correction": Values(weights.weight, value.per_token).mean(layout),
+        "correction_raw": Values(weights.raw, value.per_token).mean(layout),
+        "correction_outside": Values(weights.outside.to(value.x.dtype), value.per_token).sum(layout),
+    }
+    return Values(value.x * weights.weight, value.per_token), stats
+
+
+def _policy_loss(value: Values, adv: Values, layout: TokenLayout, aggregation: str) -> Tensor:
+    """−A · g, aggregated to [B]. One advantage per sequence multiplies after the sum over tokens, not at each token."""
+    if not value.per_token:
+        return -adv.x * aggregate.sequences(value.x, layout, aggregation)
+    if adv.per_token:
+        return -aggregate.tokens(keep_trained(adv.x * value.x, layout), layout, aggregation)
+    return -adv.x * aggregate.tokens(keep_trained(value.x, layout), layout, aggregation)
+
+
+def _token_kl(logp: Tensor, reference_logp: Tensor, layout: TokenLayout, estimator: str) -> Tensor:
+    """KL to the reference, token-shaped, 0 at masked tokens.
+
+    Masked before the estimator: NaN at a masked token would come back through its gradient. kl(0, 0) = 0.
+    """
+    trained, reference = keep_trained(logp, layout), keep_trained(reference_logp.to(logp.dtype), layout)
+    return kl(trained, reference, estimator)
+
+
+def _clipped_by_sign(clipped: Values, adv: Values, layout: TokenLayout) -> dict[str, Tensor]:
+    """Clipped tokens of each sequence, [B], by the sign of A: A > 0 is clipped above only, A < 0 below only.
 
     A clipped sequence ratio clips all of its tokens.
     """
     dtype = layout.num_tokens.dtype
-    if per_token:
-        high = sum_tokens(keep_trained((clipped & (advantage > 0)).to(dtype), layout), layout)
-        low = sum_tokens(keep_trained((clipped & (advantage <= 0)).to(dtype), layout), layout)
+    positive = adv.x > 0
+    if adv.per_token:
+        high = Values((clipped.x & positive).to(dtype), True).sum(layout)
+        low = Values((clipped.x & (adv.x <= 0)).to(dtype), True).sum(layout)
         return {"clipped_low": low, "clipped_high": high}
-    if by_sequence:
-        count = clipped.to(dtype) * layout.num_tokens
-    else:
-        count = sum_tokens(keep_trained(clipped.to(dtype), layout), layout)
+    count = Values(clipped.x.to(dtype), clipped.per_token).sum(layout)
     zero = torch.zeros_like(count)
-    return {
-        "clipped_low": torch.where(advantage > 0, zero, count),
-        "clipped_high": torch.where(advantage > 0, count, zero),
-    }
+    return {"clipped_low": torch.where(positive, zero, count), "clipped_high": torch.where(positive, count, zero)}
 
 
 def _preset(name: str) -> Algorithm:

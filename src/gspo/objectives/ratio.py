@@ -4,34 +4,34 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gspo.objectives.rows import Rows, compute_dtype, keep_trained, mean_tokens, spread
+from gspo.objectives.layout import TokenLayout, at_tokens, compute_dtype, keep_trained, mean_tokens
 
 # e^20 is far outside every clip range, and far inside float32. Beyond it a ratio is a number only in name.
 LOG_RATIO_BOUND = 20.0
 
 
-def token_log_ratio(logp: Tensor, proximal_logp: Tensor, rows: Rows) -> Tensor:
+def token_log_ratio(logp: Tensor, proximal_logp: Tensor, layout: TokenLayout) -> Tensor:
     """d_it = log π_θ(y_it) − log π_old(y_it), 0 at masked tokens.
 
     Differentiable in `logp` only. Upcast before the difference: two bfloat16 values cancel to noise.
     """
     dtype = compute_dtype(logp.dtype)
-    return keep_trained(logp.to(dtype) - proximal_logp.detach().to(dtype), rows)
+    return keep_trained(logp.to(dtype) - proximal_logp.detach().to(dtype), layout)
 
 
-def sequence_log_ratio(token_log_ratio: Tensor, rows: Rows) -> Tensor:
+def sequence_log_ratio(token_log_ratio: Tensor, layout: TokenLayout) -> Tensor:
     """log s_i = (1/|y_i|) Σ_t d_it   (arXiv 2507.18071, eq. 7): the log of the geometric mean. Returns [B]."""
-    return mean_tokens(token_log_ratio, rows)
+    return mean_tokens(token_log_ratio, layout)
 
 
-def sequence_token_log_ratio(logp: Tensor, log_s: Tensor, rows: Rows) -> Tensor:
+def sequence_token_log_ratio(logp: Tensor, log_s: Tensor, layout: TokenLayout) -> Tensor:
     """log s_it = (log π_θ(y_it) − sg[log π_θ(y_it)]) + sg[log s_i]   (eq. 14): value of s_i, gradient of the token.
 
     The difference comes first: it is exactly 0, so s_i survives. In the other order log s is added to a number of
     the size of log π and rounded away.
     """
-    logp = keep_trained(logp.to(log_s.dtype), rows)
-    return (logp - logp.detach()) + spread(log_s.detach(), rows)
+    logp = keep_trained(logp.to(log_s.dtype), layout)
+    return (logp - logp.detach()) + at_tokens(log_s.detach(), layout)
 
 
 def bounded(log_ratio: Tensor) -> Tensor:

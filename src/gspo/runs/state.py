@@ -1,10 +1,10 @@
-"""What a run is, beside weights and moments. There is no RNG state: every draw is a function of its key."""
+"""What a run is, beside weights and moments. There is no RNG state: every draw is a function of its key."""from gspo.learner.proximal import ProximalSource
+
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gspo.learner.step import ProximalSource
 
 
 @dataclass

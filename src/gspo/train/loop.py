@@ -22,10 +22,10 @@ from gspo.config.lint import check
 from gspo.data.dataset import Dataset
 from gspo.data.mixture import Mixture
 from gspo.errors import ConfigError, GspoError, TrainingError
-from gspo.learner.adapt import AutoClip, bounds, follow, proximal_source
-from gspo.learner.batch import Batch, assemble, assign
+from gspo.learner.batch import Batch
+from gspo.learner.credit import assemble, assign
 from gspo.learner.critic import Critic, critic_metrics, token_values, train_critic
-from gspo.learner.proximal import judge, words
+from gspo.learner.proximal import AutoClip, choose_source, clip_range, judge_noise, next_quantile, noise_message
 from gspo.learner.ranks.signals import StopRequest
 from gspo.learner.ranks.world import ALONE, Nowhere, World, joined
 from gspo.learner.reference import reference_logp
@@ -138,7 +138,7 @@ class Trainer:
                 self.record(batch, report, clock)
         return self.end()
 
-    def follow(self) -> Summary:
+    def next_quantile(self) -> Summary:
         """What the other ranks do: train on what rank 0 hands out and help it to save, until it lets them go."""
         for turn in self.world.commands():
             if turn.what == "train":
@@ -442,7 +442,7 @@ class Trainer:
         start = self.plan.settings["clip_low"], self.plan.settings["clip_high"]
         # The sampler's noise binds ε only where π_old is the sampler's.
         noise = None if self.state.proximal == "recompute" else self.state.noise
-        low, high = bounds(self.state.auto_eps, noise, start, self.auto_clip())
+        low, high = clip_range(self.state.auto_eps, noise, start, self.auto_clip())
         return replace(self.plan, settings={**self.plan.settings, "clip_low": low, "clip_high": high})
 
     def auto_clip(self) -> AutoClip:
@@ -455,11 +455,12 @@ class Trainer:
         state.noise = state.noise if measured is None else measured
         if self.config.actor.eps_clip == "auto":
             later = batch.minibatch > 0
-            state.auto_eps = follow(state.auto_eps, report.log_s[later], batch.advantages[later], self.auto_clip())
+            log_s, advantages = report.log_s[later], batch.advantages[later]
+            state.auto_eps = next_quantile(state.auto_eps, log_s, advantages, self.auto_clip())
         if self.config.actor.prox_logp_method != "auto" or plan.num_minibatches == 1:
             return
         eps = plan.settings.get("clip_low")
-        source = proximal_source(measured, eps, state.proximal)
+        source = choose_source(measured, eps, state.proximal)
         if measured is not None and (first or source != state.proximal):
             self.say(
                 f"π_old of mini-batches 2…{plan.num_minibatches} comes from the "
@@ -477,10 +478,10 @@ class Trainer:
 
         def decide(log_s: NDArray[np.float64]) -> None:
             noise = measured_noise(log_s, batch, state.step)
-            verdict = "fine" if noise is None else judge(noise.floor(centred), eps)
+            verdict = "fine" if noise is None else judge_noise(noise.floor(centred), eps)
             if noise is None or verdict == "fine":
                 return
-            said = words(noise, eps, centred=centred)
+            said = noise_message(noise, eps, centred=centred)
             if verdict == "above" and not actor.prox_logp_force:
                 raise TrainingError(f"{said}; actor.prox_logp_force=true trains all the same")
             self.say(f"warning: {said}")

@@ -1,20 +1,19 @@
-"""From groups of completions to packed micro-batches: no padding, each prompt once.
+"""From groups of completions to packed micro-batches: no padding, and each prompt is computed once.
 
-The layout, a contract between this file, the attention and the policy: a packed micro-batch is a *forest
-of segments* laid end to end in one row of N tokens. A segment has a parent (or −1) that precedes it; a
-token attends to all tokens of its ancestor segments and causally to its own segment, and its position is
-the length of its ancestors plus its offset. A group is a prompt segment with one child per completion;
-deeper trees (turns that branch) are the same thing.
+This file, the attention and the policy share one layout: a packed micro-batch is a *forest of segments*, laid end to
+end in one row of N tokens. A segment has a parent (or −1) that comes before it in the row. A token attends to all
+tokens of its ancestor segments and causally to its own segment; its position is the length of its ancestors plus its
+offset. A group is a prompt segment with one child per completion. Episodes that branch are deeper trees.
 
-*Targets* are the tokens whose log-prob is wanted: target m is predicted by the hidden state at row index
-source[m]. The last prompt token predicts the first token of each of its completions: one hidden state,
-several targets. Untrained spans (tool output) are inputs and never targets. Nothing after the last
-trained token of a completion enters the model, and that token itself is a target, never an input.
+*Targets* are the M tokens whose log-probs are computed: the hidden state at row index source[m] predicts target m. The
+last prompt token predicts the first token of each of its completions: one hidden state, several targets. Untrained
+spans (tool output) are inputs and never targets. Tokens after the last trained token of a completion do not enter the
+model; the last trained token is a target and not an input.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -27,7 +26,7 @@ from torch import Tensor
 from gspo.errors import DataError
 from gspo.models.tree_attention import TreeLayout
 
-# The largest part must shrink below this share before a prompt is computed once more for it.
+# A group is cut over ranks only if the largest part becomes smaller than this fraction of the uncut one.
 _WORTH = 0.95
 
 
@@ -35,8 +34,8 @@ _WORTH = 0.95
 class Completion:
     """Tokens after a prompt, which of them are trained, and the caller's number for the sequence.
 
-    Completions of one `family` (the sequences of one episode) are laid out as a tree: what they begin with in common
-    is computed once. Others of an item share its prompt alone.
+    Completions of one `family` (the sequences of one episode) are laid out as a tree: their common prefix is computed
+    once. Other completions of an item share its prompt only.
 
     >>> Completion(np.array([4, 9, 2]), np.array([True, True, False]), index=5).num_inputs
     1
@@ -54,8 +53,8 @@ class Completion:
         return int(trained[-1]) if len(trained) else 0
 
     @cached_property
-    def is_live(self) -> bool:
-        """Whether anything is trained; if not, the sequence has length 0 and costs nothing."""
+    def is_trained(self) -> bool:
+        """Whether any token is trained; if not, the sequence has length 0 and no input."""
         return bool(self.mask.any())
 
 
@@ -72,15 +71,15 @@ class PackItem:
     completions: Sequence[Completion]
 
     def num_tokens(self, *, share_prefix: bool) -> int:
-        live = [c for c in self.completions if c.is_live]
+        trained = [c for c in self.completions if c.is_trained]
         if not share_prefix:
-            return len(live) * len(self.prompt) + sum(c.num_inputs for c in live)
-        return min(1, len(live)) * len(self.prompt) + sum(_inputs(family) for family in families(live))
+            return len(trained) * len(self.prompt) + sum(c.num_inputs for c in trained)
+        return min(1, len(trained)) * len(self.prompt) + sum(_inputs(family) for family in families(trained))
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """One micro-batch: N input tokens in S segments, M targets of B sequences. See the head of this file.
+    """One micro-batch: N input tokens in S segments, M targets of B sequences. See the module docstring.
 
     >>> packed = pack([PackItem(np.array([7, 8]), tuple(
     ...     Completion(np.array([5, i]), np.array([True, True]), i) for i in range(2)))])
@@ -110,23 +109,23 @@ class Packed:
 
     @cached_property
     def is_filler(self) -> bool:
-        """Nobody's sequence (see `filler`): it is computed, and counts for nothing."""
+        """Whether this is a dummy micro-batch (see `filler`), whose result is not used."""
         return len(self.index) == 1 and int(self.index[0]) < 0
 
     @cached_property
     def layout(self) -> TreeLayout:
-        """What the attention needs, with its plans: made once, used by every layer and every pass."""
+        """The attention's view of the segments, with its index plans: made once, used by every layer and pass."""
         return TreeLayout(*(x.cpu().numpy() for x in (self.start, self.length, self.parent)))
 
     @cached_property
     def by_source(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The distinct sources [U], the targets sorted by source [M] (indices), and where each source's begin [U+1]."""
+        """[U] distinct sources, [M] indices of targets sorted by source, [U+1] where each source's targets begin."""
         source, order = torch.sort(self.source, stable=True)
         rows, counts = torch.unique_consecutive(source, return_counts=True)
         return rows, order, torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 
     def to(self, device: torch.device | str) -> Packed:
-        """The same micro-batch on another device; its layout lives on the host and comes along."""
+        """The same micro-batch on another device; `layout` stays on the host and is reused."""
         if self.tokens.device == torch.device(device):
             return self
         moved = replace(self, **{name: getattr(self, name).to(device) for name in self.__dataclass_fields__})
@@ -135,7 +134,7 @@ class Packed:
 
 
 def families(completions: Sequence[Completion]) -> list[list[Completion]]:
-    """The completions by family, in the order of their first; one without a family is alone."""
+    """The completions grouped by family, in order of first appearance; one without a family is a group of its own."""
     found: dict[Any, list[Completion]] = {}
     for place, completion in enumerate(completions):
         found.setdefault((completion.family, None if completion.family is not None else place), []).append(completion)
@@ -143,19 +142,19 @@ def families(completions: Sequence[Completion]) -> list[list[Completion]]:
 
 
 def _inputs(family: Sequence[Completion]) -> int:
-    """Input tokens of a family, what is common counted once."""
+    """Input tokens of a family; a common prefix counts once."""
     return sum(len(tokens) for tokens, _, _ in _tree(family)) if len(family) > 1 else family[0].num_inputs
 
 
 def _tree(family: Sequence[Completion]) -> list[tuple[NDArray[np.integer[Any]], int, list[int]]]:
-    """The inputs of a family as segments (tokens, parent among them or −1, who passes through: places in `family`).
+    """The inputs of a family as segments (tokens, parent segment or −1, positions in `family` that contain it).
 
-    Every completion's inputs are the segments that it passes through, end to end. Parents come before children.
+    The inputs of a completion are the segments that contain it, end to end. Parents come before children.
     """
     segments: list[tuple[NDArray[np.integer[Any]], int, list[int]]] = []
 
     def grow(members: list[int], begin: int, parent: int) -> None:
-        """Segments for members that agree up to `begin`."""
+        """Add segments for members that are equal up to `begin`."""
         while members:
             first = members[0]
             inputs = family[first].tokens[: family[first].num_inputs]
@@ -173,17 +172,17 @@ def _tree(family: Sequence[Completion]) -> list[tuple[NDArray[np.integer[Any]], 
 
 
 def _common(a: NDArray[np.integer[Any]], b: NDArray[np.integer[Any]]) -> int:
-    """Length of the common beginning."""
+    """Length of the common prefix."""
     num = min(len(a), len(b))
-    differ = np.flatnonzero(a[:num] != b[:num])
-    return int(differ[0]) if len(differ) else num
+    unequal = np.flatnonzero(a[:num] != b[:num])
+    return int(unequal[0]) if len(unequal) else num
 
 
 def forest(
     segments: Sequence[tuple[NDArray[np.integer[Any]], int]],
     sequences: Sequence[tuple[NDArray[np.integer[Any]], NDArray[np.integer[Any]], int]],
 ) -> Packed:
-    """The general form: segments (tokens, parent) and sequences (sources, targets, index), for any tree."""
+    """Pack any tree: segments (tokens, parent) and sequences (sources, targets, index)."""
     length = np.array([len(tokens) for tokens, _ in segments], dtype=np.int64)
     parent = np.array([up for _, up in segments], dtype=np.int64)
     start = np.cumsum(length) - length
@@ -200,16 +199,15 @@ def forest(
         cu_seqlens=torch.from_numpy(np.cumsum(lengths)),
         index=torch.tensor([index for _, _, index in sequences], dtype=torch.int64),
     )
-    packed.__dict__["layout"] = layout  # fills the cached property: the layout is known already
+    packed.__dict__["layout"] = layout  # fills the cached property: the layout was computed above
     return packed
 
 
 def pack(items: Sequence[PackItem], *, share_prefix: bool = True, vocab_size: int | None = None) -> Packed:
     """One micro-batch of groups. Sequences come in the order of items and their completions.
 
-    `share_prefix=False` repeats the prompt in every sequence (each a root segment): the plain packing, for
-    comparison and for models that fail the probe. A completion without a trained token is a sequence of
-    length 0 and brings no input.
+    `share_prefix=False` repeats the prompt in every sequence (each a root segment): plain packing, for comparison and
+    for models that fail the probe. A completion without trained tokens is a sequence of length 0 and has no input.
     """
     segments: list[tuple[NDArray[np.integer[Any]], int]] = []
     sequences: list[tuple[NDArray[np.integer[Any]], NDArray[np.integer[Any]], int]] = []
@@ -224,14 +222,14 @@ def pack(items: Sequence[PackItem], *, share_prefix: bool = True, vocab_size: in
     for item in items:
         _check(item, vocab_size)
         num_prompt = len(item.prompt)
-        # A prompt with one reader has nothing to share: prompt and completion are then one segment.
-        share = share_prefix and sum(c.is_live for c in item.completions) > 1
+        # A prompt with one trained completion has nothing to share: prompt and completion are one segment.
+        share = share_prefix and sum(c.is_trained for c in item.completions) > 1
         root, prompt_end = -1, 0
         if share:
             root = len(segments)
             prompt_end = append(item.prompt, -1) + num_prompt
-        branches: dict[int, NDArray[np.int64]] = {}  # by index: row of each input of a completion with relatives
-        for family in families([c for c in item.completions if c.is_live]) if share else ():
+        branches: dict[int, NDArray[np.int64]] = {}  # by index: row index of each input of a completion in a tree
+        for family in families([c for c in item.completions if c.is_trained]) if share else ():
             if len(family) == 1:
                 continue
             base, rows = len(segments), [np.zeros(0, np.int64) for _ in family]
@@ -243,7 +241,7 @@ def pack(items: Sequence[PackItem], *, share_prefix: bool = True, vocab_size: in
         for completion in item.completions:
             trained = np.flatnonzero(completion.mask)
             sources = trained
-            if completion.is_live:
+            if completion.is_trained:
                 inputs = completion.tokens[: completion.num_inputs]
                 if not share:
                     begin = append(np.concatenate([item.prompt, inputs]), -1)
@@ -260,12 +258,12 @@ def pack(items: Sequence[PackItem], *, share_prefix: bool = True, vocab_size: in
 def micro_batches(
     items: Sequence[PackItem], max_tokens: int | None, *, min_batches: int = 1, share_prefix: bool = True
 ) -> list[list[PackItem]]:
-    """Split a mini-batch into micro-batches of at most `max_tokens` input tokens, as equal as can be.
+    """Split a mini-batch into micro-batches of at most `max_tokens` input tokens and of similar size.
 
-    A group stays whole where it fits and is cut, its prompt repeated, where it does not. A sequence that
-    alone exceeds `max_tokens` (actor.mb_spec.max_tokens_per_mb) cannot be cut and gets a micro-batch of its
-    own: the bound is a memory target, and the sampler's context already bounds the sequence. The result is a
-    pure function of the arguments; every sequence index appears in exactly one micro-batch.
+    A group that fits stays whole; a larger one is cut, and its prompt is repeated. A single sequence longer than
+    `max_tokens` (actor.mb_spec.max_tokens_per_mb) cannot be cut and gets its own micro-batch: the limit is a memory
+    target, and the sampler's context limits the sequence. The result is a pure function of the arguments; every
+    sequence index appears in exactly one micro-batch.
     """
     if max_tokens is not None and max_tokens < 1:
         raise DataError(
@@ -282,17 +280,17 @@ def micro_batches(
 
 
 def filler() -> Packed:
-    """One token of nobody's, for a rank that has nothing left while others compute: all gather each layer together."""
+    """A dummy one-token micro-batch, so that an idle rank still takes part in FSDP's all-gathers."""
     token = np.zeros(1, dtype=np.int64)
     return pack([PackItem(token, (Completion(token, np.ones(1, dtype=np.bool_), index=-1),))])
 
 
-def spread(items: Sequence[PackItem], num: int, *, share_prefix: bool = True) -> list[list[PackItem]]:
-    """The items as `num` parts, the largest as small as can be; some may be empty.
+def split_over_ranks(items: Sequence[PackItem], num: int, *, share_prefix: bool = True) -> list[list[PackItem]]:
+    """The items in `num` parts, one per rank, with the largest part as small as possible; some may be empty.
 
-    A group that is more than a fair share is cut, its prompt repeated in each piece, where that lets the largest part
-    shrink, and kept whole where the repeated prompts cost more. A pure function of the arguments: every rank knows the
-    parts of all.
+    A group above the mean size of a part is cut, its prompt repeated in each piece, if that makes the largest part
+    smaller. It stays whole if the repeated prompts cost more. A pure function of the arguments, so every rank computes
+    the same parts.
     """
     share = -(-sum(item.num_tokens(share_prefix=share_prefix) for item in items) // num)
     best: tuple[int, list[list[PackItem]]] | None = None
@@ -309,35 +307,35 @@ def spread(items: Sequence[PackItem], num: int, *, share_prefix: bool = True) ->
 
 
 def _pieces(item: PackItem, num: int, share: int, share_prefix: bool) -> list[PackItem]:
-    """The item, or where it is more than `share` its completions in `num` pieces of equal tokens."""
-    kin = _together(item, share, share_prefix)
-    num = min(num, sum(any(c.is_live for c in family) for family in kin))
+    """The item, or, if it has more than `share` tokens, its completions in `num` pieces of similar size."""
+    together = _together(item, share, share_prefix)
+    num = min(num, sum(any(c.is_trained for c in family) for family in together))
     if num < 2 or item.num_tokens(share_prefix=share_prefix) <= share:
         return [item]
-    each = [_cost(family, 0 if share_prefix else len(item.prompt), share_prefix) for family in kin]
+    each = [_cost(family, 0 if share_prefix else len(item.prompt), share_prefix) for family in together]
     bins = _balance(each, num, sum(each))
     assert bins is not None
-    return [PackItem(item.prompt, tuple(c for i in chosen for c in kin[i])) for chosen in bins if chosen]
+    return [PackItem(item.prompt, tuple(c for i in chosen for c in together[i])) for chosen in bins if chosen]
 
 
 def _together(item: PackItem, room: int, share_prefix: bool) -> list[list[Completion]]:
-    """What a cut does not part: families that fit, where they share anything; else single completions."""
+    """The units that a cut keeps together: families that fit into `room`, else single completions."""
     if not share_prefix:
         return [[c] for c in item.completions]
-    kin = families(item.completions)
-    return [part for f in kin for part in ([f] if _cost(f, 0, True) <= room else [[c] for c in f])]
+    together = families(item.completions)
+    return [part for f in together for part in ([f] if _cost(f, 0, True) <= room else [[c] for c in f])]
 
 
 def _cost(family: Sequence[Completion], num_prompt: int, share_prefix: bool) -> int:
-    """Input tokens of a family, with `num_prompt` more for each of its living."""
-    live = [c for c in family if c.is_live]
-    if share_prefix and live:
-        return len(live) * num_prompt + _inputs(live)
-    return sum(num_prompt + c.num_inputs for c in live)
+    """Input tokens of a family, plus `num_prompt` for each of its trained completions."""
+    trained = [c for c in family if c.is_trained]
+    if share_prefix and trained:
+        return len(trained) * num_prompt + _inputs(trained)
+    return sum(num_prompt + c.num_inputs for c in trained)
 
 
 def _balance(sizes: Sequence[int], num: int, limit: int) -> list[list[int]] | None:
-    """Longest first into the emptiest of `num` bins; None if a bin overflows with more than one piece."""
+    """Largest first into the least loaded of `num` bins; None if a bin with more than one piece exceeds `limit`."""
     bins: list[list[int]] = [[] for _ in range(num)]
     loads = [0] * num
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
@@ -350,24 +348,24 @@ def _balance(sizes: Sequence[int], num: int, limit: int) -> list[list[int]] | No
 
 
 def _cut(item: PackItem, max_tokens: int | None, share_prefix: bool) -> list[PackItem]:
-    """The item, or the fewest parts of it that fit, filled evenly."""
+    """The item, or the smallest number of parts of similar size that fit."""
     num_prompt = len(item.prompt)
     total = item.num_tokens(share_prefix=share_prefix)
     if max_tokens is None or total <= max_tokens or len(item.completions) < 2:
         return [item]
-    kin = _together(item, max_tokens - num_prompt, share_prefix)
-    # A part pays for its prompt once (shared) or with every completion (plain).
-    each = [_cost(family, 0 if share_prefix else num_prompt, share_prefix) for family in kin]
+    together = _together(item, max_tokens - num_prompt, share_prefix)
+    # A part contains its prompt once (shared) or once per completion (plain).
+    each = [_cost(family, 0 if share_prefix else num_prompt, share_prefix) for family in together]
     room = max(1, max_tokens - (num_prompt if share_prefix else 0))
     num = max(2, -(-sum(each) // room))
-    live = sum(any(c.is_live for c in family) for family in kin)
-    while (parts := _balance(each, min(num, live), room)) is None:
+    trained = sum(any(c.is_trained for c in family) for family in together)
+    while (parts := _balance(each, min(num, trained), room)) is None:
         num += 1
-    return [PackItem(item.prompt, tuple(c for i in part for c in kin[i])) for part in parts if part]
+    return [PackItem(item.prompt, tuple(c for i in part for c in together[i])) for part in parts if part]
 
 
 def _check(item: PackItem, vocab_size: int | None) -> None:
-    if not len(item.prompt) and any(c.is_live for c in item.completions):
+    if not len(item.prompt) and any(c.is_trained for c in item.completions):
         raise DataError("empty prompt: the first token of a completion needs a token before it, for example BOS")
     for completion in item.completions:
         if len(completion.tokens) != len(completion.mask):
@@ -386,3 +384,16 @@ def _check(item: PackItem, vocab_size: int | None) -> None:
 
 def _flat(parts: Sequence[NDArray[np.integer[Any]]]) -> Tensor:
     return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64, copy=False))
+
+
+def by_sequence(packed: Packed, values: Tensor) -> dict[int, NDArray[Any]]:
+    """One value per target, [M], as one array per sequence number; empty for a filler."""
+    if packed.is_filler:
+        return {}
+    array, cuts = values.detach().cpu().numpy(), packed.cu_seqlens.cpu().numpy()
+    return {i: array[cuts[b] : cuts[b + 1]] for b, i in enumerate(packed.index.tolist())}
+
+
+def gather(per_sequence: Mapping[int, NDArray[Any]], index: NDArray[np.int64]) -> Tensor:
+    """The arrays of the sequences `index`, end to end, [M]: the inverse of `by_sequence`."""
+    return torch.from_numpy(np.concatenate([per_sequence[int(i)] for i in index]))

@@ -1,8 +1,9 @@
-"""Weights over several ranks by FSDP2: how a module is cut, and how its tensors are read and written whole.
+"""Weights sharded over ranks by FSDP2: how a module is sharded, and how its tensors are read and written unsharded.
 
-Each decoder layer is one unit, gathered while it computes; embedding, head and what else there is are the root's, whose
-forward is `PolicyModule.forward` (or the critic's). Gradients are summed over ranks, not averaged: the denominator of
-the loss counts the sequences of all of them. With one rank nothing here is used, and nothing of it imported.
+Each decoder layer is one FSDP unit, all-gathered while it computes. Embedding, head and all other parameters belong to
+the root unit, whose forward is `PolicyModule.forward` (or the critic's). Gradients are summed over ranks, not averaged:
+the denominator of the loss already counts the sequences of all ranks. With one rank nothing here is used, and
+torch.distributed is not imported.
 """
 
 from __future__ import annotations
@@ -28,39 +29,39 @@ def shard(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> None:
-    """Cut `root` (the policy, or a critic around it) over the ranks of `world`, in place; all ranks call it together.
+    """Shard `root` (the policy, or a critic around it) over the ranks of `world`, in place; all ranks must call it.
 
-    `param_dtype`: what layers compute in; None: the type of the weights, which optimizer and checkpoint keep.
-    `reduce_dtype`: what gradients are summed in; None: at least float32.
+    `param_dtype`: dtype of the layers' computation; None: that of the weights, which optimizer and checkpoint keep.
+    `reduce_dtype`: dtype in which gradients are summed; None: at least float32.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     mesh = init_device_mesh(world.device.type, (world.size,))
 
-    def cut(module: nn.Module, cast: bool = True) -> None:
+    def shard_unit(module: nn.Module, cast: bool = True) -> None:
         own = next(module.parameters()).dtype
         sums = reduce_dtype or torch.promote_types(own, torch.float32)
-        how = MixedPrecisionPolicy(param_dtype=param_dtype if cast else None, reduce_dtype=sums)
-        # The root, too, gives its weights back after forward: a pass without gradients must not leave a copy behind
-        # that the optimizer does not see.
-        fully_shard(module, mesh=mesh, mp_policy=how, reshard_after_forward=True)
+        precision = MixedPrecisionPolicy(param_dtype=param_dtype if cast else None, reduce_dtype=sums)
+        # The root, too, reshards after forward: after a pass without gradients a gathered copy would stay, and would
+        # not see the optimizer's next update.
+        fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
 
     for module in policy.model.modules():
         if isinstance(module, GradientCheckpointingLayer):
-            cut(module)
+            shard_unit(module)
     if root is not policy:
-        # A critic's head is float32 on a trunk that may not be, and one unit has one type.
+        # A critic's head is float32 even on a 16-bit trunk, and an FSDP unit has one dtype.
         head = policy.model.get_output_embeddings()
         assert head is not None
-        cut(head, cast=False)
-    cut(root)
+        shard_unit(head, cast=False)
+    shard_unit(root)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if hasattr(module, "set_reduce_scatter_unused_params"):
-                # A layer that no token of this rank reached (an expert) takes part with zeros.
+                # An expert that no token of this rank reached contributes zeros.
                 module.set_reduce_scatter_unused_params(True, recurse=False)
     if root is policy:
         register_fsdp_forward_method(policy, "plain_logp")
@@ -69,12 +70,12 @@ def shard(
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole of a tensor, on every rank; all ranks ask for it together. One that is not cut is itself."""
+    """The unsharded tensor, on every rank; all ranks must call it. An unsharded tensor is returned as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """`full` for who collects a model: in the memory of the host, and on rank 0 alone; the others get nothing."""
+    """`full` for collecting a model: in host memory on rank 0, empty on the other ranks."""
     if not hasattr(tensor, "full_tensor"):
         return tensor
     everything, mesh = full(tensor), tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
@@ -82,25 +83,25 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def put(into: Tensor, tensor: Tensor) -> None:
-    """Copy a whole tensor, which every rank has, into one that may be cut."""
+    """Copy an unsharded tensor, which every rank has, into one that may be sharded."""
     with torch.no_grad():
         into.copy_(like(into, tensor))
 
 
-def like(cut: Tensor, tensor: Tensor) -> Tensor:
-    """A whole tensor, which every rank has, cut and placed as `cut` is."""
-    if not hasattr(cut, "full_tensor"):
-        return tensor.to(cut.device)
+def like(sharded: Tensor, tensor: Tensor) -> Tensor:
+    """An unsharded tensor, which every rank has, sharded and placed as `sharded` is."""
+    if not hasattr(sharded, "full_tensor"):
+        return tensor.to(sharded.device)
     from torch.distributed.tensor import distribute_tensor
 
-    model: Any = cut
-    return distribute_tensor(tensor.to(cut.device), model.device_mesh, model.placements, src_data_rank=None)
+    model: Any = sharded
+    return distribute_tensor(tensor.to(sharded.device), model.device_mesh, model.placements, src_data_rank=None)
 
 
 def full_parameters(module: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of what is trained, one after the other; all ranks walk through it together.
+    """(name, unsharded tensor) of the trained parameters, one at a time; all ranks must iterate together.
 
-    `dtype` is that of layers that compute in another type than they keep.
+    `dtype`: convert to this dtype, if the layers compute in another one than that of the stored weights.
     """
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:

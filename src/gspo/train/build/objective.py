@@ -7,8 +7,9 @@ from typing import Any
 
 from gspo.config import Loaded, effective_objective
 from gspo.config.schema import Config, Norm
-from gspo.learner.batch import Credit, Shaping
-from gspo.learner.step import Plan, ProximalSource
+from gspo.learner.credit import Credit, Shaping
+from gspo.learner.proximal import ProximalSource
+from gspo.learner.step import Plan
 
 
 def make_plan(loaded: Loaded) -> Plan:

@@ -10,9 +10,10 @@ import torch
 from gspo.algorithms import ALGORITHMS
 from gspo.config.schema import Config
 from gspo.errors import DataError
-from gspo.learner.critic import Critic, ValueModule
+from gspo.learner.critic import Critic
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.sharding import shard
+from gspo.learner.policy.value import ValueModule
 from gspo.learner.ranks.world import ALONE, World
 from gspo.learner.reference import Reference
 from gspo.models.loading import load_model

@@ -7,7 +7,7 @@ from functools import partial
 
 from gspo.config.schema import Config
 from gspo.errors import ConfigError
-from gspo.learner.batch import Shaping, is_flat
+from gspo.learner.credit import Shaping, is_flat
 from gspo.rewards.route import Rewards
 from gspo.rollout.buffer import Buffer, Snapshot
 from gspo.rollout.groups import Arrivals, Filter, Keeps, Workflow, filtered

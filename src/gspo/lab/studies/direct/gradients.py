@@ -18,8 +18,8 @@ from torch import Tensor
 from gspo import objectives
 from gspo.config import Loaded
 from gspo.learner.batch import Batch
-from gspo.learner.policy.module import PolicyModule
-from gspo.learner.step import by_sequence, gather, packed_parts
+from gspo.learner.policy.module import PolicyModule, packed_parts
+from gspo.learner.policy.packing import by_sequence, gather
 from gspo.system.clock import Clock
 from gspo.train import Trainer
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from gspo import rng
 from gspo.config import Loaded
 from gspo.lab.studies.direct.gradients import LogProbs, cosine, gradient, log_probs, opened, sampled
-from gspo.learner.adapt import AutoClip, bounds, follow
 from gspo.learner.batch import Batch
+from gspo.learner.proximal import AutoClip, clip_range, next_quantile
 from gspo.system.clock import Clock
 from gspo.train import Trainer
 
@@ -54,7 +54,8 @@ def _compared(trainer: Trainer, batch: Batch, exact: LogProbs, proximal: LogProb
     how = AutoClip()
     log_noise = np.array([float((proximal[i] - exact[i]).mean()) for i in exact])
     # As `eps_clip: auto` would: ε from the signed quantiles of what it saw, not below the noise of π_old.
-    auto = bounds(follow(None, free, batch.advantages, how), float(np.quantile(np.abs(log_noise), 0.95)), FIXED, how)
+    quantile = next_quantile(None, free, batch.advantages, how)
+    auto = clip_range(quantile, float(np.quantile(np.abs(log_noise), 0.95)), FIXED, how)
     for name, (low, high) in {**EDGES, "auto ε": auto}.items():
         edges = {"clip_low": low, "clip_high": high}
         ideal = gradient(policy, batch, "gspo", exact, **edges)

@@ -9,7 +9,7 @@ import numpy as np
 
 from gspo.config import Loaded
 from gspo.lab.studies.direct.gradients import log_probs, opened, sampled
-from gspo.learner.batch import assemble
+from gspo.learner.credit import assemble
 from gspo.rollout.groups import sample_groups
 from gspo.sampling.api import Sampler
 from gspo.system.clock import Clock

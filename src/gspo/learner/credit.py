@@ -1,0 +1,272 @@
+"""From rewards to advantages: shaping, group normalisation, per-turn credit, GAE and the KL penalty.
+
+`assemble` turns scored groups into a `Batch`: one advantage per trajectory, or one per turn if the environment gave
+rewards to turns. `assign` refines it to one advantage per token where a critic, a discount or a KL penalty needs that.
+The formulas are in `objectives/advantage.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gspo.learner.batch import Batch, Floats, minibatches
+from gspo.objectives import advantage, token_layout
+from gspo.objectives.kl import kl
+from gspo.types import Group, Sample, Score
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """How a score becomes a reward, in this order: overlong penalty, bias, scaling, clip."""
+
+    bias: float = 0.0
+    scaling: float = 1.0
+    clip: float = 20.0
+    overlong_tokens: int = 0  # 0: no penalty
+    overlong_factor: float = 1.0
+    max_new_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Credit:
+    """Settings of `assign`: how the reward at the end of a completion becomes one advantage per token."""
+
+    kl_coef: float = 0.0  # actor.kl_ctl, β: weight of the KL penalty in the reward
+    kl_estimator: str = "k1"
+    discount: float = 1.0
+    gae_lambda: float = 1.0
+    adv_norm: Mapping[str, Any] | None = None  # normalisation over tokens
+    truncated_is_zero: bool = False
+
+
+def shape(scores: Floats, lengths: NDArray[np.int64], how: Shaping) -> Floats:
+    """clip( (score − penalty + bias) · scaling ); the penalty rises linearly over the last `overlong_tokens`.
+
+    (DAPO, arXiv 2503.14476, eq. 13: 0 up to L − tail, then (L − tail − |y|)/tail.)
+    """
+    out = scores.copy()
+    if how.overlong_tokens:
+        over = np.clip((lengths - (how.max_new_tokens - how.overlong_tokens)) / how.overlong_tokens, 0.0, 1.0)
+        out = out - how.overlong_factor * over
+    return np.clip((out + how.bias) * how.scaling, -how.clip, how.clip)
+
+
+def normalised(rewards: Floats, group_of: NDArray[np.int64], norm: str | Mapping[str, Any]) -> Floats:
+    """Advantages by the name of a preset (`group_std`, …) or by an explicit normalisation.
+
+    `gae` leaves rewards unchanged: the critic's values are subtracted later, in `assign`.
+    """
+    if norm == "gae":
+        return rewards
+    x, groups = torch.from_numpy(np.ascontiguousarray(rewards)), torch.from_numpy(np.ascontiguousarray(group_of))
+    return advantage.normalize(x, groups, **(advantage.PRESETS[norm] if isinstance(norm, str) else norm)).numpy()
+
+
+def is_flat(group: Group, shaping: Shaping) -> bool:
+    """Whether all rewards of a group are equal after shaping: every advantage is 0, so the group has no gradient."""
+    scored = [(o.value, s) for o, s in zip(group.outcomes, group.samples, strict=True) if isinstance(o, Score)]
+    scores = np.array([value for value, _ in scored], dtype=np.float64)
+    values = shape(scores, longest_turns([sample for _, sample in scored]), shaping)
+    return not normalised(values, np.zeros(len(values), dtype=np.int64), "group_mean").any()
+
+
+def longest_turns(trajectories: Sequence[Sample]) -> NDArray[np.int64]:
+    """[m] trained tokens of each trajectory's longest turn: the length that gconfig.max_new_tokens limits."""
+    lengths = [
+        max((int(n) for s in t.sequences for n in np.bincount(s.turns[s.mask].astype(np.int64))), default=0)
+        for t in trajectories
+    ]
+    return np.array(lengths, dtype=np.int64)
+
+
+def assemble(
+    groups: Sequence[Group],
+    *,
+    norm: str | Mapping[str, Any],
+    shaping: Shaping,
+    num_minibatches: int,
+    adv_norm: Mapping[str, Any] | None = None,
+    zero_variance: str = "count",
+    truncated_is_zero: bool = False,
+    turn_discount: float = 1.0,
+) -> Batch:
+    """Scored groups to a batch: rewards, advantages and mini-batches.
+
+    norm: the preset's normalisation over groups; adv_norm: a second one, over the whole batch of advantages;
+    zero_variance: `drop` takes groups of equal rewards out of the denominator, `count` leaves them in.
+    """
+    groups = tuple(groups)
+    trajectories = [sample for group in groups for sample in group.samples]
+    # The arrays below are per trajectory, [m]; `[of]` at the end repeats them per sequence, [n].
+    group_of = np.repeat(np.arange(len(groups)), [len(g.samples) for g in groups]).astype(np.int64)
+    outcomes = [outcome for group in groups for outcome in group.outcomes]
+    rewards = np.array([o.value if isinstance(o, Score) else np.nan for o in outcomes], dtype=np.float64)
+    scored = ~np.isnan(rewards)
+    shaped = shape(rewards, longest_turns(trajectories), shaping)
+    advantages = np.zeros(len(rewards))
+    # A trajectory without a reward leaves its group: the mean and the std are over the scored ones.
+    advantages[scored] = normalised(shaped[scored], group_of[scored], norm)
+    if adv_norm is not None and scored.any():
+        advantages[scored] = normalised(advantages[scored], group_of[scored], adv_norm)
+    truncated = np.array([truncated_is_zero and s.ending == "length" for s in trajectories], dtype=bool)
+    advantages[truncated] = 0.0  # last: a normalisation after it would make them non-zero again
+    in_denominator = scored & ~_flat_groups(rewards, shaped, advantages, group_of, norm, zero_variance)
+    of = np.repeat(np.arange(len(trajectories)), [1 + len(s.rest) for s in trajectories]).astype(np.int64)  # [n]
+    batch = Batch(
+        groups=groups,
+        group_of=group_of[of],
+        trajectory_of=of,
+        scored=scored[of],
+        rewards=rewards[of],
+        shaped=shaped[of],
+        advantages=advantages[of],
+        in_denominator=in_denominator[of],
+        minibatch=minibatches(group_of, len(groups), num_minibatches)[of],
+        at_clip=(scored & (np.abs(shaped) >= shaping.clip))[of],
+    )
+    if norm == "gae" or not (turn_discount < 1 or any(s.turn_rewards for s in trajectories)):
+        return batch
+    return by_turns(batch, norm, adv_norm, turn_discount, shaping.scaling, truncated)
+
+
+def _flat_groups(
+    rewards: Floats,
+    shaped: Floats,
+    advantages: Floats,
+    group_of: NDArray[np.int64],
+    norm: str | Mapping[str, Any],
+    zero_variance: str,
+) -> NDArray[np.bool_]:
+    """[m] True where `zero_variance: drop` removes the trajectory's group: all of its advantages are 0."""
+    if zero_variance != "drop":
+        return np.zeros(len(rewards), dtype=bool)
+    scored = ~np.isnan(rewards)
+    if norm == "gae":  # advantages are still rewards here, so equal rewards show only after centring
+        advantages = np.zeros(len(rewards))
+        advantages[scored] = normalised(shaped[scored], group_of[scored], "group_mean")
+    num_groups = int(group_of.max(initial=-1)) + 1
+    has_signal = np.bincount(group_of[scored & (advantages != 0)], minlength=num_groups) > 0  # [groups]
+    return ~has_signal[group_of]
+
+
+def by_turns(
+    batch: Batch,
+    norm: str | Mapping[str, Any],
+    adv_norm: Mapping[str, Any] | None,
+    discount: float,
+    scaling: float,
+    truncated: NDArray[np.bool_],
+) -> Batch:
+    """One advantage per turn (`objectives.advantage.by_turn`), stored at each token of the turn.
+
+    A sequence ratio takes the mean over its unit: with actor.sequence_unit turn that is the turn's own advantage.
+    """
+    trajectories = [sample for group in batch.groups for sample in group.samples]
+    scored = batch.scored[batch.is_first]  # [m]
+    place = np.cumsum(scored) - 1  # [m] position among the scored trajectories
+    turns = [np.unique(np.concatenate([s.turns[s.mask] for s in sample.sequences])) for sample in trajectories]
+    # (trajectory, position of the turn in it, turn number) of every trained turn, [K] entries
+    entries = [(i, k, int(turn)) for i in np.flatnonzero(scored) for k, turn in enumerate(turns[i].tolist())]
+    # The reward of a turn without trained tokens is part of the final reward instead.
+    earned = [scaling * trajectories[i].turn_rewards.get(turn, 0.0) for i, _, turn in entries]  # [K]
+    total = np.zeros(len(trajectories))  # [m] sum of turn rewards
+    np.add.at(total, [i for i, _, _ in entries], earned)
+    settings = advantage.PRESETS[norm] if isinstance(norm, str) else norm
+    values = advantage.by_turn(
+        torch.from_numpy((batch.shaped[batch.is_first] - total)[scored]),
+        torch.tensor(earned, dtype=torch.float64),
+        torch.from_numpy(batch.group_of[batch.is_first][scored]),
+        torch.tensor([int(place[i]) for i, _, _ in entries], dtype=torch.int64),
+        torch.tensor([k for _, k, _ in entries], dtype=torch.int64),
+        discount=discount,
+        **settings,
+    ).numpy()  # [K]
+    of_turn = {
+        (int(i), turn): 0.0 if truncated[i] else float(v) for (i, _, turn), v in zip(entries, values, strict=True)
+    }
+    numbers = np.flatnonzero(batch.trainable).tolist()
+    by_token = {
+        n: np.array([of_turn[int(batch.trajectory_of[n]), t] for t in s.turns[s.mask].tolist()])
+        for n in numbers
+        for s in (batch.samples[n],)
+    }
+    if adv_norm is not None and numbers:
+        lengths = batch.trained_tokens[numbers]
+        flat = normalised(
+            np.concatenate([by_token[n] for n in numbers]), np.repeat(batch.group_of[numbers], lengths), adv_norm
+        )
+        cuts = np.cumsum(lengths)[:-1]
+        by_token = {
+            n: np.zeros_like(part) if truncated[batch.trajectory_of[n]] else part
+            for n, part in zip(numbers, np.split(flat, cuts), strict=True)
+        }
+    return replace(batch, advantages=_sequence_means(by_token, batch.num_sequences), token_advantages=by_token)
+
+
+def assign(batch: Batch, how: Credit) -> Batch:
+    """From one reward per sequence to one advantage per token, with the reference's log-probs and the critic's values.
+
+        r_it = −β k_it + [t = |y_i|] R_i          k_it of (log μ, log π_ref) at token t, by `objectives.kl`
+        δ_it = r_it + γ V_i,t+1 − V_it            V after the last token is 0
+        A_it = Σ_u≥t (γλ)^(u−t) δ_iu              returns A_it + V_it are the critic's targets
+
+    R_i is the shaped reward if there is a critic, else the group (or batch) advantage A_i. Without a critic V = 0 and
+    λ = 1, so  A_it = γ^(|y_i|−t) A_i − β Σ_u≥t γ^(u−t) k_iu:  a token pays for the divergence of the tokens after it,
+    as in AReaL. A sequence ratio takes the mean over t: with γ = 1,  A_i − (β/|y_i|) Σ_u u k_iu.
+    μ is the policy that sampled the tokens: its log-probs need no forward pass, and the mean of k is an unbiased
+    estimate of its KL. Groups are normalised before the penalty, so a group of equal rewards still pays it. `adv_norm`
+    comes last and is over tokens; `truncated_is_zero` sets the advantages of truncated completions to 0 after it.
+    """
+    numbers, values = np.flatnonzero(batch.trainable).tolist(), batch.values
+    lengths = batch.trained_tokens[numbers]
+    # The trained tokens of all trainable sequences, end to end: N tokens, sequence b at cuts[b]:cuts[b+1].
+    cuts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    rewards = np.zeros(int(cuts[-1]))  # [N]
+    if how.kl_coef:
+        assert batch.reference_logp is not None
+        behavior = _joined([batch.samples[i].behavior_logp[batch.samples[i].mask] for i in numbers])
+        reference = _joined([batch.reference_logp[i] for i in numbers])
+        rewards -= how.kl_coef * kl(behavior, reference, how.kl_estimator).numpy()
+    penalty = np.zeros(batch.num_sequences)
+    penalty[numbers] = [-rewards[cuts[b] : cuts[b + 1]].sum() for b in range(len(numbers))]
+    if batch.token_advantages is None:
+        rewards[cuts[1:] - 1] += batch.advantages[numbers]  # R_i, at the last token
+    value = torch.from_numpy(np.zeros_like(rewards)) if values is None else _joined([values[i] for i in numbers])
+    layout = token_layout(torch.from_numpy(rewards), None, torch.from_numpy(cuts))
+    gae_lambda = how.gae_lambda if values is not None else 1.0
+    advantages, returns = (
+        x.numpy() for x in advantage.gae(torch.from_numpy(rewards), value, layout, how.discount, gae_lambda)
+    )
+    if batch.token_advantages is not None:  # `by_turns` has credited the rewards; GAE above saw only the penalty
+        advantages = advantages + _joined([batch.token_advantages[i] for i in numbers]).numpy()
+    if how.adv_norm is not None and len(advantages):
+        advantages = normalised(advantages, np.repeat(batch.group_of[numbers], lengths), how.adv_norm)
+    by_token = {i: advantages[cuts[b] : cuts[b + 1]] for b, i in enumerate(numbers)}
+    if how.truncated_is_zero:
+        by_token |= {i: np.zeros_like(by_token[i]) for i in numbers if batch.samples[i].finish == "length"}
+    return replace(
+        batch,
+        advantages=_sequence_means(by_token, batch.num_sequences),
+        token_advantages=by_token,
+        kl_penalty=penalty if how.kl_coef else None,
+        returns=None if values is None else {i: returns[cuts[b] : cuts[b + 1]] for b, i in enumerate(numbers)},
+    )
+
+
+def _joined(parts: Sequence[NDArray[Any]]) -> torch.Tensor:
+    """Arrays end to end as one float64 tensor; empty if there are none."""
+    return torch.from_numpy(np.concatenate([np.zeros(0), *parts]))
+
+
+def _sequence_means(by_token: Mapping[int, Floats], num_sequences: int) -> Floats:
+    """[n] mean of each sequence's token values; 0 where it has none."""
+    mean = np.zeros(num_sequences)
+    numbers = list(by_token)
+    mean[numbers] = [by_token[i].mean() for i in numbers]
+    return mean

@@ -1,0 +1,177 @@
+"""The chunked language-model head: log-probs and entropy at the targets without a [targets, vocabulary] tensor.
+
+Logits exist for one chunk of hidden rows at a time, and are recomputed in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Targets(NamedTuple):
+    """Whose log-probs are wanted: M target tokens, sorted by the hidden row (of U) that predicts them."""
+
+    token: Tensor  # [M]
+    begins: Tensor  # [U+1] where the targets of each hidden row begin
+    scale: float  # of hidden·Wᵀ, before the soft cap
+    softcap: float | None
+    temperature: float
+
+
+class HeadForm(NamedTuple):
+    chunk_size: int  # hidden rows per chunk
+    fp32: bool  # compute hidden·Wᵀ in float32 even if the weights are 16-bit
+    with_entropy: bool
+    entropy_grad: bool  # the entropy is differentiated too
+
+
+class ChunkedHead(torch.autograd.Function):
+    """Log-probs of targets under softmax(logits/T), chunk by chunk, with exact gradients.
+
+    logits = hidden·Wᵀ + b, then the model's own scaling and soft cap. For upstream gradients g (per target)
+    and h (per row's entropy H): d logits/T = g·(onehot − p) − h·p·(log p + H). Logits are recomputed in the
+    backward pass: g is not known in the forward pass, and Σᵢ gᵢ(onehotᵢ − pᵢ)hiddenᵢᵀ does not factor.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, form: HeadForm
+    ) -> tuple[Tensor, Tensor]:
+        logits = _Logits(hidden, weight, bias, targets, form)
+        logp = hidden.new_empty(len(targets.token), dtype=logits.out_dtype)
+        lse = hidden.new_empty(len(hidden), dtype=logits.out_dtype)
+        entropy = torch.empty_like(lse) if form.with_entropy else lse.new_empty(0)
+        for rows, mine, row, token in logits.chunks():
+            z, _ = logits(rows)  # [c, V]
+            chosen = z[row, token]
+            peak = z.amax(-1, keepdim=True)
+            z.sub_(peak)
+            if form.with_entropy:
+                e = torch.exp(z, out=logits.buffer(1, len(z)))
+                total = e.sum(-1)
+                log_total = total.log()
+                # H = log Σe − Σ e·z / Σe, with z measured from the peak
+                entropy[rows] = log_total - e.mul_(z).sum(-1) / total
+            else:
+                log_total = z.exp_().sum(-1).log()
+            lse[rows] = log_total + peak[:, 0]
+            logp[mine] = chosen - lse[rows][row]
+        ctx.targets, ctx.form = targets, form
+        ctx.save_for_backward(hidden, weight, bias, lse, entropy)
+        if not form.entropy_grad:
+            ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        hidden, weight, bias, lse, entropy = ctx.saved_tensors
+        targets, form = ctx.targets, ctx.form
+        logits = _Logits(hidden, weight, bias, targets, form)
+        want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
+        d_hidden = torch.empty_like(hidden) if want_hidden else None
+        # Sums over chunks are float32 even if the product of one chunk is not: many small terms are added.
+        d_weight: Tensor | None = None
+        d_bias = (
+            torch.zeros_like(logits.bias, dtype=logits.out_dtype) if want_bias and logits.bias is not None else None
+        )
+        for rows, mine, row, token in logits.chunks():
+            z, slope = logits(rows)  # [c, V]
+            grad = grads[0][mine]  # g, one per target of the chunk
+            row_grad = grad.new_zeros(len(z)).index_add_(0, row, grad)  # [c] Σ over the targets of a row
+            z.sub_(lse[rows, None])  # log p
+            if form.entropy_grad:
+                p = torch.exp(z, out=logits.buffer(1, len(z)))
+                z.add_(entropy[rows, None]).mul_(grads[1][rows, None]).add_(row_grad[:, None]).mul_(p).neg_()
+            else:
+                z.exp_().mul_(row_grad.neg_()[:, None])
+            z.index_put_((row, token), grad, accumulate=True)
+            if slope is not None:
+                z.mul_(slope)
+            if d_bias is not None:
+                d_bias.add_(z.sum(0), alpha=targets.scale)
+            z = z.to(logits.weight.dtype)
+            if d_hidden is not None:
+                d_hidden[rows] = (z @ logits.weight).mul_(targets.scale).to(hidden.dtype)
+            if want_weight:
+                h = logits.hidden(rows)
+                if d_weight is None:  # made by the first chunk: filling zeros would be one more pass over [V, hidden]
+                    d_weight = (z.T @ h).mul_(targets.scale).to(logits.out_dtype)
+                elif h.dtype == d_weight.dtype:
+                    d_weight.addmm_(z.T, h, alpha=targets.scale)
+                else:
+                    d_weight.add_(z.T @ h, alpha=targets.scale)
+        return (
+            d_hidden,
+            d_weight.to(weight.dtype) if d_weight is not None else None,
+            d_bias.to(bias.dtype) if d_bias is not None else None,
+            None,
+            None,
+        )
+
+
+class _Logits:
+    """Chunks of logits/T, [c, V], float32 or float64, written into buffers that all chunks reuse."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, form: HeadForm) -> None:
+        dtype = output_dtype(weight.dtype) if form.fp32 else weight.dtype
+        self.out_dtype = output_dtype(weight.dtype)
+        self.weight, self._hidden = weight.to(dtype), hidden
+        self.bias = None if bias is None else bias.to(dtype)
+        self._targets = targets
+        self._begins = targets.begins.tolist()
+        self._chunk = min(form.chunk_size, len(hidden))
+        self._buffers: dict[int, Tensor] = {}
+
+    def buffer(self, which: int, num_rows: int) -> Tensor:
+        if which not in self._buffers:
+            self._buffers[which] = self.weight.new_empty(self._chunk, len(self.weight), dtype=self.out_dtype)
+        return self._buffers[which][:num_rows]
+
+    def chunks(self) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+        """Per chunk: slice of hidden rows, slice of targets, [m] each target's row in the chunk, [m] its token."""
+        counts = self._targets.begins.diff()
+        for low in range(0, len(self._hidden), self._chunk):
+            high = min(low + self._chunk, len(self._hidden))
+            mine = slice(self._begins[low], self._begins[high])
+            yield slice(low, high), mine, torch.repeat_interleave(counts[low:high]), self._targets.token[mine]
+
+    def hidden(self, rows: slice) -> Tensor:
+        return self._hidden[rows].to(self.weight.dtype)
+
+    def __call__(self, rows: slice) -> tuple[Tensor, Tensor | None]:
+        h, scale, softcap = self.hidden(rows), self._targets.scale, self._targets.softcap
+        # The scale multiplies [c, hidden], not [c, V]: the temperature costs almost nothing.
+        if self.weight.dtype == self.out_dtype:
+            z = torch.mm(h * scale, self.weight.T, out=self.buffer(0, len(h)))
+        else:
+            z = torch.mm(h, self.weight.T).to(self.out_dtype).mul_(scale)
+        if self.bias is not None:
+            z.add_(self.bias, alpha=scale)
+        slope = None
+        if softcap is not None:
+            # cap·tanh(x/cap)/T on z = x/T
+            bound = softcap / self._targets.temperature
+            z.div_(bound).tanh_()
+            slope = 1 - z * z
+            z.mul_(bound)
+        return z, slope
+
+
+def output_dtype(dtype: torch.dtype) -> torch.dtype:
+    """At least float32: the ratio compares log-probs that differ by 1e-4."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def logit_transform(config: Any) -> tuple[float, float | None]:
+    """(factor, soft cap) that a model applies to hidden·Wᵀ (Cohere, Granite; Gemma 2). `probe` checks the result."""
+    text = config.get_text_config()
+    scale = float(getattr(text, "logit_scale", None) or 1.0) / float(getattr(text, "logits_scaling", None) or 1.0)
+    softcap = getattr(text, "final_logit_softcapping", None)
+    return scale, float(softcap) if softcap else None

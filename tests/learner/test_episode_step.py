@@ -14,7 +14,8 @@ from gspo.envs.episode import Exchange, episode_sample
 from gspo.learner.credit import Shaping, is_flat
 from gspo.learner.policy.module import PolicyModule, packed_parts
 from gspo.learner.policy.packing import Completion, PackItem, families, micro_batches, pack, split_over_ranks
-from gspo.monitor.metrics import sample_rows, step_metrics
+from gspo.monitor.metrics import step_metrics
+from gspo.monitor.samples import sample_rows
 from gspo.rollout.storage import pack as pack_groups
 from gspo.rollout.storage import unpack
 from gspo.types import Failure, Group, Prompt, Sample, SampleId, Score

@@ -359,7 +359,7 @@ def test_the_probe_refuses_logits_changed_in_an_unknown_way():
         return out
 
     model.forward = forward
-    with pytest.raises(DataError, match="changes its logits"):
+    with pytest.raises(DataError, match="transforms its logits"):
         PolicyModule(model).probe()
 
 

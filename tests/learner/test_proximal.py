@@ -118,7 +118,7 @@ def test_a_sampler_noisier_than_the_clip_range_ends_the_run_before_its_first_ste
     assert [row["step"] for row in metrics(path_of(tmp_path))] == [0]
     _, path = train(tmp_path, *noisy, "total_train_steps=1", "actor.prox_logp_force=true")
     assert metrics(path)[-1]["step"] == 1
-    assert "warning: the sampler's log-probs are π_old" in (path / "log.txt").read_text()
+    assert "warning: the sampler's log-probs are used as π_old" in (path / "log.txt").read_text()
 
 
 def test_near_the_clip_range_it_warns_above_it_refuses_and_elsewhere_it_is_silent(tmp_path):
@@ -134,7 +134,7 @@ def test_near_the_clip_range_it_warns_above_it_refuses_and_elsewhere_it_is_silen
             decide = trainer.doubt(batch, plan)
             assert decide is not None
             decide(log_s)
-            return "the sampler's log-probs are π_old" in log.read_text()[before:] if log.exists() else False
+            return "the sampler's log-probs are used as π_old" in log.read_text()[before:] if log.exists() else False
 
         assert p95 > 1e-6
         assert not spoken(3.1 * p95)

@@ -2,10 +2,10 @@
 
 import json
 import os
-import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -47,7 +47,7 @@ def write(path, settings, rows, resumed_at=-1):
     sinks = Loggers(path, settings, said.append)
     for one in rows:
         run.metrics(one)
-        sinks.step()
+        sinks.write(one)
     sinks.close()
     run.close()
     return [line for line in said if not line.startswith("waiting")]
@@ -150,66 +150,84 @@ def test_a_logger_that_fails_is_told_once_and_the_others_go_on(path):
     said = write(path, {"trackio": NAMED, "tensorboard": {}}, [row(step) for step in range(4)])
     assert len(said) == 1
     assert "trackio failed" in said[0]
-    assert "Training goes on" in said[0]
+    assert "Training continues" in said[0]
     assert [step for step, _ in from_tensorboard(path)["reward/mean"]] == [0, 1, 2, 3]
     assert "Traceback" in (path / loggers.LOG).read_text()
 
 
-def test_a_killed_logger_is_told_once_and_the_step_goes_on(run):
+class Stuck:
+    """A sink that hangs in its first row until the test ends."""
+
+    release = threading.Event()
+
+    def __init__(self, run):
+        pass
+
+    def write(self, row):
+        self.release.wait(60)
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def stuck(monkeypatch):
+    Stuck.release.clear()
+    monkeypatch.setitem(loggers.SINKS, "stuck", Stuck)
+    yield Stuck
+    Stuck.release.set()
+
+
+def test_a_hanging_sink_costs_no_step_is_dropped_once_and_the_others_continue(run, monkeypatch, stuck):
     pytest.importorskip("tensorboard")
+    monkeypatch.setattr(loggers, "MAX_PENDING", 8)
     said = []
-    sinks = Loggers(run.path, {"tensorboard": {}}, said.append)
-    os.killpg(sinks._process.pid, signal.SIGKILL)
-    sinks._process.wait()
-    for step in range(3):
-        run.metrics(row(step))
-        sinks.step()
+    sinks = Loggers(run.path, {"stuck": {}}, said.append)
+    started = time.monotonic()
+    for step in range(1000):
+        sinks.write(row(step))
+    assert time.monotonic() - started < 10
+    assert len(said) == 1
+    assert "stuck is 8 rows behind and was dropped" in said[0]
     sinks.close()
     assert len(said) == 1
-    assert "ended early" in said[0]
 
 
-def test_a_hanging_logger_costs_no_step_and_is_stopped_at_the_end(run, monkeypatch):
+def test_a_sink_that_hangs_at_the_end_is_dropped_after_a_while(run, monkeypatch, stuck):
     pytest.importorskip("tensorboard")
     monkeypatch.setattr(loggers, "PATIENCE_S", 0.5)
     said = []
-    sinks = Loggers(run.path, {"tensorboard": {}}, said.append)
-    process = sinks._process
-    os.killpg(process.pid, signal.SIGSTOP)
-    started = time.monotonic()
-    for step in range(70_000):  # more nudges than the pipe holds
-        sinks.step() if step else run.metrics(row(step))
-    assert time.monotonic() - started < 20
+    sinks = Loggers(run.path, {"stuck": {}, "tensorboard": {}}, said.append)
+    for step in range(3):
+        sinks.write(row(step))
     sinks.close()
-    assert process.returncode == -signal.SIGKILL
-    assert sum("was stopped" in line for line in said) == 1
+    assert [line for line in said if "was dropped" in line] == [line for line in said if "stuck did not write" in line]
+    assert len(said) == 2  # that it waits, and that it was dropped
+    assert [step for step, _ in from_tensorboard(run.path)["reward/mean"]] == [0, 1, 2]
 
 
-def test_the_process_ends_with_a_trainer_that_was_killed(run):
-    pytest.importorskip("tensorboard")
-    run.metrics(row(0))
+def test_a_process_ends_while_a_sink_hangs(run):
     code = f"""
-import os, pathlib
-from gspo.train.loggers import Loggers
-sinks = Loggers(pathlib.Path({str(run.path)!r}), {{"tensorboard": {{}}}}, print)
-sinks.step()
-print(sinks._process.pid, flush=True)
-os.kill(os.getpid(), 9)
+import pathlib, time
+from gspo.monitor import loggers
+class Stuck:
+    def __init__(self, run): pass
+    def write(self, row): time.sleep(3600)
+    def close(self): pass
+loggers.SINKS["stuck"], loggers.PATIENCE_S = Stuck, 0.1
+sinks = loggers.Loggers(pathlib.Path({str(run.path)!r}), {{"stuck": {{}}}}, print)
+sinks.write({{"step": 0}})
+sinks.close()
 """
-    killed = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
-    assert killed.returncode == -signal.SIGKILL
-    pid = int(killed.stdout)
-    deadline = time.monotonic() + 60
-    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not os.path.exists(f"/proc/{pid}")
-    assert from_tensorboard(run.path)["reward/mean"] == [(0, 0.0)]  # it took what there was
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert "was dropped" in done.stdout
 
 
-def test_no_logger_starts_no_process(run):
+def test_no_logger_starts_no_thread(run):
+    before = threading.active_count()
     sinks = Loggers(run.path, {}, print)
-    assert sinks._process is None
-    sinks.step()
+    sinks.write(row(0))
+    assert threading.active_count() == before
     sinks.close()
     assert not (run.path / loggers.LOG).exists()
 
@@ -247,13 +265,17 @@ def test_offline_loggers_work_where_there_is_no_network(run):
         subprocess.run(["unshare", "-rn", "true"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as why:
         pytest.skip(f"no network namespace here: {why}")
-    for step in range(3):
-        run.metrics(row(step))
-    command = [sys.executable, "-P", "-m", "gspo.monitor.loggers", str(run.path), "0", json.dumps(EVERY)]
-    done = subprocess.run(
-        ["unshare", "-rn", *command], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=True
-    )
-    assert done.stdout == ""  # no failure was reported
+    code = f"""
+import pathlib
+from gspo.monitor.loggers import Loggers
+sinks = Loggers(pathlib.Path({str(run.path)!r}), {EVERY!r}, print)
+for step in range(3):
+    sinks.write({{"step": step, "reward/mean": 0.5}})
+sinks.close()
+"""
+    command = ["unshare", "-rn", sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "stats_logger" not in done.stdout  # no failure was reported
     assert [r["_step"] for r in from_wandb(run.path)[2]] == [0, 1, 2]
     assert [r["step"] for r in from_trackio(run.path)] == [0, 1, 2]
     assert [step for step, _ in from_tensorboard(run.path)["reward/mean"]] == [0, 1, 2]

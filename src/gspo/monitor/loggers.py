@@ -1,39 +1,36 @@
-"""Where metrics go beside the run directory: TensorBoard, Weights & Biases, Trackio (stats_logger).
+"""Copies of the metrics for other programs: TensorBoard, Weights & Biases, Trackio (stats_logger).
 
-A process of its own follows metrics.jsonl and copies each row. So a logger costs a step one byte through a pipe; one
-that hangs, fails or dies cannot touch the run; and one switched on late gets the whole history. It starts from the
-first row each time: what a resumed run cut back is cut back there too (online Weights & Biases keeps what it was sent).
-
-    python -m gspo.monitor.loggers RUN FD '{"tensorboard": {}}'     copies until FD ends
+Each sink has a thread and a bounded queue of rows, so a training step never waits for a sink. A sink that raises, or
+whose queue is full because it hangs, is dropped with one message; training and the other sinks continue. Each start
+writes the whole history of metrics.jsonl again: after a resume no step is logged twice, and a sink that is enabled late
+gets all steps. (Online Weights & Biases keeps the rows that it has received before.)
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
 import os
+import queue
 import secrets
 import shutil
-import signal
-import subprocess
 import sys
+import threading
 import time
 import traceback
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import yaml
 
-LOG = "loggers.log"  # what the loggers print
-PATIENCE_S = 60.0  # at the end of a run, for rows under way
+from gspo.system.files import read_jsonl, to_json
 
-# The same gspo as this one, installed or not.
-_SOURCE = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+LOG = "loggers.log"  # tracebacks of failed sinks, and what sinks print
+MAX_PENDING = 4096  # rows in a sink's queue; a sink that is further behind hangs
+PATIENCE_S = 60.0  # at the end of a run, for rows in the queues
 
 Row = dict[str, Any]
 
@@ -44,179 +41,106 @@ class Sink(Protocol):
 
 
 class Loggers:
-    """The trainer's end: start the process, nudge it after each row, tell once what goes wrong with it."""
+    """All sinks of a run. Messages go to `say` in the trainer's thread, because displays are not thread-safe."""
 
     def __init__(self, run: Path, settings: Mapping[str, Mapping[str, Any]], say: Callable[[str], None]) -> None:
-        self._run, self._say, self._names = run, say, ", ".join(settings)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._said: set[str] = set()
-        self._heard = b""
-        if not settings:
-            return
-        read, self._nudge = os.pipe()
-        os.set_blocking(self._nudge, False)
-        try:
-            with open(run / LOG, "ab") as log:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", __name__, str(run), str(read), json.dumps(settings)],
-                    pass_fds=[read],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    # One thread: it shares the machine with the trainer.
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(_SOURCE)},
-                    start_new_session=True,  # a Ctrl-C in the terminal is the trainer's
-                )
-                assert self._process.stdout is not None
-                os.set_blocking(self._process.stdout.fileno(), False)
-        except OSError as cause:
-            self._once("start", f"{self._names} could not start: {cause}")
-        finally:
-            os.close(read)
+        self._run, self._say = run, say
+        self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
+        file = run / "metrics.jsonl"
+        history = read_jsonl(file) if settings and file.exists() else []
+        self._feeds = [
+            _Feed(name, partial(SINKS[name], run, **values), history, run / LOG, self._messages.put)
+            for name, values in settings.items()
+        ]
+        for feed in self._feeds:
+            feed.start()
 
-    def step(self) -> None:
-        """A row was written to metrics.jsonl."""
-        if self._process is None:
-            return
-        # A full pipe holds thousands of nudges, and one is enough.
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):
-            os.write(self._nudge, b".")
-        self._listen()
-        if self._process.poll() is not None:
-            self._once("dead", f"{self._names} ended early (exit code {self._process.returncode})")
+    def write(self, row: Mapping[str, Any]) -> None:
+        """A row that was written to metrics.jsonl; returns at once."""
+        if self._feeds:
+            plain = json.loads(to_json(row))  # the same values as in the file
+            self._feeds = [feed for feed in self._feeds if feed.put(plain)]
+        self._tell()
 
     def close(self) -> None:
-        """Wait for rows under way, at most PATIENCE_S."""
-        if self._process is None:
-            return
-        process, self._process = self._process, None
-        os.close(self._nudge)
+        """Wait until the sinks have written all rows, at most PATIENCE_S."""
+        feeds, self._feeds = [feed for feed in self._feeds if feed.put(None)], []
+        deadline = time.monotonic() + 3
+        for feed in feeds:
+            feed.join(max(0.0, deadline - time.monotonic()))
+        late = [feed for feed in feeds if feed.is_alive()]
+        if late:
+            self._say(f"waiting for {_names(late)} to write the last rows, at most {PATIENCE_S:.0f} s")
+            deadline = time.monotonic() + PATIENCE_S
+            for feed in late:
+                feed.join(max(0.0, deadline - time.monotonic()))
+            for feed in late:
+                if feed.is_alive():
+                    feed.drop(f"{feed.name} did not write all rows within {PATIENCE_S:.0f} s")
+        self._tell()
+
+    def _tell(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._say(f"stats_logger: {self._messages.get_nowait()}")
+
+
+class _Feed(threading.Thread):
+    """One sink, its thread and its queue."""
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Sink],
+        history: list[Row],
+        log: Path,
+        tell: Callable[[str], None],
+    ) -> None:
+        # A daemon: a sink that hangs does not keep the process alive.
+        super().__init__(name=name, daemon=True)
+        self._make, self._history, self._log, self._message = make, history, log, tell
+        self._rows: queue.Queue[Row | None] = queue.Queue(MAX_PENDING)
+        self._dropped = False
+
+    def put(self, row: Row | None) -> bool:
+        """Queue a row, or the end (None); False if the sink takes no more rows."""
+        if self._dropped or not self.is_alive():
+            return False
         try:
-            self._wait(process)
-        finally:  # also where a person has waited enough
-            if process.poll() is None:
-                _kill(process)
-        self._listen(process)
-        if process.returncode not in (0, -signal.SIGKILL):
-            self._once("dead", f"{self._names} ended early (exit code {process.returncode})")
-        assert process.stdout is not None
-        process.stdout.close()
+            self._rows.put_nowait(row)
+        except queue.Full:
+            self.drop(f"{self.name} is {MAX_PENDING} rows behind")
+        return not self._dropped
 
-    def _wait(self, process: subprocess.Popen[bytes]) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(3)
-            return
-        self._say(f"waiting for {self._names} to take the last rows, at most {PATIENCE_S:.0f} s")
+    def drop(self, why: str) -> None:
+        self._dropped = True
+        self._message(f"{why} and was dropped. Training continues; metrics.jsonl has all rows, {self._log} the details")
+
+    def run(self) -> None:
+        step = 0
         try:
-            process.wait(PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            self._once(
-                "late", f"{self._names} had not taken every row {PATIENCE_S:.0f} s after the end, and was stopped"
-            )
-
-    def _listen(self, process: subprocess.Popen[bytes] | None = None) -> None:
-        """What the process reports, a JSON object per line: failures, and where a logger is to be seen."""
-        process = process or self._process
-        assert process is not None
-        assert process.stdout is not None
-        self._heard += process.stdout.read() or b""
-        *lines, self._heard = self._heard.split(b"\n")
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                told = json.loads(line)
-                if "where" in told:
-                    self._say(f"stats_logger: {told['logger']} is at {told['where']}")
-                else:
-                    self._once(told["logger"], f"{told['logger']} failed at step {told['step']}: {told['why']}")
-
-    def _once(self, what: str, message: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            place = self._run / LOG
-            self._say(f"stats_logger: {message}. Training goes on; metrics.jsonl has every row, {place} the details")
+            sink = self._make()
+            if where := getattr(sink, "where", None):
+                self._message(f"{self.name} is at {where}")
+            for row in self._history:
+                sink.write(row)
+            while (row := self._rows.get()) is not None and not self._dropped:
+                step = row["step"]
+                sink.write(row)
+            sink.close()
+        except Exception as error:  # a sink may raise anything; training must continue
+            with contextlib.suppress(OSError), open(self._log, "a", encoding="utf-8") as log:
+                traceback.print_exc(file=log)
+            if not self._dropped:
+                self.drop(f"{self.name} failed at step {step} ({type(error).__name__}: {error})")
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    # Its own session: wandb's service goes with it.
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-# The process
-
-
-def follow(run: Path, nudges: int, settings: Mapping[str, Mapping[str, Any]], report: Callable[[Row], None]) -> None:
-    """Copy the rows of metrics.jsonl to every logger, now and whenever there are more, until `nudges` ends.
-
-    A logger that fails is reported once and left out; the others go on.
-    """
-    step, sinks = 0, dict[str, Sink]()
-
-    def attempt(name: str, act: Callable[[], Any]) -> Any:
-        try:
-            return act()
-        except Exception as error:  # whatever a logger raises, the others and the run go on
-            traceback.print_exc()
-            sinks.pop(name, None)
-            report({"logger": name, "step": step, "why": f"{type(error).__name__}: {error}"})
-
-    with _alone(run):
-        for name, values in settings.items():
-            if (sink := attempt(name, partial(SINKS[name], run, **values))) is not None:
-                sinks[name] = sink
-                if where := getattr(sink, "where", None):
-                    report({"logger": name, "where": where})
-        for row in rows_of(run / "metrics.jsonl", nudges):
-            step = row["step"]
-            for name, sink in list(sinks.items()):
-                attempt(name, partial(sink.write, row))
-        for name, sink in list(sinks.items()):
-            attempt(name, sink.close)
-
-
-@contextlib.contextmanager
-def _alone(run: Path) -> Iterator[None]:
-    """After a kill the last process may still be writing; it sees its pipe end and leaves."""
-    with open(run / ".loggers.lock", "w") as lock:
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.2)
-        yield
-
-
-def rows_of(file: Path, nudges: int) -> Iterator[Row]:
-    """Every whole line of a growing file, each once; ends when the pipe has and all is read."""
-    torn, is_open = b"", True
-    with open(_waited_for(file, nudges), "rb") as source:
-        while True:
-            *lines, torn = (torn + source.read()).split(b"\n")
-            for line in lines:
-                with contextlib.suppress(ValueError):
-                    row = json.loads(line)
-                    if isinstance(row, dict) and isinstance(row.get("step"), int):
-                        yield row
-            if not is_open:
-                return
-            is_open = bool(os.read(nudges, 65536))
-
-
-def _waited_for(file: Path, nudges: int) -> Path:
-    """The file, once there is one; where the run ends without a row, an empty one."""
-    while not file.exists():
-        if not os.read(nudges, 65536):
-            return file if file.exists() else Path(os.devnull)
-    return file
+def _names(feeds: list[_Feed]) -> str:
+    return ", ".join(feed.name for feed in feeds)
 
 
 def numbers(row: Row) -> dict[str, float]:
-    """What a chart can show; step is its axis."""
+    """The values that a chart can show; the step is its axis."""
     return {
         name: float(value)
         for name, value in row.items()
@@ -230,7 +154,7 @@ class TensorBoard:
     def __init__(self, run: Path) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        shutil.rmtree(run / "tensorboard", ignore_errors=True)  # written again from the first row
+        shutil.rmtree(run / "tensorboard", ignore_errors=True)  # the history is written again
         self._writer = EventFileWriter(str(run / "tensorboard"), flush_secs=5)
 
     def write(self, row: Row) -> None:
@@ -246,16 +170,16 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One run of one id in RUN/wandb, over any number of resumptions. WANDB_* in the environment says the rest."""
+    """One W&B run with one id in RUN/wandb, over all resumptions. WANDB_* environment variables set the rest."""
 
     def __init__(self, run: Path, mode: str, project: str, name: str) -> None:
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its errors go to our log, not to a server of others
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # errors go to our log, not to wandb's server
         import wandb
 
-        folder = run / "wandb"
+        folder = run.resolve() / "wandb"
         file = folder / "run_id"
         if mode == "offline" and folder.exists():
-            for past in folder.glob("offline-run-*"):  # written again from the first row
+            for past in folder.glob("offline-run-*"):  # the history is written again
                 shutil.rmtree(past, ignore_errors=True)
         folder.mkdir(exist_ok=True)
         if not file.exists():
@@ -265,23 +189,22 @@ class WeightsAndBiases:
             project=project,
             name=os.environ.get("WANDB_NAME", name),
             id=os.environ.get("WANDB_RUN_ID", file.read_text().strip()),
-            dir=str(run),
+            dir=str(folder.parent),
             resume="allow" if mode == "online" else None,
             config=_config(run),
             settings=wandb.Settings(
                 console="off",
                 silent=True,
                 disable_code=True,
-                x_stats_pid=os.getppid(),  # the trainer's load, not this process's
                 x_disable_stats=mode == "offline",
-                x_disable_machine_info=mode == "offline",  # asks a cloud's address for it
+                x_disable_machine_info=mode == "offline",  # it would query a cloud metadata address
                 x_save_requirements=False,
             ),
         )
-        if not Path(self._run.dir).is_relative_to(run):
-            raise OSError(f"{folder} cannot be written; wandb went to {self._run.dir}")
+        if not Path(self._run.dir).is_relative_to(folder):
+            raise OSError(f"{folder} cannot be written; wandb chose {self._run.dir}")
         self.where = self._run.url if mode == "online" else None
-        self._next = self._run.step  # of a resumed online run: the server refuses what it has
+        self._next = self._run.step  # of a resumed online run: the server rejects steps that it has
 
     def write(self, row: Row) -> None:
         if row["step"] >= self._next:
@@ -292,21 +215,19 @@ class WeightsAndBiases:
 
 
 class Trackio:
-    """A run in the database of RUN/trackio, or of TRACKIO_DIR where that is set."""
+    """A run in the database of RUN/trackio, or of TRACKIO_DIR if that is set."""
 
     def __init__(self, run: Path, project: str, name: str) -> None:
-        os.environ.setdefault("TRACKIO_DIR", str(run / "trackio"))
         import trackio
 
-        with contextlib.suppress(ValueError):  # there is no such project yet
+        self._warned: list[str] = []
+        _redirect_trackio(run, self._warned)
+        with contextlib.suppress(ValueError):  # the project does not exist yet
             for past in [r for r in trackio.Api().runs(project) if r.name == name]:
-                past.delete()  # written again from the first row
+                past.delete()  # the history is written again
         self._run = trackio.init(
             project, name, config=_config(run), embed=False, auto_log_gpu=False, auto_log_cpu=False
         )
-        # Its own thread writes, and only warns of what it could not write.
-        self._warned: list[str] = []
-        warnings.showwarning = lambda message, *_: self._warned.append(str(message))
 
     def write(self, row: Row) -> None:
         self._run.log({k: v for k, v in row.items() if k != "step" and v is not None}, step=row["step"])
@@ -321,6 +242,27 @@ class Trackio:
             raise OSError(self._warned[0])
 
 
+def _redirect_trackio(run: Path, warned: list[str]) -> None:
+    """Trackio's data go to the run directory, its prints to the log, and its warnings to `warned`.
+
+    Trackio has no settings for these: it reads TRACKIO_DIR once, when it is imported, although a process can train
+    several runs; and it reports a row that its writer thread could not store as a warning only. So its modules' names
+    are replaced.
+    """
+
+    def print_to_log(*words: Any, **_: Any) -> None:
+        with contextlib.suppress(OSError), open(run / LOG, "a", encoding="utf-8") as log:
+            print(*words, file=log)
+
+    replaced: dict[str, Any] = {"_emit_nonfatal_warning": lambda message, *_, **__: warned.append(str(message))}
+    if not os.environ.get("TRACKIO_DIR"):
+        replaced["TRACKIO_DIR"] = run / "trackio"
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "trackio":
+            known = vars(module)
+            known |= {key: value for key, value in replaced.items() if key in known} | {"print": print_to_log}
+
+
 SINKS: dict[str, Callable[..., Sink]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "trackio": Trackio}
 
 
@@ -329,20 +271,3 @@ def _config(run: Path) -> dict[str, Any]:
         found = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
         return found if isinstance(found, dict) else {}
     return {}
-
-
-def main() -> None:
-    run, nudges, settings = Path(sys.argv[1]).resolve(), int(sys.argv[2]), json.loads(sys.argv[3])
-    # Loggers print as they like; the trainer reads this one.
-    told = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-
-    def report(failure: Row) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            print(json.dumps(failure), file=told, flush=True)
-
-    follow(run, nudges, settings, report)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,8 @@
-"""The numbers of a step, by the names of docs/metrics.md. Shares are of the population their line says."""
+"""The metrics of a step, by the names of docs/metrics.md. That page names the population of each fraction."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,13 +14,13 @@ from gspo.learner.proximal import Noise, noise_of
 from gspo.learner.step import StepReport
 from gspo.objectives.diagnostics import clip_fractions, effective_sample_size, log_s_summary
 from gspo.system.clock import Clock
-from gspo.types import Failure, Sample, Score
+from gspo.types import Failure, Score
 
 
 def step_metrics(batch: Batch, report: StepReport, version: int) -> dict[str, Any]:
-    """Everything but times, evaluation and the clip range."""
+    """All metrics of a step except times, evaluation and the clip range."""
     lengths = batch.trained_tokens
-    scored = batch.scored & batch.is_first  # rewards are of trajectories
+    scored = batch.scored & batch.is_first  # one reward per trajectory
     finished = np.array([s.finish != "length" for s in batch.samples])
     groups = [batch.advantages[batch.group_of == g] for g in range(len(batch.groups))]
     behind = [version - s.versions[s.mask] for s in batch.samples if s.mask.any()]
@@ -56,7 +53,7 @@ def step_metrics(batch: Batch, report: StepReport, version: int) -> dict[str, An
     if batch.kl_penalty is not None:
         out["reward/kl_penalty"] = _mean(batch.kl_penalty[batch.trainable])
     first, entered = batch.minibatch == 0, np.isfinite(report.log_s)
-    # With one mini-batch all there is is the first; its ratios are 1 unless π_old is the sampler's.
+    # With one mini-batch only the first exists; its ratios are 1 unless π_old is the sampler's.
     later = entered & (~first if batch.minibatch.max(initial=0) > 0 else True)
     out |= _ratio(report, lengths, later)
     opening = np.abs(report.log_s[first & entered])
@@ -69,7 +66,7 @@ def step_metrics(batch: Batch, report: StepReport, version: int) -> dict[str, An
 
 
 def _episodes(batch: Batch) -> dict[str, Any]:
-    """Turns and sequences of episodes; nothing where every sample is one completion."""
+    """Turns and sequences of episodes; empty if every sample is one completion."""
     trajectories = [sample for group in batch.groups for sample in group.samples]
     kinds = Counter(s.outcome.kind for s in trajectories if isinstance(s.outcome, Failure))
     if not any(s.is_episode for s in trajectories):
@@ -90,9 +87,9 @@ def time_metrics(
 ) -> dict[str, float]:
     """Seconds by part, and tokens per second; call it last.
 
-    num_sampled: tokens sampled since the last step; beside: while the trainer did something else, too.
+    num_sampled: tokens sampled since the last step; beside: sampling ran in the background of training.
     """
-    # As a plain trainer would count them: prompt and completion of every sequence, trained or skipped.
+    # Counted as in a trainer without prefix sharing: prompt and completion of every sequence, trained or skipped.
     whole = sum(len(batch.prompt(i)) + len(s.tokens) for i, s in enumerate(batch.samples))
     seconds = clock.seconds
     return {
@@ -106,12 +103,12 @@ def time_metrics(
 
 
 def fresh(batch: Batch, version: int) -> NDArray[np.bool_]:
-    """Sequences whose every token was sampled by the current weights: only these measure noise."""
+    """[n] True where the current weights sampled every token: only these sequences measure noise."""
     return np.array([bool((s.versions == version).all()) for s in batch.samples], dtype=bool)
 
 
 def measured_noise(log_s: NDArray[np.float64], batch: Batch, version: int) -> Noise | None:
-    """Sampler against trainer at the same weights, of `StepReport.noise_log_s`; None where nothing measured it."""
+    """Sampler against trainer at equal weights, from `StepReport.noise_log_s`; None if no sequence measured it."""
     which = fresh(batch, version)
     return noise_of(log_s[which], batch.trained_tokens[which])
 
@@ -123,12 +120,12 @@ def _ratio(report: StepReport, lengths: NDArray[np.int64], which: NDArray[np.boo
         "clipped_low": torch.from_numpy(report.clipped_low[which]),
         "clipped_high": torch.from_numpy(report.clipped_high[which]),
     }
-    shares = clip_fractions(stats) if len(log_s) else {}
+    fractions = clip_fractions(stats) if len(log_s) else {}
     return {
         **{f"ratio/log_s_{name}": float(value) if len(log_s) else None for name, value in log_s_summary(log_s).items()},
-        "clip/sequences_low": float(shares["sequences_low"]) if shares else None,
-        "clip/sequences_high": float(shares["sequences_high"]) if shares else None,
-        "clip/tokens": float(shares["tokens"]) if shares else None,
+        "clip/sequences_low": float(fractions["sequences_low"]) if fractions else None,
+        "clip/sequences_high": float(fractions["sequences_high"]) if fractions else None,
+        "clip/tokens": float(fractions["tokens"]) if fractions else None,
         "ess/sequences": float(effective_sample_size(log_s)) if len(log_s) else None,
     }
 
@@ -143,7 +140,7 @@ def _noise(noise: Noise | None) -> dict[str, Any]:
 
 
 def _correction(report: StepReport, lengths: NDArray[np.int64]) -> dict[str, Any]:
-    """The behavior weight π_old/μ, as it was before anything bounded it; nothing where the loss is not corrected."""
+    """The behavior weight π_old/μ before and after truncation; empty without a correction."""
     seen = np.isfinite(report.correction_raw)
     if not seen.any():
         return {}
@@ -158,7 +155,7 @@ def _correction(report: StepReport, lengths: NDArray[np.int64]) -> dict[str, Any
 
 
 def _routing(batch: Batch, report: StepReport, version: int) -> dict[str, Any]:
-    """How far a mixture's experts moved; nothing of a dense model."""
+    """Expert changes of a mixture of experts; empty for a dense model."""
     if report.flips is None or report.flipped_tokens is None or report.sampler_flips is None:
         return {}
     lengths, now = batch.trained_tokens, fresh(batch, version)
@@ -178,92 +175,6 @@ def _parts(batch: Batch) -> dict[str, Any]:
             for name, value in outcome.parts.items() if isinstance(outcome, Score) else ():
                 values.setdefault(name, []).append(value)
     return {f"reward/part_{name}": float(np.mean(v)) for name, v in values.items()}
-
-
-def sample_rows(
-    batch: Batch, report: StepReport, step: int, decode: Callable[[Sequence[int]], str]
-) -> list[Mapping[str, Any]]:
-    """One object per sample, for samples/step_*.jsonl."""
-    piece = cache(lambda token: decode([token]))
-    rows: list[Mapping[str, Any]] = []
-    index = 0
-    for group in batch.groups:
-        for sample, text, outcome in zip(group.samples, group.texts, group.outcomes, strict=True):
-            for branch, sequence in enumerate(sample.sequences):
-                clipped = report.clipped_low[index] + report.clipped_high[index]
-                versions = sequence.versions
-                rows.append(
-                    {
-                        "step": step,
-                        "sequence": index,
-                        "submission": sample.id.submission,
-                        "sample": sample.id.sample,
-                        "prompt": group.prompt.text if sequence.prompt is None else decode(list(sequence.prompt)),
-                        "completion": text
-                        if sequence.mask.all() and not sample.rest
-                        else decode(sequence.tokens.tolist()),
-                        "answer": group.prompt.data.get("answer"),
-                        "reward": batch.rewards[index],
-                        "reward_parts": dict(outcome.parts) if isinstance(outcome, Score) else None,
-                        "failure": None if isinstance(outcome, Score) else f"{outcome.kind}: {outcome.message}",
-                        "advantage": batch.advantages[index],
-                        "length": int(batch.trained_tokens[index]),
-                        "finish": sequence.finish,
-                        "log_s": report.log_s[index],
-                        "clipped": bool(clipped > 0) if np.isfinite(clipped) else None,
-                        "minibatch": int(batch.minibatch[index]),
-                        "version": int(versions[-1]) if len(versions) else None,
-                        "oldest_version": int(versions.min()) if len(versions) else None,
-                        "pieces": [piece(t) for t in sequence.tokens[sequence.mask].tolist()]
-                        if index in report.logp
-                        else None,
-                        **_turns(sample, sequence, branch, batch.token_advantages, index, decode),
-                    }
-                )
-                index += 1
-    return rows
-
-
-def _turns(
-    sample: Sample,
-    sequence: Sample,
-    branch: int,
-    advantages: Mapping[int, NDArray[Any]] | None,
-    index: int,
-    decode: Callable[[Sequence[int]], str],
-) -> dict[str, Any]:
-    """What a row says of an episode: who spoke, in order; nothing of a plain completion."""
-    if not sample.is_episode:
-        return {}
-    spans: list[dict[str, Any]] = []
-    # A span is a run of tokens of one turn, sampled or the environment's.
-    marks = np.stack([sequence.turns.astype(np.int64), sequence.mask.astype(np.int64)])
-    cuts = [0, *(np.flatnonzero((np.diff(marks) != 0).any(0)) + 1).tolist(), len(sequence.tokens)]
-    place = np.cumsum(sequence.mask) - 1  # of a token among the trained
-    for begin, end in pairwise(cuts):
-        if begin == end:
-            continue
-        trained, turn = bool(sequence.mask[begin]), int(sequence.turns[begin])
-        span: dict[str, Any] = {"turn": turn, "by": "model" if trained else "environment"}
-        span |= {"text": decode(sequence.tokens[begin:end].tolist()), "length": end - begin}
-        if trained:
-            span["reward"] = sample.turn_rewards.get(turn)
-            if advantages is not None and index in advantages:
-                span["advantage"] = float(advantages[index][place[begin]])
-        spans.append(span)
-    return {"branch": branch, "turns": spans}
-
-
-def token_tensors(batch: Batch, report: StepReport) -> dict[str, np.ndarray]:
-    """Per-token values of the kept sequences: `<sequence>/tokens`, `/behavior_logp`, `/logp`, `/entropy`."""
-    out: dict[str, np.ndarray] = {}
-    for index in sorted(report.logp):
-        sample = batch.samples[index]
-        out[f"{index}/tokens"] = np.ascontiguousarray(sample.tokens[sample.mask])
-        out[f"{index}/behavior_logp"] = np.ascontiguousarray(sample.behavior_logp[sample.mask])
-        out[f"{index}/logp"] = report.logp[index]
-        out[f"{index}/entropy"] = report.token_entropy[index]
-    return out
 
 
 def _mean(values: NDArray[Any]) -> float | None:

@@ -32,7 +32,8 @@ from gspo.learner.reference import reference_logp
 from gspo.learner.step import Plan, StepReport, train_step
 from gspo.monitor.alarms import alarms
 from gspo.monitor.display import Silent, make_display
-from gspo.monitor.metrics import measured_noise, sample_rows, step_metrics, time_metrics, token_tensors
+from gspo.monitor.metrics import measured_noise, step_metrics, time_metrics
+from gspo.monitor.samples import sample_rows, token_tensors
 from gspo.rewards.route import GivenRewards
 from gspo.rollout.buffer import Snapshot
 from gspo.rollout.groups import Filter, Workflow, refuse_failures, single_turn
@@ -244,7 +245,7 @@ class Trainer:
         metrics |= time_metrics(batch, report, clock, self.ahead.count_sampled(), beside=self.ahead.beside)
         metrics |= self.counted()
         self.run.metrics(metrics)
-        self.loggers.step()
+        self.loggers.write(metrics)
         self.display.step(metrics, _example(batch))
         self.alarm(metrics)
         if (
@@ -401,7 +402,7 @@ class Trainer:
         if self.state.step == 0 and self.config.evaluator.at_start:
             metrics = {"step": 0, **self.evaluate().metrics(), **self.counted()}
             self.run.metrics(metrics)
-            self.loggers.step()
+            self.loggers.write(metrics)
             self.display.step(metrics, None)
 
     def end(self) -> Summary:

@@ -1,13 +1,13 @@
-"""The objects that cross a boundary. Frozen, torch-free, each with an example.
+"""The objects that folders pass to each other. Frozen, torch-free, each with an example.
 
-Vocabulary: a *prompt* is answered by a *group* of *samples*; each sample has one *completion*
-(its tokens after the prompt); a *step* consumes one rollout batch of groups.
+Vocabulary: a *prompt* is answered by a *group* of *samples*; each sample has one *completion* (its tokens after the
+prompt); a *step* trains on one rollout batch of groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -15,9 +15,12 @@ from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length", "abort"]
 
+# The arrays of a Sample that have one entry per token, [T]. `Sample.concatenate` and `Sample.up_to` handle all of them.
+TOKEN_ARRAYS = ("tokens", "behavior_logp", "versions", "mask", "turns")
+
 
 class SampleId(NamedTuple):
-    """Who a sample is, and the key of its randomness.
+    """The identity of a sample, and the key of its random numbers.
 
     >>> SampleId(submission=17, sample=3)
     SampleId(submission=17, sample=3, turn=0, attempt=0)
@@ -26,12 +29,12 @@ class SampleId(NamedTuple):
     submission: int  # position of its prompt in the run's endless stream of prompts
     sample: int  # index inside the group
     turn: int = 0  # assistant turn of an episode
-    attempt: int = 0  # raised when the same sample must be drawn anew, e.g. after a refill
+    attempt: int = 0  # increased when the same sample must be drawn again, e.g. after a refill
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One problem, rendered once into tokens; text is never tokenised again.
+    """One problem, rendered to tokens once; text is never tokenised again.
 
     >>> Prompt(tokens=(5, 6, 7), text="2+2=", data={"answer": "4"}).data["answer"]
     '4'
@@ -39,10 +42,10 @@ class Prompt:
 
     tokens: tuple[int, ...]
     text: str
-    data: Mapping[str, Any] = field(default_factory=dict)  # the row's columns, handed to rewards
+    data: Mapping[str, Any] = field(default_factory=dict)  # the row's columns, passed to rewards
     source: str = ""  # the data set it came from
     row: int = 0  # its row there
-    messages: tuple[Mapping[str, Any], ...] = ()  # what was said, before rendering: for judges and reward models
+    messages: tuple[Mapping[str, Any], ...] = ()  # the conversation before rendering, for judges and reward models
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Ask a sampler for one completion. Requests with equal `prompt` share its prefill and its cache.
+    """A request to a sampler for one completion. Requests with equal `prompt` share its prefill and its cache.
 
     `prefix` continues an interrupted sample: its tokens are kept and prefilled again.
 
@@ -78,16 +81,16 @@ class Request:
     prompt: tuple[int, ...]
     params: SamplingParams
     prefix: Sample | None = None
-    # What `prompt` was rendered from, for environments; it stays in the trainer's process.
+    # The Prompt that `prompt` was rendered from, for environments; it stays in the trainer's process.
     origin: Prompt | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One completion, token by token, all arrays of its length; or one episode (docs/episodes.md).
+    """One completion, or one episode (docs/episodes.md): arrays with one entry per token, [T].
 
-    An episode's requests are one sequence where each continues the one before it, tool and environment tokens between
-    them (mask False). What does not continue is a further sequence of the same sample, in `rest`.
+    Requests of an episode that continue each other are one sequence, with the tool and environment tokens between them
+    (mask False). A request that does not continue an earlier one begins another sequence of the same sample, in `rest`.
 
     >>> Sample.of(SampleId(0, 0), tokens=[4, 9], behavior_logp=[-0.1, -0.7], version=3).versions.tolist()
     [3, 3]
@@ -100,23 +103,23 @@ class Sample:
     mask: NDArray[np.bool_]  # True at trained tokens (False: tool and environment tokens)
     turns: NDArray[np.int16]  # assistant turn of each token
     finish: FinishReason
-    # Experts chosen for the position that predicted each token, [T, layers, top_k], and for the prompt's positions,
-    # [P, layers, top_k], one array for the whole group; uint8, or int16 for more than 256. Sampled from a mixture only.
+    # Mixture of experts only: the experts chosen at the position that predicted each token, [T, layers, top_k], and at
+    # the prompt's positions, [P, layers, top_k], one array for the whole group; uint8, or int16 for more than 256.
     routes: NDArray[np.integer[Any]] | None = None
     prompt_routes: NDArray[np.integer[Any]] | None = None
-    prompt: tuple[int, ...] | None = None  # the tokens it follows, where these are not its group's prompt
+    prompt: tuple[int, ...] | None = None  # the tokens before it, if they are not its group's prompt
     rest: tuple[Sample, ...] = ()  # the episode's further sequences, each with its prompt; they have no rest
-    outcome: Outcome | None = None  # what its environment said; None: the reward functions say
+    outcome: Outcome | None = None  # the environment's reward; None: the reward functions compute it
     turn_rewards: Mapping[int, float] = field(default_factory=dict)  # part of the outcome's value, by turn
 
     @property
     def sequences(self) -> tuple[Sample, ...]:
-        """The sample's sequences: itself, and what of its episode did not continue it."""
+        """The sample's sequences: itself and `rest`."""
         return (self, *self.rest)
 
     @property
     def is_episode(self) -> bool:
-        """Whether an environment had a say in it."""
+        """Whether it comes from an environment."""
         return self.outcome is not None or bool(self.rest) or bool(self.turns.any())
 
     @property
@@ -125,7 +128,7 @@ class Sample:
 
     @property
     def ending(self) -> FinishReason:
-        """How its last turn ended."""
+        """The finish reason of the last turn."""
         return self._last.finish
 
     @property
@@ -133,6 +136,26 @@ class Sample:
         """The tokens that rewards read as the answer: those of an episode's last turn, else all."""
         last = self._last
         return last.tokens if not last.turns.any() else last.tokens[last.mask & (last.turns == last.turns.max())]
+
+    @staticmethod
+    def concatenate(parts: Sequence[Sample]) -> Sample:
+        """The tokens of all parts end to end; every other field is that of the last part.
+
+        >>> one = Sample.of(SampleId(0, 0), [4], [-0.1], version=3)
+        >>> Sample.concatenate([one, Sample.of(SampleId(0, 0), [9], [-0.7], version=4)]).versions.tolist()
+        [3, 4]
+        """
+        joined: dict[str, Any] = {name: np.concatenate([getattr(p, name) for p in parts]) for name in TOKEN_ARRAYS}
+        return replace(parts[-1], **joined)
+
+    def up_to(self, num: int) -> Sample:
+        """The first `num` tokens.
+
+        >>> Sample.of(SampleId(0, 0), [4, 9], [-0.1, -0.7], version=3).up_to(1).tokens.tolist()
+        [4]
+        """
+        arrays: dict[str, Any] = {name: getattr(self, name)[:num] for name in TOKEN_ARRAYS}
+        return replace(self, **arrays, routes=None if self.routes is None else self.routes[:num])
 
     @staticmethod
     def of(
@@ -153,7 +176,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A reward that was really computed, with its named parts before weighting.
+    """A computed reward, with its named parts before weighting.
 
     >>> Score(1.1, {"math": 1.0, "format": 0.1}).value
     1.1
@@ -165,13 +188,13 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The reward machinery or an environment did not answer; never a number. The sample is masked and counted.
+    """The reward function or the environment failed; never a number. The sample is masked and counted.
 
     >>> Failure("timeout", "numeric: no answer in 5 s").kind
     'timeout'
     """
 
-    kind: Literal["timeout", "crash", "infra", "limit"]  # limit: an episode that would not end
+    kind: Literal["timeout", "crash", "infra", "limit"]  # limit: the episode did not end within its limits
     message: str
 
 
@@ -180,7 +203,7 @@ Outcome = Score | Failure
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A prompt, its samples, and what each was worth.
+    """A prompt, its samples, and their rewards.
 
     >>> Group(0, Prompt((1,), "?"), samples=(), texts=(), outcomes=()).outcomes
     ()

@@ -87,35 +87,32 @@ def _joined(chain: Sequence[Exchange]) -> Sample:
     first = chain[0]
     if len(chain) == 1:
         return replace(first.sample, prompt=first.prompt)
-    columns: dict[str, list[NDArray[Any]]] = {name: [] for name in ("tokens", "behavior_logp", "versions", "mask")}
-    turns: list[NDArray[np.int16]] = []
+    parts: list[Sample] = []
     end = len(first.prompt)
-    before: Sample | None = None
-    for exchange in chain:
-        between, sample = exchange.prompt[end:], exchange.sample
-        num = len(between)
-        # After a sample of no tokens (an aborted one) there is no neighbour: the tokens are as new as what follows.
-        version = sample.versions[:1] if before is None or not len(before.versions) else before.versions[-1:]
-        turn = sample.id.turn if before is None else before.id.turn
-        columns["tokens"] += [np.array(between, dtype=np.int32), sample.tokens]
-        columns["behavior_logp"] += [np.zeros(num, dtype=np.float32), sample.behavior_logp]
-        columns["versions"] += [np.resize(version if len(version) else np.int32(0), num), sample.versions]
-        columns["mask"] += [np.zeros(num, dtype=np.bool_), sample.mask]
-        turns += [np.full(num, turn, dtype=np.int16), np.full(len(sample.tokens), sample.id.turn, dtype=np.int16)]
-        end, before = len(exchange.prompt) + len(sample.tokens), sample
+    for number, exchange in enumerate(chain):
+        sample, between = exchange.sample, exchange.prompt[end:]
+        before = chain[max(number - 1, 0)].sample
+        # After a sample without tokens (an aborted one) the version is that of the tokens that follow.
+        version = before.versions[-1:] if number and len(before.versions) else sample.versions[:1]
+        parts += [
+            _environment_tokens(before.id, between, int(version[0]) if len(version) else 0),
+            replace(sample, turns=np.full(len(sample.tokens), sample.id.turn, dtype=np.int16)),
+        ]
+        end = len(exchange.prompt) + len(sample.tokens)
     routes, prompt_routes = _routes(chain)
-    return Sample(
+    return replace(
+        Sample.concatenate(parts),
         id=first.sample.id,
-        tokens=np.concatenate(columns["tokens"]).astype(np.int32),
-        behavior_logp=np.concatenate(columns["behavior_logp"]).astype(np.float32),
-        versions=np.concatenate(columns["versions"]).astype(np.int32),
-        mask=np.concatenate(columns["mask"]),
-        turns=np.concatenate(turns),
-        finish=chain[-1].sample.finish,
         routes=routes,
         prompt_routes=prompt_routes,
         prompt=first.prompt,
     )
+
+
+def _environment_tokens(id: SampleId, tokens: Sequence[int], version: int) -> Sample:
+    """Tokens that the environment added after sample `id`: in the sequence, never trained."""
+    num = len(tokens)
+    return Sample.of(id, tokens, np.zeros(num), version, mask=np.zeros(num))
 
 
 def _routes(chain: Sequence[Exchange]) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from gspo.learner.ranks.world import Command
-from gspo.types import Failure, Group, Outcome, Prompt, Sample, SampleId, Score
+from gspo.types import TOKEN_ARRAYS, Failure, Group, Outcome, Prompt, Sample, SampleId, Score
 
-_ARRAYS = ("tokens", "behavior_logp", "versions", "mask", "turns", "routes", "prompt_routes")
+_ARRAYS = (*TOKEN_ARRAYS, "routes", "prompt_routes")
 
 
 def pack(groups: Sequence[Group]) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:

@@ -1,10 +1,10 @@
-"""What a run is, beside weights and moments. There is no RNG state: every draw is a function of its key."""from gspo.learner.proximal import ProximalSource
-
+"""What a run is, beside weights and moments. There is no RNG state: every draw is a function of its key."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from gspo.learner.proximal import ProximalSource
 
 
 @dataclass

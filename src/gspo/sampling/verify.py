@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo.types import Request, Sample
-
-_KEPT = ("tokens", "behavior_logp", "versions", "mask", "turns")
+from gspo.types import TOKEN_ARRAYS, Request, Sample
 
 
 class Experts(NamedTuple):
@@ -40,7 +38,7 @@ def invalid_reason(
     if num > params.max_new_tokens or num < said:
         return f"{num} tokens, of at most {params.max_new_tokens} (gconfig.max_new_tokens), {said} of them given"
     if request.prefix is not None and not all(
-        np.array_equal(getattr(sample, name)[:said], getattr(request.prefix, name)) for name in _KEPT
+        np.array_equal(getattr(sample, name)[:said], getattr(request.prefix, name)) for name in TOKEN_ARRAYS
     ):
         return "it does not begin with its prefix"
     tokens, logp = sample.tokens[said:], sample.behavior_logp[said:]

@@ -327,7 +327,7 @@ class VllmSampler:
     def _take(self, flight: _Flight, tokens: list[int], logp: list[float], finish: FinishReason) -> None:
         request = flight.request
         fresh = Sample.of(request.id, tokens, logp, flight.version, finish)
-        sample = fresh if request.prefix is None else _joined(request.prefix, fresh)
+        sample = fresh if request.prefix is None else Sample.concatenate([request.prefix, fresh])
         if request.params.stop and self._decode is not None:
             sample = _up_to_stop(sample, request, self._decode)
         versions = (flight.version, flight.version)
@@ -523,11 +523,6 @@ def believable(tokens: Any, values: Any, reason: Any) -> tuple[list[int], list[f
     return tokens, [min(float(value), 0.0) if value < 1e-5 else float(value) for value in values], finish
 
 
-def _joined(prefix: Sample, fresh: Sample) -> Sample:
-    names = ("tokens", "behavior_logp", "versions", "mask", "turns")
-    return replace(fresh, **{n: np.concatenate([getattr(prefix, n), getattr(fresh, n)]) for n in names})
-
-
 def _up_to_stop(sample: Sample, request: Request, decode: Callable[[Sequence[int]], str]) -> Sample:
     """The sample up to the token that completes a stop string.
 
@@ -543,6 +538,5 @@ def _up_to_stop(sample: Sample, request: Request, decode: Callable[[Sequence[int
         tail = tokens[max(0, num - longest - 8) : num]
         text, before = decode(tail), len(decode(tail[:-1]).rstrip("\ufffd"))
         if any(text.rfind(stop) + len(stop) > before for stop in params.stop if stop in text):
-            names = ("tokens", "behavior_logp", "versions", "mask", "turns")
-            return replace(sample, finish="stop", **{name: getattr(sample, name)[:num] for name in names})
+            return replace(sample.up_to(num), finish="stop")
     return sample

@@ -224,7 +224,7 @@ def test_a_rank_that_is_killed_or_stopped_ends_all_in_time_and_the_run_goes_on(t
     assert code != 0
     assert time.monotonic() - at < 120, said  # stall_timeout, and torch's own patience with a stopped process
     if fault == signal.SIGSTOP:  # a killed one is torchrun's to name
-        assert f"rank {rank} gives no sign of life" in said or f"rank {rank} has given no sign of life" in said
+        assert f"rank {rank} sends no heartbeat" in said or f"rank {rank} has sent no heartbeat" in said
     assert "Traceback" not in said.partition("gspo: ")[0], said
     assert not any(map(is_alive, pids.values()))
     step = max(checkpoint.steps(path_of(tmp_path) / "checkpoints"))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gspo.learner.ranks.world import Command
+from gspo.learner.ranks.commands import Command
 from gspo.types import TOKEN_ARRAYS, Failure, Group, Outcome, Prompt, Sample, SampleId, Score
 
 _ARRAYS = (*TOKEN_ARRAYS, "routes", "prompt_routes")

@@ -27,7 +27,7 @@ from gspo.learner.credit import assemble, assign
 from gspo.learner.critic import Critic, critic_metrics, token_values, train_critic
 from gspo.learner.proximal import AutoClip, choose_source, clip_range, judge_noise, next_quantile, noise_message
 from gspo.learner.ranks.signals import StopRequest
-from gspo.learner.ranks.world import ALONE, Nowhere, World, joined
+from gspo.learner.ranks.world import ALONE, NullSampler, World, joined
 from gspo.learner.reference import reference_logp
 from gspo.learner.step import Plan, StepReport, train_step
 from gspo.monitor.alarms import alarms
@@ -387,8 +387,8 @@ class Trainer:
             checkpoint.load(
                 self.path / "checkpoints" / f"step_{opened['step']:06d}", self.policy, self.optimizer, critic
             )
-        nowhere: Any = Nowhere(opened["in_process"])  # of the sampler, only what `publish` asks of it
-        self.sampler = self.ahead = nowhere
+        null_sampler: Any = NullSampler(opened["in_process"])  # of the sampler, only what `publish` asks of it
+        self.sampler = self.ahead = null_sampler
         self.ahead.publish(opened["step"], weights_for(self.config, self.sampler, self.policy))
 
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGUSR1: finish the step, save, leave. A second Ctrl-C leaves at once."""
+"""Ctrl-C, SIGTERM and SIGUSR1: finish the step, save, exit. A second Ctrl-C exits at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ASKED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Whether someone asked the run to stop; handlers are in place from `listen` to `restore`."""
+    """Whether a signal asked the run to stop; handlers are installed from `listen` to `restore`."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -24,13 +24,13 @@ class StopRequest:
                 raise KeyboardInterrupt
             self.ask(number)
 
-        self.signal, self._say = None, say  # what an earlier run was asked does not stop the next
-        # Only the main thread may set handlers; a Trainer in another thread is stopped by its owner.
+        self.signal, self._say = None, say  # a signal to an earlier run does not stop the next one
+        # Python allows handlers in the main thread only; a Trainer in another thread is stopped by its caller.
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, handle) for number in ASKED}
 
     def ask(self, number: int, by: str = "") -> None:
-        """Signal `number` came, here or on another rank (`by`)."""
+        """Signal `number` was received, here or on another rank (`by`)."""
         is_first, self.signal = self.signal is None, number
         if is_first:
             where = f" ({by})" if by else ""

@@ -1,6 +1,7 @@
 """The cache of models made on this machine: $GSPO_CACHE, or ~/.cache/gspo. Torch-free.
 
-A model is written aside and renamed, with the sha256 of every file beside it: a folder is whole or it is not used.
+A model is written to a temporary folder with the sha256 of every file, and then renamed: incomplete folders are never
+used.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def root() -> Path:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether every file is the one that was written."""
+    """Whether every file has the sha256 that was recorded when it was written."""
     try:
         sums = json.loads((folder / SUMS).read_text())
         return bool(sums) and all(sha256(folder / name) == value for name, value in sums.items())
@@ -33,24 +34,24 @@ def is_whole(folder: Path) -> bool:
 
 
 def publish(folder: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a folder beside the place, then rename it: a killed build leaves nothing that looks whole."""
+    """`write` fills a temporary folder, which is then renamed: a killed build leaves no folder that looks complete."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+        tmp = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
     except OSError as cause:
         raise DataError(
-            f"{folder.parent}, where models are kept, cannot be written: {cause.strerror}; set GSPO_CACHE to another"
+            f"the model cache {folder.parent} cannot be written: {cause.strerror}; set GSPO_CACHE to another folder"
         ) from cause
     try:
-        write(aside)
-        sums = {file.name: sha256(file) for file in sorted(aside.iterdir())}
-        (aside / SUMS).write_text(json.dumps(sums, indent=1))
+        write(tmp)
+        sums = {file.name: sha256(file) for file in sorted(tmp.iterdir())}
+        (tmp / SUMS).write_text(json.dumps(sums, indent=1))
         if is_whole(folder):
-            return  # another process was faster, and someone may be reading its model
+            return  # another process was faster, and its model may be in use
         if folder.exists():
             shutil.rmtree(folder)
         try:
-            aside.rename(folder)
+            tmp.rename(folder)
         except OSError:
             # Another process was faster; its model is the same one.
             if not is_whole(folder):
@@ -60,12 +61,12 @@ def publish(folder: Path, write: Callable[[Path], None]) -> None:
             f"{folder} could not be written: {cause.strerror or cause}; free space, or set GSPO_CACHE to another folder"
         ) from cause
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(tmp, ignore_errors=True)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """transformers' own progress bars and notes do not belong into a load: our errors say what is wrong, once."""
+    """Hide transformers' progress bars and log messages during a load: problems are reported by our own errors."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

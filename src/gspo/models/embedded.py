@@ -1,12 +1,12 @@
-"""The embedded models: built here, warm-started by a few supervised steps, cached and checksummed. No download.
+"""The embedded models: built on this machine by a few hundred supervised steps, and cached. No download.
 
 `embedded:tiny` is a Qwen3 of under a million parameters with a character tokenizer for `embedded:arithmetic`;
-`embedded:tiny-moe` is a Qwen3-MoE of six layers with sixteen experts each. Their teacher is careless on purpose: it
-forgets most carries, so a model knows how to work and has something to unlearn.
+`embedded:tiny-moe` is a Qwen3-MoE of six layers with sixteen experts each. Most carries are missing in their supervised
+data on purpose: the model learns the format of a solution, and RL can still improve its accuracy.
 
-`embedded:tiny-tools` is the same Qwen3 for the environment `tools`. Its teacher seldom asks the calculator,
-`[184+768]952>952`, and mostly says the sum straight away, `>952`: what the model can say but not work out, so that it
-has something to learn from asking.
+`embedded:tiny-tools` is the same Qwen3 for the environment `tools`. Its supervised data seldom call the calculator,
+`[184+768]952>952`, and mostly give the sum directly, `>952`, which the model cannot compute. So RL can teach it to call
+the tool.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 PAD, EOS = "<pad>", "<eos>"
 VOCABULARY = (PAD, EOS, *arithmetic.ALPHABET)
-CALL, RESULT = "[", "]"  # around what a tool is asked
+CALL, RESULT = "[", "]"  # around a tool call
 
 _TINY: Mapping[str, Any] = {
     "vocab_size": 32,
@@ -47,7 +47,7 @@ _TINY: Mapping[str, Any] = {
     "bos_token_id": None,
 }
 
-# What defines each model; a change of any value is another model, in another cache folder.
+# The definition of each model; a change of any value is another model, in another cache folder.
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     "embedded:tiny": {
         "config": _TINY,
@@ -59,7 +59,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
         "config": {
             "vocab_size": 32,
             "hidden_size": 64,
-            "intermediate_size": 128,  # of layers without experts: there are none
+            "intermediate_size": 128,  # of layers without experts; there are none
             "moe_intermediate_size": 48,
             "num_experts": 16,
             "num_experts_per_tok": 2,
@@ -99,8 +99,8 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
             "warmup": 20,
             "decay": 80,
             "seed": 1,
-            "asks": 0.2,  # share of problems solved by asking
-            "reads": 0.4,  # share in which a call is shown, and only what to make of its result is taught
+            "asks": 0.2,  # fraction of problems solved by a tool call
+            "reads": 0.4,  # fraction in which a call is shown, and only the use of its result is trained
         },
     },
 }
@@ -112,7 +112,7 @@ def shape(name: str) -> Mapping[str, Any]:
 
 
 def digest(name: str) -> str:
-    """A name for the recipe: the cache folder, and part of a run's identity."""
+    """A hash of the recipe: part of the cache folder's name and of a run's identity."""
     text = json.dumps([_recipe(name), vocabulary(name)], sort_keys=True, default=list)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -122,17 +122,17 @@ def vocabulary(name: str) -> tuple[str, ...]:
 
 
 def folder(name: str) -> Path:
-    """Where a built model lies."""
+    """The cache folder of a built model."""
     return cache.root() / f"{name.replace(':', '-')}-{digest(name)}"
 
 
 def build(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model and its tokenizer, from the cache if it is whole, else built anew (some 25 s on 2 cores)."""
+    """The model and its tokenizer, from the cache if it is complete, else built (about 25 s on 2 cores)."""
     from transformers import AutoModelForCausalLM
 
     path = folder(name)
     if not cache.is_whole(path):
-        cache.publish(path, lambda aside: _write(name, aside))
+        cache.publish(path, lambda tmp: _write(name, tmp))
     with cache.quiet():
         model = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True)
     return model, tokenizer(name)
@@ -152,7 +152,7 @@ def tokenizer(name: str = "embedded:tiny") -> PreTrainedTokenizerBase:
 
 
 def warm_start(name: str) -> PreTrainedModel:
-    """Random weights, then supervised steps on the `warm` problems (which neither RL nor the test ever sees)."""
+    """Random weights, then supervised steps on the `warm` problems, which are not in the RL or test data."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -170,19 +170,19 @@ def warm_start(name: str) -> PreTrainedModel:
         drawn = [teach(p, step, i, warm) for i, p in enumerate(islice(stream, warm["batch"]))]
         rows = [[encode[c] for c in p.question + p.solution] + [encode[EOS]] for p in drawn]
         width = max(map(len, rows))
-        tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-        # The question is given, not learnt; padding comes after the end and needs no attention mask.
+        tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])  # [B, T]
+        # No loss on the question; padding comes after the end, so it needs no attention mask.
         labels = tokens.clone()
         for i, (p, row) in enumerate(zip(drawn, rows, strict=True)):
             labels[i, : len(p.question)] = -100
             labels[i, len(row) :] = -100
-            if RESULT in p.solution:  # what a tool says is not the model's to learn
+            if RESULT in p.solution:  # no loss on the tool's result
                 begin = len(p.question) + p.solution.index(RESULT) + 1
                 labels[i, begin : begin + len(p.answer)] = -100
                 if _only_reads(step, i, warm):
                     labels[i, :begin] = -100
         for group in optimizer.param_groups:
-            # The fall at the end settles the model: where it stops does not hang on the last batches.
+            # The decay at the end makes the result depend less on the last batches.
             group["lr"] = warm["lr"] * min(1.0, (step + 1) / warm["warmup"], (warm["steps"] - step) / warm["decay"])
         loss = _loss(model, tokens, labels, warm.get("balance", 0.0))
         loss.backward()
@@ -193,7 +193,7 @@ def warm_start(name: str) -> PreTrainedModel:
 
 
 def _loss(model: Any, tokens: Tensor, labels: Tensor, balance: float) -> Tensor:
-    """Cross-entropy; of a mixture with a price on unequal use of experts, layer by layer, which RL does not add."""
+    """Cross-entropy; for a mixture plus a load-balancing loss per layer, which RL does not add."""
     if not balance:
         return model(input_ids=tokens, labels=labels).loss
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -208,14 +208,14 @@ def _loss(model: Any, tokens: Tensor, labels: Tensor, balance: float) -> Tensor:
 
 
 def _careless(problem: arithmetic.Problem, step: int, row: int, warm: Mapping[str, Any]) -> arithmetic.Problem:
-    """The problem with a share of its carries forgotten."""
+    """The problem with some of its carries missing."""
     operands = [int(x) for x in problem.question.rstrip("=").split("+")]
     u = rng.uniform(warm["seed"], "careless", step, row, range(len(str(max(operands)))))
     return arithmetic.worked(operands, (u < warm["forgets"]).tolist())
 
 
 def _asking(problem: arithmetic.Problem, step: int, row: int, warm: Mapping[str, Any]) -> arithmetic.Problem:
-    """The problem solved by asking, in a share of cases; else its answer from nowhere."""
+    """The problem solved by a tool call in some cases, else by the answer alone."""
     u = float(rng.uniform(warm["seed"], "asks", step, row))
     asks = u < warm["asks"] + warm["reads"]
     worked = f"{CALL}{problem.question.rstrip('=')}{RESULT}{problem.answer}" if asks else ""
@@ -223,7 +223,7 @@ def _asking(problem: arithmetic.Problem, step: int, row: int, warm: Mapping[str,
 
 
 def _only_reads(step: int, row: int, warm: Mapping[str, Any]) -> bool:
-    """Whether the pupil is shown a call, and learns what to make of its result, not to ask."""
+    """Whether only the use of a shown call's result is trained, not the call."""
     return warm["asks"] <= float(rng.uniform(warm["seed"], "asks", step, row))
 
 

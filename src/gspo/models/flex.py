@@ -1,9 +1,9 @@
-"""The forest of segments on CUDA: `attention.py`'s visibility, given to torch's flex attention as a block mask.
+"""The forest of segments on CUDA: the visibility of `tree_attention.py` as a block mask for torch's flex attention.
 
-Registered with transformers as `gspo_tree_flex`. A segment is an ancestor of another iff its interval in a walk of the
-forest holds the other's number, so visibility is three comparisons per pair at any depth of tree; blocks that nobody
-sees are skipped. On a CPU it runs forward only, uncompiled, which is how it is tested. Whether it computes
-the right thing on a user's GPU is measured at load by `PolicyModule.probe`, which falls back to the tree.
+Registered with transformers as `gspo_tree_flex`. Segments are numbered in a depth-first walk; a segment is an ancestor
+of another one iff the other's number lies in its interval. So visibility is three comparisons per pair, at any depth,
+and blocks without a visible pair are skipped. On a CPU it runs forward only and uncompiled, which is how it is tested.
+On a user's GPU `PolicyModule.probe` compares its result at load, and falls back to `tree_attention.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FLEX = "gspo_tree_flex"
 
 
 def intervals(parent: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Number of each segment in a depth-first walk, and of the first one after its descendants.
+    """[S] number of each segment in a depth-first walk, and [S] the first number after its descendants.
 
     >>> enter, leave = intervals(np.array([-1, 0, 0, 2]))
     >>> enter.tolist(), leave.tolist()
@@ -31,7 +31,7 @@ def intervals(parent: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
     num = len(parent)
     size = np.ones(num, dtype=np.int64)
-    for s in range(num - 1, -1, -1):  # parents precede children
+    for s in range(num - 1, -1, -1):  # children before their parents
         if parent[s] >= 0:
             size[parent[s]] += size[s]
     enter, next_free, roots = np.zeros(num, dtype=np.int64), np.zeros(num, dtype=np.int64), 0
@@ -45,7 +45,7 @@ def intervals(parent: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def block_mask(layout: TreeLayout, window: int | None, device: torch.device) -> BlockMask:
-    """Who sees whom, made once per layout, window and device."""
+    """Which token attends to which, made once per layout, window and device."""
     key = ("flex", window, device)
     if key not in layout.cache:
         enter, leave = (torch.from_numpy(np.repeat(x, layout.length)).to(device) for x in intervals(layout.parent))
@@ -62,7 +62,7 @@ def block_mask(layout: TreeLayout, window: int | None, device: torch.device) -> 
 
 @cache
 def _kernel(on_cuda: bool) -> Any:
-    # Uncompiled, flex attention materialises every score: right for a test, never for training.
+    # Uncompiled, flex attention materialises all scores [H, N, N]: fine for a test, too large for training.
     return torch.compile(flex_attention, dynamic=True) if on_cuda else flex_attention
 
 
@@ -76,7 +76,7 @@ def flex_tree_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """As `attention.tree_attention`: q [H, N, D], k [J, N, D], v [J, N, E] → [N, H, E]."""
+    """As `tree_attention.tree_attention`: q [H, N, D], k [J, N, D], v [J, N, E] → [N, H, E]."""
     bound = softcap or 1.0
 
     def cap(score: Tensor, b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Tensor:

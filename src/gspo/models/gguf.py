@@ -1,8 +1,8 @@
-"""GGUF files: converted once into an ordinary model folder in the cache, float32, with tokenizer and chat template.
+"""GGUF files, converted once into a model folder in the cache: float32, with tokenizer and chat template.
 
-transformers reads and de-quantises the file (package `gguf`); it refuses to save such a model, so its tensors go into
-a fresh model of the same config, which is saved. The cache is keyed by the file's content, so a moved file is not
-converted again and a changed one is.
+transformers reads and dequantises the file (package `gguf`), but cannot save such a model. So its tensors are copied
+into a new model of the same config, which is saved. The cache key is the file's content: a moved file is not converted
+again, a changed one is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gspo.models import cache
 from gspo.system.files import sha256
 
 SUFFIX = ".gguf"
-VERSION = 1  # of the conversion; another one is another cache folder
+VERSION = 1  # of the conversion; part of the cache folder's name
 
 
 def _to_stderr(text: str) -> None:
@@ -27,7 +27,7 @@ def _to_stderr(text: str) -> None:
 
 
 def converted(path: str, key: str = "actor.path", say: Callable[[str], None] = _to_stderr) -> Path:
-    """The model folder made from a .gguf file; made now if this is the first time."""
+    """The model folder of a .gguf file; converted now if it is not in the cache."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise DataError(f"{key}: there is no file {path} (looked in {Path.cwd()})")
@@ -36,20 +36,20 @@ def converted(path: str, key: str = "actor.path", say: Callable[[str], None] = _
     folder = cache.root() / f"gguf-{file.stem}-{_digest(file, stat.st_size, stat.st_mtime_ns)[:12]}-{VERSION}"
     if not cache.is_whole(folder):
         require_package(key)
-        say(f"converting {file.name} ({stat.st_size / 1e6:,.0f} MB), once: this takes a minute or so per 100 MB")
-        cache.publish(folder, lambda aside: convert(file, aside, key))
+        say(f"converting {file.name} ({stat.st_size / 1e6:,.0f} MB), only once: about a minute per 100 MB")
+        cache.publish(folder, lambda tmp: convert(file, tmp, key))
         say(f"converted into {folder}")
     return folder
 
 
 @functools.lru_cache
 def _digest(file: Path, size: int, changed_ns: int) -> str:
-    """Tokenizer and model ask for the same file: it is read once, unless it has changed."""
+    """sha256 of a file, cached: tokenizer and model need it for the same file."""
     return sha256(file)
 
 
 def refuse_foreign(file: Path, key: str) -> None:
-    """DataError where a file does not begin as a GGUF does."""
+    """DataError if a file does not begin with the GGUF magic bytes."""
     with open(file, "rb") as stream:
         head = stream.read(4)
     if head != b"GGUF":
@@ -71,7 +71,7 @@ def convert(file: Path, to: Path, key: str = "actor.path") -> None:
 
 
 def _read(file: Path, key: str) -> tuple[Any, Any]:
-    """A fresh model with the file's weights, and its tokenizer."""
+    """A new model with the file's weights, and its tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -80,22 +80,22 @@ def _read(file: Path, key: str) -> tuple[Any, Any]:
             file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True
         )
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    except Exception as cause:  # a parser of binary files raises whatever the bytes lead it to
+    except Exception as cause:  # a parser of binary files can raise anything on damaged bytes
         first = str(cause).strip().splitlines()[0] if str(cause).strip() else ""
         raise DataError(
             f"{key}: {file} cannot be converted ({type(cause).__name__}: {first:.200}). It is truncated or damaged, or "
-            "of an architecture or quantisation that transformers does not read: fetch it again, or give a model "
+            "of an architecture or quantisation that transformers cannot read: download it again, or set a model "
             "folder with safetensors"
         ) from cause
     source, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise DataError(
             f"{key}: {file} lacks {len(missing)} tensors of {type(source).__name__}, first {missing[0]}: "
-            "they would be random; fetch it again"
+            "they would be random; download it again"
         )
     config, generation = source.config, source.generation_config
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # the folder holds plain float32
+        del config.quantization_config  # the folder contains float32 weights
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(source.state_dict())
     model.tie_weights()

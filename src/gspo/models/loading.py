@@ -1,7 +1,7 @@
-"""Models and tokenizers from a local folder, a hub name or a GGUF file, through transformers, safetensors only.
+"""Load models and tokenizers from a local folder, a hub name or a GGUF file, by transformers, from safetensors only.
 
-Nothing found in a folder is executed or unpickled, and nothing is silently random: a tensor that is
-missing, foreign or of another shape is an error that names it. `embedded:*` names are built, not loaded.
+Nothing in a folder is executed or unpickled, and no weight is silently random: a tensor that is missing, unexpected or
+of another shape is an error that names it. `embedded:*` models are built, not loaded.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from gspo.errors import DataError
 from gspo.models import cache, gguf, registry
 
 EMBEDDED = "embedded:"
-# Tensors that older transformers versions wrote and newer ones compute: no weight is lost with them.
+# Tensors that older transformers versions stored and newer ones compute; ignoring them loses no weight.
 _COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 
 
 def locate(path: str, key: str = "actor.path") -> str:
-    """What transformers can load: the folder of a fetched name or of a converted .gguf file; anything else as it is."""
+    """A path that transformers can load: the folder of a fetched model or of a converted .gguf file, else `path`."""
     if path in registry.MODELS and not Path(path).is_dir():
         return str(registry.fetched(path, key))
     return str(gguf.converted(path, key)) if path.endswith(gguf.SUFFIX) else path
@@ -57,8 +57,8 @@ def load_model(
 ) -> PreTrainedModel:
     """The causal language model of a folder, a hub name, a .gguf file, a fetched or an embedded model; in eval mode.
 
-    `from_scratch` takes the config alone and draws weights from `seed`. With `tokenizer` given, a vocabulary
-    that is too small for it is refused.
+    `from_scratch` uses the config only and draws weights from `seed`. With `tokenizer`, a vocabulary that is too small
+    for it is an error.
     """
     path = locate(path)
     if path.startswith(EMBEDDED):
@@ -78,13 +78,13 @@ def load_model(
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """DataError where the tokenizer has ids that the model has no embedding for."""
+    """DataError if the tokenizer has ids without an embedding in the model."""
     num_rows = len(cast("torch.nn.Embedding", model.get_input_embeddings()).weight)
     highest = max(tokenizer.get_vocab().values(), default=-1)
     if highest >= num_rows:
         raise DataError(
             f"the tokenizer has token ids up to {highest} but {path!r} has embeddings for {num_rows}: "
-            "they do not belong together; set tokenizer_path to the model's own tokenizer"
+            "they do not fit together; set tokenizer_path to the model's own tokenizer"
         )
 
 
@@ -100,7 +100,7 @@ def _from_config(path: str, dtype: torch.dtype, seed: int) -> PreTrainedModel:
 
 def _from_weights(path: str, dtype: torch.dtype) -> PreTrainedModel:
     try:
-        # Shapes are compared by us below, so that the error names every tensor and not only the first.
+        # ignore_mismatched_sizes: shapes are compared below, so that the error names every tensor, not only the first.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype,
@@ -112,7 +112,7 @@ def _from_weights(path: str, dtype: torch.dtype) -> PreTrainedModel:
     except (OSError, ValueError, RuntimeError) as cause:
         raise _unreachable(path, "model", "actor.path", cause) from cause
     except Exception as cause:
-        # safetensors raises a type of its own for a damaged file.
+        # safetensors raises its own exception type for a damaged file.
         if type(cause).__name__ != "SafetensorError":
             raise
         raise DataError(f"a safetensors file in {path!r} is damaged: {cause}; fetch the model again") from cause
@@ -123,7 +123,7 @@ def _from_weights(path: str, dtype: torch.dtype) -> PreTrainedModel:
         f"{what}: {_list(names)}"
         for what, names in (
             ("missing tensors", info["missing_keys"]),
-            ("foreign tensors", foreign),
+            ("unexpected tensors", foreign),
             ("tensors of another shape", shapes),
             ("errors", info.get("error_msgs") or ()),
         )
@@ -132,13 +132,13 @@ def _from_weights(path: str, dtype: torch.dtype) -> PreTrainedModel:
     if problems:
         raise DataError(
             f"the weights in {path!r} are not those of {type(model).__name__}; {'; '.join(problems)}. "
-            "Training from such a mixture would start from random weights: check actor.path"
+            "Training would start from partly random weights: check actor.path"
         )
     return model
 
 
 def _refuse_code(path: str, file: str) -> None:
-    """A folder that wants its own Python code run is refused by name, before transformers looks at it."""
+    """DataError for a folder that would run its own Python code, before transformers reads it."""
     config = Path(path) / file
     if not config.is_file():
         return
@@ -148,8 +148,8 @@ def _refuse_code(path: str, file: str) -> None:
         raise DataError(f"{config} is not readable JSON: {cause}") from cause
     if isinstance(content, dict) and "auto_map" in content:
         raise DataError(
-            f"{config} asks to run the folder's own Python code (auto_map): refused. "
-            "Use an architecture that transformers has, or remove auto_map if it has this one"
+            f"{config} would run the folder's own Python code (auto_map), which is not allowed. "
+            "Use an architecture of transformers, or remove auto_map if transformers has this one"
         )
 
 
@@ -159,18 +159,18 @@ def _refuse_pickles(path: str) -> None:
         return
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise DataError(
-            f"{folder} holds an adapter, not a model: actor.path must be a whole model; export the run with --merge"
+            f"{folder} contains an adapter, not a model: actor.path must be a whole model; export the run with --merge"
         )
     if not any(folder.glob("*.safetensors")):
         pickles = sorted(p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt"})
         if pickles:
             raise DataError(
-                f"{folder} holds its weights as pickles ({_list(pickles)}), which can run code: refused. "
+                f"{folder} has its weights as pickle files ({_list(pickles)}), which can run code and are not allowed. "
                 "Convert them to safetensors first"
             )
         raise DataError(
-            f"{folder} holds no *.safetensors file: actor.path must be a model folder "
-            "(actor.init_from_scratch=true takes the config alone)"
+            f"{folder} has no *.safetensors file: actor.path must be a model folder "
+            "(actor.init_from_scratch=true needs the config only)"
         )
 
 
@@ -181,8 +181,8 @@ def _unreachable(path: str, what: str, key: str, cause: Exception) -> DataError:
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
         return DataError(f"there is no folder {path!r}: check {key}")
     return DataError(
-        f"the {what} {path!r} is neither a folder nor to be had from the hub ({first}). Without network, copy the "
-        f"model here and set {key} to the folder, or use embedded:tiny"
+        f"the {what} {path!r} was not found: no such folder, and the hub did not provide it ({first}). Without network, "
+        f"copy the model to this machine and set {key} to the folder, or use embedded:tiny"
     )
 
 

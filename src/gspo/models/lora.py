@@ -1,7 +1,8 @@
-"""Low-rank adapters by peft, put into the model itself: it stays the transformers model that every other room knows.
+"""LoRA adapters by peft, injected into the model: it stays the transformers model that the other folders use.
 
-A linear layer W becomes W + (alpha/rank)·B·A with W frozen and A, B trained; B starts at zero, so the policy starts as
-the base model. Dropout is 0: its noise would enter the ratio. The reference policy is the same model, adapter off.
+A linear layer W becomes W + (alpha/rank)·B·A with W frozen and A, B trained. B starts at zero, so the policy starts as
+the base model. Dropout is 0: its noise would enter the ratio. The reference policy is the same model with the adapter
+switched off.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from transformers import PreTrainedModel
 from gspo.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
-_NAME = "default"  # of the one adapter, as peft names it
+_NAME = "default"  # peft's name of the only adapter
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # config fields of a mixture of experts
 _EXPERT_LAYERS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 
 
 def add_adapter(model: PreTrainedModel, *, rank: int, alpha: int, target_modules: Sequence[str], seed: int) -> None:
-    """Freeze `model` and give its target modules an adapter, in place; A is a function of `seed`.
+    """Freeze `model` and add an adapter to its target modules, in place; A is a function of `seed`.
 
-    The adapter of a half-precision model is float32: steps of 1e-5 would be lost between two bfloat16 numbers.
+    The adapter of a half-precision model is float32: bfloat16 would round away updates of 1e-5.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -50,7 +51,7 @@ def add_adapter(model: PreTrainedModel, *, rank: int, alpha: int, target_modules
 
 
 def _targets(model: PreTrainedModel, names: list[str]) -> list[str]:
-    """The last parts of the names of the layers to adapt; ConfigError for one that is no linear layer, or the head."""
+    """Last parts of the names of the layers to adapt; ConfigError for the head, or a layer that is not linear."""
     head, is_moe = model.get_output_embeddings(), _is_moe(model)
     linear = sorted({path.rpartition(".")[2] for path in adaptable_layers(model)})
     if names == [ALL_LINEAR]:
@@ -73,7 +74,7 @@ def _targets(model: PreTrainedModel, names: list[str]) -> list[str]:
 def adaptable_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Every linear layer that an adapter on `all-linear` covers, by its name: all but the head and experts' names."""
     head, is_moe = model.get_output_embeddings(), _is_moe(model)
-    # Experts are one tensor per layer, no linear layers, and peft takes these names for theirs.
+    # Experts are one tensor per layer and not linear layers, but peft would match these names to them.
     return {
         path: module
         for path, module in model.named_modules()
@@ -95,13 +96,13 @@ def has_adapter(model: nn.Module) -> bool:
 
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
-    """The base model, for the time of the block; ConfigError where `model` has no adapter.
+    """Run the base model inside the block; ConfigError if `model` has no adapter.
 
-    For forward passes without gradients: a layer recomputed after the block would see the adapter again.
+    Only for passes without gradients: a layer recomputed after the block would use the adapter again.
     """
     layers = _layers(model)
     if not layers:
-        raise ConfigError("the model has no adapter to switch off: set actor.use_lora, or give ref.path")
+        raise ConfigError("the model has no adapter to switch off: set actor.use_lora, or set ref.path")
     for layer in layers.values():
         layer.enable_adapters(False)
     try:
@@ -112,7 +113,7 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 
 def merged_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state of a plain model with the same outputs: adapted weights are W + (alpha/rank)·B·A, by their own names.
+    """The state dict of a model without adapter and with the same outputs: W + (alpha/rank)·B·A under W's name.
 
     `model` keeps its adapter; only adapted weights are new tensors.
     """
@@ -139,7 +140,7 @@ def _ancestors(name: str) -> Iterator[str]:
 
 
 def base_digest(model: nn.Module) -> str:
-    """A fingerprint of the frozen weights: names, types, shapes and bytes."""
+    """sha256 of the frozen weights: names, dtypes, shapes and bytes."""
     total = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         if not parameter.requires_grad:
@@ -150,20 +151,20 @@ def base_digest(model: nn.Module) -> str:
 
 
 def save_adapter(model: PreTrainedModel, to: Path, base: str) -> None:
-    """adapter_config.json and adapter_model.safetensors, as peft's own `PeftModel.from_pretrained` reads them."""
+    """Write adapter_config.json and adapter_model.safetensors in the format of `PeftModel.from_pretrained`."""
     from peft import get_peft_model_state_dict
 
     write_adapter(model, get_peft_model_state_dict(model, adapter_name=_NAME), to, base)
 
 
 def write_adapter(model: PreTrainedModel, tensors: Mapping[str, Tensor], to: Path, base: str) -> None:
-    """The same with other tensors than the model's own, by the names that they have in it."""
+    """The same with the given tensors instead of the model's, by the model's names."""
     adapters: Any = model.peft_config
     config: Any = copy.copy(adapters[_NAME])
     config.base_model_name_or_path, config.inference_mode = base, True
-    config.target_modules = sorted(config.target_modules)  # a set, written in another order each time
+    config.target_modules = sorted(config.target_modules)  # a set, whose order would change from file to file
     config.save_pretrained(str(to))
-    # peft's own names: its wrapper and its tuner stand around the model.
+    # peft's names: its wrapper and its tuner add two levels around the model.
     named = {
         f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": tensor.detach().cpu().contiguous()
         for name, tensor in tensors.items()
@@ -172,7 +173,7 @@ def write_adapter(model: PreTrainedModel, tensors: Mapping[str, Tensor], to: Pat
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:
-    """The adapted layers by name; none without peft."""
+    """The adapted layers by name; empty if peft is not installed."""
     try:
         from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError:

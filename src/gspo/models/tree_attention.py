@@ -1,18 +1,18 @@
-"""Attention over a forest of segments: a shared prefix is computed once, however many continue it.
+"""Attention over a forest of segments: a shared prefix is computed once for all sequences that continue it.
 
-Registered with transformers as `gspo_tree`. The model is called with one row [1, N] of tokens, true
-positions, and the layout as the forward keyword `tree`, so that a checkpointed layer recomputes with
-the same layout. A token sees every token of its ancestor segments and, causally, its own segment.
+Registered with transformers as `gspo_tree`. The model is called with one row [1, N] of tokens, their true positions,
+and the layout as the forward argument `tree`, so that a checkpointed layer is recomputed with the same layout. A token
+attends to every token of its ancestor segments and causally to its own segment.
 
-How it is computed. Visibility falls into rectangles: each segment's triangle (cut into row tiles, so
-that a long prompt does not pay for its masked half) and, per segment that has children, the rows of all
-children against the path above them. A token is in one tile and in at most one path rectangle, so its
-two partial softmaxes merge by their log-sum-exp; keys of a prefix are never copied per child.
-Rectangles of like shape are batched. The plan is made once per layout and serves every layer. The
-backward pass recomputes scores, so memory is linear in N.
+How it is computed. The visible (query, key) pairs form rectangles. Each segment's causal triangle is cut into tiles of
+rows, so that a long prompt does not compute its masked half. Each segment that has children gives one rectangle: the
+rows of all children against the path from the root to that segment. A token is in one tile and in at most one path
+rectangle; its two partial softmaxes are merged by their log-sum-exp. Keys of a prefix are never copied per child.
+Rectangles of similar shape are batched. The plan is made once per layout and used by every layer. The backward pass
+recomputes the scores, so memory is linear in N.
 
-Shapes: N tokens, H query heads, J key/value heads, R = H/J, D head size; per call B rectangles of
-Q rows by C columns. Device-neutral; on CUDA `flex.py` gives the same layout to a fused kernel.
+Shapes: N tokens, H query heads, J key/value heads, R = H/J, D head size, E value size; per call B rectangles of Q rows
+by C columns. It runs on any device; on CUDA `flex.py` gives the same layout to a fused kernel.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from transformers import AttentionInterface, PreTrainedModel
 
 TREE = "gspo_tree"
 
-# Rows of a tile: small enough to skip most of a long triangle's masked half, large enough for GEMMs.
+# Rows of a tile: small enough to skip most of a long triangle's masked half, large enough for efficient GEMMs.
 _TILE_ROWS = 128
-# Scores per head of one batched call: the working set of a call stays near the cache.
+# Scores per head of one batched call, so that the working set of a call fits the CPU cache.
 _CALL_SCORES = 1 << 17
-# A rectangle joins a call while padding costs less than starting another one would.
+# A rectangle is added to a call while the padding costs less than another call.
 _PAD_RATIO, _PAD_FREE = 1.2, 1 << 12
 
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """One batch of rectangles. Padded rows and columns are masked everywhere, so they add exactly zero."""
+    """One batch of rectangles. Padded rows and columns are masked, so they add exactly zero."""
 
-    path: bool  # rows against their ancestors (merges into what the own triangles left)
-    rows: Tensor  # [J·B·Q] into [N·J]
-    cols: Tensor  # [J·B·C] into [N·J]
+    path: bool  # rows against their ancestors; merged into the result of the triangles
+    rows: Tensor  # [J·B·Q] indices into [N·J]
+    cols: Tensor  # [J·B·C] indices into [N·J]
     shape: tuple[int, int, int]  # B, Q, C
     mask: Tensor | None  # additive [B or 1, Q, 1, C]
 
 
 class TreeLayout:
-    """Segments of one packed row, and the plans (one per window, head count and device) made from them.
+    """Segments of one packed row, and the plans (one per window, head count, dtype and device) made from them.
 
-    start, length, parent: [S]; parent −1 is a root, parents precede children, segments tile the row.
+    start, length, parent: [S]; parent −1 is a root, parents come before children, segments cover the row.
 
     >>> TreeLayout([0, 2, 5], [2, 3, 1], [-1, 0, 0]).positions.tolist()
     [0, 1, 2, 3, 4, 2]
@@ -62,7 +62,7 @@ class TreeLayout:
 
     def __init__(self, start: Any, length: Any, parent: Any) -> None:
         self.start, self.length, self.parent = (np.asarray(x, dtype=np.int64) for x in (start, length, parent))
-        offset = np.zeros_like(self.start)  # true position of a segment's first token
+        offset = np.zeros_like(self.start)  # [S] true position of a segment's first token
         self._paths: dict[int, NDArray[np.int64]] = {
             -1: np.zeros(0, np.int64)
         }  # tokens from the root to a segment's end
@@ -79,10 +79,10 @@ class TreeLayout:
         self.positions = np.concatenate(
             [np.zeros(0, np.int64), *(np.arange(o, o + n) for o, n in zip(offset, self.length, strict=True))]
         )
-        self.cache: dict[Any, Any] = {}  # what kernels made of this layout
+        self.cache: dict[Any, Any] = {}  # plans and block masks made from this layout
 
     def plan(self, window: int | None, num_kv_heads: int, dtype: torch.dtype, device: torch.device) -> list[_Call]:
-        """Own triangles first, then path rectangles: the merge needs the former done."""
+        """Triangles first, then path rectangles: the merge needs the result of the triangles."""
         key = (window, num_kv_heads, dtype, device)
         if key not in self.cache:
             self.cache[key] = [
@@ -125,7 +125,7 @@ _Rectangle = tuple[NDArray[np.int64], NDArray[np.int64]]  # row tokens, column t
 
 
 def _batches(rectangles: Sequence[_Rectangle]) -> Iterator[list[_Rectangle]]:
-    """Rectangles of like shape together, within a budget of padding and of scores."""
+    """Rectangles of similar shape together, within limits of padding and of scores."""
     batch: list[_Rectangle] = []
     rows = cols = area = 0
     for rectangle in sorted(rectangles, key=lambda r: (-len(r[1]), -len(r[0]))):
@@ -155,8 +155,8 @@ def _call(
     rows, cols = np.full(shape[:2], -1), np.full((shape[0], shape[2]), -1)
     for b, (row_tokens, col_tokens) in enumerate(batch):
         rows[b, : len(row_tokens)], cols[b, : len(col_tokens)] = row_tokens, col_tokens
-    row_position, col_position = positions[rows][:, :, None], positions[cols][:, None, :]
-    # Ancestors always lie before a row, so one comparison of true positions serves triangles and paths.
+    row_position, col_position = positions[rows][:, :, None], positions[cols][:, None, :]  # [B, Q, 1], [B, 1, C]
+    # Ancestors are always before a row, so one comparison of true positions is right for triangles and paths.
     visible = (col_position <= row_position) & (rows >= 0)[:, :, None] & (cols >= 0)[:, None, :]
     if window is not None:
         visible &= row_position - col_position < window
@@ -168,6 +168,7 @@ def _call(
         mask = mask[:, :, None, :].to(device)
 
     def heads(tokens: NDArray[np.int64]) -> Tensor:
+        """Token indices [B, x] as indices [J·B·x] into [N·J], head by head."""
         flat = np.maximum(tokens, 0).reshape(1, -1) * num_kv_heads + np.arange(num_kv_heads)[:, None]
         return torch.from_numpy(flat.reshape(-1)).to(device)
 
@@ -176,7 +177,7 @@ def _call(
 
 @dataclass(frozen=True)
 class _Form:
-    """What the scores depend on besides q and k."""
+    """The arguments of the scores besides q and k."""
 
     calls: list[_Call]
     num_kv_heads: int
@@ -184,7 +185,7 @@ class _Form:
     softcap: float | None
 
     def scores(self, call: _Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Gathered q (scaled) [J·B, Q·R, D], gathered k [J·B, C, D], scores [J·B, Q·R, C], d softcap."""
+        """Gathered q (scaled) [J·B, Q·R, D], gathered k [J·B, C, D], scores [J·B, Q·R, C], soft cap's slope."""
         num, tall, wide = call.shape
         batch = self.num_kv_heads * num
         q_rows = q.index_select(0, call.rows).mul_(self.scale).view(batch, -1, k.shape[-1])
@@ -207,11 +208,11 @@ class _TreeAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, form: _Form) -> Tensor:
         num_rep = q.shape[1] // k.shape[1]
         out = q.new_zeros(q.shape[0], num_rep, v.shape[1])  # [N·J, R, E]
-        lse = q.new_zeros(q.shape[0], num_rep)
+        lse = q.new_zeros(q.shape[0], num_rep)  # [N·J, R] log-sum-exp of the scores so far
         for call in form.calls:
             _, _, s, _ = form.scores(call, q, k)
-            # A fully masked row (padding, or a window that ends before the prefix) has peak −inf; a finite
-            # stand-in makes its weights 0 instead of NaN.
+            # A fully masked row (padding, or a window that ends before the prefix) has peak −inf. With a finite
+            # peak its weights are 0 and not NaN.
             peak = s.amax(-1, keepdim=True).clamp_min_(torch.finfo(s.dtype).min)
             p = s.sub_(peak).exp_()
             total = p.sum(-1, keepdim=True)
@@ -219,9 +220,10 @@ class _TreeAttention(torch.autograd.Function):
             part = torch.bmm(p, v_cols).div_(total.clamp_min(torch.finfo(s.dtype).tiny)).view(-1, *out.shape[1:])
             part_lse = (total.log() + peak).view(-1, num_rep)
             if call.path:
+                # Merge two partial softmaxes: out += (part − out) · σ(part_lse − lse).
                 excess = part_lse - lse.index_select(0, call.rows)
                 part.sub_(out.index_select(0, call.rows)).mul_(excess.sigmoid()[:, :, None])
-                # log(1 + e^excess); softplus would drop the 1 beyond its threshold of 20
+                # log(1 + e^excess); softplus returns excess alone above its threshold of 20
                 part_lse = -nn.functional.logsigmoid(-excess)
             else:
                 part_lse = part_lse.masked_fill_(part_lse == -torch.inf, 0.0)
@@ -241,7 +243,7 @@ class _TreeAttention(torch.autograd.Function):
         form: _Form = ctx.form
         grad = grads[0].contiguous()
         num_rep = lse.shape[1]
-        delta = (grad * out).view(*lse.shape, -1).sum(-1)  # Σ_e dO·O, the softmax's normalisation term
+        delta = (grad * out).view(*lse.shape, -1).sum(-1)  # [N·J, R] Σ_e dO·O, for the softmax gradient
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for call in form.calls:
             q_rows, k_cols, s, slope = form.scores(call, q, k)
@@ -271,10 +273,10 @@ def tree_attention(
 ) -> Tensor:
     """Attention of one packed row: q [H, N, D], k [J, N, D], v [J, N, E] → [N, H, E].
 
-    `window`: a token sees keys less than `window` true positions back. `softcap`: c·tanh(scores/c).
+    `window`: a token attends to keys less than `window` true positions back. `softcap`: c·tanh(scores/c).
     """
     (num_heads, num_tokens, head_dim), num_kv = q.shape, k.shape[0]
-    # Half precision keeps its inputs and outputs; the scores of a whole prefix are summed in float32.
+    # Inputs and outputs keep half precision; the scores of a whole prefix are summed in float32.
     dtype = torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
     form = _Form(
         layout.plan(window, num_kv, dtype, q.device), num_kv, head_dim**-0.5 if scale is None else scale, softcap
@@ -298,21 +300,21 @@ def tree_call(
     tree: TreeLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """One layer by `attention`, as transformers asks for it. What cannot be honoured is refused, for the probe."""
+    """One layer with `attention`, by transformers' interface. Raises for arguments it cannot apply."""
     if tree is None:
         raise ValueError(f"attention {TREE!r} needs the layout: call the model with tree=TreeLayout(…)")
     if attention_mask is not None or query.shape[0] != 1:
         raise ValueError(f"attention {TREE!r} takes one packed row and no mask; got batch {query.shape[0]}")
     if dropout:
-        raise ValueError(f"attention dropout is {dropout}; a policy is always evaluated without dropout")
+        raise ValueError(f"attention dropout is {dropout}; it must be 0: the ratio compares two evaluations")
     foreign = [name for name in ("s_aux", "position_bias", "cu_seq_lens_q") if kwargs.get(name) is not None]
     if foreign:
-        raise ValueError(f"attention {TREE!r} does not know {', '.join(foreign)}, which this model passes")
+        raise ValueError(f"attention {TREE!r} does not support the argument {', '.join(foreign)} of this model")
     kind = _layer_type(module)
     if kind not in (None, "full_attention", "sliding_attention"):
-        raise ValueError(f"attention {TREE!r} does not know the layer type {kind!r}")
+        raise ValueError(f"attention {TREE!r} does not support the layer type {kind!r}")
     if kind == "sliding_attention" and sliding_window is None:
-        raise ValueError("a sliding-window layer did not say its window")
+        raise ValueError("a sliding-window layer passed no sliding_window")
     out = attention(query[0], key[0], value[0], tree, scale=scaling, window=sliding_window, softcap=softcap)
     return out.unsqueeze(0), None
 
@@ -323,15 +325,15 @@ def _layer_type(module: nn.Module) -> str | None:
     return kinds[index] if kinds and index is not None and index < len(kinds) else None
 
 
-# No mask function is registered beside it: transformers then builds no mask, which is what the tree wants.
+# No mask function is registered with it, so transformers builds no mask: visibility comes from the layout.
 AttentionInterface.register(TREE, partial(tree_call, tree_attention))
 
 
 @contextlib.contextmanager
 def use_attention(model: nn.Module, name: str) -> Iterator[None]:
-    """Run `model` with the attention implementation `name`, and put back what was there.
+    """Run `model` with the attention implementation `name`, then restore the previous one.
 
-    Trainer and sampler share one model and want different implementations, so neither sets one for good.
+    Trainer and sampler share one model and use different implementations, so neither sets one permanently.
     """
     configs = list({id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}.values())
     before = [config._attn_implementation for config in configs]

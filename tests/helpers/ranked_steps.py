@@ -12,8 +12,8 @@ import model_zoo
 import numpy as np
 import torch
 from made_batches import make_batch, make_group, uneven_groups, with_behavior
+from made_steps import make_plan, sgd
 from safetensors.torch import save_file
-from test_step import make_plan, sgd
 
 from gspo.errors import DataError
 from gspo.learner.credit import Credit, assign

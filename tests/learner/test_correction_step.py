@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from made_batches import make_batch, plain_logp, uneven_groups, with_behavior
-from test_step import make_plan, plain_step, run, weights
+from made_steps import make_plan, plain_step, run, weights
 
 from gspo.learner.proximal import loglinear_weight
 from gspo.monitor.metrics import measured_noise, step_metrics

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from made_batches import make_batch, padded
-from test_step import make_plan, run, weights
+from made_steps import make_plan, run, weights
 
 from gspo import objectives
 from gspo.envs.episode import Exchange, episode_sample

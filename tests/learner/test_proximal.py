@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from made_batches import make_batch, uneven_groups, with_behavior
-from test_step import make_plan, run, weights
+from made_steps import make_plan, run, weights
 from training_runs import make_trainer, metrics, path_of, train
 
 from gspo.config import load

@@ -181,8 +181,8 @@ def _unreachable(path: str, what: str, key: str, cause: Exception) -> DataError:
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
         return DataError(f"there is no folder {path!r}: check {key}")
     return DataError(
-        f"the {what} {path!r} was not found: no such folder, and the hub did not provide it ({first}). Without network, "
-        f"copy the model to this machine and set {key} to the folder, or use embedded:tiny"
+        f"the {what} {path!r} was not found: no such folder, and the hub did not provide it ({first}). Without "
+        f"network, copy the model to this machine and set {key} to the folder, or use embedded:tiny"
     )
 
 

@@ -139,7 +139,7 @@ class Trainer:
                 self.record(batch, report, clock)
         return self.end()
 
-    def next_quantile(self) -> Summary:
+    def follow(self) -> Summary:
         """What the other ranks do: train on what rank 0 hands out and help it to save, until it lets them go."""
         for turn in self.world.commands():
             if turn.what == "train":

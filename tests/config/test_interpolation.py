@@ -28,16 +28,16 @@ def test_a_whole_value_keeps_its_type(tmp_path):
 
 
 def test_references_may_be_chained_and_name_whole_sections(tmp_path):
-    text = "ref: {mb_spec: '${actor.mb_spec}'}\nactor: {mb_spec: {max_tokens_per_mb: '${seed}'}}\nseed: 77\n"
+    text = "critic: {optimizer: '${actor.optimizer}'}\nactor: {optimizer: {lr: '${seed}'}}\nseed: 77\n"
     config = loaded(tmp_path, text).config
-    assert config.ref is not None
-    assert config.ref.mb_spec.max_tokens_per_mb == 77
-    assert config.ref.mb_spec == config.actor.mb_spec
-    assert config.ref.mb_spec is not config.actor.mb_spec
+    assert config.critic is not None
+    assert config.critic.optimizer.lr == 77
+    assert config.critic.optimizer == config.actor.optimizer
+    assert config.critic.optimizer is not config.actor.optimizer
 
 
 def test_a_reference_may_look_through_a_section_that_is_a_reference(tmp_path):
-    text = "ref: {mb_spec: '${actor.mb_spec}'}\nactor: {mb_spec: {n_mbs: 5}}\nseed: ${ref.mb_spec.n_mbs}\n"
+    text = "critic: {optimizer: '${actor.optimizer}'}\nactor: {optimizer: {lr: 5}}\nseed: ${critic.optimizer.lr}\n"
     assert loaded(tmp_path, text).config.seed == 5
 
 

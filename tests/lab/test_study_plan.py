@@ -105,3 +105,11 @@ def test_a_key_that_the_schema_lost_does_not_make_a_result_invalid(name):
     assert plan.digest_today(name, older, recorded) == job.digest
     assert plan.digest_today(name, config, job.digest) == job.digest
     assert plan.digest_today(name, {**older, "actor.optimizer.lr": 1.0}, "other") != job.digest
+
+
+def test_a_key_that_a_section_of_the_schema_lost_does_not_make_a_result_invalid():
+    study = plan.get("presets")
+    job = next(job for job in plan.jobs(study) if job.arm.startswith("ppo"))
+    config = plan.differences(plan.configured(study, job.overrides, job.seed))
+    older = {**config, "critic": {**config["critic"], "mb_spec": {"n_mbs": None}}}
+    assert plan.digest_today("presets", older, "other") == job.digest

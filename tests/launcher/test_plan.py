@@ -195,8 +195,8 @@ def script_of(*overrides: str) -> str:
 
 def test_the_job_script_is_valid_bash_and_asks_for_what_the_config_says(tmp_path):
     text = script_of(
-        "cluster.n_nodes=2", "cluster.n_gpus_per_node=4", "scheduler.slurm.partition=long",
-        "scheduler.slurm.time=1:00:00", "scheduler.slurm.account=us", "scheduler.slurm.sbatch=[--mem=8G, --exclusive]",
+        "cluster.n_nodes=2", "cluster.n_gpus_per_node=4", "scheduler.slurm.time=1:00:00",
+        "scheduler.slurm.sbatch=[--partition=long, --account=us, --mem=8G, --exclusive]",
         "scheduler.slurm.setup=[module load cuda]", "scheduler.slurm.save_before=90",
         f"cluster.fileroot={tmp_path}/a b",
     )  # fmt: skip

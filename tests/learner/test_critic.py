@@ -75,7 +75,7 @@ def test_a_new_critic_says_0_and_its_head_is_the_only_language_model_head_it_has
 @pytest.mark.parametrize("max_tokens", [1, 25, 8192])
 def test_the_critics_updates_are_the_plain_padded_ones(max_tokens, exact):
     """Three mini-batches: ½ max( (V − R)², (V_0 + clip(V − V_0) − R)² ), mean over the mini-batch's tokens."""
-    packed = make_critic(model_zoo.build("qwen3"), num_minibatches=3, max_tokens=max_tokens, loss_coef=0.5)
+    packed = make_critic(model_zoo.build("qwen3"), num_minibatches=3, max_tokens=max_tokens)
     plain = copy.deepcopy(packed.module)
     batch = credited(packed)
     rates = [0.01, 0.02, 0.01]
@@ -88,7 +88,7 @@ def test_the_critics_updates_are_the_plain_padded_ones(max_tokens, exact):
         start, target = (torch.from_numpy(np.concatenate([x[i] for i in at])) for x in (batch.values, batch.returns))
         v = values[mask]
         near = start + (v - start).clamp(-EPS, EPS)
-        loss = 0.5 * 0.5 * torch.maximum((v - target) ** 2, (near - target) ** 2).mean()
+        loss = 0.5 * torch.maximum((v - target) ** 2, (near - target) ** 2).mean()
         num_clipped += int(((near - target).abs() > (v - target).abs()).sum())
         plain.zero_grad()
         loss.backward()

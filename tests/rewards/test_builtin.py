@@ -160,10 +160,9 @@ def test_a_function_of_the_main_script_is_found_by_its_file(tmp_path):
     assert function_name(combine) == "gspo.rewards.spec:combine"
 
 
-def test_weights_and_a_format_pattern_may_stand_beside_the_names():
-    spec = reward_spec(["math", "format"], weights=[1.0, 0.2], format_regex="^<a>")
+def test_weights_may_stand_beside_the_names():
+    pattern = {"name": "regex", "pattern": "^<a>", "label": "format"}
+    spec = reward_spec(["math", pattern], weights=[1.0, 0.2])
     assert [(p.name, p.label, p.weight) for p in spec] == [("math", "math", 1.0), ("regex", "format", 0.2)]
     with pytest.raises(ConfigError, match="2 functions but 1 weights"):
         reward_spec(["math", "format"], weights=[1.0])
-    with pytest.raises(ConfigError, match="no function is `format`"):
-        reward_spec("math", format_regex="^<a>")

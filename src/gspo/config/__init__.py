@@ -3,7 +3,8 @@
 from gspo.config.document import digest, document, dump
 from gspo.config.load import load
 from gspo.config.loaded import Loaded, Origin
-from gspo.config.resolve import Objective, effective_objective, proximal_policy, value_of
+from gspo.config.objective import Objective, effective_objective, proximal_policy
+from gspo.config.resolve import value_of
 from gspo.config.schema import Config
 
 __all__ = [

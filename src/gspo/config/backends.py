@@ -1,4 +1,4 @@
-"""The little language of `rollout.backend`, `actor.backend` and AReaL's `allocation_mode`: "vllm:d4t2"."""
+"""Parse the strings of `rollout.backend`, `actor.backend` and AReaL's `allocation_mode`: "vllm:d4t2"."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DIMS = {"d": "data", "t": "tensor", "m": "tensor", "p": "pipeline", "c": "conte
 
 @dataclass(frozen=True)
 class Backend:
-    """An engine and how many copies (data), and GPUs per copy (tensor, pipeline), it has.
+    """An engine, its number of copies (data), and the GPUs of one copy (tensor × pipeline).
 
     >>> parse_backend("vllm:d4t2", SAMPLERS)
     Backend(name='vllm', data=4, tensor=2, pipeline=1)
@@ -28,7 +28,7 @@ class Backend:
 
     @property
     def world(self) -> int:
-        """GPUs, or processes, that it takes."""
+        """GPUs that it needs; on a CPU, processes."""
         return math.prod((self.data, self.tensor, self.pipeline))
 
     def __str__(self) -> str:
@@ -41,13 +41,13 @@ class Backend:
 
 
 def parse_backend(text: str, names: tuple[str, ...]) -> Backend:
-    """Read "name" or "name:d4t2"; ValueError with one sentence for what cannot run here."""
+    """Parse "name" or "name:d4t2"; ValueError with the reason if gspo cannot run it."""
     match = _FORM.fullmatch(text.strip().lower())
     if match is None:
-        raise ValueError(f"{text!r} is not a backend; write {', '.join(names)}, with sizes as in {names[-1]}:d4")
+        raise ValueError(f"{text!r} is not a backend; write one of {', '.join(names)}, with sizes as in {names[-1]}:d4")
     name = match["name"]
     if name in ("megatron", "archon"):
-        raise ValueError(f"{name} is an engine of AReaL's that does not run here; use {names[-1]}:dN on N GPUs")
+        raise ValueError(f"the AReaL engine {name} is not supported; use {names[-1]}:dN on N GPUs")
     if name not in names:
         raise ValueError(f"unknown backend {name!r}; use one of {', '.join(names)}")
     sizes: dict[str, int] = {}
@@ -58,33 +58,31 @@ def parse_backend(text: str, names: tuple[str, ...]) -> Backend:
         sizes[dim] = int(size)
     for dim in ("context", "expert"):
         if sizes.pop(dim, 1) > 1:
-            raise ValueError(
-                f"{text!r}: {dim} parallelism is an AReaL engine's; spread over more copies with d instead"
-            )
+            raise ValueError(f"{text!r}: {dim} parallelism is not supported; use more copies (d) instead")
     if name == "fsdp" and (sizes.get("tensor", 1) > 1 or sizes.get("pipeline", 1) > 1):
         world = math.prod(sizes.values())
-        raise ValueError(f"{text!r}: fsdp shards over data-parallel ranks only; use fsdp:d{world}")
+        raise ValueError(f"{text!r}: fsdp has data-parallel ranks only; use fsdp:d{world}")
     if name == "local" and (sizes.get("tensor", 1) > 1 or sizes.get("pipeline", 1) > 1):
         raise ValueError(
-            f"{text!r}: the local sampler is one process a copy; use local:d{sizes.get('data', 1)} or vllm"
+            f"{text!r}: a copy of the local sampler is one process; use local:d{sizes.get('data', 1)} or vllm"
         )
     if name == "auto" and sizes:
-        raise ValueError(f"{text!r}: auto chooses the sizes itself; write auto, or name the engine")
+        raise ValueError(f"{text!r}: auto chooses the sizes; write auto without sizes, or name an engine")
     return Backend(name, **sizes)
 
 
 def parse_allocation_mode(text: str) -> tuple[Backend, Backend]:
-    """Read AReaL's "sglang:d4p1t1+fsdp:d4" (or "sglang.d4p1t1+d4p1t1") as a sampler and a trainer."""
+    """Parse AReaL's "sglang:d4p1t1+fsdp:d4" (or "sglang.d4p1t1+d4p1t1") into a sampler and a trainer."""
     if "|" in text:
         raise ValueError(
-            f"{text!r}: a sampler server on the trainer's own GPUs (|) is not offered; "
+            f"{text!r}: a sampler server on the GPUs of the trainer (|) is not supported; "
             "write + for separate GPUs, or rollout.backend: local to sample in the trainer's process"
         )
     sampler, plus, trainer = (part.strip() for part in text.strip().partition("+"))
     if not plus:
         raise ValueError(f"{text!r} has no trainer; write sampler+trainer as in sglang:d4+fsdp:d4")
     if trainer.lower() in ("eval", "cpu"):
-        raise ValueError(f"{text!r}: evaluation alone is the verb `gspo eval`, not an allocation")
-    if re.fullmatch(r"([a-z][0-9]+)+", trainer.lower()):  # AReaL's fsdp may go unnamed
+        raise ValueError(f"{text!r}: to evaluate without training use `gspo eval`")
+    if re.fullmatch(r"([a-z][0-9]+)+", trainer.lower()):  # AReaL allows sizes without the name fsdp
         trainer = "fsdp:" + trainer
     return parse_backend(sampler, SAMPLERS), parse_backend(trainer, TRAINERS)

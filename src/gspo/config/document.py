@@ -15,8 +15,9 @@ from typing import Any
 
 from gspo.config.interpolate import escape
 from gspo.config.loaded import Loaded
-from gspo.config.migrate import areal, other_systems
-from gspo.config.resolve import proximal_policy
+from gspo.config.migrate import areal, other_systems, removed
+from gspo.config.migrate.rule import Rule
+from gspo.config.objective import proximal_policy
 from gspo.config.schema import Config, Key, Section, keys_of, known_keys
 
 
@@ -91,7 +92,9 @@ def document() -> str:
         _PROXIMAL_INTRODUCTION,
         _proximal_table(),
         _AREAL_INTRODUCTION,
-        _areal_table(),
+        _rule_table("AReaL", areal.rules()),
+        _REMOVED_INTRODUCTION,
+        _rule_table("removed", removed.rules()),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -159,46 +162,44 @@ def _cell(text: str) -> str:
 
 _PROXIMAL_INTRODUCTION = """## Where π_old comes from
 
-`actor.prox_logp_method` decides where it is set. Unset (`auto`), mini-batch 1 takes its own detached forward; later
-ones take the sampler's values while their measured noise is far below the clip range, else a forward under the weights
-at the start of the batch. AReaL's `recompute_logprob` counts only then: `false` without decoupling asks for the
-sampler's values, `true` for the trainer's. `use_decoupled_loss: true` adds the weight π_old/μ, bounded by
-`actor.rejection_sampling`; setting the latter alone switches it on.
+`actor.prox_logp_method` decides. If it is unset (`auto`), mini-batch 1 uses its own detached forward pass. Later
+mini-batches use the sampler's log-probs while their measured noise is far below the clip range; otherwise they use a
+forward pass under the weights at the start of the batch. `use_decoupled_loss: true` multiplies the loss by π_old/μ,
+which `actor.rejection_sampling` limits; setting `actor.rejection_sampling` alone also switches it on.
 
-With `rollout.max_head_offpolicyness` above 0, `auto` is `recompute`: what an older sampler's log-probs differ by is the
-policy's drift, not the sampler's noise ([async.md](async.md)).
+With `rollout.max_head_offpolicyness` above 0, `auto` is `recompute`: the log-probs of an older sampler differ by policy
+updates, not by noise ([async.md](async.md)).
 
-With `rollout`, the first step holds the sampler's noise at equal weights, p95 |log s|, against ε before any update:
-from ε/3 on it warns, above ε the run is refused unless `actor.prox_logp_force`. `gspo doctor --probe` measures it
-before training ([mismatch.md](mismatch.md)). `actor.prox_logp_recenter` takes the sampler's mean error off."""
+With `rollout`, the first step compares the sampler's noise at equal weights, p95 |log s|, with ε before any update:
+above ε/3 it warns, above ε the run is refused unless `actor.prox_logp_force`. `gspo doctor --probe` measures the noise
+before training ([mismatch.md](mismatch.md)). `actor.prox_logp_recenter` subtracts the sampler's mean error."""
 
 
 def _proximal_table() -> str:
-    rows = [
-        "| `prox_logp_method` | `recompute_logprob` | `use_decoupled_loss` | π_old | weight π_old/μ |",
-        "|---|---|---|---|---|",
-    ]
-    for method, recompute, decoupled in product(
-        ("auto", "recompute", "rollout", "loglinear"), (None, True, False), (False, True)
-    ):
-        chosen = proximal_policy(recompute, decoupled, method)
+    rows = ["| `prox_logp_method` | `use_decoupled_loss` | π_old | weight π_old/μ |", "|---|---|---|---|"]
+    for method, decoupled in product(("auto", "recompute", "rollout", "loglinear"), (False, True)):
+        chosen = proximal_policy(decoupled, method)
         weight = "yes" if chosen.corrected else "none: π_old is μ" if decoupled else "no"
-        cells = (_value(method), _value(recompute), _value(decoupled), chosen.method, weight)
-        rows.append("| " + " | ".join(cells) + " |")
+        rows.append("| " + " | ".join((_value(method), _value(decoupled), chosen.method, weight)) + " |")
     return "\n".join(rows)
 
 
 _AREAL_INTRODUCTION = """## AReaL's keys
 
-Configs of AReaL load, of the time of `areal.launcher.*` (2025) and of `scheduler.type` (2026). Keys not listed here and
-not above are errors. Each of these leaves one line saying what became of it. Backends are written as there:
+Configs of AReaL load, both those for `areal.launcher.*` (2025) and those with `scheduler.type` (2026). Keys that are
+not in this file are errors. Each key of this table gives one message. Backends are written as in AReaL:
 `sglang:d4p1t1`, `vllm:d2t2`, `fsdp:d4`; `megatron:` and `archon:` are refused."""
 
+_REMOVED_INTRODUCTION = """## Removed keys
 
-def _areal_table() -> str:
-    rows = ["| AReaL | here |", "|---|---|"]
+Earlier versions of gspo had these keys, and those of AReaL's table that are now translated. Run directories that hold
+them still resume."""
+
+
+def _rule_table(title: str, rules: Iterable[Rule]) -> str:
+    rows = [f"| {title} | here |", "|---|---|"]
     groups: dict[str, list[str]] = {}
-    for rule in areal.rules().values():
+    for rule in rules:
         groups.setdefault(rule.sentence, []).append(rule.key)
     rows += [f"| {', '.join(f'`{key}`' for key in keys)} | {_cell(sentence)} |" for sentence, keys in groups.items()]
     return "\n".join(rows)
@@ -212,7 +213,7 @@ def migrating() -> str:
     parts = [_MIGRATING_INTRODUCTION]
     for system, title, introduction in _SYSTEMS:
         parts += [f"## {title}", introduction, *_foreign_tables(system)]
-    parts += ["## From AReaL", _FROM_AREAL, _areal_table()]
+    parts += ["## From AReaL", _FROM_AREAL, _rule_table("AReaL", areal.rules())]
     return "\n\n".join(parts) + "\n"
 
 

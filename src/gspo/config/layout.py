@@ -1,4 +1,4 @@
-"""How many processes a config asks for: trainer ranks, and sampler servers beside them. Pure and torch-free."""
+"""The processes of a config: trainer ranks and sampler servers. Pure and torch-free."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from gspo.config.backends import SAMPLERS, TRAINERS, Backend, parse_backend
 from gspo.config.schema import Config
 
-# The engine that `rollout.backend: auto` takes for servers on GPUs: one that can be run.
+# The engine of the servers that `rollout.backend: auto` starts on GPUs.
 AUTO_ENGINE = "local"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks that train, servers that sample (None: rank 0 samples in its own process), and the machines for them.
+    """Ranks that train, servers that sample (None: rank 0 samples in its own process), machines and their GPUs.
 
     >>> from gspo.config import load
     >>> config = load(None, ["rollout.backend=vllm:d2t2", "actor.backend=fsdp:d4"]).config
@@ -36,14 +36,14 @@ class Layout:
 
     @property
     def gpus_wanted(self) -> int:
-        """GPUs that the processes take, where GPUs are used at all."""
+        """GPUs that the processes need, if the run uses GPUs."""
         if self.is_colocated:
             return 1
         return self.ranks + (self.sampler.world if self.sampler is not None else 0)
 
     @property
     def is_colocated(self) -> bool:
-        """One GPU for the trainer and an engine that can give it up: the engine sleeps while the trainer works."""
+        """Whether trainer and vLLM share one GPU; vLLM then sleeps while the trainer works."""
         one_gpu = self.num_nodes * self.gpus_per_node == 1
         return one_gpu and self.sampler is not None and self.sampler.name == "vllm" and self.sampler.world == 1
 
@@ -66,17 +66,17 @@ class Layout:
 
 
 def layout_of(config: Config, num_gpus: int) -> Layout:
-    """What the backend strings come to; `num_gpus` are this machine's, for where cluster.n_gpus_per_node is null."""
+    """The layout of the two backend strings; `num_gpus` of this machine is used if cluster.n_gpus_per_node is null."""
     cluster, text = config.cluster, config.rollout.backend.strip().lower()
     per_node = num_gpus if cluster.n_gpus_per_node is None else cluster.n_gpus_per_node
     total = cluster.n_nodes * per_node
     sampler, trainer = parse_backend(text, SAMPLERS), parse_backend(config.actor.backend, TRAINERS)
     asked_ranks = trainer.data if _is_sized(config.actor.backend) else None
     if sampler.name == "auto":
-        # Half of the GPUs sample; one GPU, or none, is shared in one process.
+        # Half of the GPUs sample. With one GPU or none, one process samples and trains.
         free = total // 2 if asked_ranks is None else max(total - asked_ranks, 0)
         servers = Backend(AUTO_ENGINE, free) if free else None
-    elif text == "local":  # with a size, as in local:d1, it is a server
+    elif text == "local":  # in-process; with a size (local:d1) it is a server
         servers = None
     else:
         servers = sampler

@@ -1,6 +1,6 @@
 """`load`: a YAML file and overrides become one resolved config that knows who set each key.
 
-text → tree with places (tree.py) → `${…}` replaced (interpolate.py) → foreign spellings translated (areal.py) →
+text → tree with places (tree.py) → `${…}` replaced (interpolate.py) → old keys migrated (migrate/table.py) →
 names, types and bounds checked (check.py) → made concrete (resolve.py). All problems are reported together.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from gspo.config import yaml_tree as tree
 from gspo.config.interpolate import interpolate, section_behind
 from gspo.config.loaded import Loaded, Origin, origin_of
-from gspo.config.migrate import areal
+from gspo.config.migrate import table as migration
 from gspo.config.resolve import resolve, value_of
 from gspo.config.schema import Config, known_keys
 from gspo.config.validate import build, unknown_key
@@ -37,12 +37,12 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded:
         except ConfigError as error:
             problems.append(str(error))
     problems += interpolate(root, lambda reference: _elsewhere(root, reference))
-    areal.migrate(root, problems, messages)
+    migration.migrate(root, problems, messages)
     config, places = build(root, problems)
     tree.fail(problems)
     assert config is not None, "a config without problems"
     origins = _origins(config, places)
-    resolve(config, origins, problems, messages)
+    config = resolve(config, origins, problems, messages)
     tree.fail(problems)
     return Loaded(config, origins, tree.by_line(messages), path)
 
@@ -54,14 +54,14 @@ def _override(root: Node, override: Override, problems: list[str]) -> None:
         return
     if not _is_known(override.key):
         problems.append(unknown_key(override.key, tree.COMMAND_LINE))
-    for key in (override.key, *areal.spellings(override.key)):
+    for key in (override.key, *migration.spellings(override.key)):
         tree.pop(root, key)
 
 
 def _is_known(key: str) -> bool:
     keys = known_keys()
     free = (name for name, known in keys.items() if known.free)
-    return key in keys or areal.is_known(key) or any(key.startswith(name + ".") for name in free)
+    return key in keys or migration.is_known(key) or any(key.startswith(name + ".") for name in free)
 
 
 def _open_references(root: Node, key: str) -> None:
@@ -76,14 +76,14 @@ def _open_references(root: Node, key: str) -> None:
 
 def _elsewhere(root: Node, reference: str) -> Node | None:
     """What `${reference}` means where the config does not write that key: another spelling of it, or the default."""
-    for spelling in (areal.renamed(reference), *areal.spellings(reference)):
+    for spelling in (migration.renamed(reference), *migration.spellings(reference)):
         node = tree.get(root, spelling)
         if node is not None:
             return node
-    key = known_keys().get(areal.renamed(reference))
+    key = known_keys().get(migration.renamed(reference))
     if key is not None:
         return Node({} if key.section is not None and not key.nullable else _default_node(key.default), "default")
-    return Node(None, "default") if areal.is_known(reference) else None
+    return Node(None, "default") if migration.is_known(reference) else None
 
 
 def _default_node(default: object) -> object:

@@ -39,8 +39,6 @@ def render(plan: Plan, slurm: Slurm, command: Sequence[str], restarts: int) -> s
         "ntasks-per-node": 1,
         "cpus-per-task": cpus,
         "gpus-per-node": layout.gpus_per_node or None,
-        "partition": slurm.partition,
-        "account": slurm.account,
         "time": slurm.time,
         "output": log,
         "open-mode": "append",

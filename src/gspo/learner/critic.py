@@ -30,7 +30,6 @@ class Critic:
     min_micro_batches: int = 1
     max_norm: float = 0.0
     eps_clip: float = 0.2
-    loss_coef: float = 1.0
 
     @property
     def trained(self) -> tuple[ValueModule, torch.optim.Optimizer]:
@@ -119,7 +118,7 @@ def _backward(
     # [M] each
     start, target = (gather(x, index).to(values.device, values.dtype) for x in (start_values, returns))
     per_token, clipped = value_loss(values, start, target, critic.eps_clip)
-    loss = critic.loss_coef * per_token.sum() / denominator
+    loss = per_token.sum() / denominator
     loss.backward()
     report.num_tokens += packed.num_targets
     report.num_clipped += int(clipped.sum())

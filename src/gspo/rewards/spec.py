@@ -73,13 +73,12 @@ def reward_spec(
     value: Reward | Sequence[Reward],
     *,
     weights: Sequence[float] = (),
-    format_regex: str | None = None,
     key: str = "reward",
 ) -> RewardSpec:
     """Make a spec from a name, a function, a mapping, or a list of these.
 
     In a mapping, all entries but `name`, `weight` and `label` are arguments of the function. `weights`, if given, has
-    one number per entry. With `format_regex` the entry `format` becomes a search for that pattern.
+    one number per entry.
 
     >>> [(p.label, p.weight, dict(p.kwargs)) for p in reward_spec(["math", {"name": "final", "marker": "="}])]
     [('math', 1.0, {}), ('final', 1.0, {'marker': '='})]
@@ -89,13 +88,6 @@ def reward_spec(
         raise ConfigError(f"{key} is empty; name at least one reward, for example `math`")
     if weights and len(weights) != len(entries):
         raise ConfigError(f"{key}: {len(entries)} functions but {len(weights)} weights; give one weight per function")
-    if format_regex is not None:
-        if "format" not in entries:
-            raise ConfigError(
-                f"{key}: format_regex is set, but no function is `format`; add `format`, or remove format_regex"
-            )
-        pattern = {"name": "regex", "pattern": format_regex, "label": "format"}
-        entries = [pattern if entry == "format" else entry for entry in entries]
     parts: list[RewardPart] = []
     labels: set[str] = set()
     for index, entry in enumerate(entries):

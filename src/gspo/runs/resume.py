@@ -18,7 +18,7 @@ from gspo.runs.state import State
 FREE = (
     "total_train_steps", "total_train_epochs", "strict", "on_alarm", "stall_timeout", "profile", "saver", "recover",
     "evaluator", "stats_logger", "rollout.dump_to_file", "rollout.request_timeout", "rollout.request_retries",
-    "reward.timeout", "reward.workers", "cluster", "scheduler", "actor.backend", "allocation_mode",
+    "reward.timeout", "reward.workers", "cluster", "scheduler", "actor.backend",
 )  # fmt: skip
 
 

@@ -55,7 +55,7 @@ from gspo.train.build.other_models import make_critic, make_reference
 from gspo.train.build.policy import context_length, make_policy
 from gspo.train.build.rewards import make_rewards
 from gspo.train.build.rollout import make_filter, make_producer
-from gspo.train.build.run import is_due, make_loggers
+from gspo.train.build.run import checkpoint_frequency, is_due, make_loggers
 from gspo.train.build.sampler import decoder, evaluation_params, make_sampler, weights_for
 from gspo.train.evaluate import Evaluation, evaluate
 from gspo.train.relaunch import hand_over
@@ -252,8 +252,7 @@ class Trainer:
             last
             or self.stop.signal is not None
             or self.state.best_step == step
-            or self.is_due(self.config.saver, self.saved)
-            or self.is_due(self.config.recover, self.saved)
+            or self.is_due(checkpoint_frequency(self.config), self.saved)
         ):
             self.save()
 
@@ -325,7 +324,7 @@ class Trainer:
         refuse_long_prompts(self.data, limit, config.gconfig.max_new_tokens)
         longest = evaluation_params(config)[0].max_new_tokens
         refuse_long_prompts(self.valid, limit, longest, "eval_gconfig")
-        self.num_prompts = config.rollout.consumer_batch_size or config.train_dataset.batch_size
+        self.num_prompts = config.train_dataset.batch_size
         self.steps_per_epoch = max(len(self.data) // self.num_prompts, 1)
         self.total_steps = config.total_train_steps or config.total_train_epochs * self.steps_per_epoch
         num_parameters = sum(p.numel() for p in self.policy.parameters())

@@ -44,26 +44,9 @@ def lint(loaded: Loaded, num_gpus: int | None = None, context: int | None = None
     return sorted(found, key=lambda finding: finding.severity != "error")
 
 
-def missing(loaded: Loaded) -> list[Finding]:
-    """An error for each setting that this version does not support."""
-    facts, actor = facts_of(loaded, 0), loaded.config.actor
-    unbuilt = (
-        ("actor.attn_impl", actor.attn_impl not in ("auto", "sdpa"), "a choice of attention kernel", "set it to auto"),
-        ("actor.disable_dropout", not actor.disable_dropout, "dropout in training", "set it to true"),
-        ("actor.mb_spec.granularity", actor.mb_spec.granularity != 1, "granularity of micro-batches", "set it to 1"),
-        (
-            "actor.mb_spec.packing_algorithm",
-            actor.mb_spec.packing_algorithm != "ffd",
-            "another packing algorithm",
-            "set it to ffd",
-        ),
-    )
-    return [facts.error(key, f"this version does not have {what}", do) for key, is_set, what, do in unbuilt if is_set]
-
-
 def check(loaded: Loaded, num_gpus: int | None = None) -> list[Finding]:
     """The warnings to show before a run; ConfigError for errors, and with `strict` also for warnings."""
-    found = missing(loaded) + lint(loaded, num_gpus)
+    found = lint(loaded, num_gpus)
     fatal = [finding for finding in found if finding.severity == "error" or loaded.config.strict]
     if fatal:
         tail = "" if fatal[0].severity == "error" else "\n(strict: true makes warnings errors)"

@@ -25,7 +25,7 @@ def undividable_batch(f: Facts) -> Iterator[Finding]:
             key,
             f"{f.num_prompts:,} prompts × {group:,} samples = {total:,} sequences cannot be divided into {parts:,} "
             "mini-batches of equal size; sequences are not split",
-            f"set {key}: {_either(divisors)}, or {f.prompts_key}: {_either(prompts)}",
+            f"set {key}: {_either(divisors)}, or train_dataset.batch_size: {_either(prompts)}",
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from gspo.config.backends import SAMPLERS, parse_backend
 from gspo.config.layout import layout_of
 from gspo.config.loaded import Loaded
-from gspo.config.resolve import Objective, effective_objective
+from gspo.config.objective import Objective, effective_objective
 from gspo.config.schema import Actor, Config
 from gspo.system.gpus import visible_gpus
 
@@ -50,7 +50,7 @@ class Facts:
 
     @property
     def num_prompts(self) -> int:
-        return self.config.rollout.consumer_batch_size or self.config.train_dataset.batch_size
+        return self.config.train_dataset.batch_size
 
     @property
     def num_sequences(self) -> int:
@@ -64,11 +64,6 @@ class Facts:
     def max_staleness(self) -> int:
         """Weight versions that a sample may be behind the trainer."""
         return self.config.rollout.max_head_offpolicyness
-
-    @property
-    def prompts_key(self) -> str:
-        by_rollout = self.loaded.is_set("rollout.consumer_batch_size")
-        return "rollout.consumer_batch_size" if by_rollout else "train_dataset.batch_size"
 
     @property
     def sequence_level(self) -> bool:

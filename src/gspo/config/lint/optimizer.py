@@ -1,4 +1,4 @@
-"""Lint rules for the trained weights: learning rate, adapters, number types, dropout."""
+"""Lint rules for the trained weights: learning rate, adapters, number types."""
 
 from __future__ import annotations
 
@@ -68,15 +68,6 @@ def half_precision_head(f: Facts) -> Iterator[Finding]:
         )
 
 
-def dropout(f: Facts) -> Iterator[Finding]:
-    if not f.actor.disable_dropout:
-        yield f.warn(
-            "actor.disable_dropout",
-            "with dropout the ratio of a policy to itself is not 1",
-            "set actor.disable_dropout: true",
-        )
-
-
 RULES = (
     zero_learning_rate,
     high_learning_rate,
@@ -84,5 +75,4 @@ RULES = (
     adapter_on_random_weights,
     half_precision_on_cpu,
     half_precision_head,
-    dropout,
 )

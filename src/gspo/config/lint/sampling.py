@@ -8,16 +8,16 @@ from gspo.config.lint.facts import Facts, Finding
 
 
 def shortest_above_longest(f: Facts) -> Iterator[Finding]:
-    for section, values in (("gconfig", f.config.gconfig), ("eval_gconfig", f.config.eval_gconfig)):
-        is_own = section == "gconfig" or any(
-            f.loaded.is_set(f"{section}.{name}") for name in ("min_new_tokens", "max_new_tokens")
-        )
-        if values is not None and is_own and values.min_new_tokens > values.max_new_tokens:
+    shortest = f.config.gconfig.min_new_tokens  # of evaluation too
+    longest = {"gconfig": f.config.gconfig.max_new_tokens}
+    if f.config.eval_gconfig is not None and f.loaded.is_set("eval_gconfig.max_new_tokens"):
+        longest["eval_gconfig"] = f.config.eval_gconfig.max_new_tokens
+    for section, limit in longest.items():
+        if shortest > limit:
             yield f.error(
-                f"{section}.min_new_tokens",
-                f"the minimum of {values.min_new_tokens:,} new tokens is above the maximum of "
-                f"{values.max_new_tokens:,}",
-                f"set {section}.min_new_tokens: 0, or a larger {section}.max_new_tokens",
+                "gconfig.min_new_tokens",
+                f"the minimum of {shortest:,} new tokens is above {section}.max_new_tokens, {limit:,}",
+                f"set gconfig.min_new_tokens: 0, or a larger {section}.max_new_tokens",
             )
 
 
@@ -29,18 +29,6 @@ def no_randomness(f: Facts) -> Iterator[Finding]:
             "training samples without randomness: all completions of a prompt are equal and all advantages are 0",
             "set gconfig.greedy: false and gconfig.temperature: 1.0",
         )
-
-
-def two_temperatures(f: Facts) -> Iterator[Finding]:
-    gconfig, trained = f.config.gconfig, f.actor.temperature
-    if gconfig.greedy or gconfig.temperature == 0 or trained is None or trained == gconfig.temperature:
-        return
-    yield f.warn(
-        "actor.temperature",
-        f"the trainer computes log-probs at temperature {trained:g} and the sampler samples at "
-        f"{gconfig.temperature:g}: these are different distributions",
-        "remove actor.temperature; it is then gconfig.temperature",
-    )
 
 
 def longer_than_the_context(f: Facts) -> Iterator[Finding]:
@@ -66,4 +54,4 @@ def longer_than_max_tokens(f: Facts) -> Iterator[Finding]:
         )
 
 
-RULES = (shortest_above_longest, no_randomness, two_temperatures, longer_than_the_context, longer_than_max_tokens)
+RULES = (shortest_above_longest, no_randomness, longer_than_the_context, longer_than_max_tokens)

@@ -12,7 +12,7 @@ from gspo.config.resolve import value_of
 from gspo.config.schema import Norm, Optimizer, known_keys
 
 # (key or section, why it has no effect)
-Idle = tuple[str, str]
+Unused = tuple[str, str]
 
 
 def ineffective(loaded: Loaded, num_gpus: int | None = None) -> list[tuple[str, str]]:
@@ -36,7 +36,7 @@ def _chosen(loaded: Loaded) -> list[str]:
     return [key for key in given if defaults[key] is not None and value_of(loaded.config, key) != defaults[key]]
 
 
-def _objective(f: Facts) -> Iterator[Idle]:
+def _objective(f: Facts) -> Iterator[Unused]:
     name, gate, actor = f.objective["name"], f.objective["gate"], f.actor
     if gate != "clip":
         for key in ("eps_clip", "eps_clip_higher", "c_clip", "eps_clip_auto"):
@@ -51,13 +51,11 @@ def _objective(f: Facts) -> Iterator[Idle]:
     ):
         if gate != owner:
             yield from ((f"actor.{key}", f"the algorithm is {name}, not {owner}") for key in keys)
-    if f.objective["aggregation"] != "token_sum":
-        yield "actor.max_new_tokens", "only actor.loss_aggregation token_sum divides by it"
     if actor.zero_variance_groups != "refill" and f.config.rollout.dynamic_filter_fn is None:
         yield "actor.max_refills", f"actor.zero_variance_groups is {actor.zero_variance_groups}, not refill"
 
 
-def _policies(f: Facts) -> Iterator[Idle]:
+def _policies(f: Facts) -> Iterator[Unused]:
     actor = f.actor
     if not f.objective["corrected"]:
         yield "actor.rejection_sampling", "the loss is not multiplied by π_old/μ (actor.use_decoupled_loss is false)"
@@ -83,7 +81,7 @@ def _policies(f: Facts) -> Iterator[Idle]:
         yield "rollout.queue_size", "training is synchronous (rollout.max_head_offpolicyness is 0)"
 
 
-def _rewards(f: Facts) -> Iterator[Idle]:
+def _rewards(f: Facts) -> Iterator[Unused]:
     actor, reward = f.actor, f.config.reward
     if not actor.overlong_reward_penalty:
         for key in ("overlong_tokens", "overlong_penalty_factor"):
@@ -100,23 +98,19 @@ def _rewards(f: Facts) -> Iterator[Idle]:
                 )
     if not reward.functions:
         yield "reward.weights", "reward.functions is empty, so the reward of the task is used"
-    if "format" not in reward.functions:
-        yield "reward.format_regex", "format is not among reward.functions"
     if not f.code_rewards:
         yield "reward.allow_unsandboxed_code", "no reward runs model-written code (`code`)"
 
 
-def _norm(key: str, norm: Norm) -> Iterator[Idle]:
+def _norm(key: str, norm: Norm) -> Iterator[Unused]:
     if norm.mean_level is None:
         yield f"{key}.mean_leave1out", f"{key}.mean_level is null"
     if norm.std_level is None:
         yield f"{key}.std_unbiased", f"{key}.std_level is null"
         yield f"{key}.eps", f"{key}.std_level is null"
-    if "group" not in (norm.mean_level, norm.std_level):
-        yield f"{key}.group_size", f"{key} has no group level"
 
 
-def _engines(f: Facts) -> Iterator[Idle]:
+def _engines(f: Facts) -> Iterator[Unused]:
     actor, config = f.actor, f.config
     if not actor.use_lora:
         yield from (
@@ -143,28 +137,24 @@ def _engines(f: Facts) -> Iterator[Idle]:
             yield "scheduler.restarts", "the local launcher restarts sampler servers only, and there are none"
 
 
-def _optimizer(key: str, optimizer: Optimizer) -> Iterator[Idle]:
+def _optimizer(key: str, optimizer: Optimizer) -> Iterator[Unused]:
     if optimizer.type == "sgd":
         yield from ((f"{key}.{name}", f"{key}.type is sgd") for name in ("beta1", "beta2", "eps"))
     if optimizer.lr_scheduler_type == "constant":
         yield f"{key}.min_lr_ratio", f"{key}.lr_scheduler_type is constant"
 
 
-def _sampling(f: Facts) -> Iterator[Idle]:
+def _sampling(f: Facts) -> Iterator[Unused]:
     for section, values in (("gconfig", f.config.gconfig), ("eval_gconfig", f.config.eval_gconfig)):
-        if values is None:
-            continue
-        if values.greedy:
-            yield from (
-                (f"{section}.{key}", f"{section}.greedy always takes the most likely token")
-                for key in ("top_p", "top_k")
-            )
-        if values.min_new_tokens == values.max_new_tokens:
-            for key in ("stop_token_ids", "ignore_eos"):
-                yield f"{section}.{key}", "min_new_tokens equals max_new_tokens, so no token ends a completion"
+        if values is not None and values.greedy:
+            why = f"{section}.greedy always takes the most likely token"
+            yield from ((f"{section}.{key}", why) for key in ("top_p", "top_k"))
+    if f.config.gconfig.min_new_tokens == f.config.gconfig.max_new_tokens:
+        for key in ("stop_token_ids", "ignore_eos"):
+            yield f"gconfig.{key}", "min_new_tokens equals max_new_tokens, so no token ends a completion"
 
 
-def _rest(f: Facts) -> Iterator[Idle]:
+def _rest(f: Facts) -> Iterator[Unused]:
     config = f.config
     if config.total_train_steps is not None:
         yield "total_train_epochs", "total_train_steps is set"
@@ -172,11 +162,6 @@ def _rest(f: Facts) -> Iterator[Idle]:
         if data is not None and data.mixture:
             for key in ("path", "size", "prompt_column", "answer_column", "columns", "options"):
                 yield f"{section}.{key}", f"the sources of {section}.mixture replace it"
-    if config.valid_dataset is not None:
-        for key in ("batch_size", "shuffle"):
-            yield f"valid_dataset.{key}", "evaluation uses the first evaluator.size problems in file order"
-    if config.eval_gconfig is not None:
-        yield "eval_gconfig.max_tokens", "gconfig.max_tokens applies to evaluation too"
     if not (config.env.path or config.env.agent or config.env.command):
         for key in ("env.options", "env.max_turns", "env.timeout", "env.turn_discount", "actor.sequence_unit"):
             yield key, "the config has no environment (env.path); only Trainer(env=…) would use it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -144,3 +145,40 @@ def repeat(move: Move, target: str) -> None:
             f"is {tree.clip(written(move.node.data()))}, but {target} is {tree.clip(written(value))}; "
             f"a run has only one {target}: set {target} and remove {move.rule.key}"
         )
+
+
+# -- How a table writes its rules: a pattern with braces is several keys -------------------------------------------
+
+
+def expand(pattern: str) -> list[str]:
+    """The keys of a pattern with braces.
+
+    >>> expand("{saver,recover}.{a,b}")
+    ['saver.a', 'saver.b', 'recover.a', 'recover.b']
+    """
+    match = re.search(r"\{([^{}]*)\}", pattern)
+    if match is None:
+        return [pattern]
+    head, tail = pattern[: match.start()], pattern[match.end() :]
+    return [key for part in match[1].split(",") for key in expand(head + part + tail)]
+
+
+def renames(old: str, target: str) -> list[Rule]:
+    return [Rule(old, "rename", target=target)]
+
+
+def repeats(pattern: str, target: str) -> list[Rule]:
+    return [Rule(key, "repeat", target=target) for key in expand(pattern)]
+
+
+def drops(pattern: str, reason: str) -> list[Rule]:
+    return [Rule(key, "drop", reason=reason) for key in expand(pattern)]
+
+
+def only(pattern: str, harmless: tuple[Any, ...], instead: str) -> list[Rule]:
+    """Ignore these values, refuse all others."""
+    return [Rule(key, "drop", harmless=harmless, instead=instead) for key in expand(pattern)]
+
+
+def translates(pattern: str, reason: str, translation: Callable[[Move], None]) -> list[Rule]:
+    return [Rule(key, "translate", reason=reason, translate=translation) for key in expand(pattern)]

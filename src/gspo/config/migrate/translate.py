@@ -7,12 +7,13 @@ from typing import Any
 
 from gspo.config import yaml_tree as tree
 from gspo.config.backends import SAMPLERS, TRAINERS, Backend, parse_allocation_mode, parse_backend
-from gspo.config.migrate.rule import Move, written
+from gspo.config.migrate.rule import Move, repeat, written
 from gspo.config.yaml_tree import Node, describe
 
 
 def allocation_mode(move: Move) -> None:
     if move.node.value is None or move.node.value == "":
+        move.drop("rollout.backend and actor.backend decide")
         return
     try:
         sampler, trainer = parse_allocation_mode(str(move.node.text or move.node.value))
@@ -110,15 +111,15 @@ def async_training(move: Move) -> None:
 
 def loss_switch(algorithm: str) -> Callable[[Move], None]:
     def translate(move: Move) -> None:
-        if move.node.value is None:
-            return
-        on = move.switch()
+        on = None if move.node.value is None else move.switch()
         existing = tree.get(move.root, "algorithm")
-        if on and (existing is None or existing.data() != algorithm):
+        if on is False and existing is not None and existing.data() == algorithm:
+            move.refuse(f"false contradicts algorithm: {algorithm} ({existing.place}); remove it")
+        elif on and (existing is None or existing.data() != algorithm):
             move.set("algorithm", algorithm)
             move.say(f"is now algorithm: {algorithm}")
-        elif on is False and existing is not None and existing.data() == algorithm:
-            move.refuse(f"false contradicts algorithm: {algorithm} ({existing.place}); remove it")
+        elif on or move.node.value in (None, False):
+            move.drop("algorithm decides")
 
     return translate
 
@@ -217,3 +218,102 @@ def top_k(move: Move) -> None:
         move.say(f"{value} is now 0, which keeps all tokens")
     else:
         tree.put(move.root, move.rule.key, move.node)
+
+
+def recompute_logprob(move: Move) -> None:
+    """AReaL's switch for π_old. It counts only if actor.prox_logp_method is not set."""
+    on = None if move.node.value is None else move.switch()
+    if on is None:
+        if move.node.value is None:
+            move.drop("actor.prox_logp_method decides")
+        return
+    method = tree.get(move.root, "actor.prox_logp_method")
+    if method is not None and method.value not in (None, "auto"):
+        contradicts = method.value == ("rollout" if on else "recompute")
+        move.say(f"{'has no effect' if contradicts else 'is ignored'}: actor.prox_logp_method {method.value} decides")
+        return
+    # AReaL recomputes π_old for the decoupled loss, whatever this switch says.
+    correction, switch = (move.existing(f"actor.{name}") for name in ("rejection_sampling", "use_decoupled_loss"))
+    is_corrected = correction is not None and correction.value is not None if switch is None else switch.value is True
+    chosen = "recompute" if on or is_corrected else "rollout"
+    tree.pop(move.root, "actor.prox_logp_method")
+    move.set("actor.prox_logp_method", chosen)
+    move.say(f"is now actor.prox_logp_method: {chosen}")
+
+
+def norm_group_size(move: Move) -> None:
+    """The size of a group is gconfig.n_samples; a norm over the batch does not use it."""
+    section = move.rule.key.rpartition(".")[0]
+    levels = (tree.get(move.root, f"{section}.{name}") for name in ("mean_level", "std_level"))
+    if any(level is not None and level.value == "group" for level in levels):
+        repeat(move, "gconfig.n_samples")
+    else:
+        move.drop(f"{section} has no group level")
+
+
+def consumer_batch_size(move: Move) -> None:
+    """It had precedence over train_dataset.batch_size, which is now the only key."""
+    target, value = "train_dataset.batch_size", move.node.data()
+    existing = tree.get(move.root, target)
+    from_command_line = existing is not None and existing.from_command_line and not move.node.from_command_line
+    if value is None or from_command_line or value == move.value_of(target):
+        move.drop(f"{target} decides" if value is None or from_command_line else f"it repeats {target}")
+        return
+    tree.put(move.root, target, move.node)
+    move.say(f"is now {target}: {written(value)}")
+
+
+def frequency(target: str) -> Callable[[Move], None]:
+    """Saver and recover wrote the same checkpoints: every frequency has one key, and the higher frequency wins."""
+
+    def translate(move: Move) -> None:
+        existing, value = move.value_of(target), move.node.value
+        if value is None:
+            move.drop(f"{target} decides")
+            return
+        if isinstance(existing, int | float) and isinstance(value, int | float) and existing <= value:
+            move.drop(f"{target}: {written(existing)} is at least as frequent")
+            return
+        tree.put(move.root, target, move.node)
+        move.say(f"is now {target}: {written(move.node.data())}")
+
+    return translate
+
+
+def sbatch_option(name: str) -> Callable[[Move], None]:
+    def translate(move: Move) -> None:
+        options = tree.get(move.root, "scheduler.slurm.sbatch")
+        if move.node.value is None:
+            move.drop("the cluster's default is used")
+            return
+        option = f"--{name}={move.node.text or move.node.value}"
+        node = Node(option, move.node.place, text=option, settled=True)
+        if options is None or options.value is None:
+            tree.put(move.root, "scheduler.slurm.sbatch", Node([node], move.node.place))
+        elif isinstance(options.value, list):
+            options.value.append(node)
+        move.say(f"is now an item of scheduler.slurm.sbatch: {option}")
+
+    return translate
+
+
+def format_regex(move: Move) -> None:
+    """The pattern of the reward `format` is now an entry of reward.functions."""
+    functions = tree.get(move.root, "reward.functions")
+    if move.node.value is None:
+        move.drop("null is the default")
+    elif functions is None or not any(entry.value == "format" for entry in _items(functions)):
+        move.refuse(
+            "applies to the reward `format`, which is not in reward.functions; "
+            "add {name: regex, pattern: …} to reward.functions and remove this"
+        )
+    else:
+        place = move.node.place
+        words = {"name": "regex", "pattern": move.node.text or move.node.value, "label": "format"}
+        pattern = {name: Node(word, place, text=str(word), settled=True) for name, word in words.items()}
+        functions.value = [Node(pattern, place) if entry.value == "format" else entry for entry in _items(functions)]
+        move.say("is now reward.functions: [{name: regex, pattern: …, label: format}]")
+
+
+def _items(node: Node) -> list[Node]:
+    return node.value if isinstance(node.value, list) else []

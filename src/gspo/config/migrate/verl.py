@@ -61,7 +61,6 @@ MAPPED: tuple[tuple[str, str, str], ...] = (
         "token-mean: token_mean; seq-mean-token-mean: sequence_mean; seq-mean-token-sum: sequence_sum; "
         "seq-mean-token-sum-norm: token_sum",
     ),
-    (_A + "loss_scale_factor", "actor.max_new_tokens", "what token_sum divides by"),
     (f"{_A}use_kl_loss {_A}kl_loss_coef", "actor.kl_loss_coef", "above 0 needs a ref section"),
     (_A + "kl_loss_type", "actor.kl_estimator", "kl: k1; mse: k2; low_var_kl: k3"),
     (f"{_A}grad_clip {_A}optim.clip_grad", "actor.optimizer.gradient_clipping", ""),
@@ -106,8 +105,8 @@ MAPPED: tuple[tuple[str, str, str], ...] = (
     (
         "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu "
         "actor_rollout_ref.ref.log_prob_micro_batch_size actor_rollout_ref.ref.log_prob_use_dynamic_bsz",
-        "ref.mb_spec.max_tokens_per_mb",
-        "",
+        "actor.mb_spec.max_tokens_per_mb",
+        "it applies to all models",
     ),
     ("algorithm.adv_estimator", "algorithm", "gae: ppo; grpo, rloo, reinforce_plus_plus; or gspo, dapo, …"),
     ("algorithm.norm_adv_by_std_in_grpo", "actor.reward_norm.std_level", "null for false; or algorithm: dr_grpo"),
@@ -152,8 +151,8 @@ MAPPED: tuple[tuple[str, str, str], ...] = (
     (
         "critic.ppo_max_token_len_per_gpu critic.ppo_micro_batch_size critic.ppo_micro_batch_size_per_gpu "
         "critic.use_dynamic_bsz",
-        "critic.mb_spec.max_tokens_per_mb",
-        "",
+        "actor.mb_spec.max_tokens_per_mb",
+        "it applies to all models",
     ),
     ("trainer.total_epochs", "total_train_epochs", ""),
     ("trainer.total_training_steps", "total_train_steps", "a step is one rollout batch in both"),
@@ -200,6 +199,7 @@ NEEDLESS: tuple[tuple[str, str], ...] = (
     (f"{_A}checkpoint.* critic.checkpoint.*", "checkpoints have one format, complete and verified"),
     (f"{_M}use_shm {_M}external_lib {_M}hf_config_path", "models load from a folder or the hub"),
     ("critic.enable", "a critic section turns it on"),
+    (f"{_A}loss_scale_factor", "token_sum divides by gconfig.max_new_tokens"),
 )
 
 UNSUPPORTED: tuple[tuple[str, str], ...] = (

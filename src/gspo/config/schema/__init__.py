@@ -9,12 +9,12 @@ from gspo.config.schema.actor import Actor, AutoClip, Correction, Norm, Sharding
 from gspo.config.schema.cluster import Cluster, Scheduler, Slurm
 from gspo.config.schema.config import Config, known_keys
 from gspo.config.schema.critic import Critic, Reference
-from gspo.config.schema.dataset import DatasetSpec, MixtureSource
+from gspo.config.schema.dataset import DatasetSpec, MixtureSource, TrainDataset
 from gspo.config.schema.env import Environment
 from gspo.config.schema.key import Key, Section, keys_of
 from gspo.config.schema.optimizer import MicroBatch, Optimizer
 from gspo.config.schema.reward import Reward
-from gspo.config.schema.rollout import Generation, Rollout
+from gspo.config.schema.rollout import EvalGeneration, Generation, Rollout
 from gspo.config.schema.saver import Evaluator, Frequency, Recover, Saver
 from gspo.config.schema.stats_logger import StatsLogger, WandB
 
@@ -27,6 +27,7 @@ __all__ = [
     "Critic",
     "DatasetSpec",
     "Environment",
+    "EvalGeneration",
     "Evaluator",
     "Frequency",
     "Generation",
@@ -45,6 +46,7 @@ __all__ = [
     "Sharding",
     "Slurm",
     "StatsLogger",
+    "TrainDataset",
     "WandB",
     "keys_of",
     "known_keys",

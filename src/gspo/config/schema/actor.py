@@ -16,7 +16,6 @@ class Norm(Section):
     std_level: Literal["batch", "group"] | None = key(None, "Divide by the std over this set; null: none.")
     std_unbiased: bool = key(True, "Divide by n − 1 in the variance.")
     eps: float = key(0.0, "Added to the std.", low=0.0)
-    group_size: int | None = key(None, "Size of a group; must equal gconfig.n_samples where it is given.", low=1)
 
 
 class Correction(Section):
@@ -59,16 +58,12 @@ class Actor(Section):
         "auto", "Type of the weights; auto: bfloat16 on CUDA, float32 elsewhere."
     )
     fsdp: Sharding = key(Sharding, "Mixed precision on several ranks, for the actor, ref and critic.")
-    attn_impl: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = key(
-        "auto", "Attention kernel; auto: shared-prefix attention, on CUDA by flex attention."
-    )
     gradient_checkpointing: bool = key(False, "Recompute activations in the backward pass: less memory, more time.")
-    disable_dropout: bool = key(True, "Dropout off in training, as the ratio needs.")
     init_from_scratch: bool = key(False, "Random weights in the model's architecture.")
     fp32_lm_head: bool | None = key(None, "Compute the LM head in float32.", unset="yes for sequence ratios")
     logprobs_chunk_size: int = key(256, "Positions per chunk of the LM head; bounds memory.", low=1)
     share_prefix: bool = key(True, "Compute a group's prompt once for its completions.")
-    mb_spec: MicroBatch = key(MicroBatch, "Micro-batches.")
+    mb_spec: MicroBatch = key(MicroBatch, "Micro-batches of the actor, ref and critic.")
     optimizer: Optimizer = key(Optimizer, "Optimizer and its schedule.")
     weight_update_mode: Literal["auto", "disk", "shm", "broadcast"] = key(
         "auto",
@@ -108,10 +103,8 @@ class Actor(Section):
     max_refills: int = key(8, "Refill rounds per step before giving up.", low=1)
     cispo_weight_max: float = key(5.0, "Bound of the CISPO weight.", above=0.0)
     gmpo_log_clip: float = key(0.4, "Band of GMPO's token log-ratios.", above=0.0)
-    use_sapo_loss: bool | None = key(None, "AReaL's switch; the same as algorithm: sapo.")
     sapo_tau_pos: float = key(1.0, "SAPO temperature for A > 0.", above=0.0)
     sapo_tau_neg: float = key(1.05, "SAPO temperature for A ≤ 0.", above=0.0)
-    use_cispo_loss: bool | None = key(None, "AReaL's switch; the same as algorithm: cispo.")
 
     prox_logp_method: Literal["auto", "recompute", "rollout", "loglinear"] | None = key(
         None,
@@ -126,7 +119,6 @@ class Actor(Section):
     prox_logp_force: bool = key(
         False, "With prox_logp_method rollout: train even where the sampler's noise is above the clip range."
     )
-    recompute_logprob: bool | None = key(None, "AReaL's switch; false without decoupling means rollout.")
     routing_replay: Literal["none", "proximal", "rollout"] = key(
         "none",
         "Experts of a mixture's training passes: each router's own, those of π_old's forward, or the sampler's. "
@@ -155,10 +147,6 @@ class Actor(Section):
     overlong_penalty_factor: float = key(1.0, "Largest overlong penalty.", low=0.0)
     mask_no_eos_with_zero: bool = key(False, "Truncated completions get advantage 0.")
 
-    temperature: float | None = key(
-        None, "Sampling temperature for the trainer's log-probs.", unset="gconfig.temperature", low=0.0
-    )
-    max_new_tokens: int | None = key(None, "For the token_sum denominator.", unset="gconfig.max_new_tokens", low=1)
     max_nonfinite_updates: int = key(3, "Non-finite updates in a row that end the run.", low=1)
     sequence_unit: Literal["trajectory", "turn"] = key(
         "trajectory", "What of an episode has one sequence ratio, clip and |y|: all its turns together, or each turn."

@@ -14,8 +14,6 @@ class Cluster(Section):
 
 
 class Slurm(Section):
-    partition: str | None = key(None, "Partition.", unset="the cluster's default")
-    account: str | None = key(None, "Account to charge.", unset="yours")
     time: str | None = key(None, "Time limit as sbatch takes it, 24:00:00.", unset="the partition's")
     cpus_per_node: int | None = key(None, "CPUs on each machine.", unset="one per process there", low=1)
     save_before: int = key(120, "Seconds before the time limit at which the run saves and is queued again.", low=1)

@@ -11,11 +11,11 @@ from gspo.algorithms import ALGORITHMS
 from gspo.config.schema.actor import Actor
 from gspo.config.schema.cluster import Cluster, Scheduler
 from gspo.config.schema.critic import Critic, Reference
-from gspo.config.schema.dataset import DatasetSpec
+from gspo.config.schema.dataset import DatasetSpec, TrainDataset
 from gspo.config.schema.env import Environment
 from gspo.config.schema.key import Key, Section, key, keys_of
 from gspo.config.schema.reward import Reward
-from gspo.config.schema.rollout import Generation, Rollout
+from gspo.config.schema.rollout import EvalGeneration, Generation, Rollout
 from gspo.config.schema.saver import Evaluator, Recover, Saver
 from gspo.config.schema.stats_logger import StatsLogger
 
@@ -30,7 +30,6 @@ class Config(Section):
     total_train_epochs: int = key(1, "Passes over the training data.", low=1)
     total_train_steps: int | None = key(None, "Training steps.", unset="by total_train_epochs", low=1)
     tokenizer_path: str | None = key(None, "Tokenizer.", unset="actor.path")
-    allocation_mode: str | None = key(None, "AReaL's old spelling of rollout.backend and actor.backend.")
     strict: bool = key(False, "Turn warnings into errors.")
     stall_timeout: float = key(
         7200.0, "Seconds without any progress until a run ends itself with a stack dump (log.txt).", above=0
@@ -44,18 +43,20 @@ class Config(Section):
     scheduler: Scheduler = key(Scheduler, "Where processes run.")
     rollout: Rollout = key(Rollout, "Samplers and staleness.")
     gconfig: Generation = key(Generation, "Sampling for training.")
-    eval_gconfig: Generation | None = key(
-        None, "Sampling for evaluation.", unset="one greedy sample, gconfig's lengths"
+    eval_gconfig: EvalGeneration | None = key(
+        None,
+        "Sampling for evaluation; what is not set here is as in gconfig.",
+        unset="one greedy sample; lengths and stops are always those of gconfig",
     )
     actor: Actor = key(Actor, "The policy, its objective and its trainer.")
     ref: Reference | None = key(None, "Reference model for KL.")
     critic: Critic | None = key(None, "Value model for PPO.")
     reward: Reward = key(Reward, "Reward functions and their workers.")
     env: Environment = key(Environment, "Multi-turn episodes, tools, agents.")
-    train_dataset: DatasetSpec = key(DatasetSpec, "Training problems.")
+    train_dataset: TrainDataset = key(TrainDataset, "Training problems.")
     valid_dataset: DatasetSpec | None = key(None, "Held-out problems.", unset="train_dataset's held-out split")
-    saver: Saver = key(Saver, "Checkpoints to keep.")
-    recover: Recover = key(Recover, "Checkpoints for resuming.")
+    saver: Saver = key(Saver, "Checkpoints by steps or epochs, and how many are kept.")
+    recover: Recover = key(Recover, "Checkpoints by time, and resuming.")
     evaluator: Evaluator = key(Evaluator, "Held-out evaluation.")
     stats_logger: StatsLogger = key(StatsLogger, "Where metrics go beside the run directory.")
     vllm: dict[str, Any] = key(

@@ -5,20 +5,17 @@ from __future__ import annotations
 from typing import Literal
 
 from gspo.config.schema.key import Section, key
-from gspo.config.schema.optimizer import MicroBatch, Optimizer
+from gspo.config.schema.optimizer import Optimizer
 
 
 class Reference(Section):
     path: str | None = key(None, "Reference model.", unset="actor.path")
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = key("auto", "Type of its weights.")
-    mb_spec: MicroBatch = key(MicroBatch, "Micro-batches of the reference pass.")
 
 
 class Critic(Section):
     path: str | None = key(None, "Value model.", unset="actor.path with a new value head")
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = key("auto", "Type of its weights.")
-    mb_spec: MicroBatch = key(MicroBatch, "Micro-batches of the critic.")
     optimizer: Optimizer = key(Optimizer, "Optimizer of the critic.")
     ppo_n_minibatches: int | None = key(None, "Critic updates per rollout batch.", unset="the actor's", low=1)
     value_eps_clip: float = key(0.2, "Clip range of the value.", above=0.0)
-    value_loss_coef: float = key(1.0, "Weight of the value loss.", low=0.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from gspo.config.schema.key import Section, key
 
@@ -28,10 +28,7 @@ class MixtureSource(Section):
 
 class DatasetSpec(Section):
     path: str = key("embedded:arithmetic", "embedded:arithmetic, reasoning_gym:<task>, a hub name, a file or folder.")
-    type: Literal["rl"] = key("rl", "Kind of data; prompts with references.")
     split: str | None = key(None, "Split to read.", unset="train for training, test for validation")
-    batch_size: int = key(32, "Prompts per rollout batch (training) or per evaluation pass.", low=1)
-    shuffle: bool = key(True, "Draw prompts in a seeded random order.")
     max_length: int | None = key(None, "Longer prompts (in tokens) are dropped and counted.", low=1)
     size: int | None = key(None, "Use this many rows; procedural tasks generate them.", low=1)
     prompt_column: str | None = key(None, "Column with the question.", unset="guessed from usual names")
@@ -48,3 +45,8 @@ class DatasetSpec(Section):
     mixture: list[MixtureSource] = key(
         [], "Several data sets by weight, in place of path; a source inherits split, max_length and the template keys."
     )
+
+
+class TrainDataset(DatasetSpec):
+    batch_size: int = key(32, "Prompts per rollout batch.", low=1)
+    shuffle: bool = key(True, "Draw prompts in a seeded random order.")

@@ -1,4 +1,4 @@
-"""`optimizer` and `mb_spec` of the models: the update and the size of a pass."""
+"""`optimizer` and `mb_spec`: the update and the size of a pass."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from gspo.config.schema.key import Section, key
 class MicroBatch(Section):
     max_tokens_per_mb: int = key(8192, "Tokens per forward/backward pass; changes memory and speed, no result.", low=1)
     n_mbs: int | None = key(None, "At least this many micro-batches per mini-batch.", unset="as few as fit", low=1)
-    granularity: int = key(1, "Sequences kept together in a micro-batch.", low=1)
-    packing_algorithm: Literal["ffd", "kk"] = key("ffd", "How sequences are balanced over micro-batches.")
 
 
 class Optimizer(Section):

@@ -14,7 +14,6 @@ class Reward(Section):
         "{name: judge, url: …, model: …} (docs/data.md); empty: the task's own.",
     )
     weights: list[float] = key([], "One weight per function; empty: all 1.")
-    format_regex: str | None = key(None, "Pattern of the format reward.")
     timeout: float = key(10.0, "Seconds until a reward that does not answer is killed.", above=0)
     workers: int = key(2, "Worker processes for rewards that need one.", low=1)
     max_failure_fraction: float = key(0.5, "Share of failed rewards in a batch that stops the run.", low=0.0, high=1.0)

@@ -17,7 +17,6 @@ class Rollout(Section):
         unset="as many as the sampler and the bounds below take",
         low=1,
     )
-    consumer_batch_size: int | None = key(None, "Prompts per rollout batch.", unset="train_dataset.batch_size", low=1)
     max_head_offpolicyness: int = key(
         0, "η: how many weight versions a sample may be behind when it is trained on; 0: synchronous.", low=0
     )
@@ -37,15 +36,18 @@ class Rollout(Section):
     request_retries: int = key(3, "How often a request that was lost with its sampler server is tried again.", low=0)
 
 
-class Generation(Section):
+class EvalGeneration(Section):
     n_samples: int = key(8, "Completions per prompt: the group size G.", low=1)
     max_new_tokens: int = key(512, "Longest completion, in tokens.", low=1)
-    min_new_tokens: int = key(0, "EOS and stop tokens are forbidden before this many tokens.", low=0)
-    max_tokens: int | None = key(None, "Longest prompt + completion.", unset="the model's context", low=1)
     greedy: bool = key(False, "Take the most likely token.")
     temperature: float = key(1.0, "Divides the logits before sampling.", low=0.0)
     top_p: float = key(1.0, "Keep the smallest set of tokens with this much probability.", above=0.0, high=1.0)
     top_k: int = key(0, "Keep this many tokens; 0: all.", low=0)
+
+
+class Generation(EvalGeneration):
+    min_new_tokens: int = key(0, "EOS and stop tokens are forbidden before this many tokens.", low=0)
+    max_tokens: int | None = key(None, "Longest prompt + completion.", unset="the model's context", low=1)
     stop: list[str] = key([], "Strings that end a completion; the token that completes one stays.")
     stop_token_ids: list[int] = key([], "Token ids, beside EOS, that end a completion.")
     ignore_eos: bool = key(False, "Sample on after EOS, to max_new_tokens.")

@@ -8,12 +8,14 @@ from gspo.config.schema.key import Section, key
 
 
 class Frequency(Section):
-    freq_epochs: int | None = key(None, "Every so many epochs.", low=1)
-    freq_steps: int | None = key(None, "Every so many steps.", low=1)
-    freq_secs: float | None = key(None, "Every so many seconds.", above=0)
+    freq_epochs: int | None = key(None, "Run every N epochs.", low=1)
+    freq_steps: int | None = key(None, "Run every N steps.", low=1)
+    freq_secs: float | None = key(None, "Run every N seconds.", above=0)
 
 
-class Saver(Frequency):
+class Saver(Section):
+    freq_epochs: int | None = key(None, "Write a checkpoint every N epochs.", low=1)
+    freq_steps: int | None = key(None, "Write a checkpoint every N steps.", low=1)
     keep: int = key(2, "Checkpoints kept beside the best one.", low=1)
 
 
@@ -22,8 +24,6 @@ class Evaluator(Frequency):
     size: int | None = key(512, "Held-out problems per evaluation; null: all.", low=1)
 
 
-class Recover(Frequency):
-    freq_secs: float | None = key(300.0, "Every so many seconds.", above=0)
-    mode: Literal["auto", "disabled", "resume", "fault"] = key(
-        "auto", "A used run directory: auto (also AReaL's resume and fault) resumes it, disabled refuses it."
-    )
+class Recover(Section):
+    freq_secs: float | None = key(300.0, "Write a checkpoint every N seconds; null: never.", above=0)
+    mode: Literal["auto", "disabled"] = key("auto", "A used run directory: auto resumes it, disabled refuses it.")

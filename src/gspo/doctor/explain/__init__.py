@@ -40,7 +40,7 @@ def explain(loaded: Loaded, *, num_gpus: int | None = None, with_memory: bool = 
     source = find_source(loaded.config.actor.path)
     facts = facts_of(loaded, num_gpus)
     context = source.context if isinstance(source, Source) else None
-    findings = lint.missing(loaded) + lint.lint(loaded, facts.num_gpus, context)
+    findings = lint.lint(loaded, facts.num_gpus, context)
     config = facts.config
     sections = {
         "config": None if loaded.path is None else str(loaded.path),

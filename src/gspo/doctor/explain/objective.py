@@ -6,7 +6,7 @@ from typing import Any
 
 from gspo.algorithms import ALGORITHMS
 from gspo.config.lint.facts import Facts
-from gspo.config.resolve import Objective
+from gspo.config.objective import Objective
 from gspo.config.schema import Critic, Norm
 from gspo.system.text import number
 

@@ -27,7 +27,7 @@ from typing import Any, Literal
 import yaml
 
 from gspo.config import Loaded, load, value_of
-from gspo.config.schema import Section
+from gspo.config.schema import Section, known_keys
 from gspo.errors import ConfigError
 
 HERE = Path(__file__).parent
@@ -279,8 +279,8 @@ def digest_today(name: str, config: Mapping[str, Any], digest: str) -> str:
 
     A key that was removed from the schema had no effect on the run, so its removal does not make the result invalid.
     """
-    kept = {key: value for key, value in config.items() if _is_key(key)}
-    if len(kept) == len(config):
+    kept = {key: _without_removed(key, value) for key, value in config.items() if _is_key(key)}
+    if kept == config:
         return digest
     study = studies().get(name)
     if study is None or study.compute is None:
@@ -290,15 +290,19 @@ def digest_today(name: str, config: Mapping[str, Any], digest: str) -> str:
     return _digest(_computed(study, kept)) if same_settings else digest
 
 
+def _without_removed(key: str, value: Any) -> Any:
+    """The value of a key; of a section, without the keys that the schema no longer has."""
+    known = known_keys()
+    if key not in known or known[key].section is None or not isinstance(value, dict):
+        return value
+    inside = {name: f"{key}.{name}" for name in value}
+    return {name: _without_removed(inside[name], value[name]) for name in value if inside[name] in known}
+
+
 def _is_key(key: str) -> bool:
-    parts = key.split(".")
-    return any(".".join(parts[:length]) in _schema_keys() for length in range(1, len(parts) + 1))
-
-
-@cache
-def _schema_keys() -> frozenset[str]:
-    """Every key of the schema; of a section whose default is null, the section."""
-    return frozenset(load(None).origins)
+    known, parts = known_keys(), key.split(".")
+    above = (".".join(parts[:length]) for length in range(1, len(parts)))
+    return key in known or any(section in known and known[section].free for section in above)
 
 
 def _digest(value: Any) -> str:

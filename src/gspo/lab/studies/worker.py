@@ -82,7 +82,7 @@ def _trained(study: Study, job: Job, folder: Path) -> dict[str, dict[str, Any]] 
     config = loaded.config
     shape = {
         "samples_per_group": config.gconfig.n_samples,
-        "groups_per_step": config.rollout.consumer_batch_size or config.train_dataset.batch_size,
+        "groups_per_step": config.train_dataset.batch_size,
     }
     record = {
         "measures": measure.measures(rows, **shape, failed=failed is not None),

@@ -24,7 +24,7 @@ def make_plan(loaded: Loaded) -> Plan:
         max_tokens=actor.mb_spec.max_tokens_per_mb,
         min_micro_batches=actor.mb_spec.n_mbs or 1,
         max_norm=actor.optimizer.gradient_clipping,
-        max_new_tokens=actor.max_new_tokens or config.gconfig.max_new_tokens,
+        max_new_tokens=config.gconfig.max_new_tokens,
         # A sequence without an advantage has a KL all the same.
         skip_zero_advantage=not actor.kl_loss_coef,
         routing_replay=actor.routing_replay,
@@ -54,7 +54,7 @@ def narrowest_clip(config: Config, settings: Mapping[str, Any]) -> float | None:
 
 
 def temperature(config: Config) -> float:
-    return float(config.actor.temperature or config.gconfig.temperature or 1.0)
+    return config.gconfig.temperature or 1.0
 
 
 def assembly(loaded: Loaded) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def make_reference(config: Config, policy: PolicyModule, tokenizer: Any) -> Refe
     actor, ref = config.actor, config.ref
     if ref is None or not (actor.kl_loss_coef or actor.kl_ctl):
         return None
-    asked = temperature(config), ref.mb_spec.max_tokens_per_mb, ref.mb_spec.n_mbs or 1
+    asked = temperature(config), actor.mb_spec.max_tokens_per_mb, actor.mb_spec.n_mbs or 1
     own = ref.path in (None, actor.path)
     if actor.use_lora and own and ref.dtype in ("auto", actor.dtype):
         return Reference(policy, *asked, asking=partial(adapter_off, policy.model))
@@ -54,11 +54,10 @@ def make_critic(config: Config, tokenizer: Any, world: World = ALONE) -> Critic 
         module,
         optimizer_of(how.optimizer, module),
         num_minibatches=how.ppo_n_minibatches or actor.ppo_n_minibatches or 1,
-        max_tokens=how.mb_spec.max_tokens_per_mb,
-        min_micro_batches=how.mb_spec.n_mbs or 1,
+        max_tokens=actor.mb_spec.max_tokens_per_mb,
+        min_micro_batches=actor.mb_spec.n_mbs or 1,
         max_norm=how.optimizer.gradient_clipping,
         eps_clip=how.value_eps_clip,
-        loss_coef=how.value_loss_coef,
     )
 
 

@@ -23,9 +23,7 @@ def make_rewards(config: Config, given: Any, log_path: str | None) -> Rewards:
     if given is not None:
         common = reward_spec(given)
     elif reward.functions:
-        common = reward_spec(
-            reward.functions, weights=reward.weights, format_regex=reward.format_regex, key="reward.functions"
-        )
+        common = reward_spec(reward.functions, weights=reward.weights, key="reward.functions")
     train, settings = config.train_dataset, {"workers": reward.workers, "timeout_s": reward.timeout}
     ready = partial(prepare, allow_unsandboxed=reward.allow_unsandboxed_code, timeout_s=reward.timeout)
     if not (train.mixture or held_out(config).mixture):

@@ -39,7 +39,7 @@ def make_producer(
     beside = rollout.max_head_offpolicyness > 0 and not isinstance(sampler, LocalSampler)
     concurrent = rollout.max_concurrent_rollouts if beside else None
     buffer = Buffer(
-        rollout.consumer_batch_size or config.train_dataset.batch_size,
+        config.train_dataset.batch_size,
         rollout.max_head_offpolicyness,
         queue_size=rollout.queue_size if rollout.max_head_offpolicyness else None,  # synchronous: there is no queue
         max_in_flight=None if concurrent is None else max(concurrent // num_samples, 1),

@@ -24,6 +24,12 @@ def make_loggers(config: Config, run: Path, say: Callable[[str], None]) -> Logge
     return Loggers(run, settings, say)
 
 
+def checkpoint_frequency(config: Config) -> Frequency:
+    """How often a checkpoint is written: `saver` counts steps and epochs, `recover` counts seconds."""
+    saver, recover = config.saver, config.recover
+    return Frequency(freq_epochs=saver.freq_epochs, freq_steps=saver.freq_steps, freq_secs=recover.freq_secs)
+
+
 def is_due(frequency: Frequency, step: int, steps_per_epoch: int, seconds_since: float) -> bool:
     """Whether something with this frequency happens after `step`."""
     return bool(

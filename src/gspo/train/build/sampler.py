@@ -143,11 +143,11 @@ def sampling_params(g: Generation) -> SamplingParams:
 
 
 def evaluation_params(config: Config) -> tuple[SamplingParams, int]:
-    """How held-out problems are answered, and how often each."""
+    """How held-out problems are answered, and how often each. Stops are those of training."""
     how = config.eval_gconfig
-    if how is not None:
-        return sampling_params(how), how.n_samples
-    return replace(sampling_params(config.gconfig), greedy=True, temperature=1.0, top_p=1.0, top_k=0), 1
+    assert how is not None, "config.resolve fills it in"
+    own = {name: getattr(how, name) for name in ("max_new_tokens", "temperature", "top_p", "top_k", "greedy")}
+    return replace(sampling_params(config.gconfig), **own), how.n_samples
 
 
 def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:

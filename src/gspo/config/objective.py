@@ -1,0 +1,129 @@
+"""The objective that a resolved config trains with: ratio level, clip range, advantage, π_old and its correction."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypedDict
+
+from gspo.algorithms import ALGORITHMS, LEVEL_DEFAULTS, Algorithm
+from gspo.config.loaded import Loaded
+from gspo.config.schema import Correction, Norm
+
+
+class ProximalPolicy(NamedTuple):
+    """Where π_old comes from, and whether the loss is multiplied by π_old/μ."""
+
+    method: str  # auto, recompute, rollout or loglinear
+    corrected: bool
+
+
+def proximal_policy(use_decoupled_loss: bool, prox_logp_method: str | None) -> ProximalPolicy:
+    """The table of docs/config.md.
+
+    >>> proximal_policy(use_decoupled_loss=True, prox_logp_method=None)
+    ProximalPolicy(method='recompute', corrected=True)
+    """
+    if prox_logp_method in (None, "auto"):
+        return ProximalPolicy("recompute" if use_decoupled_loss else "auto", use_decoupled_loss)
+    # With π_old from the sampler π_old is μ, so the weight is 1.
+    return ProximalPolicy(str(prox_logp_method), use_decoupled_loss and prox_logp_method != "rollout")
+
+
+class Objective(TypedDict):
+    """The objective of a run; `gspo.objectives.loss(name, …, **settings)` accepts name and settings as they are."""
+
+    name: str
+    level: str  # token, sequence or sequence_token
+    gate: str
+    advantage: str  # the algorithm's, or the name of what actor.reward_norm computes; "reward_norm" if it has no name
+    aggregation: str
+    settings: dict[str, Any]
+    eps_auto: bool  # eps_clip: auto; clip_low and clip_high are its first values
+    proximal: str  # auto, recompute, rollout or loglinear
+    corrected: bool  # the loss is multiplied by π_old/μ
+
+
+def effective_objective(loaded: Loaded) -> Objective:
+    """The objective of a resolved config.
+
+    >>> from gspo.config import load
+    >>> effective_objective(load(None, ["algorithm=gspo"]))["settings"]["clip_high"]
+    0.0004
+    """
+    config, actor = loaded.config, loaded.config.actor
+    algorithm = ALGORITHMS[str(config.algorithm)]
+    level = level_of(algorithm, actor.importance_sampling_level)
+    settings: dict[str, Any] = {"level": level, "aggregation": actor.loss_aggregation}
+    low, high = clip_range(algorithm, level)
+    if algorithm.gate == "clip":
+        auto = actor.eps_clip == "auto"
+        settings["clip_low"] = low if auto else actor.eps_clip
+        settings["clip_high"] = high if auto else actor.eps_clip_higher
+        settings["dual_clip"] = actor.c_clip
+    elif algorithm.gate == "cispo":
+        settings["weight_max"] = actor.cispo_weight_max
+    elif algorithm.gate == "sapo":
+        settings |= {"tau_pos": actor.sapo_tau_pos, "tau_neg": actor.sapo_tau_neg}
+    elif algorithm.gate == "gmpo":
+        settings |= {"log_clip_low": actor.gmpo_log_clip, "log_clip_high": actor.gmpo_log_clip}
+    proximal = proximal_policy(actor.use_decoupled_loss, actor.prox_logp_method)
+    settings["kl_coef"] = actor.kl_loss_coef
+    settings["kl_estimator"] = actor.kl_estimator or "k3"
+    settings["correction"] = _correction_settings(actor.rejection_sampling, level) if proximal.corrected else None
+    if actor.loss_aggregation == "token_sum":
+        settings["max_new_tokens"] = config.gconfig.max_new_tokens
+    return Objective(
+        name=algorithm.name,
+        level=level,
+        gate=algorithm.gate,
+        advantage=_advantage(algorithm, actor.reward_norm),
+        aggregation=str(actor.loss_aggregation),
+        settings=settings,
+        eps_auto=algorithm.gate == "clip" and actor.eps_clip == "auto",
+        proximal=proximal.method,
+        corrected=proximal.corrected,
+    )
+
+
+def level_of(algorithm: Algorithm, chosen: str | None) -> str:
+    """The ratio level of an algorithm with `actor.importance_sampling_level`.
+
+    The key has two values; `sequence` does not change the level sequence_token of gspo_token. With GAE, `sequence`
+    means sequence_token: a ratio per sequence that keeps the advantage of each token.
+    """
+    own = "token" if algorithm.level == "token" else "sequence"
+    if chosen in (None, own):
+        return algorithm.level
+    return "sequence_token" if chosen == "sequence" and algorithm.advantage == "gae" else str(chosen)
+
+
+def clip_range(algorithm: Algorithm, level: str) -> tuple[float | None, float | None]:
+    """The default (ε_low, ε_high) of an algorithm at a level."""
+    source = algorithm.settings if level == algorithm.level else LEVEL_DEFAULTS[level]
+    return source.get("clip_low"), source.get("clip_high")
+
+
+def _correction_settings(correction: Correction | None, level: str) -> dict[str, Any]:
+    # Without actor.rejection_sampling the weight is π_old/μ without bounds. At sequence level it is the geometric mean
+    # over tokens, like the ratio; a product of token ratios shrinks with length.
+    own = "token" if level == "token" else "sequence"
+    form = correction if correction is not None else Correction(level=own, action="clamp", upper=None)
+    return form.model_dump(exclude={"preset"})  # resolve has copied the values of a preset to the other keys
+
+
+_NAMED_NORMS = {
+    "group_std": {"mean_level": "group", "mean_leave1out": False, "std_level": "group"},
+    "group_mean": {"mean_level": "group", "mean_leave1out": False, "std_level": None},
+    "leave_one_out": {"mean_level": "group", "mean_leave1out": True, "std_level": None},
+    "batch": {"mean_level": "batch", "mean_leave1out": False, "std_level": "batch"},
+}
+
+
+def _advantage(algorithm: Algorithm, norm: Norm | None) -> str:
+    if norm is None or algorithm.advantage == "gae":
+        return algorithm.advantage
+    if norm.eps == 0 and (norm.std_unbiased or norm.std_level is None):
+        shape = {name: getattr(norm, name) for name in ("mean_level", "mean_leave1out", "std_level")}
+        for name, named in _NAMED_NORMS.items():
+            if shape == named:
+                return name
+    return "reward_norm"

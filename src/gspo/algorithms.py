@@ -1,7 +1,7 @@
-"""The family of objectives as one torch-free table.
+"""All objectives in one torch-free table.
 
-Config, doctor, docs and `gspo.objectives` all read this table; nothing else holds an algorithm's
-defaults or its formula. objective = ratio level x gate x advantage x aggregation (x correction, KL).
+Config, doctor, docs and `gspo.objectives` read this table; an algorithm's defaults and formula are defined nowhere
+else. objective = ratio level x gate x advantage x aggregation (x correction, KL).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Aggregation = Literal["sequence_mean", "sequence_sum", "token_mean", "token_sum"
 LEVELS: tuple[str, ...] = get_args(Level)
 AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
 
-# The settings that belong to a gate, with the value that switches each one off or its usual default.
+# The settings of each gate with their defaults; None switches a setting off.
 GATE_SETTINGS: Mapping[str, Mapping[str, float | None]] = MappingProxyType(
     {
         "clip": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
@@ -30,10 +30,10 @@ GATE_SETTINGS: Mapping[str, Mapping[str, float | None]] = MappingProxyType(
     }
 )
 
-# Settings that every objective understands.
+# Settings of every objective.
 COMMON_SETTINGS: Mapping[str, Any] = MappingProxyType({"kl_coef": 0.0, "kl_estimator": "k3", "correction": None})
 
-# Behavior corrections in the one canonical form. `only_negative` restricts a mask to A < 0.
+# Behavior corrections (`objectives/correction.py`) in canonical form. `only_negative` restricts a mask to A < 0.
 CORRECTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "tis": {"level": "token", "action": "clamp", "metric": "ratio", "upper": 2.0},
@@ -66,7 +66,7 @@ CORRECTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 
-# What a change of `actor.importance_sampling_level` brings for the keys the user left unset.
+# Defaults that follow `actor.importance_sampling_level`, for keys that the user did not set.
 LEVEL_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "token": {"clip_low": 0.2, "clip_high": 0.2, "aggregation": "sequence_mean"},
@@ -78,7 +78,7 @@ LEVEL_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One row of the family.
+    """One objective.
 
     >>> ALGORITHMS["gspo"].settings["clip_high"]
     0.0004

@@ -1,4 +1,4 @@
-"""The optimizer: AdamW, the learning rate as a pure function of the update's number, and a guard against NaN."""
+"""The optimizer: AdamW or SGD, the learning rate as a pure function of the update number, and a check for NaN."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ def make_optimizer(
 
 
 class HalfAdamW(torch.optim.AdamW):
-    """AdamW of 16-bit weights: they are a float32 copy, rounded, and the copy is what is trained, with float32 moments.
+    """AdamW for 16-bit weights: it trains a float32 copy with float32 moments, and rounds the copy into the weights.
 
-    A step of 1e-6 on a weight of 0.01 is lost in bfloat16, whose neighbours there lie 6e-5 apart; the copy keeps it.
+    Near 0.01 two neighbouring bfloat16 numbers are 6e-5 apart, so an update of 1e-6 would be rounded away; the copy
+    keeps it.
     """
 
     @torch.no_grad()
@@ -75,7 +76,7 @@ class HalfAdamW(torch.optim.AdamW):
 def learning_rate(
     update: int, total: int, *, peak: float, schedule: str, warmup_proportion: float, min_ratio: float = 0.0
 ) -> float:
-    """The rate of update number `update` (from 0) of `total`: a linear rise, then the schedule.
+    """The learning rate of update number `update` (from 0) of `total`: linear warm-up, then the schedule.
 
     >>> [learning_rate(u, 10, peak=1.0, schedule="linear", warmup_proportion=0.2) for u in (0, 1, 2, 9)]
     [0.5, 1.0, 1.0, 0.125]
@@ -96,13 +97,13 @@ def learning_rate(
 def apply_update(
     optimizer: torch.optim.Optimizer, *, lr: float, max_norm: float, is_finite: bool = True
 ) -> tuple[float, bool]:
-    """Clip, check, step. Returns the gradient norm before clipping, and whether the step was applied.
+    """Clip the gradient, check it, update. Returns the norm before clipping, and whether the update was applied.
 
-    A norm or a loss (`is_finite`) that is not finite touches neither weights nor moments. Gradients are dropped either
-    way.
+    If the norm or the loss (`is_finite`) is not finite, weights and moments stay unchanged. Gradients are reset in
+    either case.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    # A parameter that no sequence reached has gradient 0, not none: the optimizer must see the same set each time.
+    # A parameter that no sequence reached gets gradient 0 instead of None: Adam must update the same set every time.
     for p in parameters:
         if p.grad is None:
             p.grad = torch.zeros_like(p)

@@ -1,4 +1,4 @@
-"""Checks that run with every step and speak up when training is not doing what its name says."""
+"""Checks of every step's metrics that warn if training does not work as intended."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# Steps in a row before a check speaks; it then speaks again at twice, four times, … as many.
+# Steps in a row before a check warns. It warns again after 2, 4, 8, … times as many.
 PATIENCE = 20
 
 
@@ -19,22 +19,22 @@ def alarms(
     own_forward: bool,
     noise_is_forced: bool = False,
 ) -> Iterator[str]:
-    """Messages for this step. `counts` (steps in a row, by alarm) is the caller's, and part of the checkpoint.
+    """Warnings of this step. `counts` (steps in a row, by alarm) belongs to the caller and is in the checkpoint.
 
-    own_forward: π_old of mini-batch 1 is its own detached forward, so its ratios must be 1.
-    noise_is_forced: the user has said that π_old may be noisier than the clip range.
+    own_forward: π_old of mini-batch 1 is its own detached forward pass, so its ratios must be 1.
+    noise_is_forced: the user has allowed a π_old that is noisier than the clip range.
     """
     clipped = (metrics.get("clip/sequences_low") or 0.0) + (metrics.get("clip/sequences_high") or 0.0)
     seen = metrics.get("ratio/log_s_std") is not None
     age = metrics.get("staleness/max") or 0
-    entropy = metrics.get("policy/entropy")  # 0 is a value: the most collapsed of all
+    entropy = metrics.get("policy/entropy")  # 0.0 is a value, so no `or` here
     floor = {"rollout": "noise/log_s_p95_abs", "centred": "noise/log_s_centred_p95_abs"}
     noise = metrics.get(floor.get(str(metrics.get("policy/proximal")), "")) or 0.0
     eps = min(metrics.get("clip/eps_low") or math.inf, metrics.get("clip/eps_high") or math.inf)
     conditions = {
         "noise above the clip range": (
             noise > eps and not noise_is_forced,
-            "the sampler's log-probs are π_old, and their noise was above the clip range for {n} steps "
+            "the sampler's log-probs are used as π_old, and their noise was above the clip range for {n} steps "
             "(noise/log_s_p95_abs); set actor.eps_clip higher, actor.eps_clip=auto, or "
             "actor.prox_logp_method=recompute",
         ),
@@ -47,37 +47,37 @@ def alarms(
             clips and clipped > 0.5,
             "more than half of the sequences were clipped for {n} steps: "
             + (
-                f"the ratio is taken against samplers up to {age} versions old, so age alone moves it; set "
-                "actor.use_decoupled_loss=true, which clips against the trainer's own π_old and weighs by π_old/μ"
+                f"the ratio compares with weights up to {age} versions old, so it is not 1 before any update; set "
+                "actor.use_decoupled_loss=true, which clips against the trainer's own π_old and weights by π_old/μ"
                 if age and metrics.get("policy/proximal") == "rollout"
                 else "set actor.eps_clip higher or actor.optimizer.lr lower, or actor.eps_clip=auto"
             ),
         ),
         "ratio stuck at 1": (
             num_minibatches > 1 and seen and metrics.get("ratio/log_s_max_abs") == 0.0,
-            "every ratio was exactly 1 for {n} steps: π_old is taken from the policy being trained, or nothing is "
-            "updated (learning rate 0?)",
+            "every ratio was exactly 1 for {n} steps: π_old is the policy that is being trained, or no weight "
+            "changes (learning rate 0?)",
         ),
         "nothing to learn": (
             metrics.get("reward/zero_variance_groups") == 1.0,
             "every group had equal rewards for {n} steps: the task is too hard, too easy, or the reward is broken; "
-            "look at samples/ and at gconfig.n_samples",
+            "check samples/ and gconfig.n_samples",
         ),
         "entropy collapsed": (
             entropy is not None and entropy < 1e-3,
             "the policy's entropy has been below 0.001 for {n} steps: it no longer explores; set "
-            "gconfig.temperature or stop earlier",
+            "gconfig.temperature higher, or stop earlier",
         ),
     }
     if (at_clip := metrics.get("reward/at_clip") or 0.0) > 0.01:
         counts["rewards clipped"] = counts.get("rewards clipped", 0) + 1
-        if counts["rewards clipped"].bit_count() == 1:  # at once: nothing else shows that rewards became equal
+        if counts["rewards clipped"].bit_count() == 1:  # at once: no other metric shows it
             yield (
-                f"{at_clip:.0%} of the rewards lie at or beyond actor.reward_clip and are the same to the trainer; set "
+                f"{at_clip:.0%} of the rewards are at or beyond actor.reward_clip and look equal to the trainer; set "
                 "actor.reward_clip higher or actor.reward_scaling lower"
             )
     if own_forward and (worst := metrics.get("ratio/first_minibatch_max_abs")) is not None and worst > 1e-6:
-        yield f"mini-batch 1 has a ratio other than 1 (|log s| up to {worst:.2e}): π_old is not its own forward"
+        yield f"mini-batch 1 has a ratio other than 1 (|log s| up to {worst:.2e}): π_old is not its own forward pass"
     for name, (holds, message) in conditions.items():
         counts[name] = counts.get(name, 0) + 1 if holds else 0
         if (

@@ -1,4 +1,4 @@
-"""What a person sees while it trains: a calm live panel on a terminal, one line per step elsewhere."""
+"""The display during training: a live panel on a terminal, one line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from rich.text import Text
 from gspo.system.text import inert
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
-RECENT = 20  # steps that the time left is reckoned from
-SHORT = 14  # a terminal of fewer lines shows the first two curves alone
+RECENT = 20  # number of steps from which the time left is estimated
+SHORT = 14  # a terminal with fewer lines shows the first two curves only
 
 Example = tuple[str, str, bool]  # prompt, completion, whether it was rewarded
 
@@ -35,7 +35,7 @@ class Display(Protocol):
 
 
 def make_display(title: str, total_steps: int) -> Display:
-    """Live on a terminal, plain in a pipe, a log, a dumb terminal or one that cannot show the signs of a panel."""
+    """A live panel on a terminal; lines in a pipe, a log, a dumb terminal or one without Unicode."""
     console = Console(stderr=False)
     if console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf"):
         return LivePanel(console, title, total_steps)
@@ -44,7 +44,7 @@ def make_display(title: str, total_steps: int) -> Display:
 
 
 class Pace:
-    """Seconds per step and seconds left, from the last steps; evaluations count, they will come again."""
+    """The time left, from the duration of the last steps, evaluations included."""
 
     def __init__(self, total_steps: int) -> None:
         self._total, self._recent = total_steps, deque[float](maxlen=RECENT)
@@ -60,7 +60,7 @@ class Pace:
 
 
 class Silent:
-    """Nothing: the ranks beside rank 0, whose display speaks for all."""
+    """No display, for ranks other than 0."""
 
     def say(self, message: str) -> None: ...
     def phase(self, name: str) -> None: ...
@@ -70,7 +70,7 @@ class Silent:
 
 
 class Lines:
-    """One line per step on stdout; on a terminal of known width, as many figures as a line holds."""
+    """One line per step on stdout; on a terminal of known width, as many figures as fit into a line."""
 
     def __init__(self, total_steps: int, width: int | None = None) -> None:
         self._total, self._width, self._pace = total_steps, width, Pace(total_steps)
@@ -99,7 +99,7 @@ class Lines:
 
 
 class LivePanel:
-    """Progress and time left, a curve per figure that matters, speed, and one completion."""
+    """Progress and time left, a curve for each important figure, speed, and one completion."""
 
     def __init__(self, console: Console, title: str, total_steps: int) -> None:
         self._console, self._title, self._total = console, inert(title), total_steps
@@ -107,7 +107,7 @@ class LivePanel:
         self._seen: dict[str, list[float]] = {figure.name: [] for figure in FIGURES}
         self._example: Example | None = None
         self._phase, self._since = "starting", time.monotonic()
-        # Twice a second: a tiny model takes more steps than that, and a long phase must be seen to go on.
+        # Twice a second: steps of a tiny model can be faster, and the time of a long phase must be seen to run.
         self._live = Live(get_renderable=self._render, console=console, refresh_per_second=2, transient=False)
         self._live.start()
 
@@ -115,7 +115,7 @@ class LivePanel:
         self._live.console.print(Text(inert(message)))
 
     def start_at(self, step: int) -> None:
-        """A resumed run has steps behind it."""
+        """The number of steps that a resumed run has done before."""
         self._step = step
 
     def phase(self, name: str) -> None:
@@ -141,7 +141,7 @@ class LivePanel:
         for figure in curves[: 2 if self._console.height < SHORT else None]:
             values = self._seen[figure.name]
             first, now = figure.form.format(values[0]), f"{figure.form.format(values[-1]):<7}"
-            # From where to where, then how: where there is little room, where it is and how.
+            # First value, last value and curve; on a narrow terminal the last value and the curve.
             from_ = f"{first:>7} → " if width >= 60 else ""
             room = min(60, width - label - len(from_ + now) - 4)
             curve = sparkline(values, room) if len(values) > 1 and room > 3 else ""
@@ -162,7 +162,7 @@ class LivePanel:
         room = width - len(phase) - 3
         if room < 8:
             return _one_line(Text(phase))
-        # The end of a path says more than its beginning.
+        # The end of a path is more informative than its beginning.
         title = self._title if cell_len(self._title) <= room else "…" + _tail(self._title, room - 1)
         return _one_line(Text.assemble((title, "bold cyan"), " · ", phase))
 
@@ -179,7 +179,7 @@ class LivePanel:
 
 
 class Figure(NamedTuple):
-    """Something worth a person's glance; a curve in the panel, or a word of its last line."""
+    """A displayed metric: a curve in the panel, or a number in its last line."""
 
     name: str
     metric: str
@@ -197,7 +197,7 @@ class Figure(NamedTuple):
         return None if value is None else self.form.format(value)
 
 
-# In the order of what a person asks: where there is no room, the last ones go.
+# In order of importance: if there is no room, the last ones are left out.
 FIGURES = (
     Figure("reward", "reward/mean", "{:.3f}"),
     Figure("held-out", "eval/accuracy", "{:.1%}"),
@@ -211,7 +211,7 @@ FIGURES = (
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The values as blocks, averaged into at most `width` columns. What hardly moves is a flat line.
+    """The values as blocks, averaged into at most `width` columns. Small relative changes give a flat line.
 
     >>> sparkline([0.0, 0.5, 1.0], 3), sparkline([33.0, 34.0, 33.0], 3)
     ('▁▅█', '▁▂▁')
@@ -226,7 +226,7 @@ def sparkline(values: list[float], width: int) -> str:
 
 
 def span(seconds: float) -> str:
-    """A time as a person says it who is waiting.
+    """A duration in rounded units.
 
     >>> span(4.2), span(89), span(600), span(7300), span(200_000)
     ('4 s', '89 s', '10 min', '2 h 1 min', '2 d 7 h')
@@ -241,9 +241,9 @@ def span(seconds: float) -> str:
 
 
 def _shown(prompt: str, completion: str, good: bool, width: int) -> Text:
-    """The end of a prompt, and of its completion the beginning and the end, where the answer is."""
+    """The end of a prompt, and the beginning and end of its completion (the answer is at the end)."""
     mark = ("✓ ", "green") if good else ("✗ ", "red")
-    # Blanks and line ends as one space: a panel whose height changes is not calm.
+    # White space as one blank: line ends would change the height of the panel.
     prompt, completion = (inert(" ".join(text.split())) for text in (prompt, completion))
     room = max(width // 3, 8)
     if cell_len(prompt) > room:
@@ -256,7 +256,7 @@ def _shown(prompt: str, completion: str, good: bool, width: int) -> Text:
 
 
 def _tail(text: str, room: int) -> str:
-    """The last `room` columns of a text."""
+    """The last `room` columns of a string."""
     cut = 0
     while cell_len(text[cut:]) > room:
         cut += 1

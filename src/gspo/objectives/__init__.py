@@ -1,4 +1,4 @@
-"""Objectives: pure functions, tensors in and tensors out. No config, logging, I/O, collectives or .item()."""
+"""Objectives: pure functions from tensors to tensors. No config, logging, I/O, collectives or .item()."""
 
 from gspo.objectives.aggregate import denominator
 from gspo.objectives.layout import TokenLayout, mean_tokens, token_layout

@@ -1,6 +1,6 @@
-"""Advantages: what a completion was worth beside its peers. Computed in float64, from rewards [n] and group ids [n].
+"""Advantages: the reward of a completion relative to its group. Computed in float64, from rewards and group ids, [n].
 
-Groups are given by id, never by reshaping, so uneven and partial groups are right by construction.
+Groups are given by id and not by reshaping, so groups of unequal size are handled correctly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gspo.objectives.layout import TokenLayout, compute_dtype, keep_trained
 
 SetOf = Literal["batch", "group"] | None
 
-# The presets of `algorithms.py` as settings of `normalize`, each with its function below.
+# The presets of `algorithms.py` as settings of `normalize`; each has a function below.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "group_std": {"mean_level": "group", "std_level": "group"},
     "group_mean": {"mean_level": "group", "std_level": None},
@@ -23,7 +23,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "batch": {"mean_level": "batch", "std_level": "batch"},
 }
 
-# Rewards closer than this (relative to their size) are equal: sums of parts differ in the last bit.
+# Rewards closer than this (relative to their size) count as equal: sums of parts can differ in the last bit.
 SAME = 1e-6
 
 
@@ -60,10 +60,9 @@ def normalize(
     unbiased: bool = True,
     eps: float = 0.0,
 ) -> Tensor:
-    """(x − mean) / (std + eps), each over the batch, over the element's group, or left out (None).
+    """(x − mean) / (std + eps), [n]; mean and std over the batch, over the element's group, or not used (None).
 
-    Where the set's values are all the same (range ≤ SAME · max(1, |x|)) the centred value, and anything divided by
-    that set's std, is exactly 0.
+    If the values of a set are all equal (range ≤ SAME · max(1, |x|)), the centred value and the quotient are exactly 0.
     """
     if x.ndim != 1 or groups.shape != x.shape:
         raise ValueError(f"x and groups are [n], got {tuple(x.shape)} and {tuple(groups.shape)}")
@@ -98,11 +97,11 @@ def by_turn(
 
         A_ik = ( γ^(n_i−k) (f_i − mean f) + Σ_{l ≥ k} γ^(l−k) (r_il − mean_l r) ) / std R,    R_i = f_i + Σ_l r_il
 
-    f_i [n] is trajectory i's reward at its end, r_il [K] what its turn l earned, n_i its last turn; γ discounts by
-    turns. mean_l is over the trajectories (of the group or batch) that have a turn l: a later turn is not blamed for
-    what was earned before it. Without turn rewards A_ik = γ^(n_i−k) A_i, and of one turn A_i: `normalize` of R.
+    f_i [n] is trajectory i's reward at its end, r_il [K] the reward of its turn l, n_i its last turn; γ discounts by
+    turns. mean_l is over the trajectories (of the group or batch) that have a turn l: a turn gets no credit for
+    rewards before it. Without turn rewards A_ik = γ^(n_i−k) A_i; with a single turn A_i is `normalize` of R.
 
-    groups [n]; trajectory [K] (rising) and turn [K] (0, 1, … within each trajectory) say whose reward each is.
+    groups [n]; trajectory [K] (ascending) and turn [K] (0, 1, … within each trajectory) belong to turn_rewards [K].
     """
     final, turn_rewards = final.to(torch.float64), turn_rewards.to(torch.float64)
     at_end, at_turn = final, turn_rewards
@@ -116,7 +115,7 @@ def by_turn(
     last[:-1], last[-1:] = trajectory[1:] != trajectory[:-1], True
     earned = at_turn + torch.where(last, at_end[trajectory], 0.0)
     out = earned.clone()
-    for k in reversed(range(len(out) - 1)):  # a recursion over turns, once per rollout batch
+    for k in reversed(range(len(out) - 1)):  # backwards over turns, once per rollout batch
         if not last[k]:
             out[k] = earned[k] + discount * out[k + 1]
     if std_level is None:
@@ -133,10 +132,10 @@ def gae(
     """A_t = Σ_k (γλ)^k δ_{t+k},  δ_t = r_t + γ V_{t+1} − V_t,  V after the last token 0   (arXiv 1506.02438, eq. 16).
 
     Token-shaped rewards and values in; advantages and returns A + V out, 0 at masked tokens. Time counts trained
-    tokens only: a masked span between two turns is stepped over.
+    tokens only: a masked span between two turns takes no time.
     """
     if layout.cu_seqlens is not None:
-        # A recursion over time wants [B, T]; this reads lengths from the device once per rollout batch.
+        # The recursion over time needs [B, T]. Reading the lengths waits for the device, once per rollout batch.
         lengths = layout.cu_seqlens.diff()
         column = torch.arange(int(lengths.max()) if len(lengths) else 0, device=rewards.device)
         inside = column < lengths.unsqueeze(-1)
@@ -150,7 +149,7 @@ def gae(
     next_value = torch.zeros_like(rewards[:, 0]) if rewards.shape[1] else rewards.new_zeros(rewards.shape[0])
     running = torch.zeros_like(next_value)
     advantages = torch.zeros_like(rewards)
-    for t in reversed(range(rewards.shape[1])):
+    for t in reversed(range(rewards.shape[1])):  # all [B]
         delta = rewards[:, t] + discount * next_value - values[:, t]
         running = torch.where(trained[:, t], delta + discount * gae_lambda * running, running)
         next_value = torch.where(trained[:, t], values[:, t], next_value)
@@ -159,20 +158,20 @@ def gae(
 
 
 def _divided(out: Tensor, x: Tensor, ids: Tensor, unbiased: bool, eps: float) -> Tensor:
-    """out / (std of x over each set + eps), exactly 0 where the set's values are all the same."""
+    """out / (std of x over each set + eps), exactly 0 if the values of the set are all equal."""
     count, mean, same = _set_statistics(x, ids)
     std = (_set_sum((x - mean).square(), ids) / (count - int(unbiased)).clamp(min=1)).sqrt()
     return torch.where(same, 0.0, out / torch.where(same, 1.0, std + eps))
 
 
 def _set_sum(x: Tensor, ids: Tensor) -> Tensor:
-    """The sum over each element's set, at the element."""
+    """[n] the sum over each element's set."""
     _, index = ids.unique(return_inverse=True)
     return torch.zeros_like(x).index_add(0, index, x)[index]
 
 
 def _set_statistics(x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """count, mean and whether all values are the same, of each element's set, at the element."""
+    """Count, mean and whether all values are equal, of each element's set, [n] each."""
     _, index = ids.unique(return_inverse=True)
     low = torch.full_like(x, torch.inf).scatter_reduce(0, index, x, "amin")[index]
     high = torch.full_like(x, -torch.inf).scatter_reduce(0, index, x, "amax")[index]

@@ -1,7 +1,7 @@
-"""From tokens and sequences to one loss. `loss == per_sequence.sum() / denominator`, always.
+"""From tokens and sequences to one loss: `loss == per_sequence.sum() / denominator`.
 
-The denominator is one number per optimizer update, over all micro-batches and ranks, so that no split of the work
-can change a gradient. Its unit depends on the aggregation:
+The denominator is one number per optimizer update, over all micro-batches and ranks, so that the split into
+micro-batches does not change the gradient. Its unit depends on the aggregation:
 
     sequence_mean   (1/B) Σ_i (1/|y_i|) Σ_t x_it          denominator: sequences     (GSPO, GRPO)
     sequence_sum    (1/B) Σ_i Σ_t x_it                    denominator: sequences     (LUSPO)
@@ -27,9 +27,9 @@ def tokens(x: Tensor, layout: TokenLayout, aggregation: str) -> Tensor:
 
 
 def sequences(x: Tensor, layout: TokenLayout, aggregation: str) -> Tensor:
-    """The same from one value per sequence, [B]: as if it stood at each of the sequence's trained tokens.
+    """The same from one value per sequence, [B], as if each of its trained tokens had that value. Returns [B].
 
-    A sequence without trained tokens contributes nothing.
+    A sequence without trained tokens contributes 0.
     """
     return x * (layout.num_tokens.clamp(max=1) if aggregation == "sequence_mean" else layout.num_tokens)
 
@@ -42,9 +42,9 @@ def denominator(
     max_new_tokens: int | None = None,
     aggregation: str | None = None,
 ) -> Number:
-    """The one value by which a whole optimizer update is divided, for preset `name`.
+    """The value by which the loss of a whole optimizer update is divided, for preset `name`.
 
-    Give counts over all micro-batches and ranks of the update, skipped sequences included.
+    Pass counts over all micro-batches and ranks of the update, skipped sequences included.
 
     >>> denominator("gspo", num_sequences=64, num_tokens=9000)
     64
@@ -58,6 +58,6 @@ def denominator(
         return num_tokens
     if aggregation == "token_sum":
         if max_new_tokens is None:
-            raise ValueError(f"{name}: token_sum divides by sequences × max_new_tokens; give max_new_tokens")
+            raise ValueError(f"{name}: token_sum divides by sequences × max_new_tokens; pass max_new_tokens")
         return num_sequences * max_new_tokens
     return num_sequences

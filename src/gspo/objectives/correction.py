@@ -1,8 +1,8 @@
-"""Behavior correction: the weight π_old/μ of what the sampler drew, apart from the policy ratio π_θ/π_old.
+"""Behavior correction: the importance weight π_old/μ of sampled tokens, separate from the policy ratio π_θ/π_old.
 
-One canonical form, {level, action, metric, agg, upper, lower, only_negative}; TIS, MIS, IcePop, sequence mask and
-geometric rejection are rows of `algorithms.CORRECTIONS`. exp(Σ log-ratios) collapses with length, so a sequence's
-weight is always the geometric mean, whatever statistic is compared with the bounds.
+The canonical form is {level, action, metric, agg, upper, lower, only_negative}; TIS, MIS, IcePop, sequence mask and
+geometric rejection are entries of `algorithms.CORRECTIONS`. exp(Σ log-ratios) goes to 0 or infinity with length, so the
+weight of a sequence is always the geometric mean, whatever statistic is compared with the bounds.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ CHOICES = {
 
 
 class Weights(NamedTuple):
-    weight: Tensor  # factor of each token, or of each sequence at level sequence
+    weight: Tensor  # factor of each token, or of each sequence, [B], at level sequence
     raw: Tensor  # the same before truncation or masking
-    outside: Tensor  # bool: beyond the bounds (and so clamped or dropped)
+    outside: Tensor  # bool: outside the bounds, so clamped or masked
 
 
 def canonical(correction: str | Mapping[str, Any]) -> dict[str, Any]:
-    """The full form of a preset's name or of a partial mapping (which may start from `preset`)."""
+    """The full form of a preset name, or of a partial mapping (which may name a `preset` to start from)."""
     given = {"preset": correction} if isinstance(correction, str) else dict(correction)
     preset = given.pop("preset", None)
     if preset is not None and preset not in CORRECTIONS:
@@ -93,12 +93,12 @@ def weights(
         weight = torch.where(inside, raw, weight)
     else:
         weight = torch.where(inside, raw, torch.zeros_like(raw))
-    # 0 unless a log-ratio is NaN or infinite: a mask must not hide what was never a number.
+    # Adds 0, or NaN where a log-ratio is NaN or infinite: a mask must not hide it.
     return Weights(weight + 0.0 * r, raw, ~inside)
 
 
 def to_sequences(token_weights: Weights, layout: TokenLayout) -> Weights:
-    """One weight for a sequence ratio: the mean of its tokens' weights, dropped tokens counting as 0."""
+    """One weight for a sequence ratio: the mean of its tokens' weights, masked ones counting as 0."""
     weight, raw, outside = token_weights
     outside_any = sum_tokens(keep_trained(outside.to(weight.dtype), layout), layout) > 0
     return Weights(
@@ -107,7 +107,7 @@ def to_sequences(token_weights: Weights, layout: TokenLayout) -> Weights:
 
 
 def to_tokens(sequence_weights: Weights, layout: TokenLayout) -> Weights:
-    """The sequence's weight at each of its tokens."""
+    """The weight of a sequence at each of its tokens, token-shaped."""
     weight, raw, outside = sequence_weights
     return Weights(at_tokens(weight, layout), at_tokens(raw, layout), at_tokens(outside, layout))
 
@@ -117,6 +117,7 @@ def _has_bound(form: Mapping[str, Any]) -> bool:
 
 
 def _over_sequence(x: Tensor, layout: TokenLayout, agg: str) -> Tensor:
+    """[B] mean, sum or maximum over each sequence's trained tokens."""
     if agg == "mean":
         return mean_tokens(x, layout)
     if agg == "sum":
@@ -126,5 +127,5 @@ def _over_sequence(x: Tensor, layout: TokenLayout, agg: str) -> Tensor:
         top = lowest.amax(-1) if layout.shape[1] else torch.full_like(layout.num_tokens, -torch.inf)
     else:
         top = torch.segment_reduce(lowest, "max", offsets=layout.cu_seqlens, unsafe=True, initial=-torch.inf)
-    # A sequence without trained tokens has nothing to judge.
+    # 0 for a sequence without trained tokens.
     return torch.where(layout.num_tokens > 0, top, torch.zeros_like(top))

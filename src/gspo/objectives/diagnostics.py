@@ -1,4 +1,4 @@
-"""What an update did, in numbers a person can read. Detached; counted once, per sequence and per token apart."""
+"""Statistics of an update: log s, clipped fractions, effective sample size, entropy. Not differentiated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ QUANTILES = {"p05": 0.05, "p50": 0.50, "p95": 0.95}
 
 
 def log_s_summary(log_s: Tensor) -> dict[str, Tensor]:
-    """Mean, std, quantiles and largest |log s| over sequences [B]; of nothing: NaN."""
+    """Mean, std, quantiles and largest |log s| over sequences [B]; NaN if there are none."""
     if log_s.numel() == 0:
         return {name: log_s.new_tensor(torch.nan) for name in ("mean", "std", *QUANTILES, "max_abs")}
     log_s = log_s.detach()
@@ -25,10 +25,10 @@ def log_s_summary(log_s: Tensor) -> dict[str, Tensor]:
 
 
 def clip_fractions(stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Clipped shares by sequences (any token clipped) and by tokens, and by side.
+    """Clipped fractions of sequences (any token clipped) and of tokens, by side.
 
-    `stats` are the [B] tensors of `Objective.stats`, possibly of several micro-batches joined: sums of counts are
-    divided once, so no split changes a share. Sequences without trained tokens are not counted.
+    `stats` are the [B] tensors of `Objective.stats`, possibly concatenated over micro-batches: sums of counts are
+    divided once, so a split does not change a fraction. Sequences without trained tokens do not count.
     """
     trained = stats["num_tokens"] > 0
     num_sequences = trained.sum().clamp(min=1)
@@ -45,10 +45,10 @@ def clip_fractions(stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def effective_sample_size(log_weight: Tensor) -> Tensor:
-    """(Σ w)² / (n Σ w²) of importance weights given by their logs: 1 when all are equal, 1/n when one has all."""
+    """(Σ w)² / (n Σ w²) of importance weights given by their logs: 1 if all are equal, 1/n if one has it all."""
     if log_weight.numel() == 0:
         return log_weight.new_tensor(torch.nan)
-    # The largest weight is divided out: the ratio is unchanged and nothing overflows.
+    # Divided by the largest weight, so that exp cannot overflow; the ratio does not change.
     w = (log_weight.detach() - log_weight.detach().max()).exp()
     return w.sum().square() / (w.square().sum() * w.numel())
 
@@ -56,5 +56,5 @@ def effective_sample_size(log_weight: Tensor) -> Tensor:
 def entropy(logits: Tensor) -> Tensor:
     """H = −Σ_v p_v log p_v of softmax(logits), over the last dimension, in float32 at least."""
     logp = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    # 0 · log 0 = 0 where a token was ruled out with −inf.
+    # 0 · log 0 = 0 for a token with logit −inf.
     return -(logp.exp() * torch.where(logp == -torch.inf, 0.0, logp)).sum(-1)

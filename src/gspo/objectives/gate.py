@@ -1,8 +1,8 @@
-"""Gates: what an importance ratio is allowed to do to an advantage.
+"""Gates: how an importance ratio enters the objective.
 
-Every gate of the family factors as  objective = A · g(log ratio, sign of A).  The functions here return g, so that
-one advantage per sequence multiplies once per sequence, not once per token. `positive` is A > 0. No gradient flows
-into anything but the log-ratio (and log π for CISPO).
+Every gate factors as  objective = A · g(log ratio, sign of A).  The functions here return g, so that
+one advantage per sequence multiplies once per sequence, not once per token. `positive` is A > 0. Only the log-ratio
+(and log π for CISPO) has a gradient.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ def clip_bounds(
     dual_clip: float | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Log bounds within which a ratio acts.  A > 0: (−∞, log(1 + ε_high)];  A < 0: [log(1 − ε_low), log c].
+    """Log bounds of the ratio.  A > 0: (−∞, log(1 + ε_high)];  A < 0: [log(1 − ε_low), log c].
 
-    min( s A , clip(s, 1 − ε_low, 1 + ε_high) A )   (arXiv 2507.18071, eq. 5; 1707.06347, eq. 7) bounds s above where
-    A > 0 and below where A < 0, and nowhere else. c is the dual clip for A < 0   (arXiv 1912.09729, eq. 5).
+    min( s A , clip(s, 1 − ε_low, 1 + ε_high) A )   (arXiv 2507.18071, eq. 5; 1707.06347, eq. 7) bounds s from above for
+    A > 0 and from below for A < 0, and not on the other side. c is the dual clip for A < 0   (arXiv 1912.09729, eq. 5).
     Infinity is LOG_RATIO_BOUND: exp stays finite. None switches a bound off.
     """
     high = LOG_RATIO_BOUND if clip_high is None else math.log1p(clip_high)
     low = -LOG_RATIO_BOUND if clip_low is None or clip_low >= 1 else math.log1p(-clip_low)
     dual = LOG_RATIO_BOUND if dual_clip is None else math.log(dual_clip)
-    # A = 0 is never clipped: an equal-reward group must not count in the clip fraction.
+    # A = 0 is never clipped: a group of equal rewards must not count in the clip fraction.
     below = by_sign(advantage < 0, low, -LOG_RATIO_BOUND, dtype)
     above = torch.where(advantage < 0, dual, by_sign(advantage > 0, high, LOG_RATIO_BOUND, dtype))
     return below, above
@@ -44,13 +44,13 @@ def by_sign(positive: Tensor, a: float, b: float, dtype: torch.dtype) -> Tensor:
 
 
 def clip(log_ratio: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """g = exp( clamp(log s, low, high) ) with the bounds of `clip_bounds`; who was clamped has no gradient."""
+    """g = exp( clamp(log s, low, high) ) with the bounds of `clip_bounds`, and where it was clamped (gradient 0)."""
     clamped = torch.clamp(log_ratio, low, high)
     return clamped.exp(), clamped.detach() != log_ratio.detach()
 
 
 def cispo(log_ratio: Tensor, logp: Tensor, weight_max: float) -> Tensor:
-    """g = sg[ min(w, w_max) ] · log π_θ   (arXiv 2506.13585, eq. 4): the weight is bounded, no gradient dropped."""
+    """g = sg[ min(w, w_max) ] · log π_θ   (arXiv 2506.13585, eq. 4): bounded weight, every token keeps its gradient."""
     return log_ratio.detach().clamp(-LOG_RATIO_BOUND, math.log(weight_max)).exp() * logp
 
 

@@ -1,4 +1,4 @@
-"""Log importance ratios. All are logs: 1 ± ε is decided by comparing log s with log(1 ± ε)."""
+"""Log importance ratios. All are logs: clipping compares log s with log(1 ± ε)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from torch import Tensor
 
 from gspo.objectives.layout import TokenLayout, at_tokens, compute_dtype, keep_trained, mean_tokens
 
-# e^20 is far outside every clip range, and far inside float32. Beyond it a ratio is a number only in name.
+# e^20 is far outside every clip range, and far inside the range of float32.
 LOG_RATIO_BOUND = 20.0
 
 
 def token_log_ratio(logp: Tensor, proximal_logp: Tensor, layout: TokenLayout) -> Tensor:
     """d_it = log π_θ(y_it) − log π_old(y_it), 0 at masked tokens.
 
-    Differentiable in `logp` only. Upcast before the difference: two bfloat16 values cancel to noise.
+    Differentiable in `logp` only. Upcast before the difference: that of two bfloat16 values is rounding noise.
     """
     dtype = compute_dtype(logp.dtype)
     return keep_trained(logp.to(dtype) - proximal_logp.detach().to(dtype), layout)
@@ -27,13 +27,13 @@ def sequence_log_ratio(token_log_ratio: Tensor, layout: TokenLayout) -> Tensor:
 def sequence_token_log_ratio(logp: Tensor, log_s: Tensor, layout: TokenLayout) -> Tensor:
     """log s_it = (log π_θ(y_it) − sg[log π_θ(y_it)]) + sg[log s_i]   (eq. 14): value of s_i, gradient of the token.
 
-    The difference comes first: it is exactly 0, so s_i survives. In the other order log s is added to a number of
-    the size of log π and rounded away.
+    The difference is computed first: it is exactly 0, so the value is s_i. In the other order log s would be added to
+    a number of the size of log π, and rounded away.
     """
     logp = keep_trained(logp.to(log_s.dtype), layout)
     return (logp - logp.detach()) + at_tokens(log_s.detach(), layout)
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    """log_ratio within ± LOG_RATIO_BOUND, so that exp cannot overflow; ±inf becomes NaN, never a plausible number."""
+    """log_ratio within ± LOG_RATIO_BOUND, so that exp cannot overflow; ±inf becomes NaN and not a plausible number."""
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND) + 0.0 * log_ratio.detach()

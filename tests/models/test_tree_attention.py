@@ -146,7 +146,7 @@ def test_what_the_tree_cannot_honour_is_refused():
     with use_attention(model := tiny_llama(), TREE):
         for kind, message in (
             ("chunked_attention", "chunked_attention"),
-            ("sliding_attention", "did not say its window"),
+            ("sliding_attention", "no sliding_window"),
         ):
             model.config.layer_types = [kind]
             with pytest.raises(ValueError, match=message):

@@ -91,7 +91,7 @@ def test_ctrl_c_saves_says_how_to_go_on_and_the_same_command_does(tmp_path):
     assert process.returncode == 130, errors
     step = read_metrics(run)[-1]["step"]
     assert f"Stopped and saved after step {step}." in said
-    assert f"go on              gspo train {QUICKSTART}" in said
+    assert f"resume             gspo train {QUICKSTART}" in said
     assert (run / "checkpoints" / f"step_{step:06d}" / "manifest.json").is_file()
     resumed = gspo(*args, f"total_train_steps={step + 1}")
     assert resumed.returncode == 0, resumed.stderr
@@ -136,10 +136,10 @@ def test_eval_takes_a_model_and_other_data(trained, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ([], "whom?"),
-        (["valid_dataset.path=a.jsonl"], "whom?"),
-        (["embedded:tiny"], "which problems"),
-        (["no/such/run"], "is no run directory"),
+        ([], "nothing to evaluate"),
+        (["valid_dataset.path=a.jsonl"], "nothing to evaluate"),
+        (["embedded:tiny"], "no problems given"),
+        (["no/such/run"], "is not a run directory"),
         (["embedded:tiny", "--data", "embedded:arithmetic", "--greedy", "--samples", "2"], "--greedy"),
         (["embedded:tiny", "--data", "embedded:arithmetic", "--samples", "many"], "eval_gconfig.n_samples"),
     ],
@@ -156,7 +156,7 @@ def test_eval_says_what_it_misses_before_it_imports_torch(args, said):
 @pytest.mark.parametrize("verb", ["eval", "export"])
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(verb, trained, capsys):
     assert cli.main([verb, str(trained[0]), "--step", "7"]) == 2
-    assert "there are 1, 2" in capsys.readouterr().err
+    assert "available: 1, 2" in capsys.readouterr().err
 
 
 def test_checkpoints_lists_them_and_finds_the_damaged_one(trained, tmp_path, capsys):
@@ -169,7 +169,7 @@ def test_checkpoints_lists_them_and_finds_the_damaged_one(trained, tmp_path, cap
     assert [line.split()[0] for line in listed.splitlines()] == ["step", "1", "2"]
     best = [line.split()[0] for line in listed.splitlines() if "best" in line]
     assert best == [str(step) for step in [best_step(run)] if step]  # step 0 has no checkpoint
-    assert listed.count("whole") == 2
+    assert listed.count("ok") == 2
     weights = run / "checkpoints" / "step_000001" / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1

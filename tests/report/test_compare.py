@@ -136,7 +136,7 @@ def test_folders_and_patterns_name_runs_and_each_is_read_once(runs):
     [
         (["nowhere"], "does not exist"),
         (["e/none_*"], "no folder matches"),
-        (["empty"], "holds no config.yaml"),
+        (["empty"], "has no config.yaml"),
         (["e/gspo_seed1"], "nothing to compare.*only"),
         (["e/gspo_seed1", "new"], "nothing to compare"),
         (["broken", "e/gspo_seed1"], "cannot be read"),

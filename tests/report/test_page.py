@@ -172,8 +172,17 @@ def test_answers_say_what_was_measured(run):
     assert "30.0\xa0% → 90.0\xa0%" in said["Did it learn?"]["text"]
     assert said["Was anything clipped, and why?"]["text"].startswith("15.0\xa0% of the sequences: 10.0\xa0% with A < 0")
     assert "step 1, sequence 10" in said["Which sequences were the worst?"]["text"]
-    assert "20,000 times the noise floor" in said["Is my ε sensible?"]["more"]
+    assert "20,000 times the error" in said["Is my ε sensible?"]["more"]
     assert said["Where did the time go?"]["text"] == "50\xa0% sampling, 25\xa0% training, 25\xa0% everything else."
+
+
+def test_a_run_whose_accuracy_did_not_change_is_told_so(tmp_path):
+    rows = [{"step": 0, **eval_row(0.25)}, step_row(1, **eval_row(0.25))]
+    said = answers_of(write_report(make_run(tmp_path / "same", rows)))["Did it learn?"]
+    assert (said["verdict"], "25.0\xa0% → 25.0\xa0%" in said["text"]) == ("note", True)
+    assert said["more"].startswith("No change.")
+    once = answers_of(write_report(make_run(tmp_path / "once", rows[:1])))["Did it learn?"]
+    assert once["more"].startswith("Only one evaluation.")
 
 
 def test_a_run_that_got_worse_or_whose_eps_is_noise_is_told_so(tmp_path):

@@ -39,7 +39,7 @@ def test_a_run_without_evaluations_takes_its_last_checkpoint(tmp_path):
 @pytest.mark.parametrize("which", ["7", "-1", "beste", "1.5", ""])
 def test_a_step_without_a_checkpoint_is_refused_with_those_there_are(which, tmp_path):
     run = make_run(tmp_path, [step_row(1)], steps=(4, 5))
-    with pytest.raises(ConfigError, match="there are 4, 5"):
+    with pytest.raises(ConfigError, match="available: 4, 5"):
         choose_step(run, which)
     with pytest.raises(ConfigError, match="none yet"):
         choose_step(make_run(tmp_path / "new", []), "last")
@@ -81,6 +81,12 @@ def test_tokens_per_second_of_servers_that_sample_beside_the_trainer_are_over_wh
         {"step": 3, "throughput/rollout_tokens": 0, "throughput/rollout_tokens_s": 0.0, "time/rollout_s": 2.0},
     ]
     assert _rate(rows, "rollout") == pytest.approx(1200 / 10)
+    rows[2]["time/step_s"] = 7.0  # servers sampled during the whole step and finished nothing
+    assert _rate(rows, "rollout") == pytest.approx(1200 / 15)
+    inline = [{**row, "time/rollout_s": row["throughput/rollout_tokens"] / 100, "time/step_s": 60.0} for row in rows]
+    for row in inline:
+        row["throughput/rollout_tokens_s"] = 100.0 if row["throughput/rollout_tokens"] else 0.0
+    assert _rate(inline, "rollout") == pytest.approx(100)
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_a_config_that_cannot_be_read_costs_its_words_alone(run, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["report", "{tmp}"], "is no run directory"),
+        (["report", "{tmp}"], "is not a run directory"),
         (["report", "{run}", "--out", "{tmp}/no/such/dir/x.html"], "--out"),
         (["report", "{run}", "--max-mb", "0"], "--max-mb"),
         (["watch", "{tmp}/nowhere"], "does not exist"),
@@ -72,7 +72,7 @@ import sys
 from gspo.cli import main as cli
 cli.main(["report", {str(run)!r}])
 from gspo.report.page.watch import Watch
-from gspo.cli.look import words_of
+from gspo.cli.reports import words_of
 watch = Watch(__import__("pathlib").Path({str(run)!r}), words_of)
 watch.answer("data", {{"run": "trial"}})
 watch.server.server_close()

@@ -1,4 +1,4 @@
-"""What the verbs share: configs from words, the terminal's width and colour, a progress bar."""
+"""Shared by the verbs: loading a config from arguments, width and colour of the terminal, a progress bar."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
     from gspo.config.load import Loaded
 
-OVERRIDES = "key=value, +key=value, ++key=value, or ~key for its default"
+OVERRIDES = "key=value (also +key=value, ++key=value), or ~key to reset it to its default"
 
 
 def config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "words", nargs="*", metavar="CONFIG [key=value …]", help=f"a YAML file, then overrides: {OVERRIDES}"
     )
-    parser.add_argument("--config", metavar="FILE", help="the YAML file, as AReaL's commands give it")
+    parser.add_argument("--config", metavar="FILE", help="the YAML file; the form that AReaL's commands use")
 
 
 def load_config(args: argparse.Namespace) -> Loaded:
@@ -34,13 +34,13 @@ def load_config(args: argparse.Namespace) -> Loaded:
     path = args.config
     if path is None:
         if not words:
-            raise ConfigError("which config? Give a YAML file, for example examples/math/gsm8k_gspo.yaml")
+            raise ConfigError("no config given: pass a YAML file, for example examples/math/gsm8k_gspo.yaml")
         path = words.pop(0)
     return load(path, words)
 
 
 def display() -> dict[str, Any]:
-    """How wide and how colourful: pipes get plain text of a fixed width; NO_COLOR and TERM=dumb are respected."""
+    """Width and colour of the output: a pipe gets plain text of a fixed width; NO_COLOR and TERM=dumb are respected."""
     import shutil
 
     if not sys.stdout.isatty():
@@ -50,7 +50,7 @@ def display() -> dict[str, Any]:
 
 
 def console() -> Console:
-    """Stdout for tables, as wide and as colourful as `display` says; texts are never read as markup."""
+    """Stdout for tables, with the width and colour of `display`; text is never parsed as markup."""
     from rich.console import Console
 
     how = display()
@@ -59,7 +59,7 @@ def console() -> Console:
 
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr while a person looks on; silence elsewhere."""
+    """A progress bar on stderr if it is a terminal; else nothing."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return
@@ -73,4 +73,4 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 def nearest(word: str, known: Any) -> str:
     close = difflib.get_close_matches(word.lower().replace("-", "_"), list(known), n=1, cutoff=0.5)
-    return f", the nearest is {close[0]}" if close else ""
+    return f"; did you mean {close[0]}?" if close else "."

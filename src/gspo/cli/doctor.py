@@ -1,4 +1,4 @@
-"""`gspo doctor`: a config in words; `--probe` and `--selftest`, which load the model."""
+"""`gspo doctor`: explain and check a config; `--probe` and `--selftest` load the model."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
 def doctor_arguments(parser: argparse.ArgumentParser) -> None:
     config_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument(
         "--probe",
         action="store_true",
-        help="of a config or RUN: measure the sampler's noise against ε; loads the model",
+        help="for a config or RUN: measure the error of the sampler's log-probs and compare it with ε; loads the model",
     )
     parser.add_argument(
-        "--step", metavar="best|last|N", help="--probe RUN: which checkpoint (best); 0: before training"
+        "--step", metavar="best|last|N", help="checkpoint for --probe RUN (default: best); 0: before training"
     )
     parser.add_argument(
         "--selftest",
         action="store_true",
-        help="gradients, packing, sampler and weight sync on this device; without CONFIG on the embedded model",
+        help="test gradients, packing, sampler and weight sync on this device; without CONFIG: with embedded:tiny",
     )
-    # How --probe hands a run to the process that measures it.
+    # Set by --probe for the process that it starts.
     parser.add_argument("--weights", metavar="RUN", help=argparse.SUPPRESS)
 
 
@@ -42,7 +42,7 @@ def doctor(args: argparse.Namespace) -> int:
     if args.probe or args.selftest:
         return _measure(args)
     if args.step or args.weights:
-        raise ConfigError("--step chooses a checkpoint for --probe RUN")
+        raise ConfigError("--step needs --probe RUN: it chooses the checkpoint to probe")
     try:
         loaded = load_config(args)
     except ConfigError as error:
@@ -55,14 +55,14 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace) -> int:
-    """`--probe` and `--selftest`, which need the model and the sampler: here, or in processes as a run would have."""
+    """`--probe` and `--selftest`: in this process, or in the processes that a run would have (trainer and sampler)."""
     from gspo.doctor.processes import run_aside
     from gspo.train.relaunch import is_launched
 
     if args.probe and args.selftest:
-        raise ConfigError("--probe and --selftest are two questions; ask one at a time")
+        raise ConfigError("--probe and --selftest cannot be combined: run one at a time")
     if args.selftest and args.step:
-        raise ConfigError("--step chooses a checkpoint for --probe RUN")
+        raise ConfigError("--step needs --probe RUN: it chooses the checkpoint to probe")
     loaded, run, step = _measured(args)
     work = _selftest if args.selftest else _probe
     if is_launched():
@@ -76,7 +76,7 @@ def _measure(args: argparse.Namespace) -> int:
 
 
 def _measured(args: argparse.Namespace) -> tuple[Loaded, Path | None, int]:
-    """The config, and whose weights: a run's at a step, else those it starts from."""
+    """The config, and the run and step whose weights are used; no run: the weights that training starts from."""
     from gspo.config.load import load
     from gspo.report.read import choose_step, is_run
 
@@ -88,7 +88,7 @@ def _measured(args: argparse.Namespace) -> tuple[Loaded, Path | None, int]:
         loaded = load(run / "config.yaml", args.words[1:])
         return (loaded, None, 0) if args.selftest else (loaded, run, choose_step(run, args.step or "best"))
     if args.step:
-        raise ConfigError("--step chooses a checkpoint, and a config has none; give a run directory")
+        raise ConfigError("--step chooses a checkpoint, and a config has none: pass a run directory")
     return load_config(args), None, 0
 
 

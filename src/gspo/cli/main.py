@@ -1,4 +1,4 @@
-"""The `gspo` command. Each verb imports what it needs when it runs, so help and doctor stay torch-free."""
+"""The `gspo` command: the table of verbs and their help. A verb imports its modules when it runs, so help is fast."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from gspo import __version__
-from gspo.cli import common, doctor, lists, look, measure, results, train
+from gspo.cli import choices, common, doctor, lab, reports, runs, train
 from gspo.errors import ConfigError, GspoError
 
 
@@ -22,7 +22,7 @@ class Verb(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code: 0 done, 1 failed run, 2 bad usage or config, 130 interrupted."""
+    """Run one command. Exit codes: 0 done, 1 failed run, 2 bad usage or config, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gspo: {inert(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except BrokenPipeError:
-        # The reader (`| head`) has seen enough. Without this, Python complains again when it flushes at exit.
+        # The reader (`| head`) closed the pipe. Without this, Python prints an error when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -49,122 +49,126 @@ def _dispatch(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(help_text())
         return 0
-    if words[0] in ("-V", "--version"):
+    if words[0] in ("-V", "--version", "version"):
         print(f"gspo {__version__}")
         return 0
     verb = VERBS.get(words[0])
     if verb is None:
-        raise ConfigError(f"{words[0]!r} is no verb{common.nearest(words[0], VERBS)}. `gspo --help` lists the verbs")
+        raise ConfigError(
+            f"unknown command {words[0]!r}{common.nearest(words[0], VERBS)} `gspo --help` lists the commands"
+        )
     parser = argparse.ArgumentParser(
         prog=f"gspo {words[0]}", usage=f"gspo {verb.usage}", description=verb.line, allow_abbrev=False
     )
     verb.arguments(parser)
-    # Intermixed: options may stand between overrides.
+    # Intermixed: options may come between overrides.
     return verb.run(parser.parse_intermixed_args(words[1:]))
 
 
 def help_text() -> str:
     verbs = "\n".join(f"  {name:<12} {verb.line}" for name, verb in VERBS.items())
     return f"""\
-gspo {__version__}: reinforcement-learning post-training for language models,
-with Group Sequence Policy Optimization at its centre.
+gspo {__version__}: reinforcement-learning post-training for language models
+with Group Sequence Policy Optimization (GSPO) and related objectives.
 
-Quickstart, on a CPU, without a download:
-  gspo train examples/quickstart.yaml          a tiny model learns to add, in a minute or two
-  gspo report runs/quickstart/gspo --open      what happened, as a page; gspo watch shows it live
-  gspo eval runs/quickstart/gspo --samples 8   its best checkpoint on held-out problems: pass@k
-  gspo export runs/quickstart/gspo             a folder that transformers loads
+Quickstart (on a CPU, no download):
+  gspo train examples/quickstart.yaml          train a tiny model to add; takes a minute or two
+  gspo report runs/quickstart/gspo --open      write and open a page: curves, clipping, samples
+  gspo eval runs/quickstart/gspo --samples 8   evaluate the best checkpoint: pass@k
+  gspo export runs/quickstart/gspo             write the weights as a folder that transformers loads
 
-Before you train your own:
-  gspo doctor examples/math/gsm8k_gspo.yaml    what a config will do, before it does it
-  gspo objectives gspo                         the formula, its paper, its defaults
+Before you train your own model:
+  gspo doctor examples/math/gsm8k_gspo.yaml    explain and check a config without running it
+  gspo objectives gspo                         show the formula, the paper and the defaults of GSPO
 
-Verbs:
+Commands:
 {verbs}
 
-Any key of the config can be set on the command line: `gspo doctor run.yaml gconfig.n_samples=16`.
-`~key` resets one to its default; `+key=value` and `++key=value` mean `key=value`.
-Ctrl-C saves; the same command goes on. A run is a folder: docs/run-directory.md says what is in it.
+`gspo COMMAND --help` lists the options of a command.
+Any config key can be set on the command line: `gspo doctor run.yaml gconfig.n_samples=16`.
+`~key` resets a key to its default; `+key=value` and `++key=value` are the same as `key=value`.
+Ctrl-C saves a checkpoint; run the same command again to resume.
+docs/run-directory.md describes the files of a run.
 Exit codes: 0 done, 1 failed run, 2 bad usage or config, 130 interrupted."""
 
 
 VERBS: dict[str, Verb] = {
     "train": Verb(
         "train CONFIG [--on local|ray|slurm] [--dry-run] [key=value …]",
-        "train as a config says; the same command again goes on",
+        "train from a config; run the same command again to resume",
         train.train_arguments,
         train.train,
     ),
     "eval": Verb(
         "eval RUN|MODEL [--data PATH] [--samples N] [--step best|last|N] [key=value …]",
-        "answer held-out problems: avg@n and pass@k with intervals",
-        results.eval_arguments,
-        results.evaluate,
+        "evaluate a run or a model on held-out problems: avg@n and pass@k with intervals",
+        runs.eval_arguments,
+        runs.evaluate,
     ),
     "report": Verb(
         "report RUN [--out FILE] [--open] [--max-mb MB]",
-        "write what a run came to as one page: curves, clipping, samples",
-        look.report_arguments,
-        look.report,
+        "write a run's report as one HTML page: curves, clipping, samples",
+        reports.report_arguments,
+        reports.report,
     ),
     "watch": Verb(
         "watch RUN|DIR [--port N] [--open]",
-        "the same page, live, from this machine alone",
-        look.watch_arguments,
-        look.watch,
+        "serve the report page live, on this machine only",
+        reports.watch_arguments,
+        reports.watch,
     ),
     "export": Verb(
         "export RUN [--step best|last|N] [--to DIR] [--merge]",
         "write a run's weights as a folder that transformers loads",
-        results.export_arguments,
-        results.export,
+        runs.export_arguments,
+        runs.export,
     ),
     "models": Verb(
         "models [list | fetch NAME [--from FILE]]",
-        "pretrained models: what can be fetched, what is here; fetch one",
-        lists.models_arguments,
-        lists.models,
+        "list pretrained models, or download one",
+        choices.models_arguments,
+        choices.models,
     ),
     "bench": Verb(
         "bench [--workload NAME …] [--no-peer] [--json] [--write DIR]",
-        "seconds, tokens/s and memory of a step beside TRL's trainer on equal work",
-        measure.bench_arguments,
-        measure.bench,
+        "measure time and memory of a step, and compare with TRL's trainer",
+        lab.bench_arguments,
+        lab.bench,
     ),
     "study": Verb(
         "study [list | run [NAME …] [--full] [--jobs N] [--only ARM] [--seeds N] | show [NAME …] | page]",
-        "put the paper's claims to the test; results and docs/baselines.md",
-        measure.study_arguments,
-        measure.study,
+        "repeat the experiments of docs/baselines.md, which test the paper's claims",
+        lab.study_arguments,
+        lab.study,
     ),
     "checkpoints": Verb(
         "checkpoints RUN [--verify]",
-        "list a run's checkpoints; with --verify, check every byte",
-        results.checkpoints_arguments,
-        results.checkpoints,
+        "list a run's checkpoints; --verify checks every byte",
+        runs.checkpoints_arguments,
+        runs.checkpoints,
     ),
     "compare": Verb(
         "compare RUN RUN… [--out compare.html] [--metric NAME …]",
-        "runs side by side: seeds as bands, keys that differ, what each came to",
-        look.compare_arguments,
-        look.compare,
+        "compare runs: results, keys that differ, curves with bands over seeds",
+        reports.compare_arguments,
+        reports.compare,
     ),
     "doctor": Verb(
         "doctor CONFIG [key=value …] [--json] | --probe RUN|CONFIG [--step N] | --selftest [CONFIG]",
-        "explain a config; --probe: the sampler's noise; --selftest: this machine",
+        "explain a config; --probe measures the sampler's error; --selftest tests this machine",
         doctor.doctor_arguments,
         doctor.doctor,
     ),
     "objectives": Verb(
         "objectives [NAME]",
-        "the table of objectives, or one's formula, paper and defaults",
-        lists.objectives_arguments,
-        lists.objectives,
+        "list the objectives, or show the formula, paper and defaults of one",
+        choices.objectives_arguments,
+        choices.objectives,
     ),
     "config": Verb(
         "config CONFIG [key=value …]",
-        "print the resolved config: every key, as a run writes it down",
+        "print the resolved config with all keys",
         common.config_arguments,
-        lists.config,
+        choices.config,
     ),
 }

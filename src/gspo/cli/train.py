@@ -1,4 +1,4 @@
-"""`gspo train`: launch what a config asks for, or be one of its processes; then say what it came to."""
+"""`gspo train`: launch the processes of a config, or be one of them; then print the results."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gspo.cli.common import config_arguments, console, load_config
-from gspo.cli.look import write_report_of
+from gspo.cli.reports import write_report_of
 
 
 def train_arguments(parser: argparse.ArgumentParser) -> None:
     from gspo.launcher.launch import LAUNCHERS
 
     config_arguments(parser)
-    parser.add_argument("--on", choices=LAUNCHERS, help="where the processes run (scheduler.type)")
-    parser.add_argument("--dry-run", action="store_true", help="print the plan: every process, and a job's script")
+    parser.add_argument("--on", choices=LAUNCHERS, help="how processes are launched (scheduler.type)")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan only: every process, and the job script")
 
 
 def train(args: argparse.Namespace) -> int:
@@ -32,7 +32,7 @@ def train(args: argparse.Namespace) -> int:
         code = launch(loaded, [sys.executable, "-m", "gspo", "train", *given], dry_run=args.dry_run)
         if code is not None:
             return code
-    check(loaded)  # the loop says the warnings; the impossible is refused here, seconds before torch is imported
+    check(loaded)  # errors are raised here, before torch is imported; the loop prints the warnings
     config = loaded.config
     path = Path(config.cluster.fileroot) / config.experiment_name / config.trial_name
     again = shlex.join(["gspo", "train", *given])
@@ -43,23 +43,23 @@ def train(args: argparse.Namespace) -> int:
     try:
         summary = run(loaded)
     except KeyboardInterrupt:
-        print(f"gspo: interrupted; this goes on from the last checkpoint, if there is one:\n  {again}", file=sys.stderr)
+        print(f"gspo: interrupted; to resume from the last checkpoint, if there is one:\n  {again}", file=sys.stderr)
         return 130
     if int(os.environ.get("RANK", "0")):
-        return 0  # rank 0 speaks for all; a code of ours would make torch end it while it still does
+        return 0  # only rank 0 reports; another exit code here would make torch kill rank 0 while it does
     if not summary.finished:
-        show_run(path, f"Stopped and saved after step {summary.steps}.", {"go on": again})
-        return 130  # stopped by a signal, whole and resumable
+        show_run(path, f"Stopped and saved after step {summary.steps}.", {"resume": again})
+        return 130  # stopped by a signal; the run can be resumed
     said = "Finished."
     if summary.steps == before:
-        said = "This run was finished before; nothing was trained. Raise total_train_steps, or set trial_name."
-    name, step = shlex.quote(str(path)), "" if best_step(path) else " --step last"  # step 0 is nobody's export
+        said = "This run was already finished; nothing was trained. Raise total_train_steps, or set another trial_name."
+    name, step = shlex.quote(str(path)), "" if best_step(path) else " --step last"  # step 0 cannot be exported
     show_run(path, said, {"next": f"gspo eval {name} --samples 8", "": f"gspo export {name}{step}"})
     return 0
 
 
 def show_run(path: Path, said: str, commands: Mapping[str, str]) -> None:
-    """What a run came to: figures, picture, and what to do next."""
+    """Print the results of a run, write its plot and page, and suggest the next commands."""
     from gspo.report.plot import plot_run
     from gspo.report.summary import summarise
     from gspo.report.terminal import run_view
@@ -74,6 +74,6 @@ def show_run(path: Path, said: str, commands: Mapping[str, str]) -> None:
         write_report_of(path)
     except OSError as problem:
         look = f"report.html could not be written: {problem.strerror}"
-    places = {"run": str(path), "plot": drawn, "look at it": look, **commands}
+    places = {"run": str(path), "plot": drawn, "report": look, **commands}
     print()
     console().print(run_view(said, summarise(path), {name: inert(text) for name, text in places.items()}))

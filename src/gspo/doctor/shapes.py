@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from gspo.errors import GspoError
-from gspo.models import embedded, registry
 
 MAX_CONFIG_BYTES = 4_000_000  # a config.json has a few kilobytes
 MAX_REPEATS = 10_000  # layers or experts: a larger number is a mistake, and building them would take forever
@@ -71,10 +70,13 @@ def find_source(path: str) -> Source | Unknown:
     """The config.json of a folder, a cached hub model, an embedded model or one that can be fetched."""
     try:
         if not os.path.isdir(path):
-            if path in registry.MODELS:
-                return Source(path, registry.MODELS[path].shape)
-            if path.startswith("embedded:"):
-                return Source(path, embedded.shape(path))
+            if "/" not in path:
+                from gspo.models import embedded, registry
+
+                if path in registry.MODELS:
+                    return Source(path, registry.MODELS[path].shape)
+                if path.startswith("embedded:"):
+                    return Source(path, embedded.shape(path))
             if path.endswith(".gguf"):
                 return Unknown(f"{path}: the shape of a GGUF file is not read before the model is loaded")
         file = _config_file(path)

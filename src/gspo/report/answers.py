@@ -1,4 +1,4 @@
-"""What a newcomer asks of a run, answered: did it learn, what was clipped, which were the worst, ε, time."""
+"""Answers to five questions about a run: did it learn, what was clipped, the worst sequences, ε, time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gspo.report.summary import Summary, duration
 
 Answer = dict[str, Any]  # question, verdict (good, note, bad or none), text, more, section
 
-# Parts of another part; every other time/…_s is a part of the step.
+# Times that are part of another time; every other time/…_s is a part of the step.
 INSIDE = {"reward": "rollout", "proximal": "train", "forward_backward": "train", "optimizer": "train"}
 WORDS = {
     "rollout": "sampling",
@@ -36,7 +36,7 @@ def answers(
     suggested: tuple[float, float] | None,
     target: float = TARGET,
 ) -> list[Answer]:
-    """The five questions, each with what was measured."""
+    """The five questions with their answers."""
     return [
         _learned(summary),
         _clipped(summary, stories),
@@ -55,15 +55,17 @@ def _learned(s: Summary) -> Answer:
     reward = ""
     if s.reward is not None and s.reward_end is not None:
         reward = f"Reward of the samples {s.reward:.3f} → {s.reward_end:.3f}."
-    if s.accuracy is None or s.accuracy_end is None or s.accuracy == s.accuracy_end:
-        return _answer(question, section, None, reward or "No step yet.", "Nothing was evaluated twice.")
+    if s.accuracy is None or s.accuracy_end is None or s.evaluations < 2:
+        evaluated = "There was no evaluation on held-out problems." if not s.evaluations else "Only one evaluation."
+        return _answer(question, section, None, reward or "No step yet.", f"{evaluated} See evaluator.freq_steps.")
     (start, low, high), (end, low_end, high_end) = s.accuracy, s.accuracy_end
     text = f"Held-out accuracy {percent(start)} → {percent(end)} on {s.problems or 0:,} problems."
     if low_end > high:
-        return _answer(question, section, "good", text, f"Beyond the 95 % intervals. {reward}")
+        return _answer(question, section, "good", text, f"The 95 % intervals do not overlap. {reward}")
     if high_end < low:
-        return _answer(question, section, "bad", text, f"It got worse, beyond the 95 % intervals. {reward}")
-    return _answer(question, section, "note", text, f"Within the 95 % intervals of each other. {reward}")
+        return _answer(question, section, "bad", text, f"It got worse: the 95 % intervals do not overlap. {reward}")
+    same = "No change" if start == end else "The 95 % intervals overlap, so the change may be chance"
+    return _answer(question, section, "note", text, f"{same}. {reward}")
 
 
 def _clipped(s: Summary, stories: Sequence[Mapping[str, Any]]) -> Answer:
@@ -71,18 +73,18 @@ def _clipped(s: Summary, stories: Sequence[Mapping[str, Any]]) -> Answer:
     if s.eps is None:
         return _answer(question, section, None, "This objective does not clip the ratio.")
     if s.clipped_low is None or s.clipped_high is None:
-        return _answer(question, section, None, "No sequence has moved yet.")
+        return _answer(question, section, None, "No update with a ratio other than 1 yet.")
     share, ratio = s.clipped_low + s.clipped_high, "s" if s.by_sequence else "a token's ratio"
     if share == 0:
-        return _answer(question, section, "note", "Nothing was clipped: no sequence left the clip range.")
+        return _answer(question, section, "note", "Nothing was clipped: every sequence stayed inside the clip range.")
     text = f"{percent(share)} of the {'sequences' if s.by_sequence else 'sequences have a clipped token'}: "
     text += f"{percent(s.clipped_low)} with A < 0 and {ratio} < 1 − {s.eps[0]:.2g}, "
     text += f"{percent(s.clipped_high)} with A > 0 and {ratio} > 1 + {s.eps[1]:.2g}."
     shares = minibatch_shares(stories)
-    more = "They had already moved as far as ε allows the way their advantage points; they give no further gradient."
+    more = "These sequences had already moved by ε in the direction of their advantage, so they give no gradient."
     if len(shares) > 2 and shares[1] is not None and shares[-1] is not None:
         more = f"{percent(shares[1])} in mini-batch 2, {percent(shares[-1])} in mini-batch {len(shares)}: "
-        more += "each update of a batch moves the policy further from π_old."
+        more += "each update of a batch moves the policy further away from π_old."
     return _answer(question, section, "bad" if share > 0.5 else "good", text, more)
 
 
@@ -105,7 +107,7 @@ def _worst(stories: Sequence[Mapping[str, Any]]) -> Answer:
     question, section = "Which sequences were the worst?", "samples"
     seen = [{**s["farthest"], "step": s["step"]} for s in stories if s["farthest"] is not None]
     if not seen:
-        return _answer(question, section, None, "No sample of a moved sequence is kept (rollout.dump_to_file).")
+        return _answer(question, section, None, "No samples were kept (rollout.dump_to_file).")
     worst = max(seen, key=lambda one: abs(one["log_s"]))
     advantage = "unknown" if worst["advantage"] is None else f"{worst['advantage']:+.2f}"
     text = f"Farthest from π_old: step {worst['step']}, sequence {worst['sequence']}: log s = {worst['log_s']:+.2g}, "
@@ -126,18 +128,20 @@ def _eps(s: Summary, steps: Sequence[Row], suggested: tuple[float, float] | None
     noise = last(steps, "noise/log_s_p95_abs")
     eps, text = f"ε {s.eps[0]:.2g} / {s.eps[1]:.2g}", "Nothing measured yet."
     if share == 0:
-        text = f"{eps} was not reached in the last {len(clipped)} steps: the gate is idle."
+        text = f"{eps} was not reached in the last {len(clipped)} steps: clipping had no effect."
     elif share is not None:
         text = f"{eps} clipped {percent(share)} of the sequences of the last {len(clipped)} steps."
-    proposal = "No sample is kept to suggest an ε from."
+    proposal = "Without kept samples no ε can be suggested."
     if suggested is not None:
-        proposal = f"For {percent(target, 0)} clipped it would be {suggested[0]:.2g} / {suggested[1]:.2g}."
+        proposal = f"To clip {percent(target, 0)} of the sequences, set ε {suggested[0]:.2g} / {suggested[1]:.2g}."
     floor = ""
     if noise is not None and noise > 0:
         times = float(f"{min(s.eps[0] / noise, 1e9):.2g}")
-        floor = f" ε_low is {times:,.0f} times the noise floor ({noise:.1g})."
+        floor = f" ε_low is {times:,.0f} times the error of the sampler's log-probs ({noise:.1g})."
     if noise is not None and s.eps[0] < 10 * noise:
-        return _answer(question, section, "bad", f"ε is at the noise between sampler and trainer.{floor}", proposal)
+        return _answer(
+            question, section, "bad", f"ε is not far above the error of the sampler's log-probs.{floor}", proposal
+        )
     verdict = None if share is None else "note" if share == 0 or not 0.03 <= share <= 0.5 else "good"
     return _answer(question, section, verdict, text, proposal + floor)
 
@@ -157,7 +161,7 @@ def _time(steps: Sequence[Row]) -> Answer:
 
 
 def time_parts(steps: Sequence[Row]) -> list[dict[str, Any]]:
-    """Seconds of all steps by part, in the order of a step; `inside` names the part that a part belongs to."""
+    """Seconds of all steps by part, in the order of a step; `inside` names the part that contains a part."""
     totals: dict[str, float] = {}
     for row in steps:
         for name, value in row.items():
@@ -184,12 +188,12 @@ def time_parts(steps: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def last(rows: Sequence[Row], name: str) -> float | None:
-    """The newest number of a metric."""
+    """The last number of a metric."""
     return next((v for row in reversed(rows) if (v := number(row.get(name))) is not None), None)
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """A share as a person reads it.
+    """A share in percent, with a no-break space.
 
     >>> percent(0.1234), percent(0.15, 0)
     ('12.3\\xa0%', '15\\xa0%')

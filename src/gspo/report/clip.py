@@ -1,6 +1,6 @@
-"""The clipping story from the samples themselves: how far sequences moved, who was clipped where, which ε would do.
+"""Clipping statistics from the samples: how far sequences moved, which were clipped, and a suggested ε.
 
-Ratios of mini-batch 1 are 1 by construction, so a run with several mini-batches is judged by the later ones.
+Ratios of mini-batch 1 are 1 by construction, so in a run with several mini-batches only the later ones count.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 from gspo.report.samples import Block, number
 
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
-TARGET = 0.15  # share of sequences that `eps_clip: auto` steers to, unless the config says otherwise
-RECENT = 10  # steps whose movement decides what is suggested: the policy of the beginning moves differently
+TARGET = 0.15  # default share of clipped sequences that `eps_clip: auto` aims at
+RECENT = 10  # a suggested ε is from the last steps: sequences move differently at the beginning
 
 
 @dataclass(frozen=True)
 class ClipSettings:
-    """What a suggested ε aims at: share of clipped sequences, ε_high/ε_low, and the highest ε."""
+    """Aims of a suggested ε: share of clipped sequences, ε_high/ε_low, and the maximum."""
 
     target: float = TARGET
     high_over_low: float = 4 / 3
@@ -60,7 +60,7 @@ def clip_story(block: Block, how: ClipSettings = ClipSettings()) -> dict[str, An
 def suggest_eps(
     stories: Sequence[Mapping[str, Any]], noise: float | None, how: ClipSettings
 ) -> tuple[float, float] | None:
-    """(ε_low, ε_high) that would have clipped the target share of the last steps, never below the noise of π_old.
+    """(ε_low, ε_high) that would have clipped the target share of the last steps, not below the error of π_old.
 
     >>> suggest_eps([{"eps_low": 0.001}, {"eps_low": 0.003}], None, ClipSettings(high_over_low=2.0))
     (0.002, 0.004)

@@ -19,7 +19,7 @@ from gspo.report.read import Row, accuracy_interval, by_sequence, read_config, r
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours: told apart with any kind of colour vision; every curve is labelled in words besides.
+# Okabe and Ito's colours: distinguishable with any kind of colour vision; every curve has a label too.
 BLUE, ORANGE, GREEN, RED, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9"
 INK, FAINT, GRID = "#222222", "#6b6b6b", "#e6e6e6"
 STYLE: dict[Any, Any] = {
@@ -88,7 +88,7 @@ def _title(run: Path, rows: Sequence[Row]) -> str:
     # $ would start a formula in matplotlib's texts.
     name = f"{run.parent.name}/{run.name}".replace("$", r"\$")
     parts = [name]
-    with contextlib.suppress(Exception):  # a title without the algorithm's name is a title still
+    with contextlib.suppress(Exception):  # the algorithm's name is optional
         if algorithm := read_config(run).get("algorithm"):
             parts.append(str(algorithm).replace("$", r"\$"))
     seen = [row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None]

@@ -1,4 +1,4 @@
-"""Reading a run directory: metrics, config, checkpoints; while it is written too. See docs/run-directory.md."""
+"""Reading a run directory: metrics, config, checkpoints; also while the run writes. See docs/run-directory.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A published checkpoint, as its folder tells; `gspo checkpoints --verify` reads its bytes too.
+    """A published checkpoint, from its folder; only `gspo checkpoints --verify` reads its files.
 
     >>> Checkpoint(Path("runs/a/b/checkpoints/step_000060"), 60, 4_000_000, 1.7e9, True).step
     60
@@ -38,18 +38,19 @@ def is_run(path: Path) -> bool:
 
 
 def open_run(path: str | Path) -> Path:
-    """The folder, if it is a run directory; else ConfigError that names the runs nearby."""
+    """The folder, if it is a run directory; else a ConfigError that lists runs nearby."""
     path = Path(path)
     if is_run(path):
         return path
     nearby = sorted(str(file.parent) for depth in ("*", "*/*") for file in path.glob(f"{depth}/config.yaml"))
-    hint = f"; there is {', '.join(nearby[:4])}" if nearby else ""
-    what = "holds no config.yaml" if path.is_dir() else "does not exist"
-    raise ConfigError(f"{path} is no run directory: it {what}{hint}. A run is <cluster.fileroot>/<experiment>/<trial>")
+    hint = f"; runs nearby: {', '.join(nearby[:4])}" if nearby else ""
+    what = "has no config.yaml" if path.is_dir() else "does not exist"
+    place = "<cluster.fileroot>/<experiment_name>/<trial_name>"
+    raise ConfigError(f"{path} is not a run directory: it {what}{hint}. A run directory is {place}")
 
 
 def read_metrics(run: Path) -> list[Row]:
-    """The rows of metrics.jsonl by step; a last line that is still being written is left out."""
+    """The rows of metrics.jsonl by step, without a last line that is still being written."""
     rows: list[Row] = []
     with contextlib.suppress(FileNotFoundError):
         for line in (run / "metrics.jsonl").read_bytes().split(b"\n"):
@@ -72,8 +73,8 @@ def read_config(run: Path) -> Row:
 def accuracy_interval(row: Row) -> tuple[float, float, float]:
     """Held-out accuracy of a row with one, and the ends of its 95 % interval.
 
-    One sample per problem is a share of n, and gets Wilson's interval; several are not independent, and get theirs from
-    the row.
+    With one sample per problem it is a share of n trials: Wilson's interval. Several samples of one problem are not
+    independent: the interval is the one that the row has.
 
     >>> [round(x, 3) for x in accuracy_interval({"eval/accuracy": 1.0, "eval/k": 1, "eval/problems": 512})]
     [1.0, 0.993, 1.0]
@@ -86,14 +87,14 @@ def accuracy_interval(row: Row) -> tuple[float, float, float]:
 
 
 def by_sequence(run: Path) -> bool:
-    """Whether the objective has one ratio per sequence (GSPO), not one per token; where nobody knows, it is GSPO."""
+    """Whether the objective has one ratio per sequence (GSPO), not one per token; True if unknown."""
     with contextlib.suppress(ConfigError):
         return is_by_sequence(read_config(run))
     return True
 
 
 def is_by_sequence(config: Row) -> bool:
-    """The same of a config that was read already."""
+    """`by_sequence` of a config that is already read."""
     actor = config.get("actor")
     return not isinstance(actor, dict) or actor.get("importance_sampling_level") != "token"
 
@@ -104,7 +105,7 @@ def best_step(run: Path) -> int | None:
 
 
 def best_of(rows: Sequence[Row]) -> int | None:
-    """The same of rows that were read already."""
+    """`best_step` of rows that are already read."""
     seen = [(row["eval/accuracy"], row["step"]) for row in rows if row.get("eval/accuracy") is not None]
     return max(seen, key=lambda pair: (pair[0], -pair[1]))[1] if seen else None
 
@@ -115,7 +116,7 @@ def read_checkpoints(run: Path) -> list[Checkpoint]:
     found = []
     for folder in (run / "checkpoints").glob("step_*"):
         number = folder.name.removeprefix("step_")
-        # A trainer may delete an old checkpoint under our eyes.
+        # The trainer may delete an old checkpoint while we read.
         with contextlib.suppress(FileNotFoundError):
             if number.isdigit() and folder.is_dir():
                 size = sum(file.stat().st_size for file in folder.iterdir())
@@ -129,9 +130,9 @@ def choose_step(run: Path, which: str) -> int:
     best = best_step(run)
     if which == "best" and best is not None:
         which = str(best)
-    elif which in ("best", "last"):  # a run that was never evaluated has no best
+    elif which in ("best", "last"):  # without an evaluation there is no best step
         which = str(steps[-1]) if steps else "none"
     if which.isdigit() and (int(which) == 0 or int(which) in steps):
         return int(which)
-    there = f"there are {', '.join(map(str, steps))}" if steps else "there is none yet"
+    there = f"available: {', '.join(map(str, steps))}" if steps else "it has no checkpoint yet"
     raise ConfigError(f"{run} has no checkpoint of step {which}; {there}. --step takes best, last or a number")

@@ -1,7 +1,7 @@
-"""The samples of a run, a block of columns per step: what the page's browser shows and the clipping story is made of.
+"""The samples of a run, one block of columns per step, for the sample browser and the clipping statistics.
 
-Files are read as they are found: written by a run that goes on, half deleted, or by somebody who means harm. What is
-not a sample is left out; a value of another type than documented becomes null.
+Files may be incomplete (the run is writing), deleted meanwhile, or malicious. A line that is not a sample is skipped; a
+value of another type than documented becomes null.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def sample_steps(run: Path) -> dict[int, Signature]:
 
 
 def choose_steps(sizes: Mapping[int, int], budget: int) -> list[int]:
-    """As many steps as fit into `budget` bytes: the first, the last, and evenly spread between them.
+    """As many steps as fit into `budget` bytes: the first, the last, and evenly spaced ones between them.
 
     >>> choose_steps({1: 10, 2: 10, 3: 10, 4: 10, 5: 10}, 30), choose_steps({7: 10}, 1)
     ([1, 3, 5], [7])
@@ -84,7 +84,7 @@ def read_block(run: Path, step: int) -> Block:
 
 
 def _turns(spans: Any) -> list[tuple[bool, str]] | None:
-    """Who said what in an episode, as (the environment, text); null of a plain completion."""
+    """The turns of an episode as (is from the environment, text); null for a plain completion."""
     if not isinstance(spans, list) or not all(isinstance(span, dict) for span in spans):
         return None
     return [(span.get("by") == "environment", _text(span.get("text")) or "") for span in spans]
@@ -100,7 +100,7 @@ def _tokens(run: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> dict[str
 
     try:
         tensors = load_file(file)
-    except (OSError, ValueError, TypeError, KeyError, SafetensorError):  # deleted under our eyes, or damaged
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError):  # deleted meanwhile, or damaged
         return {}
     pieces = {str(row.get("sequence")): row.get("pieces") for row in rows}
     out: dict[str, dict[str, Any]] = {}
@@ -129,7 +129,7 @@ def _rounded(values: NDArray[Any]) -> list[float | None]:
 
 
 def number(value: Any) -> float | None:
-    """A finite number, with the digits a person or a curve can use; anything else is null.
+    """A finite number with six significant digits; anything else is null.
 
     >>> number(0.123456789), number(float("nan")), number(True), number("1")
     (0.123457, None, None, None)

@@ -1,74 +1,78 @@
-"""What a run came to, in a dozen figures: the table at the end of `gspo train`."""
+"""The results of a run in a dozen numbers: the table at the end of `gspo train`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from gspo.report.read import Row, accuracy_interval, best_of, by_sequence, read_metrics
 
-ENDS = 5  # steps averaged at either end of the reward curve: one batch is noisy
+ENDS = 5  # steps averaged at both ends of a curve, because one batch is noisy; fewer for runs under 10 steps
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Figures of a run; None where nothing was measured."""
+    """Numbers of a run; None where nothing was measured."""
 
     steps: int
     seconds: float
     accuracy: tuple[float, float, float] | None  # before training (or at the first evaluation), with its 95 % interval
     accuracy_end: tuple[float, float, float] | None
     accuracy_step: int | None  # of the first figure; 0 is before training
+    evaluations: int
     problems: int | None
     best_step: int | None
-    reward: float | None  # mean of the first ENDS steps
-    reward_end: float | None  # mean of the last ENDS steps
+    ends: int  # steps averaged at both ends of reward and entropy
+    reward: float | None  # mean of the first `ends` steps
+    reward_end: float | None  # mean of the last `ends` steps
     clipped_low: float | None  # share of the sequences of mini-batches 2…K, mean over steps
     clipped_high: float | None
     by_sequence: bool  # False: the share of sequences with a clipped token
     eps: tuple[float, float] | None  # of the last step
-    entropy: tuple[float, float] | None  # first and last ENDS steps
+    entropy: tuple[float, float] | None  # mean of the first and last `ends` steps
     rollout_tokens_s: float | None
     train_tokens_s: float | None
 
 
 def summarise(run: Path) -> Summary:
-    """The figures of a run directory, finished or not."""
+    """The numbers of a run directory, finished or not."""
     return summary_of(read_metrics(run), by_sequence(run))
 
 
 def summary_of(rows: Sequence[Row], by_sequence: bool) -> Summary:
-    """The same of rows that were read already."""
+    """`summarise` of rows that are already read."""
     steps = [row for row in rows if row["step"] > 0]
     evals = [row for row in rows if row.get("eval/accuracy") is not None]
     reward, entropy = _values(steps, "reward/mean"), _values(steps, "policy/entropy")
     last: Row = steps[-1] if steps else {}
     eps = (last.get("clip/eps_low"), last.get("clip/eps_high"))
+    ends = max(min(ENDS, len(steps) // 2), 1)  # the two windows never overlap
     return Summary(
         steps=max((row["step"] for row in rows), default=0),
         seconds=sum(_values(steps, "time/step_s")),
         accuracy=accuracy_interval(evals[0]) if evals else None,
         accuracy_end=accuracy_interval(evals[-1]) if evals else None,
         accuracy_step=evals[0]["step"] if evals else None,
+        evaluations=len(evals),
         problems=evals[-1].get("eval/problems") if evals else None,
         best_step=best_of(rows),
-        reward=_mean(reward[:ENDS]),
-        reward_end=_mean(reward[-ENDS:]),
+        ends=ends,
+        reward=_mean(reward[:ends]),
+        reward_end=_mean(reward[-ends:]),
         clipped_low=_mean(_values(steps, "clip/sequences_low")),
         clipped_high=_mean(_values(steps, "clip/sequences_high")),
         by_sequence=by_sequence,
         eps=(eps[0], eps[1]) if eps[0] is not None and eps[1] is not None else None,
-        entropy=(sum(entropy[:ENDS]) / len(entropy[:ENDS]), sum(entropy[-ENDS:]) / len(entropy[-ENDS:]))
-        if entropy
-        else None,
+        entropy=(fmean(entropy[:ends]), fmean(entropy[-ends:])) if entropy else None,
         rollout_tokens_s=_rate(steps, "rollout"),
         train_tokens_s=_rate(steps, "train"),
     )
 
 
 def summary_rows(s: Summary) -> list[tuple[str, str]]:
-    """The figures as (name, text), those that were measured."""
+    """The measured numbers as (name, text)."""
     rows: list[tuple[str, str]] = [("steps", f"{s.steps:,} in {duration(s.seconds)}")]
     if s.accuracy and s.accuracy_end:
         since = "" if s.accuracy_step == 0 else f" (first measured at step {s.accuracy_step})"
@@ -78,7 +82,7 @@ def summary_rows(s: Summary) -> list[tuple[str, str]]:
     if s.best_step is not None:
         rows.append(("best", "before training (step 0)" if s.best_step == 0 else f"step {s.best_step}"))
     if s.reward is not None and s.reward_end is not None:
-        rows.append(("reward", f"{s.reward:.3f} → {s.reward_end:.3f}  mean of the first and last {ENDS} steps"))
+        rows.append(("reward", f"{s.reward:.3f} → {s.reward_end:.3f}  {ends_words(s.ends)}"))
     if s.clipped_low is not None and s.clipped_high is not None:
         eps = f"  at ε {s.eps[0]:.2g} / {s.eps[1]:.2g}" if s.eps else ""
         what = "sequences" if s.by_sequence else "sequences with any clipped token"
@@ -91,8 +95,17 @@ def summary_rows(s: Summary) -> list[tuple[str, str]]:
     return rows
 
 
+def ends_words(ends: int) -> str:
+    """Which steps the two ends of a curve are.
+
+    >>> ends_words(5), ends_words(1)
+    ('mean of the first and last 5 steps', 'first and last step')
+    """
+    return "first and last step" if ends == 1 else f"mean of the first and last {ends} steps"
+
+
 def duration(seconds: float) -> str:
-    """Seconds as a person says them.
+    """Seconds in minutes and hours.
 
     >>> duration(65.2), duration(7322)
     ('1 min 5 s', '2 h 2 min')
@@ -114,19 +127,25 @@ def _values(rows: Sequence[Row], name: str) -> list[float]:
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+    return fmean(values) if values else None
 
 
 def _rate(rows: Sequence[Row], part: str) -> float | None:
-    """Tokens of all steps over seconds of all steps: a mean of rates would favour the quick steps."""
-    seconds: list[float] = []
-    tokens: list[float] = []
+    """Tokens of all steps over seconds of all steps: a mean of rates would favour the quick steps.
+
+    Where the row has the number of tokens, its seconds are tokens/rate: servers in the background sample during the
+    whole step (`time/step_s`), not only while the trainer waits for them (`time/rollout_s`). A step in which no token
+    was sampled counts with the same kind of seconds as the other steps.
+    """
+    rate_of, count_of, own_of = f"throughput/{part}_tokens_s", f"throughput/{part}_tokens", f"time/{part}_s"
+    counted = [row for row in rows if row.get(rate_of) and row.get(count_of)]
+    in_background = any(row[count_of] / row[rate_of] > 1.001 * (row.get(own_of) or 0.0) for row in counted)
+    tokens = sum(float(row[count_of]) for row in counted)
+    seconds = sum(row[count_of] / row[rate_of] for row in counted)
     for row in rows:
-        rate, count = row.get(f"throughput/{part}_tokens_s"), row.get(f"throughput/{part}_tokens")
-        spent = row.get(f"time/{part}_s")
-        if rate and count is not None:  # servers sample beside the trainer: its own seconds of sampling are not theirs
-            spent = count / rate
-        if rate is not None and spent is not None:
-            seconds.append(spent)
-            tokens.append(rate * spent)
-    return sum(tokens) / sum(seconds) if sum(seconds) else None
+        if row.get(rate_of) is None or (row[rate_of] and row.get(count_of)):
+            continue
+        own = row.get(own_of) or 0.0
+        tokens += row[rate_of] * own
+        seconds += row.get("time/step_s", own) if in_background else own
+    return tokens / seconds if seconds else None

@@ -1,6 +1,6 @@
-"""How runs, evaluations and checkpoints look on a terminal: values in, rich renderables out.
+"""Runs, evaluations and checkpoints on a terminal: values in, rich renderables out.
 
-Texts that came from outside are made inert by the caller; nothing here is read as markup.
+The caller makes untrusted text inert; nothing here is parsed as markup.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gspo.report.summary import Summary, duration, summary_rows
 
 
 def run_view(said: str, summary: Summary, places: Mapping[str, str]) -> RenderableType:
-    """A sentence, the figures, and where everything is."""
+    """A sentence, the results, and the paths of the files."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -27,10 +27,10 @@ def run_view(said: str, summary: Summary, places: Mapping[str, str]) -> Renderab
     return Group(Text(said, style="bold"), table)
 
 
-def examination_view(head: str, result: Mapping[str, Any]) -> RenderableType:
-    """avg@n and pass@k of `gspo eval`, a line each."""
+def evaluation_view(head: str, result: Mapping[str, Any]) -> RenderableType:
+    """avg@n and pass@k of `gspo eval`, one line each."""
     n = result["num_samples"]
-    shares = {f"avg@{n}": result["avg"]} | {f"pass@{k}": share for k, share in result["pass"].items() if n > 1}
+    shares = {f"avg@{n}": result["avg"]} | {f"pass@{k}": share for k, share in result["pass"].items() if k != "1"}
     table = Table.grid(padding=(0, 2))
     for name, share in shares.items():
         if share["value"] is not None:
@@ -39,12 +39,12 @@ def examination_view(head: str, result: Mapping[str, Any]) -> RenderableType:
     tail = f"95 % intervals over problems; {result['mean_tokens']:.1f} tokens per completion, "
     tail += f"{result['truncated']:.1%} truncated; {duration(result['seconds'])}"
     if result["reward_failures"]:
-        tail += f"; {result['reward_failures']} rewards failed and count nowhere"
+        tail += f"; {result['reward_failures']} rewards failed and are not counted"
     return Group(Text(head, style="bold"), table, Text(tail, style="dim"))
 
 
 def probe_view(result: Mapping[str, Any]) -> RenderableType:
-    """What `gspo doctor --probe` measured, beside ε, and what follows from it."""
+    """The errors that `gspo doctor --probe` measured, compared with ε, and a verdict."""
     at = f", step {result['step']}" if result["step"] else ""
     head = f"{result['model']}{at}: sampler {result['sampler']}; trainer {result['trainer']}; equal weights"
     table = Table.grid(padding=(0, 3))
@@ -64,32 +64,30 @@ def probe_view(result: Mapping[str, Any]) -> RenderableType:
         f"largest {result['token_max_abs']:.1e}; re-centred p95 |log s| {result['log_s_centred_p95_abs']:.1e}"
     ]
     if result["cuts"]:
-        lines.append(
-            f"{' and '.join(result['cuts'])} cut the sampled distribution and not the trainer's: that is in the figures"
-        )
+        lines.append(f"{' and '.join(result['cuts'])} change only the sampler's distribution: the numbers include this")
     return Group(Text(head, style="bold"), table, *(Text(line, style="dim") for line in lines), Text(_verdict(result)))
 
 
 def _verdict(result: Mapping[str, Any]) -> str:
     eps, method = result["eps"], result["method"]
     if eps is None:
-        return "This objective has no clip range that noise could use up."
+        return "This objective has no clip range to compare the error with."
     bound = f"ε {'may widen to' if result['eps_auto'] else '='} {eps:.1e}"
     if result["verdict"] == "fine":
-        return f"Fine: {bound}, more than three times the noise. The sampler's log-probs can serve as π_old."
+        return f"Fine: {bound}, more than three times the error. The sampler's log-probs can be used as π_old."
     said = f"{result['words'][:1].upper()}{result['words'][1:]}."
     if method != "rollout":
-        own = "π_old is the trainer's own unless its noise is far below ε" if method == "auto" else f"it is {method}"
-        return f"Only for actor.prox_logp_method: rollout ({own}): {said}"
+        own = "auto uses them only if their error is far below ε" if method == "auto" else f"the config has {method}"
+        return f"This concerns only actor.prox_logp_method: rollout ({own}). {said}"
     if result["verdict"] == "near":
         return f"Warning: {said}"
     return f"{'Forced' if result['forced'] else 'Refused'}: {said}"
 
 
 def checkpoints_view(found: Sequence[Checkpoint], notes: Mapping[int, str]) -> RenderableType:
-    """Step, size, date and a note for each."""
+    """Step, size, date and a note for each checkpoint."""
     if not found:
-        return Text("no checkpoint yet")
+        return Text("There is no checkpoint yet.")
     table = Table.grid(padding=(0, 3))
     table.add_row(*(Text(name, style="dim") for name in ("step", "size", "written", "")))
     for c in found:
@@ -104,6 +102,6 @@ def models_view(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     table = Table.grid(padding=(0, 3))
     table.add_row(*(Text(name, style="dim") for name in ("model", "", "on disk", "where, or how to get it")))
     for row in rows:
-        size = f"{row['bytes'] / 1e6:,.1f} MB" if row["here"] else "not here"
+        size = f"{row['bytes'] / 1e6:,.1f} MB" if row["here"] else "not fetched"
         table.add_row(Text(row["name"]), Text(row["what"]), Text(size), Text(row["where"], overflow="fold"))
     return table

@@ -1,4 +1,4 @@
-"""A run directory as the plain values that the page shows; the same for a written report and for the live page."""
+"""A run directory as the plain values that the page shows, for the written report and for the live page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gspo.report.answers import answers, last, percent, time_parts
 from gspo.report.clip import TARGET, ClipSettings, suggest_eps
 from gspo.report.read import Row, is_by_sequence, read_config
 from gspo.report.samples import number
-from gspo.report.summary import Summary, duration, summary_of
+from gspo.report.summary import Summary, duration, ends_words, summary_of
 
 LOG_LINES = 200  # the last lines of log.txt that the page carries
 
@@ -22,9 +22,9 @@ LOG_LINES = 200  # the last lines of log.txt that the page carries
 def overview(
     run: Path, rows: Sequence[Row], config: Row, stories: Iterable[Mapping[str, Any]], doctor: Any
 ) -> dict[str, Any]:
-    """Everything but curves and samples: figures, answers, ε, time, the objective's words, warnings, config, log.
+    """Everything except curves and samples: numbers, answers, ε, time, objective, warnings, config, log.
 
-    `doctor` is what `gspo doctor` says of the config, or None where nobody asked it.
+    `doctor` has the sections of `gspo doctor`, or is None.
     """
     how = clip_settings(config, rows)
     stories = sorted(stories, key=lambda story: story["step"])
@@ -53,14 +53,14 @@ def overview(
 
 
 def config_of(run: Path) -> Row:
-    """config.yaml as plain values; nothing where it cannot be read."""
+    """config.yaml as plain values; empty if it cannot be read."""
     with contextlib.suppress(ConfigError):
         return read_config(run)
     return {}
 
 
 def clip_settings(config: Row, rows: Sequence[Row]) -> ClipSettings:
-    """What a suggested ε keeps to: the config's `eps_clip_auto`, and the run's own ratio of ε_high to ε_low."""
+    """Limits for a suggested ε: the config's `eps_clip_auto`, and the run's ratio of ε_high to ε_low."""
     actor = config.get("actor")
     auto = actor.get("eps_clip_auto") if isinstance(actor, dict) else None
     auto = auto if isinstance(auto, dict) else {}
@@ -75,7 +75,7 @@ def clip_settings(config: Row, rows: Sequence[Row]) -> ClipSettings:
 
 
 def table(rows: Sequence[Row]) -> dict[str, Any]:
-    """Metric rows as names and values: numbers and short texts; a run of 10,000 steps repeats no name."""
+    """Metric rows as a list of names and rows of values, so that no name is repeated for every step."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     return {"names": names, "rows": [[_cell(row.get(name)) for name in names] for row in rows]}
 
@@ -85,7 +85,7 @@ def _cell(value: Any) -> float | int | str | None:
 
 
 def _figures(summary: Summary, steps: Sequence[Row], planned: int | None) -> list[dict[str, str]]:
-    """The headline: start → end, time, tokens, and what a step costs."""
+    """The headline numbers: start → end, time, tokens, seconds per step."""
     figures: list[dict[str, str]] = []
 
     def figure(name: str, value: str, note: str = "") -> None:
@@ -97,7 +97,7 @@ def _figures(summary: Summary, steps: Sequence[Row], planned: int | None) -> lis
             "held-out accuracy", f"{percent(start)} → {percent(end)}", f"95 % interval {100 * low:.1f}–{100 * high:.1f}"
         )
     if summary.reward is not None and summary.reward_end is not None:
-        figure("reward", f"{summary.reward:.3f} → {summary.reward_end:.3f}", "mean of the first and last 5 steps")
+        figure("reward", f"{summary.reward:.3f} → {summary.reward_end:.3f}", ends_words(summary.ends))
     figure("steps", f"{summary.steps:,}" + (f" of {planned:,}" if planned and planned > summary.steps else ""))
     if steps and summary.seconds:
         tokens = _trained_tokens(steps)

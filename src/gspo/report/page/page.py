@@ -1,7 +1,7 @@
-"""report.html: one file with everything in it. It asks nothing of any network and runs nothing but its own script.
+"""report.html: one self-contained file. It needs no network and runs only its own script.
 
-Data are JSON in elements that no browser executes; the policy in the page's head names its scripts and styles by hash,
-so that even a text which became markup could not run.
+Data are JSON in elements that no browser executes. The content security policy in the page's head lists its scripts and
+styles by hash, so that injected markup could not run either.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from gspo.report.samples import choose_steps, read_block, sample_steps
 
 STYLES = ("uPlot.min.css", "page.css")
 SCRIPTS = ("uPlot.iife.min.js", "text.js", "charts.js", "samples.js", "page.js")
-BUDGET = 64_000_000  # bytes of sample files in one page; a browser is still quick with it
+BUDGET = 64_000_000  # bytes of sample files in one page; browsers stay fast with it
 
 
 def write_report(run: Path, to: Path | None = None, *, doctor: Any = None, budget: int = BUDGET) -> Path:
-    """Write RUN/report.html (or `to`), whole or not at all, and return its path."""
+    """Write RUN/report.html (or `to`) atomically and return its path."""
     rows = read_metrics(run)
     signatures = sample_steps(run)
     chosen = choose_steps({step: sum(signature[2::3]) for step, signature in signatures.items()}, budget)
@@ -45,11 +45,11 @@ def write_report(run: Path, to: Path | None = None, *, doctor: Any = None, budge
         "kept_steps": len(signatures),
     }
     target = to or run / "report.html"
-    aside = target.with_name(f".{target.name}.tmp")
+    tmp = target.with_name(f".{target.name}.tmp")
     name = boot["overview"]["name"]
-    with open(aside, "w", encoding="utf-8", newline="\n") as file:
+    with open(tmp, "w", encoding="utf-8", newline="\n") as file:
         file.writelines(page(f"{name} · gspo report", boot, blocks))
-    os.replace(aside, target)
+    os.replace(tmp, target)
     return target
 
 
@@ -62,7 +62,7 @@ def page(
     template: str = "page.html",
     scripts: Sequence[str] = SCRIPTS,
 ) -> Iterator[str]:
-    """The page in pieces. `connect` is where its script may ask for more: nowhere, or its own server."""
+    """The page in pieces. `connect`: which addresses its script may request, none or its own server."""
     styles = [asset(name) for name in STYLES]
     scripts = [asset(name) for name in scripts]
     policy = "; ".join(
@@ -104,13 +104,13 @@ def embed(value: Any, *, kind: str) -> str:
 
 
 def inert_json(value: Any) -> str:
-    """Strict JSON in ASCII without a character that means anything to HTML."""
+    """Strict JSON in ASCII, without characters that are special in HTML."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def asset(name: str) -> str:
-    """A file of assets/; a library comes with its licence, which wants to be in every copy."""
+    """A file of assets/; uPlot comes with its licence text, which every copy must include."""
     text = (resources.files("gspo.report.page") / "assets" / name).read_text(encoding="utf-8")
     return f"/*\n{asset('uPlot.LICENSE')}*/\n{text}" if name == "uPlot.iife.min.js" else text
 
@@ -120,5 +120,5 @@ def _digest(text: str) -> str:
 
 
 def _visible(text: str) -> str:
-    """A title without anything that acts: what cannot be printed is escaped."""
+    """A title with unprintable characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

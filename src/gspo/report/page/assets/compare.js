@@ -45,11 +45,11 @@ function showCurves(weight) {
 
 function showAll() {
   $("name").textContent = inertLine(boot.title);
-  $("outcome-note").textContent = several ? "Means over the runs of an arm; ± is half the 95 % t-interval of that mean." : "One run each: there is no spread over seeds to show.";
+  $("outcome-note").textContent = several ? "Mean over the runs of an arm ± half of its 95 % t interval." : "Every arm has one run: there is no interval over seeds.";
   showTable("outcome-table", "", boot.outcome, false);
   $("notes").replaceChildren(...boot.notes.map((note) => el("li", {}, inert(note))));
-  $("curves-note").textContent = (several ? "Bands are 95 % t-intervals over seeds, faint lines the runs themselves. " : "") + "Point at a curve for its values; drag to zoom, double-click to see all again.";
-  $("config-note").textContent = boot.config.length ? "Every other key is the same in all runs, apart from seed, names and what only watches." : "The configs differ in seed, names and what only watches.";
+  $("curves-note").textContent = (several ? "Bands are 95 % t intervals over seeds; faint lines are single runs. " : "") + "Move the pointer over a curve to see its values; drag to zoom in, double-click to zoom out.";
+  $("config-note").textContent = boot.config.length ? "All other keys are equal in all runs, except seed, names and keys that do not change training." : "The configs differ only in seed, names and keys that do not change training.";
   showTable("config-table", "key", boot.config, true);
   const rows = boot.arms.flatMap((arm, i) => arm.runs.map((run) => el("tr", {}, el("td", {}, mark(i), inert(arm.name)), el("td", {}, inert(run.name)), el("td", { class: "num" }, run.seed), el("td", { class: "num" }, run.steps), el("td", { class: "mono" }, inert(run.path)))));
   const names = [["arm"], ["run"], ["seed", "num"], ["steps", "num"], ["folder"]];

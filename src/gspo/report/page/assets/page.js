@@ -35,7 +35,7 @@ function showHeadline() {
   }));
   const alarms = run.log.filter((line) => /\balarm at step\b|\bwarning\b/i.test(line));
   $("alarms").hidden = !alarms.length;
-  $("alarms").replaceChildren(el("h3", {}, "The run spoke up"), el("ul", {}, alarms.slice(-6).map((line) => el("li", {}, inertLine(line)))));
+  $("alarms").replaceChildren(el("h3", {}, "Warnings of the run"), el("ul", {}, alarms.slice(-6).map((line) => el("li", {}, inertLine(line)))));
 }
 
 function showCurves() {
@@ -54,13 +54,13 @@ function showCurves() {
   const parts = [...state.columns.keys()].filter((name) => name.startsWith("reward/part_"));
   draw(place, x, learning, { title: "Does it learn?", note: "reward of the samples; accuracy on held-out problems with its 95 % interval", big: true, height: 260, y: has("eval/accuracy") && within(values("reward/mean"), 0, 1) ? { min: 0, max: 1.02 } : {}, bands: [["accuracy, high end", "accuracy, low end", alpha(cssColor("red"), 0.16)]] });
   const single = (title, note, lines, y) => draw(place, x, lines, { title, note, y });
-  draw(place, x, curve("entropy", values("policy/entropy"), "blue", w), { title: "Entropy", note: "nats per token; near 0 it no longer explores", y: { min: 0 }, height: 276 });
+  draw(place, x, curve("entropy", values("policy/entropy"), "blue", w), { title: "Entropy", note: "nats per token; near 0 the policy no longer explores", y: { min: 0 }, height: 276 });
   if (parts.length > 1) single("Parts of the reward", "each function before weights", parts.flatMap((name, i) => curve(inertLine(name.slice(12)), values(name), PALETTE[i % PALETTE.length], w)));
-  single("KL", "nats per token", [...curve("to the sampler", values("policy/kl_behavior"), "blue", w), ...curve("to the reference", values("policy/kl_reference"), "orange", w)]);
+  single("KL", "nats per token; estimates of single batches can be negative", [...curve("to the sampler", values("policy/kl_behavior"), "blue", w), ...curve("to the reference", values("policy/kl_reference"), "orange", w)]);
   single("Length", "tokens per completion", [...curve("mean", values("length/mean"), "blue", w), { label: "of clipped ones", values: smoothed(values("length/clipped_mean"), w), raw: values("length/clipped_mean"), color: cssColor("orange"), width: 1.5 }, { label: "longest", values: values("length/max"), color: cssColor("gray"), dash: [3, 4], width: 1.2 }], { min: 0 });
   single("Gradient norm", "before clipping", [...curve("mean of the updates", values("grad/norm"), "blue", w), { label: "largest", values: values("grad/norm_max"), color: cssColor("gray"), dash: [3, 4], width: 1.2 }], { min: 0 });
-  single("Groups with nothing to learn from", "share of groups whose rewards are all equal; completions that hit max_new_tokens", [...curve("equal rewards", values("reward/zero_variance_groups"), "blue", w), ...curve("truncated", values("length/truncated"), "orange", w)], { ...percent, min: 0 });
-  single("Staleness", "versions that the oldest token of a sample is behind", [...curve("mean", values("staleness/mean"), "blue", w), { label: "worst", values: values("staleness/max"), color: cssColor("orange"), dash: [3, 4] }], { min: 0 });
+  single("Groups without a gradient", "share of groups whose rewards are all equal; completions that hit max_new_tokens", [...curve("equal rewards", values("reward/zero_variance_groups"), "blue", w), ...curve("truncated", values("length/truncated"), "orange", w)], { ...percent, min: 0 });
+  single("Staleness", "age of a sample's oldest token, in weight versions", [...curve("mean", values("staleness/mean"), "blue", w), { label: "worst", values: values("staleness/max"), color: cssColor("orange"), dash: [3, 4] }], { min: 0 });
   if (has("critic/loss")) single("Critic", "explained variance of the returns", curve("explained variance", values("critic/explained_variance"), "blue", w));
   showAny();
 }
@@ -93,9 +93,9 @@ function showClipping() {
   const color = cssColor, low = values("clip/eps_low"), high = values("clip/eps_high");
   const clips = has("clip/eps_low"), whole = run.by_sequence;
   $("clipping-note").textContent = !clips
-    ? "This objective does not clip the ratio; how far sequences move still says how stale π_old is."
+    ? "This objective does not clip the ratio; the distance that sequences move still shows how far the policy is from π_old."
     : whole
-      ? "A sequence gives no gradient where its ratio s has already left the band 1 − ε_low … 1 + ε_high the way its advantage points. Mini-batch 1 has ratio 1 by construction; the curves are of the later ones."
+      ? "A sequence gives no gradient if its ratio s has left the range 1 − ε_low … 1 + ε_high in the direction of its advantage. Mini-batch 1 has ratio 1 by construction, so the curves show the later mini-batches."
       : "This objective clips single tokens; the shares are of sequences with at least one clipped token.";
   // Quantiles of the samples where they are kept, else those of the metrics.
   const byStep = new Map(run.clip.map((s) => [s.step, s]));
@@ -230,7 +230,7 @@ function showTime() {
 function showWords() {
   const doctor = state.run.doctor, body = $("objective-body"), says = $("doctor-body");
   if (!doctor || !doctor.objective) {
-    body.replaceChildren(el("p", { class: "note" }, doctor && doctor.unreadable ? inertLine(doctor.unreadable) : "The config could not be explained."));
+    body.replaceChildren(el("p", { class: "note" }, doctor && doctor.unreadable ? inertLine(doctor.unreadable) : "The config could not be read."));
     says.replaceChildren();
   } else {
     const o = doctor.objective, policies = doctor.policies || {}, batch = doctor.batch || {};
@@ -259,7 +259,7 @@ function showSamplesNote() {
   const note = browser.items.length
     ? `${browser.items.length.toLocaleString("en")} samples of ${blocks.size.toLocaleString("en")} steps. Text in them was written by a model; nothing of it is executed, and characters that cannot be seen are shown as escapes.`
     : "No sample is kept (rollout.dump_to_file).";
-  $("samples-note").textContent = note + (kept > blocks.size ? ` The run keeps ${kept.toLocaleString("en")} steps; these are spread over it so that the page stays quick (--max-mb takes more).` : "");
+  $("samples-note").textContent = note + (kept > blocks.size ? ` The run keeps ${kept.toLocaleString("en")} steps; these are spread evenly over the run so that the page stays fast (--max-mb includes more).` : "");
 }
 
 function showAll() {

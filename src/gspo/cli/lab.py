@@ -1,4 +1,4 @@
-"""`gspo bench` and `gspo study`: ours beside TRL, and the paper's claims."""
+"""`gspo bench` and `gspo study`: comparison with TRL's trainer, and experiments on the paper's claims."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
     from gspo.lab.bench.workloads import WORKLOADS
 
     parser.add_argument(
-        "--workload", action="append", choices=[*WORKLOADS, "sweep"], help="one of them; again for more; default: all"
+        "--workload", action="append", choices=[*WORKLOADS, "sweep"], help="default: all; may be repeated"
     )
-    parser.add_argument("--no-peer", action="store_true", help="measure ours only")
-    parser.add_argument("--rounds", type=int, metavar="N", help="processes of each side (default: by workload)")
-    parser.add_argument("--steps", type=int, metavar="N", help="steps of a process, the first not counted")
-    parser.add_argument("--write", metavar="DIR", help="write performance.md, .json and the plot there (docs)")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--no-peer", action="store_true", help="do not measure TRL")
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", help="processes per trainer (default: depends on the workload)"
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="steps per process; the first is not counted")
+    parser.add_argument(
+        "--write", metavar="DIR", help="write performance.md, performance.json and the plot to this folder"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
 def bench(args: argparse.Namespace) -> int:
@@ -35,7 +39,7 @@ def bench(args: argparse.Namespace) -> int:
 
     peer = not args.no_peer
     if peer and not compare.has_peer():
-        raise ConfigError("TRL is not installed: pip install 'gspo[bench]', or measure ours alone with --no-peer")
+        raise ConfigError("TRL is not installed: run pip install 'gspo[bench]', or leave TRL out with --no-peer")
     if (args.steps is not None and args.steps < 2) or (args.rounds is not None and args.rounds < 1):
         raise ConfigError("--steps must be 2 or more (the first is not counted), --rounds 1 or more")
 
@@ -50,7 +54,7 @@ def bench(args: argparse.Namespace) -> int:
             w = WORKLOADS[name]
             w = replace(w, rounds=args.rounds or w.rounds, steps=args.steps or w.steps)
             fresh["workloads"][name] = compare.compare(w, peer=peer, say=say)
-        if args.write:  # after each: what was measured stays, whatever comes
+        if args.write:  # after each workload, so that an interruption loses only one
             page.write(Path(args.write), page.merge(Path(args.write) / "performance.json", fresh))
     if args.json:
         print(json.dumps(fresh))
@@ -66,14 +70,22 @@ def bench(args: argparse.Namespace) -> int:
 
 
 def study_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", nargs="?", default="list", metavar="list|run|show|page", help="list unless said")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="studies, or files of your own; run: the default set")
-    parser.add_argument("--full", action="store_true", help="run: every study, or more seeds of those named")
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="run: how many at once, one thread each (2)")
-    parser.add_argument("--only", metavar="ARM", help="run: this arm alone")
-    parser.add_argument("--seeds", type=int, metavar="N", help="run: the first N seeds")
-    parser.add_argument("--docs", default="docs", metavar="DIR", help="where results and baselines.md are (docs)")
-    parser.add_argument("--runs", default="runs/studies", metavar="DIR", help="where runs go (runs/studies)")
+    parser.add_argument("what", nargs="?", default="list", metavar="list|run|show|page", help="default: list")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="studies, or study files; run without NAME: the default set"
+    )
+    parser.add_argument("--full", action="store_true", help="run: all studies, or more seeds of the named ones")
+    parser.add_argument(
+        "--jobs", type=int, default=2, metavar="N", help="run: parallel runs, one thread each (default: 2)"
+    )
+    parser.add_argument("--only", metavar="ARM", help="run: only this arm")
+    parser.add_argument("--seeds", type=int, metavar="N", help="run: only the first N seeds")
+    parser.add_argument(
+        "--docs", default="docs", metavar="DIR", help="folder of baselines.md and results (default: docs)"
+    )
+    parser.add_argument(
+        "--runs", default="runs/studies", metavar="DIR", help="folder for the runs (default: runs/studies)"
+    )
 
 
 def study(args: argparse.Namespace) -> int:

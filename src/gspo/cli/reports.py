@@ -1,4 +1,4 @@
-"""`gspo report`, `watch` and `compare`: what happened, as pages and as text."""
+"""`gspo report`, `watch` and `compare`: the results of runs, as pages and as text."""
 
 from __future__ import annotations
 
@@ -46,9 +46,14 @@ def words_of(run: Path) -> dict[str, Any]:
 
 def report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run directory")
-    parser.add_argument("--out", metavar="FILE", help="unless said, RUN/report.html")
-    parser.add_argument("--open", action="store_true", help="show it in the browser")
-    parser.add_argument("--max-mb", type=float, metavar="MB", help="sample files in it at most, spread over steps")
+    parser.add_argument("--out", metavar="FILE", help="default: RUN/report.html")
+    parser.add_argument("--open", action="store_true", help="open it in the browser")
+    parser.add_argument(
+        "--max-mb",
+        type=float,
+        metavar="MB",
+        help="maximum size of the sample files in the page; steps are spread evenly over the run",
+    )
 
 
 def report(args: argparse.Namespace) -> int:
@@ -62,7 +67,7 @@ def report(args: argparse.Namespace) -> int:
     try:
         write_report_of(run, to, args.max_mb)
     except OSError as problem:
-        raise ConfigError(f"{to} cannot be written: {problem.strerror}; give another place with --out") from problem
+        raise ConfigError(f"{to} cannot be written: {problem.strerror}; choose another file with --out") from problem
     print(inert(str(to)))
     if args.open:
         _open(to.absolute().as_uri())
@@ -70,9 +75,9 @@ def report(args: argparse.Namespace) -> int:
 
 
 def watch_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="RUN|DIR", help="a run directory, or a folder with runs in it")
-    parser.add_argument("--port", type=int, default=0, metavar="N", help="a free one unless said")
-    parser.add_argument("--open", action="store_true", help="show it in the browser")
+    parser.add_argument("path", metavar="RUN|DIR", help="a run directory, or a folder that contains runs")
+    parser.add_argument("--port", type=int, default=0, metavar="N", help="default: a free port")
+    parser.add_argument("--open", action="store_true", help="open it in the browser")
 
 
 def watch(args: argparse.Namespace) -> int:
@@ -80,11 +85,14 @@ def watch(args: argparse.Namespace) -> int:
 
     path = Path(args.path)
     if not path.is_dir():
-        raise ConfigError(f"{path} does not exist. Give a run directory, or the folder that runs are written to")
+        raise ConfigError(f"{path} does not exist: pass a run directory, or a folder that contains runs")
     if not 0 <= args.port < 65536:
-        raise ConfigError("--port must be between 0 and 65535; 0 takes a free one")
+        raise ConfigError("--port must be between 0 and 65535; 0 means a free port")
     watch = Watch(path, words_of, args.port)
-    print(f"{watch.address}\n  on this machine alone; whoever has the address can read. Ctrl-C ends it.", flush=True)
+    print(
+        f"{watch.address}\n  readable on this machine only, by everyone with this address. Ctrl-C stops it.",
+        flush=True,
+    )
     if args.open:
         _open(watch.address)
     with contextlib.suppress(KeyboardInterrupt):
@@ -97,13 +105,17 @@ def _open(address: str) -> None:
     import webbrowser
 
     if not webbrowser.open(address):
-        print("gspo: no browser could be started here; open the address above", file=sys.stderr)
+        print("gspo: no browser could be started; open the address above", file=sys.stderr)
 
 
 def compare_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories, folders of them, or glob patterns")
-    parser.add_argument("--metric", action="append", default=[], metavar="NAME", help="draw this curve; again for more")
-    parser.add_argument("--out", metavar="FILE", help="also write a page with curves and tables, compare.html")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="run directories, folders that contain runs, or glob patterns"
+    )
+    parser.add_argument(
+        "--metric", action="append", default=[], metavar="NAME", help="draw the curve of this metric; may be repeated"
+    )
+    parser.add_argument("--out", metavar="FILE", help="also write an HTML page with curves and tables")
 
 
 def compare(args: argparse.Namespace) -> int:

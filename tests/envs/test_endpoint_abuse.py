@@ -154,7 +154,7 @@ def test_calls_beyond_the_bound_wait_their_turn():
             thread.join(10)
         assert sorted(statuses) == [200] * MAX_PARALLEL + [429] * 3
         assert line.counts["too_many_calls"] == 3
-        assert line.in_flight == 0
+        assert not line.in_flight
 
 
 def test_a_call_that_takes_too_long_an_episode_that_ends_and_a_server_that_stops_are_told():
@@ -162,14 +162,13 @@ def test_a_call_that_takes_too_long_an_episode_that_ends_and_a_server_that_stops
         status, reply = post((server, line, key), CHAT)
         assert (status, json.loads(reply)["error"]["code"]) == (408, "request_timeout")
         server.request_timeout_s = 60.0
-        for end, expected in ((lambda: server.end(line), 410), (lambda: setattr(server, "stopping", True), 503)):
+        for expected in (410, 503):
             other = Line(f"7-{expected}", line.answer, line.loop)
             server.open(other)
-            end = end if expected == 503 else lambda other=other: server.end(other)
-            threading.Timer(0.3, end).start()
+            threading.Timer(0.3, *((server.close,) if expected == 503 else (server.end, (other,)))).start()
             where = f"/e/{other.name}/v1/chat/completions"
             assert post((server, other, server.key(other.name)), CHAT, where)[0] == expected
-            assert other.in_flight == 0
+            assert not other.in_flight
 
 
 def test_an_agent_that_hangs_up_frees_its_place():
@@ -177,8 +176,8 @@ def test_an_agent_that_hangs_up_frees_its_place():
         data = json.dumps(CHAT).encode()
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.sendall(head(server.port, key, **{"Content-Length": str(len(data))}).encode() + b"\r\n" + data)
-            _until(lambda: line.in_flight == 1)
-        _until(lambda: line.in_flight == 0)
+            _until(lambda: line.in_flight)
+        _until(lambda: not line.in_flight)
         assert post((server, line, key), {"reward": 1}, "/e/7-0/reward")[0] == 200
 
 

@@ -69,7 +69,8 @@ WRONG_HEADS = (
     (411, {"Content-Length": "1e9"}),
     (411, {"Transfer-Encoding": "chunked"}),
     (413, {"Content-Length": "100001"}),
-    (413, {"Content-Length": "9" * 40}),
+    (413, {"Content-Length": "9" * 15}),
+    (411, {"Content-Length": "9" * 40}),
     (405, {"method": "GET"}),
     (405, {"method": "DELETE"}),
 )

@@ -43,7 +43,6 @@ class House:
             latency_s=latency_s,
         )
         server = SamplerServer(engine, TOKEN)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
         self.stack.callback(server.close)
         server.model, server.index = module, index
         url = server.url

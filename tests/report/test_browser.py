@@ -6,7 +6,6 @@ One short test runs with `make test`; the others are `full`.
 import contextlib
 import json
 import shutil
-import threading
 import time
 
 import numpy as np
@@ -354,13 +353,10 @@ def test_ten_thousand_samples_scroll_sort_and_search_at_once(tmp_path, visit):
 @contextlib.contextmanager
 def watching(path, port=0):
     watch = Watch(path, lambda run: {"unreadable": "not asked"}, port)
-    thread = threading.Thread(target=watch.serve)
-    thread.start()
     try:
         yield watch
     finally:
         watch.close()
-        thread.join(timeout=10)
 
 
 @pytest.mark.full

@@ -75,7 +75,7 @@ from gspo.report.page.watch import Watch
 from gspo.cli.reports import words_of
 watch = Watch(__import__("pathlib").Path({str(run)!r}), words_of)
 watch.answer("data", {{"run": "trial"}})
-watch.server.server_close()
+watch.close()
 print([name for name in ("torch", "transformers", "matplotlib") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -27,16 +27,13 @@ def serve():
 
     def start(path):
         watch = Watch(path, lambda run: {"unreadable": "not asked"})
-        thread = threading.Thread(target=watch.serve)
-        thread.start()
-        started.append((watch, thread))
+        started.append(watch)
         return watch
 
     yield start
-    for watch, thread in started:
+    for watch in started:
         watch.close()
-        thread.join(timeout=10)
-        assert not thread.is_alive()
+    assert not [thread for thread in threading.enumerate() if thread.name == "http server"]
 
 
 def ask(watch, path, method="GET", headers=None, body=None):
@@ -44,7 +41,7 @@ def ask(watch, path, method="GET", headers=None, body=None):
     try:
         connection.request(method, path, body=body, headers=headers or {})
         reply = connection.getresponse()
-        return reply.status, reply.read(), dict(reply.getheaders())
+        return reply.status, reply.read(), reply.headers
     finally:
         connection.close()
 
@@ -258,7 +255,7 @@ def test_bodies_and_garbage_are_refused_and_the_next_is_served(run, serve):
 def test_slow_connections_hold_up_nobody_and_are_closed(run, serve, monkeypatch):
     from gspo.report.page import watch as module
 
-    monkeypatch.setattr(module, "IDLE", 0.5)
+    monkeypatch.setattr(module, "IDLE_S", 0.5)
     watch = serve(run)
     slow = [socket.create_connection(("127.0.0.1", watch.port), timeout=20) for _ in range(20)]
     try:
@@ -273,4 +270,5 @@ def test_slow_connections_hold_up_nobody_and_are_closed(run, serve, monkeypatch)
 
 
 def test_it_listens_on_this_machine_alone(run, serve):
-    assert serve(run).server.server_address[0] == "127.0.0.1"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", serve(run).port), timeout=5)

@@ -1,5 +1,6 @@
 """Sampler servers and their client against the sampler in the process: same tokens, nothing lost, nothing twice."""
 
+import asyncio
 import json
 import re
 import socket
@@ -200,8 +201,8 @@ def test_pause_and_resume_lose_nothing(house, trainer):
     early = list(client.completed(0.05))
     client.pause()
     before = server.engine.health()["turns"]
-    early += client.completed(5)  # what was finished when the pause came
-    time.sleep(0.1)
+    time.sleep(0.2)
+    early += client.completed(5)  # the samples that were finished before the pause
     assert list(client.completed(5)) == []
     assert server.engine.health()["turns"] - before <= 1
     assert len(early) < len(requests)
@@ -246,14 +247,14 @@ def test_a_call_may_be_repeated(house, trainer):
     client.load_weights(0, trainer.named_parameters())
     engine, session = server.engine, {"session": client._session}
     item = {"key": "k", **pack_request(group_requests(1, 1)[0])}
-    assert engine.generate({**session, "requests": [item]})["accepted"] == 1
-    assert engine.generate({**session, "requests": [item]})["accepted"] == 0
-    first = engine.collect({**session, "received": [], "wait_s": 5})
-    again = engine.collect({**session, "received": [], "wait_s": 0})
+    assert asyncio.run(engine.generate({**session, "requests": [item]}))["accepted"] == 1
+    assert asyncio.run(engine.generate({**session, "requests": [item]}))["accepted"] == 0
+    first = asyncio.run(engine.collect({**session, "received": [], "wait_s": 5}))
+    again = asyncio.run(engine.collect({**session, "received": [], "wait_s": 0}))
     assert first["samples"] == again["samples"]
     assert len(first["samples"]) == 1
-    assert engine.generate({**session, "requests": [item]})["accepted"] == 0  # finished, not confirmed
-    assert engine.collect({**session, "received": ["k"], "wait_s": 0})["samples"] == []
+    assert asyncio.run(engine.generate({**session, "requests": [item]}))["accepted"] == 0  # finished, not confirmed
+    assert asyncio.run(engine.collect({**session, "received": ["k"], "wait_s": 0}))["samples"] == []
 
 
 def test_calls_and_replies_are_bounded_in_bytes_and_nothing_is_lost_by_it(house, trainer, monkeypatch):

@@ -43,7 +43,7 @@ def head(server, method="POST", path="/abort", **change):
 
 
 def test_the_routes_are_those_that_are_tested(server):
-    assert set(server.routes) == set(ROUTES)
+    assert set(server.calls) == set(ROUTES)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Weights on their way to a server: all of a published version or nothing, whatever happens to the file."""
 
+import asyncio
 import hashlib
 import os
 
@@ -98,7 +99,7 @@ def test_a_file_that_is_not_what_was_published_is_refused_whole(house, damage):
         "wait_s": 10,
     }
     with pytest.raises(WeightSyncError, match=r"is not what was published|cannot be read|is not a file"):
-        server.engine.load_weights(body)
+        asyncio.run(server.engine.load_weights(body))
     assert digest(server.model) == digest(first)
     assert server.engine.state()["version"] == 1
 
@@ -112,7 +113,7 @@ def test_a_stale_or_different_version_is_refused_and_a_repeated_one_is_not_loade
     for published in (other, stale):
         body = {"session": client._session, "version": published.version, "path": str(published.path)}
         with pytest.raises(RefusedCallError, match="not newer"):
-            server.engine.load_weights({**body, "sha256": published.sha256, "probe": [], "wait_s": 10})
+            asyncio.run(server.engine.load_weights({**body, "sha256": published.sha256, "probe": [], "wait_s": 10}))
     current = client._published
     with torch.no_grad():
         next(server.model.parameters()).add_(1)  # a second load would undo it
@@ -124,7 +125,7 @@ def test_a_stale_or_different_version_is_refused_and_a_repeated_one_is_not_loade
         "sha256": current.sha256,
         "probe": [[1, 2, 3]],
     }
-    reply = server.engine.load_weights({**again, "wait_s": 10})
+    reply = asyncio.run(server.engine.load_weights({**again, "wait_s": 10}))
     assert (reply["version"], reply["loading"], digest(server.model)) == (2, False, spoiled)
 
 

@@ -279,7 +279,6 @@ def served(house, sampler, index=0, identity=IDENTITY):
     """A sampler server as serve_vllm.py makes it."""
     engine = SamplerEngine(sampler, identity=identity, score=sampler.score, load=sampler.load_published)
     server = SamplerServer(engine, "a secret of the tests")
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     house.stack.callback(server.close)
     register(house.samplers, index, server.url)
     return server

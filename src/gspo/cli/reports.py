@@ -96,8 +96,8 @@ def watch(args: argparse.Namespace) -> int:
     if args.open:
         _open(watch.address)
     with contextlib.suppress(KeyboardInterrupt):
-        watch.serve()
-    watch.server.server_close()
+        watch.wait()
+    watch.close()
     return 0
 
 

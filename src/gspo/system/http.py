@@ -1,26 +1,44 @@
-"""An HTTP server that strangers can reach and only holders of a key can use: the guard before this package's servers.
+"""One way to serve HTTP: starlette and uvicorn in a thread, behind one guard.
 
-Host, origin and key are checked before a byte of a body is read; bodies are bounded in size and time; connections are
-bounded in number, and one that shows no key in time is sent away. Who may ask what, and in which words a call is
-refused, is the business of the server that stands behind it. Torch-free.
+Host, Origin and key are checked before a byte of a body is read. Heads and bodies are bounded in size and time.
+Connections are bounded in number: at the bound the oldest connection that has not shown a key is closed. A client that
+disconnects cancels its request. Each server decides who has a key and how an error is written.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import math
 import socket
+import sys
 import threading
 import time
-from collections.abc import Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from http import HTTPStatus
 from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gspo.errors import GspoError
 
+MAX_HEAD, MAX_FIELDS = 2**16, 100  # bytes and fields of a request's head
+GRACE_S = 0.25  # from a client's end of file to closing: a client that only half-closes still gets quick replies
+
 
 class RefusedCallError(GspoError):
-    """A call that is answered with an HTTP status."""
+    """A request that is answered with an HTTP error status."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -30,171 +48,291 @@ class RefusedCallError(GspoError):
         return {"error": str(self), "kind": self.code}
 
 
-class GuardedServer(ThreadingHTTPServer):
-    """Counts connections and refusals, and knows who has shown a key. `names`: as which callers may address it."""
+class Json(Response):
+    """A JSON reply. Unlike starlette's, it can hold NaN, which a broken model's log-probs may be."""
 
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 128
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content).encode()
+
+
+def route(method: str, path: str, endpoint: Callable[[Request], Awaitable[Response] | Response]) -> Route:
+    """A route of one method; starlette would add HEAD to GET."""
+    made = Route(path, endpoint, methods=[method])
+    made.methods = {method}
+    return made
+
+
+async def finished(future: Future[Any], timeout_s: float | None) -> bool:
+    """Wait for a future of another thread, without cancelling it; whether it is done."""
+    if future.done():
+        return True
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake(_: Future[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped
+            loop.call_soon_threadsafe(done.set)
+
+    future.add_done_callback(wake)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await done.wait()
+    return future.done()
+
+
+class HttpServer:
+    """Listens and serves from its construction to `close`. A subclass overrides `authorize`, and `refusal` and `count`.
+
+    names     host names under which clients may address it
+    own_pages allow requests with an Origin, if it is this server's own address
+    head_s    seconds from connecting to showing a key; body_s: for a body; idle_s: between two requests, or to read a
+              reply
+    """
 
     def __init__(
         self,
-        address: tuple[str, int],
-        handler: type[GuardedHandler],
+        routes: Sequence[Route],
         *,
-        names: tuple[str, ...],
+        host: str = "127.0.0.1",
+        port: int = 0,
+        names: Sequence[str] = ("127.0.0.1", "localhost"),
         max_connections: int,
-        max_body: int,
+        max_body: int = 0,
         idle_s: float,
+        head_s: float = 10.0,
+        body_s: float = 30.0,
+        own_pages: bool = False,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         self.max_connections, self.max_body = max_connections, max_body
-        self.head_s, self.body_s, self.idle_s = 10.0, 30.0, idle_s  # idle: between two calls of who has a key
+        self.head_s, self.body_s, self.idle_s = head_s, body_s, idle_s
         self.refused = 0
-        self._strangers: dict[socket.socket, float] = {}  # connections that have shown no key yet
-        self._open = 0
-        self._lock = threading.Lock()
-        super().__init__(address, handler)
-        self.port = int(self.server_address[1])
+        self.unauthenticated: dict[Connection, None] = {}  # oldest first
+        listener = socket.create_server((host, port), backlog=128)
+        self.port = int(listener.getsockname()[1])
         self.hosts = {f"{name}:{self.port}" for name in names}
+        self.origins = {f"http://{name}" for name in self.hosts} if own_pages else set[str]()
+        app = Starlette(
+            routes=routes,
+            middleware=[Middleware(Guard, server=self)],
+            exception_handlers=dict.fromkeys((RefusedCallError, HTTPException, Exception), self.on_error),
+        )
+        app.router.redirect_slashes = False
+        config = uvicorn.Config(
+            app,
+            loop="asyncio",
+            http=partial(Connection, self),  # pyright: ignore[reportArgumentType]
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",  # a log that strangers can fill is no log; addresses may hold keys
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            headers=list((headers or {}).items()),
+            backlog=128,
+            timeout_keep_alive=86400,  # `_Uvicorn.on_tick` closes idle connections
+            timeout_graceful_shutdown=1,
+            h11_max_incomplete_event_size=MAX_HEAD,
+        )
+        self._server = _Uvicorn(config)
+        self._thread = threading.Thread(target=self._server.run, args=([listener],), name="http server", daemon=True)
+        self._thread.start()
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
-            if self._open >= self.max_connections:
-                with contextlib.suppress(OSError):
-                    request.sendall(b"HTTP/1.1 429 Too Many Requests\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
-                self.shutdown_request(request)
-                return
-            self._open += 1
-            self._strangers[request] = time.monotonic() + self.head_s
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            with self._lock:
-                self._open -= 1
-
-    def shutdown_request(self, request: Any) -> None:
-        self.known(request)
-        super().shutdown_request(request)
-
-    def known(self, connection: socket.socket) -> None:
-        self._strangers.pop(connection, None)
-
-    def service_actions(self) -> None:
-        """Called several times a second: who has not come to the point in time is sent away."""
-        for connection, deadline in list(self._strangers.items()):
-            if time.monotonic() > deadline:
-                self.known(connection)
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RD)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that breaks is the other side's business."""
-
-
-class GuardedHandler(BaseHTTPRequestHandler):
-    """One connection. A server's own handler overrides `serve`, `refusal` and `count`."""
-
-    protocol_version = "HTTP/1.1"
-    server_version, sys_version = "gspo", ""
-    disable_nagle_algorithm = True
-    server: GuardedServer  # pyright: ignore[reportIncompatibleVariableOverride]
-    is_unread = False  # the call has a body that nobody has read: what is left of it is no next request
-
-    def serve(self) -> None:
-        """Check the call, do it and reply, or raise a refusal."""
+    def authorize(self, request: Request) -> None:
+        """Raise a refusal unless the request has a key."""
         raise NotImplementedError
 
     def refusal(self, status: int, code: str, message: str) -> RefusedCallError:
-        """An error in the server's own words, of what is refused here."""
+        """An error of the guard, in the format of this server."""
         return RefusedCallError(status, code, message)
 
-    def count(self, error: RefusedCallError) -> None:
-        """Note a refusal, before it is told."""
-        self.server.refused += 1
+    def count(self, error: RefusedCallError, request: Request | None) -> None:
+        """Count a refusal, before it is sent. There is no request if the head was malformed."""
+        self.refused += 1
 
-    def setup(self) -> None:
-        super().setup()
-        self.connection.settimeout(self.server.head_s)
+    async def on_error(self, request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException) and error.status_code == 404:
+            error = self.refusal(404, "no_such_route", "no such route")
+        elif isinstance(error, HTTPException):
+            path, method = request.scope["path"][:64], request.method[:16]
+            error = self.refusal(405, "wrong_method", f"{path} does not take {method}")
+        if isinstance(error, RefusedCallError):
+            self.count(error, request)
+        else:
+            error = self.refusal(500, "internal", f"{type(error).__name__}: {error}")
+        return Json(error.body(), error.status)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("do_"):  # every method comes here: none may answer without a key
-            return self._answer
-        raise AttributeError(name)
+    def stop(self) -> None:
+        """Ask it to stop; returns at once."""
+        self._server.should_exit = True
 
-    def _answer(self) -> None:
-        self.is_unread = self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until it has stopped."""
+        self._thread.join(timeout_s)
+
+    def close(self) -> None:
+        self.stop()
+        self.wait(10)
+
+
+def bearer_key(request: Request) -> bytes:
+    """The key of `Authorization: Bearer KEY`, or nothing."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.encode("latin-1") if scheme.lower() == "bearer" else b""
+
+
+class Guard:
+    """The ASGI middleware: checks who sends a request, then bounds the body that the application reads."""
+
+    def __init__(self, app: ASGIApp, server: HttpServer) -> None:
+        self.app, self.server = app, server
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connection: Connection = scope["state"]["connection"]
+        connection.task = asyncio.current_task()
+        request = Request(scope)
+        has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
+        is_read = False
+
+        async def read() -> Message:
+            nonlocal is_read
+            if is_read:
+                return await receive()
+            body = await self._body(request, receive)
+            is_read = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def write(message: Message) -> None:
+            if message["type"] == "http.response.start" and has_body and not is_read:
+                # The connection is closed, so that an unread body is not taken for the next request.
+                message["headers"] = [*message["headers"], (b"connection", b"close")]
+            connection.expect_within(self.server.idle_s)
+            await send(message)
+            connection.expect_within(math.inf)
+
         try:
-            self.serve()
+            self._check(request)
+            connection.authenticated()
         except RefusedCallError as error:
-            self.count(error)
-            self.reply(error.status, error.body())
-        except ConnectionError:
-            self.close_connection = True
-        except Exception as error:  # a bug of ours, or no memory: told to the caller, who can act on it
-            self.reply(500, self.refusal(500, "internal", f"{type(error).__name__}: {error}").body())
+            response = await self.server.on_error(request, error)
+            await response(scope, read, write)
+        else:
+            await self.app(scope, read, write)
+        finally:
+            connection.expect_within(self.server.idle_s)
 
-    def presented(self) -> tuple[str, bytes]:
-        """Scheme and key of the call, as they were sent."""
-        scheme, _, key = (self.headers.get("Authorization") or "").partition(" ")
-        return scheme, key.encode("utf-8", "replace")
+    def _check(self, request: Request) -> None:
+        server, headers = self.server, request.headers
+        size = sum(len(name) + len(value) for name, value in headers.raw) + len(request.scope["raw_path"])
+        if size + len(request.scope["query_string"]) > MAX_HEAD or len(headers.raw) > MAX_FIELDS:
+            raise server.refusal(431, "malformed_request", "the head of the request is too large")
+        hosts = headers.getlist("host")
+        if len(hosts) != 1 or hosts[0].lower() not in server.hosts:
+            raise server.refusal(403, "wrong_host", "this server has another name")
+        if headers.get("origin", None) not in {None, *server.origins}:
+            raise server.refusal(403, "wrong_origin", "this server does not answer to other web pages")
+        server.authorize(request)
 
-    def check_sender(self, hosts: list[str], has_key: bool, without_key: str) -> None:
-        """`hosts`: what the call names as its host. From here on the connection is no stranger's."""
-        if len(hosts) != 1 or hosts[0].lower() not in self.server.hosts:
-            raise self.refusal(403, "wrong_host", "this server has another name")
-        if self.headers.get("Origin") is not None:
-            raise self.refusal(403, "wrong_origin", "no web page has business here")
-        if not has_key:
-            raise self.refusal(401, "invalid_api_key", without_key)
-        self.server.known(self.connection)
-
-    def read_body(self) -> bytes:
-        headers, server = self.headers, self.server
-        if headers.get_content_type() != "application/json":
-            raise self.refusal(415, "wrong_type", "the body must be application/json")
-        length = headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdigit()) or headers.get("Transfer-Encoding") is not None:
-            raise self.refusal(411, "no_length", "the body's Content-Length is missing")
-        if len(length) > 15 or int(length) > server.max_body:
-            raise self.refusal(413, "body_too_large", f"the body has more than {server.max_body} bytes")
-        left, deadline, parts = int(length), time.monotonic() + server.body_s, []
+    async def _body(self, request: Request, receive: Receive) -> bytes:
+        server, headers = self.server, request.headers
+        if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise server.refusal(415, "wrong_type", "the body must be application/json")
+        length = headers.get("content-length", "")
+        if not length.isdigit() or "transfer-encoding" in headers:
+            raise server.refusal(411, "no_length", "the body's Content-Length is missing")
+        if int(length) > server.max_body:
+            raise server.refusal(413, "body_too_large", f"the body has more than {server.max_body} bytes")
+        body, more = bytearray(), True
         try:
-            while left:
-                self.connection.settimeout(max(deadline - time.monotonic(), 0.001))
-                part = self.rfile.read1(min(left, 2**20))  # pyright: ignore[reportAttributeAccessIssue]
-                if not part:
-                    raise ConnectionError("the body ended early")
-                parts.append(part)
-                left -= len(part)
+            async with asyncio.timeout(server.body_s):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnect
+                    body += message["body"]
+                    more = message["more_body"]
         except TimeoutError:
-            raise self.refusal(408, "slow_body", f"the body did not come within {server.body_s:g} s") from None
-        self.connection.settimeout(server.idle_s)
-        self.is_unread = False
-        return b"".join(parts)
+            raise server.refusal(408, "slow_body", f"the body did not arrive within {server.body_s:g} s") from None
+        return bytes(body)
 
-    def reply(self, status: int, body: Mapping[str, Any]) -> None:
-        data = json.dumps(body).encode()
-        self.close_connection = self.close_connection or self.is_unread
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        if self.command != "HEAD":
-            with contextlib.suppress(ConnectionError, TimeoutError):
-                self.wfile.write(data)
 
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the standard library refuses by itself (a malformed head): plain, and the client's fault."""
-        self.server.refused += 1
-        self.close_connection, self.command = True, getattr(self, "command", None) or "GET"
-        self.request_version = "HTTP/1.1"
-        status = code if code < 500 else 400
-        self.reply(status, self.refusal(status, "malformed_request", "malformed request").body())
+class Connection(H11Protocol):
+    """uvicorn's connection with a deadline. The event loop's thread alone uses it."""
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Refusals are counted; a log that strangers can fill is no log."""
+    def __init__(self, server: HttpServer, *, app_state: dict[str, Any], **settings: Any) -> None:
+        super().__init__(app_state={**app_state, "connection": self}, **settings)
+        self._owner = server
+        self.task: asyncio.Task[Any] | None = None  # of the request that is being answered
+        self.deadline = time.monotonic() + server.head_s
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        waiting = self._owner.unauthenticated
+        waiting[self] = None
+        if len(self.connections) > self._owner.max_connections:
+            next(iter(waiting))._refuse(429, "too_many_connections", "the server has too many connections")
+
+    def authenticated(self) -> None:
+        self._owner.unauthenticated.pop(self, None)
+
+    def expect_within(self, seconds: float) -> None:
+        """Set the deadline; without a key it stays what it was."""
+        if self not in self._owner.unauthenticated:
+            self.deadline = time.monotonic() + seconds
+
+    def eof_received(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        is_busy = self.cycle is not None and not self.cycle.response_complete
+        if is_busy:
+            self.loop.call_later(GRACE_S, self.transport.close)
+        return is_busy  # False: asyncio closes it
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._owner.unauthenticated.pop(self, None)
+        self.app_state = {}  # it held a reference to this object
+        if self.task is not None:
+            self.task.cancel()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer a head that h11 cannot read."""
+        cause = sys.exc_info()[1]
+        words = str(cause)
+        if "Host:" in words:
+            self._refuse(403, "wrong_host", "this server has another name")
+        elif "Content-Length" in words or "Transfer-Encoding" in words:
+            self._refuse(411, "no_length", "the body's Content-Length is missing or malformed")
+        else:
+            status = getattr(cause, "error_status_hint", 400)
+            self._refuse(status if status < 500 else 400, "malformed_request", "malformed request")
+
+    def _refuse(self, status: int, code: str, message: str) -> None:
+        self._owner.unauthenticated.pop(self, None)
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+            self.transport.abort()
+            return
+        error = self._owner.refusal(status, code, message)
+        self._owner.count(error, None)
+        reply = Json(error.body())
+        fields = (*self.server_state.default_headers, *reply.raw_headers, (b"connection", b"close"))
+        head = b"".join(b"%s: %s\r\n" % field for field in fields)
+        line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n".encode()
+        self.transport.write(line + head + b"\r\n" + bytes(reply.body))
+        self.transport.close()
+
+
+class _Uvicorn(uvicorn.Server):
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second: close the connections whose deadline is over."""
+        now = time.monotonic()
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, Connection) and connection.deadline < now:
+                connection.transport.abort()
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()  # pyright: ignore[reportOptionalMemberAccess]
+        await asyncio.sleep(0)

@@ -1,53 +1,50 @@
-"""The HTTP face of episodes: an OpenAI-compatible endpoint on loopback, one address and one key for each episode.
+"""The HTTP server of agents: OpenAI's API on loopback, with one address and one key for each episode.
 
     http://127.0.0.1:PORT/e/EPISODE/v1/chat/completions   (also /v1/completions, /v1/models), and /e/EPISODE/reward
 
-An episode's key is a digest of its name under a secret of this process, so an agent can reach its own episode alone.
-Host, origin and key are checked before a byte of a body is read; bodies are bounded in size and time. What an agent
-asks wrongly is answered in OpenAI's error format, counted, and changes nothing (docs/agents.md has the table).
+An episode's key is a digest of its name under a secret of this process, so an agent reaches only its own episode. A
+wrong request is answered in OpenAI's error format, counted, and changes nothing (docs/agents.md has the table).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import secrets
-import select
-import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable
-from concurrent.futures import CancelledError, wait
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from concurrent.futures import CancelledError, Future
 from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
 
 from gspo.envs.agents import openai_api as api
 from gspo.envs.agents.openai_api import Answer, ApiError, Ask
-from gspo.system.http import GuardedHandler, GuardedServer, RefusedCallError
+from gspo.system.http import HttpServer, Json, RefusedCallError, bearer_key, finished, route
 
-MAX_BODY = 2 * 2**20  # a history of half a million tokens of English; more is no chat
-MAX_PARALLEL = 8  # calls of one episode at a time; more wait their turn by 429, which clients repeat
+MAX_BODY = 2 * 2**20  # half a million tokens of English text; no chat is longer
+MAX_PARALLEL = 8  # calls of one episode at a time; further ones get 429, and clients retry
 CONNECTIONS = 1024
-IDLE_S = 60.0  # that a connection may be silent between two calls
+IDLE_S = 60.0  # a connection may be silent this long between two calls
 REMEMBERED = 4096  # ended episodes that are answered with 410
-LOOK_S = 0.25  # between two looks whether the agent is still on the line
 
 
 class Line:
-    """What one episode's calls go through, from `Endpoint.open` to `Endpoint.end`."""
+    """One episode at the endpoint, from `Endpoint.open` to `Endpoint.end`."""
 
     def __init__(self, name: str, answer: Callable[[Ask], Awaitable[Answer]], loop: asyncio.AbstractEventLoop) -> None:
         self.name, self.answer, self.loop = name, answer, loop
         self.reward: float | None = None
         self.counts: Counter[str] = Counter()  # calls; refused calls by code; requests whose settings were replaced
-        self.in_flight = 0
+        self.in_flight: set[Future[Answer]] = set()
         self.ended = False
-        self.lock = threading.Lock()
 
 
-class Endpoint(GuardedServer):
-    """Serves every open episode of a trainer to whoever has its key. `refused`: calls of nobody's episode."""
+class Endpoint(HttpServer):
+    """Serves the open episodes of a trainer. `refused` counts the refused calls that belong to no episode."""
 
     def __init__(self, *, model: str = "policy", request_timeout_s: float = 600.0) -> None:
         self.model, self.request_timeout_s = model, request_timeout_s
@@ -55,179 +52,137 @@ class Endpoint(GuardedServer):
         self._secret = secrets.token_bytes(32)
         self._lines: dict[str, Line] = {}
         self._ended: deque[str] = deque(maxlen=REMEMBERED)
-        names = ("127.0.0.1", "localhost")
+        self._lock = threading.Lock()
+        endpoints = (self._models, self._one_model, self._generate, self._generate, self._reward)
         super().__init__(
-            ("127.0.0.1", 0), _Handler, names=names, max_connections=CONNECTIONS, max_body=MAX_BODY, idle_s=IDLE_S
+            [
+                route(method, f"/e/{{episode}}{path}", call)
+                for (method, path), call in zip(ROUTES, endpoints, strict=True)
+            ],
+            max_connections=CONNECTIONS,
+            max_body=MAX_BODY,
+            idle_s=IDLE_S,
         )
-        self._thread = threading.Thread(target=self.serve_forever, args=(0.2,), name="agents' endpoint", daemon=True)
-        self._thread.start()
 
     def open(self, line: Line) -> tuple[str, str]:
-        """From now on the line is served; its base URL and its key."""
+        """Serve an episode from now on; its base URL and its key."""
         with self._lock:
             self._lines[line.name] = line
         return f"http://127.0.0.1:{self.port}/e/{line.name}/v1", self.key(line.name)
 
     def end(self, line: Line) -> None:
-        """Its calls are over: those in flight are answered with 410, like all that come later."""
-        with line.lock:
-            line.ended = True
+        """Answer 410 to the episode's calls in flight, and to all later ones."""
+        line.ended = True
         with self._lock:
-            if self._lines.get(line.name) is line:  # and not of an episode that was begun anew
+            if self._lines.get(line.name) is line:  # the episode may have been started again
                 del self._lines[line.name]
             self._ended.append(line.name)
+        for future in list(line.in_flight):
+            future.cancel()
 
     def key(self, name: str) -> str:
         return hmac.new(self._secret, name.encode("utf-8", "replace"), "sha256").hexdigest()
 
-    def line(self, name: str) -> Line:
-        with self._lock:
-            line = self._lines.get(name)
-            if line is not None:
-                return line
-            if name in self._ended:
-                raise ApiError(410, "episode_ended", "this episode has ended")
-        raise ApiError(404, "no_such_episode", "there is no such episode")
-
     def close(self) -> None:
         self.stopping = True
-        self.shutdown()
-        self.server_close()
-        self._thread.join(10)
+        for line in list(self._lines.values()):
+            for future in list(line.in_flight):
+                future.cancel()
+        super().close()
 
-
-class _Handler(GuardedHandler):
-    server: Endpoint  # pyright: ignore[reportIncompatibleVariableOverride]
-    _line: Line | None = None
+    def authorize(self, request: Request) -> None:
+        """The key is checked before the reply can say anything about the episode."""
+        name = request.scope["path"].removeprefix("/e/").partition("/")[0]
+        if not hmac.compare_digest(bearer_key(request), self.key(name).encode()):
+            raise ApiError(401, "invalid_api_key", "the api key is missing, or of another episode")
+        if self.stopping:
+            raise ApiError(503, "stopping", "the trainer is stopping")
+        with self._lock:
+            line = request.state.line = self._lines.get(name)
+            if line is None and name in self._ended:
+                raise _ended()
+        if line is None:
+            raise ApiError(404, "no_such_episode", "there is no such episode")
 
     def refusal(self, status: int, code: str, message: str) -> ApiError:
-        return ApiError(status, code, message)
+        return ApiError(status, code, message + ("; base_url must end with /v1" if code == "no_such_route" else ""))
 
-    def count(self, error: RefusedCallError) -> None:
-        if (line := self._line) is None:
-            super().count(error)
-            return
-        with line.lock:
+    def count(self, error: RefusedCallError, request: Request | None) -> None:
+        line = None if request is None else getattr(request.state, "line", None)
+        if line is None:
+            super().count(error, request)
+        else:
             line.counts[error.code] += 1
 
-    def serve(self) -> None:
-        self._line = None
-        line, what = self._checked()
-        body = api.loads(self.read_body()) if self.command == "POST" else {}
-        server = self.server
-        if what == "/v1/models":
-            self.reply(200, api.models_body(server.model))
-        elif what.startswith("/v1/models/"):
-            if what.removeprefix("/v1/models/") != server.model:
-                raise ApiError(404, "model_not_found", f"the model here is {server.model!r}", "model")
-            self.reply(200, api.model_body(server.model))
-        elif what == "/reward":
-            line.reward = api.read_reward(body)
-            self.reply(200, {"reward": line.reward})
-        else:
-            is_chat = what == "/v1/chat/completions"
-            ask = api.read_chat(body, server.model) if is_chat else api.read_completion(body, server.model)
-            answer, number = self._ask(line, ask)
-            names: dict[str, Any] = {"model": server.model, "created": int(time.time())}
-            names["id"] = f"{'chatcmpl' if is_chat else 'cmpl'}-{line.name}-{number}"
-            if ask.stream:
-                self._stream(api.chunks(answer, ask, **names))
-            else:
-                self.reply(200, (api.chat_body if is_chat else api.completion_body)(answer, ask, **names))
+    async def _models(self, request: Request) -> Response:
+        return Json(api.models_body(self.model))
 
-    def _ask(self, line: Line, ask: Ask) -> tuple[Answer, int]:
-        """The policy's answer, within the deadline and as long as the agent is there to hear it."""
-        with line.lock:
-            if line.in_flight >= MAX_PARALLEL:
-                raise ApiError(429, "too_many_calls", f"this episode has {MAX_PARALLEL} calls in flight; try again")
-            line.in_flight += 1
-            line.counts["calls"] += 1
-            line.counts["settings_replaced"] += bool(ask.replaced)
-            number = line.counts["calls"]
-        server, deadline = self.server, time.monotonic() + self.server.request_timeout_s
+    async def _one_model(self, request: Request) -> Response:
+        if request.path_params["model"] != self.model:
+            raise ApiError(404, "model_not_found", f"the model here is {self.model!r}", "model")
+        return Json(api.model_body(self.model))
+
+    async def _reward(self, request: Request) -> Response:
+        request.state.line.reward = api.read_reward(api.loads(await request.body()))
+        return Json({"reward": request.state.line.reward})
+
+    async def _generate(self, request: Request) -> Response:
+        line, body = request.state.line, api.loads(await request.body())
+        is_chat = request.scope["path"].endswith("/chat/completions")
+        ask = (api.read_chat if is_chat else api.read_completion)(body, self.model)
+        answer, number = await self._ask(line, ask)
+        names: dict[str, Any] = {"model": self.model, "created": int(time.time())}
+        names["id"] = f"{'chatcmpl' if is_chat else 'cmpl'}-{line.name}-{number}"
+        if ask.stream:
+            headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+            return StreamingResponse(_sent(api.chunks(answer, ask, **names)), headers=headers)
+        return Json((api.chat_body if is_chat else api.completion_body)(answer, ask, **names))
+
+    async def _ask(self, line: Line, ask: Ask) -> tuple[Answer, int]:
+        """The policy's answer, computed in the event loop of the episode; a disconnect or a timeout cancels it."""
+        if len(line.in_flight) >= MAX_PARALLEL:
+            raise ApiError(429, "too_many_calls", f"this episode has {MAX_PARALLEL} calls in flight; try again")
+        line.counts["calls"] += 1
+        line.counts["settings_replaced"] += bool(ask.replaced)
+        number = line.counts["calls"]
         asked = _awaited(line.answer, ask)
         try:
             future = asyncio.run_coroutine_threadsafe(asked, line.loop)
-        except RuntimeError:  # the loop is closed: its episodes are over
+        except RuntimeError:  # the loop is closed
             asked.close()
-            with line.lock:
-                line.in_flight -= 1
-            raise ApiError(410, "episode_ended", "this episode has ended") from None
+            raise _ended() from None
+        line.in_flight.add(future)
         try:
-            while True:
-                if wait([future], LOOK_S).done:
-                    return future.result(), number
-                if server.stopping:
-                    raise ApiError(503, "stopping", "the trainer is stopping")
-                if line.ended:
-                    raise ApiError(410, "episode_ended", "this episode has ended")
-                if time.monotonic() > deadline:
-                    late = f"the policy did not answer within {server.request_timeout_s:g} s"
-                    raise ApiError(408, "request_timeout", late)
-                if self._is_gone():
-                    raise ConnectionError
+            if line.ended or self.stopping:
+                future.cancel()
+            if not await finished(future, self.request_timeout_s):
+                late = f"the policy did not answer within {self.request_timeout_s:g} s"
+                raise ApiError(408, "request_timeout", late)
+            return future.result(), number
         except CancelledError:
-            raise ApiError(410, "episode_ended", "this episode has ended") from None
+            raise ApiError(503, "stopping", "the trainer is stopping") if self.stopping else _ended() from None
         finally:
             future.cancel()
-            with line.lock:
-                line.in_flight -= 1
-
-    def _is_gone(self) -> bool:
-        """Whether the agent has hung up; a next request on the line (pipelined) counts as being there."""
-        look = select.poll()
-        look.register(self.connection, select.POLLIN)
-        try:
-            return bool(look.poll(0)) and self.connection.recv(1, socket.MSG_PEEK) == b""
-        except OSError:
-            return True
-
-    def _checked(self) -> tuple[Line, str]:
-        """The episode and the route below it; the key is checked before anything is said of either."""
-        server = self.server
-        name, slash, rest = self.path.partition("?")[0].removeprefix("/e/").partition("/")
-        scheme, key = self.presented()
-        has_key = scheme.lower() == "bearer" and hmac.compare_digest(key, server.key(name).encode())
-        hosts = self.headers.get_all("Host", [])
-        self.check_sender(hosts, has_key, "the api key is missing, or of another episode")
-        self.connection.settimeout(server.idle_s)
-        if server.stopping:
-            raise ApiError(503, "stopping", "the trainer is stopping")
-        self._line = line = server.line(name)
-        what = slash + rest
-        methods = {
-            method for method, route in ROUTES if what == route or (route.endswith("/") and _is_below(what, route))
-        }
-        if not methods:
-            raise ApiError(404, "no_such_route", "no such route; base_url must end with /v1")
-        if self.command not in methods:
-            raise ApiError(405, "wrong_method", f"{what[:64]} does not take {self.command[:16]}")
-        return line, what
-
-    def _stream(self, events: Iterable[bytes]) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        with contextlib.suppress(ConnectionError, TimeoutError):
-            for event in events:
-                self.wfile.write(f"{len(event):x}\r\n".encode() + event + b"\r\n")
-            self.wfile.write(b"0\r\n\r\n")
+            line.in_flight.discard(future)
 
 
-# Below /e/EPISODE; a route that ends with a slash takes one name after it.
+# Below /e/EPISODE
 ROUTES = (
     ("GET", "/v1/models"),
-    ("GET", "/v1/models/"),
+    ("GET", "/v1/models/{model:path}"),
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
     ("POST", "/reward"),
 )
 
 
-def _is_below(what: str, route: str) -> bool:
-    return what.startswith(route) and len(what) > len(route)
+def _ended() -> ApiError:
+    return ApiError(410, "episode_ended", "this episode has ended")
+
+
+async def _sent(events: Iterable[bytes]) -> AsyncIterator[bytes]:
+    for event in events:
+        yield event
 
 
 async def _awaited(answer: Callable[[Ask], Awaitable[Answer]], ask: Ask) -> Answer:

@@ -89,22 +89,18 @@ def announce(
     except OSError as cause:
         raise ConfigError(f"the sampler server cannot listen on {host}:{port} ({cause}); see --host") from cause
 
-    def end(*_: object) -> None:
-        threading.Thread(target=server.shutdown, daemon=True).start()  # waits for the loop that this handler interrupts
-
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
+        signal.signal(number, lambda *_: server.stop())
     if watch is not None:
-        threading.Thread(target=watch, args=(end,), name="watch", daemon=True).start()
+        threading.Thread(target=watch, args=(server.stop,), name="watch", daemon=True).start()
     reached("sampler.register")
     register(folder, index, server.url)
     print(f"sampler {index} at {server.url}, {words}", flush=True)
     try:
-        server.serve_forever()
+        server.wait()
     finally:
         unregister(folder, index)
-        server.server_close()
-        engine.close()
+        server.close()
 
 
 def arguments(prog: str, description: str) -> argparse.ArgumentParser:

@@ -1,9 +1,8 @@
-"""`gspo watch`: the report's page from a server on this machine alone, told what is new while the run goes on.
+"""`gspo watch`: a server on this machine for the report's page, which it updates while the run continues.
 
-Everything is read from run directories, nothing is written. The server listens on the loopback address, answers GET
-alone, and only to who knows the token of its address; whatever else comes is a 4xx. A question says what the page has
-(rows, sample steps); the answer holds what is new. Where a run was cut back by a resume, the answer says so by a new
-generation and the page starts over.
+It reads run directories and writes nothing. It listens on loopback and answers only GET requests whose path begins with
+its token; anything else is a 4xx. The page sends what it has (rows, sample steps) and gets what is new. If a resume cut
+the run back, the reply has a new generation and the page starts over.
 """
 
 from __future__ import annotations
@@ -16,10 +15,12 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
+
+from starlette.requests import Request
+from starlette.responses import Response
 
 from gspo.errors import ConfigError
 from gspo.report.clip import clip_story
@@ -28,10 +29,12 @@ from gspo.report.page.page import BUDGET, inert_json, page
 from gspo.report.read import Row, is_by_sequence, is_run
 from gspo.report.samples import Signature, choose_steps, read_block, sample_steps
 from gspo.report.summary import summary_of
+from gspo.system.http import HttpServer, route
 
-Doctor = Callable[[Path], Any]  # what `gspo doctor` says of a run's config; it stands above report/, so it is handed in
-ANSWER = 4_000_000  # bytes of sample files in one answer: the page shows something soon, and asks again
-IDLE = 10.0  # seconds that a silent connection may take
+Doctor = Callable[[Path], Any]  # what `gspo doctor` prints about a run's config; report/ cannot import it
+ANSWER = 4_000_000  # bytes of sample files in one reply: the page shows something soon and asks again
+CONNECTIONS = 128
+IDLE_S = 10.0  # a connection may be silent this long
 
 
 class Follower:
@@ -172,8 +175,8 @@ class Follower:
         return None
 
 
-class Watch:
-    """A server over the runs of a folder, or over one run."""
+class Watch(HttpServer):
+    """Serves the runs of a folder, or one run, until `close`."""
 
     def __init__(self, path: Path, doctor: Doctor, port: int = 0) -> None:
         self.path, self.doctor = path, doctor
@@ -182,22 +185,39 @@ class Watch:
         self._followers: dict[Path, Follower] = {}
         self._lock = threading.Lock()
         try:
-            self.server = _Server(("127.0.0.1", port), _handler(self))
+            super().__init__(
+                [route("GET", "/{rest:path}", self._get)],
+                port=port,
+                max_connections=CONNECTIONS,
+                idle_s=IDLE_S,
+                head_s=IDLE_S,
+                own_pages=True,
+                headers=HEADERS,
+            )
         except OSError as cause:
-            raise ConfigError(f"port {port} cannot be listened on: {cause.strerror}; give another --port") from cause
-        self.port = self.server.server_address[1]
+            raise ConfigError(f"cannot listen on port {port}: {cause.strerror}; pass another --port") from cause
 
     @property
     def address(self) -> str:
         return f"http://127.0.0.1:{self.port}/{self.token}/"
 
-    def serve(self) -> None:
-        """Answer until `close` is called from elsewhere."""
-        self.server.serve_forever(poll_interval=0.2)
+    def authorize(self, request: Request) -> None:
+        given = request.scope["path"].removeprefix("/").partition("/")[0]
+        if not hmac.compare_digest(given.encode("utf-8", "replace"), self.token.encode()):
+            raise self.refusal(403, "token", "the address lacks the token that gspo watch printed")
 
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
+    def _get(self, request: Request) -> Response:
+        if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
+            raise self.refusal(413, "body", "a GET request cannot have a body")
+        try:
+            query = parse_qs(request.scope["query_string"].decode("latin-1"), max_num_fields=8)
+        except ValueError:
+            raise self.refusal(400, "query", "the query has too many fields") from None
+        _, _, rest = request.path_params["rest"].partition("/")
+        found = self.answer(rest, {name: given[-1] for name, given in query.items()})
+        if found is None:
+            raise self.refusal(404, "no_such_route", "there is no such page")
+        return Response(found[1], media_type=found[0])
 
     def runs(self) -> dict[str, Path]:
         """Runs by the name their address has: paths below the folder, at most three deep."""
@@ -240,76 +260,6 @@ class Watch:
 
 def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 16
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    allow_reuse_address = True
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that closes its connection is no news."""
-
-
-def _handler(watch: Watch) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        timeout = IDLE
-        server_version, sys_version = "gspo", ""
-
-        def do_GET(self) -> None:
-            refusal = self._refusal()
-            if refusal is not None:
-                self.send_error(*refusal)
-                return
-            url = urlsplit(self.path)
-            _, _, route = url.path.removeprefix("/").partition("/")
-            try:
-                query = {name: given[-1] for name, given in parse_qs(url.query, max_num_fields=8).items()}
-            except ValueError:
-                self.send_error(400, "this is no question")
-                return
-            found = watch.answer(route, query)
-            if found is None:
-                self.send_error(404, "there is no such page")
-                return
-            body = found[1].encode("utf-8")
-            self.send_response(200)
-            self.send_header("Content-Type", f"{found[0]}; charset=utf-8")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def _refusal(self) -> tuple[int, str] | None:
-            hosts = {f"{name}:{watch.port}" for name in ("127.0.0.1", "localhost")}
-            # Another site's script may know our port; its Host (DNS rebinding) or Origin gives it away.
-            if self.headers.get_all("Host", []) not in ([host] for host in hosts):
-                return 403, "this server answers to its own address alone"
-            if self.headers.get("Origin", f"http://{self.headers['Host']}") not in {f"http://{h}" for h in hosts}:
-                return 403, "this server answers to its own pages alone"
-            if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
-                return 413, "a question has no body"
-            try:
-                given = urlsplit(self.path).path.removeprefix("/").partition("/")[0]
-            except ValueError:
-                return 400, "this is no address"
-            if not hmac.compare_digest(given.encode("utf-8", "replace"), watch.token.encode()):
-                return 403, "the address lacks the token that gspo watch printed"
-            return None
-
-        def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-            # http.server says 501 to methods and 505 to versions it does not know: to us both are the asker's mistake.
-            known = {501: 405, 505: 400}
-            self.close_connection = True
-            super().send_error(known.get(code, code), message if code < 500 else "GET is all there is", explain)
-
-        def end_headers(self) -> None:
-            for name, value in HEADERS.items():
-                self.send_header(name, value)
-            super().end_headers()
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Addresses hold the token: they are not logged."""
-
-    return Handler
 
 
 HEADERS = {

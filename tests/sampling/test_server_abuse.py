@@ -54,7 +54,7 @@ def test_the_routes_are_those_that_are_tested(server):
 )
 def test_no_route_answers_without_the_token(server, method, path, secret):
     status, reply = talk(server, head(server, method, path, Authorization=secret), b"{}")
-    assert status == 401
+    assert status == (400 if method == "BREW" else 401)  # the parser does not know that method
     assert TOKEN.encode() not in reply
 
 

@@ -29,7 +29,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gspo.errors import GspoError
 
@@ -121,7 +121,7 @@ class HttpServer:
         app.router.redirect_slashes = False
         config = uvicorn.Config(
             app,
-            loop="asyncio",
+            loop="uvloop",  # with httptools it keeps up with a thread per connection; asyncio and h11 do not
             http=partial(Connection, self),  # pyright: ignore[reportArgumentType]
             ws="none",
             lifespan="off",
@@ -134,7 +134,6 @@ class HttpServer:
             backlog=128,
             timeout_keep_alive=86400,  # `_Uvicorn.on_tick` closes idle connections
             timeout_graceful_shutdown=1,
-            h11_max_incomplete_event_size=MAX_HEAD,
         )
         self._server = _Uvicorn(config)
         self._thread = threading.Thread(target=self._server.run, args=([listener],), name="http server", daemon=True)
@@ -258,14 +257,15 @@ class Guard:
         return bytes(body)
 
 
-class Connection(H11Protocol):
-    """uvicorn's connection with a deadline. The event loop's thread alone uses it."""
+class Connection(HttpToolsProtocol):
+    """uvicorn's connection with a deadline and a bounded head. Only the event loop's thread uses it."""
 
     def __init__(self, server: HttpServer, *, app_state: dict[str, Any], **settings: Any) -> None:
         super().__init__(app_state={**app_state, "connection": self}, **settings)
         self._owner = server
         self.task: asyncio.Task[Any] | None = None  # of the request that is being answered
         self.deadline = time.monotonic() + server.head_s
+        self._in_head, self._head_size = False, 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
@@ -283,10 +283,9 @@ class Connection(H11Protocol):
             self.deadline = time.monotonic() + seconds
 
     def eof_received(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
-        is_busy = self.cycle is not None and not self.cycle.response_complete
-        if is_busy:
+        if self._is_busy():
             self.loop.call_later(GRACE_S, self.transport.close)
-        return is_busy  # False: asyncio closes it
+        return self._is_busy()  # False: the event loop closes the connection
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -295,23 +294,38 @@ class Connection(H11Protocol):
         if self.task is not None:
             self.task.cancel()
 
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._head_size = True, 0
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        was_in_head = self._in_head
+        super().data_received(data)
+        if was_in_head and self._in_head:
+            self._head_size += len(data)
+            if self._head_size > MAX_HEAD:
+                self._refuse(431, "malformed_request", "the head of the request is too large")
+
     def send_400_response(self, msg: str) -> None:
-        """Answer a head that h11 cannot read."""
-        cause = sys.exc_info()[1]
-        words = str(cause)
-        if "Host:" in words:
-            self._refuse(403, "wrong_host", "this server has another name")
-        elif "Content-Length" in words or "Transfer-Encoding" in words:
+        """Answer bytes that httptools cannot parse."""
+        if self._is_busy():  # answer the request before them, then close
+            self.cycle.keep_alive = False
+            self.transport.pause_reading()
+        elif "Content-Length" in (cause := str(sys.exc_info()[1])) or "Transfer-Encoding" in cause:
             self._refuse(411, "no_length", "the body's Content-Length is missing or malformed")
         else:
-            status = getattr(cause, "error_status_hint", 400)
-            self._refuse(status if status < 500 else 400, "malformed_request", "malformed request")
+            self._refuse(400, "malformed_request", "malformed request")
+
+    def _is_busy(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
     def _refuse(self, status: int, code: str, message: str) -> None:
+        """Answer without a request, and close."""
         self._owner.unauthenticated.pop(self, None)
-        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
-            self.transport.abort()
-            return
         error = self._owner.refusal(status, code, message)
         self._owner.count(error, None)
         reply = Json(error.body())

@@ -1,0 +1,162 @@
+"""The guard of all HTTP servers: bounds of connections, heads, bodies and times; disconnects; start and stop."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+import raw_http
+from raw_http import until_hung_up
+
+from gspo.system.http import HttpServer, Json, bearer_key, route
+
+
+class Small(HttpServer):
+    """Replies to GET /quick, /slow, /large, /broken and POST /echo."""
+
+    def __init__(self, **settings):
+        self.cancelled = threading.Event()
+        routes = [route("GET", f"/{name}", getattr(self, name)) for name in ("quick", "slow", "large", "broken")]
+        limits = {"max_connections": 8, "max_body": 1000, "idle_s": 60.0, **settings}
+        super().__init__([*routes, route("POST", "/echo", self.echo)], **limits)
+
+    def authorize(self, request):
+        if bearer_key(request) != b"key":
+            raise self.refusal(401, "invalid_api_key", "no key")
+
+    async def quick(self, request):
+        return Json({})
+
+    async def slow(self, request):
+        try:
+            await asyncio.sleep(60)
+        finally:
+            self.cancelled.set()
+
+    async def large(self, request):
+        return Json("x" * 30_000_000)
+
+    async def broken(self, request):
+        raise ZeroDivisionError("a bug")
+
+    async def echo(self, request):
+        return Json({"length": len(await request.body())})
+
+
+@pytest.fixture
+def serve():
+    with contextlib.ExitStack() as stack:
+
+        def start(**settings):
+            server = Small(**settings)
+            stack.callback(server.close)
+            return server
+
+        yield start
+
+
+def head(server, path="/quick", method="GET", **change):
+    return raw_http.head(server.port, "key", method, path, **{"Content-Length": None, **change}).encode() + b"\r\n"
+
+
+def connect(server, data=b""):
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    connection.sendall(data)
+    return connection
+
+
+def status(connection):
+    return int(connection.recv(65536).split()[1])
+
+
+def test_clients_without_a_key_cannot_take_the_places_of_those_with_one(serve):
+    server = serve()
+    with contextlib.ExitStack() as stack:
+        old = [stack.enter_context(connect(server, head(server))) for _ in range(3)]
+        assert [status(connection) for connection in old] == [200] * 3
+        strangers = [stack.enter_context(connect(server, b"GET /quick HT")) for _ in range(30)]
+        new = [stack.enter_context(connect(server, head(server))) for _ in range(5)]
+        assert [status(connection) for connection in new] == [200] * 5
+        for connection in (*old, *new):
+            connection.sendall(head(server))
+            assert status(connection) == 200
+        assert status(strangers[0]) == 429
+        with connect(server, head(server)) as one_more:  # all eight places belong to clients with a key
+            assert status(one_more) == 429
+
+
+def test_an_endless_head_is_cut_off(serve):
+    with connect(serve(), b"GET /quick HTTP/1.1\r\nX: ") as connection:
+        with contextlib.suppress(ConnectionError):
+            for _ in range(1000):
+                connection.sendall(b"y" * 65536)
+            pytest.fail("64 MB of a head were accepted")
+        with contextlib.suppress(ConnectionError):
+            assert status(connection) == 431
+
+
+@pytest.mark.parametrize(
+    ("fields", "body"),
+    [
+        ("Content-Length: 2\r\nContent-Length: 3\r\n", b"{}"),
+        ("Content-Length: 2\r\nContent-Length: 2\r\n", b"{}"),
+        ("Transfer-Encoding: chunked\r\n", b"2\r\n{}\r\n0\r\n\r\n"),
+        ("Transfer-Encoding: chunked\r\n", b"zz\r\n{}\r\n"),
+        ("Transfer-Encoding: gzip, chunked\r\n", b"0\r\n\r\n"),
+        ("Transfer-Encoding: identity\r\nContent-Length: 2\r\n", b"{}"),
+    ],
+)
+def test_a_body_of_unclear_length_is_refused_once(serve, fields, body):
+    server = serve()
+    data = head(server, "/echo", "POST")[:-2] + fields.encode() + b"\r\n" + body
+    reply = until_hung_up(server.port, data + head(server))
+    assert reply.startswith((b"HTTP/1.1 411", b"HTTP/1.1 400"))
+    assert reply.count(b"HTTP/1.1") == 1
+
+
+def test_a_disconnect_cancels_the_request_and_a_half_closed_connection_gets_a_quick_reply(serve):
+    server = serve()
+    connect(server, head(server, "/slow")).close()
+    assert server.cancelled.wait(5)
+    assert until_hung_up(server.port, head(server) * 2).count(b"HTTP/1.1 200") == 2
+
+
+@pytest.mark.parametrize("path", ["/quick", "/large"])
+@pytest.mark.parametrize("more", [b"", b"GET /qui"])
+def test_idle_connections_and_unread_replies_are_closed(serve, path, more):
+    server = serve(idle_s=0.5)
+    with connect(server, head(server, path)) as connection:
+        if path == "/quick":
+            assert status(connection) == 200
+        connection.sendall(more)
+        deadline = time.monotonic() + 10
+        while server._server.server_state.connections:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_a_bug_is_a_500_and_nothing_is_printed(serve, capfd):
+    server = serve()
+    status, reply = raw_http.talk(server.port, head(server, "/broken")[:-2].decode())
+    assert (status, reply) == (500, b'{"error": "ZeroDivisionError: a bug", "kind": "internal"}')
+    assert raw_http.talk(server.port, head(server)[:-2].decode())[0] == 200
+    server.close()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_it_stops_in_time_with_requests_in_flight_and_leaves_no_thread(serve):
+    before = set(threading.enumerate())
+    server = serve()
+    with connect(server, head(server, "/slow")) as busy, connect(server, head(server)) as idle, connect(server):
+        assert status(idle) == 200
+        begin = time.monotonic()
+        server.close()
+        assert time.monotonic() - begin < 5
+        assert server.cancelled.is_set()
+        with contextlib.suppress(ConnectionError):
+            assert busy.recv(100) == b""
+    assert set(threading.enumerate()) <= before
+    with pytest.raises(ConnectionRefusedError):
+        connect(server)

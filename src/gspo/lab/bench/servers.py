@@ -120,7 +120,7 @@ def _serve(kind: str) -> None:
     else:
         from gspo.sampling.remote.server import SamplerEngine, SamplerServer
 
-        server = SamplerServer(SamplerEngine(IdleSampler(), facts={}), "a token of the benchmark")  # pyright: ignore[reportArgumentType]
+        server = SamplerServer(SamplerEngine(IdleSampler(), identity={}), "a token of the benchmark")  # pyright: ignore[reportArgumentType]
         targets = [(server.url, "a token of the benchmark")]
     print(json.dumps(targets), flush=True)
     sys.stdin.read()

@@ -45,7 +45,7 @@ def test_a_template_that_refuses_or_hides_an_answer_says_so():
     with pytest.raises(TemplateError, match="no"):
         refusing.render([USER])
     hiding = talkers.chat("{% for m in messages %}{{ m.role }}{% endfor %}")
-    with pytest.raises(TemplateError, match="as it is"):
+    with pytest.raises(TemplateError, match="changes the content"):
         hiding.continue_after([5], [USER], [USER])
 
 

@@ -221,7 +221,7 @@ async def rewards_nothing(client, data):
         (blocks, "timeout", "blocked"), (never_ends, "limit", "env.max_turns"), (a_megabyte, "limit", "1000000"),
         (too_long, "limit", "context of 512"), (foreign_token, "crash", "99999"), (no_tokens, "crash", "empty"),
         (text_reward, "crash", "str"), (nan_reward, "crash", "nan"), (dict_without_reward, "crash", "'reward'"),
-        (hot, "crash", "temperature"), (rewards_nothing, "crash", "no turn"),
+        (hot, "crash", "temperature"), (rewards_nothing, "crash", "no answered turn"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("rounds", [True, False])

@@ -1,9 +1,9 @@
-"""Messages to tokens and back, without ever tokenising again what was sampled.
+"""Messages to tokens and back. Sampled tokens are never tokenised again.
 
-A conversation is rendered whole once. What comes after an answer is rendered alone: the template writes the
-conversation with a mark in the answer's place, and only the text behind the mark becomes tokens, put after those that
-were really sampled. Tools are called in the form that Hermes, Qwen and many others are trained on,
-`<tool_call>{"name": …, "arguments": {…}}</tool_call>`; with plain text (no template) a message is its content.
+The first request of a conversation is rendered as a whole. For a later one only the new part is rendered: the template
+renders the conversation with a marker in place of the last answer, and the text after the marker is tokenised and
+appended to the sampled tokens. Tool calls have the format of Hermes, Qwen and others,
+`<tool_call>{"name": …, "arguments": {…}}</tool_call>`. Without a template, a message is its content.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 
 class TemplateError(Exception):
-    """The chat template refused these messages, or has no place where an answer could be continued."""
+    """The chat template cannot render these messages, or cannot continue after an answer."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """How one model is spoken to. `template` None: the tokenizer's own; False: plain text, contents end to end."""
+    """Tokenizer and template of a model. `template` None: the tokenizer's; False: plain text, contents concatenated."""
 
     tokenizer: Any
     template: str | bool | None = None
@@ -38,7 +38,7 @@ class Chat:
         return self.template is False or not (self.template or getattr(self.tokenizer, "chat_template", None))
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> tuple[int, ...]:
-        """The whole conversation up to where the model is to speak."""
+        """Tokens of the whole conversation up to where the model's answer begins."""
         if self.is_plain:
             system = [_content(m) + "\n\n" for m in messages[:1] if m.get("role") == "system"]
             text = "".join([*system, *(_content(m) for m in messages[len(system) :])])
@@ -47,31 +47,33 @@ class Chat:
 
     def continue_after(
         self,
-        said: Sequence[int],
+        answer: Sequence[int],
         history: Sequence[Message],
         new: Sequence[Message],
         tools: Sequence[Any] | None = None,
     ) -> tuple[int, ...]:
-        """The tokens that `new` messages add after `said`, the tokens of the answer to `history`."""
+        """The tokens that `new` messages add after `answer`, the sampled answer to `history`."""
         if self.is_plain:
             return _ids(self.tokenizer.encode("".join(map(_content, new)), add_special_tokens=False))
         mark = _MARK
-        while any(mark in _content(m) for m in (*history, *new)):  # somebody wrote it
+        while any(mark in _content(m) for m in (*history, *new)):  # a message contains the marker
             mark += "x"
-        answer = {"role": "assistant", "content": mark}
-        _, found, tail = self._text([*history, answer, *new], tools).partition(mark)
+        placeholder = {"role": "assistant", "content": mark}
+        _, found, tail = self._text([*history, placeholder, *new], tools).partition(mark)
         if not found:
-            raise TemplateError("the chat template does not write an assistant's content as it is")
-        # The model ended its answer itself: the template's own end of it would be there twice.
-        end = self.tokenizer.decode(list(said[-1:])) if len(said) else ""
-        if end and said[-1] in self.tokenizer.all_special_ids and tail.startswith(end):
+            raise TemplateError(
+                "the chat template changes the content of assistant messages, so the conversation cannot be continued"
+            )
+        # If the model has sampled its end token, remove the one that the template adds.
+        end = self.tokenizer.decode(list(answer[-1:])) if len(answer) else ""
+        if end and answer[-1] in self.tokenizer.all_special_ids and tail.startswith(end):
             tail = tail[len(end) :]
         return _ids(self.tokenizer.encode(tail, add_special_tokens=False))
 
     def parse(self, tokens: Sequence[int]) -> dict[str, Any]:
-        """An answer as an assistant's message: `content`, and `tool_calls` where it has any.
+        """An answer as an assistant message: `content`, and `tool_calls` if it has any.
 
-        A call that is no JSON is not a call: its text stays in the content, for the environment to complain about.
+        A call that is not valid JSON stays in the content as text.
         """
         return parse_calls(self.text(tokens))
 
@@ -88,8 +90,8 @@ class Chat:
                 tokenize=False,
                 **self.template_kwargs,
             )
-        except Exception as error:  # templates are programs and raise what they like
-            raise TemplateError(f"the chat template refused the messages: {str(error)[:200]}") from error
+        except Exception as error:  # a template is a program and may raise anything
+            raise TemplateError(f"the chat template cannot render the messages: {str(error)[:200]}") from error
 
 
 def parse_calls(text: str, new_id: Callable[[int], str] = "call_{}".format) -> dict[str, Any]:
@@ -116,12 +118,12 @@ def parse_calls(text: str, new_id: Callable[[int], str] = "call_{}".format) -> d
 
 
 def same_message(a: Message, b: Message) -> bool:
-    """Whether two messages say the same, whatever else a client library has put into them."""
+    """Whether role, content and tool calls are equal; client libraries add other fields."""
     return a.get("role") == b.get("role") and _content(a) == _content(b) and _calls(a) == _calls(b)
 
 
 def continues(history: Sequence[Message], messages: Sequence[Message]) -> bool:
-    """Whether `messages` begin with all of `history`, and go on."""
+    """Whether `messages` starts with `history` and has more messages."""
     return len(messages) > len(history) and all(map(same_message, history, messages))
 
 
@@ -136,7 +138,7 @@ def _content(message: Message) -> str:
 
 
 def _calls(message: Message) -> list[tuple[str, Any]]:
-    """Name and arguments of each call; arguments as an object, where they are one in text."""
+    """Name and arguments of each call; arguments that are JSON text are parsed."""
     out: list[tuple[str, Any]] = []
     for call in message.get("tool_calls") or ():
         function = call.get("function", call)
@@ -149,7 +151,7 @@ def _calls(message: Message) -> list[tuple[str, Any]]:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """A message as templates expect it: content as text, arguments of calls as objects."""
+    """A message as templates expect it: content as a string, arguments of calls as objects."""
     plain = {**message, "content": _content(message)}
     if calls := _calls(message):
         plain["tool_calls"] = [

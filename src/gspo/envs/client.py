@@ -1,12 +1,11 @@
-"""What an environment holds of the model: one `Client` per episode, token in and token out.
+"""The environment's access to the model: one `Client` per episode.
 
     async def env(client, data):
         answer = await client.chat(client.messages)
         return float(data["answer"] in answer["content"])
 
-The client renders messages, keeps every request with the tokens that answered it, and refuses what would never end.
-It belongs to one episode and may be used from any thread and any event loop: a request is handed to the driver
-(`train/episodes.py`) and its answer awaited. Torch-free.
+The client renders messages, records every request with its sampled tokens, and limits the number and length of
+requests. It may be used from any thread and any event loop: the driver (`driver.py`) samples the answers. Torch-free.
 """
 
 from __future__ import annotations
@@ -28,58 +27,58 @@ from gspo.envs.chat import Chat, Message, TemplateError, continues, same_message
 from gspo.envs.episode import Exchange
 from gspo.types import Prompt, Request, Sample, SampleId, SamplingParams
 
-# No tokenizer makes so few tokens of a text: what is longer than this per token of context is refused unread.
+# No tokenizer has more characters per token on average: longer texts cannot fit and are refused before tokenising.
 _CHARACTERS_PER_TOKEN = 64
 _SETTABLE = ("max_new_tokens", "min_new_tokens", "stop", "stop_token_ids")
 
 
 class EpisodeError(Exception):
-    """Why an episode cannot go on. An environment may catch it and end; else its sample fails with this kind."""
+    """The episode cannot continue. An environment may catch it and end; otherwise its sample fails with this kind."""
 
     kind: Literal["limit", "timeout", "crash", "infra"] = "crash"
 
 
 class TooManyTurnsError(EpisodeError):
-    """The episode has used all its requests (env.max_turns)."""
+    """The episode has reached its maximum number of requests (env.max_turns)."""
 
     kind = "limit"
 
 
 class OutOfRoomError(EpisodeError):
-    """The conversation fills the context: there is no room for another token."""
+    """The conversation fills the context; not even one more token fits."""
 
     kind = "limit"
 
 
 class EpisodeOverError(EpisodeError):
-    """The episode has ended, or was given up, and somebody still asks."""
+    """A request came after the episode had ended or was cancelled."""
 
     kind = "timeout"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """An assistant's message, and the exchange of tokens behind it."""
+class ChatAnswer:
+    """An assistant message and the tokens of its request and answer."""
 
     message: dict[str, Any]
     exchange: Exchange
 
 
 @dataclass(frozen=True, slots=True)
-class _Spoken:
-    """A conversation as it stood after an answer."""
+class _Conversation:
+    """The messages of a conversation up to an answer."""
 
-    messages: tuple[Message, ...]  # the answer last
+    messages: tuple[Message, ...]  # the last one is the answer
     tools: str
     exchange: Exchange
 
 
 class Client:
-    """One episode's way to the model.
+    """Access to the model for one episode.
 
     prompt      the problem: its `data` (the row's columns), `text`, `messages` and `tokens`
-    messages    the problem as chat messages, a new list
-    exchanges   every request that was answered so far, in the order of asking
+    messages    the problem as a new list of chat messages
+    exchanges   all answered requests, in order
     """
 
     def __init__(
@@ -96,18 +95,18 @@ class Client:
         self.prompt = request.origin or Prompt(request.prompt, "")
         self._lock = threading.Lock()
         self._num_asked = 0
-        self._exchanges: dict[tuple[Any, ...], Exchange] = {}  # by their place in the episode
-        self._in_use: dict[int, set[int]] = {}  # of requests known by content: how often each was asked
-        self._spoken: list[_Spoken] = []
+        self._exchanges: dict[tuple[Any, ...], Exchange] = {}  # by their position in the episode
+        self._in_use: dict[int, set[int]] = {}  # for by_content: digest → numbers of equal requests
+        self._conversations: list[_Conversation] = []
         self._over: str | None = None
-        # Who asks in parallel, or in another process, asks in an order that is the clock's. Draws are then keyed by
-        # what was asked: the same request of the same episode draws the same, whenever it comes.
+        # The order of parallel requests, or of requests from another process, depends on timing. If True, random draws
+        # are keyed by the content of a request: equal requests of an episode get equal draws in any order.
         self.by_content = False
         self.turn_rewards: dict[int, float] = {}
 
     @property
     def id(self) -> SampleId:
-        """Whose episode this is."""
+        """Id of the sample that this episode makes."""
         return self._request.id
 
     @property
@@ -116,12 +115,12 @@ class Client:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the model is spoken to without a chat template: messages are their contents, end to end."""
+        """Whether there is no chat template: the prompt is then the concatenated contents of the messages."""
         return self._chat.is_plain
 
     @property
     def params(self) -> SamplingParams:
-        """How answers are drawn (gconfig, or eval_gconfig)."""
+        """Sampling parameters of answers (gconfig, or eval_gconfig)."""
         return self._request.params
 
     @property
@@ -138,31 +137,33 @@ class Client:
         )
 
     async def chat(self, messages: Sequence[Message], tools: Sequence[Any] | None = None, **sampling: Any) -> dict:
-        """The assistant's message to these messages: `content`, and `tool_calls` where it calls tools.
+        """The model's answer as an assistant message: `content`, and `tool_calls` if it calls tools.
 
-        Messages that go on from an earlier answer of this episode are put behind the tokens of that answer as they
-        were sampled. Where the history was edited the conversation is rendered anew and trained as a sequence of its
-        own. `tools` are JSON schemas as the OpenAI API takes them; `sampling` may set max_new_tokens (not above
-        gconfig's), min_new_tokens, stop and stop_token_ids.
+        If the messages continue an earlier answer of this episode, new messages are appended to the sampled tokens of
+        that answer. If the history was edited, the conversation is rendered again and trained as a separate sequence.
+        `tools` are JSON schemas in the format of the OpenAI API. `sampling` may set max_new_tokens (at most gconfig's),
+        min_new_tokens, stop and stop_token_ids.
         """
         return (await self.answer(messages, tools, **sampling)).message
 
-    async def answer(self, messages: Sequence[Message], tools: Sequence[Any] | None = None, **sampling: Any) -> Answer:
-        """As `chat`, with the tokens behind the message."""
+    async def answer(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, **sampling: Any
+    ) -> ChatAnswer:
+        """As `chat`, but returns the tokens, too."""
         messages = tuple(dict(m) for m in messages)
         key = json.dumps(list(tools), sort_keys=True, default=str) if tools else ""
         exchange = await self._exchange(self._render(messages, tools, key), sampling)
         message = self._chat.parse(exchange.sample.tokens.tolist())
         with self._lock:
-            self._spoken.append(_Spoken((*messages, message), key, exchange))
-        return Answer(message, exchange)
+            self._conversations.append(_Conversation((*messages, message), key, exchange))
+        return ChatAnswer(message, exchange)
 
     async def complete(self, tokens: Sequence[int], **sampling: Any) -> Sample:
-        """What the model says after these tokens."""
+        """The model's completion of these tokens."""
         return (await self._exchange(tuple(int(t) for t in tokens), sampling)).sample
 
     def encode(self, text: str, *, begins: bool = False) -> tuple[int, ...]:
-        """The tokens of a text for `complete`: one that follows others, or one that begins (with special tokens)."""
+        """Tokens of a text for `complete`; `begins`: the text is the start of a sequence and gets special tokens."""
         self._refuse_long(len(text))
         return tuple(int(t) for t in self._chat.tokenizer.encode(text, add_special_tokens=begins))
 
@@ -170,21 +171,22 @@ class Client:
         return self._chat.text(tokens)
 
     def reward(self, value: float) -> None:
-        """Credit the last answered turn with `value`; the episode's reward is the sum of these and what `env` returns.
+        """Add `value` to the reward of the last answered turn.
 
-        See actor.sequence_unit and env.turn_discount for what turns make of it.
+        The episode's reward is the sum of turn rewards and the value that the environment returns. See
+        actor.sequence_unit and env.turn_discount for how turn rewards are used.
         """
         value = float(value)
         if not math.isfinite(value):
             raise EpisodeError(f"a turn's reward is {value}; it must be a finite number")
         with self._lock:
             if not self._exchanges:
-                raise EpisodeError("there is no turn to reward yet: ask first")
+                raise EpisodeError("there is no answered turn to reward yet")
             turn = len(self._exchanges) - 1 if self.by_content else max(self._exchanges)[0]
             self.turn_rewards[turn] = self.turn_rewards.get(turn, 0.0) + value
 
     def close(self, why: str) -> None:
-        """No more requests; called by the driver."""
+        """Refuse further requests with the message `why`; called by the driver."""
         with self._lock:
             self._over = why
 
@@ -194,18 +196,18 @@ class Client:
             if self._over is not None:
                 raise EpisodeOverError(self._over)
             if self._num_asked >= self._max_turns:
-                raise TooManyTurnsError(f"the episode has asked {self._max_turns} times; env.max_turns bounds it")
+                raise TooManyTurnsError(f"the episode has made {self._max_turns} requests, the maximum (env.max_turns)")
             turn, answered = self._num_asked, len(self._exchanges)
             self._num_asked += 1
             id, place = self._request.id._replace(turn=turn), (turn,)
             if self.by_content:
-                # Those that know equally many answers are told apart by what they ask.
+                # Requests made after equally many answers are ordered by their content.
                 id = self._id_by_content(prompt, params)
                 place = (answered, prompt, id.attempt, id.turn)
         try:
             sample = await asyncio.wrap_future(self._ask(Request(id, prompt, params)))
         except BaseException:
-            with self._lock:  # what nobody heard is drawn alike when it is asked again
+            with self._lock:  # a repeated request gets the same draws as this one
                 self._in_use.get(id.attempt, set()).discard(id.turn)
             raise
         exchange = Exchange(prompt, sample)
@@ -215,45 +217,45 @@ class Client:
         return exchange
 
     def _id_by_content(self, prompt: tuple[int, ...], params: SamplingParams) -> SampleId:
-        """(a digest of the request, how often it was asked) in place of (attempt, turn)."""
+        """The id with (digest of the request, number of equal requests) in place of (attempt, turn)."""
         own = self._request.id
         content = np.array(prompt, dtype=np.int64).tobytes() + repr((own.attempt, params)).encode()
         digest = int.from_bytes(hashlib.blake2b(content, digest_size=6).digest())
         used = self._in_use.setdefault(digest, set())
-        again = next(number for number in itertools.count() if number not in used)
-        used.add(again)
-        return own._replace(turn=again, attempt=digest)
+        number = next(number for number in itertools.count() if number not in used)
+        used.add(number)
+        return own._replace(turn=number, attempt=digest)
 
     def _params(self, sampling: dict[str, Any], room: int) -> SamplingParams:
         if foreign := [name for name in sampling if name not in _SETTABLE]:
             raise EpisodeError(
-                f"an episode cannot set {', '.join(foreign)}: all of a run is sampled as gconfig says, for the trainer "
-                f"to know its log-probs; it can set {', '.join(_SETTABLE)}"
+                f"an episode cannot set {', '.join(foreign)}: gconfig applies to the whole run, because the trainer "
+                f"needs the log-probs of that distribution; it can set {', '.join(_SETTABLE)}"
             )
         if room < 1:
             raise OutOfRoomError(
-                f"the conversation fills the context of {self._max_context} tokens; see gconfig.max_tokens"
+                f"the conversation fills the context of {self._max_context} tokens (gconfig.max_tokens)"
             )
         own = self._request.params
         given = {k: tuple([v] if isinstance(v, str) else v) if k.startswith("stop") else v for k, v in sampling.items()}
         params = replace(own, **given)
-        most = max(1, min(int(params.max_new_tokens), own.max_new_tokens, room))
-        return replace(params, max_new_tokens=most, min_new_tokens=min(params.min_new_tokens, most))
+        limit = max(1, min(int(params.max_new_tokens), own.max_new_tokens, room))
+        return replace(params, max_new_tokens=limit, min_new_tokens=min(params.min_new_tokens, limit))
 
     def _render(self, messages: tuple[Message, ...], tools: Sequence[Any] | None, key: str) -> tuple[int, ...]:
         with self._lock:
-            before = [s for s in self._spoken if s.tools == key and continues(s.messages, messages)]
+            before = [s for s in self._conversations if s.tools == key and continues(s.messages, messages)]
         if before:
             last = max(before, key=lambda s: len(s.messages))
             new = messages[len(last.messages) :]
             self._refuse_long(sum(len(str(m.get("content") or "")) for m in new))
-            said = last.exchange.sample.tokens.tolist()
+            answer = last.exchange.sample.tokens.tolist()
             try:
-                return last.exchange.tokens + self._chat.continue_after(said, last.messages[:-1], new, tools)
+                return last.exchange.tokens + self._chat.continue_after(answer, last.messages[:-1], new, tools)
             except TemplateError:
-                pass  # it cannot be continued: a sequence of its own
+                pass  # it cannot be continued: render everything as a separate sequence
         elif not tools and len(messages) == len(self.messages) and all(map(same_message, messages, self.messages)):
-            return self.prompt.tokens  # rendered already
+            return self.prompt.tokens  # the data set has rendered it
         self._refuse_long(sum(len(str(m.get("content") or "")) for m in messages))
         try:
             return self._chat.render(messages, tools)

@@ -1,17 +1,17 @@
 """From the requests of an episode to the sequences that are trained. Torch-free, pure.
 
-A request's tokens join the sequence of an earlier one only where that sequence (prompt and all) is a prefix of the
-request's prompt; the tokens in between are the environment's: mask False, behavior_logp 0, version and turn those of
-the sampled token before them. Everything else begins a sequence of its own. So each sampled token is trained exactly
-once, after exactly the tokens that it was sampled after, and nothing is ever tokenised again.
+A request is merged into the sequence of an earlier one only if that sequence (prompt and answer) is a prefix of the
+request's prompt. The tokens in between come from the environment: mask False, behavior_logp 0, version and turn of the
+sampled token before them. Otherwise the request starts a new sequence. So each sampled token is trained exactly once,
+with exactly the context that it was sampled in, and nothing is tokenised again.
 
 Sequences of one episode share its advantage and count as one trajectory i with |y_i| = Σ_j |y_ij| trained tokens:
 
     sequence_mean   trajectory's share of the loss   Σ_j (|y_ij| / |y_i|) x_ij      x_ij: token mean of sequence j
     all others      as if sequences were one         Σ_j Σ_t x_ijt
 
-and one trajectory in the denominator. With all ratios 1 that is the gradient of the trajectory in one piece: where an
-agent's requests happen to merge does not change what the first update learns from them.
+and one trajectory in the denominator. With all ratios 1 this equals the gradient of the trajectory as one sequence: the
+first update does not depend on which requests were merged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gspo.types import Outcome, Sample, SampleId
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exchange:
-    """One request of an episode and its answer; `sample.id.turn` says which.
+    """One request of an episode and its answer; `sample.id.turn` is its number.
 
     >>> Exchange((1, 2), Sample.of(SampleId(0, 0), [3], [-0.1], version=0)).tokens
     (1, 2, 3)
@@ -43,7 +43,7 @@ class Exchange:
 
 
 def assemble(exchanges: Sequence[Exchange]) -> tuple[Sample, ...]:
-    """The sequences of an episode in the order of their first requests, each with its prompt.
+    """The sequences of an episode, each with its prompt, in the order of their first requests.
 
     >>> first = Exchange((1, 2), Sample.of(SampleId(0, 0), [3], [-0.1], version=0))
     >>> second = Exchange((1, 2, 3, 9), Sample.of(SampleId(0, 0, turn=1), [4], [-0.2], version=0))
@@ -52,7 +52,7 @@ def assemble(exchanges: Sequence[Exchange]) -> tuple[Sample, ...]:
     """
     chains: list[list[Exchange]] = []
     for exchange in exchanges:
-        # The longest that it continues: of an agent's parallel conversations, its own.
+        # Several sequences may match (an agent's parallel conversations): the longest one is continued.
         found = [chain for chain in chains if is_prefix(chain[-1].tokens, exchange.prompt)]
         if found:
             max(found, key=lambda chain: len(chain[-1].tokens)).append(exchange)
@@ -69,9 +69,9 @@ def episode_sample(
     outcome: Outcome | None = None,
     turn_rewards: Mapping[int, float] | None = None,
 ) -> Sample:
-    """The whole episode as the one sample its group waits for; `prompt` is the group's.
+    """The whole episode as one sample of its group; `prompt` is the group's prompt.
 
-    An episode that asked for nothing is a sample of no tokens.
+    An episode without requests is a sample without tokens.
     """
     first, *rest = assemble(exchanges) or (Sample.of(id, [], [], version=0),)
     own = None if first.prompt in (None, tuple(prompt)) else first.prompt
@@ -83,7 +83,7 @@ def is_prefix(tokens: tuple[int, ...], of: tuple[int, ...]) -> bool:
 
 
 def _joined(chain: Sequence[Exchange]) -> Sample:
-    """Requests that continue each other, as one sequence after the first one's prompt."""
+    """Requests that continue each other, as one sequence after the prompt of the first."""
     first = chain[0]
     if len(chain) == 1:
         return replace(first.sample, prompt=first.prompt)
@@ -116,7 +116,7 @@ def _environment_tokens(id: SampleId, tokens: Sequence[int], version: int) -> Sa
 
 
 def _routes(chain: Sequence[Exchange]) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
-    """Experts of a mixture: the sampled tokens' own, and the environment's as the next request's prefill took them."""
+    """Expert routes of an MoE: of sampled tokens, and of environment tokens from the next request's prefill."""
     first = chain[0]
     if any(e.sample.routes is None or e.sample.prompt_routes is None for e in chain):
         return None, None

@@ -1,4 +1,4 @@
-"""An environment by its name in a config: built in, or the user's own class or function. No base class."""
+"""Find an environment by its name in a config: a built-in one, or a user's class or function. No base class."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ BUILTIN: Mapping[str, Callable[..., Any]] = {"tools": Tools, "self_correct": Sel
 
 
 def find_environment(given: str | Callable[..., Any], options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """`async (client, data)`, from a name or an object; a class is made with `options`, a function gets them each time.
+    """The environment `async (client, data)`, from a name or an object; raises ConfigError.
 
-    ConfigError where there is no such thing, or it is not what it must be.
+    `options` are arguments of a class's constructor, or keyword arguments of each call of a function.
     """
     options = dict(options or {})
     found: Any = given
     if isinstance(given, str):
         if given not in BUILTIN and ":" not in given:
             raise ConfigError(
-                f"env.path {given!r}: the environments here are {', '.join(BUILTIN)}; your own is module:function or "
-                "file.py:function"
+                f"env.path: there is no environment {given!r}; built-in ones are {', '.join(BUILTIN)}; write your own "
+                "as module:function or file.py:function"
             )
         try:
             found = BUILTIN[given] if given in BUILTIN else find_function(given)

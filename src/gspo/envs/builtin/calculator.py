@@ -1,7 +1,8 @@
-"""Arithmetic for models: an expression to a number, by a parser of our own rules. Nothing is ever executed.
+"""The calculator tool: evaluates an arithmetic expression without executing code.
 
-Numbers, + - * / // % **, brackets and signs. Bounded in length, depth and size of every intermediate result, so that
-no expression takes longer than a moment: `9**9**9` is refused before it is computed.
+Numbers, + - * / // % **, brackets and signs. Length, depth and every intermediate result are limited, so that every
+expression is fast: `9**9**9` is refused before it is computed. The model reads the error messages of this file, so a
+changed word changes what is sampled.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 
 MAX_CHARACTERS = 200
-MAX_BITS = 4096  # of a whole number, some 1,200 digits
+MAX_BITS = 4096  # of an integer, about 1,200 digits
 _DEEPEST = 50
 _WRITTEN = re.compile(r"[0-9.eE+\-*/%() ]+")
 _NO_EXPRESSION = "this is no expression of numbers, + - * / // % ** and brackets"
@@ -30,11 +31,11 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Number, Number], Number]] = {
 
 
 class CalculatorError(ValueError):
-    """Why an expression has no value, in words for whoever wrote it."""
+    """Why an expression has no value; the message is for the model."""
 
 
 def calculate(expression: str) -> str:
-    """The value, as text.
+    """The value as a string.
 
     >>> calculate("12*34"), calculate("7/2"), calculate("8/2"), calculate("2**0.5")
     ('408', '3.5', '4', '1.41421356237')

@@ -1,8 +1,7 @@
-"""The environment `self_correct`: the model answers, hears whether it was right, and may try again.
+"""The environment `self_correct`: after a wrong answer the model gets feedback and may try again.
 
-The row's reference answer is looked for in the answer as the configured reward would, or by `check`; each attempt that
-is wrong is followed by `feedback`. The episode's reward is 1 for a right answer, times `discount` for every attempt
-before it, and 0 if none was right.
+`check` compares an answer with the row's reference answer; `feedback` follows each wrong attempt. The episode's reward
+is `discount` to the power of the number of wrong attempts before the right one, and 0 if no attempt was right.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from gspo.system.imports import find_function
 class SelfCorrect:
     """The environment.
 
-    attempts   answers that the model may give
-    feedback   what it hears after a wrong one; {answer} stands for what it said
-    discount   factor of the reward for every attempt before the right one
-    check      a built-in reward (final, math, numeric, …) or module:function(text, answer=…): 1 is right
+    attempts   maximum number of answers
+    feedback   message after a wrong answer; {answer} is replaced by that answer
+    discount   factor of the reward for every wrong attempt before the right one
+    check      a built-in reward (final, math, numeric, …) or module:function(text, answer=…); 1 means right
     options    arguments of check: {marker: ">"}
     """
 
@@ -51,7 +50,7 @@ class SelfCorrect:
                 if attempt == 0:
                     raise
                 break
-            # In a thread: a check may take its time over what a model wrote.
+            # In a thread: a check of model-written text may be slow.
             mark = await asyncio.to_thread(self._check, answer["content"], **_accepted(self._check, data))
             if float(mark) >= 1:
                 return {"reward": self._discount**attempt, "first_attempt": float(attempt == 0)}
@@ -68,11 +67,11 @@ def _found(check: str | Callable[..., Any]) -> Callable[..., Any]:
     try:
         return find_function(check)
     except ValueError as error:
-        raise ConfigError(f"env.options.check: {error}; or one of {', '.join(BUILTIN)}") from error
+        raise ConfigError(f"env.options.check: {error}; built-in checks are {', '.join(BUILTIN)}") from error
 
 
 def _accepted(function: Callable[..., Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """The row's columns that a function has parameters for."""
+    """The columns of the row that the function has parameters for."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return dict(data)

@@ -1,10 +1,11 @@
 """The environment `tools`: the model may call a calculator, or run Python in the sandbox, before it answers.
 
-A call and its result are a turn; the reward is the configured one, on the last answer. A tool that fails says so to the
-model in words ("error: …"), and the episode goes on; only a machine that cannot run the tool fails the sample.
+A call and its result are one turn; the configured reward scores the last answer. If a call fails, the model reads
+"error: …" and the episode continues; the sample fails only if the machine cannot run the tool. A changed word in these
+messages changes what is sampled.
 
-Two ways to call. With a chat template, the form of Hermes and Qwen (`envs/chat.py`), tools described by the template.
-Without one, in brackets, the result right behind them: `[calculator 12*34]408`, or with a single tool `[12*34]408`.
+Two call formats. With a chat template: that of Hermes and Qwen (`envs/chat.py`); the template describes the tools.
+Without one: brackets, followed by the result: `[calculator 12*34]408`, or with a single tool `[12*34]408`.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ _SAYS = {
     "python": "Run a Python program and read what it prints. No network, no files, standard library only.",
 }
 _TEXT = {"calculator": "the expression", "python": "the program"}
-# One program at a time: the sandbox bounds processes by user, and they would count against each other.
+# One program at a time: the sandbox limits processes per user id, which all programs share.
 _BOX = threading.Lock()
 
 
 class Tools:
-    """The environment; `tools` names those that may be called.
+    """The environment; `tools` are the names of the tools that may be called.
 
-    max_turns    answers of the model, calls included; a call in the last of them is not run
-    max_output   characters of a result that the model gets to see
+    max_turns    answers of the model, calls included; a call in the last one is not run
+    max_output   maximum number of characters of a result
     timeout      seconds that a program may run
     """
 
@@ -53,14 +54,14 @@ class Tools:
         names = [tools] if isinstance(tools, str) else list(tools)
         unknown = sorted(set(map(str, names)) - set(_ARGUMENT))
         if not names or unknown:
-            found = f"{unknown[0]!r} is unknown" if unknown else "none is named"
-            raise ConfigError(f"env.options.tools: {found}; there are {', '.join(_ARGUMENT)}")
+            found = f"there is no tool {unknown[0]!r}" if unknown else "the list is empty"
+            raise ConfigError(f"env.options.tools: {found}; available tools are {', '.join(_ARGUMENT)}")
         if max_turns < 1 or max_output < 1 or not timeout > 0:
             raise ConfigError("env.options: max_turns and max_output must be at least 1, timeout above 0")
         if "python" in names and not allow_unsandboxed and (why := sandbox.unavailable()):
             raise ConfigError(
                 f"env.options.tools: python cannot run here: {why}. env.options.allow_unsandboxed=true runs "
-                "model-written programs with this user's rights, on a machine you can lose"
+                "model-written programs with this user's rights; use it only on a machine whose data may be lost"
             )
         self._max_turns, self._max_output = max_turns, max_output
         self._limits = sandbox.Limits(timeout_s=timeout)
@@ -104,18 +105,20 @@ class Tools:
         ]
 
     async def call(self, name: str, argument: Any) -> str:
-        """What a tool says; of a tool or an argument that there is not, an error in words."""
+        """The result of a tool, or an error message for the model."""
         if name not in self._tools:
             return f"error: there is no tool {str(name)[:40]!r}; there are {', '.join(self._tools)}"
         if isinstance(argument, Mapping):
             argument = argument.get(_ARGUMENT[name])
         if not isinstance(argument, str):
             return f"error: {name} takes {_ARGUMENT[name]!r}, a text"
-        said = await self._tools[name](argument)
-        return said if len(said) <= self._max_output else f"{said[: self._max_output]}… ({len(said)} characters)"
+        result = await self._tools[name](argument)
+        return (
+            result if len(result) <= self._max_output else f"{result[: self._max_output]}… ({len(result)} characters)"
+        )
 
     def _inline(self, text: str) -> list[tuple[str, str]]:
-        """The call that a text ends with."""
+        """The call at the end of a text."""
         if not text.endswith(CLOSE):
             return []
         inside = text[:-1].rpartition(OPEN)[2]
@@ -139,11 +142,11 @@ class Tools:
             try:
                 return sandbox.run(code, self._limits, allow_unsandboxed=self._allow_unsandboxed)
             except sandbox.SandboxError as error:
-                raise InfraError(str(error)) from error
+                raise ToolUnavailableError(str(error)) from error
 
 
-class InfraError(EpisodeError):
-    """The machine could not do what the episode needed."""
+class ToolUnavailableError(EpisodeError):
+    """The machine could not run the tool."""
 
     kind = "infra"
 

@@ -1,33 +1,33 @@
-"""Every error a user can meet. Messages say what, got, why, and which key to set."""
+"""Errors for users. Messages contain what was expected, what was found, why, and which key to set."""
 
 
 class GspoError(Exception):
-    """Base of all errors raised on purpose. The CLI prints it without a traceback and exits 1."""
+    """Base class of expected errors. The CLI prints the message without a traceback and exits with code 1."""
 
 
 class ConfigError(GspoError):
-    """Bad usage or configuration; raised before any work starts. The CLI exits 2."""
+    """Wrong usage or configuration, raised before any work starts. The CLI exits with code 2."""
 
 
 class DataError(GspoError):
-    """A data set, prompt or model folder that cannot be used as it is."""
+    """A data set, prompt or model folder that cannot be used."""
 
 
 class RolloutError(GspoError):
-    """The sampler failed, answered nonsense, or missed its deadline."""
+    """The sampler failed, sent an invalid response, or timed out."""
 
 
 class RewardError(GspoError):
-    """The reward machinery failed for more samples than allowed. Never turned into a reward."""
+    """More rewards failed than allowed. A failure is never turned into a reward."""
 
 
 class WeightSyncError(GspoError):
-    """New weights did not reach a sampler whole and verified."""
+    """A sampler could not load and verify new weights."""
 
 
 class CheckpointError(GspoError):
-    """A checkpoint is incomplete, damaged, or belongs to another run."""
+    """A checkpoint is incomplete, corrupt, or of another run."""
 
 
 class TrainingError(GspoError):
-    """The update itself failed, for example too many non-finite gradients in a row."""
+    """The update failed, for example because of too many non-finite gradients in a row."""

@@ -1,11 +1,11 @@
-"""Faults on purpose: what the tests of our promises use to kill, stop or fail a run at a chosen place.
+"""Fault injection for tests: kill, stop or fail a run at a named place.
 
-Armed by the environment alone, so no config and no file can do it:
+Enabled only by environment variables, so that no config and no file can do it:
 
     GSPO_FAULT=checkpoint.rename:2:kill  GSPO_FAULT_LOG=/tmp/fired  gspo train …
 
-means: at the second visit of `checkpoint.rename`, kill the process group. The visit is written to the log, synced,
-before anything happens: a test asserts that its fault fired. Unarmed, a site costs one comparison.
+kills the process group at the second visit of `checkpoint.rename`. The visit is written to the log, with fsync, before
+the fault happens, so that a test can check that it happened. If disabled, a site costs one comparison.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from typing import NamedTuple
 from gspo.errors import ConfigError
 
 SITES = {
-    "rollout.token": "before a token is sampled for all running rows",
-    "reward.submit": "before a whole group is handed to the rewards",
-    "reward.wait": "before waiting for what is left of scoring",
+    "rollout.token": "before the next token of all running rows is sampled",
+    "reward.submit": "before a complete group is submitted to the rewards",
+    "reward.wait": "before the trainer waits for outstanding rewards",
     "train.backward": "after the backward pass of a micro-batch",
     "train.optimizer": "after clipping, before the optimizer changes a weight",
     "train.updated": "after the optimizer has changed the weights",
     "record.samples": "before a step's samples are written",
     "record.metrics": "before a step's metrics are written",
-    "eval.begin": "before held-out problems are answered",
-    "weights.publish": "after a version of the weights is written, before it is published",
-    "weights.copy": "before each tensor of a new version is copied into a sampler",
+    "eval.begin": "before an evaluation starts",
+    "weights.publish": "after a weight version is written, before it is published",
+    "weights.copy": "before each tensor of a new weight version is copied into a sampler",
     "sampler.start": "before a sampler server loads its model",
-    "sampler.register": "before a sampler server says where it is",
-    "sampler.load": "after a sampler server has verified new weights, before it takes them",
-    "sampler.collect": "before a sampler server hands over finished samples",
+    "sampler.register": "before a sampler server registers its address",
+    "sampler.load": "after a sampler server has verified new weights, before it uses them",
+    "sampler.collect": "before a sampler server returns finished samples",
     "checkpoint.file": "before each file of a checkpoint is written",
-    "checkpoint.sync": "before each sync to disk",
+    "checkpoint.sync": "before each fsync",
     "checkpoint.replace": "before an older checkpoint of the same step is removed",
     "checkpoint.rename": "before a checkpoint is published",
-    "checkpoint.prune": "before each removal of a checkpoint that is no longer needed",
+    "checkpoint.prune": "before each removal of an old checkpoint",
 }
 _SIGNALS = {"term": signal.SIGTERM, "int": signal.SIGINT, "usr1": signal.SIGUSR1, "stop": signal.SIGSTOP}
 ACTIONS = ("kill", "full", "hang", *_SIGNALS)
@@ -59,7 +59,7 @@ def parse(text: str) -> Fault:
     visit, _, action = rest.partition(":")
     if site not in SITES or not visit.isdigit() or int(visit) < 1 or action not in ACTIONS:
         raise ConfigError(
-            f"GSPO_FAULT is {text!r}; it reads site:visit:action with a site of {', '.join(SITES)} "
+            f"GSPO_FAULT is {text!r}; it must be site:visit:action with a site of {', '.join(SITES)} "
             f"and an action of {', '.join(ACTIONS)}"
         )
     return Fault(site, int(visit), action)
@@ -70,7 +70,7 @@ _visits = 0
 
 
 def reached(site: str) -> None:
-    """The code is at `site`: do what the environment asks for here, which is nearly always nothing."""
+    """Called at `site`: trigger the fault if this is the chosen visit."""
     if _armed is None or site != _armed.site:
         return
     global _visits

@@ -191,7 +191,7 @@ def test_a_run_that_stands_still_ends_itself_names_the_phase_and_dumps_its_stack
     assert time.monotonic() - begin < 30
     assert fired(tmp_path) == ["reward.wait:3:hang"]
     said, log = (tmp_path / "out.txt").read_text(), (path_of(tmp_path) / "log.txt").read_text()
-    assert "stalled: nothing has happened for 2 s since 'reward'" in said
+    assert "stalled: no progress for 2 s after 'reward'" in said
     assert "stall_timeout" in said
     assert "ahead.py" in log  # where it stood
     assert runs.run(tmp_path) == 0

@@ -1,4 +1,4 @@
-"""Where a step's time goes: seconds by phase, and on request a timeline of every operator for a trace viewer."""
+"""Seconds of a step by phase, and an optional timeline of all operators for a trace viewer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 from gspo.system.heartbeat import beat
 
-# Steps that `profile: true` records: the first warms caches up, and two tell what changes from step to step.
+# Steps that `profile: true` records: not the first, which fills caches, and two, so that steps can be compared.
 PROFILED_STEPS = (2, 3)
 
 
 @contextmanager
 def phase(seconds: MutableMapping[str, float], name: str) -> Iterator[None]:
-    """Add the seconds of a block to `seconds[name]`; the block is a named range of the timeline."""
-    from torch.profiler import record_function  # here: this module is imported without torch too
+    """Add the seconds of a block to `seconds[name]`; the block is a named range in the timeline."""
+    from torch.profiler import record_function  # here, because this module must be importable without torch
 
     start = time.perf_counter()
     beat(name)
@@ -29,7 +29,7 @@ def phase(seconds: MutableMapping[str, float], name: str) -> Iterator[None]:
 
 
 class Clock:
-    """Seconds by name, from the moment it was made.
+    """Seconds by name since its creation.
 
     >>> clock = Clock()
     >>> with clock("rollout"):
@@ -51,7 +51,7 @@ class Clock:
 
 @contextmanager
 def timeline(path: Path | None) -> Iterator[None]:
-    """Record every operator of a block as a Chrome trace (Perfetto, chrome://tracing); None: do nothing."""
+    """Record all operators of a block as a Chrome trace (for Perfetto or chrome://tracing); None: do nothing."""
     if path is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""GPUs of this machine, counted without CUDA. Torch-free."""
+"""Number of GPUs of this machine, counted without CUDA. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 def visible_gpus() -> int:
-    """NVIDIA GPUs that a process started here would see, asked of the driver's files instead of CUDA."""
+    """Number of NVIDIA GPUs that a process started here would see, from the driver's device files."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = [entry for entry in _names(Path("/dev")) if re.fullmatch(r"nvidia\d+", entry)]
     if chosen is None:
         return len(devices)
-    # CUDA stops at the first id it does not like; -1 is the usual way to say none.
+    # CUDA ignores everything from the first invalid id on; -1 is the usual way to hide all GPUs.
     ids = [word.strip() for word in chosen.split(",")]
     usable = next((index for index, word in enumerate(ids) if word in ("", "-1")), len(ids))
     return min(usable, len(devices))

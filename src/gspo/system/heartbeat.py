@@ -1,8 +1,8 @@
-"""Nothing waits forever: a run that makes no progress ends itself, says where it stood, and exits non-zero.
+"""The stall timeout: a run that makes no progress prints where it stalled and ends with an error.
 
-Progress is a phase that begins or ends and a sample that is finished. A thread of Python looks at the clock; should the
-interpreter itself be stuck (a C call that keeps its lock), faulthandler's own thread ends the process a little later.
-Processes that belong to the run end with it (rewards die with their trainer).
+Progress (a heartbeat) is the begin or end of a phase, or a finished sample. A Python thread checks the time of the last
+heartbeat. If the interpreter itself hangs (a C call that holds the GIL), faulthandler's own thread ends the process a
+little later. Child processes end with their parent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# Seconds that faulthandler waits beyond the Python thread, which can say more.
+# Seconds that faulthandler waits longer than the Python thread, whose message is better.
 GRACE = 5.0
 EXIT_CODE = 1
 
@@ -25,37 +25,37 @@ _own = [0, "start"]
 
 
 def beat(what: str) -> None:
-    """The run got as far as `what`."""
+    """Record progress of this process: it has reached `what`."""
     _progress[:] = [time.monotonic(), what]
     _own[:] = [int(_own[0]) + 1, what]
 
 
-def heard(what: str) -> None:
-    """Another rank got as far as `what`: whoever waits for it does not stall."""
+def remote_beat(what: str) -> None:
+    """Record progress of another rank: waiting for it is not a stall."""
     _progress[:] = [time.monotonic(), what]
 
 
 def progress() -> tuple[int, str]:
-    """How often this process has got on, and how far."""
+    """Number of heartbeats of this process, and the last one."""
     return int(_own[0]), str(_own[1])
 
 
 @contextmanager
 def watched(seconds: float, log: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """End the process once `seconds` pass without a beat inside this block; stacks of all threads go to `log`."""
+    """End the process if `seconds` pass without a heartbeat in this block; writes the stacks of all threads to `log`."""
     beat("start")
     done = threading.Event()
-    file = open(log, "a")  # noqa: SIM115 - faulthandler keeps the descriptor
+    file = open(log, "a")  # noqa: SIM115 - faulthandler needs the open file
 
     def watch() -> None:
         while not done.wait(min(1.0, seconds / 4)):
             at, what = _progress
-            # Re-armed here and not at each beat: a call to C per sample would be noticed.
+            # Restarted here and not at each heartbeat, which would cost time per sample.
             faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=file)
             if time.monotonic() - float(at) > seconds:
                 _end(str(what), seconds, file.fileno(), log, say)
 
-    thread = threading.Thread(target=watch, name="watchdog", daemon=True)
+    thread = threading.Thread(target=watch, name="heartbeat", daemon=True)
     thread.start()
     try:
         yield
@@ -68,8 +68,8 @@ def watched(seconds: float, log: Path, say: Callable[[str], None]) -> Iterator[N
 
 def _end(what: str, seconds: float, descriptor: int, log: Path, say: Callable[[str], None]) -> None:
     message = (
-        f"stalled: nothing has happened for {seconds:g} s since {what!r}; stacks are in {log}. If the work is this "
-        "slow, set stall_timeout higher; the same command goes on from the last checkpoint"
+        f"stalled: no progress for {seconds:g} s after {what!r}; the stacks of all threads are in {log}. If the work is "
+        "this slow, raise stall_timeout; run the same command again to resume from the last checkpoint"
     )
     os.write(descriptor, f"{message}\n".encode())
     faulthandler.dump_traceback(file=descriptor, all_threads=True)

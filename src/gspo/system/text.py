@@ -1,15 +1,15 @@
-"""Text for people: characters that could act on a terminal are escaped, numbers are short. Torch-free."""
+"""Text for terminals and pages: escape control characters, format numbers. Torch-free."""
 
 from __future__ import annotations
 
 import unicodedata
 
-# Unicode categories that can move a cursor, change colours or reorder text: controls, formats, surrogates, separators.
+# Unicode categories of characters that can move the cursor, change colours or reorder text.
 DANGEROUS = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
 
 def inert(text: str) -> str:
-    r"""Text that a terminal only shows: anything that could act on it is escaped; line ends stay.
+    r"""Escape characters that could control a terminal; line breaks stay.
 
     >>> inert("a\x1b[31mb\u202e")
     'a\\x1b[31mb\\u202e'
@@ -20,7 +20,8 @@ def inert(text: str) -> str:
 
 
 def human(num_bytes: int) -> str:
-    """
+    """A size in bytes with a binary unit.
+
     >>> human(1536), human(3 * 2**30)
     ('1.5 KiB', '3.0 GiB')
     """
@@ -33,7 +34,7 @@ def human(num_bytes: int) -> str:
 
 
 def number(value: float) -> str:
-    """A setting as people write it.
+    """A setting in its usual short form.
 
     >>> number(3e-4), number(0.0025), number(0.2), number(1.0)
     ('3e-4', '2.5e-3', '0.2', '1')
@@ -45,7 +46,8 @@ def number(value: float) -> str:
 
 
 def count(number: int) -> str:
-    """
+    """A large number with a unit.
+
     >>> count(1_543_000_000), count(820)
     ('1.54 B', '820')
     """

@@ -116,7 +116,7 @@ class Liveness:
                     self._heard[rank] = life, time.monotonic()
                 if beats.get(rank) != beat:
                     beats[rank] = beat
-                    watchdog.heard(f"{what} (rank {rank})")
+                    watchdog.remote_beat(f"{what} (rank {rank})")
                 if asked is not None and self._rank == 0:
                     self._stop.ask(asked, f"rank {rank}")
             if failed:

@@ -193,7 +193,7 @@ def test_a_run_that_stands_still_ends_itself_names_the_phase_and_dumps_its_stack
     said, log = (tmp_path / "out.txt").read_text(), (path_of(tmp_path) / "log.txt").read_text()
     assert "stalled: no progress for 2 s after 'reward'" in said
     assert "stall_timeout" in said
-    assert "ahead.py" in log  # where it stood
+    assert "producer.py" in log  # where it stood
     assert runs.run(tmp_path) == 0
     assert digests(path_of(tmp_path)) == straight
 
@@ -202,9 +202,9 @@ def test_a_process_whose_interpreter_is_stuck_in_c_is_ended_all_the_same(tmp_pat
     """A sleep in C that keeps the interpreter's lock: no thread of Python can run."""
     code = (
         "import ctypes, sys, pathlib\n"
-        "from gspo.train import watchdog\n"
-        "watchdog.GRACE = 0.5\n"
-        "with watchdog.watched(1.0, pathlib.Path(sys.argv[1]), print):\n"
+        "from gspo.system import heartbeat\n"
+        "heartbeat.GRACE = 0.5\n"
+        "with heartbeat.watched(1.0, pathlib.Path(sys.argv[1]), print):\n"
         "    import time; time.sleep(0.6)\n"
         "    ctypes.PyDLL(None).sleep(60)\n"
     )

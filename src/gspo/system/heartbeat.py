@@ -42,7 +42,7 @@ def progress() -> tuple[int, str]:
 
 @contextmanager
 def watched(seconds: float, log: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """End the process if `seconds` pass without a heartbeat in this block; writes the stacks of all threads to `log`."""
+    """End the process if `seconds` pass without a heartbeat in this block; the stacks of all threads go to `log`."""
     beat("start")
     done = threading.Event()
     file = open(log, "a")  # noqa: SIM115 - faulthandler needs the open file
@@ -68,8 +68,8 @@ def watched(seconds: float, log: Path, say: Callable[[str], None]) -> Iterator[N
 
 def _end(what: str, seconds: float, descriptor: int, log: Path, say: Callable[[str], None]) -> None:
     message = (
-        f"stalled: no progress for {seconds:g} s after {what!r}; the stacks of all threads are in {log}. If the work is "
-        "this slow, raise stall_timeout; run the same command again to resume from the last checkpoint"
+        f"stalled: no progress for {seconds:g} s after {what!r}; the stacks of all threads are in {log}. If the work "
+        "is this slow, raise stall_timeout; run the same command again to resume from the last checkpoint"
     )
     os.write(descriptor, f"{message}\n".encode())
     faulthandler.dump_traceback(file=descriptor, all_threads=True)

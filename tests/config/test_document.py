@@ -11,7 +11,8 @@ import yaml
 from areal_files import NEW, OLD
 
 from gspo.algorithms import ALGORITHMS
-from gspo.config import digest, document, dump, effective_objective, load
+from gspo.config import digest, document, dump, effective_objective, load, write_origins
+from gspo.config.loaded import read_origins
 from gspo.config.migrate.table import rules
 from gspo.config.schema import known_keys
 
@@ -140,3 +141,10 @@ def test_the_documentation_has_every_key_and_every_key_of_areals():
     for name in rules():
         assert f"`{name}`" in text
     assert text.count("\n| auto | ") >= 2  # the rows of π_old without a method
+
+
+def test_origins_survive_the_file_of_a_run(tmp_path):
+    loaded = load(None, ["algorithm=gspo", "seed=3"])
+    (tmp_path / "origins.json").write_text(write_origins(loaded.origins))
+    assert read_origins(tmp_path) == loaded.origins
+    assert read_origins(tmp_path / "older run") == {}

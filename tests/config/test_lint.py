@@ -1,5 +1,7 @@
 """Every warning and every error: a config that triggers it, and its neighbour that does not."""
 
+import dataclasses
+
 import pytest
 
 from gspo.config import dump, load
@@ -391,3 +393,11 @@ def test_a_resolved_config_does_not_complain_of_the_keys_it_restates(tmp_path):
     file = tmp_path / "resolved.yaml"
     file.write_text(dump(load(None, [*BASE, "actor.sapo_tau_pos=2"])))
     assert [key for key, _ in ineffective(load(file), num_gpus=0)] == ["actor.sapo_tau_pos"]
+
+
+def test_a_config_is_linted_once_and_a_copy_again():
+    loaded = load(None, ["algorithm=gspo"])
+    assert check(loaded) is check(loaded)
+    other = dataclasses.replace(loaded, path=None)
+    assert other.findings == {}
+    assert check(other) == check(loaded)

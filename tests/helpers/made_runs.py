@@ -20,8 +20,11 @@ def eval_row(accuracy: float, problems: int = 512, k: int = 1) -> dict:
     return {"eval/accuracy": accuracy, "eval/accuracy_ci": 0.02, "eval/k": k, "eval/problems": problems}
 
 
-def make_run(path, rows, steps=(), config="algorithm: gspo\n"):
+def make_run(path, rows, steps=(), config="algorithm: gspo\n", origins=None):
     path.mkdir(parents=True, exist_ok=True)
+    if origins is not None:  # key → (kind, detail)
+        named = {key: {"kind": kind, "detail": detail} for key, (kind, detail) in origins.items()}
+        (path / "origins.json").write_text(json.dumps(named))
     (path / "config.yaml").write_text(config)
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for step in steps:

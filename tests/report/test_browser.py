@@ -266,7 +266,9 @@ def test_every_chart_is_drawn_and_smoothing_changes_the_curves(run, visit):
 @pytest.mark.full
 def test_the_config_shows_what_was_set_and_on_request_every_key(tmp_path, visit):
     config = "algorithm: gspo  # run.yaml:1\nseed: 1  # default\nactor:\n  eps_clip: 0.1  # algorithm gspo\n"
-    page = visit(write_report(make_run(tmp_path / "a" / "b", [step_row(1)], config=config)).as_uri())
+    origins = {"algorithm": ("file", "run.yaml:1"), "seed": ("default", ""), "actor.eps_clip": ("algorithm", "gspo")}
+    run = make_run(tmp_path / "a" / "b", [step_row(1)], config=config, origins=origins)
+    page = visit(write_report(run).as_uri())
     keys = page.locator("#config-table tbody td:nth-child(2)")
     assert keys.all_inner_texts() == ["algorithm", "actor.eps_clip"]
     page.locator("#config-all").check()

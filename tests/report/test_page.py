@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from made_runs import HOSTILE, append_metrics, eval_row, make_run, sample_row, step_row, write_samples
 
+from gspo.config.loaded import Origin, read_origins
 from gspo.report.answers import time_parts
 from gspo.report.clip import ClipSettings, clip_story, suggest_eps
 from gspo.report.page.data import config_lines, table
@@ -204,11 +205,25 @@ def test_parts_of_a_part_are_not_counted_twice():
 def test_keys_that_somebody_set_are_marked(tmp_path):
     config = "# head\nalgorithm: gspo  # run.yaml:3\nseed: 1  # default\nactor:\n  eps_clip: 0.1  # algorithm gspo\n"
     config += "  optimizer:\n    lr: 1.0  # command line\nrollout:\n  queue_size: 3  # from a.b\n"
-    lines = config_lines(make_run(tmp_path, [], config=config))
-    assert [(line["key"], line["by"]) for line in lines] == [
-        ("algorithm", "user"), ("seed", "default"), ("actor.eps_clip", "derived"),
-        ("actor.optimizer.lr", "user"), ("rollout.queue_size", "derived"),
+    origins = {
+        "algorithm": ("file", "run.yaml:3"), "seed": ("default", ""), "actor.eps_clip": ("algorithm", "gspo"),
+        "actor.optimizer.lr": ("command line", ""), "rollout.queue_size": ("derived", "from a.b"),
+    }  # fmt: skip
+    lines = config_lines(make_run(tmp_path, [], config=config, origins=origins))
+    assert [(line["key"], line["value"], line["origin"], line["by"]) for line in lines] == [
+        ("algorithm", "gspo", "run.yaml:3", "user"), ("seed", "1", "default", "default"),
+        ("actor.eps_clip", "0.1", "algorithm gspo", "derived"),
+        ("actor.optimizer.lr", "1.0", "command line", "user"), ("rollout.queue_size", "3", "from a.b", "derived"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("written", [None, "", "[]", "{", '{"seed": 3}', '{"seed": {"kind": []}}'])
+def test_a_run_without_origins_opens_without_them(tmp_path, written):
+    run = make_run(tmp_path, [], config="seed: 1  # default\n")
+    if written is not None:
+        (run / "origins.json").write_text(written)
+    assert [(line["value"], line["by"]) for line in config_lines(run)] == [("1", "unknown")]
+    assert read_origins(run) in ({}, {"seed": Origin([])})
 
 
 def test_metrics_keep_their_columns_whatever_a_row_lacks():

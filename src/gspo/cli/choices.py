@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
+from gspo.cli import common
 from gspo.cli.common import console, display, load_config, nearest
 from gspo.errors import ConfigError
 
@@ -56,8 +58,16 @@ def objectives(args: argparse.Namespace) -> int:
     return 0
 
 
-def config(args: argparse.Namespace) -> int:
-    from gspo.config.document import dump
+def config_arguments(parser: argparse.ArgumentParser) -> None:
+    common.config_arguments(parser)
+    parser.add_argument("--schema", action="store_true", help="print the JSON schema of configs instead, for editors")
 
+
+def config(args: argparse.Namespace) -> int:
+    from gspo.config.document import dump, json_schema
+
+    if args.schema:
+        print(json.dumps(json_schema(), indent=1, ensure_ascii=False))
+        return 0
     print(dump(load_config(args)), end="")
     return 0

@@ -166,9 +166,9 @@ VERBS: dict[str, Verb] = {
         choices.objectives,
     ),
     "config": Verb(
-        "config CONFIG [key=value …]",
-        "print the resolved config with all keys",
-        common.config_arguments,
+        "config [CONFIG] [key=value …]",
+        "print the resolved config with all keys, or the JSON schema",
+        choices.config_arguments,
         choices.config,
     ),
 }

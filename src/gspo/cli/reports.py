@@ -19,26 +19,17 @@ def write_report_of(run: Path, to: Path | None = None, megabytes: float | None =
 
 
 def words_of(run: Path) -> dict[str, Any]:
-    """What doctor says of a run's config. Its comments say who decided a key: a default is nobody's wish."""
+    """What `gspo doctor` says about a run's config, with the origins that the run wrote."""
     from dataclasses import replace
 
     from gspo.config.load import load
-    from gspo.config.loaded import Origin
+    from gspo.config.loaded import read_origins
     from gspo.doctor.explain import explain
-    from gspo.report.page.data import config_lines
-
-    def origin(text: str) -> Origin:
-        kind, _, detail = text.partition(" ")
-        if kind in ("algorithm", "level"):
-            return Origin(kind, detail)
-        if text in ("default", "command line"):
-            return Origin(text)
-        return Origin("derived" if kind == "from" else "file", text)
 
     try:
         loaded = load(run / "config.yaml")
-        said = {line["key"]: origin(line["origin"]) for line in config_lines(run) if line["by"] != "unknown"}
-        loaded = replace(loaded, origins={key: said.get(key, given) for key, given in loaded.origins.items()})
+        origins = read_origins(run)
+        loaded = replace(loaded, origins={key: origins.get(key, here) for key, here in loaded.origins.items()})
         return explain(loaded, with_memory=False).sections
     except GspoError as problem:
         return {"unreadable": str(problem)}

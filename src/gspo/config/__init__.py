@@ -2,7 +2,7 @@
 
 from gspo.config.document import digest, document, dump
 from gspo.config.load import load
-from gspo.config.loaded import Loaded, Origin
+from gspo.config.loaded import Loaded, Origin, write_origins
 from gspo.config.objective import Objective, effective_objective, proximal_policy
 from gspo.config.resolve import value_of
 from gspo.config.schema import Config
@@ -19,4 +19,5 @@ __all__ = [
     "load",
     "proximal_policy",
     "value_of",
+    "write_origins",
 ]

@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+from gspo.algorithms import ALGORITHMS
 from gspo.config.interpolate import escape
 from gspo.config.loaded import Loaded
 from gspo.config.migrate import areal, other_systems, removed
@@ -81,6 +82,38 @@ def digest(config: Config) -> str:
     return hashlib.sha256(json.dumps(config.model_dump(), sort_keys=True).encode()).hexdigest()
 
 
+# -- The JSON schema ------------------------------------------------------------------------------------------
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of a config, for editors. It has the schema's own keys, not AReaL's.
+
+    It accepts what `load` accepts: `${…}` for any value, a number for a string, null for a section, list or mapping.
+    """
+    schema = Config.model_json_schema()
+    schema["properties"]["algorithm"]["anyOf"][0]["enum"] = list(ALGORITHMS)
+    for section in (schema, *schema["$defs"].values()):
+        section["properties"] = {name: _property(each) for name, each in section["properties"].items()}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "gspo config"}
+
+
+def _property(schema: dict[str, Any]) -> dict[str, Any]:
+    about = {name: schema.pop(name) for name in ("default", "description") if name in schema}
+    schema = {name: value for name, value in schema.items() if name not in ("title", "unset")}
+    options = schema.get("anyOf", [schema])
+    kinds = {option.get("type", "section") for option in options if "const" not in option and "enum" not in option}
+    for option in options:
+        if "items" in option:
+            option["items"] = _property(option["items"])
+    if "string" in kinds:
+        options.append({"type": "number"})
+    else:
+        options.append({"type": "string", "pattern": r"\$\{"})
+    if kinds & {"section", "array", "object"} and "null" not in kinds:
+        options.append({"type": "null"})
+    return {**about, "anyOf": options}
+
+
 # -- docs/config.md -------------------------------------------------------------------------------------------
 
 
@@ -105,8 +138,15 @@ This file is generated from the schema: `python -m gspo.config > docs/config.md`
 
 A config is a YAML file and overrides on the command line: `key=value`, `+key=value` and `++key=value` set a key,
 `~key` resets it to its default. Values are YAML; `1e-6` is a number. `${section.key}` takes another key's value and
-type, or becomes part of a text; `${oc.env:NAME,default}` takes an environment variable; `\\${` is the characters
-themselves. An unknown key, a wrong type or a value out of range is an error that names the key, the place where it was
+type, or becomes part of a string; `${oc.env:NAME,default}` takes an environment variable; `\\${` is the characters
+themselves.
+
+For completion and help in an editor, write the JSON schema next to the file: `gspo config --schema > gspo.schema.json`.
+Then make `# yaml-language-server: $schema=gspo.schema.json` the first line of the file. VS Code's YAML extension and
+other editors with yaml-language-server read it. The schema has the keys of this page. AReaL's keys load as well, but an
+editor marks them as unknown. `${…}` is accepted for every value.
+
+An unknown key, a wrong type or a value out of range is an error that names the key, the place where it was
 set and the nearest known name; all problems of a file are reported together. Flags below `vllm` and `sglang` are passed
 on to those servers unread.
 

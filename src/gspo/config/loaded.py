@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from gspo.config.schema import Config
 from gspo.config.yaml_tree import COMMAND_LINE
@@ -36,6 +38,19 @@ def origin_of(place: str) -> Origin:
     return Origin("command line") if place == COMMAND_LINE else Origin("file", place)
 
 
+def write_origins(origins: Mapping[str, Origin]) -> str:
+    """The text of a run's origins.json: key → {"kind", "detail"}."""
+    return json.dumps({key: asdict(origin) for key, origin in origins.items()}, indent=1, ensure_ascii=False) + "\n"
+
+
+def read_origins(run: Path) -> dict[str, Origin]:
+    """The origins that a run wrote; empty where it wrote none."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        written = json.loads((run / "origins.json").read_text(encoding="utf-8"))
+        return {key: Origin(**origin) for key, origin in written.items()}
+    return {}
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A resolved config. `origins` has every key that holds a value, and sections that are null.
@@ -47,6 +62,8 @@ class Loaded:
     origins: Mapping[str, Origin]
     messages: list[str]
     path: Path | None = None
+    # What `lint.check` found, by the number of GPUs: a config is linted once. A copy by `replace` starts without it.
+    findings: dict[int | None, list[Any]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def origin(self, key: str) -> Origin:
         """Who decided a key; of a section: the user where any of its keys is set."""

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo.config import Loaded, digest, dump, load
+from gspo.config import Loaded, digest, dump, load, write_origins
 from gspo.config.lint import check
 from gspo.data.dataset import Dataset
 from gspo.data.mixture import Mixture
@@ -356,6 +356,8 @@ class Trainer:
         )
         with write_run_file(self.run.path / "config.yaml") as tmp:
             tmp.write_text(dump(self.loaded), encoding="utf-8")
+        with write_run_file(self.run.path / "origins.json") as tmp:
+            tmp.write_text(write_origins(self.loaded.origins), encoding="utf-8")
         with write_run_file(self.run.path / "environment.json") as tmp:
             tmp.write_text(to_json(environment(str(self.policy.model.device), threads)), encoding="utf-8")
         self.loggers = make_loggers(config, self.run.path, self.say)

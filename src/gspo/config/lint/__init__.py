@@ -45,8 +45,13 @@ def lint(loaded: Loaded, num_gpus: int | None = None, context: int | None = None
 
 
 def check(loaded: Loaded, num_gpus: int | None = None) -> list[Finding]:
-    """The warnings to show before a run; ConfigError for errors, and with `strict` also for warnings."""
-    found = lint(loaded, num_gpus)
+    """The warnings to show before a run; ConfigError for errors, and with `strict` also for warnings.
+
+    The findings stay with `loaded`: the launcher, the command and the trainer all call this, and the first call lints.
+    """
+    if num_gpus not in loaded.findings:
+        loaded.findings[num_gpus] = lint(loaded, num_gpus)
+    found = loaded.findings[num_gpus]
     fatal = [finding for finding in found if finding.severity == "error" or loaded.config.strict]
     if fatal:
         tail = "" if fatal[0].severity == "error" else "\n(strict: true makes warnings errors)"

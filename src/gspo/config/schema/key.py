@@ -32,13 +32,14 @@ def key(
     `unset` describes what gspo decides where the key is null; null then counts as not set. Otherwise null is a value.
     """
     given: dict[str, Any] = {"default": default}
+    extra: dict[str, Any] = {}
     if isinstance(default, type):
         given = {"default_factory": default}
     elif isinstance(default, (list, dict)):
-        given = {"default_factory": lambda: type(default)(default)}
+        given, extra = {"default_factory": lambda: type(default)(default)}, {"default": default}
     if unset is not None:
-        doc, given["json_schema_extra"] = f"{doc.rstrip('.')}; null: {unset}.", {"unset": unset}
-    return Field(description=doc, ge=low, le=high, gt=above, **given)
+        doc, extra = f"{doc.rstrip('.')}; null: {unset}.", {"unset": unset}
+    return Field(description=doc, ge=low, le=high, gt=above, json_schema_extra=extra, **given)
 
 
 class Section(BaseModel):
@@ -154,4 +155,5 @@ def _key(name: str, entry: FieldInfo) -> Key:
             case Gt(above):
                 found["above"] = above
     default = entry.get_default(call_default_factory=True)
-    return Key(name, default, entry.description or "", null_is_unset=bool(entry.json_schema_extra), **found)
+    extra = entry.json_schema_extra if isinstance(entry.json_schema_extra, dict) else {}
+    return Key(name, default, entry.description or "", null_is_unset="unset" in extra, **found)

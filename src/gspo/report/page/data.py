@@ -47,7 +47,7 @@ def overview(
         "time": time_parts(steps),
         "doctor": doctor,
         "config": lines,
-        "environment": _environment(run),
+        "environment": _object(run / "environment.json"),
         "log": _log(run),
     }
 
@@ -122,10 +122,8 @@ def _human(value: float) -> str:
 
 
 def config_lines(run: Path) -> list[dict[str, Any]]:
-    """config.yaml key by key: value as written, who decided it, and whether that was the user.
-
-    The file has one key per line, and who decided it in a comment; a line of another form is shown as it is.
-    """
+    """config.yaml key by key: the value as written and its origin from origins.json (runs before it have none)."""
+    origins = _object(run / "origins.json")
     out: list[dict[str, Any]] = []
     sections: list[tuple[int, str]] = []
     try:
@@ -142,18 +140,27 @@ def config_lines(run: Path) -> list[dict[str, Any]]:
         if rest is None:
             sections.append((indent, key))
             continue
-        value, mark, origin = rest.rpartition("  # ")
-        value, origin = (value, origin) if mark else (rest, "")
-        follows = origin.startswith(("from ", "algorithm ", "level "))
-        by = "default" if origin == "default" else "derived" if follows else "user"
         name = ".".join([*(section for _, section in sections), key])
-        out.append({"key": name, "value": value, "origin": origin, "by": by if mark else "unknown"})
+        value, mark, _ = rest.rpartition("  # ")
+        kind, detail = _origin(origins.get(name))
+        by = _BY.get(kind, "unknown")
+        text = detail if kind in ("file", "derived") else f"{kind} {detail}".strip()
+        out.append({"key": name, "value": value if mark else rest, "origin": text, "by": by})
     return out
 
 
-def _environment(run: Path) -> dict[str, Any]:
+_BY = {"file": "user", "command line": "user", "default": "default"}
+_BY |= dict.fromkeys(("algorithm", "level", "derived"), "derived")
+
+
+def _origin(written: Any) -> tuple[str, str]:
+    return (str(written.get("kind")), str(written.get("detail"))) if isinstance(written, dict) else ("", "")
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """A JSON object; empty where it cannot be read."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads((run / "environment.json").read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8"))
         return found if isinstance(found, dict) else {}
     return {}
 

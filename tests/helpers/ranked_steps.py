@@ -79,7 +79,7 @@ def run(case: dict, world=ALONE) -> tuple[dict[str, torch.Tensor], dict]:
     batch = make_batch(groups, case["minibatches"])
     if "reference" in case:
         if case.get("lora"):
-            reference = Reference(policy, 0.8, 30, asking=lambda: adapter_off(model))
+            reference = Reference(policy, 0.8, 30, context=lambda: adapter_off(model))
         else:
             other = PolicyModule(model_zoo.build("qwen3")).requires_grad_(False)
             if world.size > 1:

@@ -28,7 +28,7 @@ class Reference:
     temperature: float  # the sampler's: KL is between the two tempered distributions
     max_tokens: int  # per micro-batch
     min_micro_batches: int = 1
-    asking: Callable[[], AbstractContextManager[Any]] = nullcontext  # switches the adapter off
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext  # switches the adapter off
 
 
 @torch.no_grad()
@@ -39,7 +39,7 @@ def reference_logp(reference: Reference, batch: Batch) -> dict[int, NDArray[Any]
     """
     stored: dict[int, NDArray[Any]] = {}
     items = batch.items(batch.trainable)
-    with reference.asking():
+    with reference.context():
         for packed in packed_parts(reference.policy, items, reference.max_tokens, reference.min_micro_batches):
             out = reference.policy(packed, temperature=reference.temperature, with_entropy=False)
             stored |= by_sequence(packed, out.logp)

@@ -24,6 +24,31 @@ def alarms(
     own_forward: π_old of mini-batch 1 is its own detached forward pass, so its ratios must be 1.
     noise_is_forced: the user has allowed a π_old that is noisier than the clip range.
     """
+    if (at_clip := metrics.get("reward/at_clip") or 0.0) > 0.01:
+        counts["rewards clipped"] = counts.get("rewards clipped", 0) + 1
+        if counts["rewards clipped"].bit_count() == 1:  # at once: no other metric shows it
+            yield (
+                f"{at_clip:.0%} of the rewards are at or beyond actor.reward_clip and look equal to the trainer; set "
+                "actor.reward_clip higher or actor.reward_scaling lower"
+            )
+    if own_forward and (worst := metrics.get("ratio/first_minibatch_max_abs")) is not None and worst > 1e-6:
+        yield f"mini-batch 1 has a ratio other than 1 (|log s| up to {worst:.2e}): π_old is not its own forward pass"
+    lasting = _lasting_conditions(metrics, clips, num_minibatches, noise_is_forced)
+    for name, (holds, message) in lasting.items():
+        counts[name] = counts.get(name, 0) + 1 if holds else 0
+        if (
+            holds
+            and counts[name] >= PATIENCE
+            and (counts[name] // PATIENCE).bit_count() == 1
+            and not counts[name] % PATIENCE
+        ):
+            yield message.format(n=counts[name])
+
+
+def _lasting_conditions(
+    metrics: Mapping[str, Any], clips: bool, num_minibatches: int, noise_is_forced: bool
+) -> dict[str, tuple[bool, str]]:
+    """By alarm: whether its condition holds in this step, and the warning after {n} such steps in a row."""
     clipped = (metrics.get("clip/sequences_low") or 0.0) + (metrics.get("clip/sequences_high") or 0.0)
     seen = metrics.get("ratio/log_s_std") is not None
     age = metrics.get("staleness/max") or 0
@@ -31,7 +56,7 @@ def alarms(
     floor = {"rollout": "noise/log_s_p95_abs", "centred": "noise/log_s_centred_p95_abs"}
     noise = metrics.get(floor.get(str(metrics.get("policy/proximal")), "")) or 0.0
     eps = min(metrics.get("clip/eps_low") or math.inf, metrics.get("clip/eps_high") or math.inf)
-    conditions = {
+    return {
         "noise above the clip range": (
             noise > eps and not noise_is_forced,
             "the sampler's log-probs are used as π_old, and their noise was above the clip range for {n} steps "
@@ -69,21 +94,3 @@ def alarms(
             "gconfig.temperature higher, or stop earlier",
         ),
     }
-    if (at_clip := metrics.get("reward/at_clip") or 0.0) > 0.01:
-        counts["rewards clipped"] = counts.get("rewards clipped", 0) + 1
-        if counts["rewards clipped"].bit_count() == 1:  # at once: no other metric shows it
-            yield (
-                f"{at_clip:.0%} of the rewards are at or beyond actor.reward_clip and look equal to the trainer; set "
-                "actor.reward_clip higher or actor.reward_scaling lower"
-            )
-    if own_forward and (worst := metrics.get("ratio/first_minibatch_max_abs")) is not None and worst > 1e-6:
-        yield f"mini-batch 1 has a ratio other than 1 (|log s| up to {worst:.2e}): π_old is not its own forward pass"
-    for name, (holds, message) in conditions.items():
-        counts[name] = counts.get(name, 0) + 1 if holds else 0
-        if (
-            holds
-            and counts[name] >= PATIENCE
-            and (counts[name] // PATIENCE).bit_count() == 1
-            and not counts[name] % PATIENCE
-        ):
-            yield message.format(n=counts[name])

@@ -34,7 +34,7 @@ def make_reference(config: Config, policy: PolicyModule, tokenizer: Any) -> Refe
     asked = temperature(config), actor.mb_spec.max_tokens_per_mb, actor.mb_spec.n_mbs or 1
     own = ref.path in (None, actor.path)
     if actor.use_lora and own and ref.dtype in ("auto", actor.dtype):
-        return Reference(policy, *asked, asking=partial(adapter_off, policy.model))
+        return Reference(policy, *asked, context=partial(adapter_off, policy.model))
     other = _other_model(config, ref.path, ref.dtype, tokenizer, "ref.path").requires_grad_(False)
     if policy.world.size > 1:
         shard(other, other, policy.world, **sharding(config))

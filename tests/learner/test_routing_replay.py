@@ -107,9 +107,9 @@ def test_flips_counted_by_the_step_are_those_of_plain_forwards_before_and_after(
         out = {}
         for i in np.flatnonzero(batch.minibatch == 1):
             prompt, sample = batch.groups[batch.group_of[i]].prompt.tokens, batch.samples[i]
-            with torch.no_grad(), moe.routed(moe.routers(model)) as tap:
+            with torch.no_grad(), moe.routed(moe.routers(model)) as recorder:
                 model(input_ids=torch.tensor([[*prompt, *sample.tokens.tolist()]])[:, :-1], use_cache=False)
-            out[i] = tap.routes()[len(prompt) - 1 :]
+            out[i] = recorder.routes()[len(prompt) - 1 :]
         return out
 
     before = routes()
@@ -135,15 +135,15 @@ def test_replay_holds_the_experts_of_pi_old_while_the_router_would_have_moved(re
         for i in np.flatnonzero(batch.minibatch == 1):
             prompt, sample = batch.groups[batch.group_of[i]].prompt.tokens, batch.samples[i]
             ids = torch.tensor([[*prompt, *sample.tokens.tolist()]])
-            with torch.no_grad(), moe.routed(moe.routers(model), routes_of.get(i)) as tap:
+            with torch.no_grad(), moe.routed(moe.routers(model), routes_of.get(i)) as recorder:
                 logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0, len(prompt) - 1 :]
-            out[i] = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0], tap
+            out[i] = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0], recorder
         return out
 
     before = logp({})
     rates = {"learning_rates": [3.0, 0.0], "proximal": "recompute"}
     report = train_step(policy, optimizer, batch, plan(replay), **rates)
-    held = logp({i: torch.from_numpy(tap.routes().astype(np.int64)) for i, (_, tap) in before.items()})
+    held = logp({i: torch.from_numpy(recorder.routes().astype(np.int64)) for i, (_, recorder) in before.items()})
     free = logp({})
     for i, (old, _) in before.items():
         assert report.log_s[i] == pytest.approx(float((held[i][0] - old).mean()), abs=1e-4)

@@ -43,15 +43,15 @@ def loss_of(model):
 
 
 def gradients(model, replay=None, *, tapped=True):
-    """Loss, gradients and the tap of one pass."""
+    """Loss, gradients and the recorder of one pass."""
     model.zero_grad()
     if not tapped:
-        loss, tap = loss_of(model), None
+        loss, recorder = loss_of(model), None
     else:
-        with moe.routed(moe.routers(model), replay) as tap:
+        with moe.routed(moe.routers(model), replay) as recorder:
             loss = loss_of(model)
     loss.backward()
-    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}, tap
+    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}, recorder
 
 
 def as_tensor(routes):
@@ -68,10 +68,10 @@ def other_routes(routes, num_experts=6):
 def test_a_replay_of_the_own_routes_changes_no_bit_of_loss_or_gradient(name, dtype):
     model = build(name, dtype)
     plain, plain_grads, _ = gradients(model, tapped=False)
-    tapped, tapped_grads, tap = gradients(model)
-    replayed, replayed_grads, _ = gradients(model, as_tensor(tap.routes()))
-    assert tap.routes().shape == (TOKENS.shape[1], 2, 2)
-    assert tap.routes().dtype == np.uint8
+    tapped, tapped_grads, recorder = gradients(model)
+    replayed, replayed_grads, _ = gradients(model, as_tensor(recorder.routes()))
+    assert recorder.routes().shape == (TOKENS.shape[1], 2, 2)
+    assert recorder.routes().dtype == np.uint8
     assert torch.equal(plain, tapped)
     assert torch.equal(plain, replayed)
     for n, gradient in plain_grads.items():
@@ -84,11 +84,11 @@ def test_taps_alone_leave_a_pass_without_gradients_untouched(name):
     model = build(name)
     with torch.no_grad():
         plain = model(input_ids=TOKENS).logits
-        with moe.routed(moe.routers(model)) as tap:
+        with moe.routed(moe.routers(model)) as recorder:
             tapped = model(input_ids=TOKENS).logits
     assert torch.equal(plain, tapped)
     assert not any(router._forward_hooks for router in moe.routers(model))
-    assert np.array_equal(tap.routes(), tap.own_routes())
+    assert np.array_equal(recorder.routes(), recorder.own_routes())
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe_raw", "mixtral", "olmoe", "gpt_oss"])
@@ -96,14 +96,14 @@ def test_the_experts_of_a_replay_are_those_that_compute(name):
     """With other routes the output is that of a model whose experts are renamed to match."""
     model = build(name, torch.float64)
     with torch.no_grad():
-        with moe.routed(moe.routers(model)) as tap:
+        with moe.routed(moe.routers(model)) as recorder:
             plain = model(input_ids=TOKENS).logits
-        with moe.routed(moe.routers(model), as_tensor(other_routes(tap.routes()))) as replayed:
+        with moe.routed(moe.routers(model), as_tensor(other_routes(recorder.routes()))) as replayed:
             other = model(input_ids=TOKENS).logits
     assert not torch.allclose(plain, other)
-    assert np.array_equal(replayed.routes(), other_routes(tap.routes()))
+    assert np.array_equal(replayed.routes(), other_routes(recorder.routes()))
     first = slice(None), 0  # the first layer sees the same input: its router still says what it said
-    assert np.array_equal(replayed.own_routes()[first], tap.own_routes()[first])
+    assert np.array_equal(replayed.own_routes()[first], recorder.own_routes()[first])
 
 
 def test_rows_without_a_route_are_left_to_the_router():
@@ -112,10 +112,10 @@ def test_rows_without_a_route_are_left_to_the_router():
         with moe.routed(moe.routers(model)) as own:
             plain = model(input_ids=TOKENS).logits
         nothing = torch.full((TOKENS.shape[1], 2, 2), moe.UNKNOWN)
-        with moe.routed(moe.routers(model), nothing) as tap:
+        with moe.routed(moe.routers(model), nothing) as recorder:
             replayed = model(input_ids=TOKENS).logits
     assert torch.equal(plain, replayed)
-    assert np.array_equal(own.routes(), tap.routes())
+    assert np.array_equal(own.routes(), recorder.routes())
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe_raw", "mixtral", "olmoe"])
@@ -124,9 +124,9 @@ def test_under_replay_the_gradient_reaches_the_router_and_equals_finite_differen
     monkeypatch.setattr(torch, "float", torch.float64)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     model = build(name, torch.float64)
-    with torch.no_grad(), moe.routed(moe.routers(model)) as tap:
+    with torch.no_grad(), moe.routed(moe.routers(model)) as recorder:
         model(input_ids=TOKENS)
-    given = as_tensor(other_routes(tap.routes()))  # the routes are fixed, and not the router's own
+    given = as_tensor(other_routes(recorder.routes()))  # the routes are fixed, and not the router's own
     _, grads, _ = gradients(model, given)
     for layer, router in enumerate(moe.routers(model)):
         gradient = grads[next(n for n, p in model.named_parameters() if p is router.weight)]
@@ -148,26 +148,26 @@ def test_under_replay_the_gradient_reaches_the_router_and_equals_finite_differen
 def test_gradient_checkpointing_recomputes_on_the_experts_of_its_forward(name, replays):
     """Weights that move between forward and backward would move the routes of a recomputation: they must not."""
     model = build(name)
-    _, _, tap = gradients(model)
-    given = as_tensor(other_routes(tap.routes())) if replays else None
+    _, _, recorder = gradients(model)
+    given = as_tensor(other_routes(recorder.routes())) if replays else None
     _, want, _ = gradients(model, given)
     PolicyModule(model, gradient_checkpointing=True).share_prefix = False  # the model is called plainly here
     seen = []
     experts = [m for m in model.modules() if type(m).__name__.endswith("Experts")]
     handles = [m.register_forward_pre_hook(lambda _, args: seen.append(args[1].clone())) for m in experts]
     model.zero_grad()
-    with moe.routed(moe.routers(model), given) as tap:
+    with moe.routed(moe.routers(model), given) as recorder:
         loss = loss_of(model)
     computed = len(seen)
     with moe.routed(moe.routers(model)):
-        pass  # another tap in between is not the recomputation's
+        pass  # another recorder in between is not the recomputation's
     loss.backward()
     for handle in handles:
         handle.remove()
     assert (computed, len(seen)) == (2, 4)  # each layer was computed again
     assert torch.equal(seen[0], seen[3])  # the last layer first
     assert torch.equal(seen[1], seen[2])
-    assert np.array_equal(torch.stack(seen[:2], 1).numpy(), tap.routes())
+    assert np.array_equal(torch.stack(seen[:2], 1).numpy(), recorder.routes())
     for n, gradient in want.items():
         assert torch.equal(gradient, dict(model.named_parameters())[n].grad), n
 
@@ -178,7 +178,7 @@ def test_a_recomputation_keeps_its_experts_where_the_router_would_choose_anew():
     seen = []
     experts = [m for m in model.modules() if type(m).__name__.endswith("Experts")]
     handles = [m.register_forward_pre_hook(lambda _, args: seen.append(args[1].clone())) for m in experts]
-    with moe.routed(moe.routers(model)) as tap:
+    with moe.routed(moe.routers(model)) as recorder:
         loss = loss_of(model)
     with torch.no_grad():
         for router in moe.routers(model):
@@ -189,7 +189,7 @@ def test_a_recomputation_keeps_its_experts_where_the_router_would_choose_anew():
     assert np.array_equal(torch.stack(seen[:2], 1).numpy(), torch.stack(seen[:1:-1], 1).numpy())
     with torch.no_grad(), moe.routed(moe.routers(model)) as anew:
         model(input_ids=TOKENS)
-    assert moe.routes_mismatch(anew.routes(), tap.routes()).mean() > 0.5  # it would have
+    assert moe.routes_mismatch(anew.routes(), recorder.routes()).mean() > 0.5  # it would have
 
 
 def test_sets_are_compared_and_not_their_order():
@@ -236,9 +236,9 @@ def requests(max_new_tokens=9, num_samples=4):
 def plain(model, prompt, tokens):
     """Log-probs and routes of a sequence by a forward of its own."""
     ids = torch.tensor([[*prompt, *tokens]])
-    with torch.no_grad(), moe.routed(moe.routers(model)) as tap:
+    with torch.no_grad(), moe.routed(moe.routers(model)) as recorder:
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0]
-    return logits.log_softmax(-1)[len(prompt) - 1 :].gather(1, ids[0, len(prompt) :, None])[:, 0], tap.routes()
+    return logits.log_softmax(-1)[len(prompt) - 1 :].gather(1, ids[0, len(prompt) :, None])[:, 0], recorder.routes()
 
 
 def assert_routes_are_those_of_a_plain_forward(model, sample):
@@ -295,6 +295,6 @@ def test_a_dense_models_samples_have_no_routes():
 def test_a_copy_of_a_model_has_taps_of_its_own():
     model = build("qwen3_moe")
     other = copy.deepcopy(model)
-    with torch.no_grad(), moe.routed(moe.routers(model)) as tap:
+    with torch.no_grad(), moe.routed(moe.routers(model)) as recorder:
         other(input_ids=TOKENS)
-    assert not any(len(chosen) for chosen in tap.chosen)
+    assert not any(len(chosen) for chosen in recorder.chosen)

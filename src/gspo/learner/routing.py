@@ -25,7 +25,7 @@ from gspo.errors import RolloutError
 from gspo.learner.batch import Batch
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.packing import Packed
-from gspo.models.moe import UNKNOWN, Tap, route_shape, routed, routers, routes_mismatch
+from gspo.models.moe import UNKNOWN, RouteRecorder, route_shape, routed, routers, routes_mismatch
 
 Replay = Literal["none", "proximal", "rollout"]
 Floats = NDArray[np.float64]
@@ -48,7 +48,7 @@ class Routing:
             )
 
     @property
-    def is_tapped(self) -> bool:
+    def has_routers(self) -> bool:
         return bool(self._routers)
 
     def at_start(self, packed: Packed) -> contextlib.AbstractContextManager[None]:
@@ -60,23 +60,23 @@ class Routing:
         return self._around(packed, self._against_sampler if k == 0 else self._against_start)
 
     @contextlib.contextmanager
-    def _around(self, packed: Packed, then: Callable[[Packed, Tap, NDArray[Any]], None]) -> Iterator[None]:
+    def _around(self, packed: Packed, then: Callable[[Packed, RouteRecorder, NDArray[Any]], None]) -> Iterator[None]:
         if not self._routers or packed.is_filler:
             yield
             return
         sampled = self._sampled(packed)
-        with routed(self._routers, self._given(packed, sampled)) as tap:
+        with routed(self._routers, self._given(packed, sampled)) as recorder:
             yield
-        then(packed, tap, sampled)
+        then(packed, recorder, sampled)
 
-    def _keep(self, packed: Packed, tap: Tap, sampled: NDArray[Any]) -> None:
-        self._proximal[packed] = tap.routes()
-        self._against_sampler(packed, tap, sampled)
+    def _keep(self, packed: Packed, recorder: RouteRecorder, sampled: NDArray[Any]) -> None:
+        self._proximal[packed] = recorder.routes()
+        self._against_sampler(packed, recorder, sampled)
 
-    def _against_start(self, packed: Packed, tap: Tap, sampled: NDArray[Any]) -> None:
+    def _against_start(self, packed: Packed, recorder: RouteRecorder, sampled: NDArray[Any]) -> None:
         index = packed.index.cpu().numpy()
         self.flips[0][index], self.flips[1][index] = _flips(
-            packed, tap.own_routes(), self._proximal.get(packed, sampled)
+            packed, recorder.own_routes(), self._proximal.get(packed, sampled)
         )
 
     def _given(self, packed: Packed, sampled: NDArray[Any]) -> torch.Tensor | None:
@@ -85,8 +85,8 @@ class Routing:
         given = sampled if self._replay == "rollout" else self._proximal[packed].astype(np.int64)
         return torch.from_numpy(given).to(packed.tokens.device)
 
-    def _against_sampler(self, packed: Packed, tap: Tap, sampled: NDArray[Any]) -> None:
-        self.flips[2][packed.index.cpu().numpy()], _ = _flips(packed, tap.own_routes(), sampled)
+    def _against_sampler(self, packed: Packed, recorder: RouteRecorder, sampled: NDArray[Any]) -> None:
+        self.flips[2][packed.index.cpu().numpy()], _ = _flips(packed, recorder.own_routes(), sampled)
 
     def _sampled(self, packed: Packed) -> NDArray[np.int64]:
         """The sampler's routes of a micro-batch's input tokens, [N, layers, top_k]."""

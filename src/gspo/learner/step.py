@@ -123,7 +123,7 @@ def train_step(
         for k in range(plan.num_minibatches)
     ]
     routing = Routing(policy, batch, plan.routing_replay)
-    if routing.is_tapped:
+    if routing.has_routers:
         report.flips, report.flipped_tokens, report.sampler_flips = routing.flips
     proximal_logp: LogProbs = behavior
     with phase(report.seconds, "proximal"):
@@ -133,7 +133,15 @@ def train_step(
             # Trainer against sampler at equal weights: a measurement of the noise at no extra cost.
             for i, logp in proximal_logp.items():
                 report.noise_log_s[i] = float(np.mean(logp - behavior[i], dtype=np.float64))
-    step = _Step(policy, batch, plan, behavior, routing, keep_tokens_of, report)
+    step = _Step(
+        policy=policy,
+        batch=batch,
+        plan=plan,
+        behavior=behavior,
+        routing=routing,
+        keep_tokens_of=keep_tokens_of,
+        report=report,
+    )
     for k in range(plan.num_minibatches):
         old = _ProximalOf(
             # Mini-batch 1 is computed with π_old's weights: its own forward pass is π_old.
@@ -237,13 +245,21 @@ class _Step:
         )
         result.loss.backward()
         reached("train.backward")
-        self._record(packed, index, k, out, units, result, behavior_logp, reference_logp)
+        self._record(
+            packed,
+            k=k,
+            out=out,
+            units=units,
+            result=result,
+            behavior_logp=behavior_logp,
+            reference_logp=reference_logp,
+        )
         return float(result.loss.detach())
 
     def _record(
         self,
         packed: Packed,
-        index: NDArray[np.int64],
+        *,
         k: int,
         out: PolicyOutput,
         units: _Units,
@@ -251,7 +267,8 @@ class _Step:
         behavior_logp: torch.Tensor,
         reference_logp: torch.Tensor | None,
     ) -> None:
-        report = self.report
+        """Write what happened to the sequences of a micro-batch into the report."""
+        report, index = self.report, packed.index.cpu().numpy()
         report.num_input_tokens += packed.num_tokens
         for name in ("log_s", "clipped_low", "clipped_high", "correction", "correction_raw", "correction_outside"):
             if name in result.stats:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from gspo.errors import DataError
 
 # Routers that return (logits, scores, indices); a test covers each. Other mixtures train without recording.
-TAPPED = frozenset(
+RECORDABLE = frozenset(
     f"{family}TopKRouter" for family in ("Qwen3Moe", "Mixtral", "Olmoe", "Qwen2Moe", "FlexOlmo", "GptOss")
 )
 UNKNOWN = -1  # no route is given for this row: the router chooses
@@ -39,7 +39,7 @@ Form = Callable[[Tensor, Tensor], Tensor]
 
 def routers(model: nn.Module) -> list[nn.Module]:
     """The recordable routers of a model in the order of its layers; empty for a dense model."""
-    return [module for module in model.modules() if type(module).__name__ in TAPPED]
+    return [module for module in model.modules() if type(module).__name__ in RECORDABLE]
 
 
 def route_shape(routers: Sequence[nn.Module]) -> tuple[int, int, Any]:
@@ -57,7 +57,7 @@ def _size(router: nn.Module, name: str) -> int:
     return int(getattr(router, name))
 
 
-class Tap:
+class RouteRecorder:
     """The routes of one forward pass, recorded while it runs."""
 
     def __init__(self, routers: Sequence[nn.Module], replay: Tensor | None) -> None:
@@ -103,29 +103,29 @@ class Tap:
                 handle.remove()
 
 
-_ACTIVE: ContextVar[Tap | None] = ContextVar("routing tap", default=None)
+_ACTIVE: ContextVar[RouteRecorder | None] = ContextVar("routing recorder", default=None)
 
 
 @contextlib.contextmanager
-def routed(routers: Sequence[nn.Module], replay: Tensor | None = None) -> Iterator[Tap]:
+def routed(routers: Sequence[nn.Module], replay: Tensor | None = None) -> Iterator[RouteRecorder]:
     """Record the one forward pass inside; with `replay` [N, layers, top_k] it uses those experts.
 
     For rows of UNKNOWN the router chooses. A pass with gradients always computes its scores by the replay formula, so
     that gradient checkpointing recomputes (`recomputing`) the same graph with the same experts.
     """
-    tap = Tap(routers, replay)
-    before = _ACTIVE.set(tap)
+    recorder = RouteRecorder(routers, replay)
+    before = _ACTIVE.set(recorder)
     try:
-        with tap.hooked(tap._choose):
-            yield tap
+        with recorder.hooked(recorder._choose):
+            yield recorder
     finally:
         _ACTIVE.reset(before)
 
 
 def recomputing() -> contextlib.AbstractContextManager[None]:
     """Context in which gradient checkpointing recomputes a layer: it uses the experts of the current pass."""
-    tap = _ACTIVE.get()
-    return contextlib.nullcontext() if tap is None else tap.hooked(tap._again)
+    recorder = _ACTIVE.get()
+    return contextlib.nullcontext() if recorder is None else recorder.hooked(recorder._again)
 
 
 def check_replay(model: Any) -> None:
@@ -134,12 +134,12 @@ def check_replay(model: Any) -> None:
     if not found:
         raise DataError(
             f"actor.routing_replay: {type(model).__name__} has no router that can be replayed (known: "
-            f"{', '.join(sorted(TAPPED))}); set actor.routing_replay: none"
+            f"{', '.join(sorted(RECORDABLE))}); set actor.routing_replay: none"
         )
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-    with torch.no_grad(), routed(found) as tap:
+    with torch.no_grad(), routed(found) as recorder:
         model(input_ids=tokens, use_cache=False)
-    own = torch.from_numpy(tap.routes().astype(np.int64)).to(model.device)
+    own = torch.from_numpy(recorder.routes().astype(np.int64)).to(model.device)
     with torch.no_grad(), routed(found, own):
         model(input_ids=tokens, use_cache=False)
 

@@ -279,14 +279,14 @@ class LocalSampler:
     def _forward(self, tokens: NDArray, positions: NDArray, plan: Plan, keep: int | Tensor) -> Tensor:
         """Logits [kept, V] of one packed forward, through the model's own head."""
         device = self._model.device
-        with active(self._store, plan), routed(self._routers) if self._routers else nullcontext() as tap:
+        with active(self._store, plan), routed(self._routers) if self._routers else nullcontext() as recorder:
             output = self._model(
                 input_ids=torch.from_numpy(tokens.astype(np.int64))[None].to(device),
                 position_ids=torch.from_numpy(positions.astype(np.int64))[None].to(device),
                 use_cache=False,
                 logits_to_keep=keep,
             )
-        self._routes = None if tap is None else tap.routes()
+        self._routes = None if recorder is None else recorder.routes()
         return output.logits[0]
 
     def _admit(self) -> bool:

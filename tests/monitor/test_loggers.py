@@ -63,8 +63,10 @@ def from_tensorboard(path):
 
 def from_wandb(path):
     """(run ids, config, [history rows]) of the transaction logs: LevelDB's log format around wandb's own messages."""
+    import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
+    wandb.teardown()  # as at the end of the process: its service writes the last bytes after `finish` has returned
     ids, config, rows = set(), {}, []
     for file in sorted(path.glob("wandb/offline-run-*/*.wandb")):
         data, at, message = file.read_bytes(), 7, b""

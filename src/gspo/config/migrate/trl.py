@@ -6,7 +6,6 @@ Several keys with the same row are written together, separated by spaces.
 from __future__ import annotations
 
 _BATCH = "prompts per step × gconfig.n_samples completions"
-_UPDATES = "optimizer updates per rollout batch"
 _CORRECTION = "preset tis, mis, icepop, or level, action, upper and lower"
 
 MAPPED: tuple[tuple[str, str, str], ...] = (
@@ -18,7 +17,11 @@ MAPPED: tuple[tuple[str, str, str], ...] = (
     ("top_k", "gconfig.top_k", ""),
     ("generation_kwargs", "gconfig", "its keys are stop, stop_token_ids, min_new_tokens, …"),
     ("generation_batch_size", "train_dataset.batch_size", f"{_BATCH}; TRL counts completions"),
-    ("steps_per_generation num_iterations", "actor.ppo_n_minibatches", _UPDATES),
+    (
+        "steps_per_generation",
+        "actor.ppo_n_minibatches",
+        "optimizer updates per rollout batch: steps_per_generation / gradient_accumulation_steps",
+    ),
     (
         "per_device_train_batch_size gradient_accumulation_steps",
         "actor.mb_spec.max_tokens_per_mb",
@@ -155,6 +158,7 @@ NEEDLESS: tuple[tuple[str, str], ...] = (
 )
 
 UNSUPPORTED: tuple[tuple[str, str], ...] = (
+    ("num_iterations", "every sample is trained once; actor.ppo_n_minibatches divides a batch into several updates"),
     ("optim_args optim_target_modules", "only AdamW and SGD are available"),
     ("label_smoothing_factor neftune_noise_alpha", "it belongs to supervised training"),
     ("torch_compile torch_compile_backend torch_compile_mode", "models are not compiled"),

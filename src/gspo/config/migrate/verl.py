@@ -7,7 +7,6 @@ below it.
 from __future__ import annotations
 
 _A, _R, _M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
-_UPDATES = "optimizer updates per rollout batch"
 _CORRECTION = "preset tis, mis, icepop, or level, action, upper and lower"
 
 MAPPED: tuple[tuple[str, str, str], ...] = (
@@ -41,9 +40,8 @@ MAPPED: tuple[tuple[str, str, str], ...] = (
     (
         _A + "ppo_mini_batch_size",
         "actor.ppo_n_minibatches",
-        f"{_UPDATES}: data.train_batch_size / ppo_mini_batch_size × ppo_epochs",
+        "optimizer updates per rollout batch: data.train_batch_size / ppo_mini_batch_size",
     ),
-    (_A + "ppo_epochs", "actor.ppo_n_minibatches", _UPDATES),
     (
         f"{_A}ppo_micro_batch_size {_A}ppo_micro_batch_size_per_gpu {_A}ppo_max_token_len_per_gpu {_A}use_dynamic_bsz",
         "actor.mb_spec.max_tokens_per_mb",
@@ -147,7 +145,7 @@ MAPPED: tuple[tuple[str, str, str], ...] = (
     ("critic.optim.weight_decay", "critic.optimizer.weight_decay", ""),
     ("critic.grad_clip critic.optim.clip_grad", "critic.optimizer.gradient_clipping", ""),
     ("critic.cliprange_value", "critic.value_eps_clip", ""),
-    ("critic.ppo_mini_batch_size critic.ppo_epochs", "critic.ppo_n_minibatches", "updates per rollout batch"),
+    ("critic.ppo_mini_batch_size", "critic.ppo_n_minibatches", "updates per rollout batch"),
     (
         "critic.ppo_max_token_len_per_gpu critic.ppo_micro_batch_size critic.ppo_micro_batch_size_per_gpu "
         "critic.use_dynamic_bsz",
@@ -203,6 +201,10 @@ NEEDLESS: tuple[tuple[str, str], ...] = (
 )
 
 UNSUPPORTED: tuple[tuple[str, str], ...] = (
+    (
+        f"{_A}ppo_epochs critic.ppo_epochs",
+        "every sample is trained once; actor.ppo_n_minibatches divides a batch into several updates",
+    ),
     (f"{_A}entropy_coeff", "entropy is a metric; there is no entropy bonus"),
     (
         f"{_A}policy_loss.clip_cov_ratio {_A}policy_loss.clip_cov_lb {_A}policy_loss.clip_cov_ub "

@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 
 import torch
 
-from gspo.sampling.engines.vllm import NAME, Endpoint
+from gspo.sampling.engines.base import EngineAddress
+from gspo.sampling.engines.vllm import NAME
 from gspo.sampling.weights.load import copy_weights, read
 from gspo.sampling.weights.probe import sequence_logp
 
@@ -30,7 +31,7 @@ class Lookalike(ThreadingHTTPServer):
         self.paused = False
         self.lock = threading.Lock()
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.endpoint = Endpoint(f"http://127.0.0.1:{self.server_address[1]}")
+        self.endpoint = EngineAddress(f"http://127.0.0.1:{self.server_address[1]}")
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def handle_error(self, *_):

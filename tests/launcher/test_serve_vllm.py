@@ -9,13 +9,16 @@ import pytest
 from gspo.config import load
 from gspo.config.layout import layout_of
 from gspo.errors import ConfigError, RolloutError
+from gspo.launcher.serve import engine
+from gspo.launcher.serve import model as serve_model
 from gspo.launcher.serve import vllm as serve_vllm
 from gspo.models.loading import load_model, load_tokenizer
-from gspo.sampling.engines.vllm import WORKER_FOLDER, Endpoint
+from gspo.sampling.engines.base import EngineAddress
+from gspo.sampling.engines.vllm import WORKER_FOLDER
 from gspo.sampling.remote.identity import context_limit, end_tokens, identity_of
 from gspo.train.build.compute import device_and_dtype
 
-SOCKET = Endpoint(socket="/private/http")
+SOCKET = EngineAddress(socket="/private/http")
 
 
 def config_of(*overrides):
@@ -30,7 +33,7 @@ def start(*overrides, num_gpus=0, endpoint=SOCKET, max_context=2048):
 
 def test_the_identity_is_that_of_the_trainers_model_without_its_weights(tiny):
     config = config_of("gconfig.max_tokens=300", "seed=7")
-    source = serve_vllm.model_folder(config, Path("/nowhere"))
+    source = serve_model.model_folder(config, Path("/nowhere"))
     model, tokenizer = load_model(tiny), load_tokenizer(tiny)
     expected = identity_of(
         model,
@@ -39,13 +42,13 @@ def test_the_identity_is_that_of_the_trainers_model_without_its_weights(tiny):
         max_context=context_limit(model, 300),
         dtype=device_and_dtype(config)[1],
     )
-    assert serve_vllm.identity_for(config, source) == expected
+    assert serve_model.identity_for(config, source) == expected
 
 
 def test_random_weights_are_written_where_vllm_can_read_them(tiny, tmp_path):
-    folder = serve_vllm.as_folder(tiny)
+    folder = serve_model.as_folder(tiny)
     config = config_of(f"actor.path={folder}", "actor.init_from_scratch=true", "seed=3")
-    source = serve_vllm.model_folder(config, tmp_path / "model")
+    source = serve_model.model_folder(config, tmp_path / "model")
     assert source == str(tmp_path / "model")
     random = load_model(folder, from_scratch=True, seed=3)
     assert load_model(source).state_dict()["model.norm.weight"].equal(random.state_dict()["model.norm.weight"])
@@ -88,6 +91,6 @@ def test_an_engine_that_ends_before_it_serves_is_an_error_by_its_code(tmp_path):
     for code, error in ((2, ConfigError), (1, RolloutError)):
         child = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"])
         with pytest.raises(error, match=f"exit code {code} before it served"):
-            serve_vllm.await_ready(Endpoint(socket=str(tmp_path / "http")), child, 60)
+            engine.await_ready(EngineAddress(socket=str(tmp_path / "http")), child, 60)
     with pytest.raises(RolloutError, match=r"rollout\.request_timeout"):
-        serve_vllm.await_ready(Endpoint(socket=str(tmp_path / "http")), None, 0.2)
+        engine.await_ready(EngineAddress(socket=str(tmp_path / "http")), None, 0.2)

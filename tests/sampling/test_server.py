@@ -235,7 +235,7 @@ def test_a_lost_reply_neither_loses_nor_doubles_a_sample(house, trainer):
     requests = group_requests(4, 3)
     assert_same(collect(client, requests), run(local(trainer), requests))
     assert sorted(lost) == ["/attach", "/collect", "/generate", "/load_weights"]
-    assert client.health()["lost"] == 2  # of a server that serves
+    assert client.health()["disconnects"] == 2  # of a server that serves
     assert list(client.completed(1)) == []
     assert server.engine.health()["unconfirmed"] == 0 or client.health()["outstanding"] == 0
 
@@ -245,7 +245,7 @@ def test_a_call_may_be_repeated(house, trainer):
     server = house.serve()
     client = house.client()
     client.load_weights(0, trainer.named_parameters())
-    engine, session = server.engine, {"session": client._session}
+    engine, session = server.engine, {"session": client._servers[0]._session}
     item = {"key": "k", **pack_request(group_requests(1, 1)[0])}
     assert asyncio.run(engine.generate({**session, "requests": [item]}))["accepted"] == 1
     assert asyncio.run(engine.generate({**session, "requests": [item]}))["accepted"] == 0
@@ -259,7 +259,7 @@ def test_a_call_may_be_repeated(house, trainer):
 
 def test_calls_and_replies_are_bounded_in_bytes_and_nothing_is_lost_by_it(house, trainer, monkeypatch):
     monkeypatch.setattr("gspo.sampling.remote.server.REPLY_BYTES", 1500)
-    monkeypatch.setattr("gspo.sampling.remote.client.CALL_BYTES", 2000)
+    monkeypatch.setattr("gspo.sampling.remote.link.CALL_BYTES", 2000)
     replies = []
 
     def measure(path, reply):
@@ -326,7 +326,7 @@ LIES = {
     "no JSON object": (lambda path, reply: [1] if path == "/collect" else reply, "must be an object"),
     "another version loaded": (answers("/load_weights", version=7), "holds 7"),
     "another model's probe": (answers("/load_weights", probe=[[-1.0] * 11] * 3), "samples from another model"),
-    "no probe": (answers("/load_weights", probe=None), "did not say the log-probs"),
+    "no probe": (answers("/load_weights", probe=None), "did not report the log-probs"),
     "another seed": (lambda p, r: {**r, "facts": {**r["facts"], "seed": 6}} if p == "/attach" else r, "its seed is 6"),
 }
 
@@ -340,7 +340,7 @@ def test_a_lie_is_found_and_the_others_do_its_work(house, trainer, lie):
     requests = group_requests(6, 2, SamplingParams(5))
     assert_same(collect(client, requests), run(local(trainer), requests))
     assert server.proxy.paths  # it was asked
-    assert client.health()["lies"] >= 1
+    assert client.health()["invalid_responses"] >= 1
     reasons = " ".join([*client.said, *(s.get("reason", "") for s in client.health()["servers"])])
     assert re.search(message, reasons), reasons
 
@@ -419,7 +419,7 @@ def test_routes_that_cannot_be_are_found_and_the_others_do_its_work(house, mixtu
     client.load_weights(0, mixture.named_parameters())
     requests = group_requests(4, 3)
     assert_same(collect(client, requests), run(local(mixture), requests))
-    assert client.health()["lies"] >= 1
+    assert client.health()["invalid_responses"] >= 1
     assert re.search(message, " ".join(client.said))
 
 
@@ -430,7 +430,7 @@ def test_where_every_server_lies_the_run_ends_and_says_so(house, trainer):
     client.submit(group_requests(2, 2))
     with pytest.raises(RolloutError, match=r"sampler 0 .*log-probs are not finite"):
         list(client.completed(20))
-    assert client.health()["lies"] >= 3
+    assert client.health()["invalid_responses"] >= 3
 
 
 def test_no_server_at_all_is_a_typed_error_in_time(house, trainer):
@@ -454,7 +454,7 @@ def test_servers_that_nobody_starts_again_end_the_run_at_once(house, trainer):
         give_up(house.samplers, index, f"ended with exit code 2, see sampler_{index}.log")
     client = house.client(2, timeout_s=60.0)
     begin = time.monotonic()
-    with pytest.raises(RolloutError, match=r"none of them is started again.*sampler_0\.log"):
+    with pytest.raises(RolloutError, match=r"none will be restarted.*sampler_0\.log"):
         client.load_weights(0, trainer.named_parameters())
     assert time.monotonic() - begin < 20
 

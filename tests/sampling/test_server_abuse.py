@@ -112,7 +112,7 @@ def test_sampling_is_unaffected_by_all_of_it(tmp_path):
         assert talk(server, head(server, path="/load_weights"), b"{}")[0] in (400, 409)
     samples = {s.id: s for s in client.completed(20)}
     assert_same(samples, run(local(trainer), requests))
-    assert client.health()["lost"] == 0
+    assert client.health()["disconnects"] == 0
     assert server.refused >= 20
     for connection in idle:
         connection.close()

@@ -82,7 +82,7 @@ def requests(num=3, **how):
 
 def test_samples_and_the_probe_are_read_from_its_replies(both):
     sampler, server = both
-    assert sampler.introduce()["model"] == "somewhere"
+    assert sampler.check_server()["model"] == "somewhere"
     for sample in run(sampler, requests()).values():
         said = logp_of(server.model, PROMPT, sample.tokens.tolist())
         np.testing.assert_allclose(sample.behavior_logp, said, atol=1e-5)
@@ -112,7 +112,7 @@ def test_a_published_file_is_loaded_as_a_folder_that_holds_it_alone(both, tmp_pa
     ("change", "message"),
     [
         (lambda r: {**r, "meta_info": None}, "meta_info"),
-        (lambda r: {**r, "meta_info": {**r["meta_info"], "output_token_logprobs": None}}, "no log-probs"),
+        (lambda r: {**r, "meta_info": {**r["meta_info"], "output_token_logprobs": None}}, "log-probs are missing"),
         (lambda r: {**r, "output_ids": [1, 2]}, "output_ids"),
         (lambda r: {**r, "meta_info": {**r["meta_info"], "finish_reason": None}}, "finish_reason"),
     ],
@@ -123,7 +123,7 @@ def test_a_lie_is_found(both, change, message):
     sampler.submit(requests(1))
     with pytest.raises(RolloutError, match=message):
         list(sampler.completed(20))
-    assert sampler.health()["lies"] == 2
+    assert sampler.health()["invalid_responses"] == 2
 
 
 def test_top_p_is_refused_as_its_log_probs_know_nothing_of_it(both):
@@ -136,7 +136,7 @@ def test_the_command_line_has_the_runs_flags_and_hides_the_key(tmp_path):
 
     config = load(None, ["rollout.backend=sglang:d1t2", "cluster.n_gpus_per_node=4", "actor.path=embedded:tiny",
                          f"sglang.python={sys.executable}", "sglang.mem_fraction_static=0.7"]).config  # fmt: skip
-    key = serve_sglang.secret(tmp_path, "k" * 64)
+    key = serve_sglang.key_file(tmp_path, "k" * 64)
     start = serve_sglang.command(config, layout_of(config, 4), "/model", 512, 30000, key)
     text = " ".join(start.argv)
     for part in ("-m sglang.launch_server --model-path /model", "--tp-size 2", "--mem-fraction-static=0.7",

@@ -18,8 +18,9 @@ from tiny_models import VOCAB, build
 from vllm_lookalike import Lookalike
 
 from gspo.errors import ConfigError, DataError, RolloutError, WeightSyncError
-from gspo.launcher.serve import vllm as serve_vllm
-from gspo.sampling.engines.vllm import Endpoint, VllmSampler
+from gspo.launcher.serve import engine as serve_engine
+from gspo.sampling.engines.base import EngineAddress
+from gspo.sampling.engines.vllm import VllmSampler
 from gspo.sampling.remote.discovery import register
 from gspo.sampling.remote.server import SamplerEngine, SamplerServer
 from gspo.sampling.weights.probe import sequence_logp
@@ -187,9 +188,9 @@ def shorter(reply):
 
 
 LIES = {
-    "a log-prob too many": (shorter, r"5 log-probs of 4 tokens"),
-    "no log-probs": (choice(logprobs=None), "said no log-probs"),
-    "null for a log-prob": (choice(logprobs={"token_logprobs": [None] * 5}), "said no log-probs"),
+    "a log-prob too many": (shorter, r"5 log-probs for 4 tokens"),
+    "no log-probs": (choice(logprobs=None), "log-probs are missing"),
+    "null for a log-prob": (choice(logprobs={"token_logprobs": [None] * 5}), "log-probs are missing"),
     "a log-prob above 0": (choice(logprobs={"token_logprobs": [0.5] * 5}), "not finite numbers"),
     "a token outside the vocabulary": (choice(token_ids=[3, 3, 3, 3, 4000]), "vocabulary of 48"),
     "a token that is no number": (choice(token_ids=["3"] * 5), "token_ids"),
@@ -228,7 +229,7 @@ def test_a_lie_costs_a_sample_and_one_that_is_repeated_the_server(started, lie):
     assert told
     assert all(ours[id].tokens.tolist() == expected[id].tokens.tolist() for id in ours)
     health = sampler.health()
-    assert health["lies"] + health["lost_replies"] == 1
+    assert health["invalid_responses"] + health["lost_replies"] == 1
     assert not health["broken"]
 
     always, _ = started(meddle=lambda _, reply: change(reply), retries=2)
@@ -240,10 +241,10 @@ def test_a_lie_costs_a_sample_and_one_that_is_repeated_the_server(started, lie):
 
 def test_a_server_that_is_not_what_it_must_be_is_refused(started):
     sampler, server = started()
-    assert sampler.introduce()["pid"] == 1
+    assert sampler.check_server()["pid"] == 1
     server.results["gspo_state"] = None
     with pytest.raises(ConfigError, match="worker-extension-cls"):
-        sampler.introduce()
+        sampler.check_server()
     del server.results["gspo_state"]
     complete = server.complete
 
@@ -252,7 +253,7 @@ def test_a_server_that_is_not_what_it_must_be_is_refused(started):
 
     server.complete = raw
     with pytest.raises(ConfigError, match="processed_logprobs"):
-        sampler.introduce()
+        sampler.check_server()
 
 
 def test_what_cannot_be_sampled_is_refused_at_submit(started):
@@ -266,7 +267,9 @@ def test_progress_counts_tokens_and_a_silent_server_is_an_error(started):
     sampler, _ = started()
     run(sampler, group_requests(1, 1, SamplingParams(5, ignore_eos=True)))
     assert sampler.progress() == 5
-    nobody = VllmSampler(Endpoint("http://127.0.0.1:1"), seed=5, num_vocab=VOCAB, max_context=64, eos_token_ids=[EOS])
+    nobody = VllmSampler(
+        EngineAddress("http://127.0.0.1:1"), seed=5, num_vocab=VOCAB, max_context=64, eos_token_ids=[EOS]
+    )
     with pytest.raises(RolloutError, match="does not answer"):
         nobody.progress()
     nobody.close()
@@ -319,9 +322,9 @@ def test_weights_that_arrive_in_part_are_refused_by_the_probe(started, house):
     ("said", "error", "message"),
     [
         ({"refused": "weight 'x' holds NaN"}, WeightSyncError, "holds NaN"),
-        ({"broken": "RuntimeError: half"}, WeightSyncError, "in part only"),
-        ({"version": 7}, WeightSyncError, "in part only"),
-        (None, WeightSyncError, "in part only"),
+        ({"broken": "RuntimeError: half"}, WeightSyncError, "only a part of"),
+        ({"version": 7}, WeightSyncError, "only a part of"),
+        (None, WeightSyncError, "only a part of"),
     ],
 )
 def test_what_the_workers_say_of_a_load_decides(started, house, said, error, message):
@@ -346,8 +349,8 @@ def test_a_lying_vllm_loses_its_requests_to_an_honest_server(started, house):
     requests = group_requests(6, 2, SamplingParams(5))
     client.submit(requests)
     assert {sample.id for sample in client.completed(20)} == {request.id for request in requests}
-    assert client.health()["lost"] >= 1
-    assert any("said no log-probs" in note for note in client.said)
+    assert client.health()["disconnects"] >= 1
+    assert any("log-probs are missing" in note for note in client.said)
 
 
 def test_one_gpu_for_both_sleeps_between_batches_and_wakes_for_weights_and_requests(started, house):
@@ -366,12 +369,12 @@ def test_one_gpu_for_both_sleeps_between_batches_and_wakes_for_weights_and_reque
 
 
 def watched(monkeypatch, sampler, child, patience_s, seconds):
-    """What the watch of serve_vllm.py says within so many seconds."""
-    monkeypatch.setattr(serve_vllm, "LOOK_S", 0.02)
-    monkeypatch.setattr(serve_vllm, "MEASURE_S", 0.02)
+    """What `watch` reports within `seconds`."""
+    monkeypatch.setattr(serve_engine, "CHECK_S", 0.02)
+    monkeypatch.setattr(serve_engine, "MEASURE_S", 0.02)
     said, ended = [], threading.Event()
     arguments = (sampler, child, patience_s, said.append, ended.set)
-    thread = threading.Thread(target=serve_vllm.watch, args=arguments, daemon=True)
+    thread = threading.Thread(target=serve_engine.watch, args=arguments, daemon=True)
     thread.start()
     ended.wait(seconds)
     out = list(said)
@@ -391,10 +394,10 @@ def test_a_death_a_break_and_a_silence_are_told_apart_and_work_is_none_of_them(s
     assert server.made > 2
     silent, server = started(pace_s=30)
     silent.submit(endless)
-    assert watched(monkeypatch, silent, child, 1.0, 20) == ["vLLM has requests and has made no token for 1 s"]
+    assert watched(monkeypatch, silent, child, 1.0, 20) == ["vLLM has requests but made no token for 1 s"]
     assert server.made == 0
     assert watched(monkeypatch, silent, child, 60, 10) == ["the test is over"]  # broken by the line before
     child.kill()
     child.wait()
     last, _ = started()
-    assert watched(monkeypatch, last, child, 60, 10) == ["vLLM has ended (killed by SIGKILL)"]
+    assert watched(monkeypatch, last, child, 60, 10) == ["vLLM was killed by SIGKILL"]

@@ -22,15 +22,19 @@ from gspo.config import engine_flags as engines
 from gspo.config import load
 from gspo.config.layout import layout_of
 from gspo.errors import ConfigError, WeightSyncError
+from gspo.launcher.serve import engine
+from gspo.launcher.serve import model as serve_model
 from gspo.launcher.serve import vllm as serve_vllm
 from gspo.learner.policy.module import PolicyModule, weight_names
 from gspo.learner.policy.sharding import full_parameters
 from gspo.models import embedded
-from gspo.sampling.engines.vllm import Endpoint, VllmSampler
+from gspo.sampling.engines.base import EngineAddress
+from gspo.sampling.engines.vllm import VllmSampler
 from gspo.sampling.local.draw import warp
 from gspo.sampling.weights.broadcast import Broadcaster
 from gspo.sampling.weights.probe import probe_sequences, sequence_logp
 from gspo.sampling.weights.publish import publish
+from gspo.system.process import stop
 from gspo.train.build.policy import make_policy
 from gspo.types import Request, SampleId, SamplingParams
 
@@ -52,18 +56,18 @@ def started(folder, *overrides):
     """vLLM as a run starts it, and our sampler over it."""
     config = load(None, ["rollout.backend=vllm:d1", "actor.path=embedded:tiny", "algorithm=gspo", *overrides]).config
     layout = layout_of(config, torch.cuda.device_count())
-    source = serve_vllm.model_folder(config, folder / "model")
-    identity, endpoint = serve_vllm.identity_for(config, source), Endpoint(socket=str(folder / "http"))
-    child = serve_vllm.run(serve_vllm.command(config, layout, source, identity["max_context"], endpoint))
+    source = serve_model.model_folder(config, folder / "model")
+    identity, endpoint = serve_model.identity_for(config, source), EngineAddress(socket=str(folder / "http"))
+    child = engine.start_engine(serve_vllm.command(config, layout, source, identity["max_context"], endpoint))
     try:
-        serve_vllm.await_ready(endpoint, child, 1500)
+        engine.await_ready(endpoint, child, 1500)
         kind = partial(VllmSampler, adapters=serve_vllm.adapter_folders(config, source, folder))
-        sampler = serve_vllm.make_sampler(kind, config, identity, endpoint, can_sleep=False)
-        sampler.introduce()
+        sampler = engine.make_sampler(kind, config, identity, endpoint, can_sleep=False)
+        sampler.check_server()
         yield sampler, config
         sampler.close()
     finally:
-        serve_vllm.end(child)
+        stop(child, 5.0)
     assert not (folder / "http").exists() or child.poll() is not None
 
 

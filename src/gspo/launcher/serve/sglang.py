@@ -1,7 +1,7 @@
 """`python -m gspo.launcher.serve.sglang`: one sampler server in front of an SGLang server. EXPERIMENTAL: never run.
 
-SGLang needs CUDA, which the machines this was written on do not have. Its command line and routes are those of its
-documentation; see docs/engines.md for what that means.
+SGLang needs CUDA, and this was written on machines without it. Command line and routes follow SGLang's documentation;
+see docs/engines.md.
 """
 
 from __future__ import annotations
@@ -18,40 +18,33 @@ from pathlib import Path
 from gspo.config import engine_flags as engines
 from gspo.config.layout import Layout
 from gspo.config.schema import Config
+from gspo.launcher.serve import engine
 from gspo.launcher.serve.local import answer, arguments
-from gspo.launcher.serve.vllm import (
-    Start,
-    as_folder,
-    identity_for,
-    make_sampler,
-    max_running,
-    model_folder,
-    opened,
-    stand_before,
-)
+from gspo.launcher.serve.model import as_folder, identity_for, model_folder
+from gspo.sampling.engines.base import EngineAddress
 from gspo.sampling.engines.sglang import SglangSampler
-from gspo.sampling.engines.vllm import Endpoint
 from gspo.train.build.compute import device_and_dtype
 
 
 def serve(config_path: Path, index: int, folder: Path, *, host: str = "127.0.0.1", port: int = 0) -> None:
-    config, layout = opened(config_path, "sglang")
+    config, layout = engine.read_config(config_path, "sglang")
     source = model_folder(config, folder / f"sglang_model_{index}")
-    url, identity = engines.url_of("sglang", config.sglang, index, layout.num_samplers), identity_for(config, source)
+    url = engines.url_of("sglang", config.sglang, index, layout.num_samplers)
+    identity = identity_for(config, source)
     with tempfile.TemporaryDirectory(prefix="gspo-sglang-") as private:
         if url is None:
-            at, key = _free_port(), secrets.token_hex(32)
-            endpoint = Endpoint(f"http://127.0.0.1:{at}", key=key)
-            start = command(config, layout, source, identity["max_context"], at, secret(Path(private), key))
+            own_port, key = _free_port(), secrets.token_hex(32)
+            address = EngineAddress(f"http://127.0.0.1:{own_port}", key=key)
+            start = command(config, layout, source, identity["max_context"], own_port, key_file(Path(private), key))
         else:
-            endpoint, start = Endpoint(url, key=os.environ.get("SGLANG_API_KEY")), None
+            address, start = EngineAddress(url, key=os.environ.get("SGLANG_API_KEY")), None
         can_sleep = bool(config.sglang.get("enable_memory_saver"))
-        make = partial(make_sampler, SglangSampler, config, identity, endpoint, can_sleep)
-        stand_before(config, index, folder, endpoint, start, make, identity, host=host, port=port)
+        make = partial(engine.make_sampler, SglangSampler, config, identity, address, can_sleep)
+        engine.serve_engine(config, index, folder, address, start, make, identity, host=host, port=port)
 
 
-def command(config: Config, layout: Layout, source: str, max_context: int, port: int, secret: Path) -> Start:
-    """The command line of SGLang's server: what the run needs, then the flags of `sglang`."""
+def command(config: Config, layout: Layout, source: str, max_context: int, port: int, key_file: Path) -> engine.Start:
+    """The command line of SGLang's server: flags that the run needs, then the config's `sglang` section."""
     assert layout.sampler is not None
     options = {
         "context_length": max_context,
@@ -61,14 +54,14 @@ def command(config: Config, layout: Layout, source: str, max_context: int, port:
     argv = [str(engines.python_of("sglang", config.sglang)), "-m", "sglang.launch_server", "--model-path", source]
     if config.tokenizer_path not in (None, config.actor.path):
         argv += ["--tokenizer-path", as_folder(str(config.tokenizer_path))]
-    argv += ["--host", "127.0.0.1", "--port", str(port), "--config", str(secret)]
-    argv += ["--tp-size", str(layout.sampler.tensor), "--max-running-requests", str(max_running(config))]
+    argv += ["--host", "127.0.0.1", "--port", str(port), "--config", str(key_file)]
+    argv += ["--tp-size", str(layout.sampler.tensor), "--max-running-requests", str(engine.max_running(config))]
     argv += engines.flags("sglang", options, config.actor.path)
-    return Start(argv, engines.environment_of("sglang", config.sglang))
+    return engine.Start(argv, engines.environment_of("sglang", config.sglang))
 
 
-def secret(folder: Path, key: str) -> Path:
-    """Its key as a file of its owner's: others can read a command line."""
+def key_file(folder: Path, key: str) -> Path:
+    """Write the API key to a file that only its owner can read: other users can read a command line."""
     path = folder / "key.yaml"
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(f"api-key: {key}\n")

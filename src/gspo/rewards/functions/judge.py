@@ -1,25 +1,21 @@
-"""A language model as the judge, behind any endpoint that speaks OpenAI's chat completions.
+"""A language model as the judge, behind any endpoint with OpenAI's chat completions API.
 
-Requests run in threads beside sampling, so many at a time as allowed. A judge that does not answer, or answers without
-a score, is a `Failure`: the sample is masked, never worth 0. Equal questions are asked once; with `cache` also across
-runs, which is what makes a resumed run repeatable. The API key comes from an environment variable, is sent to the one
-address that was configured (redirects are not followed), and is cut out of every message.
+Requests run in threads while sampling continues, at most `concurrency` at a time. If the judge does not answer, or
+answers without a score, the result is a `Failure`: the sample is masked, its reward is not 0. Equal questions are sent
+once; with `cache` also across runs, which makes a resumed run repeatable. The API key comes from an environment
+variable, is sent only to the configured address (redirects are not followed), and is removed from every message.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import hashlib
-import http.client
 import json
 import math
 import os
 import re
 import threading
-import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +23,7 @@ from typing import Any
 from gspo import rng
 from gspo.errors import ConfigError, RewardError
 from gspo.rewards.call import Pending, Result
+from gspo.system.http_client import HttpClient, ReplyTooLargeError
 
 PROMPT = """Grade an answer to a question.
 
@@ -42,26 +39,27 @@ Answer to grade:
 Think briefly. End with one line of the form `Score: N`, N from 0 (wrong) to 1 (fully right)."""
 PATTERN = r"[Ss]core\W{0,4}(-?\d+(?:\.\d+)?)"
 _RETRIED = {408, 409, 425, 429}  # and every 5xx: the same request may succeed later
-_LONGEST_ANSWER = 1 << 20  # bytes
-_LONGEST_WAIT_S = 30.0
+_CLOSED: Result = "infra", "judge: closed before it answered"
+_MAX_REPLY = 1 << 20  # bytes
+_MAX_WAIT_S = 30.0
 _FIELD = re.compile(r"\{(\w+)\}")
 
 
 class Judge:
-    """Scores completions by asking a model; results are in 0…1, (score − min_score) / (max_score − min_score).
+    """Asks a model for scores. A result is (score − min_score) / (max_score − min_score), between 0 and 1.
 
-    url             `http://host:8000/v1`, or the whole address of chat/completions
-    model           its name there
-    prompt          the question to the judge; {prompt}, {completion}, {answer} and any column in braces are filled in
+    url             `http://host:8000/v1`, or the full address of chat/completions
+    model           name of the judge model at that address
+    prompt          template of the question; {prompt}, {completion}, {answer} and any {column} are filled in
     system_prompt   the judge's system message
-    pattern         regular expression whose last match's first group is the score
-    api_key_env     environment variable that holds the API key; null: none is sent
+    pattern         regular expression; the score is the first group of its last match
+    api_key_env     environment variable that holds the API key; null: no key is sent
     timeout         seconds for one request
-    retries         further tries after a timeout, a dropped connection, 429, 5xx, or an answer without a score
-    backoff         seconds before the first retry, doubled each time; a Retry-After header goes first
-    concurrency     requests at once
-    cache           file of scores by question, read at the start and added to; null: in memory only
-    body            further fields of the request; null removes one of ours
+    retries         retries after a timeout, a dropped connection, 429, 5xx, or an answer without a score
+    backoff         seconds before the first retry, doubled each time; a longer Retry-After header is obeyed
+    concurrency     maximum number of concurrent requests
+    cache           file of scores by question, read at the start and extended; null: in memory only
+    body            more fields of the request; a null removes a default field
     """
 
     def __init__(
@@ -101,23 +99,28 @@ class Judge:
         self._known = _read_cache(self._cache, key)
         self._closing = threading.Event()
         self._threads = concurrent.futures.ThreadPoolExecutor(concurrency, thread_name_prefix="judge")
-        # The environment's proxies count, redirects do not: they would carry the key elsewhere.
-        self._opener = urllib.request.build_opener(_NoRedirect)
+        headers = {} if self._secret is None else {"Authorization": f"Bearer {self._secret}"}
+        # A judge may be a service on the internet that only the environment's proxy can reach.
+        try:
+            self._http = HttpClient(headers=headers, max_reply=_MAX_REPLY, trust_env=True)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(f"{key}: judge cannot use the environment's proxy (HTTPS_PROXY, …): {error}") from error
 
     def start(self, item: Any) -> Pending:
-        """Ask about every completion of a group; its results wait for the answers."""
+        """Send a request for every completion of a group; the results wait for the answers."""
         futures = [self._ask(self._request(item, completion)) for completion in item.completions]
         return Pending(lambda: [future.result() for future in futures], lambda: all(f.done() for f in futures))
 
     def close(self) -> None:
-        """Give up what is under way: requests not sent stay unsent, those on the wire end with their timeout."""
+        """Cancel everything: queued requests are not sent, and requests under way end now."""
         self._closing.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._http.close()
 
     def _request(self, item: Any, completion: str) -> bytes:
         values = {**item.data, "prompt": question(item.messages, item.prompt), "completion": completion}
         values.setdefault("answer", "")
-        # In one pass: braces inside a completion are its own.
+        # One pass, so that braces inside a completion are not filled in.
         text = _FIELD.sub(lambda m: _shown(values[m[1]]) if m[1] in values else m[0], self._prompt)
         messages = [{"role": "user", "content": text}]
         if self._system_prompt is not None:
@@ -135,17 +138,17 @@ class Judge:
             return self._asked[digest]
 
     def _judge(self, digest: str, request: bytes) -> Result:
-        """One score, by as many tries as allowed. A failure is forgotten: the next time it is asked again."""
-        result: Result = "infra", "judge: closed before it answered"
+        """One score, with retries. A failure is not remembered: the next equal question is sent again."""
+        result = _CLOSED
         for attempt in range(self._retries + 1):
             if self._closing.is_set():
                 break
             result, wait_s = self._try(request)
             if not isinstance(result, tuple) or wait_s is None or attempt == self._retries:
                 break
-            # Spread by question and try: a server that was overrun is not overrun again by all at once.
+            # Each question waits another time, so that an overloaded server does not get all retries at once.
             spread = 0.5 + float(rng.uniform(int(digest[:15], 16), "judge-backoff", attempt))
-            self._closing.wait(min(max(self._backoff * 2**attempt * spread, wait_s), _LONGEST_WAIT_S))
+            self._closing.wait(min(max(self._backoff * 2**attempt * spread, wait_s), _MAX_WAIT_S))
         with self._lock:
             self._asked.pop(digest, None)
             if not isinstance(result, tuple):
@@ -154,34 +157,22 @@ class Judge:
         return result
 
     def _try(self, request: bytes) -> tuple[Result, float | None]:
-        """The result of one request, and the seconds to wait at least before another; None: there is no use."""
-        headers = {"Content-Type": "application/json"}
-        if self._secret:
-            headers["Authorization"] = f"Bearer {self._secret}"
-        deadline = time.monotonic() + self._timeout
-        late = ("timeout", f"judge: no answer from {self._url} in {self._timeout:g} s (timeout)"), 0.0
+        """The result of one request, and the minimum wait in seconds before a retry; None: a retry cannot help."""
         try:
-            call = urllib.request.Request(self._url, request, headers, method="POST")
-            with self._opener.open(call, timeout=self._timeout) as response:
-                raw = b""
-                while chunk := response.read1(1 << 16):
-                    raw += chunk
-                    if time.monotonic() > deadline:
-                        return late
-                    if len(raw) > _LONGEST_ANSWER:
-                        return self._failed(f"an answer of more than {_LONGEST_ANSWER} bytes"), None
-        except urllib.error.HTTPError as error:
-            with error:
-                said = error.read(400).decode("utf-8", "replace")
-            again = error.code in _RETRIED or error.code >= 500
-            return self._failed(f"HTTP {error.code} {said}"), _retry_after(error.headers) if again else None
+            reply = self._http.call("POST", self._url, request, timeout_s=self._timeout)
         except TimeoutError:
-            return late
-        except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
-            if isinstance(getattr(error, "reason", None), TimeoutError):
-                return late
-            return self._failed(f"{type(error).__name__}: {error}"), 0.0
-        return self._read(raw)
+            return ("timeout", f"judge: no answer from {self._url} in {self._timeout:g} s (timeout)"), 0.0
+        except ReplyTooLargeError as error:
+            return self._failed(str(error)), None
+        except OSError as error:
+            return self._failed(str(error)), 0.0
+        except concurrent.futures.CancelledError:
+            return _CLOSED, None
+        if not 200 <= reply.status < 300:
+            can_retry = reply.status in _RETRIED or reply.status >= 500
+            text = reply.content[:400].decode("utf-8", "replace")
+            return self._failed(f"HTTP {reply.status} {text}"), _retry_after(reply.headers) if can_retry else None
+        return self._read(reply.content)
 
     def _read(self, raw: bytes) -> tuple[Result, float | None]:
         try:
@@ -194,14 +185,14 @@ class Judge:
         try:
             score = float(found[-1][1])
         except (TypeError, ValueError):
-            return self._failed(f"{found[-1][1]!r} is no number (pattern {self._pattern.pattern!r})"), 0.0
+            return self._failed(f"{found[-1][1]!r} is not a number (pattern {self._pattern.pattern!r})"), 0.0
         if not self._low <= score <= self._high:
             return self._failed(f"score {score:g} is outside {self._low:g}…{self._high:g}"), 0.0
         return (score - self._low) / (self._high - self._low), None
 
     def _failed(self, what: str) -> tuple[str, str]:
         text = f"judge at {self._url}: {what}"
-        # A server may repeat the request it refuses.
+        # A server may quote the key in its error message.
         return "infra", (text.replace(self._secret, "***") if self._secret else text)[:600]
 
     def _write_cache(self, digest: str, score: float) -> None:
@@ -214,7 +205,7 @@ class Judge:
 
 
 def question(messages: Sequence[Mapping[str, Any]], rendered: str) -> str:
-    """What the model was asked, for a reader: the one user message as it is, a conversation with its roles.
+    """The question as text: a single user message as it is, a longer conversation with its roles.
 
     >>> question([{"role": "user", "content": "2+2?"}], "<|im_start|>…"), question([], "2+2=")
     ('2+2?', '2+2=')
@@ -223,11 +214,6 @@ def question(messages: Sequence[Mapping[str, Any]], rendered: str) -> str:
     if len(spoken) == 1:
         return _shown(spoken[0].get("content"))
     return "\n\n".join(f"{m.get('role')}: {_shown(m.get('content'))}" for m in spoken) or rendered
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        return None
 
 
 def _shown(value: Any) -> str:
@@ -243,7 +229,7 @@ def _done(value: Result) -> concurrent.futures.Future[Result]:
 def _retry_after(headers: Any) -> float:
     try:
         wait_s = float(headers.get("Retry-After", 0))
-    except (TypeError, ValueError):  # a date: the usual backoff will do
+    except (TypeError, ValueError):  # a date; the usual backoff is used
         return 0.0
     return wait_s if math.isfinite(wait_s) and wait_s > 0 else 0.0
 
@@ -253,7 +239,9 @@ def _address(url: str, key: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"{key}: judge.url must be an http(s) address such as http://localhost:8000/v1, got {url!r}")
     if parts.username or parts.password:
-        raise ConfigError(f"{key}: judge.url must not hold a password; name the key's variable in api_key_env")
+        raise ConfigError(
+            f"{key}: judge.url must not hold a password; name the variable that holds the key in api_key_env"
+        )
     path = parts.path.rstrip("/")
     path = path if path.endswith("/chat/completions") else path + "/chat/completions"
     return urllib.parse.urlunsplit(parts._replace(path=path))
@@ -263,7 +251,7 @@ def _pattern(pattern: str, key: str) -> re.Pattern[str]:
     try:
         compiled = re.compile(pattern)
     except (re.error, TypeError) as error:
-        raise ConfigError(f"{key}: judge.pattern {pattern!r} is no regular expression: {error}") from None
+        raise ConfigError(f"{key}: judge.pattern {pattern!r} is not a regular expression: {error}") from None
     if not compiled.groups:
         raise ConfigError(f"{key}: judge.pattern {pattern!r} needs a group around the number, as in Score: (\\d+)")
     return compiled
@@ -274,11 +262,14 @@ def _secret(variable: str | None, key: str) -> str | None:
         return None
     value = os.environ.get(variable, "").strip()
     if not value:
-        shown = variable if re.fullmatch(r"[A-Z_][A-Z0-9_]{0,40}", variable) else "what it names"
+        # Do not print a key that was given in place of its variable.
+        shown = variable if re.fullmatch(r"[A-Z_][A-Z0-9_]{0,40}", variable) else "that variable"
         raise ConfigError(
             f"{key}: judge.api_key_env names an environment variable, and {shown} is not set; export it "
-            "(the key itself never stands in a config), or remove api_key_env where the endpoint wants none"
+            "(never put the key itself into a config), or remove api_key_env if the endpoint needs no key"
         )
+    if not (value.isascii() and value.isprintable()):
+        raise ConfigError(f"{key}: the API key in judge.api_key_env has characters that a header cannot hold")
     return value
 
 
@@ -289,7 +280,7 @@ def _check(key: str, **is_right: bool) -> None:
         "retries": "must not be negative",
         "backoff": "must not be negative",
         "max_score": "must be above min_score",
-        "prompt": "must hold {completion}: the judge cannot grade what it is not shown",
+        "prompt": "must hold {completion}, the text to grade",
         "model": "must name the model behind the endpoint",
     }
     for name, right in is_right.items():
@@ -308,7 +299,7 @@ def _read_cache(file: Path | None, key: str) -> dict[str, Result]:
                 row = json.loads(line)
                 known[str(row["question"])] = float(row["score"])
             except (ValueError, LookupError, TypeError):
-                continue  # a line that a kill tore; it is asked again
+                continue  # an incomplete line of a killed run; the question is sent again
         with file.open("a", encoding="utf-8"):
             pass
     except OSError as error:

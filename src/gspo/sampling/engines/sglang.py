@@ -1,8 +1,7 @@
-"""A sampler whose tokens are drawn by an SGLang server. EXPERIMENTAL: written from its documentation, never run.
+"""A sampler whose tokens an SGLang server samples. EXPERIMENTAL: written from its documentation, never run.
 
-Everything but the words is `rollout/vllm.py`: requests, interruptions, lies, bounds. SGLang's own routes are /generate,
-/pause_generation, /continue_generation, /update_weights_from_disk and /flush_cache. Its log-probs know the temperature
-and not top-p or top-k, so those are refused. Torch-free.
+SGLang's routes are /generate, /pause_generation, /continue_generation, /update_weights_from_disk and /flush_cache. Its
+log-probs include the temperature but not top-p or top-k, so those settings are refused. Torch-free.
 """
 
 from __future__ import annotations
@@ -15,13 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo import rng
 from gspo.errors import ConfigError, DataError, RolloutError, WeightSyncError
-from gspo.sampling.engines.vllm import LieError, VllmSampler, believable
-from gspo.types import FinishReason, Request
+from gspo.sampling.engines.base import EngineSampler
+from gspo.sampling.engines.replies import Completion, InvalidReplyError, parse_completion
+from gspo.system import files
+from gspo.types import Request
 
 
-class SglangSampler(VllmSampler):
+class SglangSampler(EngineSampler):
     """Implements `gspo.sampling.api.Sampler` over one SGLang server."""
 
     engine, route = "SGLang", "/generate"
@@ -30,75 +30,27 @@ class SglangSampler(VllmSampler):
         for request in requests:
             if not request.params.greedy and (request.params.top_p < 1 or request.params.top_k):
                 raise DataError(
-                    f"request {tuple(request.id)}: SGLang's log-probs are of the whole distribution, not of what top-p "
-                    "or top-k leaves of it; set gconfig.top_p: 1 and gconfig.top_k: 0, or rollout.backend: vllm"
+                    f"request {tuple(request.id)}: SGLang's log-probs are of the whole distribution, not of the part "
+                    "that top-p or top-k keeps; set gconfig.top_p: 1 and gconfig.top_k: 0, or rollout.backend: vllm"
                 )
         super().submit(requests)
 
-    def _body(self, request: Request) -> dict[str, Any]:
-        params, said = request.params, () if request.prefix is None else request.prefix.tokens.tolist()
-        id, num = request.id, len(said)
-        seed = rng.bits(self._seed, "sglang", id.submission, id.sample, id.turn, num, id.attempt)
-        sampling = {
-            "max_new_tokens": params.max_new_tokens - num,
-            "min_new_tokens": max(params.min_new_tokens - num, 0),
-            "temperature": 0.0 if params.greedy else params.temperature,
-            "sampling_seed": int(seed) >> 33,  # 31 bits; heard under --enable-deterministic-inference alone
-            "ignore_eos": True,
-            "stop_token_ids": sorted({*params.stop_token_ids, *(() if params.ignore_eos else self._ends)}),
-            "stop": list(params.stop),
-            "no_stop_trim": True,
-        }
-        return {"input_ids": [*request.prompt, *said], "sampling_params": sampling, "return_logprob": True}
-
-    def _said(self, reply: Mapping[str, Any]) -> tuple[list[int], list[float], FinishReason]:
-        about = reply.get("meta_info")
-        if not isinstance(about, dict):
-            raise LieError("its meta_info is missing")
-        reason, rows = about.get("finish_reason"), about.get("output_token_logprobs")
-        if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) >= 2 for row in rows):
-            raise LieError("it said no log-probs")
-        tokens = [row[1] for row in rows]
-        if reply.get("output_ids") is not None and reply["output_ids"] != tokens:
-            raise LieError("its output_ids are not the tokens it said log-probs of")
-        return believable(tokens, [row[0] for row in rows], reason.get("type") if isinstance(reason, dict) else reason)
-
-    def _call_back(self) -> None:
-        self._post("/pause_generation", {"mode": "abort"})
-
-    def _go_on(self) -> None:
-        self._post("/continue_generation", {})
-
-    def sleep(self) -> None:
-        self._asleep = True
-        self._halt()
-        if self._can_sleep:
-            self._post("/release_memory_occupation", {})
-
-    def wake(self) -> None:
-        if self._asleep and self._can_sleep:
-            self._post("/resume_memory_occupation", {})
-        self._asleep = False
-        self._send()
-
     def load_published(self, version: int, path: str, sha256: str) -> None:
-        """SGLang reads a folder: one that holds the published file alone. It does not check before it writes."""
-        from gspo.sampling.weights.publish import sha256_of
-
-        if (got := sha256_of(Path(path))) != sha256:
+        """SGLang loads a folder: one with the published file only. It does not check the file before it loads it."""
+        if (got := files.sha256(Path(path))) != sha256:
             raise WeightSyncError(f"{path} is not what was published: sha256 {got[:12]}… instead of {sha256[:12]}…")
-        self._halt()
-        self._call_back()
+        self._interrupt_all()
+        self._interrupt()
         with tempfile.TemporaryDirectory(dir=Path(path).parent, prefix=".sglang-") as folder:
             (Path(folder) / "model.safetensors").symlink_to(Path(path).resolve())
             body = {"model_path": folder, "flush_cache": True, "weight_version": str(version)}
             try:
                 reply = self._post("/update_weights_from_disk", body, self._load_s)
             except RolloutError as error:
-                raise self._break(f"weight version {version}: {error}") from error
+                raise self._mark_broken(f"weight version {version}: {error}") from error
         if reply.get("success") is not True:
-            raise self._break(f"SGLang did not take weight version {version}: {reply.get('message')}")
-        self._go_on()
+            raise self._mark_broken(f"SGLang did not load weight version {version}: {reply.get('message')}")
+        self._resume()
         self.version = version
         self._send()
 
@@ -107,21 +59,61 @@ class SglangSampler(VllmSampler):
         for tokens in sequences:
             sampling = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
             body = {"input_ids": list(tokens), "sampling_params": sampling, "return_logprob": True}
-            about = self._post("/generate", {**body, "logprob_start_len": 0}).get("meta_info")
-            said = about.get("input_token_logprobs") if isinstance(about, dict) else None
+            info = self._post("/generate", {**body, "logprob_start_len": 0}).get("meta_info")
+            found = info.get("input_token_logprobs") if isinstance(info, dict) else None  # rows of [logp, token, text]
             try:
-                assert [row[1] for row in said] == list(tokens)  # pyright: ignore[reportOptionalIterable]
-                rows.append(np.array([row[0] for row in said[1:]], dtype=np.float32))  # pyright: ignore[reportOptionalSubscript]
+                assert [row[1] for row in found] == list(tokens)  # pyright: ignore[reportOptionalIterable]
+                rows.append(np.array([row[0] for row in found[1:]], dtype=np.float32))  # pyright: ignore[reportOptionalSubscript]
             except (TypeError, IndexError, ValueError, AssertionError):
-                raise RolloutError("SGLang did not say the log-probs of the probe's tokens") from None
+                raise RolloutError("SGLang did not return the log-probs of the probe's tokens") from None
         return rows
 
-    def introduce(self) -> dict[str, Any]:
+    def check_server(self) -> dict[str, Any]:
         model = self._get("/get_model_info").get("model_path")
         if not isinstance(model, str):
-            raise ConfigError(f"the server {self._endpoint} does not answer as SGLang does (/get_model_info)")
+            raise ConfigError(f"the server {self._address} does not answer as SGLang does (/get_model_info)")
         return {"device": "cuda", "model": model}
 
     def progress(self) -> float:
-        """Samples that came back: token counters need --enable-metrics."""
+        """Tokens of the samples that came back: SGLang's own counters need --enable-metrics."""
         return float(self._counts["sampled_tokens"])
+
+    def _body(self, request: Request) -> dict[str, Any]:
+        params, prefix = request.params, () if request.prefix is None else request.prefix.tokens.tolist()
+        sampling = {
+            "max_new_tokens": params.max_new_tokens - len(prefix),
+            "min_new_tokens": max(params.min_new_tokens - len(prefix), 0),
+            "temperature": 0.0 if params.greedy else params.temperature,
+            # 31 bits; SGLang uses it only under --enable-deterministic-inference.
+            "sampling_seed": self._request_seed(request, "sglang") >> 33,
+            "ignore_eos": True,
+            "stop_token_ids": self._stop_token_ids(request),
+            "stop": list(params.stop),
+            "no_stop_trim": True,
+        }
+        return {"input_ids": [*request.prompt, *prefix], "sampling_params": sampling, "return_logprob": True}
+
+    def _parse(self, reply: Mapping[str, Any]) -> Completion:
+        info = reply.get("meta_info")
+        if not isinstance(info, dict):
+            raise InvalidReplyError("its meta_info is missing")
+        reason, rows = info.get("finish_reason"), info.get("output_token_logprobs")
+        if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) >= 2 for row in rows):
+            raise InvalidReplyError("its log-probs are missing")
+        tokens = [row[1] for row in rows]
+        if reply.get("output_ids") is not None and reply["output_ids"] != tokens:
+            raise InvalidReplyError("its output_ids are not the tokens of its log-probs")
+        reason = reason.get("type") if isinstance(reason, dict) else reason
+        return parse_completion(tokens, [row[0] for row in rows], reason)
+
+    def _interrupt(self) -> None:
+        self._post("/pause_generation", {"mode": "abort"})
+
+    def _resume(self) -> None:
+        self._post("/continue_generation", {})
+
+    def _release_memory(self) -> None:
+        self._post("/release_memory_occupation", {})
+
+    def _reclaim_memory(self) -> None:
+        self._post("/resume_memory_occupation", {})

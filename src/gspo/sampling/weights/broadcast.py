@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gspo.sampling.engines.inside_vllm import gspo_collective as collective
-from gspo.sampling.weights.publish import PublishedFile
 
 MESSAGE_S = 60.0  # timeout of one message of a broadcast, and of the wait for a process to join it
 
@@ -64,6 +63,3 @@ class Broadcaster:
     def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Broadcast:
         on_cpu = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
         return Broadcast(version, collective.digest(on_cpu), on_cpu, self._store, self._timeout_s, set())
-
-
-Published = PublishedFile | Broadcast

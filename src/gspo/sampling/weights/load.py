@@ -18,7 +18,7 @@ from gspo.errors import WeightSyncError
 from gspo.faults import reached
 from gspo.models.cache import quiet
 from gspo.sampling.engines.inside_vllm import gspo_collective as collective
-from gspo.sampling.weights.publish import sha256_of
+from gspo.system import files
 
 
 def fetch(address: str, sha256: str) -> dict[str, Tensor]:
@@ -37,7 +37,7 @@ def read(path: str | Path, sha256: str) -> dict[str, Tensor]:
     try:
         if not stat.S_ISREG(path.lstat().st_mode):  # reading a pipe would never end
             raise WeightSyncError(f"{path} is not a file; the sampler keeps its weights")
-        if (got := sha256_of(path)) != sha256:
+        if (got := files.sha256(path)) != sha256:
             raise WeightSyncError(
                 f"{path} is not what was published: sha256 {got[:12]}… instead of {sha256[:12]}… "
                 f"({path.stat().st_size} bytes); the sampler keeps its weights"

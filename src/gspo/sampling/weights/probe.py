@@ -44,3 +44,28 @@ def mismatch(one: Sequence[NDArray], other: Sequence[NDArray], dtype: torch.dtyp
     if gap <= bound:  # False for NaN
         return None
     return f"log-probs of the probe differ by {gap:.2g} (allowed {bound:g}): it samples from another model"
+
+
+class ProbeCheck:
+    """Compares the probe results of servers with the trainer's, or with the first server's if `reference` is None."""
+
+    def __init__(self, num_vocab: int, dtype: torch.dtype, reference: ScoreSequences | None) -> None:
+        self.sequences = probe_sequences(num_vocab)
+        self.expected: list[NDArray] | None = None  # for the version published last
+        self._dtype, self._reference = dtype, reference
+
+    def reference_values(self) -> list[NDArray[np.float32]] | None:
+        """What the trainer expects of its current weights."""
+        return None if self._reference is None else self._reference(self.sequences)
+
+    def mismatch(self, values: Any) -> str | None:
+        """Why a server's result is wrong; None if it agrees. The first result stands in for a missing reference."""
+        try:
+            rows = [np.array(row, dtype=np.float64) for row in values]
+        except (TypeError, ValueError):
+            rows = []
+        if not rows:
+            return "it did not report the log-probs of the probe"
+        if self.expected is None:
+            self.expected = rows
+        return mismatch(rows, self.expected, self._dtype)

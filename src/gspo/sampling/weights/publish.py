@@ -6,7 +6,6 @@ The trainer writes it; servers compare its sha256 before they load it (`load.py`
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor
 from gspo.errors import WeightSyncError
 from gspo.faults import reached
 from gspo.sampling.remote.discovery import forget
+from gspo.system.files import sha256
 
 
 class PublishedFile(NamedTuple):
@@ -53,7 +53,7 @@ def publish(folder: Path, version: int, tensors: Iterable[tuple[str, Tensor]]) -
             raise PermissionError("the folder belongs to another user")
         with _private_files():
             save_file(on_cpu, tmp, metadata={"version": str(version)})
-        digest = sha256_of(tmp)
+        digest = sha256(tmp)
         reached("weights.publish")
         tmp.replace(path)
     except (OSError, SafetensorError) as cause:
@@ -63,11 +63,6 @@ def publish(folder: Path, version: int, tensors: Iterable[tuple[str, Tensor]]) -
             "place with actor.weight_update_mode (disk, shm)"
         ) from cause
     return PublishedFile(version, path, digest)
-
-
-def sha256_of(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager

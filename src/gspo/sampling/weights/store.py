@@ -5,22 +5,30 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from torch import Tensor
+
 from gspo.errors import ConfigError
 from gspo.sampling.remote.discovery import SHM, Address, weight_folders
-from gspo.sampling.weights.broadcast import Broadcaster
+from gspo.sampling.weights.broadcast import Broadcast, Broadcaster
+from gspo.sampling.weights.publish import PublishedFile, publish
 
 WeightStore = Path | Broadcaster
+Published = PublishedFile | Broadcast
 ChooseStore = Callable[[Sequence[Address | None]], WeightStore]  # given the servers' addresses; None: not registered
 
 
 def weight_store(mode: str, run: Path, num_bytes: int) -> ChooseStore:
     """The store of a run whose weights have `num_bytes`; it is chosen anew for each version."""
     return _Broadcasters().near if mode == "broadcast" else partial(choose_folder, mode, run, num_bytes)
+
+
+def publish_to(store: WeightStore, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Published:
+    return publish(store, version, tensors) if isinstance(store, Path) else store.publish(version, tensors)
 
 
 class _Broadcasters:

@@ -1,0 +1,173 @@
+"""A sampler server in front of an inference engine: what vLLM's and SGLang's have in common.
+
+The engine's server is started here as a child process and ends with this one, or the user runs it (`vllm.url`).
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from gspo.config import load
+from gspo.config.layout import Layout, layout_of
+from gspo.config.schema import Config
+from gspo.errors import ConfigError, GspoError, RolloutError
+from gspo.faults import reached
+from gspo.launcher.serve.local import announce
+from gspo.models.loading import load_tokenizer
+from gspo.sampling.engines.base import EngineAddress, EngineSampler
+from gspo.sampling.remote.server import SamplerEngine
+from gspo.system.launched import TOKEN, Launched
+from gspo.system.process import describe_exit, dying_with_parent, stop
+from gspo.train.build.sampler import decoder
+
+CHECK_S = 1.0  # between two checks of the child process
+MEASURE_S = 5.0  # between two checks of the engine's progress
+STOP_S = 5.0  # from SIGTERM to SIGKILL
+
+
+class Start(NamedTuple):
+    """How an engine's server is started."""
+
+    argv: list[str]
+    env: dict[str, str]  # added to this process's environment
+
+
+def read_config(config_path: Path, engine: str, dry_run: bool = False) -> tuple[Config, Layout]:
+    """The run's config and layout; ConfigError if they are not for this engine."""
+    if not dry_run:
+        Launched.read().required_token()
+        reached("sampler.start")
+    config = load(config_path).config
+    layout = layout_of(config, torch.cuda.device_count())
+    if layout.sampler is None or layout.sampler.name != engine:
+        raise ConfigError(f"rollout.backend is {config.rollout.backend}; this server is for {engine}:dN")
+    if config.rollout.sampler_precision != "none":
+        raise ConfigError("rollout.sampler_precision rounds the in-process sampler's weights only; set it to none")
+    return config, layout
+
+
+def serve_engine(
+    config: Config,
+    index: int,
+    folder: Path,
+    address: EngineAddress,
+    start: Start | None,
+    make: Callable[[], EngineSampler],
+    identity: Mapping[str, Any],
+    *,
+    host: str,
+    port: int,
+) -> None:
+    """Start the engine (`start` None: it runs already), check it, and serve until SIGTERM or the engine's end."""
+    child = None if start is None else start_engine(start)
+    try:
+        await_ready(address, child, config.rollout.request_timeout)
+        sampler, failures = make(), []
+        report = sampler.check_server()
+        engine = SamplerEngine(sampler, identity=identity, score=sampler.score, load=sampler.load_published)
+        stalled_s = max(config.rollout.request_timeout / 3, 5.0)
+        announce(
+            engine,
+            index,
+            folder,
+            host=host,
+            port=port,
+            words=f"{config.actor.path}, {sampler.engine} on {report['device']} at {address}",
+            watch=partial(watch, sampler, child, stalled_s, failures.append),
+        )
+        if failures:
+            raise RolloutError(failures[0])
+    finally:
+        if child is not None:
+            stop(child, STOP_S)  # the launcher kills what the child leaves in our process group
+
+
+def make_sampler(
+    kind: Callable[..., EngineSampler],
+    config: Config,
+    identity: Mapping[str, Any],
+    address: EngineAddress,
+    can_sleep: bool,
+) -> EngineSampler:
+    return kind(
+        address,
+        seed=config.seed,
+        num_vocab=identity["num_vocab"],
+        max_context=identity["max_context"],
+        eos_token_ids=identity["ends"],
+        decode=decoder(load_tokenizer(config.tokenizer_path or config.actor.path)),
+        concurrent=max_running(config),
+        retries=config.rollout.request_retries,
+        can_sleep=can_sleep,
+        load_s=config.rollout.request_timeout,
+    )
+
+
+def max_running(config: Config) -> int:
+    return config.rollout.max_concurrent_rollouts or 256
+
+
+# The engine's process
+
+
+def start_engine(start: Start) -> subprocess.Popen[bytes]:
+    """Start the engine as a child that is killed with this process and writes to the same log."""
+    env = {**os.environ, **start.env}
+    env.pop(TOKEN, None)
+    print(f"starting {shlex.join(start.argv)}", flush=True)
+    return subprocess.Popen(dying_with_parent(start.argv), env=env, stdin=subprocess.DEVNULL)
+
+
+def await_ready(address: EngineAddress, child: subprocess.Popen[bytes] | None, timeout_s: float) -> None:
+    """Wait until GET /health answers 200. RolloutError if the engine ends first or takes too long."""
+    begin = time.monotonic()
+    with address.open() as http:
+        while True:
+            with suppress(OSError, ValueError):
+                if http.call("GET", "/health", timeout_s=5.0).status == 200:
+                    return
+            if child is not None and (code := child.poll()) is not None:
+                error = ConfigError if code == 2 else RolloutError  # 2: it rejected its flags
+                raise error(f"the engine {describe_exit(code)} before it served; its messages are above (vllm.*)")
+            if time.monotonic() - begin > timeout_s:
+                raise RolloutError(f"no engine answered at {address} within {timeout_s:g} s (rollout.request_timeout)")
+            time.sleep(0.5)
+
+
+def watch(
+    sampler: EngineSampler,
+    child: subprocess.Popen[bytes] | None,
+    stalled_s: float,
+    fail: Callable[[str], None],
+    stop: Callable[[], None],
+) -> None:
+    """Stop this server when the engine has ended, is broken, or makes no progress; the launcher then restarts both."""
+    progress, progress_at, measured_at = -1.0, time.monotonic(), 0.0
+    while True:
+        time.sleep(CHECK_S)
+        now, why = time.monotonic(), sampler.broken
+        if child is not None and (code := child.poll()) is not None:
+            why = f"{sampler.engine} {describe_exit(code)}"
+        elif not sampler.is_busy():
+            progress_at = now
+        elif now - measured_at > MEASURE_S:
+            measured_at = now
+            with suppress(GspoError):
+                if (measured := sampler.progress()) != progress:
+                    progress, progress_at = measured, time.monotonic()
+        if now - progress_at > stalled_s:
+            why = why or f"{sampler.engine} has requests but made no token for {stalled_s:g} s"
+        if why:
+            fail(why)
+            stop()
+            return

@@ -1,0 +1,61 @@
+"""The model that an inference engine is told to load, and its identity, found without loading the weights here."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from gspo.config.schema import Config
+from gspo.models import cache
+from gspo.models.loading import EMBEDDED, load_model, load_tokenizer, locate
+from gspo.sampling.remote.identity import context_limit, end_tokens, identity_of
+from gspo.train.build.compute import device_and_dtype, published_dtype
+
+
+def model_folder(config: Config, tmp: Path) -> str:
+    """The model that the engine is told to load: a folder, or a hub name. Random weights are written to `tmp` first."""
+    path = as_folder(config.actor.path)
+    if not config.actor.init_from_scratch:
+        return path
+    model: Any = load_model(config.actor.path, device_and_dtype(config)[1], from_scratch=True, seed=config.seed)
+    with cache.quiet():
+        model.save_pretrained(tmp, safe_serialization=True)
+        load_tokenizer(config.tokenizer_path or config.actor.path).save_pretrained(tmp)
+    return str(tmp)
+
+
+def as_folder(path: str) -> str:
+    """The folder of a model on disk; a hub name is returned as it is."""
+    path = locate(path)
+    if not path.startswith(EMBEDDED):
+        return path
+    from gspo.models import embedded
+
+    embedded.build(path)
+    return str(embedded.folder(path))
+
+
+def identity_for(config: Config, source: str) -> dict[str, Any]:
+    """`identity_of` from the model's config: this process does not load the weights."""
+    dtype = published_dtype(config) or device_and_dtype(config)[1]
+    tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
+    model = without_weights(source)
+    with suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(source)
+    return identity_of(
+        model,
+        seed=config.seed,
+        ends=end_tokens(model, tokenizer),
+        max_context=context_limit(model, config.gconfig.max_tokens),
+        dtype=dtype,
+    )
+
+
+def without_weights(source: str) -> Any:
+    """The model on the meta device."""
+    with cache.quiet(), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), trust_remote_code=False)

@@ -1,0 +1,358 @@
+"""A sampler whose tokens an inference engine's server samples: `api.Sampler` over the engine's HTTP API. Torch-free.
+
+One HTTP request per sample, token ids in and out. An engine is interrupted by a call that makes it answer every request
+with the tokens so far; the rest is requested again later with those tokens as part of the prompt. The engine draws
+from a seed per request that is a function of the request's key: tokens do not depend on other requests, but they are
+not those of the in-process sampler. `vllm.py` and `sglang.py` hold what differs between the engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import time
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gspo import rng
+from gspo.errors import RolloutError, WeightSyncError
+from gspo.sampling.engines.replies import Completion, InvalidReplyError, cut_at_stop, parse_json
+from gspo.sampling.requests import validate_request
+from gspo.sampling.verify import invalid_reason
+from gspo.system.http_client import HttpClient, Reply, ReplyTooLargeError
+from gspo.types import Request, Sample, SampleId
+
+if TYPE_CHECKING:
+    import torch
+
+CALL_S = 60.0  # deadline of every call except sampling and loading
+INTERRUPT_S = 30.0  # until all requests have come back after an interruption
+_COUNTERS = ("requests", "sampled_tokens", "invalid_responses", "lost_replies", "partial")
+
+
+class EngineAddress(NamedTuple):
+    """Where an engine's server listens: at a Unix socket that only its owner can open, or at a URL."""
+
+    url: str = "http://vllm"
+    socket: str | None = None
+    key: str | None = None  # --api-key; vLLM checks it for /v1 only
+
+    def __str__(self) -> str:
+        return self.socket or self.url
+
+    def open(self, max_connections: int | None = None) -> HttpClient:
+        headers = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
+        return HttpClient(self.url, headers=headers, socket=self.socket, max_connections=max_connections)
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A request that the engine has, or is about to get."""
+
+    request: Request
+    reply: Future[dict[str, Any] | None]
+    version: int
+
+
+class EngineSampler(ABC):
+    """Implements `gspo.sampling.api.Sampler` over one server of an inference engine.
+
+    decode       turns tokens into text, for stop strings
+    concurrent   how many requests the engine has at once
+    retries      how often one request may fail; 8 · (1 + retries) failures in a row end the sampler
+    can_sleep    the engine can release its GPU memory
+    load_s       deadline of a load of weights
+
+    `broken` tells why the sampler cannot continue; its process must restart.
+    """
+
+    engine: str  # its name
+    route: str  # of a sampling request
+
+    def __init__(
+        self,
+        address: EngineAddress,
+        *,
+        seed: int,
+        num_vocab: int,
+        max_context: int,
+        eos_token_ids: Collection[int],
+        decode: Callable[[Sequence[int]], str] | None = None,
+        concurrent: int = 256,
+        retries: int = 3,
+        can_sleep: bool = False,
+        load_s: float = 1800.0,
+        version: int = -1,
+    ) -> None:
+        self.version, self.broken = version, ""
+        self._address, self._seed, self._decode, self._can_sleep = address, seed, decode, can_sleep
+        self._ends, self._retries, self._load_s = frozenset(eos_token_ids), retries, load_s
+        self._validate = partial(
+            validate_request, num_vocab=num_vocab, max_context=max_context, sees_text=decode is not None
+        )
+        self._invalid_reason = partial(invalid_reason, num_vocab=num_vocab, ends=self._ends, aborting=True)
+        self._waiting: deque[Request] = deque()
+        self._in_flight: dict[SampleId, InFlight] = {}
+        self._arrived: queue.SimpleQueue[SampleId] = queue.SimpleQueue()  # requests whose reply is there
+        self._done: deque[Sample] = deque()
+        self._failures: Counter[SampleId] = Counter()
+        self._failures_in_a_row = 0
+        self._counts: Counter[str] = Counter()
+        self._paused = self._asleep = self._closed = self._interrupting = False
+        self._http, self._slots = address.open(concurrent), asyncio.Semaphore(concurrent)
+
+    # The interface
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        if self._closed:
+            raise RolloutError("the sampler is closed: nothing can be submitted")
+        for request in requests:
+            self._validate(request)
+        for request in requests:
+            if request.prefix is not None and len(request.prefix.tokens) >= request.params.max_new_tokens:
+                self._done.append(replace(request.prefix, id=request.id, finish="length"))
+            else:
+                self._waiting.append(request)
+        self._send()
+
+    def completed(self, deadline_s: float | None = None) -> Iterator[Sample]:
+        deadline = None if deadline_s is None else time.monotonic() + deadline_s
+        while True:
+            while self._done:
+                yield self._done.popleft()
+            if self._is_stopped() or not (self._in_flight or self._waiting):
+                return
+            self._send()  # requests that another client of this engine has interrupted
+            left = 1.0 if deadline is None else deadline - time.monotonic()
+            if left <= 0 and self._arrived.empty():
+                return
+            try:
+                self._receive(self._arrived.get(timeout=min(max(left, 0.001), 1.0)))
+            except queue.Empty:
+                if self.broken:
+                    raise RolloutError(self.broken) from None
+
+    def abort(self) -> list[Sample]:
+        self._interrupt_all()
+        prefixes = [request.prefix or Sample.of(request.id, [], [], self.version) for request in self._waiting]
+        samples = [replace(s, id=r.id, finish="abort") for s, r in zip(prefixes, self._waiting, strict=True)]
+        self._waiting.clear()
+        self._failures.clear()
+        return samples
+
+    def pause(self) -> None:
+        self._paused = True
+        self._interrupt_all()
+
+    def resume(self) -> None:
+        self._paused = False
+        self._send()
+
+    def sleep(self) -> None:
+        """Release the engine's GPU memory if it can do so; otherwise a pause."""
+        self._asleep = True
+        self._interrupt_all()
+        if self._can_sleep:
+            self._release_memory()
+
+    def wake(self) -> None:
+        if self._asleep and self._can_sleep:
+            self._reclaim_memory()
+        self._asleep = False
+        self._send()
+
+    def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]] | None) -> None:
+        raise WeightSyncError(f"{self.engine} loads weights from a published file: use load_published")
+
+    def health(self) -> Mapping[str, Any]:
+        return {
+            "version": self.version,
+            "running": len(self._in_flight),
+            "waiting": len(self._waiting),
+            "paused": self._paused,
+            "asleep": self._asleep,
+            "closed": self._closed,
+            "broken": self.broken,
+            **{name: self._counts[name] for name in _COUNTERS},
+        }
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._http.close()
+
+    # Beside the interface
+
+    @abstractmethod
+    def load_published(self, version: int, path: str, sha256: str) -> None:
+        """Load a published weight version; interrupted samples continue with it."""
+
+    @abstractmethod
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
+        """Log-probs of every token but the first of each sequence."""
+
+    @abstractmethod
+    def check_server(self) -> dict[str, Any]:
+        """ConfigError if the server is not what this sampler needs. Returns what it reports, with its `device`."""
+
+    @abstractmethod
+    def progress(self) -> float:
+        """A number that grows while the engine works."""
+
+    def is_busy(self) -> bool:
+        return bool(self._in_flight)
+
+    # What differs between engines
+
+    @abstractmethod
+    def _body(self, request: Request) -> dict[str, Any]:
+        """The body of a sampling request."""
+
+    @abstractmethod
+    def _parse(self, reply: Mapping[str, Any]) -> Completion:
+        """The new tokens in the reply to a sampling request."""
+
+    @abstractmethod
+    def _interrupt(self) -> None:
+        """Make the engine answer all requests with the tokens so far."""
+
+    @abstractmethod
+    def _resume(self) -> None:
+        """Let the engine accept requests again."""
+
+    @abstractmethod
+    def _release_memory(self) -> None: ...
+
+    @abstractmethod
+    def _reclaim_memory(self) -> None: ...
+
+    # Requests
+
+    def _is_stopped(self) -> bool:
+        return self._paused or self._asleep or self._closed
+
+    def _request_seed(self, request: Request, purpose: str) -> int:
+        """64 random bits that are a function of the request's key and of how many tokens it has."""
+        id, num = request.id, 0 if request.prefix is None else len(request.prefix.tokens)
+        return int(rng.bits(self._seed, purpose, id.submission, id.sample, id.turn, num, id.attempt))
+
+    def _stop_token_ids(self, request: Request) -> list[int]:
+        params = request.params
+        return sorted({*params.stop_token_ids, *(() if params.ignore_eos else self._ends)})
+
+    def _send(self) -> None:
+        while self._waiting and not self._is_stopped():
+            request = self._waiting.popleft()
+            reply = self._http.run(self._sample(self._body(request)))
+            self._in_flight[request.id] = InFlight(request, reply, self.version)
+            self._counts["requests"] += 1
+            reply.add_done_callback(lambda _, id=request.id: self._arrived.put(id))
+
+    async def _sample(self, body: dict[str, Any]) -> dict[str, Any] | None:
+        """The reply to a sampling request; there is no deadline. None: not sent, as requests are being interrupted."""
+        async with self._slots:
+            if self._interrupting:
+                return None
+            return parse_json(await self._http.request("POST", self.route, json.dumps(body).encode()))
+
+    def _receive(self, id: SampleId) -> None:
+        """Handle a reply: a sample, a part of one, or a failure."""
+        flight = self._in_flight.pop(id, None)
+        if flight is None:
+            return
+        try:
+            reply = flight.reply.result(0)
+            if reply is None:
+                self._waiting.append(flight.request)
+                return
+            self._accept(flight, self._parse(reply))
+            self._failures_in_a_row = 0
+        except (InvalidReplyError, ReplyTooLargeError, OSError) as error:
+            self._resubmit(flight.request, error)
+
+    def _accept(self, flight: InFlight, completion: Completion) -> None:
+        request = flight.request
+        fresh = Sample.of(request.id, completion.tokens, completion.logp, flight.version, completion.finish)
+        sample = fresh if request.prefix is None else Sample.concatenate([request.prefix, fresh])
+        if request.params.stop and self._decode is not None:
+            sample = cut_at_stop(sample, request, self._decode)
+        if why := self._invalid_reason(request, sample, versions=(flight.version, flight.version)):
+            raise InvalidReplyError(why)
+        self._counts["sampled_tokens"] += len(completion.tokens)
+        if sample.finish == "abort":  # interrupted by us, or by another client that has paused this server
+            self._counts["partial"] += 1
+            self._waiting.append(replace(request, prefix=sample if len(sample.tokens) else request.prefix))
+        else:
+            self._failures.pop(request.id, None)
+            self._done.append(sample)
+
+    def _resubmit(self, request: Request, error: Exception) -> None:
+        """Send a failed request again. RolloutError after too many failures."""
+        is_invalid = not isinstance(error, OSError)
+        self._counts["invalid_responses" if is_invalid else "lost_replies"] += 1
+        self._failures[request.id] += 1
+        self._failures_in_a_row += 1
+        self._waiting.append(request)
+        if self._failures[request.id] > self._retries or self._failures_in_a_row > 8 * (1 + self._retries):
+            what = "sends invalid responses" if is_invalid else "does not answer"
+            raise self._mark_broken(f"{self.engine} {what}: sample {tuple(request.id)}: {error}")
+        if not self._interrupting:
+            self._send()
+
+    def _interrupt_all(self) -> None:
+        """Interrupt all requests. They wait then with their tokens so far, in the order in which they were sent."""
+        if not self._in_flight:
+            return
+        order = {id: index for index, id in enumerate(self._in_flight)}
+        self._interrupting = True
+        deadline = time.monotonic() + INTERRUPT_S
+        try:
+            while self._in_flight and time.monotonic() < deadline and not self.broken:
+                self._interrupt()
+                until = time.monotonic() + 1.0
+                while self._in_flight and (left := until - time.monotonic()) > 0:
+                    try:
+                        self._receive(self._arrived.get(timeout=left))
+                    except queue.Empty:
+                        break
+            for flight in self._in_flight.values():  # the engine got it after the interruption: sample it again
+                flight.reply.cancel()
+                self._waiting.append(flight.request)
+            self._in_flight.clear()
+            self._resume()
+        finally:
+            self._interrupting = False
+        self._waiting = deque(sorted(self._waiting, key=lambda request: order.get(request.id, len(order))))
+
+    def _mark_broken(self, why: str) -> RolloutError:
+        self.broken = self.broken or why
+        return RolloutError(why)
+
+    # HTTP
+
+    def _get(self, path: str) -> dict[str, Any]:
+        return self._parsed(path, self._call("GET", path))
+
+    def _post(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = CALL_S) -> dict[str, Any]:
+        return self._parsed(path, self._call("POST", path, body, timeout_s))
+
+    def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = CALL_S) -> Reply:
+        content = None if body is None else json.dumps(body).encode()
+        try:
+            return self._http.call(method, path, content, timeout_s=timeout_s)
+        except TimeoutError:
+            raise RolloutError(f"{self.engine} does not answer in {timeout_s:g} s") from None
+        except (ConnectionError, ReplyTooLargeError) as error:
+            raise RolloutError(f"{self.engine} does not answer: {error}") from None
+
+    def _parsed(self, path: str, reply: Reply) -> dict[str, Any]:
+        try:
+            return parse_json(reply)
+        except InvalidReplyError as error:
+            raise RolloutError(f"{self.engine} {path.partition('?')[0]}: {error}") from None

@@ -199,7 +199,7 @@ LIES = {
         choice(token_ids=[3] * 9, logprobs={"token_logprobs": [-0.1] * 9}, finish_reason="length"), "9 tokens, of at"),
     "too few tokens": (
         choice(token_ids=[3], logprobs={"token_logprobs": [-0.1]}, finish_reason="length"), "ends at 1 of 5"),
-    "an end at nothing": (choice(token_ids=[3] * 5, finish_reason="stop"), "ends nothing"),
+    "an end at nothing": (choice(token_ids=[3] * 5, finish_reason="stop"), "not an end token"),
     "another finish": (choice(finish_reason="tool_calls"), "finish_reason"),
     "another model": (lambda reply: {**reply, "model": "gpt"}, "answered for the model 'gpt'"),
     "no choice": (lambda reply: {**reply, "choices": []}, "one choice"),

@@ -1,7 +1,7 @@
-"""The sampler's interface: asynchronous in form, whoever implements it (in process, HTTP, vLLM).
+"""The sampler's interface, asynchronous in form for all implementations (in process, HTTP, vLLM, SGLang).
 
-`submit` never blocks and `completed` streams samples as they finish, in any order; who they are is in
-`Sample.id`. The in-process engine decodes inside `completed()`; a client of a server only waits there.
+`submit` never blocks. `completed` yields samples as they finish, in any order; `Sample.id` tells which request a sample
+belongs to. The in-process engine decodes inside `completed()`; a client of servers only waits there.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class Sampler(Protocol):
-    """What `train/` knows of a sampler. Every wait has a deadline; a missed one raises RolloutError."""
+    """What the trainer needs of a sampler. Every wait has a deadline; a missed deadline raises RolloutError."""
 
     @property
     def version(self) -> int:
-        """Of the weights that sample now; every token is tagged with it."""
+        """The version of the current weights; every sampled token is tagged with it."""
         ...
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -42,14 +42,14 @@ class Sampler(Protocol):
     def resume(self) -> None: ...
 
     def sleep(self) -> None:
-        """Give up caches (and weights, where they are the sampler's own) so that a trainer can use the device."""
+        """Release caches, and weights if they are the sampler's own, so that the trainer can use the device."""
         ...
 
     def wake(self) -> None: ...
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]] | None) -> None:
-        """Sample from `version` on. None: the weights are shared with the trainer and changed in place already.
-        Cached keys and values of older weights are dropped; outstanding samples re-prefill."""
+        """Sample from `version` from now on. `tensors` None: trainer and sampler share the weights, changed in place.
+        Cached keys and values of older weights are dropped; outstanding samples are prefilled again."""
         ...
 
     def health(self) -> Mapping[str, Any]: ...

@@ -1,4 +1,4 @@
-"""What a sampler refuses at submit, by the name of the key that would allow it."""
+"""Checks of a request before it is queued. Error messages name the config key to change."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from gspo.types import Request
 
 
 def validate_request(request: Request, *, num_vocab: int, max_context: int, sees_text: bool) -> None:
-    """Refuse what cannot be sampled, by the name of the key that would allow it."""
+    """Raise DataError if the request cannot be sampled. `sees_text`: the sampler can decode tokens into text."""
     who, params, num = f"request {tuple(request.id)}", request.params, len(request.prompt)
     if num == 0:
-        raise DataError(f"{who}: the prompt is empty; a completion needs at least one token before it")
+        raise DataError(f"{who}: the prompt is empty; at least one token must precede the completion")
     prefix = () if request.prefix is None else request.prefix.tokens
     for name, tokens in (("prompt", request.prompt), ("prefix", prefix)):
         ids = np.asarray(tokens)
@@ -23,7 +23,7 @@ def validate_request(request: Request, *, num_vocab: int, max_context: int, sees
                 "does tokenizer_path belong to actor.path?"
             )
     if params.max_new_tokens < 1:
-        raise DataError(f"{who}: gconfig.max_new_tokens is {params.max_new_tokens}, it must be at least 1")
+        raise DataError(f"{who}: gconfig.max_new_tokens is {params.max_new_tokens}; it must be at least 1")
     if num + params.max_new_tokens > max_context:
         raise DataError(
             f"{who}: prompt of {num} tokens + gconfig.max_new_tokens {params.max_new_tokens} = "
@@ -32,7 +32,7 @@ def validate_request(request: Request, *, num_vocab: int, max_context: int, sees
         )
     if not params.greedy and not params.temperature > 0:
         raise DataError(
-            f"{who}: gconfig.temperature is {params.temperature}, it must be > 0; for argmax set gconfig.greedy"
+            f"{who}: gconfig.temperature is {params.temperature}; it must be > 0 (for argmax set gconfig.greedy: true)"
         )
     if not 0 < params.top_p <= 1 or params.top_k < 0:
         raise DataError(f"{who}: gconfig.top_p {params.top_p} must be in (0, 1], gconfig.top_k {params.top_k} ≥ 0")
@@ -42,6 +42,8 @@ def validate_request(request: Request, *, num_vocab: int, max_context: int, sees
             f"gconfig.max_new_tokens {params.max_new_tokens}"
         )
     if params.stop and not sees_text:
-        raise DataError(f"{who}: gconfig.stop holds strings but the sampler was given no `decode` to see text")
+        raise DataError(
+            f"{who}: gconfig.stop holds strings, but this sampler has no `decode` function to turn tokens into text"
+        )
     if request.prefix is not None and request.prefix.finish == "stop":
-        raise DataError(f"{who}: its prefix ended by itself (finish 'stop'); there is nothing to continue")
+        raise DataError(f"{who}: its prefix is already complete (finish 'stop'), so it cannot be continued")

@@ -1,4 +1,4 @@
-"""Whether a sample can be the answer to its request: what is checked before a server's word is believed. Torch-free."""
+"""Checks that a sample from a server is a possible answer to its request. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from gspo.types import TOKEN_ARRAYS, Request, Sample
 
 
 class Experts(NamedTuple):
-    """What the routes of a mixture are made of; none of it for a dense model."""
+    """The form of the expert routes of a MoE model's samples; all zero for a dense model."""
 
     num_layers: int = 0
     per_token: int = 0
     num_experts: int = 0
-    needed: bool = False  # a sample without routes is none
+    needed: bool = False  # a sample without routes is invalid
 
 
 def invalid_reason(
@@ -30,48 +30,52 @@ def invalid_reason(
     aborting: bool = False,
     experts: Experts = Experts(),  # noqa: B008 - a tuple
 ) -> str | None:
-    """Why this cannot be it; None where it can. `versions`: the oldest and newest that may have sampled new tokens."""
+    """Why the sample cannot be an answer to the request; None if it can.
+
+    `versions`: the oldest and the newest weight version that may have sampled new tokens. `aborting`: the request may
+    come back incomplete.
+    """
     params, num = request.params, len(sample.tokens)
-    said = 0 if request.prefix is None else len(request.prefix.tokens)
+    num_prefix = 0 if request.prefix is None else len(request.prefix.tokens)
     if sample.id != request.id:
         return f"it is sample {tuple(sample.id)}"
-    if num > params.max_new_tokens or num < said:
-        return f"{num} tokens, of at most {params.max_new_tokens} (gconfig.max_new_tokens), {said} of them given"
+    if num > params.max_new_tokens or num < num_prefix:
+        return f"{num} tokens, of at most {params.max_new_tokens} (gconfig.max_new_tokens), {num_prefix} in the prefix"
     if request.prefix is not None and not all(
-        np.array_equal(getattr(sample, name)[:said], getattr(request.prefix, name)) for name in TOKEN_ARRAYS
+        np.array_equal(getattr(sample, name)[:num_prefix], getattr(request.prefix, name)) for name in TOKEN_ARRAYS
     ):
         return "it does not begin with its prefix"
-    tokens, logp = sample.tokens[said:], sample.behavior_logp[said:]
+    tokens, logp = sample.tokens[num_prefix:], sample.behavior_logp[num_prefix:]
     if len(tokens) and not (tokens.min() >= 0 and tokens.max() < num_vocab):
-        return f"tokens {tokens.min()}…{tokens.max()} are not all of the vocabulary of {num_vocab}"
+        return f"tokens {tokens.min()}…{tokens.max()} are not all inside the vocabulary of {num_vocab}"
     if not (np.isfinite(logp).all() and (logp <= 1e-5).all()):
         return "its log-probs are not finite numbers ≤ 0"
-    by, (oldest, newest) = sample.versions[said:], versions
+    by, (oldest, newest) = sample.versions[num_prefix:], versions
     if len(by) and not (oldest <= by.min() and by.max() <= newest):
-        return f"sampled by weight versions {by.min()}…{by.max()}; it was given {oldest}…{newest}"
+        return f"sampled by weight versions {by.min()}…{by.max()}; expected {oldest}…{newest}"
     if (np.diff(by) < 0).any():
-        return "its weight versions go back"
-    if not sample.mask[said:].all() or (sample.turns[said:] != request.id.turn).any():
-        return "tokens it sampled are masked, or of another turn"
+        return "its weight versions decrease along the sample"
+    if not sample.mask[num_prefix:].all() or (sample.turns[num_prefix:] != request.id.turn).any():
+        return "some of its new tokens are masked, or of another turn"
     if (why := _invalid_routes(request, sample, experts)) is not None:
         return why
-    return _ending(request, sample, ends, num - said, aborting)
+    return _ending(request, sample, ends, num - num_prefix, aborting)
 
 
 def _invalid_routes(request: Request, sample: Sample, experts: Experts) -> str | None:
-    """Of a mixture's sample: [tokens, layers, experts per token], and the same for its prompt; or neither."""
+    """Routes are [tokens, layers, experts per token], of the sample and of its prompt: both or neither."""
     prefix = request.prefix if request.prefix is not None and len(request.prefix.tokens) else None
     both = {"routes": (sample.routes, len(sample.tokens)), "prompt_routes": (sample.prompt_routes, len(request.prompt))}
     if all(routes is None for routes, _ in both.values()):
-        # What was aborted may not have begun; what was continued keeps the absence of what it continues.
+        # An aborted request may not have been prefilled. A prefix without routes leaves none to continue.
         excused = sample.finish == "abort" or (prefix is not None and prefix.routes is None)
-        return "it has no routes, and actor.routing_replay needs them" if experts.needed and not excused else None
+        return "it has no routes, but actor.routing_replay needs them" if experts.needed and not excused else None
     kind = np.uint8 if experts.num_experts <= 256 else np.int16
     for name, (routes, num) in both.items():
         shape = (num, experts.num_layers, experts.per_token)
         if routes is None or routes.shape != shape or routes.dtype != kind or not experts.num_layers:
             got = "are missing" if routes is None else f"are {routes.dtype} {routes.shape}"
-            return f"its {name} {got}; of this model they would be {np.dtype(kind)} {shape}"
+            return f"its {name} {got}; this model's are {np.dtype(kind)} {shape}"
         if routes.size and not (routes.min() >= 0 and routes.max() < experts.num_experts):
             return f"its {name} name experts {routes.min()}…{routes.max()} of {experts.num_experts}"
         if (np.diff(np.sort(routes, -1).astype(np.int16), axis=-1) == 0).any():
@@ -88,14 +92,14 @@ def _begins_with(routes: NDArray[Any], given: NDArray[Any] | None) -> bool:
 def _ending(request: Request, sample: Sample, ends: Collection[int], fresh: int, aborting: bool) -> str | None:
     params, num = request.params, len(sample.tokens)
     if sample.finish == "abort":
-        return None if aborting else "it was aborted, and nobody asked for that"
+        return None if aborting else "it was aborted, but the trainer did not abort it"
     if sample.finish == "length":
         return None if num == params.max_new_tokens else f"it ends at {num} of {params.max_new_tokens} tokens"
     if not fresh:
-        return "it has no tokens of its own"
+        return "it has no new tokens"
     if num < params.min_new_tokens:
         return f"it stops after {num} tokens, before gconfig.min_new_tokens {params.min_new_tokens}"
     endings = {*params.stop_token_ids, *(() if params.ignore_eos else ends)}
     if not params.stop and int(sample.tokens[-1]) not in endings:
-        return f"it stops at token {int(sample.tokens[-1])}, which ends nothing"
+        return f"it stops at token {int(sample.tokens[-1])}, which is not an end token"
     return None

@@ -1,11 +1,11 @@
-"""Keys and values of running samples, and the attention that reads them through transformers' attention interface.
+"""The KV cache of running samples, and the attention function that reads it through transformers' attention interface.
 
-A prompt's keys and values are stored once for all rows of its group; a row stores only its own tokens. Every forward
-is packed as one sequence `[1, tokens]` whose layout is described by a plan; the registered attention function finds
-store and plan in a context variable, so nothing depends on a model handing keyword arguments or a cache through.
+A prompt's keys and values are stored once for all rows of its group; a row stores only its own tokens, those of its
+completion. Every forward is packed as one sequence [1, tokens], and a plan describes its layout. The registered
+attention function finds store and plan in a context variable, so models need not pass a cache or keyword arguments on.
 
 Shapes: R row slots, G group slots, K key/value heads, E query heads per key/value head, P prompt tokens,
-T own tokens, D head dimension, N rows of this forward, M rows of the fullest group.
+T own tokens, D head dimension, N rows of this forward, M rows of the largest group.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from transformers import AttentionInterface
 
 from gspo.errors import RolloutError
 
-ATTENTION = "gspo_decode"  # not in transformers' mask registry: models then build no mask at all
+ATTENTION = "gspo_decode"  # not in transformers' mask registry, so models build no mask
 
 
 @dataclass(slots=True)
 class PrefillPlan:
-    """Whole prompts, sorted so that equal lengths are neighbours and run as one batch."""
+    """A forward over whole prompts, sorted by length: prompts of equal length run as one batch."""
 
     runs: list[tuple[int, int, int]]  # (first token, number of prompts, length)
     slots: list[int]  # group slot of each prompt, in order
@@ -38,24 +38,24 @@ class PrefillPlan:
 
 @dataclass(slots=True)
 class ExtendPlan:
-    """Own tokens of rows whose prompt is stored already (an interrupted sample goes on)."""
+    """A forward over own tokens of rows whose prompt is stored already: interrupted samples that continue."""
 
     segments: list[tuple[int, int, int, int, int]]  # (first token, length, row slot, group slot, prompt length)
 
 
 @dataclass(slots=True)
 class Grid:
-    """Which row sits where in the [G, M] table of groups; remade only when rows join, leave or move."""
+    """The cell of each row in the [G, M] table of groups; rebuilt only when rows join, leave or move."""
 
-    group_n: NDArray[np.int64]
-    rank_n: NDArray[np.int64]
-    row_of_cell: NDArray[np.int64]  # [G * M]; empty cells repeat row 0 and nobody reads them
+    group_n: NDArray[np.int64]  # [N]
+    rank_n: NDArray[np.int64]  # [N] number of a row inside its group
+    row_of_cell: NDArray[np.int64]  # [G·M]; empty cells hold row 0, and their result is not read
     num_groups: int
     num_ranks: int
     index: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def heads(self, num_kv: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Row index of (group, head, rank) and cell index of (row, head), both flat."""
+        """Flat row index of each (group, head, rank) [G·K·M], and flat cell index of each (row, head) [N·K]."""
         if num_kv not in self.index:
             kv = np.arange(num_kv)
             cells_g_1_m = self.row_of_cell.reshape(self.num_groups, 1, self.num_ranks)
@@ -66,7 +66,7 @@ class Grid:
 
 
 def make_grid(group_n: NDArray[np.int64], alive_n: NDArray[np.bool_]) -> Grid:
-    """Place living rows in the table of groups. Dead rows own no cell; they read one that exists."""
+    """Place live rows in the table of groups. Free slots own no cell; they read one that exists."""
     rank_n = np.zeros_like(group_n)
     living = np.flatnonzero(alive_n)
     order = living[np.argsort(group_n[living], kind="stable")]
@@ -81,14 +81,14 @@ def make_grid(group_n: NDArray[np.int64], alive_n: NDArray[np.bool_]) -> Grid:
 
 @dataclass(slots=True)
 class DecodePlan:
-    """One token for each of N rows."""
+    """A forward over one token for each of N rows."""
 
     grid: Grid
-    prompt_len_n: NDArray[np.int64]
-    own_len_n: NDArray[np.int64]  # own tokens stored before this one
+    prompt_len_n: NDArray[np.int64]  # [N]
+    own_len_n: NDArray[np.int64]  # [N] own tokens stored before this one
     prompt_max: int = 0
     own_max: int = 0  # with this token
-    even: bool = False  # every row is as long as the longest: no mask, and one slice to write to
+    even: bool = False  # all rows have equally many own tokens: their new keys are one slice
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)
     targets: dict[int, Tensor] = field(default_factory=dict)
 
@@ -97,7 +97,7 @@ class DecodePlan:
         self.even = bool((self.own_len_n == self.own_max - 1).all())
 
     def mask(self, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """0 where row n sees a key, −inf elsewhere, [N, 1, P + T]; None where all is seen. Positions are true ones."""
+        """[N, 1, P + T]: 0 where a row sees a key, −inf elsewhere; None if every row sees every key."""
         if window is not None and window >= self.prompt_max + self.own_max:
             window = None
         if window not in self.masks:
@@ -105,7 +105,9 @@ class DecodePlan:
             prompt_p, own_t = np.arange(self.prompt_max), np.arange(self.own_max)
             seen_p, seen_t = prompt_p < prompt_n_1, own_t <= own_n_1
             if window is not None:
-                first_n_1 = prompt_n_1 + own_n_1 - window  # the query's position minus the window: the last unseen
+                first_n_1 = (
+                    prompt_n_1 + own_n_1 - window
+                )  # the query's position minus the window: the last hidden position
                 seen_p, seen_t = seen_p & (prompt_p > first_n_1), seen_t & (prompt_n_1 + own_t > first_n_1)
             seen = np.concatenate([seen_p, seen_t], axis=1)
             mask = None
@@ -116,7 +118,7 @@ class DecodePlan:
         return self.masks[window]
 
     def target(self, num_kv: int, capacity: int, device: torch.device) -> Tensor:
-        """Flat index in [R * K * T] of the place of each row's new key, per head."""
+        """Flat index into [R·K·T] of each row's new key, per head: [N·K]."""
         if num_kv not in self.targets:
             rows_n_1 = np.arange(len(self.own_len_n))[:, None] * num_kv
             flat = (rows_n_1 + np.arange(num_kv)) * capacity + self.own_len_n[:, None]
@@ -136,7 +138,7 @@ class KVStore:
         self.own: dict[int, tuple[Tensor, Tensor]] = {}
 
     def reserve(self, *, groups: int = 0, prompt_len: int = 0, rows: int = 0, own_len: int = 0) -> None:
-        """Make room for so many slots of such lengths; what is stored stays."""
+        """Make room for so many slots of such lengths; stored keys and values stay."""
         prompt = (_grown(self.num_groups, groups), _grown(self.prompt_len, prompt_len))
         if prompt != (self.num_groups, self.prompt_len):
             self.num_groups, self.prompt_len = prompt
@@ -176,7 +178,7 @@ def _grown(have: int, need: int) -> int:
 
 
 def _resized(tensor: Tensor, slots: int, length: int) -> Tensor:
-    # Zeros, never empty: a masked key still meets a product with 0, and 0 · NaN is NaN.
+    # Zeros, not uninitialised memory: a masked key is multiplied by 0, and 0 · NaN is NaN.
     new = tensor.new_zeros(slots, tensor.shape[1], length, tensor.shape[3])
     new[: tensor.shape[0], :, : tensor.shape[2]] = tensor
     return new
@@ -213,10 +215,12 @@ def _attention(
     position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The function transformers calls in every layer: query [1, K·E, N, D], key and value [1, K, N, D]."""
+    """Transformers calls this in every layer: query [1, K·E, N, D], key and value [1, K, N, D] → [1, N, K·E, D]."""
     found = _ACTIVE.get()
     if found is None:
-        raise RolloutError(f"attention {ATTENTION!r} was called outside the sampler: the trainer sets its own")
+        raise RolloutError(
+            f"attention {ATTENTION!r} was called outside the sampler; the trainer sets another implementation"
+        )
     if attention_mask is not None or position_bias is not None:
         raise RolloutError(f"{type(module).__name__} adds a mask or bias of its own to attention: not supported")
     store, plan = found
@@ -237,16 +241,16 @@ AttentionInterface.register(ATTENTION, _attention)
 
 @dataclass(slots=True)
 class _Rule:
-    """What one layer does with its scores."""
+    """How one layer turns scores into weights."""
 
     scale: float
     window: int | None
     softcap: float | None
-    sinks: Tensor | None  # [K·E] a logit per head that takes mass and gives no value
+    sinks: Tensor | None  # [K·E] a logit per head that takes probability mass but has no value
 
 
 def _weights(scores: Tensor, rule: _Rule, mask: Tensor | None) -> Tensor:
-    """Softmax over the last dimension of [rows, K·E, keys]; `mask` broadcasts; at least in float32."""
+    """Softmax over the last dimension of scores [rows, K·E, keys], in float32 or more; `mask` broadcasts."""
     if rule.softcap is not None:
         scores = torch.tanh(scores / rule.softcap) * rule.softcap
     if mask is not None:
@@ -286,7 +290,7 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, rule: _Rule) ->
     mask_l_s = torch.zeros_like(seen_l_s, dtype=query.dtype).masked_fill_(~seen_l_s, -torch.inf)
     grouped = (query * rule.scale).reshape(batch, num_kv, -1, query.shape[-1])  # [B, K, E·L, D]
     scores = (grouped @ key.transpose(-1, -2)).view(batch, heads, length, num_keys)
-    # Heads last but one, so that a sink per head lines up.
+    # [B, L, K·E, S]: heads next to keys, so that one sink per head can be appended.
     weights = _weights(scores.transpose(1, 2), rule, mask_l_s[:, None]).transpose(1, 2).to(value.dtype)
     out = weights.reshape(batch, num_kv, -1, num_keys) @ value
     return out.view(batch, heads, length, -1).transpose(1, 2)
@@ -327,7 +331,7 @@ def _extend(
 def _decode(
     store: KVStore, plan: DecodePlan, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: _Rule
 ) -> Tensor:
-    """One softmax over two parts: a group's rows against its one prompt, and each row against its own tokens."""
+    """One softmax over two parts: the rows of a group against its stored prompt, each row against its own tokens."""
     own_k, own_v = store.own_of(layer, key, value)
     _, num_kv, num_rows, dim = key.shape
     dim_v, heads, capacity = value.shape[-1], query.shape[1], own_k.shape[2]
@@ -346,15 +350,18 @@ def _decode(
     prompt_k = prompt_k.view(-1, store.prompt_len, dim)[: grid.num_groups * num_kv, :length]  # [G·K, P, D]
     prompt_v = prompt_v.view(-1, store.prompt_len, dim_v)[: grid.num_groups * num_kv, :length]
     to_grid, to_rows = grid.heads(num_kv, query.device)
-    stacked = (grid.num_groups * num_kv, grid.num_ranks * per_kv)  # [G·K, M·E, ·]: all rows of a group as queries
+    stacked = (
+        grid.num_groups * num_kv,
+        grid.num_ranks * per_kv,
+    )  # [G·K, M·E]: all rows of a group as queries of one product
 
-    q = (query[0].transpose(0, 1) * rule.scale).reshape(num_rows * num_kv, per_kv, dim)
-    q_grid = q.index_select(0, to_grid).view(*stacked, dim)
+    q = (query[0].transpose(0, 1) * rule.scale).reshape(num_rows * num_kv, per_kv, dim)  # [N·K, E, D]
+    q_grid = q.index_select(0, to_grid).view(*stacked, dim)  # [G·K, M·E, D]
     on_prompt = torch.bmm(q_grid, prompt_k.transpose(1, 2)).view(-1, per_kv, length).index_select(0, to_rows)
     scores = torch.cat([on_prompt, torch.bmm(q, own_k.transpose(1, 2))], dim=-1)  # [N·K, E, P + T]
     mask = plan.mask(rule.window, scores.dtype, scores.device)
     weights = _weights(scores.view(num_rows, heads, -1), rule, mask).to(value.dtype)
-    weights = weights.reshape(num_rows * num_kv, per_kv, -1)
+    weights = weights.reshape(num_rows * num_kv, per_kv, -1)  # [N·K, E, P + T]
     weights_grid = weights[..., :length].index_select(0, to_grid).view(*stacked, length)
     from_prompt = torch.bmm(weights_grid, prompt_v).view(-1, per_kv, dim_v).index_select(0, to_rows)
     return torch.baddbmm(from_prompt, weights[..., length:], own_v).view(1, num_rows, heads, dim_v)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 _BLOCK = 256  # tokens summed together in the first level of the draw
-_NUCLEUS = 1024  # likeliest tokens looked at before a full sort is paid for
+_NUCLEUS = 1024  # most likely tokens to look at before a full sort
 
 
 def keep_top_k(logits_n_v: Tensor, k: int) -> Tensor:
@@ -22,9 +22,9 @@ def keep_top_k(logits_n_v: Tensor, k: int) -> Tensor:
 
 
 def keep_top_p(logits_n_v: Tensor, p: float) -> Tensor:
-    """−inf outside the nucleus: the likeliest tokens up to and with the one that brings their mass to p.
+    """−inf outside the nucleus: the most likely tokens, up to and including the one that brings their mass to p.
 
-    A token stays iff the mass of the strictly likelier ones is < p (and so do ties with the last that stays).
+    A token stays if the mass of the more likely tokens is < p; ties with the last one stay as well.
     """
     num_vocab = logits_n_v.shape[-1]
     total_n_1 = torch.logsumexp(logits_n_v, dim=-1, keepdim=True)
@@ -49,8 +49,8 @@ def warp(
 ) -> Tensor:
     """Logits of the distribution actually sampled, not normalised: forbidden tokens, temperature, top-k, top-p.
 
-    `forbidden` [N, V] bool is True where a token must not be drawn. float32, or float64 if the logits are. The logits
-    themselves where nothing is asked for.
+    `forbidden` [N, V] bool is True where a token must not be drawn. float32, or float64 if the logits are. If
+    no option is set, the result is the logits themselves.
     """
     x = logits_n_v if logits_n_v.dtype in (torch.float32, torch.float64) else logits_n_v.float()
     if forbidden is not None:
@@ -65,12 +65,12 @@ def warp(
 
 
 def draw(scores_n_v: Tensor, uniform_n: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Tokens [N] and their log-probs [N] (float64); `uniform_n` in [0, 1), None takes the likeliest token.
+    """Tokens [N] and their log-probs [N] (float64); `uniform_n` in [0, 1); None takes the most likely token.
 
-    Overwrites `scores_n_v`, which need not be normalised and may have any strides: a copy of 32 rows of 49k words costs
-    as much as a layer. The token is the first whose cumulative probability exceeds u. Two levels, blocks and then
-    tokens of one block, with cumulative sums in float64: no token of probability zero is ever drawn, at any size of
-    vocabulary. A row that holds NaN or +inf, or nothing but −inf, has log-prob NaN.
+    `scores_n_v` need not be normalised and is overwritten: a copy of 32 rows of 49k tokens costs as much as a layer.
+    The token is the first whose cumulative probability exceeds u. The search has two levels, blocks and then tokens
+    of one block, with cumulative sums in float64, so that no token of probability zero is drawn for any vocabulary
+    size. A row that holds NaN or +inf, or only −inf, has log-prob NaN.
     """
     num_vocab = scores_n_v.shape[-1]
     token_n_1 = scores_n_v.argmax(dim=-1, keepdim=True) if uniform_n is None else None
@@ -88,11 +88,11 @@ def draw(scores_n_v: Tensor, uniform_n: Tensor | None) -> tuple[Tensor, Tensor]:
         index_n_k = block_n_1 * _BLOCK + torch.arange(min(_BLOCK, num_vocab), device=block_n_1.device)
         inside_n_k = mass_n_v.gather(-1, index_n_k.clamp(max=num_vocab - 1)).double()
         inside_n_k.masked_fill_(index_n_k >= num_vocab, 0.0)
-        # Read, not subtracted: a sum of earlier blocks ≤ target leaves a remainder ≥ 0, and a leading token of mass 0
-        # is then never "above" it.
+        # Read from the cumulative sums, not subtracted: the remainder is then ≥ 0, and a leading token of mass 0 is
+        # never above it.
         below_n_1 = F.pad(cumulative_n_b, (1, 0)).gather(-1, block_n_1)
         token_n_1 = block_n_1 * _BLOCK + _first_above(inside_n_k.cumsum(dim=-1), target_n_1 - below_n_1)
-    # Masses and their sum are rounded once each; a float32 log-softmax over 10⁵ tokens is off by up to 1e-5.
+    # Masses and their sum are each rounded once; a float32 log-softmax over 10⁵ tokens is off by up to 1e-5.
     logp_n_1 = mass_n_v.gather(-1, token_n_1).double().log() - total_n_1.log()
     return token_n_1[:, 0], logp_n_1[:, 0]
 

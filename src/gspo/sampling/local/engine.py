@@ -1,8 +1,10 @@
-"""The in-process sampler: continuous batching over the very model that is trained.
+"""The in-process sampler: continuous batching with the model that is trained.
 
-A prompt is prefilled once for its group and stored once; finished rows leave and waiting requests join between two
-tokens. Weights are the trainer's own tensors, never a copy: attention implementation and mode are set for the time of
-a call and put back. Which token is drawn depends on the request's key and the weights, not on its neighbours.
+A prompt is prefilled and stored once for its group. Between two tokens, finished rows leave and waiting requests join.
+The weights are the trainer's own tensors, not a copy; attention implementation and train mode are changed for a call
+and restored after it. Which token is drawn depends on the request's key and the weights, not on other requests.
+
+Shapes: N rows of a forward, V vocabulary, P prompt tokens.
 """
 
 from __future__ import annotations
@@ -50,25 +52,25 @@ class _Group:
     """A prompt whose keys and values are stored."""
 
     slot: int
-    logits: Tensor  # [V] after its last token, from which every row of the group begins
-    routes: NDArray | None  # [P, layers, top_k] experts of its positions, of a mixture
+    logits: Tensor  # [V] at its last token; the first token of every row is drawn from them
+    routes: NDArray | None  # [P, layers, top_k] experts of its positions; None for a dense model
 
 
 @dataclass(slots=True)
 class _Rule:
-    """One set of sampling parameters and what follows from it."""
+    """One set of sampling parameters, and values derived from it."""
 
     params: SamplingParams
     temperature: float
-    ends_v: NDArray[np.bool_]  # tokens that end a sample
-    stop_bytes: int  # tokens that can take part in the longest stop string
+    ends_v: NDArray[np.bool_]  # [V] tokens that end a sample
+    stop_bytes: int  # bytes of the longest stop string: at most as many tokens can be part of it
 
 
 class LocalSampler:
     """Implements `gspo.sampling.api.Sampler` for any decoder-only transformers model with an attention interface.
 
-    `decode` turns token ids into text and is needed for stop strings only. `max_context` defaults to the model's own.
-    `verify` compares log-probs with a plain forward on a few tokens and refuses a model that packing would falsify.
+    `decode` turns token ids into text; only stop strings need it. `max_context` defaults to the model's limit.
+    `verify` compares a few log-probs with a plain forward, and refuses a model for which a packed forward is wrong.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class LocalSampler:
         limit = getattr(config, "max_position_embeddings", None)
         self._max_context = max_context or limit or 2**31
         self._configs = list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
-        # By instance, not by class: adapters and quantised layers keep their own forward.
+        # Plain nn.Linear only: adapters and quantised layers keep their own forward.
         linears = [m for m in model.modules() if type(m) is nn.Linear and m.weight.device.type == "cpu"]
         self._linears = [m for m in linears if m.weight.numel() >= _MANY_WEIGHTS]
         self._waiting: deque[Request] = deque()
@@ -143,7 +145,7 @@ class LocalSampler:
             if self._stopped() or (moved and deadline is not None and time.monotonic() >= deadline):
                 return
             self._advance(deadline)
-            moved = True  # at least one token: polling with a deadline of 0 goes on
+            moved = True  # at least one token per call: polling with a deadline of 0 makes progress
 
     def abort(self) -> list[Sample]:
         self._requeue()
@@ -173,7 +175,7 @@ class LocalSampler:
         self.version = version
 
     def health(self) -> Mapping[str, Any]:
-        """State and counters since the start; the counters say what was really computed."""
+        """State, and counters of what was computed since the start."""
         return {
             "version": self.version,
             "running": int(self._rows.alive.sum()),
@@ -203,7 +205,7 @@ class LocalSampler:
         self._grid: Grid | None = None
 
     def _requeue(self) -> None:
-        """Running rows wait again, first in line, with what they have said as prefix; every cache is given up."""
+        """Put running rows back to the front of the queue, with their tokens as prefix, and drop all caches."""
         rows = self._rows
         for slot in rows.living()[::-1]:
             request = rows.requests[slot]
@@ -216,12 +218,12 @@ class LocalSampler:
 
     @contextmanager
     def _engaged(self, attention: str = ATTENTION) -> Iterator[None]:
-        """The model in eval mode with this attention and without gradients; all of it is put back."""
+        """The model in eval mode with this attention and without gradients; everything is restored afterwards."""
         training = [m for m in self._model.modules() if m.training] if self._model.training else []
         before = [config._attn_implementation for config in self._configs]
         try:
             for module in training:
-                vars(module)["training"] = False  # .eval() goes through Module.__setattr__: 30 times slower
+                vars(module)["training"] = False  # .eval() uses Module.__setattr__, which is 30 times slower
             for config in self._configs:
                 config._attn_implementation = attention
             for module in self._linears:
@@ -233,38 +235,38 @@ class LocalSampler:
                 vars(module).pop("forward", None)
             for config, implementation in zip(self._configs, before, strict=True):
                 config._attn_implementation = implementation
-            for module in training:  # not .train(): parts of it may have been in eval mode
+            for module in training:  # not .train(): some modules may have been in eval mode
                 vars(module)["training"] = True
 
     def _verify(self) -> None:
-        """Two prompts, new and continued rows, a few greedy tokens: log-probs must be those of a plain forward."""
+        """Sample a few greedy tokens of two prompts, with new and continued rows, and compare with a plain forward."""
         tokens = [int(i) for i in np.arange(1, 9) * 7919 % self._num_vocab]
         params = SamplingParams(3, greedy=True, ignore_eos=True)
-        said = Sample.of(SampleId(0, 2), tokens[:2], [0.0, 0.0], self.version, "abort")
+        prefix = Sample.of(SampleId(0, 2), tokens[:2], [0.0, 0.0], self.version, "abort")
         requests = [
             Request(SampleId(0, 0), tuple(tokens[:5]), params),
             Request(SampleId(0, 1), tuple(tokens[5:]), params),
-            Request(SampleId(0, 2), tuple(tokens[:5]), params, said),
+            Request(SampleId(0, 2), tuple(tokens[:5]), params, prefix),
         ]
         self.submit(requests)
         prompt_of, gap = {r.id: r.prompt for r in requests}, 0.0
         for sample in self.completed():
             ids = torch.tensor([[*prompt_of[sample.id], *sample.tokens.tolist()]], device=self._model.device)
             with self._engaged("eager"):
-                logits = self._model(input_ids=ids, use_cache=False).logits[0, -2]  # predicts the last token
+                logits = self._model(input_ids=ids, use_cache=False).logits[0, -2]  # [V]; predicts the last token
             expected = float(torch.log_softmax(logits.double(), -1)[int(sample.tokens[-1])])
             gap = max(gap, abs(expected - float(sample.behavior_logp[-1])))
         self._counts.clear()
         tolerance = 0.2 if self._model.dtype in (torch.bfloat16, torch.float16) else 5e-3
         if not gap <= tolerance:
             raise RolloutError(
-                f"{type(self._model).__name__}: a packed forward differs from a plain one by {gap:.2g} in log-prob "
-                f"(allowed {tolerance}), so the in-process sampler would sample from another policy than the one "
-                "trained; sample with a server (rollout.backend: vllm)"
+                f"{type(self._model).__name__}: log-probs of a packed forward differ from a plain one by {gap:.2g} "
+                f"(allowed {tolerance}), so the in-process sampler would not sample from the policy that is trained; "
+                "use a server (rollout.backend: vllm)"
             )
 
     def _advance(self, deadline: float | None) -> None:
-        """Decode until a sample is finished or the deadline has passed."""
+        """Decode until a sample finishes or the deadline passes."""
         try:
             with self._engaged():
                 while not self._done and not self._stopped():
@@ -273,11 +275,11 @@ class LocalSampler:
                     if deadline is not None and time.monotonic() >= deadline:
                         return
         except BaseException:
-            self._requeue()  # caches may be half written; outstanding requests must not be lost
+            self._requeue()  # caches may be incomplete; outstanding requests must not be lost
             raise
 
     def _forward(self, tokens: NDArray, positions: NDArray, plan: Plan, keep: int | Tensor) -> Tensor:
-        """Logits [kept, V] of one packed forward, through the model's own head."""
+        """Logits [kept, V] of one packed forward of tokens [N] at positions [N]; `keep`: which of them get logits."""
         device = self._model.device
         with active(self._store, plan), routed(self._routers) if self._routers else nullcontext() as recorder:
             output = self._model(
@@ -290,7 +292,7 @@ class LocalSampler:
         return output.logits[0]
 
     def _admit(self) -> bool:
-        """Seat waiting requests in free rows, prefill new prompts, draw first tokens; True if any request joined."""
+        """Move waiting requests into free rows, prefill new prompts, draw first tokens; True if any request joined."""
         num = min(len(self._waiting), self._max_rows - len(self._rows.living()))
         if num <= 0:
             return False
@@ -306,7 +308,7 @@ class LocalSampler:
             self._rows.prompt_routes[slot] = group.routes
         self._grid = None
         self._extend(slots)
-        # A continued row has its last token to feed; a new one begins with the logits of its prompt.
+        # A continued row feeds its last token next; a new row draws its first token from the prompt's logits.
         fresh = np.flatnonzero(self._rows.count[slots] == 0)
         if len(fresh):
             routes = np.stack([groups[i].routes[-1] for i in fresh]) if self._routers else None  # pyright: ignore[reportOptionalSubscript]
@@ -314,7 +316,7 @@ class LocalSampler:
         return True
 
     def _prefill(self, prompts: list[Tokens]) -> None:
-        """Store keys and values of whole prompts, several in a forward; logits at their last positions only."""
+        """Store keys and values of whole prompts, several per forward; logits only at their last positions."""
         if not prompts:
             return
         taken = {g.slot for g in self._groups.values()}
@@ -345,7 +347,7 @@ class LocalSampler:
                 self._groups[prompt] = _Group(slot, row, chosen)
 
     def _extend(self, slots: NDArray[np.int64]) -> None:
-        """Prefill the own tokens of continued rows, all but the last, which is their next input."""
+        """Prefill the completion tokens of continued rows, except the last, which is their next input."""
         rows = self._rows
         most = int(rows.count[slots].max())
         self._store.reserve(rows=rows.used, own_len=max(most, min(int(rows.tokens.shape[1]), 32)))
@@ -364,14 +366,14 @@ class LocalSampler:
             self._counts["prefill_tokens"] += start
 
     def _decode(self) -> None:
-        """One token for every living row."""
+        """Draw one token for every live row."""
         reached("rollout.token")
         rows, used = self._rows, self._rows.used
         living, alive = rows.living(), rows.alive[:used]
         if self._grid is None:
             self._grid = make_grid(rows.group[:used], alive)
         count, prompt_len = rows.count[:used], rows.prompt_len[:used]
-        # Dead slots are as long as the longest row: they then never need a mask, and nobody reads what they say.
+        # Free slots pretend to be as long as the longest row: then they need no mask. Their output is not used.
         own_len = np.where(alive, count, count[living].max()) - 1
         prompt_len = np.where(alive, prompt_len, prompt_len[living].max())
         tokens = np.where(alive, rows.tokens[np.arange(used), own_len], 0)
@@ -384,7 +386,7 @@ class LocalSampler:
         self._sample(living, logits, routes)
 
     def _sample(self, slots: NDArray[np.int64], logits_n_v: Tensor, routes: NDArray | None) -> None:
-        """Draw a token for each row from its logits; rows that ended leave."""
+        """Draw a token for each row from its logits [N, V]; finished rows leave."""
         rows = self._rows
         submission, sample, turn, attempt = rows.key[slots].T
         uniform = rng.uniform(self._seed, "sample", submission, sample, turn, rows.count[slots], attempt)
@@ -413,37 +415,37 @@ class LocalSampler:
             ended[part] = rule.ends_v[token[part]]
             full[part] = count + 1 >= rule.params.max_new_tokens
         if not np.isfinite(logp).all():
-            self._refuse_row(int(slots[np.flatnonzero(~np.isfinite(logp))[0]]))
+            self._raise_non_finite(int(slots[np.flatnonzero(~np.isfinite(logp))[0]]))
         rows.append(slots, token, logp, self.version, routes)
         self._counts["sampled_tokens"] += len(slots)
         if any(self._rule_list[i].params.stop for i in used_rules):
-            ended |= np.array([self._says_stop(int(s)) for s in slots])
+            ended |= np.array([self._ends_with_stop(int(s)) for s in slots])
         if (ended | full).any():
             self._retire(slots, ended, full)
 
-    def _says_stop(self, slot: int) -> bool:
-        """Did the row's last token complete a stop string? Only the tail that can hold one is decoded."""
+    def _ends_with_stop(self, slot: int) -> bool:
+        """Whether the row's last token completes a stop string. Only the tail that can hold one is decoded."""
         rows = self._rows
         rule, count = self._rule_list[rows.rule[slot]], int(rows.count[slot])
         if not rule.params.stop or count < rule.params.min_new_tokens or self._decode_text is None:
             return False
         tail = rows.tokens[slot, max(0, count - rule.stop_bytes - 8) : count].tolist()
         text = self._decode_text(tail)
-        # A character cut in half shows as U+FFFD: it is not part of what was there before.
+        # A character that is cut in half decodes to U+FFFD: it was not part of the text before.
         before = len(self._decode_text(tail[:-1]).rstrip("\ufffd"))
         ends = (text.rfind(stop) + len(stop) for stop in rule.params.stop if stop in text)
         return any(end > before for end in ends)
 
-    def _refuse_row(self, slot: int) -> None:
+    def _raise_non_finite(self, slot: int) -> None:
         request = self._rows.requests[slot]
         assert request is not None
         raise RolloutError(
             f"non-finite logits at token {int(self._rows.count[slot])} of sample {tuple(request.id)} under weight "
-            f"version {self.version}: the weights hold NaN or inf, or overflow; see grad/norm of the last steps"
+            f"version {self.version}: the weights hold NaN or inf, or overflow; check grad/norm of the last steps"
         )
 
     def _retire(self, slots: NDArray[np.int64], ended: NDArray[np.bool_], full: NDArray[np.bool_]) -> None:
-        """Finished rows leave; prompts nobody needs any more are forgotten; the rest moves together."""
+        """Remove finished rows and prompts without outstanding requests, then compact the tables."""
         rows = self._rows
         for i in np.flatnonzero(ended | full):
             request = rows.requests[slots[i]]
@@ -464,7 +466,7 @@ class LocalSampler:
         self._compact_groups()
 
     def _compact_groups(self) -> None:
-        """Halve the table of groups once half of it is empty: a dead group still costs a matrix product."""
+        """Compact the table of groups when half of it is empty: an empty group slot still costs a matrix product."""
         groups = sorted(self._groups.values(), key=lambda g: g.slot)
         if not groups or groups[-1].slot + 1 < 2 * len(groups):
             return
@@ -472,38 +474,38 @@ class LocalSampler:
         moving = [g for g in groups if g.slot >= len(groups)]
         source = [g.slot for g in moving]
         self._store.move_groups(source, holes)
-        place = np.arange(max(source, default=0) + 1)
-        place[source] = holes
+        new_slot = np.arange(max(source, default=0) + 1)
+        new_slot[source] = holes
         for group, slot in zip(moving, holes, strict=True):
             group.slot = slot
         living = self._rows.living()
-        self._rows.group[living] = place[self._rows.group[living]] if len(moving) else self._rows.group[living]
+        self._rows.group[living] = new_slot[self._rows.group[living]] if len(moving) else self._rows.group[living]
 
 
 _COUNTERS = ("prefill_forwards", "prefill_tokens", "decode_forwards", "decode_rows", "sampled_tokens")
-_FEW_ROWS, _MANY_WEIGHTS = 64, 2**18  # below, and above, the repacking is what costs
+_FEW_ROWS, _MANY_WEIGHTS = 64, 2**18  # for fewer rows and more weights, `_linear` is faster than F.linear
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def _linear(module: nn.Linear, x: Tensor) -> Tensor:
-    """x·Wᵀ + b, as (W·xᵀ)ᵀ for few rows.
+    """x·Wᵀ + b, computed as (W·xᵀ)ᵀ for few rows: x [1, N, in] → [1, N, out].
 
-    A GEMM repacks its right operand, which F.linear makes the weights: for 32 rows on a CPU that costs a quarter of the
-    time (80 → 100 GFLOP/s; a head of 49k words 57 → 79).
+    A GEMM repacks its right operand, which is the weights in F.linear. For 32 rows on a CPU the repacking costs a
+    quarter of the time (80 → 100 GFLOP/s without it; for a head of 49k words 57 → 79).
     """
-    if x.dim() != 3 or x.shape[0] != 1 or x.shape[1] > _FEW_ROWS:  # a packed forward is one row of tokens
+    if x.dim() != 3 or x.shape[0] != 1 or x.shape[1] > _FEW_ROWS:  # a packed forward is one batch row
         return F.linear(x, module.weight, module.bias)
-    columns = x[0].t()
+    columns = x[0].t()  # [in, N]
     if module.bias is None:
         return torch.mm(module.weight, columns).t().unsqueeze(0)
     return torch.addmm(module.bias[:, None], module.weight, columns).t().unsqueeze(0)
 
 
 def _refuse_unsupported(model: Any) -> None:
-    """Layers that keep state outside the attention interface would silently leak between packed rows."""
+    """RolloutError if layers keep state outside the attention interface: it would leak between packed rows."""
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _LAYER_TYPES
     if kinds:
         raise RolloutError(
-            f"{type(model).__name__} has layers of kind {sorted(kinds)}: the in-process sampler knows only "
-            f"{sorted(_LAYER_TYPES)}; sample with a server (rollout.backend: vllm)"
+            f"{type(model).__name__} has layers of kind {sorted(kinds)}: the in-process sampler supports only "
+            f"{sorted(_LAYER_TYPES)}; use a server (rollout.backend: vllm)"
         )

@@ -1,8 +1,7 @@
-"""The in-process sampler on weights of a lower precision: for studies of what a faster sampler does to training.
+"""The in-process sampler with weights of lower precision: for studies of how a faster sampler affects training.
 
-The weights are rounded and computed with as before, in their own type: the sampler then is another function than the
-trainer, as a bf16 or int8 server is, on any machine and reproducibly. It holds a copy of the model, rounded anew at
-every publish.
+The weights are rounded but computed with in their own dtype. The sampler then differs from the trainer as a bf16 or
+int8 server would, reproducibly and on any machine. It holds a copy of the model, which is rounded at every publish.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ Precision = Literal["bf16", "int8"]
 
 
 def rounded(tensor: Tensor, precision: Precision) -> Tensor:
-    """The nearest tensor of that precision, in the type it came in.
+    """The tensor rounded to that precision, in its original dtype.
 
-    int8 is symmetric and per output channel: w → s·round(w/s) with s = max|w|/127 over the last dimension, of matrices
-    (a layer's, an expert's, the embeddings'); vectors stay as they are.
+    int8 is symmetric and per output channel: w → s·round(w/s) with s = max|w|/127 over the last dimension, for matrices
+    (of a layer, an expert, the embeddings); vectors are not rounded.
 
     >>> rounded(torch.tensor([[1.0, -0.3, 0.002]]), "int8").mul(127).round().tolist()
     [[127.0, -38.0, 0.0]]
@@ -37,12 +36,12 @@ def rounded(tensor: Tensor, precision: Precision) -> Tensor:
 
 
 class RoundedSampler(LocalSampler):
-    """`LocalSampler` on a rounded copy of `model`; publishing without tensors takes the model's own as they are now."""
+    """`LocalSampler` with a rounded copy of `model`; publishing without tensors rounds the model's current weights."""
 
     _precision: Precision
 
     def __init__(self, model: Any, *, precision: Precision, **settings: Any) -> None:
-        self._source, self._precision = model, precision  # the trainer's model, and what its weights become here
+        self._source, self._precision = model, precision  # the trainer's model, and the precision of this copy
         super().__init__(copy.deepcopy(model).requires_grad_(False), **settings, verify=False)
         self.load_weights(self.version, None)
         self._verify()

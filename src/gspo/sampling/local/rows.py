@@ -1,4 +1,4 @@
-"""The table of running rows: who sits in which slot and what it has said so far. Plain numpy columns."""
+"""The table of running samples: one row slot each, with its tokens so far, as numpy columns."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from gspo.types import FinishReason, Request, Sample
 
 
 class Rows:
-    """One row slot per running sample; slots 0…`used`−1 enter the forward, dead ones among them as padding.
+    """One row slot per running sample. Slots 0…`used`−1 are part of a forward; free ones among them are padding.
 
-    A row's last token has no key or value yet: it is the input of the next forward. So a row of `count` tokens has
-    `count − 1` stored.
+    The last token of a row is the input of the next forward: a row with `count` tokens has `count − 1` stored keys.
     """
 
     def __init__(self, multiple: int, route: tuple[int, int, Any] = (0, 0, np.uint8)) -> None:
-        self.multiple = multiple  # `used` is a multiple of it, so that few matrix shapes occur
+        self.multiple = multiple  # `used` is a multiple of it, to limit the number of matrix shapes
         self.used = 0
         self.requests: list[Request | None] = []
         self.alive = np.zeros(0, dtype=np.bool_)
@@ -30,7 +29,7 @@ class Rows:
         self.tokens = np.zeros((0, 0), dtype=np.int32)
         self.logp = np.zeros((0, 0), dtype=np.float32)
         self.versions = np.zeros((0, 0), dtype=np.int32)
-        # Of the position that predicted each token: layers, experts per token and their type; nothing of a dense model.
+        # [R, T, layers, top_k] experts at the position that predicted each token; empty for a dense model.
         self.routes: NDArray[Any] = np.zeros((0, 0, *route[:2]), dtype=route[2])
         self.prompt_routes: list[NDArray[Any] | None] = []
 
@@ -57,7 +56,7 @@ class Rows:
             self.prompt_routes += [None] * (rows - have)
 
     def join(self, requests: list[Request], groups: list[int], rules: list[int]) -> NDArray[np.int64]:
-        """Seat requests in dead slots, lowest first; a prefix is what a row has said already."""
+        """Put requests into free slots, lowest first. A prefix becomes the first tokens of its row."""
         self.reserve(int(self.alive.sum()) + len(requests), max(r.params.max_new_tokens for r in requests))
         slots = np.flatnonzero(~self.alive)[: len(requests)]
         for slot, request in zip(slots, requests, strict=True):
@@ -87,7 +86,7 @@ class Rows:
         self.count[slots] = at + 1
 
     def take(self, slot: int, finish: FinishReason) -> Sample:
-        """The sample of a row as it stands; the slot is dead afterwards."""
+        """The sample of a row with its tokens so far; the slot is free afterwards."""
         request, num = self.requests[slot], int(self.count[slot])
         assert request is not None
         routes, prompt_routes = None, self.prompt_routes[slot]
@@ -96,7 +95,7 @@ class Rows:
         if request.prefix is not None:
             kept = len(request.prefix.tokens)
             mask[:kept], turns[:kept] = request.prefix.mask, request.prefix.turns
-            if kept:  # what was said under earlier weights keeps the routes that said it, or their absence
+            if kept:  # tokens of earlier weights keep their routes, or have none
                 prompt_routes = request.prefix.prompt_routes
         if self.routes.size and prompt_routes is not None:
             routes = self.routes[slot, :num].copy()
@@ -105,10 +104,7 @@ class Rows:
         return Sample(request.id, tokens, logp, versions, mask, turns, finish, routes, prompt_routes)
 
     def compact(self) -> tuple[list[int], list[int]]:
-        """Where dropping dead slots shortens the forward, move the last living rows into the first dead slots.
-
-        Returns (from, to): few rows move, however many are stored.
-        """
+        """If fewer slots suffice, move the last rows into the first free slots. Returns the moves as (from, to)."""
         living = self.living()
         used = self.padded(len(living))
         if used >= self.used:

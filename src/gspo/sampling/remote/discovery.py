@@ -1,7 +1,7 @@
-"""Where sampler servers are: a folder with one small file per server, `sampler_<index>.json`; and a run's weights.
+"""How a trainer finds sampler servers: a folder with one file per server, `sampler_<index>.json`. And weight folders.
 
-On a cluster the folder is on the shared file system; no other service is needed. A server that has started anew
-rewrites its file, so a changed file is news. Torch-free.
+On a cluster the folder is on the shared file system; no other service is needed. A server that restarts rewrites its
+file. Torch-free.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SHM = Path("/dev/shm")
 class Address(NamedTuple):
     url: str
     pid: int
-    host: str  # the machine's name: weights travel by its memory where trainer and server share it
+    host: str  # the machine's name; weights go through /dev/shm if trainer and server are on the same machine
     started: float
 
 
@@ -30,21 +30,21 @@ def file_of(folder: Path, index: int) -> Path:
 
 
 def register(folder: Path, index: int, url: str) -> None:
-    """Say where this process serves; whole or not at all, and for its owner alone."""
+    """Write where this process serves, atomically, to a file that only its owner can read."""
     folder.mkdir(parents=True, exist_ok=True)
-    aside = folder / f".sampler_{index}.json.{os.getpid()}"
+    tmp = folder / f".sampler_{index}.json.{os.getpid()}"
     address = Address(url, os.getpid(), socket.gethostname(), time.time())
-    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+    with os.fdopen(os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         json.dump(address._asdict(), file)
-    aside.replace(file_of(folder, index))
+    tmp.replace(file_of(folder, index))
 
 
 def registered(folder: Path, index: int) -> Address | None:
-    """Where server `index` said it is; None where it has not, or somebody else did."""
+    """The address of server `index`; None if it has not registered, or if another user wrote the file."""
     path = file_of(folder, index)
     try:
         with open(path) as file:
-            # The token goes to whoever is named here: only our own word counts.
+            # The token is sent to this address, so the file must be our own.
             if os.fstat(file.fileno()).st_uid != os.getuid():
                 return None
             body: Any = json.load(file)
@@ -55,15 +55,15 @@ def registered(folder: Path, index: int) -> Address | None:
 
 
 def unregister(folder: Path, index: int) -> None:
-    """Remove the file, if it is still this process's."""
+    """Remove the file if this process wrote it."""
     address = registered(folder, index)
     if address is not None and (address.pid, address.host) == (os.getpid(), socket.gethostname()):
         file_of(folder, index).unlink(missing_ok=True)
 
 
 def give_up(folder: Path, index: int, why: str) -> None:
-    """Whoever starts server `index` will not do so again: nobody need wait for it."""
-    with contextlib.suppress(OSError):  # then they wait as long as they would have
+    """Record that server `index` will not be restarted, so that the trainer does not wait for it."""
+    with contextlib.suppress(OSError):  # then the trainer waits until its timeout
         folder.mkdir(parents=True, exist_ok=True)
         file_of(folder, index).with_suffix(".gone").write_text(why, encoding="utf-8")
 
@@ -76,18 +76,18 @@ def given_up(folder: Path, index: int) -> str | None:
 
 
 def weight_folders(run: Path) -> tuple[Path, Path]:
-    """Where a run's weights are published: in its machine's memory, or in its own directory."""
+    """Where a run publishes weights: in /dev/shm, or in its run directory."""
     digest = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12]
     return SHM / f"gspo-{os.getuid()}-{digest}", run / "weights"
 
 
 def forget(folder: Path, keep: Path | None = None) -> None:
-    """Remove published files but one; also what a killed writer left. The folder goes with the last of them."""
+    """Remove published files except `keep`, and files of a killed writer. Without `keep`, remove the folder, too."""
     if not folder.is_dir():
         return
     for file in folder.glob("*weights_*.safetensors*"):
         if file != keep:
             file.unlink(missing_ok=True)
     if keep is None:
-        with contextlib.suppress(OSError):  # not empty: not ours
+        with contextlib.suppress(OSError):  # not empty: other files are not ours
             folder.rmdir()

@@ -1,7 +1,7 @@
-"""What travels between a trainer and a sampler server: JSON whose arrays are base64 of their little-endian bytes.
+"""The format between a trainer and a sampler server: JSON, with arrays as base64 of their little-endian bytes.
 
-float32 log-probs arrive bit for bit. Reading is strict: a field that is missing, of another type or of another length
-is a WireError, whoever sent it. Torch-free.
+float32 log-probs arrive bit for bit. Parsing is strict: a field that is missing, or has another type or length, is a
+WireError. Torch-free.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from gspo.types import Request, Sample, SampleId, SamplingParams
 
 _COLUMNS = {"tokens": "<i4", "behavior_logp": "<f4", "versions": "<i4", "mask": "|u1", "turns": "<i2"}
-_ROUTES = ("|u1", "<i2")  # experts by number: up to 256, or more
+_ROUTES = ("|u1", "<i2")  # expert numbers: up to 256 experts, or more
 _FINISH = ("stop", "length", "abort")
 
 
 class WireError(ValueError):
-    """What came is not what both sides have agreed on."""
+    """A message does not follow the format."""
 
 
 def loads(body: bytes) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def loads(body: bytes) -> dict[str, Any]:
 
 
 def field(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
-    """`body[name]` of that type, or WireError. A bool is no int."""
+    """`body[name]` if it has that type, else WireError. A bool does not count as an int."""
     value = body.get(name)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         names = kind.__name__ if isinstance(kind, type) else " or ".join(k.__name__ for k in kind)
@@ -49,7 +49,7 @@ def field(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...]) -> 
 
 
 def portions(items: Iterable[Any], max_count: int, max_bytes: int) -> Iterator[list[Any]]:
-    """Packed items in lots that make a body of about that size at most; one that is larger goes alone.
+    """Split packed items into lots of at most about that size; an item that is larger is a lot of its own.
 
     >>> items = ["a" * 10, "b" * 200, "c" * 10, "d" * 10, "e" * 10]
     >>> [[item[0] for item in lot] for lot in portions(items, max_count=2, max_bytes=100)]
@@ -69,7 +69,7 @@ def portions(items: Iterable[Any], max_count: int, max_bytes: int) -> Iterator[l
 
 
 def _num_bytes(packed: Any) -> int:
-    """About the length of its JSON. Arrays are strings there, and nearly all of it."""
+    """About the length of the JSON text. Nearly all of it are arrays, which are strings here."""
     if isinstance(packed, dict):
         return sum(len(name) + 6 + _num_bytes(value) for name, value in packed.items())
     if isinstance(packed, list | tuple):
@@ -197,4 +197,4 @@ def _unpack(body: Mapping[str, Any], name: str, kind: str) -> NDArray[Any]:
         array = np.frombuffer(data, dtype=kind)
     except (binascii.Error, ValueError) as cause:
         raise WireError(f"{name} is not an array of {kind}: {cause}") from None
-    return array.astype(np.dtype(kind).newbyteorder("="))  # native and writable
+    return array.astype(np.dtype(kind).newbyteorder("="))  # native byte order, and writable

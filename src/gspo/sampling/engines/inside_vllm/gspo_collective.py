@@ -1,9 +1,8 @@
-"""Weights from a trainer to the processes of one server by a broadcast through the hosts' memory, by gloo.
+"""Broadcast of weights from a trainer to the processes of one server, with gloo through the hosts' memory.
 
-The same file runs on both sides: in gspo, and in vLLM's own environment, where gspo is not importable. They meet at the
-trainer's TCPStore; an address reads tcp://host:port/key, and `#call` behind it tells one attempt from the next. What is
-told there is JSON. Tensors travel as bytes in few messages, and are compared with their sha256 in the host's memory
-before anybody sees one.
+The same file runs on both sides: in gspo, and in vLLM's environment, where gspo is not importable. Both connect to the
+trainer's TCPStore. An address is tcp://host:port/key, and `#call` after it distinguishes attempts. Values in the store
+are JSON. Tensors are sent as bytes in few messages, and their sha256 is compared before any of them is used.
 """
 
 from __future__ import annotations
@@ -20,27 +19,27 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-dist: Any = torch.distributed  # a checker knows its stores and groups by other names
+dist: Any = torch.distributed  # Any: type checkers do not know these stores and groups
 
 SCHEME = "tcp://"
 MESSAGE = 256 * 2**20  # bytes
-MEET_S = 30.0  # until a process of the server finds the store
+MEET_S = 30.0  # timeout of a server process that connects to the store
 
 
 def open_store(host: str) -> Any:
-    """A store that listens at this address of the machine alone; torch's own choice would be all of them."""
+    """A TCPStore that listens at this address only; torch would listen at all addresses of the machine."""
     listening = socket.create_server((host, 0))
     port = listening.getsockname()[1]
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 def manifest(tensors: Mapping[str, Tensor]) -> list[list[Any]]:
-    """[name, dtype, shape] of each."""
+    """[name, dtype, shape] of each tensor."""
     return [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()]
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """sha256 of names, forms and bytes, in their order; tensors in the host's memory."""
+    """sha256 of names, dtypes, shapes and bytes, in order. The tensors must be on the CPU."""
     total = hashlib.sha256(json.dumps(manifest(tensors)).encode())
     for tensor in tensors.values():
         content: Any = _bytes(tensor).numpy()
@@ -49,21 +48,21 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def caller(store: Any, key: str) -> dict[str, Any] | None:
-    """Who waits to be sent `key`: {call, world}; None: nobody has come yet."""
+    """The call of the server that waits for `key`, as {call, world}; None if no server has called yet."""
     return json.loads(store.get(key)) if store.check([key]) else None
 
 
 def send(store: Any, call: Mapping[str, Any], tensors: Mapping[str, Tensor], timeout_s: float) -> None:
-    """Give all tensors to the processes of a call; RuntimeError where one of them is gone or late."""
+    """Send all tensors to the processes of a call. RuntimeError if one of them is gone or late."""
     group = _group(store, str(call["call"]), 0, 1 + int(call["world"]), timeout_s)
     for names in _messages({name: tensor.nbytes for name, tensor in tensors.items()}):
         _broadcast(group, torch.cat([_bytes(tensors[name]) for name in names]))
 
 
 def receive(address: str, sha256: str, rank: int, world: int) -> dict[str, Tensor]:
-    """The tensors of an address, for process `rank` of a server's `world`.
+    """Receive the tensors of an address, as process `rank` of a server with `world` processes.
 
-    ValueError where they are not what was published; RuntimeError where the trainer is gone or late.
+    ValueError if they are not what was published; RuntimeError if the trainer is gone or late.
     """
     where, _, call = address.partition("#")
     url = urlsplit(where)
@@ -92,7 +91,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _messages(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Names that travel together: up to MESSAGE bytes, or one tensor that has more."""
+    """Names of tensors that are sent in one message: up to MESSAGE bytes, or one larger tensor."""
     names: list[str] = []
     total = 0
     for name, size in sizes.items():
@@ -106,14 +105,14 @@ def _messages(sizes: Mapping[str, int]) -> Iterator[list[str]]:
 
 
 def _group(store: Any, call: str, rank: int, size: int, timeout_s: float) -> Any:
-    """A group of its own, beside whatever groups the process has."""
-    meeting, patience = dist.PrefixStore(call, store), timedelta(seconds=timeout_s)
+    """A process group of its own, independent of other groups of the process."""
+    prefixed, timeout = dist.PrefixStore(call, store), timedelta(seconds=timeout_s)
     options = dist.ProcessGroupGloo._Options()
-    options._timeout = patience
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as toward:  # nothing is sent: it tells our own address
+    options._timeout = timeout
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as toward:  # connect() picks our address; nothing is sent
         toward.connect((store.host, store.port))
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=toward.getsockname()[0])]
-    return dist.ProcessGroupGloo(meeting, rank, size, options)
+    return dist.ProcessGroupGloo(prefixed, rank, size, options)
 
 
 def _broadcast(group: Any, tensor: Tensor) -> None:

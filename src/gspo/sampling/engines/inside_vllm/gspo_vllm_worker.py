@@ -1,7 +1,7 @@
-"""What runs inside vLLM's own environment: taking published weights, all of them or nothing.
+"""Runs inside vLLM's environment: loads published weights, all of them or none.
 
-Mixed into vLLM's worker by `--worker-extension-cls gspo_vllm_worker.Worker`, and called by name over /collective_rpc
-with strings alone. This folder is put on vLLM's PYTHONPATH; gspo is not importable here.
+vLLM mixes it into its worker (`--worker-extension-cls gspo_vllm_worker.Worker`); /collective_rpc calls its methods by
+name, with strings as arguments. This folder is on vLLM's PYTHONPATH; gspo is not importable here.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from torch import Tensor
 
 
 class Worker:
-    """Methods beside those of vLLM's worker; each answers with a mapping that JSON can hold."""
+    """Methods added to vLLM's worker; each returns a mapping that is valid JSON."""
 
     model_runner: Any  # vLLM's
 
     def gspo_state(self) -> dict[str, Any]:
-        """Which process, which weights: for the log, and to tell that this class is really there."""
+        """Process, device and weight version: for the log, and to show that this class is loaded."""
         return {"pid": os.getpid(), "device": str(self.model_runner.device), "version": getattr(self, "_version", None)}
 
     def gspo_load(self, version: str, path: str, sha256: str) -> dict[str, Any]:
-        """Take a version. {refused: why}: nothing was touched; {broken: why}: the model is lost, end the server."""
+        """Load a version. {refused: why}: nothing changed. {broken: why}: the model is damaged, restart the server."""
         try:
             tensors = self._fetch(path, sha256)
             model = self.model_runner.vllm_config.model_config
             _check(tensors, expected_shapes(model.model), is_tied=bool(model.hf_text_config.tie_word_embeddings))
-        except Exception as error:  # whatever is wrong with the file: the weights are what they were
+        except Exception as error:  # any defect of the file: the weights are unchanged
             return {"refused": f"{error}" or type(error).__name__}
         try:
-            # In vLLM's own way: layer by layer through the loaders of the checkpoint, so that fused, sharded and
-            # repacked weights come out as they do at start.
+            # vLLM's own loaders of checkpoints, layer by layer: fused, sharded and repacked weights become what they
+            # are after a start.
             self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
             self.gspo_repack_tied()
         except Exception as error:
@@ -55,10 +55,10 @@ class Worker:
         return gspo_collective.receive(path, sha256, rank, world)
 
     def gspo_repack_tied(self) -> int:
-        """Pack a head's weights anew where they are another layer's: on a CPU the product reads a packed copy.
+        """Repack the weights of a tied head: on a CPU vLLM multiplies with a packed copy of each weight.
 
-        vLLM repacks the layers that the file names. A head tied to the embedding is not named: its weight changes with
-        the embedding's, its copy does not, and the server goes on with the old head. On CUDA there is no copy.
+        vLLM repacks the layers that the file names. A head that is tied to the embedding is not in the file: its weight
+        changes with the embedding, but its packed copy would stay the old one. On CUDA there is no copy.
         """
         model, packed = self.model_runner.get_model(), 0
         owners: dict[int, str] = {}
@@ -78,7 +78,7 @@ class Worker:
 
 
 def _read(path: Path, sha256: str) -> dict[str, Tensor]:
-    if not stat.S_ISREG(path.lstat().st_mode):  # a pipe would never end
+    if not stat.S_ISREG(path.lstat().st_mode):  # reading a pipe would never end
         raise ValueError(f"{path} is not a file; vLLM keeps its weights")
     with open(path, "rb") as file:
         got = hashlib.file_digest(file, "sha256").hexdigest()
@@ -87,11 +87,11 @@ def _read(path: Path, sha256: str) -> dict[str, Tensor]:
             f"{path} is not what was published: sha256 {got[:12]}… instead of {sha256[:12]}…; vLLM keeps its weights"
         )
     with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
 
 
 def _check(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], is_tied: bool) -> None:
-    """Every tensor of the model's files must come, with its shape, and finite; a tied head may come or stay away."""
+    """Every tensor of the model's files must arrive, with its shape, and finite. A tied head is optional."""
     for name, tensor in tensors.items():
         if name not in expected:
             raise ValueError(f"weight {name!r} is not in the model's own files; vLLM keeps its weights")
@@ -100,13 +100,13 @@ def _check(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]
         if not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"weight {name!r} holds NaN or inf; vLLM keeps its weights")
     optional = {"lm_head.weight"} if is_tied else set()
-    optional |= {name for name in expected if name.endswith(".rotary_emb.inv_freq")}  # computed, not learnt
+    optional |= {name for name in expected if name.endswith(".rotary_emb.inv_freq")}  # computed, not trained
     if missing := sorted(set(expected) - set(tensors) - optional):
         raise ValueError(f"{len(missing)} weights did not arrive, first {missing[0]!r}; vLLM keeps its own")
 
 
 def expected_shapes(model: str) -> dict[str, tuple[int, ...]]:
-    """Name → shape of every tensor in the model's own safetensors files, of their headers alone."""
+    """Name → shape of every tensor in the model's safetensors files, read from their headers."""
     folder = Path(model)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download

@@ -1,7 +1,7 @@
 """`python -m gspo.launcher.serve.local`: one sampler server: the in-process sampler behind HTTP, for a remote trainer.
 
-It has no weights to serve until a trainer has given it some, ends with whoever started it, and knows its token from
-the environment alone (GSPO_SAMPLER_TOKEN). See docs/samplers.md.
+It serves after a trainer has sent it weights, and it ends with the process that started it. The token comes from the
+environment only (GSPO_SAMPLER_TOKEN). See docs/samplers.md.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ def serve(
     threads: int | None = None,
     latency_s: float = 0.0,
 ) -> None:
-    """Load the model, say where we are, serve until SIGTERM."""
+    """Load the model, register, and serve until SIGTERM."""
     Launched.read().required_token()
     reached("sampler.start")
     config = load(config_path).config
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if config.rollout.sampler_precision != "none":
-        raise ConfigError("rollout.sampler_precision rounds the in-process sampler's weights; servers: set it to none")
-    beside = 1 if torch.cuda.is_available() else max(layout_of(config, 0).num_samplers, 1)
-    torch.set_num_threads(threads or config.threads or max(cores // beside, 1))
+        raise ConfigError("rollout.sampler_precision rounds the in-process sampler's weights only; set it to none")
+    servers_here = 1 if torch.cuda.is_available() else max(layout_of(config, 0).num_samplers, 1)
+    torch.set_num_threads(threads or config.threads or max(cores // servers_here, 1))
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
     model = whole_model(config, tokenizer, published_dtype(config), with_adapter=sends_adapter(config))
     sampler = local_sampler(config, model, tokenizer, -1)
@@ -83,7 +83,7 @@ def announce(
     words: str,
     watch: Callable[[Callable[[], None]], None] | None = None,
 ) -> None:
-    """Serve an engine until SIGTERM, and say in `folder` where. `watch` is given what ends it, and runs beside it."""
+    """Register in `folder` and serve until SIGTERM. `watch` runs in a thread; its argument stops the server."""
     try:
         server = SamplerServer(engine, Launched.read().required_token(), host=host, port=port)
     except OSError as cause:
@@ -104,18 +104,20 @@ def announce(
 
 
 def arguments(prog: str, description: str) -> argparse.ArgumentParser:
-    """What every kind of sampler server is started with."""
+    """The command line of every kind of sampler server."""
     parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("--config", required=True, type=Path, help="the run's resolved config")
-    parser.add_argument("--index", required=True, type=int, help="its number among the samplers of the run, from 0")
-    parser.add_argument("--register", required=True, type=Path, metavar="DIR", help="where it says that it is ready")
+    parser.add_argument("--index", required=True, type=int, help="number of this server in the run, from 0")
+    parser.add_argument(
+        "--register", required=True, type=Path, metavar="DIR", help="folder in which it registers when it is ready"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="name or address to listen on (default: this machine only)")
-    parser.add_argument("--port", type=int, default=0, help="default: a free one")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on (default: a free one)")
     return parser
 
 
 def answer(work: Callable[[], None]) -> int:
-    """Run a server tied to its starter; the exit code."""
+    """Run a server that ends with its parent process; returns the exit code."""
     die_with_parent(os.getppid())
     try:
         work()
@@ -127,13 +129,17 @@ def answer(work: Callable[[], None]) -> int:
 
 def main() -> int:
     parser = arguments("python -m gspo.launcher.serve.local", "One sampler server.")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: the config's, else this machine's share)")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        help="CPU threads (default: `threads` of the config, else this server's share of the cores)",
+    )
     parser.add_argument(
         "--latency",
         type=float,
         default=float(os.environ.get("GSPO_SAMPLER_LATENCY", "0")),
         metavar="S",
-        help="sleep at every decoding step, to measure with a slow sampler (also GSPO_SAMPLER_LATENCY)",
+        help="seconds to sleep at every decoding step, to measure with a slow sampler (also GSPO_SAMPLER_LATENCY)",
     )
     args = parser.parse_args()
     where = {"host": args.host, "port": args.port, "threads": args.threads, "latency_s": args.latency}

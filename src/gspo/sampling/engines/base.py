@@ -74,6 +74,12 @@ class EngineSampler(ABC):
 
     engine: str  # its name
     route: str  # of a sampling request
+    # Path and body of the calls that make the engine answer all requests with the tokens so far, accept requests again,
+    # release its GPU memory, and take it back.
+    interrupt: tuple[str, Mapping[str, Any] | None]
+    restart: tuple[str, Mapping[str, Any] | None]
+    release: tuple[str, Mapping[str, Any] | None]
+    reclaim: tuple[str, Mapping[str, Any] | None]
 
     def __init__(
         self,
@@ -159,11 +165,11 @@ class EngineSampler(ABC):
         self._asleep = True
         self._interrupt_all()
         if self._can_sleep:
-            self._release_memory()
+            self._post(*self.release)
 
     def wake(self) -> None:
         if self._asleep and self._can_sleep:
-            self._reclaim_memory()
+            self._post(*self.reclaim)
         self._asleep = False
         self._send()
 
@@ -217,20 +223,6 @@ class EngineSampler(ABC):
     @abstractmethod
     def _parse(self, reply: Mapping[str, Any]) -> Completion:
         """The new tokens in the reply to a sampling request."""
-
-    @abstractmethod
-    def _interrupt(self) -> None:
-        """Make the engine answer all requests with the tokens so far."""
-
-    @abstractmethod
-    def _resume(self) -> None:
-        """Let the engine accept requests again."""
-
-    @abstractmethod
-    def _release_memory(self) -> None: ...
-
-    @abstractmethod
-    def _reclaim_memory(self) -> None: ...
 
     # Requests
 
@@ -314,7 +306,7 @@ class EngineSampler(ABC):
         deadline = time.monotonic() + INTERRUPT_S
         try:
             while self._in_flight and time.monotonic() < deadline and not self.broken:
-                self._interrupt()
+                self._post(*self.interrupt)
                 until = time.monotonic() + 1.0
                 while self._in_flight and (left := until - time.monotonic()) > 0:
                     try:
@@ -325,7 +317,7 @@ class EngineSampler(ABC):
                 flight.reply.cancel()
                 self._waiting.append(flight.request)
             self._in_flight.clear()
-            self._resume()
+            self._post(*self.restart)
         finally:
             self._interrupting = False
         self._waiting = deque(sorted(self._waiting, key=lambda request: order.get(request.id, len(order))))

@@ -25,6 +25,8 @@ class SglangSampler(EngineSampler):
     """Implements `gspo.sampling.api.Sampler` over one SGLang server."""
 
     engine, route = "SGLang", "/generate"
+    interrupt, restart = ("/pause_generation", {"mode": "abort"}), ("/continue_generation", {})
+    release, reclaim = ("/release_memory_occupation", {}), ("/resume_memory_occupation", {})
 
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -40,7 +42,7 @@ class SglangSampler(EngineSampler):
         if (got := files.sha256(Path(path))) != sha256:
             raise WeightSyncError(f"{path} is not what was published: sha256 {got[:12]}… instead of {sha256[:12]}…")
         self._interrupt_all()
-        self._interrupt()
+        self._post(*self.interrupt)
         with tempfile.TemporaryDirectory(dir=Path(path).parent, prefix=".sglang-") as folder:
             (Path(folder) / "model.safetensors").symlink_to(Path(path).resolve())
             body = {"model_path": folder, "flush_cache": True, "weight_version": str(version)}
@@ -50,7 +52,7 @@ class SglangSampler(EngineSampler):
                 raise self._mark_broken(f"weight version {version}: {error}") from error
         if reply.get("success") is not True:
             raise self._mark_broken(f"SGLang did not load weight version {version}: {reply.get('message')}")
-        self._resume()
+        self._post(*self.restart)
         self.version = version
         self._send()
 
@@ -105,15 +107,3 @@ class SglangSampler(EngineSampler):
             raise InvalidReplyError("its output_ids are not the tokens of its log-probs")
         reason = reason.get("type") if isinstance(reason, dict) else reason
         return parse_completion(tokens, [row[0] for row in rows], reason)
-
-    def _interrupt(self) -> None:
-        self._post("/pause_generation", {"mode": "abort"})
-
-    def _resume(self) -> None:
-        self._post("/continue_generation", {})
-
-    def _release_memory(self) -> None:
-        self._post("/release_memory_occupation", {})
-
-    def _reclaim_memory(self) -> None:
-        self._post("/resume_memory_occupation", {})

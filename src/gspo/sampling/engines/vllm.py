@@ -33,6 +33,8 @@ class VllmSampler(EngineSampler):
     """
 
     engine, route = "vLLM", "/v1/completions"
+    interrupt, restart = ("/pause?mode=abort&clear_cache=false", None), ("/resume", None)
+    release, reclaim = ("/sleep?level=1", None), ("/wake_up", None)  # weights move to the host's memory; CUDA only
 
     def __init__(
         self, address: EngineAddress, *, adapters: Callable[[str, str], Path] | None = None, **settings: Any
@@ -51,7 +53,7 @@ class VllmSampler(EngineSampler):
             self._check_load(self._rpc("gspo_load", str(version), path, sha256, timeout_s=self._load_s), version)
         if self._post("/reset_prefix_cache").get("success") is False:
             raise self._mark_broken(f"the prefix cache of weight version {self.version} could not be dropped")
-        self._resume()
+        self._post(*self.restart)
         self.version = version
         self._send()
 
@@ -124,18 +126,6 @@ class VllmSampler(EngineSampler):
         logp = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
         return parse_completion(choice.get("token_ids"), logp, choice.get("finish_reason"))
 
-    def _interrupt(self) -> None:
-        self._post("/pause?mode=abort&clear_cache=false")
-
-    def _resume(self) -> None:
-        self._post("/resume")
-
-    def _release_memory(self) -> None:
-        self._post("/sleep?level=1")  # weights move to the host's memory, caches are dropped; CUDA only
-
-    def _reclaim_memory(self) -> None:
-        self._post("/wake_up")
-
     # Weights
 
     def _load_adapter(self, version: int, path: str, sha256: str, folders: Callable[[str, str], Path]) -> None:
@@ -152,7 +142,7 @@ class VllmSampler(EngineSampler):
         except (WeightSyncError, RolloutError) as error:
             with suppress(RolloutError):  # vLLM may have loaded it, and its reply was lost
                 self._command("/v1/unload_lora_adapter", {"lora_name": name})
-            self._resume()
+            self._post(*self.restart)
             raise WeightSyncError(f"weight version {version} (an adapter): {error}") from None
         self._model = name
         if before != NAME:
@@ -165,7 +155,7 @@ class VllmSampler(EngineSampler):
         """Either all workers loaded the version, or all refused it. In any other case vLLM must restart."""
         refused = [str(worker["refused"]) for worker in workers if "refused" in worker]
         if workers and len(refused) == len(workers):
-            self._resume()
+            self._post(*self.restart)
             raise WeightSyncError(refused[0])
         if not workers or any(worker.get("version") != version for worker in workers):
             result = next((worker for worker in workers if worker.get("version") != version), "no result")

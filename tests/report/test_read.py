@@ -41,7 +41,7 @@ def test_a_step_without_a_checkpoint_is_refused_with_those_there_are(which, tmp_
     run = make_run(tmp_path, [step_row(1)], steps=(4, 5))
     with pytest.raises(ConfigError, match="available: 4, 5"):
         choose_step(run, which)
-    with pytest.raises(ConfigError, match="none yet"):
+    with pytest.raises(ConfigError, match="no checkpoint yet"):
         choose_step(make_run(tmp_path / "new", []), "last")
 
 

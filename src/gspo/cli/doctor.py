@@ -56,7 +56,7 @@ def doctor(args: argparse.Namespace) -> int:
 
 def _measure(args: argparse.Namespace) -> int:
     """`--probe` and `--selftest`: in this process, or in the processes that a run would have (trainer and sampler)."""
-    from gspo.doctor.processes import run_aside
+    from gspo.doctor.processes import run_beside_sampler
     from gspo.train.relaunch import is_launched
 
     if args.probe and args.selftest:
@@ -72,7 +72,9 @@ def _measure(args: argparse.Namespace) -> int:
     words = ["doctor", "--selftest" if args.selftest else "--probe", *(["--json"] if args.json else [])]
     if run is not None:
         words += ["--weights", str(run.absolute()), "--step", str(step)]
-    return run_aside(loaded, words, lambda small, place: work(args, small, place, run, step), with_server=args.selftest)
+    return run_beside_sampler(
+        loaded, words, lambda small, place: work(args, small, place, run, step), with_server=args.selftest
+    )
 
 
 def _measured(args: argparse.Namespace) -> tuple[Loaded, Path | None, int]:

@@ -1,7 +1,7 @@
-"""`gspo doctor --probe`: how far the configured sampler's log-probs are from the trainer's at equal weights.
+"""`gspo doctor --probe`: the difference between the sampler's and the trainer's log-probs at equal weights.
 
-A handful of training's own prompts is answered by the sampler that the config names, and the trainer evaluates the
-same tokens: what mini-batch 1 measures in every step, before there is one. The verdict is `noise.judge`'s, as in a run.
+The configured sampler samples completions for a few training prompts, and the trainer computes the log-probs of the
+same tokens. Mini-batch 1 of every training step measures the same. The verdict is that of a run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BINS = 4
 def probe(
     loaded: Loaded, run: Path | None, step: int, place: Path, say: Callable[[str], None] = print
 ) -> dict[str, Any]:
-    """Measure, and judge by ε; plain values. `run` and `step`: whose weights; `place`: a folder to leave traces in."""
+    """Measure the error and compare it with ε. `run`, `step`: the weights; `place`: a folder for files."""
     config = loaded.config
     set_threads(config)
     plan = make_plan(loaded)
@@ -48,7 +48,7 @@ def probe(
         checkpoint.verify(folder)
         checkpoint.load(folder, policy, None)
     if config.env.path or config.env.agent or config.env.command:
-        say("episodes are not played: each prompt is answered once, without its environment")
+        say("episodes are not played: each prompt gets one completion, without its environment")
     data, _ = make_data(config, None, None, tokenizer)
     num_samples, params = min(config.gconfig.n_samples, SAMPLES), sampling_params(config.gconfig)
     rows = [data.row_of(config.seed, number, shuffle=config.train_dataset.shuffle) for number in range(PROMPTS)]

@@ -1,8 +1,8 @@
-"""A config's trainer and sampler beside no training: for `gspo doctor --probe` and `--selftest`.
+"""Trainer and sampler of a config without training, for `gspo doctor --probe` and `--selftest`.
 
-The processes are those of a run, placed by the same plan on this machine, in a folder that goes with them: one rank of
-the trainer, and one server where the config samples by servers. Ray and Slurm are not asked: what they would start is
-started here, and refused here where this machine lacks the GPUs for it.
+The processes are those of a run, placed by the same plan, in a temporary run directory: one rank of the trainer, and
+one server if the config samples on servers. They always run on this machine, also for a config with Ray or Slurm; an
+error says if this machine has too few GPUs.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from gspo.launcher.plan import config_file, run_path
 from gspo.system.gpus import visible_gpus
 
 
-def run_aside(
+def run_beside_sampler(
     loaded: Loaded, words: Sequence[str], here: Callable[[Loaded, Path], int], *, with_server: bool = False
 ) -> int:
-    """`here` in this process where one is enough; else `gspo WORDS --config FILE` beside a server. The exit code."""
+    """Call `here` in this process if no server is needed; else launch `gspo WORDS --config FILE` and a server.
+
+    Returns the exit code.
+    """
     with tempfile.TemporaryDirectory(prefix="gspo-doctor-", ignore_cleanup_errors=True) as folder:
         small = one_of_each(loaded, Path(folder), visible_gpus(), with_server=with_server)
         path = run_path(small.config)
@@ -35,7 +38,7 @@ def run_aside(
 def one_of_each(loaded: Loaded, folder: Path, num_gpus: int, *, with_server: bool = False) -> Loaded:
     """The config with one rank and at most one server, on this machine, with `folder` for its run directory.
 
-    `with_server`: one of our own even where the config samples in process, if the machine has room for it.
+    `with_server`: add a server even if the config samples in process, unless the machine has a single GPU.
     """
     here = {"fileroot": str(folder), "n_nodes": 1, "n_gpus_per_node": None}
     config = loaded.config.model_copy(update={"cluster": loaded.config.cluster.model_copy(update=here)})

@@ -24,47 +24,49 @@ class Config(Section):
     experiment_name: str = key("gspo", "First part of the run directory's name.")
     trial_name: str = key("trial0", "Second part of the run directory's name.")
     algorithm: str | None = key(
-        None, f"Preset: {', '.join(ALGORITHMS)}.", unset="ppo where a critic is configured, else grpo"
+        None, f"Preset: {', '.join(ALGORITHMS)}.", unset="ppo if a critic is configured, otherwise grpo"
     )
-    seed: int = key(1, "Everything random is a function of it.", low=0)
-    total_train_epochs: int = key(1, "Passes over the training data.", low=1)
-    total_train_steps: int | None = key(None, "Training steps.", unset="by total_train_epochs", low=1)
+    seed: int = key(1, "Seed of all random numbers.", low=0)
+    total_train_steps: int | None = key(None, "Number of training steps.", unset="total_train_epochs decides", low=1)
+    total_train_epochs: int = key(1, "Number of passes over the training data.", low=1)
+    actor: Actor = key(Actor, "The policy, its objective and its trainer.")
+    gconfig: Generation = key(Generation, "Sampling parameters for training.")
+    train_dataset: TrainDataset = key(TrainDataset, "Training problems.")
+    reward: Reward = key(Reward, "Reward functions and their workers.")
+    rollout: Rollout = key(Rollout, "Samplers and staleness.")
+    valid_dataset: DatasetSpec | None = key(None, "Held-out problems.", unset="the held-out split of train_dataset")
+    eval_gconfig: EvalGeneration | None = key(
+        None,
+        "Sampling parameters for evaluation. A key that is not set here has gconfig's value.",
+        unset="one greedy sample; lengths and stops are always those of gconfig",
+    )
+    evaluator: Evaluator = key(Evaluator, "Held-out evaluation.")
+    saver: Saver = key(Saver, "Checkpoints by steps or epochs, and how many are kept.")
+    recover: Recover = key(Recover, "Checkpoints by time, and resuming.")
+    ref: Reference | None = key(None, "Reference model for KL.")
+    critic: Critic | None = key(None, "Value model for PPO.")
+    env: Environment = key(Environment, "Multi-turn episodes, tools and agents.")
+    stats_logger: StatsLogger = key(StatsLogger, "Where metrics go besides the run directory.")
+    cluster: Cluster = key(Cluster, "Machines, and the root of run directories.")
+    scheduler: Scheduler = key(Scheduler, "Where processes run.")
+    vllm: dict[str, Any] = key(
+        {},
+        "Flags of vLLM servers, by vLLM's own names (max_model_len). Also python: the interpreter that has vLLM; env: "
+        "environment variables; url: the address of servers that you run yourself.",
+    )
+    sglang: dict[str, Any] = key({}, "The same for SGLang servers; experimental.")
     tokenizer_path: str | None = key(None, "Tokenizer.", unset="actor.path")
-    strict: bool = key(False, "Turn warnings into errors.")
-    stall_timeout: float = key(
-        7200.0, "Seconds without any progress until a run ends itself with a stack dump (log.txt).", above=0
+    strict: bool = key(False, "Treat warnings about the config as errors.")
+    on_alarm: Literal["warn", "stop"] = key("warn", "What the run does if a check during training raises an alarm.")
+    threads: int | None = key(
+        None, "CPU threads of the trainer. The last bits of results depend on it.", unset="all cores", low=1
     )
-    on_alarm: Literal["warn", "stop"] = key("warn", "What the checks during training do.")
     profile: bool = key(
         False, "Write a timeline of steps 2 and 3 (profile/*.trace.json.gz) for a browser's trace viewer."
     )
-    threads: int | None = key(None, "CPU threads of the trainer; part of a run's identity.", unset="all cores", low=1)
-    cluster: Cluster = key(Cluster, "Machines and the run root.")
-    scheduler: Scheduler = key(Scheduler, "Where processes run.")
-    rollout: Rollout = key(Rollout, "Samplers and staleness.")
-    gconfig: Generation = key(Generation, "Sampling for training.")
-    eval_gconfig: EvalGeneration | None = key(
-        None,
-        "Sampling for evaluation; what is not set here is as in gconfig.",
-        unset="one greedy sample; lengths and stops are always those of gconfig",
+    stall_timeout: float = key(
+        7200.0, "After this many seconds without progress the run stops and writes stack traces to log.txt.", above=0
     )
-    actor: Actor = key(Actor, "The policy, its objective and its trainer.")
-    ref: Reference | None = key(None, "Reference model for KL.")
-    critic: Critic | None = key(None, "Value model for PPO.")
-    reward: Reward = key(Reward, "Reward functions and their workers.")
-    env: Environment = key(Environment, "Multi-turn episodes, tools, agents.")
-    train_dataset: TrainDataset = key(TrainDataset, "Training problems.")
-    valid_dataset: DatasetSpec | None = key(None, "Held-out problems.", unset="train_dataset's held-out split")
-    saver: Saver = key(Saver, "Checkpoints by steps or epochs, and how many are kept.")
-    recover: Recover = key(Recover, "Checkpoints by time, and resuming.")
-    evaluator: Evaluator = key(Evaluator, "Held-out evaluation.")
-    stats_logger: StatsLogger = key(StatsLogger, "Where metrics go beside the run directory.")
-    vllm: dict[str, Any] = key(
-        {},
-        "Flags passed on to vLLM servers, by their own names (max_model_len); and python: the interpreter that has "
-        "vLLM, env: its variables, url: the address of servers that you run yourself.",
-    )
-    sglang: dict[str, Any] = key({}, "The same for SGLang servers; experimental.")
 
 
 @functools.cache

@@ -13,10 +13,14 @@ class Reward(Section):
         "Rewards: math, numeric, final, format, …, module:function, or with settings {name: reward_model, path: …}, "
         "{name: judge, url: …, model: …} (docs/data.md); empty: the task's own.",
     )
-    weights: list[float] = key([], "One weight per function; empty: all 1.")
-    timeout: float = key(10.0, "Seconds until a reward that does not answer is killed.", above=0)
-    workers: int = key(2, "Worker processes for rewards that need one.", low=1)
-    max_failure_fraction: float = key(0.5, "Share of failed rewards in a batch that stops the run.", low=0.0, high=1.0)
+    weights: list[float] = key([], "One weight per function; empty: all weights are 1.")
+    timeout: float = key(10.0, "A reward that takes longer than this many seconds is killed.", above=0)
+    workers: int = key(2, "Number of worker processes, for rewards that need one.", low=1)
+    max_failure_fraction: float = key(
+        0.5, "The run stops if more than this fraction of a batch's rewards failed.", low=0.0, high=1.0
+    )
     allow_unsandboxed_code: bool = key(
-        False, "UNSAFE: where bubblewrap does not work, run model-written code with your own rights (docs/sandbox.md)."
+        False,
+        "UNSAFE: if bubblewrap does not work, run code that the model wrote without a sandbox, with your own rights "
+        "(docs/sandbox.md).",
     )

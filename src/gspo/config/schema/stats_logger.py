@@ -1,4 +1,4 @@
-"""`stats_logger`: where metrics go beside the run directory."""
+"""`stats_logger`: where metrics go besides the run directory."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from gspo.config.schema.key import Section, key
 
 class WandB(Section):
     mode: Literal["disabled", "offline", "online"] = key(
-        "disabled", "offline: a folder in RUN/wandb for `wandb sync`; online: sent as it goes. Needs gspo[wandb]."
+        "disabled", "offline: write to RUN/wandb for `wandb sync`; online: send while training. Needs gspo[wandb]."
     )
     project: str | None = key(None, "Project.", unset="experiment_name")
 
 
 class StatsLogger(Section):
     wandb: WandB = key(WandB, "Weights & Biases.")
-    tensorboard: bool = key(False, "Also write TensorBoard events, to RUN/tensorboard. Needs gspo[tensorboard].")
-    trackio: bool = key(False, "Also write a Trackio database, to RUN/trackio or $TRACKIO_DIR. Needs gspo[trackio].")
-    keep_token_samples: int = key(16, "Sequences per step whose per-token values are kept.", low=0)
-    keep_sample_steps: int | None = key(None, "Steps whose samples stay on disk.", unset="all", low=1)
+    tensorboard: bool = key(False, "Also write TensorBoard events to RUN/tensorboard. Needs gspo[tensorboard].")
+    trackio: bool = key(False, "Also write a Trackio database to RUN/trackio or $TRACKIO_DIR. Needs gspo[trackio].")
+    keep_token_samples: int = key(16, "Number of sequences per step whose per-token values are stored.", low=0)
+    keep_sample_steps: int | None = key(
+        None, "Number of steps whose samples are kept on disk.", unset="all steps", low=1
+    )

@@ -12,7 +12,7 @@ from gspo.config.layout import layout_of
 from gspo.errors import ConfigError
 from gspo.launcher import launch as launcher
 from gspo.launcher import slurm
-from gspo.launcher.plan import make_plan, to_text
+from gspo.launcher.plan import make_launch_plan, to_text
 
 ROOT = Path(__file__).parents[2]
 GSPO = str(ROOT / "examples" / "math" / "gsm8k_gspo.yaml")
@@ -25,7 +25,7 @@ def config(*overrides: str, path: str | None = None):
 
 
 def plan(*overrides: str, num_gpus: int = 0):
-    return make_plan(config(*overrides), ["train.py", "--config", "x.yaml"], num_gpus)
+    return make_launch_plan(config(*overrides), ["train.py", "--config", "x.yaml"], num_gpus)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_the_plan_says_who_runs_what_where():
 
 def script_of(*overrides: str) -> str:
     c = config("scheduler.type=slurm", *overrides)
-    return slurm.render(make_plan(c, ["train.py"], 0), c.scheduler.slurm, ["train.py"], c.scheduler.restarts)
+    return slurm.render(make_launch_plan(c, ["train.py"], 0), c.scheduler.slurm, ["train.py"], c.scheduler.restarts)
 
 
 def test_the_job_script_is_valid_bash_and_asks_for_what_the_config_says(tmp_path):

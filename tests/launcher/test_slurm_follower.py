@@ -9,7 +9,7 @@ from gspo.config.layout import Layout
 from gspo.config.schema import Slurm
 from gspo.errors import GspoError
 from gspo.launcher import slurm
-from gspo.launcher.plan import Plan, Process
+from gspo.launcher.plan import LaunchPlan, Process
 
 # Each call of scontrol takes the next line of the script; the last one stays.
 SCONTROL = """#!{python}
@@ -47,7 +47,7 @@ def follow(tmp_path, monkeypatch):
     def run(*states: str) -> tuple[int, list[str], list[str], int]:
         (tmp_path / "states").write_text(json.dumps(states))
         said: list[str] = []
-        plan = Plan(Layout(1, None, 1, 0), tmp_path, (Process("trainer", 0, ("true",)),))
+        plan = LaunchPlan(Layout(1, None, 1, 0), tmp_path, (Process("trainer", 0, ("true",)),))
         plan.folder.mkdir(exist_ok=True)
         code = slurm.run(plan, Slurm(), ["true"], restarts=0, say=said.append)
         return code, said, json.loads((tmp_path / "states").read_text()), pauses.count(5)

@@ -14,7 +14,7 @@ import pytest
 from gspo.config.layout import Layout
 from gspo.launcher import local
 from gspo.launcher.launch import main
-from gspo.launcher.plan import Plan, Process
+from gspo.launcher.plan import LaunchPlan, Process
 from gspo.launcher.supervise import supervise
 from gspo.sampling.remote.discovery import weight_folders
 
@@ -27,8 +27,8 @@ def process(role: str, log: Path, then: str, index: int = 0) -> Process:
     return Process(role, index, (sys.executable, "-c", code), {"GSPO_LAUNCHED": "1"})  # pyright: ignore[reportArgumentType]
 
 
-def plan_of(root: Path, *processes: Process) -> Plan:
-    made = Plan(Layout(1, None, 1, 0), root, processes)
+def plan_of(root: Path, *processes: Process) -> LaunchPlan:
+    made = LaunchPlan(Layout(1, None, 1, 0), root, processes)
     made.folder.mkdir(parents=True, exist_ok=True)
     return made
 
@@ -51,7 +51,7 @@ def until(done, seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-def run(plan: Plan, restarts: int = 3, resumes: int = 0) -> tuple[int, list[str]]:
+def run(plan: LaunchPlan, restarts: int = 3, resumes: int = 0) -> tuple[int, list[str]]:
     said: list[str] = []
 
     def prepare():

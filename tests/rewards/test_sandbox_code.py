@@ -10,7 +10,7 @@ import time
 import pytest
 
 from gspo.errors import ConfigError
-from gspo.rewards.functions.code import Verdict, code, extract, grade, parse_tests, prepare, same
+from gspo.rewards.functions.code import Grade, code, extract, grade, parse_tests, prepare, same
 from gspo.rewards.pool import RewardPool
 from gspo.rewards.sandbox import box as sandbox
 from gspo.rewards.sandbox.box import Box, Limits, SandboxError
@@ -113,7 +113,7 @@ def test_a_hack_passes_nothing(name):
     ],
 )
 def test_an_honest_program_passes_everything(source):
-    assert grade(source, "f", TESTS, Limits(timeout_s=10)) == Verdict((True,) * 4)
+    assert grade(source, "f", TESTS, Limits(timeout_s=10)) == Grade((True,) * 4)
 
 
 @needs_sandbox

@@ -19,7 +19,7 @@ from gspo.data import reasoning_gym as gym
 from gspo.data.split import HELD_OUT, in_held_out
 from gspo.errors import DataError
 
-Row = dict[str, Any]
+Row = gym.Row
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 _SPLIT_NAME = re.compile(r"(train|" + "|".join(HELD_OUT) + r")(?:[-_.].*)?", re.IGNORECASE)
 _HUB_CONFIG = {"openai/gsm8k": "main", "gsm8k": "main"}  # data sets that need a config name

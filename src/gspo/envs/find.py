@@ -12,7 +12,7 @@ from gspo.envs.builtin.tools import Tools
 from gspo.errors import ConfigError
 from gspo.system.imports import find_function
 
-BUILTIN: Mapping[str, Callable[..., Any]] = {"tools": Tools, "self_correct": SelfCorrect}
+ENVIRONMENTS: Mapping[str, Callable[..., Any]] = {"tools": Tools, "self_correct": SelfCorrect}
 
 
 def find_environment(given: str | Callable[..., Any], options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
@@ -23,13 +23,13 @@ def find_environment(given: str | Callable[..., Any], options: Mapping[str, Any]
     options = dict(options or {})
     found: Any = given
     if isinstance(given, str):
-        if given not in BUILTIN and ":" not in given:
+        if given not in ENVIRONMENTS and ":" not in given:
             raise ConfigError(
-                f"env.path: there is no environment {given!r}; built-in ones are {', '.join(BUILTIN)}; write your own "
+                f"env.path: there is no environment {given!r}; built-in: {', '.join(ENVIRONMENTS)}; write your own "
                 "as module:function or file.py:function"
             )
         try:
-            found = BUILTIN[given] if given in BUILTIN else find_function(given)
+            found = ENVIRONMENTS[given] if given in ENVIRONMENTS else find_function(given)
         except ValueError as error:
             raise ConfigError(f"env.path: {error}") from error
     name = given if isinstance(given, str) else getattr(given, "__name__", type(given).__name__)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gspo.config import Loaded
     from gspo.config.schema import Config
-    from gspo.launcher.plan import Plan
+    from gspo.launcher.plan import LaunchPlan
 
 LAUNCHERS = ("local", "ray", "slurm")
 
@@ -32,14 +32,14 @@ def launch(loaded: Loaded, command: Sequence[str], *, dry_run: bool = False) -> 
     Returns the exit code, or None if the plan is one process on this machine: the caller then runs it itself.
     """
     from gspo.config.lint import check
-    from gspo.launcher.plan import make_plan, to_text
+    from gspo.launcher.plan import make_launch_plan, to_text
     from gspo.system.gpus import visible_gpus
 
     if not dry_run:
         check(loaded)
     config = loaded.config
     on, restarts = config.scheduler.type or "local", config.scheduler.restarts
-    plan = make_plan(config, command, visible_gpus())
+    plan = make_launch_plan(config, command, visible_gpus())
     if not dry_run and on == "local":
         _require_engine(config, plan)
     if dry_run:
@@ -66,7 +66,7 @@ def launch(loaded: Loaded, command: Sequence[str], *, dry_run: bool = False) -> 
     return slurm.run(plan, config.scheduler.slurm, command, restarts=restarts, say=_say)
 
 
-def _require_engine(config: Config, plan: Plan) -> None:
+def _require_engine(config: Config, plan: LaunchPlan) -> None:
     """ConfigError if the inference engine is not installed on this machine, before any process is started."""
     from gspo.config import engine_flags as engines
 
@@ -76,7 +76,7 @@ def _require_engine(config: Config, plan: Plan) -> None:
         engines.check(sampler.name, options, config.actor.path, on_cpu=on_cpu, count=sampler.data)
 
 
-def _write_launch_files(loaded: Loaded, plan: Plan) -> None:
+def _write_launch_files(loaded: Loaded, plan: LaunchPlan) -> None:
     """Create the folders and write the resolved config, which samplers and Slurm jobs read."""
     from gspo.config import dump
     from gspo.errors import ConfigError

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import IO
 
 from gspo.launcher.launch import main
-from gspo.launcher.plan import Plan, Process
+from gspo.launcher.plan import LaunchPlan, Process
 from gspo.launcher.supervise import Say, Start, environment, supervise
 from gspo.system.launched import Launched
 from gspo.system.process import dying_with_parent, is_stopped, shell_code, stop_group
 
 
-def run(plan: Plan, *, restarts: int, say: Say) -> int:
+def run(plan: LaunchPlan, *, restarts: int, say: Say) -> int:
     """Start sampler servers and trainer ranks as child processes; returns the trainer's exit code.
 
     A killed trainer is not restarted: the user is at this machine and can run the same command to resume.

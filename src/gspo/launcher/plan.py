@@ -40,7 +40,7 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """All processes of a run. `path` is the run directory, `folder` the launcher's subfolder of it."""
 
     layout: Layout
@@ -82,7 +82,7 @@ def config_file(path: Path) -> Path:
     return path / "launch" / "config.yaml"
 
 
-def make_plan(config: Config, command: Sequence[str], num_gpus: int) -> Plan:
+def make_launch_plan(config: Config, command: Sequence[str], num_gpus: int) -> LaunchPlan:
     """The processes of `command`, a trainer's command line, on machines with `num_gpus` GPUs each.
 
     cluster.n_gpus_per_node overrides `num_gpus`.
@@ -104,7 +104,7 @@ def make_plan(config: Config, command: Sequence[str], num_gpus: int) -> Plan:
         Process("sampler", index, _sampler_argv(layout, path, index), env, node, gpus)
         for index, (node, gpus) in enumerate(sampler_places)
     )
-    return Plan(layout, path, trainers + samplers)
+    return LaunchPlan(layout, path, trainers + samplers)
 
 
 def _refuse_too_few_gpus(config: Config, layout: Layout) -> None:
@@ -191,7 +191,7 @@ def _places(layout: Layout) -> tuple[list[tuple[int, int | None]], list[tuple[in
     return [(node, gpu) for node, gpu in ranks], samplers
 
 
-def to_text(plan: Plan, on: str) -> str:
+def to_text(plan: LaunchPlan, on: str) -> str:
     """The output of `--dry-run`: one paragraph per process."""
     layout = plan.layout
     nodes = "1 machine" if layout.num_nodes == 1 else f"{layout.num_nodes} machines"

@@ -17,7 +17,7 @@ from typing import Any
 
 from gspo.errors import ConfigError, GspoError
 from gspo.launcher.launch import main
-from gspo.launcher.plan import ADDRESS, RENDEZVOUS, Plan, Process
+from gspo.launcher.plan import ADDRESS, RENDEZVOUS, LaunchPlan, Process
 from gspo.launcher.ray_actor import ProcessActor
 from gspo.launcher.supervise import LOST_CODE, Say, Start, environment, supervise
 from gspo.system.launched import Launched
@@ -34,7 +34,7 @@ POLL_S = 5.0  # an actor answers a poll at least this often
 ACTOR_TIMEOUT_S = 60.0  # an actor that does not answer for longer is treated as lost
 
 
-def run(plan: Plan, *, restarts: int, start_timeout: float, say: Say) -> int:
+def run(plan: LaunchPlan, *, restarts: int, start_timeout: float, say: Say) -> int:
     """Run a plan to its end; returns the trainer's exit code."""
     ray = _connect(plan, start_timeout)
     try:
@@ -58,7 +58,7 @@ def run(plan: Plan, *, restarts: int, start_timeout: float, say: Say) -> int:
         ray.shutdown()
 
 
-def _connect(plan: Plan, timeout: float) -> Any:
+def _connect(plan: LaunchPlan, timeout: float) -> Any:
     os.environ.update({name: os.environ.get(name, value) for name, value in QUIET.items()})
     address = os.environ.get("RAY_ADDRESS")
     if address is None:
@@ -109,7 +109,7 @@ def _wait_for_port(address: str, until: float, timeout: float) -> None:
             time.sleep(0.5)
 
 
-def _reserve(ray: Any, plan: Plan, timeout: float) -> tuple[Any, dict[int, int]]:
+def _reserve(ray: Any, plan: LaunchPlan, timeout: float) -> tuple[Any, dict[int, int]]:
     """Reserve one bundle of CPUs and GPUs per machine of the plan; returns the group and bundle index by node."""
     from ray.util.placement_group import placement_group
 

@@ -18,18 +18,18 @@ from pathlib import Path
 from gspo.config.schema import Slurm
 from gspo.errors import ConfigError, GspoError
 from gspo.launcher.launch import main
-from gspo.launcher.plan import Plan
+from gspo.launcher.plan import LaunchPlan
+from gspo.launcher.ray import STORE_BYTES
 from gspo.launcher.supervise import Say
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
 ENDED += ("REVOKED", "PREEMPTED")
-STORE_BYTES = 100 * 2**20  # of Ray's object store, which is not used
 CONTROLLER_TIMEOUT_S = 600.0  # Slurm's controller may be unreachable for this long
 # Lines between these two are in the script only if the job has several machines.
 _SEVERAL = re.compile(r"^#if several machines\n(.*?)^#endif\n", re.MULTILINE | re.DOTALL)
 
 
-def render(plan: Plan, slurm: Slurm, command: Sequence[str], restarts: int) -> str:
+def render(plan: LaunchPlan, slurm: Slurm, command: Sequence[str], restarts: int) -> str:
     """The sbatch script: job.sbatch with @NAME@ replaced by values of this run."""
     layout, log = plan.layout, plan.folder / "slurm.log"
     cpus = slurm.cpus_per_node or max(sum(p.node == node for p in plan.processes) for node in plan.nodes)
@@ -66,7 +66,7 @@ def render(plan: Plan, slurm: Slurm, command: Sequence[str], restarts: int) -> s
     return re.sub(r"@([A-Z_]+)@", lambda found: str(values[found[1]]), text)
 
 
-def run(plan: Plan, slurm: Slurm, command: Sequence[str], *, restarts: int, say: Say) -> int:
+def run(plan: LaunchPlan, slurm: Slurm, command: Sequence[str], *, restarts: int, say: Say) -> int:
     """Submit the job and print its log until it ends; returns its exit code."""
     file, log = plan.folder / "job.sh", plan.folder / "slurm.log"
     file.write_text(render(plan, slurm, command, restarts), encoding="utf-8")

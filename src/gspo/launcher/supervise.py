@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from gspo.launcher.plan import Plan, Process
+from gspo.launcher.plan import LaunchPlan, Process
 from gspo.sampling.remote.discovery import forget, give_up
 from gspo.system.process import describe_exit, last_lines
 
@@ -82,7 +82,7 @@ class Unit:
             handle.end(STOP_TIMEOUT_S)
 
 
-def supervise(plan: Plan, prepare: Callable[[], Start], *, restarts: int, resumes: int, say: Say) -> int:
+def supervise(plan: LaunchPlan, prepare: Callable[[], Start], *, restarts: int, resumes: int, say: Say) -> int:
     """Run a plan to its end; returns the trainer's exit code.
 
     prepare    called before each start of a unit; returns the function that starts one process of it

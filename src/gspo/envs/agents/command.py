@@ -67,7 +67,7 @@ def run_command(
         lifeline.close()
     if code:
         raise AgentError(f"{command[0]} {describe_exit(code)}: {err.strip()[-400:] or 'no output on stderr'}")
-    return read_reward(out)
+    return reward_of_output(out)
 
 
 def _read_output(process: subprocess.Popen[bytes]) -> tuple[str, str]:
@@ -87,11 +87,11 @@ def _read_output(process: subprocess.Popen[bytes]) -> tuple[str, str]:
     return out, err
 
 
-def read_reward(printed: str) -> Any:
+def reward_of_output(printed: str) -> Any:
     """The reward on the last line that is not empty: a number, or a JSON object with a `reward`; else None.
 
-    >>> read_reward("thinking…\\n0.5\\n"), read_reward('{"reward": 1, "format": 0.2}'), read_reward("done")
-    (0.5, {'reward': 1, 'format': 0.2}, None)
+    >>> reward_of_output("thinking…\\n0.5\\n"), reward_of_output('{"reward": 1, "format": 0.2}')
+    (0.5, {'reward': 1, 'format': 0.2})
     """
     last = next((line for line in reversed(printed.splitlines()) if line.strip()), "")
     with contextlib.suppress(ValueError, RecursionError):

@@ -25,10 +25,10 @@ _MARGIN_S = 2.0  # to start and end a sandbox, in addition to the candidate's ti
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Grade:
     """Which tests passed, and why the first failed test failed.
 
-    >>> Verdict((True, False), "test 2: returned 3").fraction
+    >>> Grade((True, False), "test 2: returned 3").fraction
     0.5
     """
 
@@ -64,10 +64,10 @@ def code(
     if not entry_point:
         raise ValueError("the row has no column `entry_point`, the name of the function to call")
     limits = Limits(timeout_s=timeout, memory_mb=memory_mb)
-    verdict = grade(extract(text), entry_point, cases, limits, allow_unsandboxed=allow_unsandboxed)
-    if log and verdict.reason:
-        print(f"code: {entry_point}: {verdict.reason!a}", file=sys.stderr)
-    return verdict.fraction if partial else float(all(verdict.passed))
+    graded = grade(extract(text), entry_point, cases, limits, allow_unsandboxed=allow_unsandboxed)
+    if log and graded.reason:
+        print(f"code: {entry_point}: {graded.reason!a}", file=sys.stderr)
+    return graded.fraction if partial else float(all(graded.passed))
 
 
 def grade(
@@ -77,14 +77,14 @@ def grade(
     limits: Limits = DEFAULT_LIMITS,
     *,
     allow_unsandboxed: bool = False,
-) -> Verdict:
+) -> Grade:
     """Call the candidate on every test, also after a failed one; SandboxError if the sandbox fails."""
     passed, reason = [False] * len(tests), ""
     with Box(limits, allow_unsandboxed=allow_unsandboxed) as box:
         load = secrets.token_hex(8)
         reply = _ask(box, {"id": load, "code": source, "entry_point": entry_point})
         if "value" in reply or "failed" in reply:
-            return Verdict(tuple(passed), f"loading: {reply.get('failed', 'answered before it was asked')}")
+            return Grade(tuple(passed), f"loading: {reply.get('failed', 'answered before it was asked')}")
         for number, test in enumerate(tests):
             # A random id per question, so that a reply written in advance matches none.
             question = {"id": secrets.token_hex(8), "args": test["args"], "kwargs": test.get("kwargs") or {}}
@@ -95,7 +95,7 @@ def grade(
                 reason = reason or f"test {number + 1}: {why}"
             if "over" in reply:
                 break
-    return Verdict(tuple(passed), reason)
+    return Grade(tuple(passed), reason)
 
 
 def extract(text: str) -> str:

@@ -36,7 +36,7 @@ _MAX_RETRIES = 3
 
 
 @dataclass
-class Job:
+class ScoringJob:
     """A group to score."""
 
     id: int
@@ -55,7 +55,7 @@ class WorkerProcess:
     pid: int
     channel: socket.socket
     page: mmap
-    job: Job | None = None
+    job: ScoringJob | None = None
     ready: bool = False
     killed: bool = False  # by the supervisor, because a call exceeded its deadline
     corrupt: bool = False  # its channel delivered something other than the messages of worker.py
@@ -69,7 +69,7 @@ class Supervisor:
         self.trainer = trainer
         self.settings = settings
         self.workers: dict[int, WorkerProcess] = {}
-        self.queue: deque[Job] = deque()
+        self.queue: deque[ScoringJob] = deque()
         self.failed_starts = 0
         self.incoming = bytearray()
         self.outgoing = bytearray()
@@ -141,7 +141,7 @@ class Supervisor:
             frame = bytes(self.incoming[position + LENGTH.size : position + LENGTH.size + size])
             line, _, payload = frame.partition(b"\n")
             header = json.loads(line)
-            self.queue.append(Job(header["job"], header["num"], payload))
+            self.queue.append(ScoringJob(header["job"], header["num"], payload))
             position += LENGTH.size + size
         del self.incoming[:position]
         return True
@@ -257,12 +257,12 @@ class Supervisor:
                 finally:
                     worker.channel.setblocking(False)
 
-    def abandon(self, job: Job, why: str) -> None:
+    def abandon(self, job: ScoringJob, why: str) -> None:
         for index in range(job.num):
             job.failures.setdefault(index, ("infra", f"{self.names()}: {why}"))
         self.finish(job)
 
-    def finish(self, job: Job) -> None:
+    def finish(self, job: ScoringJob) -> None:
         failures = [(sample, *failure) for sample, failure in job.failures.items()]
         self.send({"job": job.id, "values": job.values, "failures": failures})
 

@@ -12,14 +12,14 @@ import sys
 
 from gspo.config import load
 from gspo.train import Trainer
-from gspo.train.evaluate_run import examine
+from gspo.train.evaluate_run import evaluate_run
 
 CONFIG = "examples/tools/calculator.yaml"
 
 
 def accuracy(*overrides):
     """Of the model that training starts from."""
-    result = examine(load(CONFIG, [*sys.argv[1:], *overrides]).config, None, 0)
+    result = evaluate_run(load(CONFIG, [*sys.argv[1:], *overrides]).config, None, 0)
     return result["avg"]["value"]
 
 

@@ -332,7 +332,7 @@ def test_an_agent_that_never_ends_is_given_up_and_its_later_calls_are_refused(pl
             late.append(error.code)
 
     samples, _ = play(only_first(hangs), num_samples=1, timeout_s=1.0)
-    assert samples[0, 0].outcome == Failure("timeout", "environment: silent for 1 s (env.timeout)")
+    assert samples[0, 0].outcome == Failure("timeout", "environment: sent no request for 1 s (env.timeout)")
     assert bool(len(samples[0, 0].tokens)) == ask_first
     assert isinstance(samples[1, 0].outcome, Score)
     _until(lambda: late)

@@ -55,7 +55,7 @@ def serve() -> None:
     import training_runs
 
     from gspo import faults, train  # noqa: F401 - imported for the children
-    from gspo.train import loop
+    from gspo.train import open as opening
 
     for line in sys.stdin:
         asked = json.loads(line)
@@ -71,7 +71,7 @@ def serve() -> None:
             code = 1
             try:
                 if asked["forget"]:
-                    loop.make_sampler = _forgetful(loop.make_sampler)
+                    opening.make_sampler = _forgetful(opening.make_sampler)
                 summary = training_runs.make_trainer(root, *RUN, *asked["overrides"]).train()
                 code = 0 if summary.finished else 3
             except BaseException:

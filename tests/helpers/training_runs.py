@@ -3,12 +3,14 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from gspo.config import load
 from gspo.system.files import read_jsonl
 from gspo.train import Trainer
+from gspo.train.loop import Leader
 
 SMALL = (
     "algorithm=gspo", "actor.path=embedded:tiny", "train_dataset.path=embedded:arithmetic:2-3",
@@ -18,8 +20,16 @@ SMALL = (
 )  # fmt: skip
 
 
-def make_trainer(root: Path, *overrides: str, kind: type[Trainer] = Trainer, **given) -> Trainer:
-    return kind(load(None, [*SMALL, f"cluster.fileroot={root}", *overrides]), **given)
+def make_trainer(root: Path, *overrides: str, kind: type[Leader] = Leader, **given) -> Any:
+    """A trainer whose loop is of `kind`; after `train()` its `parts` can be looked at."""
+    trainer: Any = Trainer(load(None, [*SMALL, f"cluster.fileroot={root}", *overrides]), **given)
+
+    def leader(parts):
+        trainer.parts = parts
+        return kind(parts)
+
+    trainer.leader = leader
+    return trainer
 
 
 def train(root: Path, *overrides: str, **given):

@@ -123,17 +123,18 @@ def test_a_sampler_noisier_than_the_clip_range_ends_the_run_before_its_first_ste
 
 def test_near_the_clip_range_it_warns_above_it_refuses_and_elsewhere_it_is_silent(tmp_path):
     how = (*ROLLOUT, "rollout.sampler_precision=int8")
-    with opened(make_trainer(tmp_path, *how).loaded) as trainer:
-        batch = sampled(trainer)
-        log_s = noise_log_s(trainer, batch)
-        p95, log = measured(log_s, batch.trained_tokens).p95, trainer.run.path / "log.txt"
+    with opened(make_trainer(tmp_path, *how).loaded) as loop:
+        parts, learner = loop.parts, loop.parts.learner
+        batch = sampled(loop)
+        log_s = noise_log_s(learner, batch)
+        p95, log = measured(log_s, batch.trained_tokens).p95, loop.parts.path / "log.txt"
 
         def spoken(eps):
             before = len(log.read_text()) if log.exists() else 0
-            plan = replace(trainer.plan, settings={**trainer.plan.settings, "clip_low": eps, "clip_high": 1.3 * eps})
-            decide = trainer.doubt(batch, plan)
-            assert decide is not None
-            decide(log_s)
+            plan = replace(learner.plan, settings={**learner.plan.settings, "clip_low": eps, "clip_high": 1.3 * eps})
+            check = parts.updater.check_sampler_noise(batch, plan, parts.state)
+            assert check is not None
+            check(log_s)
             return "the sampler's log-probs are used as π_old" in log.read_text()[before:] if log.exists() else False
 
         assert p95 > 1e-6
@@ -142,11 +143,11 @@ def test_near_the_clip_range_it_warns_above_it_refuses_and_elsewhere_it_is_silen
         assert spoken(1.01 * p95)
         with pytest.raises(TrainingError, match="prox_logp_force"):
             spoken(0.99 * p95)
-        trainer.state.noise = p95  # what was measured once, and was in a checkpoint, is not judged again
-        assert trainer.doubt(batch, trainer.plan) is None
+        parts.state.noise = p95  # what was measured once, and was in a checkpoint, is not checked again
+        assert parts.updater.check_sampler_noise(batch, learner.plan, parts.state) is None
 
 
-def noise_log_s(trainer, batch):
+def noise_log_s(learner, batch):
     """Mini-batch 1's, as a step measures it before it changes anything."""
     seen = []
 
@@ -156,7 +157,7 @@ def noise_log_s(trainer, batch):
 
     with pytest.raises(InterruptedError):
         train_step(
-            trainer.policy, trainer.optimizer, batch, trainer.plan, proximal="rollout", learning_rates=[0.0] * 2,
+            learner.policy, learner.optimizer, batch, learner.plan, proximal="rollout", learning_rates=[0.0] * 2,
             before_update=look,
         )  # fmt: skip
     return seen[0]

@@ -14,7 +14,7 @@ def group(submission):
 
 def keep_all(buffer, submissions):
     for submission in submissions:
-        buffer.keep(group(submission))
+        buffer.accept(group(submission))
 
 
 def numbers(groups):
@@ -53,7 +53,7 @@ def test_the_narrowest_of_the_bounds_decides(bounds, sent):
 def test_a_finished_group_makes_room_in_flight_and_not_in_the_queue():
     buffer = Buffer(2, max_staleness=2, queue_size=4, max_in_flight=3)
     assert buffer.submit(0) == [0, 1, 2]
-    buffer.keep(group(2))
+    buffer.accept(group(2))
     assert buffer.submit(0) == [3]
     keep_all(buffer, [0, 3])
     assert buffer.submit(0) == []
@@ -64,7 +64,7 @@ def test_a_batch_waits_for_the_group_that_belongs_before_its_last():
     buffer.submit(0)
     keep_all(buffer, [3, 1, 2])
     assert not buffer.ready
-    buffer.keep(group(0))
+    buffer.accept(group(0))
     assert numbers(buffer.take()[0]) == [0, 1]
     assert numbers(buffer.take()[0]) == [2, 3]
 
@@ -72,15 +72,15 @@ def test_a_batch_waits_for_the_group_that_belongs_before_its_last():
 def test_the_next_prompts_of_the_stream_take_the_places_of_the_rejected():
     buffer = Buffer(2, max_staleness=1)
     assert buffer.submit(0) == [0, 1, 2, 3]
-    buffer.keep(group(0))
+    buffer.accept(group(0))
     buffer.reject(1, "are dull")
-    buffer.keep(group(3))
+    buffer.accept(group(3))
     assert (buffer.rounds, buffer.submit(0)) == (1, [4])
     buffer.reject(4, "are dull")
     assert (buffer.rounds, buffer.submit(0)) == (2, [5])
     keep_all(buffer, [5])
     assert not buffer.ready  # 2 is still to come and belongs into this batch
-    buffer.keep(group(2))
+    buffer.accept(group(2))
     groups, refilled = buffer.take()
     assert (numbers(groups), refilled) == ([0, 2], 2)
     groups, refilled = buffer.take()
@@ -125,7 +125,7 @@ def test_whatever_the_order_of_arrival_batches_are_in_order_whole_and_within_the
                 rejected.add(arrived)
                 buffer.reject(arrived, "are dull")
             else:
-                buffer.keep(group(arrived))
+                buffer.accept(group(arrived))
         if buffer.ready:
             batch = numbers(buffer.take()[0])
             assert min(sampled_by[i] for i in batch) >= version - eta  # the promise

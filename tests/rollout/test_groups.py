@@ -8,7 +8,8 @@ from made_batches import FAILED, make_group
 from gspo.errors import DataError, RewardError, RolloutError
 from gspo.rewards.pool import RewardPool
 from gspo.rewards.spec import reward_spec
-from gspo.rollout.groups import refuse_failures, sample_groups, single_turn
+from gspo.rollout.groups import refuse_failures, sample_groups
+from gspo.rollout.workflow import single_turn
 from gspo.sampling.local.engine import LocalSampler
 from gspo.system.clock import Clock
 from gspo.types import Prompt, SampleId, SamplingParams, Score
@@ -93,7 +94,7 @@ def too_few(requests, sampler):
 
 @pytest.mark.parametrize("workflow", [twice, foreign, beyond])
 def test_a_sample_nobody_asked_for_is_an_error(sampler, rewards, workflow):
-    with pytest.raises(RolloutError, match="was not asked for or came twice"):
+    with pytest.raises(RolloutError, match="was not requested or was returned before"):
         groups_of(sampler, rewards, workflow=workflow)
     sampler.abort()
     list(sampler.completed())

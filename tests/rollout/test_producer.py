@@ -26,13 +26,16 @@ from gspo.rewards.pool import RewardPool
 from gspo.rewards.route import GivenRewards
 from gspo.rewards.spec import reward_spec
 from gspo.rollout.buffer import Buffer, Snapshot
-from gspo.rollout.groups import Arrivals, refuse_failures, sample_groups, single_turn
-from gspo.rollout.producer import Ahead
+from gspo.rollout.groups import GroupAssembler, refuse_failures, sample_groups
+from gspo.rollout.producer import RolloutProducer
+from gspo.rollout.workflow import single_turn
+from gspo.runs import checkpoint
 from gspo.sampling.local.engine import LocalSampler
 from gspo.system.clock import Clock
-from gspo.train import Trainer, loop
+from gspo.train import open as opening
 from gspo.train.build.rollout import make_producer
 from gspo.train.build.sampler import local_sampler, sampling_params
+from gspo.train.loop import Leader
 from gspo.types import Prompt, SampleId, SamplingParams
 
 TINY = (
@@ -42,37 +45,28 @@ TINY = (
 AHEAD = (*TINY, "rollout.max_head_offpolicyness=2", "actor.use_decoupled_loss=true")
 
 
-class Synchronous(Trainer):
+class Synchronous(Leader):
     """The loop without anything that could run ahead: sample, score, train."""
 
     def sample(self, clock):
-        begin = 4 * self.state.step
-        prompts = [(i, self.prompt_of(i)) for i in range(begin, begin + 4)]
+        parts, begin = self.parts, 4 * self.parts.state.step
+        prompts = [(i, parts.prompt_of(i)) for i in range(begin, begin + 4)]
         groups = sample_groups(
-            prompts, num_samples=4, params=sampling_params(self.config.gconfig), sampler=self.sampler,
-            rewards=self.rewards, decode=self.decode, workflow=self.workflow, clock=clock,
+            prompts, num_samples=4, params=sampling_params(load(None, [*SMALL, *TINY]).config.gconfig),
+            sampler=parts.sampler, rewards=parts.rewards, decode=parts.decode, workflow=parts.workflow, clock=clock,
         )  # fmt: skip
-        refuse_failures(groups, self.config.reward.max_failure_fraction)
-        self.num_refilled = 0
-        self.ahead.buffer.submission = begin + 4
+        refuse_failures(groups, 0.0)
+        parts.producer.buffer.submission = begin + 4
         return groups
 
 
-class Stopping(Trainer):
+class Stopping(Leader):
     """Asked to stop during its third step."""
 
     def record(self, batch, report, clock):
-        if self.state.step == 3:
-            self.stop.signal = signal.SIGTERM
+        if self.parts.state.step == 3:
+            self.parts.stop.signal = signal.SIGTERM
         super().record(batch, report, clock)
-
-
-class Forgetful(Trainer):
-    """Resumes without the groups that were waiting."""
-
-    def left_waiting(self):
-        assert len(super().left_waiting()) == 8
-        return ()
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +76,7 @@ def straight(tmp_path_factory, tiny):
     return path_of(root)
 
 
-# In turn
+# Inline
 
 
 def test_without_staleness_the_run_is_the_synchronous_one_bit_for_bit(tmp_path, tiny):
@@ -130,9 +124,12 @@ def test_a_stopped_run_goes_on_with_what_was_waiting_bit_for_bit(straight, tmp_p
     assert digests(path_of(tmp_path)) == digests(straight)
 
 
-def test_a_run_that_forgets_what_was_waiting_is_seen(straight, tmp_path):
+def test_a_run_that_forgets_pending_groups_is_seen(straight, tmp_path, monkeypatch):
     train(tmp_path, *AHEAD, kind=Stopping)
-    train(tmp_path, *AHEAD, kind=Forgetful)
+    load_groups = checkpoint.load_pending_groups
+    monkeypatch.setattr(checkpoint, "load_pending_groups", lambda folder: None)
+    assert len(load_groups(path_of(tmp_path) / "checkpoints/step_000003")[1]) == 8
+    train(tmp_path, *AHEAD)
     assert metrics(path_of(tmp_path))[-3]["staleness/max"] == 0  # it had to sample a batch now
     assert digests(path_of(tmp_path))["model.safetensors"] != digests(straight)["model.safetensors"]
 
@@ -210,7 +207,7 @@ def test_a_run_killed_with_groups_waiting_and_run_again_is_the_uninterrupted_one
     assert digests(path_of(tmp_path)) == uninterrupted
 
 
-# Beside
+# In the background
 
 
 class Beside:
@@ -246,7 +243,7 @@ def with_own_weights(monkeypatch, **how):
         made.append(Beside(make(config, copy.deepcopy(policy.model), tokenizer, version), **how))
         return made[-1]
 
-    monkeypatch.setattr(loop, "make_sampler", make_sampler)
+    monkeypatch.setattr(opening, "make_sampler", make_sampler)
     return made
 
 
@@ -260,7 +257,7 @@ def test_beside_the_trainer_groups_are_trained_in_order_within_the_bound_and_not
 ):
     made = with_own_weights(monkeypatch)
     train(tmp_path, *AHEAD, "rollout.max_concurrent_rollouts=20", kind=Stopping)
-    assert "sampling ahead" not in {thread.name for thread in threading.enumerate()}
+    assert "rollout producer" not in {thread.name for thread in threading.enumerate()}
     train(tmp_path, *AHEAD, "rollout.max_concurrent_rollouts=20")
     path = path_of(tmp_path)
     assert trained_on(path) == np.repeat(range(24), 4).tolist()
@@ -275,7 +272,7 @@ def test_an_error_in_the_sampling_thread_ends_the_run_keeps_the_last_step_and_it
     with_own_weights(monkeypatch, fails_at=90)
     with pytest.raises(RolloutError, match="made to fail"):
         train(tmp_path, *AHEAD, "evaluator.at_start=false", "total_train_steps=60")
-    assert "sampling ahead" not in {thread.name for thread in threading.enumerate()}
+    assert "rollout producer" not in {thread.name for thread in threading.enumerate()}
     with_own_weights(monkeypatch)
     done = metrics(path_of(tmp_path))[-1]["step"] if (path_of(tmp_path) / "metrics.jsonl").exists() else 0
     train(tmp_path, *AHEAD, "evaluator.at_start=false", f"total_train_steps={done + 2}")
@@ -300,24 +297,24 @@ def decode(tokens):
     return " ".join(map(str, tokens))
 
 
-def make_ahead(model, rewards, buffer, **more):
+def make_background(model, rewards, buffer, **more):
     sampler = LocalSampler(model, seed=1, eos_token_ids=[0], max_rows=64)
     how = {
         "sampler": sampler, "rewards": rewards, "prompt_of": lambda i: Prompt((1 + i % 50, 2, 3), "?"),
-        "arrivals": Arrivals(2, PARAMS, decode), "workflow": single_turn, "beside": True,
+        "arrivals": GroupAssembler(2, PARAMS, decode), "workflow": single_turn, "beside": True,
     } | more  # fmt: skip
-    return Ahead(buffer, **how), sampler
+    return RolloutProducer(buffer, **how), sampler
 
 
 def test_new_weights_interrupt_a_generation_that_goes_on_with_them(model, rewards):
-    ahead, sampler = make_ahead(model, rewards, Buffer(2, 1))
+    producer, sampler = make_background(model, rewards, Buffer(2, 1))
     for _ in range(5):
-        ahead._turn()  # one token for every sample
+        producer._iterate()  # one token for every sample
     assert sampler.health()["running"] == 8
-    ahead.publish(1, [(name, p.detach() * 1.01) for name, p in model.named_parameters()])
-    while not ahead.buffer.ready:
-        ahead._turn()
-    groups, _ = ahead._take(1)
+    producer.publish(1, [(name, p.detach() * 1.01) for name, p in model.named_parameters()])
+    while not producer.buffer.ready:
+        producer._iterate()
+    groups, _ = producer._take(1)
     for sample in (s for group in groups for s in group.samples):
         cut = int((sample.versions == 0).sum())
         assert 0 < cut < 12
@@ -325,15 +322,15 @@ def test_new_weights_interrupt_a_generation_that_goes_on_with_them(model, reward
 
 
 def test_an_evaluation_gets_its_own_samples_while_training_goes_on(model, rewards):
-    ahead, _ = make_ahead(model, rewards, Buffer(2, 1))
-    ahead._turn()
+    producer, _ = make_background(model, rewards, Buffer(2, 1))
+    producer._iterate()
     prompts = [(1 << 40, Prompt((7, 8), "e")), ((1 << 40) + 1, Prompt((9,), "f"))]
-    groups = sample_groups(prompts, num_samples=1, params=PARAMS, sampler=ahead.sampler, rewards=ahead.rewards,
+    groups = sample_groups(prompts, num_samples=1, params=PARAMS, sampler=producer.sampler, rewards=producer.rewards,
                            decode=decode)  # fmt: skip
     assert [g.samples[0].id for g in groups] == [SampleId(1 << 40, 0), SampleId((1 << 40) + 1, 0)]
-    while not ahead.buffer.ready:
-        ahead._turn()
-    assert [g.submission for g in ahead._take(0)[0]] == [0, 1]
+    while not producer.buffer.ready:
+        producer._iterate()
+    assert [g.submission for g in producer._take(0)[0]] == [0, 1]
 
 
 @pytest.fixture
@@ -357,23 +354,23 @@ def test_a_judge_that_thinks_stops_neither_sampling_nor_new_weights_nor_an_evalu
     thought = threading.Event()
     judge.score = lambda text: float(thought.wait(30))
     with judged_by(judge) as rewards:
-        ahead, sampler = make_ahead(model, rewards, Buffer(2, 1, queue_size=6))
-        while ahead._turn() or sampler.health()["running"]:
+        producer, sampler = make_background(model, rewards, Buffer(2, 1, queue_size=6))
+        while producer._iterate() or sampler.health()["running"]:
             pass
-        assert len(ahead._unscored) == 4  # all that the bound admits is sampled and handed in
-        ahead.publish(1, [(name, p.detach() * 1.01) for name, p in model.named_parameters()])
-        ahead._turn()
+        assert len(producer._unscored) == 4  # all that the bound admits is sampled and handed in
+        producer.publish(1, [(name, p.detach() * 1.01) for name, p in model.named_parameters()])
+        producer._iterate()
         assert sampler.health()["running"] == 4  # the next batch
         prompt = Prompt((7, 8), "e")
-        request = Arrivals(1, PARAMS, decode).expect([(1 << 40, prompt)])
-        ahead.sampler.submit(request)
-        assert [sample.id for sample in ahead.sampler.completed()] == [SampleId(1 << 40, 0)]
+        request = GroupAssembler(1, PARAMS, decode).expect([(1 << 40, prompt)])
+        producer.sampler.submit(request)
+        assert [sample.id for sample in producer.sampler.completed()] == [SampleId(1 << 40, 0)]
         assert not thought.is_set()
-        assert not ahead.buffer.ready
+        assert not producer.buffer.ready
         thought.set()
-        while not ahead.buffer.ready:
-            ahead._turn()
-        groups, _ = ahead._take(1)
+        while not producer.buffer.ready:
+            producer._iterate()
+        groups, _ = producer._take(1)
     assert [outcome.value for group in groups for outcome in group.outcomes] == [1.0] * 4
 
 
@@ -381,9 +378,15 @@ def test_an_evaluation_that_waits_for_its_judge_leaves_training_alone(model, jud
     thought, texts = threading.Event(), []
     judge.score = lambda text: float(thought.wait(30)) if text.startswith("e:") else texts.append(text) or 1.0
     with judged_by(judge) as rewards:
-        ahead, _ = make_ahead(model, rewards, Buffer(2, 1))
+        producer, _ = make_background(model, rewards, Buffer(2, 1))
         found: list = []
-        how = {"num_samples": 1, "params": PARAMS, "sampler": ahead.sampler, "rewards": ahead.rewards, "decode": decode}
+        how = {
+            "num_samples": 1,
+            "params": PARAMS,
+            "sampler": producer.sampler,
+            "rewards": producer.rewards,
+            "decode": decode,
+        }
         evaluation = threading.Thread(
             target=lambda: found.extend(sample_groups([(1 << 40, Prompt((7, 8), "e"))], **how)), daemon=True
         )
@@ -392,14 +395,14 @@ def test_an_evaluation_that_waits_for_its_judge_leaves_training_alone(model, jud
             time.sleep(0.01)
         try:
             for version in range(3):
-                assert len(ahead.next(version, Clock())[0]) == 2
-                ahead.publish(version + 1, None)
+                assert len(producer.next(version, Clock())[0]) == 2
+                producer.publish(version + 1, None)
             assert evaluation.is_alive()
             assert not thought.is_set()
             thought.set()
             evaluation.join(30)
         finally:
-            ahead.close()
+            producer.close()
     assert [group.outcomes[0].value for group in found] == [1.0]
     assert len(texts) >= 3 * 2 * 2
 
@@ -413,14 +416,14 @@ def test_a_workflow_of_the_users_own_runs_beside_the_trainer_too(model, rewards)
         for sample in sampler.completed():
             yield replace(sample, id=sample.id._replace(turn=0))
 
-    ahead, _ = make_ahead(model, rewards, Buffer(2, 1), workflow=twice)
+    producer, _ = make_background(model, rewards, Buffer(2, 1), workflow=twice)
     try:
         batches = []
         for version in range(3):
-            batches.append([g.submission for g in ahead.next(version, Clock())[0]])
-            ahead.publish(version + 1, None)
+            batches.append([g.submission for g in producer.next(version, Clock())[0]])
+            producer.publish(version + 1, None)
     finally:
-        ahead.close()
+        producer.close()
     assert batches == [[0, 1], [2, 3], [4, 5]]
 
 
@@ -438,17 +441,17 @@ def test_episodes_are_played_beside_the_trainer_across_versions():
 
     episodes = Episodes(two_turns, talk, max_context=256, rounds=False)
     with RewardPool(reward_spec("math")) as pool:
-        ahead, sampler = make_ahead(
+        producer, sampler = make_background(
             talkers.model(256), GivenRewards(pool), Buffer(2, 1), workflow=episodes, prompt_of=prompt_of
         )
         try:
             batches = []
             for version in range(3):
-                batches.append(ahead.next(version, Clock())[0])
-                ahead.publish(version + 1, None)
+                batches.append(producer.next(version, Clock())[0])
+                producer.publish(version + 1, None)
         finally:
             episodes.close()
-            ahead.close()
+            producer.close()
     assert [[g.submission for g in groups] for groups in batches] == [[0, 1], [2, 3], [4, 5]]
     for version, groups in enumerate(batches):
         for sample in (s for group in groups for s in group.samples):
@@ -459,17 +462,17 @@ def test_episodes_are_played_beside_the_trainer_across_versions():
 
 
 def test_a_sampler_that_keeps_old_weights_is_found_out(model, rewards):
-    ahead, sampler = make_ahead(model, rewards, Buffer(2, 0), beside=False)
-    ahead.next(0, Clock())
-    ahead.publish(1, None)
-    ahead.next(1, Clock())
+    producer, sampler = make_background(model, rewards, Buffer(2, 0), background=False)
+    producer.next(0, Clock())
+    producer.publish(1, None)
+    producer.next(1, Clock())
     sampler.version = 1  # as if it had not heard of version 2
     with pytest.raises(RolloutError, match=r"version 1 came to be trained on at version 2.*max_head_offpolicyness = 0"):
-        ahead.next(2, Clock())
-    left = ahead.snapshot()  # of the run that ends here: the same prompts are sampled again
-    assert (left.submission, left.again, left.groups) == (4, (), ())
+        producer.next(2, Clock())
+    left = producer.snapshot()  # of the run that ends here: the same prompts are sampled again
+    assert (left.submission, left.resubmit, left.groups) == (4, (), ())
     sampler.version = 2
-    assert [group.submission for group in ahead.next(2, Clock())[0]] == [4, 5]
+    assert [group.submission for group in producer.next(2, Clock())[0]] == [4, 5]
 
 
 @pytest.mark.parametrize(("eta", "sent"), [(0, 4), (1, 2)])
@@ -477,30 +480,30 @@ def test_a_queue_smaller_than_a_batch_does_not_stall_a_synchronous_run(model, re
     config = load(None, ["train_dataset.batch_size=4", "rollout.queue_size=2",
                          f"rollout.max_head_offpolicyness={eta}"]).config  # fmt: skip
     sampler = LocalSampler(model, seed=1, eos_token_ids=[0], max_rows=64)
-    ahead = make_producer(
+    producer = make_producer(
         config, Snapshot(0, (), ()), sampler=sampler, rewards=rewards, prompt_of=lambda i: Prompt((1, 2), "?"),
-        decode=decode, workflow=single_turn, keeps=None, step=0, total_steps=3,
+        decode=decode, workflow=single_turn, reject_reason=None, step=0, total_steps=3,
     )  # fmt: skip
-    assert ahead.buffer.submit(0) == list(range(sent))
+    assert producer.buffer.submit(0) == list(range(sent))
 
 
 def test_a_filter_that_rejects_everything_ends_the_run_beside_the_trainer_too(model, rewards):
-    ahead, _ = make_ahead(model, rewards, Buffer(2, 1), keeps=lambda group: "are dull", max_refills=2)
+    producer, _ = make_background(model, rewards, Buffer(2, 1), reject_reason=lambda group: "are dull", max_refills=2)
     try:
         with pytest.raises(TrainingError, match=r"3 rounds of sampling \(actor\.max_refills\) gave 0 of 4.*are dull"):
-            ahead.next(0, Clock())
+            producer.next(0, Clock())
     finally:
-        ahead.close()
+        producer.close()
 
 
 def test_a_sampler_that_says_nothing_is_an_error_after_its_deadline(model, rewards):
-    ahead, sampler = make_ahead(model, rewards, Buffer(2, 1), timeout_s=0.3)
+    producer, sampler = make_background(model, rewards, Buffer(2, 1), timeout_s=0.3)
     sampler.pause()
     try:
-        with pytest.raises(RolloutError, match=r"no sample came for 0\.3 s while 4 groups.*rollout\.request_timeout"):
-            ahead.next(0, Clock())
+        with pytest.raises(RolloutError, match=r"no sample arrived for 0\.3 s.*4 groups.*rollout\.request_timeout"):
+            producer.next(0, Clock())
     finally:
-        ahead.close()
+        producer.close()
 
 
 @pytest.mark.full

@@ -13,18 +13,19 @@ from gspo.config import load
 from gspo.errors import ConfigError, RewardError
 from gspo.runs.checkpoint import load_pending_groups
 from gspo.train import Trainer
-from gspo.train.evaluate_run import examine
+from gspo.train.evaluate_run import evaluate_run
+from gspo.train.loop import Leader
 
 pytestmark = pytest.mark.usefixtures("tiny")
 ROOT = Path(__file__).parents[2]
 FEW = ("train_dataset.batch_size=4", "evaluator.size=8", "total_train_steps=2")
 
 
-class Stopped(Trainer):
+class Stopped(Leader):
     """A signal comes in step 1."""
 
     def record(self, batch, report, clock):
-        self.stop.signal = signal.SIGTERM if self.state.step == 1 else None
+        self.parts.stop.signal = signal.SIGTERM if self.parts.state.step == 1 else None
         super().record(batch, report, clock)
 
 
@@ -120,7 +121,7 @@ def test_an_environment_is_refused_before_any_work(tmp_path):
 def test_the_tool_example_learns_to_ask(tmp_path):
     """Without the tool < 40 %, with it after training > 90 %."""
     config, how = ROOT / "examples/tools/calculator.yaml", [f"cluster.fileroot={tmp_path}", "total_train_steps=12"]
-    alone = examine(load(config, [*how, "env.path=null", "evaluator.size=64"]).config, None, 0)
+    alone = evaluate_run(load(config, [*how, "env.path=null", "evaluator.size=64"]).config, None, 0)
     assert alone["avg"]["value"] < 0.4
     trainer = Trainer(config, overrides=how)
     trainer.train()

@@ -18,10 +18,11 @@ from gspo.data.dataset import make_dataset
 from gspo.errors import CheckpointError, ConfigError, TrainingError
 from gspo.monitor.alarms import PATIENCE
 from gspo.monitor.display import Lines, LivePanel
-from gspo.rollout.groups import single_turn
+from gspo.rollout.workflow import single_turn
 from gspo.runs import checkpoint
 from gspo.train import Trainer
 from gspo.train.evaluate import FIRST
+from gspo.train.loop import Leader
 
 pytestmark = pytest.mark.usefixtures("tiny")
 
@@ -88,12 +89,12 @@ def test_a_stop_between_due_evaluations_measures_nothing_extra(straight, tmp_pat
     assert digests(whole) == digests(path)
 
 
-class SignalledLate(Trainer):
+class SignalledLate(Leader):
     """The signal comes after the step has looked for it."""
 
     def record(self, batch, report, clock):
         super().record(batch, report, clock)
-        if self.state.step == 1:
+        if self.parts.state.step == 1:
             interrupt()
 
 
@@ -101,7 +102,7 @@ def test_a_signal_that_comes_after_the_step_was_recorded_saves_it_all_the_same(s
     _, path = straight
     quiet = [*FOUR, "evaluator.at_start=false"]
     trainer, stopped = train(tmp_path, *quiet, kind=SignalledLate)
-    assert trainer.state.step == 1
+    assert trainer.parts.state.step == 1
     assert checkpoint.steps(stopped / "checkpoints") == [1]
     _, whole = train(tmp_path, *quiet)
     assert digests(whole)["model.safetensors"] == digests(path)["model.safetensors"]
@@ -114,11 +115,11 @@ def test_a_signal_before_the_first_step_leaves_a_directory_that_starts_anew(tmp_
         return single_turn(requests, sampler)
 
     trainer, stopped = train(tmp_path, workflow=workflow)
-    assert trainer.state.step == 0
+    assert trainer.parts.state.step == 0
     assert checkpoint.steps(stopped / "checkpoints") == []
     _, path = train(tmp_path, "total_train_steps=1")
     assert [row["step"] for row in metrics(path)] == [0, 1]
-    assert "left before its first checkpoint" in (path / "log.txt").read_text()
+    assert "has no checkpoint" in (path / "log.txt").read_text()
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on_to_the_same_end(straight, tmp_path, capsys):
@@ -264,17 +265,17 @@ def test_the_checkpoints_weights_are_the_trained_ones_and_the_best_is_kept(strai
     assert state["best_accuracy"] == max(measured.values())
     assert state["best_step"] == min(s for s, a in measured.items() if a == max(measured.values()))
     stored = load_file(path / "checkpoints/step_000004/model.safetensors")
-    for name, p in trainer.policy.named_parameters():
+    for name, p in trainer.parts.learner.policy.named_parameters():
         assert torch.equal(p.detach(), torch.from_numpy(stored[name]))
 
 
 def test_held_out_problems_are_none_of_the_training_problems(straight):
     trainer, path = straight
     trained = asked(path)
-    held_out = {trainer.valid.prompt(i).text for i in range(len(trainer.valid))}
-    assert trained <= {trainer.data.prompt(i).text for i in range(len(trainer.data))}
+    held_out = {trainer.parts.valid.prompt(i).text for i in range(len(trainer.parts.valid))}
+    assert trained <= {trainer.parts.data.prompt(i).text for i in range(len(trainer.parts.data))}
     assert len(held_out) >= 16
-    assert not held_out & {trainer.data.prompt(i).text for i in range(len(trainer.data))}
+    assert not held_out & {trainer.parts.data.prompt(i).text for i in range(len(trainer.parts.data))}
 
 
 def test_held_out_accuracy_of_the_untrained_model_is_measured_at_step_0(straight, tmp_path):
@@ -313,21 +314,21 @@ def test_the_length_of_a_run_is_free_unless_a_schedule_is_a_share_of_it(tmp_path
 def test_another_data_set_in_a_used_directory_is_refused(tmp_path):
     rows = [{"question": f"{a}+{a}=", "answer": str(2 * a)} for a in range(10, 50)]
     train(tmp_path, "total_train_steps=1", dataset=rows)
-    with pytest.raises(ConfigError, match=r"is of another run \(data: "):
+    with pytest.raises(ConfigError, match=r"belongs to another run \(data: "):
         train(tmp_path, "total_train_steps=2", dataset=rows[1:])
 
 
 def test_recover_mode_disabled_refuses_a_used_directory(tmp_path):
     _, path = train(tmp_path, "total_train_steps=1")
     before = digests(path)
-    with pytest.raises(ConfigError, match=r"holds a run already.*recover\.mode=auto"):
+    with pytest.raises(ConfigError, match=r"already holds a run.*recover\.mode=auto"):
         train(tmp_path, "recover.mode=disabled")
     assert digests(path) == before
     for folder in (path / "checkpoints").iterdir():  # also before the first checkpoint: the metrics are somebody's
         for file in folder.iterdir():
             file.unlink()
         folder.rmdir()
-    with pytest.raises(ConfigError, match="holds a run already"):
+    with pytest.raises(ConfigError, match="already holds a run"):
         train(tmp_path, "recover.mode=disabled")
     assert [row["step"] for row in metrics(path)] == [0, 1]
     train(tmp_path / "new", "recover.mode=disabled", "total_train_steps=1")
@@ -345,7 +346,7 @@ def test_a_second_trainer_in_the_same_directory_is_refused_and_the_first_goes_on
 
     trainer, path = train(tmp_path, "total_train_steps=1", workflow=workflow)
     assert refused
-    assert trainer.state.step == 1
+    assert trainer.parts.state.step == 1
     assert len(metrics(path)) == 2
 
 
@@ -353,7 +354,7 @@ def test_a_finished_run_is_left_as_it_is(tmp_path):
     _, path = train(tmp_path, "total_train_steps=1")
     before = digests(path)
     trainer, _ = train(tmp_path, "total_train_steps=1")
-    assert trainer.state.step == 1
+    assert trainer.parts.state.step == 1
     assert digests(path) == before
 
 
@@ -422,7 +423,7 @@ def test_a_callers_rows_are_trained_on_and_a_part_of_them_is_held_out(tmp_path):
     trainer, path = train(tmp_path, dataset=rows)
     trained = asked(path)
     given = {row["prompt"] for row in rows}
-    held_out = {trainer.valid.prompt(i).text for i in range(len(trainer.valid))}
+    held_out = {trainer.parts.valid.prompt(i).text for i in range(len(trainer.parts.valid))}
     assert trained < given
     assert held_out < given
     assert not trained & held_out
@@ -447,13 +448,13 @@ def test_a_callers_held_out_rows_are_what_is_evaluated(tmp_path):
     held = [{"prompt": f"{a}+{a + 1}=", "answer": str(2 * a + 1)} for a in range(10, 15)]
     trainer, path = train(tmp_path, dataset=rows, valid=held, overrides=())
     assert metrics(path)[0]["eval/problems"] == 5
-    assert len(trainer.data) == 30
+    assert len(trainer.parts.data) == 30
     tokenizer = trainer.tokenizer
     own = make_dataset(rows[:9], tokenizer=tokenizer)
     trainer, _ = train(
         tmp_path / "dataset", "total_train_steps=1", dataset=own, valid=make_dataset(held, tokenizer=tokenizer)
     )
-    assert trainer.data is own
+    assert trainer.parts.data is own
 
 
 def test_a_workflow_decides_how_requests_become_samples(tmp_path):
@@ -496,8 +497,8 @@ def test_every_preset_without_a_critic_trains(tmp_path, algorithm):
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["grad/skipped_updates"] == 0 for row in rows)
     assert max(row["grad/norm"] for row in rows) > 0
-    assert trainer.plan.name == algorithm
-    assert trainer.state.update == 2 * ALGORITHMS[algorithm].minibatches
+    assert trainer.parts.learner.plan.name == algorithm
+    assert trainer.parts.state.update == 2 * ALGORITHMS[algorithm].minibatches
 
 
 def test_ppo_is_refused_until_there_is_a_critic(tmp_path):
@@ -547,7 +548,7 @@ def test_refilled_batches_hold_no_group_of_equal_rewards(tmp_path):
     assert all(row["skipped/zero_advantage_sequences"] == 0 for row in rows)
     assert sum(row["reward/refilled_groups"] for row in rows) > 0
     # Every prompt that was asked counts as asked, also those that were thrown away.
-    assert trainer.state.submission == 2 * 8 + sum(row["reward/refilled_groups"] for row in rows)
+    assert trainer.parts.state.submission == 2 * 8 + sum(row["reward/refilled_groups"] for row in rows)
 
 
 def test_refilling_gives_up_with_what_to_set_and_keeps_the_last_step(tmp_path):
@@ -590,13 +591,13 @@ def test_the_automatic_clip_range_moves_and_survives_a_checkpoint(tmp_path):
 # What speaks up, what ends a run
 
 
-class Poisoned(Trainer):
+class Poisoned(Leader):
     """From step 2 on a gradient is not a number."""
 
     def begin(self):
         super().begin()
-        weight = next(self.policy.parameters())
-        weight.register_hook(lambda g: g * float("nan") if self.state.step >= 1 else g)
+        weight = next(self.parts.learner.policy.parameters())
+        weight.register_hook(lambda g: g * float("nan") if self.parts.state.step >= 1 else g)
 
 
 def test_non_finite_gradients_touch_nothing_and_end_the_run_with_a_typed_error(tmp_path):
@@ -618,7 +619,7 @@ def test_non_finite_gradients_touch_nothing_and_end_the_run_with_a_typed_error(t
     assert "non-finite gradient, update skipped" in (path / "log.txt").read_text()
     # The poison gone, the same command goes on.
     trainer, _ = train(tmp_path, *settings)
-    assert trainer.state.step == 3
+    assert trainer.parts.state.step == 3
     assert metrics(path)[3]["grad/skipped_updates"] == 0
 
 
@@ -631,7 +632,7 @@ def test_an_alarm_is_said_and_with_on_alarm_stop_ends_the_run_without_losing_a_s
     assert checkpoint.steps(path_of(tmp_path) / "checkpoints")[-1] == PATIENCE
     assert f"alarm at step {PATIENCE}: every group had equal rewards" in capsys.readouterr().out
     trainer, path = train(tmp_path, *dull, "on_alarm=warn")
-    assert trainer.state.step == PATIENCE + 1
+    assert trainer.parts.state.step == PATIENCE + 1
     assert [row["step"] for row in metrics(path)] == list(range(1, PATIENCE + 2))
 
 

@@ -20,7 +20,7 @@ from gspo.learner.policy.module import PolicyModule, weight_names
 from gspo.models import embedded
 from gspo.models.loading import load_model
 from gspo.models.lora import adapter_off, add_adapter
-from gspo.rollout.groups import single_turn
+from gspo.rollout.workflow import single_turn
 from gspo.train.build.policy import load_policy
 from gspo.train.evaluate import FIRST
 from gspo.train.export import export
@@ -64,11 +64,11 @@ def test_shared_prefix_gradients_of_an_adapter_equal_the_plain_padded_ones(name,
 def test_the_base_is_untouched_bit_for_bit_and_the_optimizer_holds_the_adapter_alone(run):
     trainer, _, _ = run
     base = load_model("embedded:tiny").state_dict()
-    policy = trainer.policy
+    policy = trainer.parts.learner.policy
     frozen = {n.replace(".base_layer", ""): p for n, p in policy.model.named_parameters() if not p.requires_grad}
     assert frozen.keys() <= base.keys()
     assert all(torch.equal(p, base[n]) for n, p in frozen.items())
-    held = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
+    held = {id(p) for group in trainer.parts.learner.optimizer.param_groups for p in group["params"]}
     assert held == {id(p) for n, p in policy.named_parameters() if ".lora_" in n}
     assert any(bool(p.any()) for n, p in policy.named_parameters() if ".lora_B." in n)  # it was trained
     with adapter_off(policy.model):
@@ -127,12 +127,12 @@ def test_other_adapter_settings_in_a_used_directory_are_refused(run):
 
 def test_exports_merged_and_as_an_adapter_have_the_policys_logits(run, tmp_path):
     trainer, path, config = run
-    trained = logits(trainer.policy.model)
+    trained = logits(trainer.parts.learner.policy.model)
     merged = export(config, path, 3, tmp_path / "merged", merge=True)
     loaded, info = AutoModelForCausalLM.from_pretrained(merged, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    assert type(loaded) is type(trainer.policy.model)
+    assert type(loaded) is type(trainer.parts.learner.policy.model)
     assert (logits(loaded) - trained).abs().max() <= 1e-5
     assert (logits(load_model(str(merged))) - trained).abs().max() <= 1e-5  # our own loader is stricter
     adapter = export(config, path, 3, tmp_path / "adapter")

@@ -86,7 +86,7 @@ def test_a_large_coefficient_holds_the_policy_at_the_reference(key, tmp_path):
 
 def test_without_a_coefficient_no_reference_is_loaded(tmp_path):
     trainer, path = train(tmp_path, *REF, *ONE)
-    assert trainer.reference is None
+    assert trainer.parts.learner.reference is None
     assert not {"policy/kl_reference", "time/reference_s"} & metrics(path)[0].keys()
 
 
@@ -112,7 +112,7 @@ def test_a_reference_of_its_own_is_another_model_and_a_missing_one_names_its_key
 def test_of_an_adapter_the_reference_is_the_policy_with_its_adapter_off(tmp_path):
     lora = ("actor.use_lora=true", "actor.optimizer.lr=2e-3", "actor.kl_loss_coef=0.01", *REF, "evaluator.size=4")
     trainer, path = train(tmp_path, *lora, "total_train_steps=2")
-    assert trainer.reference.policy is trainer.policy
+    assert trainer.parts.learner.reference.policy is trainer.parts.learner.policy
     rows = metrics(path)[1:]
     # Mini-batch 1 of step 1 is the base model itself; later the adapter has moved away from it.
     assert rows[0]["policy/kl_reference"] < 1e-3
@@ -156,7 +156,7 @@ def test_a_filter_decides_what_is_trained_on_and_the_rest_is_resampled(tmp_path)
     rows = metrics(path)
     assert all(row["length"] < 30 for step in (1, 2) for row in samples(path, step))
     assert sum(row["reward/refilled_groups"] for row in rows) > 0
-    assert trainer.state.submission == 2 * 8 + sum(row["reward/refilled_groups"] for row in rows)
+    assert trainer.parts.state.submission == 2 * 8 + sum(row["reward/refilled_groups"] for row in rows)
     _, plain = train(tmp_path / "plain", *quick)
     assert any(row["length"] >= 30 for step in (1, 2) for row in samples(plain, step))
 

@@ -53,10 +53,10 @@ def evaluate(args: argparse.Namespace) -> int:
 
         step = choose_step(run, args.step)
     from gspo.system.files import to_json, write_run_file
-    from gspo.train.evaluate_run import examine
+    from gspo.train.evaluate_run import evaluate_run
 
     with progress("evaluating") as tell:
-        result = examine(loaded.config, run, step, tell)
+        result = evaluate_run(loaded.config, run, step, tell)
     problems = result.pop("problems")
     file = None
     if run is not None:

@@ -20,7 +20,7 @@ from gspo.errors import RolloutError
 from gspo.learner.policy.module import PolicyModule, packed_parts
 from gspo.learner.policy.packing import Completion, PackItem, by_sequence
 from gspo.learner.proximal import judge_noise, noise_message, noise_of
-from gspo.rollout.groups import single_turn
+from gspo.rollout.workflow import single_turn
 from gspo.runs import checkpoint
 from gspo.sampling.api import Sampler
 from gspo.system.launched import Launched

@@ -1,16 +1,16 @@
-"""Many episodes at once against one sampler: a workflow (`train/rollout.py`) whose samples are whole episodes.
+"""Many episodes at once against one sampler: a workflow (`rollout/workflow.py`) whose samples are whole episodes.
 
-Environments run as asyncio tasks in a thread of their own and ask through their clients; here, on the trainer's side,
-what they ask is submitted and what the sampler completes is handed back. Two ways to take turns:
+Environments run as asyncio tasks in their own thread and send requests through their clients. The driver, in the
+trainer's thread, submits the requests and returns the samples. Two modes:
 
-rounds      (the sampler decodes in this process) all environments think until each waits for an answer or has ended;
-            then everything that was asked is sampled; again. What is computed together is then a function of the seed,
-            not of timing, and tools run beside each other.
-otherwise   (sampler servers) whatever is asked is submitted at once; nobody waits for anybody.
+rounds      (the sampler decodes in this process) all environments run until each waits for a sample or has ended; then
+            the driver samples all requests of the round. The seed, not timing, decides what is computed together, and
+            tools run concurrently.
+otherwise   (sampler servers) the driver submits every request at once; no episode waits for another.
 
-Whatever goes wrong in an episode costs its one sample, which comes with a typed Failure: an environment that raises
-(crash), takes longer than `timeout_s` between two requests (timeout), or would never end (limit). One that blocks the
-thread, instead of awaiting, fails too; the others then begin anew in a new thread and get the answers they had.
+An error in an episode costs one sample, which carries a typed Failure: an environment that raises (crash), runs longer
+than `timeout_s` between two requests (timeout), or exceeds its limits (limit). An environment that blocks the thread
+instead of awaiting fails too; the other episodes restart in a new thread and get the samples that they already had.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from gspo.envs.chat import Chat
 from gspo.envs.client import Client, EpisodeError
@@ -34,14 +34,14 @@ from gspo.errors import DataError, RolloutError
 from gspo.sampling.api import Sampler
 from gspo.types import Failure, Outcome, Request, Sample, SampleId, Score
 
-# async (client, data) → a reward, {"reward": …, parts…}, or None: the configured reward reads the last answer.
+# async (client, data) → a reward, {"reward": …, parts…}, or None: the configured reward scores the last completion.
 Environment = Callable[[Client, Mapping[str, Any]], Awaitable[Any]]
 
-# Seconds between two looks at sampler servers.
+# Seconds between two polls of sampler servers.
 PAUSE = 0.005
-# Seconds in which a thread of environments that is not blocked answers.
+# Seconds in which an event loop that is not blocked runs a callback.
 GRACE = 1.0
-_LONGEST = 500  # characters of an environment's complaint that are kept
+_LONGEST = 500  # most characters kept of an environment's error message
 
 
 @dataclass(eq=False)
@@ -49,9 +49,24 @@ class _Episode:
     request: Request
     client: Client
     task: asyncio.Task[None] | None = None
-    since: float = 0.0  # when its environment last got the word
-    waiting: dict[SampleId, Future[Sample]] = field(default_factory=dict)
-    answers: dict[SampleId, tuple[Request, Sample]] = field(default_factory=dict)  # for beginning anew
+    since: float = 0.0  # when its environment last continued to run
+    pending: dict[SampleId, Future[Sample]] = field(default_factory=dict)  # requests that it waits for
+    answers: dict[SampleId, tuple[Request, Sample]] = field(default_factory=dict)  # for a restart
+
+
+class _Asked(NamedTuple):
+    """An environment sent a request and waits for `future`."""
+
+    episode: _Episode
+    request: Request
+    future: Future[Sample]
+
+
+class _Ended(NamedTuple):
+    """An environment returned, or failed."""
+
+    episode: _Episode
+    outcome: Outcome | None
 
 
 class Episodes:
@@ -70,22 +85,22 @@ class Episodes:
         at_once: int = 256,
     ) -> None:
         self._environment, self._chat = environment, chat
-        self._at_once = at_once  # episodes; the others begin as these end
+        self._at_once = at_once  # most episodes that run; the others start as these end
         self._max_context, self._max_turns, self._timeout_s = max_context, max_turns, timeout_s
         self._rounds, self._request_timeout_s = rounds, request_timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self.is_closed = False
 
     def __call__(self, requests: Sequence[Request], sampler: Sampler) -> Iterator[Sample]:
-        lot = _Lot(self, sampler)
+        call = _Call(self, sampler)
         try:
-            lot.begin(requests)
-            yield from lot.in_rounds() if self._rounds else lot.as_they_come()
+            call.begin(requests)
+            yield from call.in_rounds() if self._rounds else call.as_they_come()
         finally:
-            lot.give_up()
+            call.abandon()
 
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop of the environments, in a thread that does nothing else."""
+        """The event loop of the environments, in its own thread."""
         if self._loop is None:
             loop = self._loop = asyncio.new_event_loop()
             loop.set_default_executor(_Threads())
@@ -93,85 +108,84 @@ class Episodes:
         return self._loop
 
     def metrics(self) -> Mapping[str, float]:
-        """What the environment has counted since the last call, where it counts (`metrics()`)."""
+        """What the environment counted since the last call, if it has a method `metrics`."""
         count = getattr(self._environment, "metrics", None)
         return {} if count is None else count()
 
     def close(self) -> None:
-        """Let go of the thread, and close the environment where it has a `close`."""
-        self.is_closed = True  # whoever plays in another thread stops at the next look
+        """Stop the thread, and close the environment if it has a method `close`."""
+        self.is_closed = True  # a call in another thread stops at its next round
         self._leave_loop()
         if callable(close := getattr(self._environment, "close", None)):
             close()
 
     def _leave_loop(self) -> None:
-        """Whoever blocks the thread keeps it until they are done, or the process is."""
+        """Ask the loop to stop. A blocked thread keeps running until its environment returns or the process ends."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None
 
 
-class _Lot:
+class _Call:
     """The episodes of one call."""
 
     def __init__(self, how: Episodes, sampler: Sampler) -> None:
         self._how, self._sampler = how, sampler
-        self._to_come: deque[Request] = deque()
+        self._not_started: deque[Request] = deque()
         self._open: dict[tuple[int, int], _Episode] = {}
         self._asked: list[Request] = []
-        self._flying: dict[SampleId, Request] = {}  # what the sampler has not answered yet
+        self._in_flight: dict[SampleId, Request] = {}  # what the sampler has not completed yet
         self._ended: list[Sample] = []
-        # What environments say: (episode, request, future) or (episode, outcome).
-        self._inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Asked | _Ended] = queue.SimpleQueue()  # from the environments' thread
 
-    # The two ways
+    # The two modes
 
     def in_rounds(self) -> Iterator[Sample]:
         while self._open and not self._how.is_closed:
-            self._let_think()
+            self._run_environments()
             yield from self._take_ended()
             self._submit()
             for sample in self._sampler.completed(self._how._request_timeout_s):
                 self._deliver(sample)
-            if self._flying:
-                self._refuse_silence()
+            if self._in_flight:
+                self._refuse_missing()
 
     def as_they_come(self) -> Iterator[Sample]:
         heard = time.monotonic()
-        while self._open or self._flying or self._to_come:
+        while self._open or self._in_flight or self._not_started:
             self._admit()
             with contextlib.suppress(queue.Empty):
-                self._hear(self._inbox.get(timeout=PAUSE))
+                self._handle(self._inbox.get(timeout=PAUSE))
                 while True:
-                    self._hear(self._inbox.get_nowait())
-            self._end_the_late()
+                    self._handle(self._inbox.get_nowait())
+            self._end_late()
             yield from self._take_ended()
-            if not self._flying:
+            if not self._in_flight:
                 heard = time.monotonic()
             self._submit()
             for sample in self._sampler.completed(0.0):
                 heard = time.monotonic()
                 self._deliver(sample)
-            if self._flying and time.monotonic() - heard > self._how._request_timeout_s:
-                self._refuse_silence()
+            if self._in_flight and time.monotonic() - heard > self._how._request_timeout_s:
+                self._refuse_missing()
         yield from self._take_ended()
 
     # Environments
 
     def begin(self, requests: Sequence[Request]) -> None:
-        self._to_come.extend(requests)
+        self._not_started.extend(requests)
         self._admit()
 
     def _admit(self) -> None:
-        while self._to_come and len(self._open) < self._how._at_once:
-            self._start(self._to_come.popleft(), {})
+        while self._not_started and len(self._open) < self._how._at_once:
+            self._start(self._not_started.popleft(), {})
 
     def _start(self, request: Request, answers: dict[SampleId, tuple[Request, Sample]]) -> None:
         how = self._how
 
         def ask(asked: Request) -> Future[Sample]:
             future: Future[Sample] = Future()
-            self._inbox.put((episode, asked, future))
+            self._inbox.put(_Asked(episode, asked, future))
             return future
 
         client = Client(request, chat=how._chat, ask=ask, max_turns=how._max_turns, max_context=how._max_context)
@@ -184,64 +198,64 @@ class _Lot:
         episode.task = loop.create_task(self._play(episode))
 
     async def _play(self, episode: _Episode) -> None:
-        """An environment from beginning to end; what becomes of it is always said, and never raised."""
+        """Run one environment to its end; its outcome is always put into the inbox, and nothing is raised."""
         try:
-            said = await self._how._environment(episode.client, dict(episode.client.prompt.data))
-            outcome = outcome_of(said, episode.client.turn_rewards)
+            returned = await self._how._environment(episode.client, dict(episode.client.prompt.data))
+            outcome = outcome_of(returned, episode.client.turn_rewards)
         except EpisodeError as error:
             outcome = Failure(error.kind, f"environment: {error}"[:_LONGEST])
         except asyncio.CancelledError:
-            return  # given up: its end was said by whoever did
-        except BaseException as error:  # a SystemExit of the user's code must not end this thread
+            return  # abandoned: the driver has recorded its end
+        except BaseException as error:  # a SystemExit in the user's code must not end this thread
             outcome = Failure("crash", f"environment: {type(error).__name__}: {str(error)[:_LONGEST]}")
-        self._inbox.put((episode, outcome))
+        self._inbox.put(_Ended(episode, outcome))
 
-    def _let_think(self) -> None:
-        """Until every episode waits for an answer or has ended; one that takes too long has ended."""
+    def _run_environments(self) -> None:
+        """Run until every episode waits for a sample or has ended; a timeout ends an episode, too."""
         while True:
             self._settle()
             self._admit()
-            if not any(self._is_thinking(episode) for episode in self._open.values()):
+            if not any(self._is_running(episode) for episode in self._open.values()):
                 return
             with contextlib.suppress(queue.Empty):
-                self._hear(self._inbox.get(timeout=0.1))
-            self._end_the_late()
+                self._handle(self._inbox.get(timeout=0.1))
+            self._end_late()
 
     def _settle(self) -> None:
-        """Hear all that environments say without being answered: parallel requests of one come together."""
+        """Take all messages that are ready: parallel requests of one environment arrive together."""
         for _ in range(4):
             passed = threading.Event()
             self._how.loop().call_soon_threadsafe(passed.set)
             if not passed.wait(GRACE):
-                return  # busy or blocked; deadlines decide
+                return  # busy or blocked; `_end_late` decides
         with contextlib.suppress(queue.Empty):
             while True:
-                self._hear(self._inbox.get_nowait())
+                self._handle(self._inbox.get_nowait())
 
-    def _hear(self, said: tuple[Any, ...]) -> None:
-        episode = said[0]
+    def _handle(self, message: _Asked | _Ended) -> None:
+        episode = message.episode
         if self._open.get(_key(episode.request.id)) is not episode:
-            return  # given up already
-        if len(said) == 2:
-            self._end(episode, said[1])
+            return  # ended or restarted before
+        if isinstance(message, _Ended):
+            self._end(episode, message.outcome)
             return
-        request, future = said[1:]
-        known, flying = episode.answers.get(request.id), self._flying.get(request.id)
-        if known is not None and known[0] == request:  # begun anew: what was sampled is not sampled again
+        request, future = message.request, message.future
+        known, in_flight = episode.answers.get(request.id), self._in_flight.get(request.id)
+        if known is not None and known[0] == request:  # after a restart: use the sample from before
             episode.since = time.monotonic()
             _set(future, known[1])
-        elif flying is not None and flying != request:
-            self._end(episode, Failure("crash", "environment: begun anew, it asked for something else"))
+        elif in_flight is not None and in_flight != request:
+            self._end(episode, Failure("crash", "environment: after a restart it sent another request"))
         else:
-            episode.waiting[request.id] = future
-            if flying is None:
+            episode.pending[request.id] = future
+            if in_flight is None:
                 self._asked.append(request)
 
-    def _is_thinking(self, episode: _Episode) -> bool:
-        return not episode.waiting
+    def _is_running(self, episode: _Episode) -> bool:
+        return not episode.pending
 
-    def _end_the_late(self) -> None:
-        late = [e for e in self._open.values() if self._is_thinking(e) and self._is_late(e)]
+    def _end_late(self) -> None:
+        late = [e for e in self._open.values() if self._is_running(e) and self._is_late(e)]
         if not late:
             return
         alive = threading.Event()
@@ -250,35 +264,35 @@ class _Lot:
         limit = self._how._timeout_s
         if alive.wait(GRACE):
             for episode in late:
-                self._end(episode, Failure("timeout", f"environment: silent for {limit:g} s (env.timeout)"))
+                self._end(episode, Failure("timeout", f"environment: sent no request for {limit:g} s (env.timeout)"))
             return
         running = asyncio.current_task(loop)
         why = Failure(
-            "timeout", f"environment: blocked its thread for {limit:g} s (env.timeout); await what takes long"
+            "timeout", f"environment: blocked its thread for {limit:g} s (env.timeout); use await for slow calls"
         )
         blocking = [e for e in self._open.values() if e.task is not None and e.task is running] or late
         for episode in blocking:
             self._end(episode, why)
-        self._begin_anew()
+        self._restart()
 
-    def _begin_anew(self) -> None:
-        """The episodes that a blocked thread holds, in a new one."""
+    def _restart(self) -> None:
+        """Start the episodes of a blocked thread again, in a new one."""
         self._how._leave_loop()
         self._asked = []
         for episode in list(self._open.values()):
-            episode.client.close("the episode was begun anew")
+            episode.client.close("the episode was restarted")
             self._start(episode.request, episode.answers)
 
     def _is_late(self, episode: _Episode) -> bool:
         return time.monotonic() - episode.since > self._how._timeout_s
 
     def _end(self, episode: _Episode, outcome: Outcome | None) -> None:
-        """What the episode came to; requests that it leaves behind are answered to nobody."""
+        """Record the outcome of an episode; samples of its open requests are dropped when they arrive."""
         del self._open[_key(episode.request.id)]
         client = episode.client
         client.close("the episode has ended")
         self._cancel(episode)
-        self._asked = [request for request in self._asked if request.id not in episode.waiting]
+        self._asked = [request for request in self._asked if request.id not in episode.pending]
         self._ended.append(
             episode_sample(
                 episode.request.id,
@@ -298,59 +312,59 @@ class _Lot:
         ended, self._ended = self._ended, []
         return ended
 
-    def give_up(self) -> None:
-        """Nobody waits for what is left; an error or the caller's end came before theirs."""
+    def abandon(self) -> None:
+        """Cancel what is left: an error occurred, or the caller stopped iterating."""
         for episode in self._open.values():
             episode.client.close("the run has ended")
             self._cancel(episode)
         self._open.clear()
-        self._to_come.clear()
+        self._not_started.clear()
 
     # The sampler
 
     def _submit(self) -> None:
-        # By id: the order in which environments spoke up is timing.
+        # By id: the order in which environments sent them depends on timing.
         requests, self._asked = sorted(self._asked, key=lambda request: request.id), []
         if not requests:
             return
         try:
             self._sampler.submit(requests)
-            self._flying |= {request.id: request for request in requests}
+            self._in_flight |= {request.id: request for request in requests}
         except DataError:
-            # One of them cannot be sampled, and costs its own episode alone.
+            # A request that cannot be sampled ends only its own episode.
             for request in requests:
                 try:
                     self._sampler.submit([request])
-                    self._flying[request.id] = request
+                    self._in_flight[request.id] = request
                 except DataError as error:
                     self._refuse(request, error)
 
     def _refuse(self, request: Request, error: DataError) -> None:
         episode = self._open[_key(request.id)]
-        future = episode.waiting.pop(request.id)
+        future = episode.pending.pop(request.id)
         episode.since = time.monotonic()
         if future.set_running_or_notify_cancel():
             future.set_exception(EpisodeError(str(error)))
 
     def _deliver(self, sample: Sample) -> None:
-        request, episode = self._flying.pop(sample.id, None), self._open.get(_key(sample.id))
+        request, episode = self._in_flight.pop(sample.id, None), self._open.get(_key(sample.id))
         if request is None or episode is None:
-            return  # its episode has ended
+            return  # its episode has ended before
         episode.answers[sample.id] = request, sample
-        if (future := episode.waiting.pop(sample.id, None)) is not None:
+        if (future := episode.pending.pop(sample.id, None)) is not None:
             episode.since = time.monotonic()
             _set(future, sample)
 
-    def _refuse_silence(self) -> None:
+    def _refuse_missing(self) -> None:
         raise RolloutError(
-            f"{len(self._flying)} answers to episodes are missing after {self._how._request_timeout_s:g} s; "
+            f"{len(self._in_flight)} requests of episodes have no sample after {self._how._request_timeout_s:g} s; "
             "if the sampler needs longer, set rollout.request_timeout higher"
         )
 
 
 class _Threads(ThreadPoolExecutor):
-    """For `asyncio.to_thread`: a thread per call. A pool's bound would let waiting agents keep out those they wait for,
-    and its threads, if one hangs, would not let the process end."""
+    """For `asyncio.to_thread`: one thread per call. In a bounded pool, calls that wait could block the calls that they
+    wait for; and a pool's thread that hangs would keep the process from ending."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -367,21 +381,21 @@ class _Threads(ThreadPoolExecutor):
         return future
 
 
-def outcome_of(said: Any, turn_rewards: Mapping[int, float]) -> Outcome | None:
-    """What an environment's return value means: a number, {"reward": number, part: number, …}, or None.
+def outcome_of(returned: Any, turn_rewards: Mapping[int, float]) -> Outcome | None:
+    """The outcome for an environment's return value: a number, {"reward": number, part: number, …}, or None.
 
-    The first part, `reward`, says whether the episode was right, as evaluations count it.
+    Evaluations decide by the first part, `reward`, whether the episode was correct.
 
     >>> outcome_of({"reward": 1.0, "format": 0.5}, {0: 0.25})
     Score(value=1.25, parts={'reward': 1.0, 'format': 0.5})
     >>> outcome_of(0.5, {})
     Score(value=0.5, parts={})
     """
-    if said is None:
+    if returned is None:
         return Score(sum(turn_rewards.values())) if turn_rewards else None
-    if not isinstance(said, Mapping):
-        said = {"reward": said}
-    parts = {str(name): _number(value, str(name)) for name, value in said.items()}
+    if not isinstance(returned, Mapping):
+        returned = {"reward": returned}
+    parts = {str(name): _number(value, str(name)) for name, value in returned.items()}
     if "reward" not in parts:
         raise EpisodeError("an environment's dict needs a 'reward'; got " + (", ".join(parts) or "an empty one"))
     parts = {"reward": parts["reward"], **parts}
@@ -404,7 +418,7 @@ def _key(id: SampleId) -> tuple[int, int]:
 
 
 def _set(future: Future[Sample], sample: Sample) -> None:
-    if future.set_running_or_notify_cancel():  # its asker may have stopped waiting
+    if future.set_running_or_notify_cancel():  # False: the environment cancelled the request
         future.set_result(sample)
 
 

@@ -1,82 +1,37 @@
-"""From prompts to scored groups: requests to the sampler, completions to the rewards, as they come."""
+"""From prompts to scored groups: requests go to the sampler, completed groups go to the rewards at once."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from gspo.errors import RewardError, RolloutError, TrainingError
+from gspo.errors import RewardError, RolloutError
 from gspo.faults import reached
 from gspo.rewards.route import Rewards
 from gspo.rewards.spec import RewardItem
+from gspo.rollout.workflow import Workflow, single_turn
 from gspo.sampling.api import Sampler
 from gspo.system.clock import Clock
 from gspo.system.heartbeat import beat
-from gspo.types import Failure, Group, Outcome, Prompt, Request, Sample, SampleId, SamplingParams, Score
-
-# A workflow turns requests into finished samples by means of a sampler, in any order; every request gets one sample
-# with its id. The default asks once and takes what comes; an episode asks again, turn by turn.
-Workflow = Callable[[Sequence[Request], Sampler], Iterable[Sample]]
+from gspo.types import Failure, Group, Outcome, Prompt, Request, Sample, SampleId, SamplingParams
 
 
-def single_turn(requests: Sequence[Request], sampler: Sampler, deadline_s: float | None = None) -> Iterator[Sample]:
-    """One completion per prompt, all within the deadline (rollout.request_timeout)."""
-    sampler.submit(requests)
-    yield from sampler.completed(deadline_s)
-
-
-def is_single_turn(workflow: Workflow) -> bool:
-    """Whether requests may be submitted and collected without the workflow's help."""
-    return getattr(workflow, "func", workflow) is single_turn
-
-
-# Says whether to train on a group, given what AReaL's filters are given: `rewards` [G] (NaN where one failed), and
-# beside it `prompt`, `completions`, `lengths` [G] and the row's `data`.
-Filter = Callable[[Mapping[str, Any]], bool]
-
-# Why a group is not trained on, as the words after "groups"; None: it is.
-Keeps = Callable[[Group], str | None]
-
-
-def filtered(function: Filter, key: str, group: Group) -> str | None:
-    """`Keeps` by a user's function; what it raises ends the run with its name and its words."""
-    rewards = [outcome.value if isinstance(outcome, Score) else np.nan for outcome in group.outcomes]
-    view = {
-        "rewards": np.array(rewards, dtype=np.float64),
-        "prompt": group.prompt.text,
-        "completions": group.texts,
-        "lengths": np.array([sum(int(s.mask.sum()) for s in t.sequences) for t in group.samples], dtype=np.int64),
-        "data": group.prompt.data,
-    }
-    try:
-        kept = function(view)
-        if not isinstance(kept, bool | np.bool_):
-            raise TypeError(f"it returned {kept!r}; a filter answers True (train on the group) or False")
-    except Exception as cause:
-        raise TrainingError(
-            f"{key} failed on submission {group.submission}: {type(cause).__name__}: {cause}"
-        ) from cause
-    return None if kept else f"were rejected by {key}: it rejects too much, or set actor.max_refills higher"
-
-
-class Arrivals:
-    """Samples on their way to becoming groups; a group is whole when its last sample is there."""
+class GroupAssembler:
+    """Collects samples into groups; a group is complete when its last sample arrives."""
 
     def __init__(self, num_samples: int, params: SamplingParams, decode: Callable[[Sequence[int]], str]) -> None:
         self._num_samples, self._params, self._decode = num_samples, params, decode
         self._prompts: dict[int, Prompt] = {}
-        self._samples: dict[int, dict[int, Sample]] = {}
+        self._samples: dict[int, dict[int, Sample]] = {}  # by submission index, then by number within the group
 
     def __len__(self) -> int:
-        """Groups that are not whole."""
+        """Groups that are incomplete."""
         return len(self._samples)
 
     def expect(self, prompts: Iterable[tuple[int, Prompt]], attempt: int = 0) -> list[Request]:
-        """The requests that these prompts (submission index, prompt) are to be answered by."""
+        """The requests for these prompts (submission index, prompt), `num_samples` for each."""
         requests = []
         for submission, prompt in prompts:
             self._prompts[submission], self._samples[submission] = prompt, {}
@@ -86,11 +41,11 @@ class Arrivals:
         return requests
 
     def add(self, sample: Sample) -> Group | None:
-        """The group that this sample completes, not yet scored."""
+        """The group that this sample completes, not scored yet; None while samples are missing."""
         submission, number = sample.id.submission, sample.id.sample
         arrived = self._samples.get(submission)
         if arrived is None or not 0 <= number < self._num_samples or number in arrived:
-            raise RolloutError(f"the sampler returned {sample.id}, which was not asked for or came twice")
+            raise RolloutError(f"the sampler returned {sample.id}, which was not requested or was returned before")
         arrived[number] = sample
         beat("a finished sample")
         if len(arrived) < self._num_samples:
@@ -101,7 +56,7 @@ class Arrivals:
         return Group(submission, self._prompts.pop(submission), samples, texts, outcomes=())
 
     def refuse_missing(self, num_groups: int) -> None:
-        """To be called when the sampler has ended."""
+        """Raise where a group is incomplete; call it when the sampler has returned everything."""
         if self._samples:
             raise RolloutError(
                 f"the sampler ended with {len(self._samples)} of {num_groups} groups unfinished; if it needs longer, "
@@ -109,10 +64,21 @@ class Arrivals:
             )
 
 
-def hand_in(rewards: Rewards, group: Group) -> None:
-    """A whole group goes to the rewards at once: scoring runs beside sampling."""
+def submit_rewards(rewards: Rewards, group: Group) -> None:
+    """Submit a complete group for scoring at once, so that scoring overlaps with sampling."""
     reached("reward.submit")
-    rewards.submit(group.submission, _item(group))
+    prompt = group.prompt
+    item = RewardItem(
+        prompt.text,
+        group.texts,
+        prompt_ids=prompt.tokens,
+        completion_ids=tuple(s.last_turn.tolist() for s in group.samples),
+        data=prompt.data,
+        messages=prompt.messages,
+        source=prompt.source,
+        given=tuple(s.outcome for s in group.samples),
+    )
+    rewards.submit(group.submission, item)
 
 
 def sample_groups(
@@ -128,22 +94,22 @@ def sample_groups(
     clock: Clock | None = None,
 ) -> list[Group]:
     """Scored groups in the order of `prompts` (submission index, prompt), whatever the order of completion."""
-    arrivals = Arrivals(num_samples, params, decode)
-    whole: dict[int, Group] = {}
-    for sample in workflow(arrivals.expect(prompts, attempt), sampler):
-        if (group := arrivals.add(sample)) is not None:
-            whole[group.submission] = group
-            hand_in(rewards, group)
-    arrivals.refuse_missing(len(prompts))
-    # What is left of scoring once sampling is done; the rest ran beside it.
+    assembler = GroupAssembler(num_samples, params, decode)
+    complete: dict[int, Group] = {}
+    for sample in workflow(assembler.expect(prompts, attempt), sampler):
+        if (group := assembler.add(sample)) is not None:
+            complete[group.submission] = group
+            submit_rewards(rewards, group)
+    assembler.refuse_missing(len(prompts))
+    # The time that scoring takes after sampling has ended; the rest overlapped with sampling.
     with clock("reward") if clock is not None else contextlib.nullcontext():
         reached("reward.wait")
         outcomes: dict[Any, tuple[Outcome, ...]] = dict(rewards.completed())
-    return [replace(whole[submission], outcomes=outcomes[submission]) for submission, _ in prompts]
+    return [replace(complete[submission], outcomes=outcomes[submission]) for submission, _ in prompts]
 
 
 def refuse_failures(groups: Sequence[Group], max_fraction: float) -> list[Failure]:
-    """The failures of a batch; RewardError where they are too many to go on."""
+    """The failed rewards of a batch; RewardError where their share is above `max_fraction`, or all failed."""
     outcomes = [outcome for group in groups for outcome in group.outcomes]
     failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
     if failures and (len(failures) > max_fraction * len(outcomes) or len(failures) == len(outcomes)):
@@ -152,17 +118,3 @@ def refuse_failures(groups: Sequence[Group], max_fraction: float) -> list[Failur
             f"{max_fraction}). The first: {failures[0].kind}: {failures[0].message}"
         )
     return failures
-
-
-def _item(group: Group) -> RewardItem:
-    prompt = group.prompt
-    return RewardItem(
-        prompt.text,
-        group.texts,
-        prompt_ids=prompt.tokens,
-        completion_ids=tuple(s.last_turn.tolist() for s in group.samples),
-        data=prompt.data,
-        messages=prompt.messages,
-        source=prompt.source,
-        given=tuple(s.outcome for s in group.samples),
-    )

@@ -1,10 +1,14 @@
-"""Sampling and scoring ahead of the trainer, within the bound that `rollout/buffer.py` keeps.
+"""Sampling and scoring ahead of the trainer, within the staleness bound η of `rollout/buffer.py`.
 
-Two ways to drive one buffer. In turn (the sampler shares the trainer's process and weights): at the start of step v all
-that the bound admits is sampled by version v, so batch b is sampled by version max(0, b − η) and a run is a function of
-its seed; rewards are scored while the trainer trains. Beside (sampler servers): a thread submits, collects and hands to
-the rewards while the trainer trains; new weights interrupt what is being generated, which goes on with them. With η = 0
-nothing runs ahead and both are the synchronous loop.
+One buffer, two modes:
+
+inline      (the sampler shares the trainer's process and weights) at the start of step v the producer samples all that
+            the bound admits with version v, so batch b is sampled by version max(0, b − η) and a run is a function of
+            its seed. Rewards are scored while the trainer trains.
+background  (sampler servers) a thread submits requests, collects samples and submits them for scoring while the
+            trainer trains. New weights interrupt generation; the samples continue with the new weights.
+
+With η = 0 nothing runs ahead, and both modes are the synchronous loop.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,25 +25,33 @@ import torch
 from gspo.errors import GspoError, RewardError, RolloutError, TrainingError
 from gspo.faults import reached
 from gspo.rewards.route import Rewards
-from gspo.rewards.spec import RewardItem
 from gspo.rollout.buffer import Buffer, Snapshot
-from gspo.rollout.groups import Arrivals, Keeps, Workflow, hand_in, is_single_turn, refuse_failures
+from gspo.rollout.groups import GroupAssembler, refuse_failures, submit_rewards
+from gspo.rollout.shared import POLL_S, Scored, SharedRewards, SharedSampler
+from gspo.rollout.workflow import RejectReason, Workflow, is_single_turn
 from gspo.sampling.api import Sampler
 from gspo.system.clock import Clock
 from gspo.types import Group, Outcome, Prompt, Request, Sample, SampleId
 
-Scored = tuple[Hashable, tuple[Outcome, ...]]
-
-# Seconds between two looks at the sampler and the rewards, when sampling runs beside the trainer.
-PAUSE = 0.005
-# Seconds that the sampling thread has to end in; it ends with the process in any case.
-PATIENCE = 30.0
+# Seconds that `close` waits for the sampling thread; it is a daemon thread and ends with the process in any case.
+CLOSE_S = 30.0
 
 
-class Ahead:
-    """Batches of scored groups, in the order of submission; see `next`.
+class NullProducer:
+    """The producer of a rank other than 0: takes part in gathering the weights and has no sampler."""
 
-    sampler and rewards are for evaluations: what they return of training's finds its way into the buffer.
+    def __init__(self, in_process: bool) -> None:
+        self.in_process = in_process  # whether rank 0 samples in its own process
+
+    def publish(self, version: int, tensors: Iterable[Any] | None) -> None:
+        for _ in tensors or ():  # each tensor is gathered from all ranks as it is read
+            pass
+
+
+class RolloutProducer:
+    """Produces batches of scored groups in the order of submission; see `next`.
+
+    `sampler` and `rewards` are for evaluations: samples and scores of training that arrive meanwhile reach the buffer.
     """
 
     def __init__(
@@ -49,42 +61,42 @@ class Ahead:
         sampler: Sampler,
         rewards: Rewards,
         prompt_of: Callable[[int], Prompt],
-        arrivals: Arrivals,
+        assembler: GroupAssembler,
         workflow: Workflow,
-        beside: bool,
-        keeps: Keeps | None = None,
+        background: bool,
+        reject_reason: RejectReason | None = None,
         max_refills: int = 0,
         max_failure_fraction: float = 1.0,
         timeout_s: float = 3600.0,
     ) -> None:
-        self.buffer, self.beside = buffer, beside
-        self._sampler, self._rewards, self._prompt_of = sampler, rewards, prompt_of
-        self._arrivals, self._workflow, self._keeps = arrivals, workflow, keeps
+        self.buffer, self.background = buffer, background
+        self.engine, self.scorer, self._prompt_of = sampler, rewards, prompt_of
+        self._assembler, self._workflow, self._reject_reason = assembler, workflow, reject_reason
         self._max_refills, self._max_failure_fraction = max_refills, max_failure_fraction
         self._timeout_s = timeout_s
         self._unscored: dict[int, Group] = {}
-        self._unjudged: list[Group] = []
+        self._unfiltered: list[Group] = []  # scored, but the filter has not seen them
         self._recent: list[Group] = []  # scored since failures were last counted
         self._sampled_tokens = 0
         self._failed = False
-        # One lock for buffer, sampler and rewards: none of them is made for two threads.
-        self._lock = threading.RLock()
-        self._news = threading.Condition(self._lock)
-        self._owners: dict[SampleId, deque[Sample]] = {}
-        self._reward_owners: dict[Hashable, deque[Scored]] = {}
+        # One lock for buffer, sampler and rewards: none of them is thread-safe.
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
+        self.sample_inboxes: dict[SampleId, deque[Sample]] = {}  # of requests that are not training's
+        self.reward_inboxes: dict[Hashable, deque[Scored]] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._closing = False
         self._version = 0
-        self._heard_at = time.monotonic()
-        self.sampler: Sampler = SharedSampler(self) if beside else sampler
+        self._last_sample_at = time.monotonic()
+        self.sampler: Sampler = SharedSampler(self) if background else sampler
         self.rewards: Rewards = SharedRewards(self)
 
     def next(self, version: int, clock: Clock) -> tuple[list[Group], int]:
         """The batch to train on at this version, and how many groups were rejected on the way to it."""
         try:
             with clock("rollout"):
-                if self.beside:
+                if self.background:
                     self._wait(version)
                 else:
                     self._fill(version, clock)
@@ -94,136 +106,126 @@ class Ahead:
             raise
 
     def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]] | None) -> None:
-        """New weights for the sampler; from here on the bound counts from them."""
-        with self._lock:
-            self._sampler.load_weights(version, tensors)
+        """Load new weights into the sampler; from now on the staleness bound counts from this version."""
+        with self.lock:
+            self.engine.load_weights(version, tensors)
             self._version = version
 
     def snapshot(self) -> Snapshot:
-        """What a checkpoint keeps. In turn, what was sampled is scored first, so that nothing is sampled twice."""
-        with self._lock:
-            if not self.beside and not self._failed:
-                self._take_outcomes(None, lambda: not self._unscored)
+        """What a checkpoint saves. Inline, sampled groups are scored first, so that none is sampled twice."""
+        with self.lock:
+            if not self.background and not self._failed:
+                self.poll_rewards(None, lambda: not self._unscored)
             return self.buffer.snapshot()
 
     def count_sampled(self) -> int:
         """Tokens sampled since the last call."""
-        with self._lock:
+        with self.lock:
             count, self._sampled_tokens = self._sampled_tokens, 0
             return count
 
     def close(self) -> None:
         self._closing = True
         if self._thread is not None:
-            self._thread.join(PATIENCE)
+            self._thread.join(CLOSE_S)
 
-    # In turn
+    # Inline
 
     def _fill(self, version: int, clock: Clock) -> None:
-        """Sample what the bound admits; then wait for the scores of the next batch alone."""
+        """Sample what the bound admits; then wait for the scores of the next batch only."""
         while submissions := self.buffer.submit(version):
-            for sample in self._workflow(self._expect(submissions), self._sampler):
-                self._arrived(sample)
-            self._arrivals.refuse_missing(len(submissions))
-            if self._keeps is not None:  # what is rejected makes room
+            for sample in self._workflow(self._requests(submissions), self.engine):
+                self._add(sample)
+            self._assembler.refuse_missing(len(submissions))
+            if self._reject_reason is not None:  # a rejected group makes room for another
                 with clock("reward"):
                     reached("reward.wait")
-                    self._take_outcomes(None, lambda: not self._unscored)
-                self._judge()
+                    self.poll_rewards(None, lambda: not self._unscored)
+                self._filter(self._reject_reason)
         if not self.buffer.ready:
             with clock("reward"):
                 reached("reward.wait")
-                self._take_outcomes(None, lambda: self.buffer.ready)
+                self.poll_rewards(None, lambda: self.buffer.ready)
 
-    # Beside
+    # Background
 
     def _wait(self, version: int) -> None:
-        with self._news:
+        with self._changed:
             self._version = version
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="sampling ahead", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="rollout producer", daemon=True)
                 self._thread.start()
             while not self.buffer.ready:
                 if self._error is not None:
                     if isinstance(self._error, GspoError):
                         raise self._error
                     what = f"{type(self._error).__name__}: {self._error}"
-                    raise RolloutError(f"sampling beside the trainer failed: {what}") from self._error
-                self._news.wait(1.0)
+                    raise RolloutError(f"sampling in the background failed: {what}") from self._error
+                self._changed.wait(1.0)
 
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._turn()
-                time.sleep(PAUSE)  # without the lock: it is not fair, and the trainer may be waiting for it
+                self._iterate()
+                time.sleep(POLL_S)  # without the lock: it is not fair, and the trainer may be waiting for it
         except BaseException as error:
-            with self._news:
+            with self._changed:
                 self._error = error
-                self._news.notify_all()
+                self._changed.notify_all()
 
-    def _turn(self) -> None:
-        """Submit what is admitted, take what is ready."""
-        continuous = is_single_turn(self._workflow)
-        with self._lock:
+    def _iterate(self) -> None:
+        """Submit what the bound admits, collect what is ready."""
+        single = is_single_turn(self._workflow)
+        with self.lock:
             submissions = self.buffer.submit(self._version)
-            requests = self._expect(submissions)
-            if requests and continuous:
-                self._sampler.submit(requests)
-        if requests and not continuous:
-            # A workflow of the user's is a loop of its own: it gets what is admitted, one lot after another.
+            requests = self._requests(submissions)
+            if requests and single:
+                self.engine.submit(requests)
+        if requests and not single:
+            # A user's workflow runs its own loop: it gets the admitted requests, one batch after another.
             for sample in self._workflow(requests, SharedSampler(self)):
-                with self._lock:
-                    self._arrived(sample)
-                    self._look()
-            with self._lock:
-                self._arrivals.refuse_missing(len(submissions))
-        with self._lock:
-            self._look()
+                with self.lock:
+                    self._add(sample)
+                    self._collect()
+            with self.lock:
+                self._assembler.refuse_missing(len(submissions))
+        with self.lock:
+            self._collect()
 
-    def _look(self) -> None:
+    def _collect(self) -> None:
         """Take what the sampler and the rewards have ready."""
-        if self._arrivals:
-            self._poll_sampler()
-            if self._arrivals and time.monotonic() - self._heard_at > self._timeout_s:
+        if self._assembler:
+            self.poll_sampler()
+            if self._assembler and time.monotonic() - self._last_sample_at > self._timeout_s:
                 raise RolloutError(
-                    f"no sample came for {self._timeout_s:g} s while {len(self._arrivals)} groups were being sampled; "
-                    "if the sampler needs longer, set rollout.request_timeout higher"
+                    f"no sample arrived for {self._timeout_s:g} s while {len(self._assembler)} groups were being "
+                    "sampled; if the sampler needs longer, set rollout.request_timeout higher"
                 )
         if self._unscored:
-            self._take_outcomes(0.0, lambda: False)
-        if self._unjudged:
-            self._judge()
+            self.poll_rewards(0.0, lambda: False)
+        if self._unfiltered and self._reject_reason is not None:
+            self._filter(self._reject_reason)
         if self.buffer.ready:
-            self._news.notify_all()
+            self._changed.notify_all()
 
-    def _poll_sampler(self) -> None:
-        for sample in self._sampler.completed(0.0):
-            self._heard_at = time.monotonic()
-            inbox = self._owners.pop(sample.id, None)
+    # Both modes
+
+    def poll_sampler(self) -> None:
+        """Take finished samples: training's own, or into the inbox of the `SharedSampler` that asked."""
+        for sample in self.engine.completed(0.0):
+            self._last_sample_at = time.monotonic()
+            inbox = self.sample_inboxes.pop(sample.id, None)
             if inbox is None:
-                self._arrived(sample)
+                self._add(sample)
             else:
                 inbox.append(sample)
 
-    # Both
-
-    def _expect(self, submissions: Sequence[int]) -> list[Request]:
-        if submissions and not self._arrivals:
-            self._heard_at = time.monotonic()
-        return self._arrivals.expect([(i, self._prompt_of(i)) for i in submissions])
-
-    def _arrived(self, sample: Sample) -> None:
-        self._sampled_tokens += sum(int(s.mask.sum()) for s in sample.sequences)
-        if (group := self._arrivals.add(sample)) is not None:
-            self._unscored[group.submission] = group
-            hand_in(self._rewards, group)
-
-    def _take_outcomes(self, deadline_s: float | None, done: Callable[[], bool]) -> None:
-        """Take what the rewards say until `done` (None: however long it takes)."""
+    def poll_rewards(self, deadline_s: float | None, done: Callable[[], bool]) -> None:
+        """Take outcomes until `done` or the deadline (None: no deadline)."""
         if done():
             return
-        for key, outcomes in self._rewards.completed(deadline_s):
-            inbox = self._reward_owners.pop(key, None)
+        for key, outcomes in self.scorer.completed(deadline_s):
+            inbox = self.reward_inboxes.pop(key, None)
             if inbox is None:
                 self._score(key, outcomes)
             else:
@@ -231,130 +233,61 @@ class Ahead:
             if done():
                 return
 
+    def _requests(self, submissions: Sequence[int]) -> list[Request]:
+        if submissions and not self._assembler:
+            self._last_sample_at = time.monotonic()
+        return self._assembler.expect([(i, self._prompt_of(i)) for i in submissions])
+
+    def _add(self, sample: Sample) -> None:
+        self._sampled_tokens += sum(int(s.mask.sum()) for s in sample.sequences)
+        if (group := self._assembler.add(sample)) is not None:
+            self._unscored[group.submission] = group
+            submit_rewards(self.scorer, group)
+
     def _score(self, key: Any, outcomes: tuple[Outcome, ...]) -> None:
         group = replace(self._unscored.pop(key), outcomes=outcomes)
-        if self._keeps is None:
-            self.buffer.keep(group)
+        if self._reject_reason is None:
+            self.buffer.accept(group)
         else:
-            self._unjudged.append(group)
+            self._unfiltered.append(group)
 
-    def _judge(self) -> None:
-        """Which of the groups scored since are trained on; too many failures, or too few worth training on, end it."""
-        assert self._keeps is not None
-        groups, self._unjudged = sorted(self._unjudged, key=lambda group: group.submission), []
+    def _filter(self, reject_reason: RejectReason) -> None:
+        """Accept or reject newly scored groups; too many failures or too many refills end the run."""
+        groups, self._unfiltered = sorted(self._unfiltered, key=lambda group: group.submission), []
         self._recent += groups
-        # Beside the trainer groups come one by one: a share of failures is then of as many as a batch has.
-        if not self.beside or len(self._recent) >= self.buffer.batch_size:
+        # In the background groups arrive one by one: count failures over as many groups as a batch has.
+        if not self.background or len(self._recent) >= self.buffer.batch_size:
             recent, self._recent = self._recent, []
             refuse_failures(recent, self._max_failure_fraction)
         for group in groups:
-            if (why := self._keeps(group)) is None:
-                self.buffer.keep(group)
+            if (why := reject_reason(group)) is None:
+                self.buffer.accept(group)
             else:
                 self.buffer.reject(group.submission, why)
         if self.buffer.rounds > self._max_refills:
             reasons = "; ".join(f"{count} groups {why}" for why, count in self.buffer.rejected.most_common())
             raise TrainingError(
-                f"{1 + self._max_refills} rounds of sampling (actor.max_refills) gave {self.buffer.num_waiting} of "
+                f"{1 + self._max_refills} rounds of sampling (actor.max_refills) gave {self.buffer.num_pending} of "
                 f"{self.buffer.num_wanted} groups to train on: {reasons}"
             )
 
     def _take(self, version: int) -> tuple[list[Group], int]:
-        with self._lock:
+        with self.lock:
             groups, refilled = self.buffer.take()
-            if self._keeps is None:
+            if self._reject_reason is None:
                 try:
                     refuse_failures(groups, self._max_failure_fraction)
                 except RewardError:
-                    self.buffer.put_back(groups)  # another time their rewards may answer
+                    self.buffer.put_back(groups)  # a resumed run samples and scores them again
                     raise
         sequences = [sequence for g in groups for s in g.samples for sequence in s.sequences]
         oldest = min((int(s.versions.min()) for s in sequences if len(s.versions)), default=version)
         if oldest < version - self.buffer.max_staleness:
-            with self._lock:
+            with self.lock:
                 self.buffer.put_back(groups)
             raise RolloutError(
-                f"a sample of version {oldest} came to be trained on at version {version}, beyond "
+                f"a sample of version {oldest} would be trained on at version {version}, beyond "
                 f"rollout.max_head_offpolicyness = {self.buffer.max_staleness}: the sampler did not load the weights "
-                "it was given"
+                "that it was sent"
             )
         return groups, refilled
-
-
-class SharedSampler:
-    """A sampler beside the training requests of an `Ahead`: everybody gets their own samples."""
-
-    def __init__(self, ahead: Ahead) -> None:
-        self._ahead = ahead
-        self._inbox: deque[Sample] = deque()
-        self._num_out = 0
-
-    @property
-    def version(self) -> int:
-        return self._ahead._sampler.version
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        with self._ahead._lock:
-            self._ahead._sampler.submit(requests)
-            self._ahead._owners |= {request.id: self._inbox for request in requests}
-            self._num_out += len(requests)
-
-    def completed(self, deadline_s: float | None = None) -> Iterator[Sample]:
-        deadline = None if deadline_s is None else time.monotonic() + deadline_s
-        while self._num_out:
-            with self._ahead._lock:
-                if not self._inbox:
-                    self._ahead._poll_sampler()
-            while self._inbox:
-                self._num_out -= 1
-                yield self._inbox.popleft()
-            if deadline is not None and time.monotonic() >= deadline:
-                return
-            if self._num_out:
-                time.sleep(PAUSE)
-
-    def health(self) -> Mapping[str, Any]:
-        with self._ahead._lock:
-            return self._ahead._sampler.health()
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise RolloutError(
-            "a workflow cannot abort, pause or reload a sampler that also samples for others; "
-            "set rollout.max_head_offpolicyness=0"
-        )
-
-    abort = pause = resume = sleep = wake = load_weights = close = _refuse
-
-
-class SharedRewards:
-    """Rewards beside the training groups of an `Ahead`."""
-
-    def __init__(self, ahead: Ahead) -> None:
-        self._ahead = ahead
-        self._inbox: deque[Scored] = deque()
-        self._num_out = 0
-
-    def submit(self, key: Hashable, item: RewardItem) -> None:
-        with self._ahead._lock:
-            self._ahead._rewards.submit(key, item)
-            self._ahead._reward_owners[key] = self._inbox
-            self._num_out += 1
-
-    def completed(self, deadline_s: float | None = None) -> Iterator[Scored]:
-        deadline = None if deadline_s is None else time.monotonic() + deadline_s
-        while self._num_out:
-            wait_s = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-            with self._ahead._lock:
-                # In turn there is nobody to make room for.
-                slice_s = 0.0 if self._ahead.beside else wait_s
-                self._ahead._take_outcomes(slice_s, lambda: len(self._inbox) == self._num_out)
-            while self._inbox:
-                self._num_out -= 1
-                yield self._inbox.popleft()
-            if wait_s == 0.0:
-                return
-            if self._num_out and self._ahead.beside:
-                time.sleep(PAUSE)  # without the lock, as everywhere
-
-    def close(self) -> None:
-        self._ahead._rewards.close()

@@ -1,6 +1,6 @@
-"""Groups that wait in the buffer, as a checkpoint keeps them: arrays for safetensors, everything else for JSON.
+"""Pending groups as a checkpoint stores them: arrays for safetensors, everything else for JSON.
 
-The prompt is not stored: it is a function of the submission index and the data, whose digest a run is bound to.
+The prompt is not stored: it follows from the submission index and the data, whose digest is part of the run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ARRAYS = (*TOKEN_ARRAYS, "routes", "prompt_routes")
 
 
 def pack(groups: Sequence[Group]) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """Arrays of all samples end to end, and who they are."""
+    """The arrays of all samples, concatenated, and one JSON row per group."""
     samples = [sequence for group in groups for sample in group.samples for sequence in sample.sequences]
     arrays: dict[str, torch.Tensor] = {}
     for name in _ARRAYS:
@@ -43,9 +43,9 @@ def pack(groups: Sequence[Group]) -> tuple[dict[str, torch.Tensor], list[dict[st
 def unpack(
     arrays: Mapping[str, torch.Tensor], rows: Sequence[Mapping[str, Any]], prompt_of: Callable[[int], Prompt]
 ) -> tuple[Group, ...]:
-    """The groups again, bit for bit."""
+    """The groups that `pack` was given, bit for bit."""
     flat = {name: array.numpy() for name, array in arrays.items()}
-    prompts = flat.pop("prompt_routes", None)  # as long as the prompt, not as the completion
+    prompts = flat.pop("prompt_routes", None)  # one row per prompt token, not per completion token
     begin, read, groups = 0, 0, []
 
     def sequence(each: Mapping[str, Any], submission: int, **more: Any) -> Sample:
@@ -63,7 +63,7 @@ def unpack(
     for row in rows:
         samples = []
         for each in row["samples"]:
-            # In the order of the arrays: the sample itself, then what did not continue it.
+            # In the order of the arrays: the sample itself, then its other sequences.
             first = sequence(
                 each,
                 row["submission"],
@@ -84,18 +84,18 @@ def unpack(
     return tuple(groups)
 
 
-def handed(content: Mapping[str, Any], groups: Sequence[Group]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def pack_batch(content: Mapping[str, Any], groups: Sequence[Group]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """A batch for the other ranks (`World.broadcast_command`): groups with their prompts' tokens, and `content`."""
     arrays, rows = pack(groups)
     prompts = [list(group.prompt.tokens) for group in groups]
     return {**content, "rows": rows, "prompts": prompts}, {name: array.numpy() for name, array in arrays.items()}
 
 
-def received(turn: Command) -> tuple[Group, ...]:
-    """The groups that rank 0 handed out; of their prompts, what training needs."""
-    rows = turn.content["rows"]
-    prompts = {row["submission"]: Prompt(tuple(p), "") for row, p in zip(rows, turn.content["prompts"], strict=True)}
-    return unpack({name: torch.from_numpy(a) for name, a in turn.arrays.items()}, rows, prompts.__getitem__)
+def unpack_batch(command: Command) -> tuple[Group, ...]:
+    """The groups that rank 0 broadcast; their prompts hold tokens only, which is what training needs."""
+    rows = command.content["rows"]
+    prompts = {row["submission"]: Prompt(tuple(p), "") for row, p in zip(rows, command.content["prompts"], strict=True)}
+    return unpack({name: torch.from_numpy(a) for name, a in command.arrays.items()}, rows, prompts.__getitem__)
 
 
 def _sequence(sample: Sample) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def _sequence(sample: Sample) -> dict[str, Any]:
 
 
 def _episode(sample: Sample) -> dict[str, Any]:
-    """What an episode adds; nothing of a plain sample."""
+    """The fields that only episodes have; empty for a single completion."""
     row: dict[str, Any] = {}
     if sample.rest:
         row["rest"] = [_sequence(part) for part in sample.rest]

@@ -3,15 +3,15 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gspo.train.loop import Summary, Trainer, run
+    from gspo.train.trainer import Summary, Trainer, run
 
 __all__ = ["Summary", "Trainer", "run"]
 
 
 def __getattr__(name: str) -> Any:
-    # Torch is imported when training is, not when the package is looked at.
+    # Import torch only when one of these names is used: `import gspo.train` stays light.
     if name in __all__:
-        from gspo.train import loop
+        from gspo.train import trainer
 
-        return getattr(loop, name)
+        return getattr(trainer, name)
     raise AttributeError(name)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gspo.data.mixture import Data
 from gspo.faults import reached
 from gspo.rewards.route import Rewards
-from gspo.rollout.groups import Workflow, sample_groups, single_turn
+from gspo.rollout.groups import refuse_failures, sample_groups
+from gspo.rollout.workflow import Workflow, single_turn
 from gspo.sampling.api import Sampler
 from gspo.stats import share_interval
+from gspo.system.clock import Every
 from gspo.types import Group, Outcome, SamplingParams, Score
 
-# Submission indices of evaluations: no training prompt ever gets there, so no draw is shared with training.
+# The first submission index of evaluations: no training prompt gets there, so no draw is shared with training.
 FIRST = 1 << 40
 
 
@@ -32,7 +36,7 @@ class Evaluation:
     pass_at_k: float
     pass_at_k_ci: float
     length: float  # mean completion, tokens
-    failures: int  # rewards that did not answer; out of the shares
+    failures: int  # rewards that failed; they do not count in the shares
 
     def metrics(self) -> dict[str, float]:
         """Names as in docs/metrics.md."""
@@ -58,7 +62,7 @@ def evaluate(
     decode: Callable[[Sequence[int]], str],
     workflow: Workflow = single_turn,
 ) -> tuple[Evaluation, list[Group]]:
-    """The first `num_problems` rows of held-out data, each answered `num_samples` times."""
+    """Sample the first `num_problems` rows of held-out data `num_samples` times each (None: all rows)."""
     reached("eval.begin")
     count = len(data) if num_problems is None else min(num_problems, len(data))
     prompts = [(FIRST + row, data.prompt(row)) for row in range(count)]
@@ -74,8 +78,30 @@ def evaluate(
     return summarise(groups, num_samples), groups
 
 
+class Evaluator:
+    """Evaluates a run in training, with the sampler and the rewards of training.
+
+    how: keywords of `evaluate`; every: when; max_failure_fraction: the share of failed rewards that ends the run.
+    """
+
+    def __init__(self, data: Data, *, at_start: bool, every: Every, max_failure_fraction: float, **how: Any) -> None:
+        self._data, self._how, self._every = data, how, every
+        self._max_failure_fraction = max_failure_fraction
+        self._last_time = time.monotonic()
+        self.at_start = at_start
+
+    def is_due(self, step: int) -> bool:
+        return self._every.is_due(step, time.monotonic() - self._last_time)
+
+    def evaluate(self) -> Evaluation:
+        self._last_time = time.monotonic()
+        result, groups = evaluate(self._data, **self._how)
+        refuse_failures(groups, self._max_failure_fraction)
+        return result
+
+
 def is_correct(outcome: Outcome) -> bool | None:
-    """Whether the first reward function gave full marks; None where it did not answer."""
+    """Whether the first reward function gave 1 or more; None where the reward failed."""
     if not isinstance(outcome, Score):
         return None
     return next(iter(outcome.parts.values()), outcome.value) >= 1 - 1e-9

@@ -12,7 +12,8 @@ from gspo.config.schema import Config
 from gspo.data.dataset import default_reward
 from gspo.envs.driver import Episodes
 from gspo.rewards.route import GivenRewards
-from gspo.rollout.groups import Workflow, refuse_failures, single_turn
+from gspo.rollout.groups import refuse_failures
+from gspo.rollout.workflow import Workflow, single_turn
 from gspo.sampling.api import Sampler
 from gspo.stats import pass_at_k, share_interval
 from gspo.train.build.compute import set_threads
@@ -25,7 +26,7 @@ from gspo.train.evaluate import evaluate, is_correct
 from gspo.types import Group, Request, Sample
 
 
-def examine(
+def evaluate_run(
     config: Config, run: Path | None, step: int, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> dict[str, Any]:
     """Answer the held-out problems with the weights after `step`, by `eval_gconfig`; plain values, see `figures`.

@@ -23,7 +23,7 @@ def is_launched() -> bool:
     return bool(Launched.read().is_launched or os.environ.get("RANK"))
 
 
-def hand_over(loaded: Loaded) -> None:
+def relaunch(loaded: Loaded) -> None:
     """Return where this process may train; otherwise never come back."""
     config = loaded.config
     if is_launched():

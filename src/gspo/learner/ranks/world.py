@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -71,19 +71,6 @@ class World:
 
 
 ALONE = World()
-
-
-class NullSampler:
-    """The sampler of a rank above 0: it takes part in gathering the weights and stores nothing."""
-
-    def __init__(self, in_process: bool) -> None:
-        self.in_process = in_process  # whether rank 0 samples in its own process
-
-    def publish(self, version: int, tensors: Iterable[Any] | None) -> None:
-        for _ in tensors or ():  # every rank must iterate: each item is an all-gather
-            pass
-
-    def close(self) -> None: ...
 
 
 @contextmanager

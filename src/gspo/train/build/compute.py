@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from gspo.config.backends import TRAINERS, parse_backend
 from gspo.config.schema import Config
+from gspo.learner.ranks.signals import StopRequest
+from gspo.learner.ranks.world import World, joined
 from gspo.system.launched import Launched
 
 
@@ -47,3 +50,8 @@ def published_dtype(config: Config) -> torch.dtype | None:
 def has_ranks(config: Config) -> bool:
     """Whether several ranks train, as trainer and sampler servers both know."""
     return (num_ranks(config) or Launched.read().num_ranks) > 1
+
+
+def join_ranks(config: Config, stop: StopRequest) -> AbstractContextManager[World]:
+    """The ranks that train together; an error on one rank ends all."""
+    return joined(num_ranks(config), config.stall_timeout, stop)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,12 @@ from gspo.data.dataset import Dataset, DataSettings, load_dataset, make_dataset
 from gspo.data.mixture import DATA_TYPES, Data, make_mixture
 from gspo.data.split import in_held_out
 from gspo.errors import ConfigError, DataError
+from gspo.rollout.producer import RolloutProducer
+from gspo.rollout.workflow import Workflow
+from gspo.train.build.run import make_every
+from gspo.train.build.sampler import evaluation_params
+from gspo.train.evaluate import Evaluator
+from gspo.types import Prompt
 
 
 def make_data(config: Config, given: Any, given_valid: Any, tokenizer: Any) -> tuple[Data, Data]:
@@ -22,6 +29,45 @@ def make_data(config: Config, given: Any, given_valid: Any, tokenizer: Any) -> t
     if given_valid is None and config.valid_dataset is None and given is not None:
         return _divide(data)
     return data, _one(given_valid, held_out(config), "test", tokenizer, config.seed, "valid_dataset")
+
+
+def open_data(config: Config, given: Any, given_valid: Any, tokenizer: Any, max_context: int) -> tuple[Data, Data]:
+    """`make_data`, after a check that every prompt leaves room for its completion."""
+    data, valid = make_data(config, given, given_valid, tokenizer)
+    refuse_long_prompts(data, max_context, config.gconfig.max_new_tokens)
+    refuse_long_prompts(valid, max_context, evaluation_params(config)[0].max_new_tokens, "eval_gconfig")
+    return data, valid
+
+
+def prompt_stream(config: Config, data: Data) -> Callable[[int], Prompt]:
+    """The prompt of a submission index: epoch after epoch, each in its own order."""
+    seed, shuffle = config.seed, config.train_dataset.shuffle
+    return lambda submission: data.prompt(data.row_of(seed, submission, shuffle=shuffle))
+
+
+def make_evaluator(
+    config: Config,
+    valid: Data,
+    producer: RolloutProducer,
+    decode: Callable[[Sequence[int]], str],
+    workflow: Workflow,
+    steps_per_epoch: int,
+) -> Evaluator:
+    """Evaluation during training, by the sampler and the rewards of training."""
+    params, num_samples = evaluation_params(config)
+    return Evaluator(
+        valid,
+        at_start=config.evaluator.at_start,
+        every=make_every(config.evaluator, config.evaluator.freq_secs, steps_per_epoch),
+        max_failure_fraction=config.reward.max_failure_fraction,
+        num_problems=config.evaluator.size,
+        num_samples=num_samples,
+        params=params,
+        sampler=producer.sampler,
+        rewards=producer.rewards,
+        decode=decode,
+        workflow=workflow,
+    )
 
 
 def held_out(config: Config) -> DatasetSpec:

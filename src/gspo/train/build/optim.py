@@ -1,12 +1,21 @@
-"""Optimizers and learning rates."""
+"""Optimizers, learning rates and updates."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from gspo.config.schema import Config, Optimizer
+from gspo.learner.batch import Batch
 from gspo.learner.optim import learning_rate, make_optimizer
 from gspo.learner.policy.module import PolicyModule
+from gspo.learner.proximal import AutoClip
+from gspo.learner.step import StepReport
+from gspo.train.build.objective import narrowest_clip
+from gspo.train.build.run import run_path
+from gspo.train.update import Learner, Rates, Updater, UpdateSettings
 
 
 def make_trained_optimizer(config: Config, policy: PolicyModule) -> torch.optim.Optimizer:
@@ -24,12 +33,12 @@ def optimizer_of(o: Optimizer, module: torch.nn.Module) -> torch.optim.Optimizer
     )
 
 
-def learning_rates(o: Optimizer, first: int, count: int, total: int) -> list[float]:
-    """The rates of `count` updates from number `first` on."""
-    return [
+def make_rates(o: Optimizer, count: int, total_steps: int) -> Rates:
+    """The learning rates of a step's `count` updates, from the number of its first update in the run."""
+    return lambda first: [
         learning_rate(
             first + k,
-            total,
+            total_steps * count,
             peak=float(o.lr or 0.0),
             schedule=o.lr_scheduler_type,
             warmup_proportion=o.warmup_steps_proportion,
@@ -37,3 +46,35 @@ def learning_rates(o: Optimizer, first: int, count: int, total: int) -> list[flo
         )
         for k in range(count)
     ]
+
+
+def make_updater(
+    config: Config,
+    learner: Learner,
+    total_steps: int,
+    say: Callable[[str], None],
+    save_samples: Callable[[Batch, StepReport, int], None] | None = None,
+) -> Updater:
+    """`save_samples` None: a rank other than 0, which does not check updates."""
+    actor, critic = config.actor, config.critic
+    settings = UpdateSettings(
+        auto_clip=AutoClip(**actor.eps_clip_auto.model_dump()) if actor.eps_clip == "auto" else None,
+        choose_proximal=actor.prox_logp_method == "auto",
+        narrowest_clip=partial(narrowest_clip, config),
+        allow_noise=actor.prox_logp_force,
+        max_nonfinite=actor.max_nonfinite_updates,
+        num_token_samples=config.stats_logger.keep_token_samples,
+    )
+    rates = make_rates(actor.optimizer, learner.plan.num_minibatches, total_steps)
+    critic_rates = rates
+    if critic is not None and learner.critic is not None:
+        critic_rates = make_rates(critic.optimizer, learner.critic.num_minibatches, total_steps)
+    return Updater(
+        learner,
+        settings,
+        rates=rates,
+        critic_rates=critic_rates,
+        say=say,
+        checkpoints=run_path(config) / "checkpoints",
+        save_samples=save_samples,
+    )

@@ -1,17 +1,101 @@
-"""What belongs to the run itself: loggers, and when to evaluate and save."""
+"""What belongs to the run itself: its folder, its length, loggers, and when to evaluate, save and resume."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gspo.config import Loaded, digest, dump, load, write_origins
 from gspo.config.schema import Config, Frequency
+from gspo.config.schema.saver import Saver as SaverKeys
+from gspo.data.mixture import Data
+from gspo.learner.ranks.world import World
+from gspo.monitor.display import Display
 from gspo.monitor.loggers import Loggers
+from gspo.runs import checkpoint
+from gspo.runs.directory import RunDir, environment
+from gspo.runs.resume import resume
+from gspo.runs.save import Saver
+from gspo.runs.state import State
+from gspo.system.clock import Every
+from gspo.system.files import step_name, to_json, write_run_file
+from gspo.train.build.objective import first_proximal_source
+from gspo.train.record import Recorder
+from gspo.train.update import Learner
+
+# Keys that may change between a run and its resumption: they decide when to evaluate, what to show and where to run,
+# not what is learnt.
+FREE = (
+    "total_train_steps", "total_train_epochs", "strict", "on_alarm", "stall_timeout", "profile", "saver", "recover",
+    "evaluator", "stats_logger", "rollout.dump_to_file", "rollout.request_timeout", "rollout.request_retries",
+    "reward.timeout", "reward.workers", "cluster", "scheduler", "actor.backend",
+)  # fmt: skip
+
+
+def run_path(config: Config) -> Path:
+    """The run directory."""
+    return Path(config.cluster.fileroot) / config.experiment_name / config.trial_name
+
+
+def length_of(config: Config, num_rows: int) -> tuple[int, int]:
+    """Steps of the run, and steps of one epoch."""
+    steps_per_epoch = max(num_rows // config.train_dataset.batch_size, 1)
+    return config.total_train_steps or config.total_train_epochs * steps_per_epoch, steps_per_epoch
+
+
+def make_every(key: Frequency | SaverKeys, seconds: float | None, steps_per_epoch: int) -> Every:
+    return Every(key.freq_steps, key.freq_epochs and key.freq_epochs * steps_per_epoch, seconds)
+
+
+def make_saver(
+    config: Config, run: RunDir, learner: Learner, identity: Mapping[str, Any], steps_per_epoch: int, last_step: int
+) -> Saver:
+    return Saver(
+        run,
+        *learner.trained,
+        identity=identity,
+        config=digest(config),
+        keep=config.saver.keep,
+        keep_sample_steps=config.stats_logger.keep_sample_steps,
+        every=make_every(config.saver, config.recover.freq_secs, steps_per_epoch),
+        last_step=last_step,
+    )
+
+
+def make_recorder(
+    loaded: Loaded,
+    run: RunDir,
+    learner: Learner,
+    display: Display,
+    say: Callable[[str], None],
+    decode: Callable[[Sequence[int]], str],
+) -> Recorder:
+    """Also writes config.yaml, origins.json and environment.json; loggers read config.yaml."""
+    config = loaded.config
+    with write_run_file(run.path / "config.yaml") as tmp:
+        tmp.write_text(dump(loaded), encoding="utf-8")
+    with write_run_file(run.path / "origins.json") as tmp:
+        tmp.write_text(write_origins(loaded.origins), encoding="utf-8")
+    with write_run_file(run.path / "environment.json") as tmp:
+        found = environment(str(learner.policy.model.device), learner.threads)
+        tmp.write_text(to_json(found), encoding="utf-8")
+    return Recorder(
+        run,
+        display,
+        make_loggers(config, run.path, say),
+        say,
+        decode,
+        saves_samples=config.rollout.dump_to_file,
+        stop_on_alarm=config.on_alarm == "stop",
+        noise_is_forced=config.actor.prox_logp_force,
+        profile=config.profile,
+        num_minibatches=learner.plan.num_minibatches,
+    )
 
 
 def make_loggers(config: Config, run: Path, say: Callable[[str], None]) -> Loggers:
-    """Where metrics go beside the run directory."""
+    """Where metrics go besides the run directory."""
     stats, named = config.stats_logger, {"project": config.experiment_name, "name": config.trial_name}
     settings: dict[str, dict[str, Any]] = {}
     if stats.tensorboard:
@@ -24,16 +108,62 @@ def make_loggers(config: Config, run: Path, say: Callable[[str], None]) -> Logge
     return Loggers(run, settings, say)
 
 
-def checkpoint_frequency(config: Config) -> Frequency:
-    """How often a checkpoint is written: `saver` counts steps and epochs, `recover` counts seconds."""
-    saver, recover = config.saver, config.recover
-    return Frequency(freq_epochs=saver.freq_epochs, freq_steps=saver.freq_steps, freq_secs=recover.freq_secs)
-
-
-def is_due(frequency: Frequency, step: int, steps_per_epoch: int, seconds_since: float) -> bool:
-    """Whether something with this frequency happens after `step`."""
-    return bool(
-        (frequency.freq_steps and step % frequency.freq_steps == 0)
-        or (frequency.freq_epochs and step % (frequency.freq_epochs * steps_per_epoch) == 0)
-        or (frequency.freq_secs and seconds_since >= frequency.freq_secs)
+def resume_run(
+    config: Config, run: RunDir, learner: Learner, identity: Mapping[str, Any], say: Callable[[str], None]
+) -> State:
+    """The state of the newest valid checkpoint, loaded into the learner; the first state in a new run directory."""
+    found = resume(
+        run,
+        *learner.trained,
+        identity=identity,
+        say=say,
+        allowed=config.recover.mode != "disabled",
+        changed_settings=lambda file: changed_keys(load(file).config, config),
     )
+    return found or State(proximal=first_proximal_source(config))
+
+
+def load_step(config: Config, learner: Learner, step: int) -> State:
+    """Load the checkpoint of `step` on a rank other than 0; rank 0 sends the whole state with every batch."""
+    if step:
+        checkpoint.load(run_path(config) / "checkpoints" / step_name(step), *learner.trained)
+    return State(step=step)
+
+
+def identity_of(learner: Learner, data: Data, world: World) -> dict[str, Any]:
+    """What a resumed run must have in common with the run that it continues."""
+    num_parameters = sum(p.numel() for p in learner.policy.parameters())
+    return {"threads": learner.threads, "data": data.digest(), "parameters": num_parameters, "ranks": world.size}
+
+
+def changed_keys(before: Config, after: Config) -> list[str]:
+    """`key: before → after` for every changed key that decides what is learnt."""
+    had, has = _flat(before.model_dump()), _flat(after.model_dump())
+    optimizers = [after.actor.optimizer, *([after.critic.optimizer] if after.critic is not None else [])]
+    # A schedule and a warm-up are fractions of the run, so its length decides every learning rate.
+    scheduled = any(o.lr_scheduler_type != "constant" or o.warmup_steps_proportion > 0 for o in optimizers)
+    free = tuple(f for f in FREE if not (scheduled and f.startswith("total_train")))
+    return [
+        f"{key}: {had.get(key)!r} → {has.get(key)!r}"
+        for key in sorted(had.keys() | has.keys())
+        if had.get(key) != has.get(key) and not any(key == f or key.startswith(f + ".") for f in free)
+    ]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            out |= _flat(value, f"{prefix}{name}.")
+        else:
+            out[f"{prefix}{name}"] = value
+    return out
+
+
+def opening_messages(loaded: Loaded, warnings: Sequence[Any], data: Data, valid: Data) -> list[str]:
+    """What rank 0 logs before the first step: translated keys, warnings, the data."""
+    lines = [*loaded.messages, *(f"warning: {finding}" for finding in warnings)]
+    lines += [*data.describe().splitlines(), *valid.describe().splitlines()]
+    if valid is data:
+        lines.append(f"warning: {len(data)} rows are too few to hold some out; evaluation uses them too. Pass valid=…")
+    return lines

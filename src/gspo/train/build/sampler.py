@@ -15,7 +15,7 @@ from gspo.config.engine_flags import takes_adapter
 from gspo.config.schema import Config, Generation
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.sharding import full_parameters
-from gspo.learner.ranks.world import NullSampler
+from gspo.rollout.producer import NullProducer
 from gspo.sampling.api import Sampler
 from gspo.sampling.local.engine import LocalSampler
 from gspo.sampling.local.rounded import RoundedSampler
@@ -69,6 +69,11 @@ def make_sampler(
     return sampler
 
 
+def samples_in_process() -> bool:
+    """Whether the launcher started no sampler servers for this run."""
+    return not Launched.read().num_samplers
+
+
 def engine_of(config: Config) -> str | None:
     """The inference engine behind the sampler servers, where it is not ours."""
     name = parse_backend(config.rollout.backend, SAMPLERS).name
@@ -103,14 +108,14 @@ def local_sampler(config: Config, model: Any, tokenizer: Any, version: int) -> L
 
 
 def weights_for(
-    config: Config, sampler: Sampler | NullSampler, policy: PolicyModule
+    config: Config, sampler: Sampler | NullProducer, policy: PolicyModule
 ) -> Iterable[tuple[str, torch.Tensor]] | None:
     """What `load_weights` needs: nothing where the sampler samples from the policy's own tensors.
 
     What is trained by its own names where the sampler has the same layers; else whole weights by the names of files,
     an adapter merged into them.
     """
-    in_process = sampler.in_process if isinstance(sampler, NullSampler) else isinstance(sampler, LocalSampler)
+    in_process = sampler.in_process if isinstance(sampler, NullProducer) else isinstance(sampler, LocalSampler)
     if in_process and policy.world.size == 1:
         return None
     if in_process or sends_adapter(config):

@@ -22,6 +22,7 @@ from gspo.learner.policy.module import PolicyModule, packed_parts
 from gspo.learner.policy.packing import by_sequence, gather
 from gspo.system.clock import Clock
 from gspo.train import Trainer
+from gspo.train.loop import Leader
 
 LogProbs = Mapping[int, NDArray[Any]]  # by sequence number
 
@@ -36,19 +37,16 @@ class Gradient:
 
 
 @contextlib.contextmanager
-def opened(loaded: Loaded) -> Iterator[Trainer]:
-    """A trainer with all its parts, before its first step."""
-    trainer = Trainer(loaded)
-    try:
-        trainer.open()
-        yield trainer
-    finally:
-        trainer.close()
+def opened(loaded: Loaded) -> Iterator[Leader]:
+    """The training loop with all its parts open, before its first step."""
+    with Trainer(loaded).open() as loop:
+        assert isinstance(loop, Leader)
+        yield loop
 
 
-def sampled(trainer: Trainer) -> Batch:
+def sampled(loop: Leader) -> Batch:
     """The next rollout batch with its advantages."""
-    return trainer.assemble(trainer.sample(Clock()), Clock())
+    return loop.assemble(loop.sample(Clock()), Clock())
 
 
 @torch.no_grad()

@@ -14,15 +14,15 @@ def measure(loaded: Loaded, settings: dict[str, Any], seed: int) -> dict[str, di
     # Not one group, but sequences of different lengths: else aggregations could not differ.
     wide = {"clip_low": 0.5, "clip_high": 0.5}
     out: dict[str, dict[str, float]] = {}
-    with opened(loaded) as trainer:
-        batch, policy = sampled(trainer), trainer.policy
+    with opened(loaded) as loop:
+        batch, policy = sampled(loop), loop.parts.learner.policy
         ours = gradient(policy, batch, "gspo", None, **wide).flat
         for name in ("gspo_token", "grpo", "dapo"):
             theirs = gradient(policy, batch, name, None, **wide).flat
             out[f"{name}, on-policy"] = {"difference": relative_difference(theirs, ours)}
         # The same batch once the policy has moved: π_old is the sampler of before.
         behavior = {i: batch.samples[i].behavior_logp[batch.samples[i].mask] for i in range(batch.num_sequences)}
-        trainer.update(batch, Clock())
+        loop.update(batch, Clock())
         ours = gradient(policy, batch, "gspo", behavior, **wide).flat
         for name in ("gspo_token", "grpo"):
             theirs = gradient(policy, batch, name, behavior, **wide).flat

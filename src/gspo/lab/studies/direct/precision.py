@@ -20,7 +20,7 @@ from gspo.lab.studies.direct.gradients import LogProbs, cosine, gradient, log_pr
 from gspo.learner.batch import Batch
 from gspo.learner.proximal import AutoClip, clip_range, next_quantile
 from gspo.system.clock import Clock
-from gspo.train import Trainer
+from gspo.train.loop import Leader
 
 FIXED = (2e-3, 2.5e-3)  # ε of the quick-start
 EDGES = {"fixed ε": FIXED, "paper's ε": (3e-4, 4e-4)}
@@ -30,26 +30,26 @@ def measure(loaded: Loaded, settings: dict[str, Any], seed: int) -> dict[str, di
     """Per sampler, centring and ε: cosine to the exact gradient, clipped shares by sign, the noise itself."""
     out: dict[str, dict[str, float]] = {}
     for sampler in settings["samplers"]:
-        with opened(_sampled_by(loaded, sampler)) as trainer:
-            batch = _noisy(trainer, sampled(trainer), sampler, seed)
+        with opened(_sampled_by(loaded, sampler)) as loop:
+            batch = _noisy(loop, sampled(loop), sampler, seed)
             behavior = {i: s.behavior_logp[s.mask].astype(np.float64) for i, s in enumerate(batch.samples)}
-            exact = log_probs(trainer.policy, batch)
+            exact = log_probs(loop.parts.learner.policy, batch)
             noise = {i: behavior[i] - exact[i] for i in exact}
-            trainer.update(batch, Clock())  # by the trainer's own π_old: prox_logp_method is recompute
+            loop.update(batch, Clock())  # by the trainer's own π_old: prox_logp_method is recompute
             # The mean of log μ − log π_old per token, as mini-batch 1 measures it for nothing.
             shift = float(np.concatenate(list(noise.values())).mean())
             own = {i: behavior[i] for i in exact}
-            for edge, values in _compared(trainer, batch, exact, own).items():
+            for edge, values in _compared(loop, batch, exact, own).items():
                 out[f"{sampler}, {edge}"] = {**values, **_noise(noise, shift)}
             if sampler != "exact":  # nothing to centre there
                 centred = {i: behavior[i] - shift for i in exact}
-                for edge, values in _compared(trainer, batch, exact, centred).items():
+                for edge, values in _compared(loop, batch, exact, centred).items():
                     out[f"{sampler}, {edge}, re-centred"] = {**values, **_noise(noise, shift)}
     return out
 
 
-def _compared(trainer: Trainer, batch: Batch, exact: LogProbs, proximal: LogProbs) -> dict[str, dict[str, float]]:
-    policy, found = trainer.policy, {}
+def _compared(loop: Leader, batch: Batch, exact: LogProbs, proximal: LogProbs) -> dict[str, dict[str, float]]:
+    policy, found = loop.parts.learner.policy, {}
     free = gradient(policy, batch, "gspo", proximal, clip_low=1.0, clip_high=1e6).log_s
     how = AutoClip()
     log_noise = np.array([float((proximal[i] - exact[i]).mean()) for i in exact])
@@ -92,7 +92,7 @@ def _sampled_by(loaded: Loaded, sampler: str) -> Loaded:
     return replace(loaded, config=loaded.config.model_copy(update={"rollout": rollout}))
 
 
-def _noisy(trainer: Trainer, batch: Batch, sampler: str, seed: int) -> Batch:
+def _noisy(loop: Leader, batch: Batch, sampler: str, seed: int) -> Batch:
     """The batch with zero-mean noise on its behavior log-probs, where the sampler is named `noise SD`."""
     kind, _, size = sampler.partition(" ")
     if kind != "noise":
@@ -106,4 +106,4 @@ def _noisy(trainer: Trainer, batch: Batch, sampler: str, seed: int) -> Batch:
             error = (2 * draws - 1) * np.sqrt(3.0) * float(size)
             noisy.append(replace(sample, behavior_logp=(sample.behavior_logp + error).astype(np.float32)))
         groups.append(replace(group, samples=tuple(noisy)))
-    return trainer.assemble(groups, Clock())
+    return loop.assemble(groups, Clock())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +11,6 @@ from gspo.config import Loaded
 from gspo.lab.studies.direct.gradients import log_probs, opened, sampled
 from gspo.learner.credit import assemble
 from gspo.rollout.groups import sample_groups
-from gspo.sampling.api import Sampler
 from gspo.system.clock import Clock
 from gspo.train.build.objective import assembly
 from gspo.train.build.sampler import sampling_params
@@ -24,7 +23,7 @@ def measure(loaded: Loaded, settings: dict[str, Any], seed: int) -> dict[str, di
     the policy takes `steps` training steps on its own task, and both policies judge the same tokens.
     """
     lengths = [int(n) for n in settings["lengths"]]
-    with opened(loaded) as trainer:
+    with opened(loaded) as loop:
         params = replace(
             sampling_params(loaded.config.gconfig),
             max_new_tokens=max(lengths),
@@ -32,21 +31,21 @@ def measure(loaded: Loaded, settings: dict[str, Any], seed: int) -> dict[str, di
             ignore_eos=True,
         )
         groups = sample_groups(
-            [(10**6 + i, trainer.data.prompt(i)) for i in range(int(settings["prompts"]))],
+            [(10**6 + i, loop.parts.data.prompt(i)) for i in range(int(settings["prompts"]))],
             num_samples=int(settings["samples"]),
             params=params,
-            sampler=cast(Sampler, trainer.sampler),  # one process: it samples here
-            rewards=trainer.rewards,
-            decode=trainer.decode,
+            sampler=loop.parts.sampler,
+            rewards=loop.parts.rewards,
+            decode=loop.parts.decode,
         )
         long = assemble(groups, num_minibatches=1, **assembly(loaded))
         everything = np.ones(long.num_sequences, dtype=bool)
-        before = log_probs(trainer.policy, long, everything)
+        before = log_probs(loop.parts.learner.policy, long, everything)
         for _ in range(int(settings["steps"])):
-            batch = sampled(trainer)
-            trainer.update(batch, Clock())
-            trainer.publish(Clock())
-        after = log_probs(trainer.policy, long, everything)
+            batch = sampled(loop)
+            loop.update(batch, Clock())
+            loop.publish(Clock())
+        after = log_probs(loop.parts.learner.policy, long, everything)
     d = np.stack([after[i].astype(np.float64) - before[i] for i in range(long.num_sequences)])  # [n, longest]
     out: dict[str, dict[str, float]] = {}
     for length in lengths:

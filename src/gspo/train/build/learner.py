@@ -1,4 +1,4 @@
-"""The models beside the policy: the reference that KL is measured to, and the critic of PPO."""
+"""The learner: policy, optimizer, and beside them the reference that KL is measured to and the critic of PPO."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from gspo.algorithms import ALGORITHMS
+from gspo.config import Loaded
 from gspo.config.schema import Config
 from gspo.errors import DataError
 from gspo.learner.critic import Critic
@@ -18,27 +19,48 @@ from gspo.learner.ranks.world import ALONE, World
 from gspo.learner.reference import Reference
 from gspo.models.loading import load_model
 from gspo.models.lora import adapter_off
-from gspo.train.build.compute import device_and_dtype, sharding
-from gspo.train.build.objective import temperature
-from gspo.train.build.optim import optimizer_of
+from gspo.train.build.compute import device_and_dtype, set_threads, sharding
+from gspo.train.build.objective import assembly, make_credit, make_plan, temperature
+from gspo.train.build.optim import make_trained_optimizer, optimizer_of
+from gspo.train.build.policy import make_policy
+from gspo.train.update import Learner
+
+
+def make_learner(loaded: Loaded, world: World) -> Learner:
+    """The models of this rank, loaded and sharded, and how batches train them."""
+    config = loaded.config
+    threads = set_threads(config, world.local_size)
+    plan, credit = make_plan(loaded), make_credit(loaded)
+    policy, tokenizer = make_policy(config, plan.settings["level"] != "token", world)
+    return Learner(
+        policy,
+        tokenizer,
+        make_trained_optimizer(config, policy),
+        make_reference(config, policy, tokenizer),
+        make_critic(config, tokenizer, world),
+        plan,
+        credit,
+        assembly(loaded),
+        threads,
+    )
 
 
 def make_reference(config: Config, policy: PolicyModule, tokenizer: Any) -> Reference | None:
-    """The policy that KL is measured to; None where no coefficient asks for it.
+    """The policy that KL is measured to; None where no KL coefficient is set.
 
-    Of an adapter on the same model it is the policy itself, adapter off, which costs no memory.
+    With an adapter on the same model it is the policy itself with the adapter off, which costs no memory.
     """
     actor, ref = config.actor, config.ref
     if ref is None or not (actor.kl_loss_coef or actor.kl_ctl):
         return None
-    asked = temperature(config), actor.mb_spec.max_tokens_per_mb, actor.mb_spec.n_mbs or 1
+    how = temperature(config), actor.mb_spec.max_tokens_per_mb, actor.mb_spec.n_mbs or 1
     own = ref.path in (None, actor.path)
     if actor.use_lora and own and ref.dtype in ("auto", actor.dtype):
-        return Reference(policy, *asked, context=partial(adapter_off, policy.model))
+        return Reference(policy, *how, context=partial(adapter_off, policy.model))
     other = _other_model(config, ref.path, ref.dtype, tokenizer, "ref.path").requires_grad_(False)
     if policy.world.size > 1:
         shard(other, other, policy.world, **sharding(config))
-    return Reference(other, *asked)
+    return Reference(other, *how)
 
 
 def make_critic(config: Config, tokenizer: Any, world: World = ALONE) -> Critic | None:
@@ -62,7 +84,7 @@ def make_critic(config: Config, tokenizer: Any, world: World = ALONE) -> Critic 
 
 
 def _other_model(config: Config, path: str | None, dtype: str, tokenizer: Any, key: str) -> PolicyModule:
-    """A model beside the policy, from where it started or from its own path; random only where the policy is, too."""
+    """A model beside the policy, from its own path or the policy's; random weights only where the policy has them."""
     actor = config.actor
     device, own_dtype = device_and_dtype(config)
     own = path in (None, actor.path)

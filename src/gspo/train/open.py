@@ -1,0 +1,143 @@
+"""Open the parts of a run and close them again, also after an error half way through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from gspo.learner.ranks.signals import StopRequest
+from gspo.learner.ranks.world import World
+from gspo.monitor.display import Silent, make_display
+from gspo.rewards.route import GivenRewards
+from gspo.rollout.producer import NullProducer
+from gspo.runs.directory import RunDir
+from gspo.train.build.data import make_evaluator, open_data, prompt_stream
+from gspo.train.build.episodes import make_episodes
+from gspo.train.build.learner import make_learner
+from gspo.train.build.optim import make_updater
+from gspo.train.build.policy import context_length
+from gspo.train.build.rewards import make_rewards
+from gspo.train.build.rollout import make_producer, resumed_snapshot
+from gspo.train.build.run import (
+    identity_of,
+    length_of,
+    load_step,
+    make_recorder,
+    make_saver,
+    opening_messages,
+    resume_run,
+    run_path,
+)
+from gspo.train.build.sampler import decoder, make_sampler, samples_in_process, weights_for
+from gspo.train.parts import Given, LeaderParts, Parts
+
+
+@contextmanager
+def open_parts(given: Given, world: World, stop: StopRequest) -> Iterator[Parts]:
+    """The parts of this rank; errors in the config or the data are raised before any training."""
+    # Two stacks: the producer must close after the episodes that it runs, though it opens after them.
+    with ExitStack() as outer, ExitStack() as inner:
+        parts = _open_leader(given, world, stop, outer, inner) if world.is_first else _open_follower(given, world, stop)
+        if world.size == 1:  # several ranks end together, and may be signalled while they do
+            inner.callback(stop.restore)
+        yield parts
+
+
+def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack, inner: ExitStack) -> LeaderParts:
+    loaded, config = given.loaded, given.loaded.config
+    run = RunDir(run_path(config))
+    outer.callback(run.close)
+    rewards = make_rewards(config, given.reward, str(run.path / "rewards.log"))
+    outer.callback(rewards.close)
+    learner = make_learner(loaded, world)
+    policy, decode = learner.policy, decoder(learner.tokenizer)
+    max_context = context_length(config, policy)
+    data, valid = open_data(config, given.dataset, given.valid, learner.tokenizer, max_context)
+    workflow, count_episodes = given.workflow, dict[str, float]
+    if given.environment is not None:
+        rewards = GivenRewards(rewards)
+        workflow = make_episodes(config, given.environment, data, learner.tokenizer, max_context)
+        inner.callback(workflow.close)
+        count_episodes = workflow.metrics
+    total_steps, steps_per_epoch = length_of(config, len(data))
+    display = make_display(f"gspo · {run.path}", total_steps)
+    inner.callback(display.close)
+
+    def say(message: str) -> None:
+        display.say(message)
+        run.log(message)
+
+    identity = identity_of(learner, data, world)
+    state = resume_run(config, run, learner, identity, say)
+    display.start_at(state.step)
+    opened = {"step": state.step, "total_steps": total_steps, "in_process": samples_in_process()}
+    world.broadcast_command("open", opened)
+    sampler = make_sampler(config, policy, learner.tokenizer, state.step, run.path, say)
+    outer.callback(sampler.close)
+    prompt_of = prompt_stream(config, data)
+    producer = make_producer(
+        config,
+        resumed_snapshot(run, state, prompt_of),
+        sampler=sampler,
+        rewards=rewards,
+        prompt_of=prompt_of,
+        decode=decode,
+        workflow=workflow,
+        reject_reason=given.reject_reason,
+        step=state.step,
+        total_steps=total_steps,
+    )
+    outer.callback(producer.close)
+    recorder = make_recorder(loaded, run, learner, display, say, decode)
+    inner.callback(recorder.close)
+    stop.listen(say)
+    return LeaderParts(
+        path=run.path,
+        world=world,
+        stop=stop,
+        learner=learner,
+        updater=make_updater(config, learner, total_steps, say, recorder.save_samples),
+        state=state,
+        total_steps=total_steps,
+        display=display,
+        publish=lambda version: producer.publish(version, weights_for(config, sampler, policy)),
+        producer=producer,
+        say=say,
+        stall_timeout=config.stall_timeout,
+        data=data,
+        valid=valid,
+        sampler=sampler,
+        rewards=rewards,
+        workflow=workflow,
+        decode=decode,
+        prompt_of=prompt_of,
+        evaluator=make_evaluator(config, valid, producer, decode, workflow, steps_per_epoch),
+        recorder=recorder,
+        saver=make_saver(config, run, learner, identity, steps_per_epoch, state.step),
+        opening_messages=opening_messages(loaded, given.warnings, data, valid),
+        count_episodes=count_episodes,
+    )
+
+
+def _open_follower(given: Given, world: World, stop: StopRequest) -> Parts:
+    """The other ranks have their shard of the models, at the step where rank 0 starts or resumes."""
+    config, display = given.loaded.config, Silent()
+    stop.listen(display.say)
+    learner = make_learner(given.loaded, world)
+    opened = next(world.commands()).content
+    producer = NullProducer(opened["in_process"])
+    parts = Parts(
+        path=run_path(config),
+        world=world,
+        stop=stop,
+        learner=learner,
+        updater=make_updater(config, learner, opened["total_steps"], display.say),
+        state=load_step(config, learner, opened["step"]),
+        total_steps=opened["total_steps"],
+        display=display,
+        publish=lambda version: producer.publish(version, weights_for(config, producer, learner.policy)),
+        say=display.say,
+        stall_timeout=config.stall_timeout,
+    )
+    parts.publish(opened["step"])
+    return parts

@@ -1,0 +1,81 @@
+"""Everything that a run has open, as one object. `gspo.train.open` opens it and closes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gspo.config import Loaded
+from gspo.data.mixture import Data
+from gspo.learner.ranks.signals import StopRequest
+from gspo.learner.ranks.world import World
+from gspo.monitor.display import Display
+from gspo.rewards.route import Rewards
+from gspo.rollout.producer import RolloutProducer
+from gspo.rollout.workflow import RejectReason, Workflow
+from gspo.runs.save import Saver
+from gspo.runs.state import State
+from gspo.sampling.api import Sampler
+from gspo.system.heartbeat import watched
+from gspo.train.evaluate import Evaluator
+from gspo.train.record import Recorder
+from gspo.train.update import Learner, Updater
+from gspo.types import Prompt
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the caller of `Trainer` gave: the config, and objects that take the place of its keys."""
+
+    loaded: Loaded
+    warnings: Sequence[Any]
+    reward: Any
+    dataset: Any
+    valid: Any
+    environment: Any
+    workflow: Workflow
+    reject_reason: RejectReason | None
+
+
+@dataclass
+class Parts:
+    """What every rank has open."""
+
+    path: Path  # the run directory
+    world: World
+    stop: StopRequest
+    learner: Learner
+    updater: Updater
+    state: State
+    total_steps: int
+    display: Display
+    publish: Callable[[int], None]  # sends the current weights to the sampler as this version
+    say: Callable[[str], None]
+    stall_timeout: float
+
+    def watchdog(self) -> AbstractContextManager[None]:
+        """Ends the process where nothing happens for stall_timeout seconds."""
+        return watched(self.stall_timeout + self.world.margin, self.path / "log.txt", self.say)
+
+
+@dataclass
+class LeaderParts(Parts):
+    """What only rank 0 has open: data, sampler, rewards, and all that writes the run directory."""
+
+    producer: RolloutProducer
+    data: Data
+    valid: Data
+    sampler: Sampler
+    rewards: Rewards
+    workflow: Workflow
+    decode: Callable[[Sequence[int]], str]
+    prompt_of: Callable[[int], Prompt]
+    evaluator: Evaluator
+    recorder: Recorder
+    saver: Saver
+    opening_messages: Sequence[str]
+    count_episodes: Callable[[], Mapping[str, float]]  # what the environment counted since the last call
+    num_refilled: int = 0  # groups that were rejected on the way to the current batch

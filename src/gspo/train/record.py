@@ -1,0 +1,97 @@
+"""What rank 0 writes of every step: metrics, samples, log lines, alarms; to the run directory, loggers and display."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gspo.learner.batch import Batch
+from gspo.learner.step import StepReport
+from gspo.monitor.alarms import alarms
+from gspo.monitor.display import Display
+from gspo.monitor.loggers import Loggers
+from gspo.monitor.metrics import step_metrics, time_metrics
+from gspo.monitor.samples import sample_rows, token_tensors
+from gspo.rollout.producer import RolloutProducer
+from gspo.runs.directory import RunDir
+from gspo.system.clock import PROFILED_STEPS, Clock
+from gspo.system.files import step_name
+
+
+class Recorder:
+    """Writes what happened in a step.
+
+    saves_samples: whether sample files are written; stop_on_alarm: an alarm ends the run; noise_is_forced: the user
+    accepted a π_old that is noisier than the clip range; profile: record timelines of some steps.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        display: Display,
+        loggers: Loggers,
+        say: Callable[[str], None],
+        decode: Callable[[Sequence[int]], str],
+        *,
+        saves_samples: bool,
+        stop_on_alarm: bool,
+        noise_is_forced: bool,
+        profile: bool,
+        num_minibatches: int,
+    ) -> None:
+        self._run, self._display, self._loggers, self._say, self._decode = run, display, loggers, say, decode
+        self.saves_samples, self._stop_on_alarm, self._profile = saves_samples, stop_on_alarm, profile
+        self._noise_is_forced, self._num_minibatches = noise_is_forced, num_minibatches
+
+    def metrics(self, batch: Batch, report: StepReport, step: int) -> dict[str, Any]:
+        """The metrics of `step`, without times."""
+        return {"step": step, **step_metrics(batch, report, step - 1), **report.settings}
+
+    def time_metrics(
+        self, batch: Batch, report: StepReport, clock: Clock, producer: RolloutProducer
+    ) -> dict[str, float]:
+        """Seconds by phase, and tokens per second; call it last."""
+        return time_metrics(batch, report, clock, producer.count_sampled(), beside=producer.background)
+
+    def write(self, metrics: Mapping[str, Any], batch: Batch | None) -> None:
+        """One row of metrics, with an example of its batch for the display."""
+        self._run.metrics(metrics)
+        self._loggers.write(metrics)
+        self._display.step(metrics, None if batch is None else _example(batch))
+
+    def save_samples(self, batch: Batch, report: StepReport, step: int) -> None:
+        """Every sample of a step, and values per token of some."""
+        self._run.samples(step, sample_rows(batch, report, step, self._decode), token_tensors(batch, report))
+
+    def alarm(self, metrics: Mapping[str, Any], counts: dict[str, int]) -> str | None:
+        """Print the alarms of a step; returns the one that must stop the run (on_alarm: stop), if any."""
+        messages = alarms(
+            metrics,
+            counts,
+            clips=metrics["clip/eps_low"] is not None,
+            num_minibatches=self._num_minibatches,
+            own_forward=metrics["policy/proximal"] != "rollout",
+            noise_is_forced=self._noise_is_forced,
+        )
+        for message in list(messages):  # a list first: every alarm is counted before the first can end the run
+            self._say(f"alarm at step {metrics['step']}: {message}")
+            if self._stop_on_alarm:
+                return message
+        return None
+
+    def profile_file(self, step: int) -> Path | None:
+        """Where the timeline of this step is written; None: it is not profiled."""
+        if not (self._profile and step in PROFILED_STEPS):
+            return None
+        return self._run.path / "profile" / f"{step_name(step)}.trace.json.gz"
+
+    def close(self) -> None:
+        self._loggers.close()
+
+
+def _example(batch: Batch) -> tuple[str, str, bool] | None:
+    """The first prompt, its first completion, and whether that completion's reward is positive."""
+    if not batch.groups or not batch.groups[0].texts:
+        return None
+    return batch.groups[0].prompt.text, batch.groups[0].texts[0], bool(batch.rewards[0] > 0)

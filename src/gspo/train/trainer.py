@@ -1,0 +1,94 @@
+"""The front door: `Trainer(config, reward=…, dataset=…, env=…).train()` is the Python interface."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gspo.config import Loaded, load
+from gspo.config.lint import check
+from gspo.errors import ConfigError
+from gspo.learner.ranks.signals import StopRequest
+from gspo.learner.ranks.world import ALONE, World
+from gspo.rollout.workflow import Filter, Workflow
+from gspo.train.build.compute import join_ranks
+from gspo.train.build.episodes import make_environment
+from gspo.train.build.rollout import make_filter, make_single_turn
+from gspo.train.build.run import run_path
+from gspo.train.loop import Follower, Leader, Summary
+from gspo.train.open import open_parts
+from gspo.train.parts import Given, LeaderParts
+from gspo.train.relaunch import relaunch
+
+
+class Trainer:
+    """Trains one policy by one config.
+
+    config      a YAML path (with `overrides`), or what `gspo.config.load` returned
+    reward      a function, a name, or a list of them; None: the config's, else the task's own
+    dataset     rows (mappings with a prompt and what the reward needs) or a `gspo.data.dataset.Dataset`; None:
+                train_dataset
+    valid       the same for held-out problems; None: valid_dataset, else the held-out split of the training data
+    env         an environment, `async (client, data)` (docs/episodes.md); None: env.path, else one completion
+    workflow    how requests become samples (`rollout.workflow.Workflow`); None: by env, or one completion per prompt
+    dynamic_filter_fn  which groups to train on (`rollout.workflow.Filter`); None: rollout.dynamic_filter_fn
+    """
+
+    leader: type[Leader] = Leader  # a subclass may replace acts of the loop
+
+    def __init__(
+        self,
+        config: str | Path | Loaded,
+        *,
+        reward: Any = None,
+        dataset: Any = None,
+        valid: Any = None,
+        env: Any = None,
+        workflow: Workflow | None = None,
+        dynamic_filter_fn: Filter | None = None,
+        overrides: Sequence[str] = (),
+    ) -> None:
+        self.loaded = config if isinstance(config, Loaded) else load(config, overrides)
+        self.config = self.loaded.config
+        environment = make_environment(self.config, env)
+        if environment is not None and workflow is not None:
+            raise ConfigError("an environment (env=…, env.path) and a workflow are given; only one can make samples")
+        self.given = Given(
+            self.loaded,
+            check(self.loaded),
+            reward,
+            dataset,
+            valid,
+            environment,
+            workflow or make_single_turn(self.config),
+            make_filter(self.config, dynamic_filter_fn),
+        )
+        self.stop = StopRequest()
+
+    @property
+    def path(self) -> Path:
+        """The run directory."""
+        return run_path(self.config)
+
+    def train(self) -> Summary:
+        """Run to the end, or to a signal; the same call resumes from the last checkpoint."""
+        relaunch(self.loaded)
+        with join_ranks(self.config, self.stop) as world:
+            with self.open(world) as loop, loop.parts.watchdog():
+                summary = loop.run()
+            end = {"steps": summary.steps, "seconds": summary.seconds, "finished": summary.finished}
+            world.broadcast_command("end", end)
+        return summary
+
+    @contextmanager
+    def open(self, world: World = ALONE) -> Iterator[Leader | Follower]:
+        """The loop of this rank with all its parts open, before its first step."""
+        with open_parts(self.given, world, self.stop) as parts:
+            yield self.leader(parts) if isinstance(parts, LeaderParts) else Follower(parts)
+
+
+def run(loaded: Loaded) -> Summary:
+    """`gspo train`."""
+    return Trainer(loaded).train()

@@ -1,0 +1,196 @@
+"""The optimizer updates of a step, and what they decide for the next one: the clip range and where π_old comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gspo.errors import TrainingError
+from gspo.learner.batch import Batch
+from gspo.learner.credit import Credit
+from gspo.learner.critic import Critic, critic_metrics, train_critic
+from gspo.learner.policy.module import PolicyModule
+from gspo.learner.proximal import AutoClip, choose_source, clip_range, judge_noise, next_quantile, noise_message
+from gspo.learner.reference import Reference
+from gspo.learner.step import Plan, StepReport, train_step
+from gspo.monitor.metrics import measured_noise
+from gspo.runs.state import State
+from gspo.system.clock import Clock
+from gspo.system.files import step_name
+
+Rates = Callable[[int], list[float]]  # the learning rates of one step's updates, from the number of its first update
+
+
+@dataclass(frozen=True)
+class Learner:
+    """The models, and how batches train them; every rank has one."""
+
+    policy: PolicyModule
+    tokenizer: Any
+    optimizer: torch.optim.Optimizer
+    reference: Reference | None
+    critic: Critic | None
+    plan: Plan
+    credit: Credit | None  # None: one advantage per sequence
+    assembly: Mapping[str, Any]  # how rewards become advantages: keywords of `learner.batch.assemble`
+    threads: int
+
+    @property
+    def trained(self) -> tuple[Any, ...]:
+        """What a checkpoint holds: policy, its optimizer, and the critic with its optimizer or None."""
+        return self.policy, self.optimizer, self.critic and self.critic.trained
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """Settings of `Updater`."""
+
+    auto_clip: AutoClip | None  # actor.eps_clip: auto
+    choose_proximal: bool  # actor.prox_logp_method: auto
+    narrowest_clip: Callable[[Mapping[str, Any]], float | None]  # the ε that sampler noise is compared with
+    allow_noise: bool  # actor.prox_logp_force
+    max_nonfinite: int  # actor.max_nonfinite_updates
+    num_token_samples: int  # sequences per step whose values per token are recorded
+
+
+class Updater:
+    """Trains on a batch; every rank has one. Rank 0 also checks the updates (`save_samples`; None elsewhere)."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        settings: UpdateSettings,
+        *,
+        rates: Rates,
+        critic_rates: Rates,
+        say: Callable[[str], None],
+        checkpoints: Path,
+        save_samples: Callable[[Batch, StepReport, int], None] | None = None,
+    ) -> None:
+        self._learner, self._settings = learner, settings
+        self._rates, self._critic_rates = rates, critic_rates
+        self._say, self._checkpoints, self._save_samples = say, checkpoints, save_samples
+
+    def update(self, batch: Batch, state: State, clock: Clock) -> StepReport:
+        """K optimizer updates of the policy, then those of the critic."""
+        learner, plan = self._learner, self._plan_of(state)
+        rates = self._rates(state.update)
+        with clock("train"):
+            report = train_step(
+                learner.policy,
+                learner.optimizer,
+                batch,
+                plan,
+                proximal=state.proximal,
+                version=state.step,
+                learning_rates=rates,
+                keep_tokens_of=self._token_samples(batch),
+                before_update=self.check_sampler_noise(batch, plan, state),
+            )
+        report.settings = {
+            "optimizer/lr": rates[-1],
+            "clip/eps_low": plan.settings.get("clip_low"),
+            "clip/eps_high": plan.settings.get("clip_high"),
+            "policy/proximal": state.proximal,
+        }
+        state.update += plan.num_minibatches
+        self._skip_nonfinite("policy", report.applied, batch, report, state)
+        if learner.critic is not None:
+            with clock("critic"):
+                report.settings |= self._update_critic(learner.critic, batch, report, state)
+        self._adapt(batch, report, plan, state)
+        return report
+
+    def check_sampler_noise(
+        self, batch: Batch, plan: Plan, state: State
+    ) -> Callable[[NDArray[np.float64]], None] | None:
+        """Where the sampler's log-probs serve as π_old, a check of their first measured noise; else None."""
+        eps, centred = self._settings.narrowest_clip(plan.settings), state.proximal == "centred"
+        if state.noise is not None or eps is None or state.proximal not in ("rollout", "centred"):
+            return None
+
+        def check(log_s: NDArray[np.float64]) -> None:  # [n], NaN where a sequence measured nothing
+            noise = measured_noise(log_s, batch, state.step)
+            verdict = "fine" if noise is None else judge_noise(noise.floor(centred), eps)
+            if noise is None or verdict == "fine":
+                return
+            problem = noise_message(noise, eps, centred=centred)
+            if verdict == "above" and not self._settings.allow_noise:
+                raise TrainingError(f"{problem}; actor.prox_logp_force=true trains all the same")
+            self._say(f"warning: {problem}")
+
+        return check
+
+    def _update_critic(self, critic: Critic, batch: Batch, policy: StepReport, state: State) -> dict[str, Any]:
+        """Train the value model on the returns that the advantages were computed from."""
+        rates = self._critic_rates(state.step * critic.num_minibatches)
+        report = train_critic(critic, batch, rates)
+        self._skip_nonfinite("critic", report.applied, batch, policy, state)
+        return critic_metrics(batch, report, rates[-1])
+
+    def _plan_of(self, state: State) -> Plan:
+        """The plan with this step's clip range, which `eps_clip: auto` moves."""
+        plan, auto = self._learner.plan, self._settings.auto_clip
+        if auto is None:
+            return plan
+        start = plan.settings["clip_low"], plan.settings["clip_high"]
+        # Sampler noise is a lower bound of ε only where π_old is the sampler's.
+        noise = None if state.proximal == "recompute" else state.noise
+        low, high = clip_range(state.auto_eps, noise, start, auto)
+        return replace(plan, settings={**plan.settings, "clip_low": low, "clip_high": high})
+
+    def _adapt(self, batch: Batch, report: StepReport, plan: Plan, state: State) -> None:
+        """Store the measured noise; move the automatic clip range; choose the source of π_old."""
+        noise = measured_noise(report.noise_log_s, batch, state.step)
+        first, measured = state.noise is None, noise and noise.floor(state.proximal == "centred")
+        state.noise = state.noise if measured is None else measured
+        if self._settings.auto_clip is not None:
+            later = batch.minibatch > 0
+            log_s, advantages = report.log_s[later], batch.advantages[later]
+            state.auto_eps = next_quantile(state.auto_eps, log_s, advantages, self._settings.auto_clip)
+        if not self._settings.choose_proximal or plan.num_minibatches == 1:
+            return
+        eps = plan.settings.get("clip_low")
+        source = choose_source(measured, eps, state.proximal)
+        if measured is not None and (first or source != state.proximal):
+            self._say(
+                f"π_old of mini-batches 2…{plan.num_minibatches} comes from the "
+                f"{'sampler' if source == 'sampler' else 'trainer, recomputed'}: noise p95 |log s| = {measured:.1e}"
+                + (f", clip range {eps:.1e}" if eps else "")
+            )
+        state.proximal = source
+
+    def _skip_nonfinite(
+        self, model: str, applied: Sequence[bool], batch: Batch, report: StepReport, state: State
+    ) -> None:
+        """Report updates that a non-finite gradient skipped and save their batch; too many in a row end the run."""
+        if self._save_samples is None:
+            return
+        step, in_row = state.step + 1, state.nonfinite_in_row
+        if not all(applied):
+            self._save_samples(batch, report, step)
+        for k, was_applied in enumerate(applied):
+            in_row[model] = 0 if was_applied else in_row.get(model, 0) + 1
+            if not was_applied:
+                self._say(
+                    f"step {step}, mini-batch {k + 1} of the {model}: non-finite gradient, update skipped; "
+                    f"its batch is samples/{step_name(step)}.jsonl"
+                )
+            if in_row[model] >= self._settings.max_nonfinite:
+                raise TrainingError(
+                    f"{in_row[model]} updates of the {model} in a row had a non-finite gradient "
+                    f"(actor.max_nonfinite_updates); the last checkpoint is in {self._checkpoints}. "
+                    "Lower actor.optimizer.lr, or look at samples/ for broken rewards"
+                )
+
+    def _token_samples(self, batch: Batch) -> frozenset[int]:
+        """Sequences whose values per token are recorded: evenly spread over those with a gradient."""
+        trained = np.flatnonzero(batch.has_gradient)
+        count = min(self._settings.num_token_samples, len(trained))
+        return frozenset(trained[np.arange(count) * len(trained) // max(count, 1)].tolist())

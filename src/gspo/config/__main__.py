@@ -1,4 +1,4 @@
-"""`python -m gspo.config [config | migrating]` writes a page of the documentation; `make docs` writes both."""
+"""`python -m gspo.config [config | migrating]` prints a page of the documentation; `make docs` writes both."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`${key}` and `${oc.env:NAME,default}` in a tree: types kept, cycles and unknown names reported with their place."""
+"""Replace `${key}` and `${oc.env:NAME,default}` in a tree; types are kept, and problems name their place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_CHAIN = 50
 
 
 def escape(text: str) -> str:
-    """A text that interpolation gives back as it is.
+    """A string that interpolation does not change.
 
     >>> escape("${HOME} costs ${5}")
     '\\\\${HOME} costs \\\\${5}'
@@ -26,9 +26,9 @@ def escape(text: str) -> str:
 
 
 def interpolate(root: Node, fallback: Callable[[str], Node | None]) -> list[str]:
-    """Replace every `${key}` and `${oc.env:NAME,default}` in place; the problems that were met.
+    """Replace every `${key}` and `${oc.env:NAME,default}` in place, and return the problems.
 
-    `fallback` answers for keys that the tree does not hold (defaults, other spellings); None: unknown.
+    `fallback` gives the node of a key that the tree does not have (defaults, other spellings); None: unknown.
     A literal `${` is written `\\${`.
     """
     problems: list[str] = []
@@ -74,7 +74,7 @@ class _Interpolator:
         return True
 
     def embed(self, node: Node, trail: tuple[str, ...]) -> bool:
-        """References inside a text become part of it."""
+        """References inside a string become part of it."""
         parts: list[str] = []
         position = length = 0
         for match in _REFERENCE.finditer(node.value):
@@ -83,7 +83,7 @@ class _Interpolator:
                 return False
             if target.value is None or isinstance(target.value, (dict, list)):
                 self.problems.append(
-                    f"{node.place}: {match[0]} is {describe(target)}, which cannot be part of a text; "
+                    f"{node.place}: {match[0]} is {describe(target)}, which cannot be part of a string; "
                     "refer to a key with one value"
                 )
                 return False
@@ -91,7 +91,7 @@ class _Interpolator:
             position = match.end()
             length += len(parts[-1])
             if length > MAX_TEXT:
-                self.problems.append(f"{node.place}: ${{…}} makes a text of more than {MAX_TEXT} characters")
+                self.problems.append(f"{node.place}: ${{…}} makes a string of more than {MAX_TEXT} characters")
                 return False
         rest = node.value[position:]
         literal = "".join([*parts[0::2], rest])
@@ -147,7 +147,7 @@ class _Interpolator:
             node = parse(value, lambda _line: place) if value else Node("", place)
         except ConfigError:
             node = Node(value, place, text=value)
-        # A variable is one value: to read a list or a mapping out of it would surprise.
+        # A variable is one value: a list or a mapping in it stays a string.
         return node if not isinstance(node.value, (dict, list)) else Node(value, place, text=value)
 
 

@@ -91,7 +91,7 @@ def _default_node(default: object) -> object:
 
 
 def _origins(config: Config, places: dict[str, str]) -> dict[str, Origin]:
-    """Who decided each key so far; a null that means "decide for me" is not a decision."""
+    """The origin of each key before resolution; a null that means "not set" has the origin `default`."""
     origins: dict[str, Origin] = {}
     for name, key in known_keys().items():
         section = name.rpartition(".")[0]

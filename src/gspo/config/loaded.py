@@ -1,4 +1,4 @@
-"""What `load` gives back: a resolved config, and for every key who decided it."""
+"""What `load` returns: a resolved config, and the origin of every key."""
 
 from __future__ import annotations
 

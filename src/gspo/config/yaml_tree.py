@@ -1,7 +1,7 @@
-"""From text to a tree that remembers where each value was written: YAML and overrides.
+"""YAML and overrides become a tree of values, each with the place where it was written.
 
-Nothing here knows the schema. A `Node` is a mapping, a list or a scalar with its place ("run.yaml:12" or
-"command line"), so that every later complaint can say where to look.
+This file does not use the schema. A `Node` is a mapping, a list or a scalar with its place ("run.yaml:12" or
+"command line"), so that later error messages can name the place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_NODES = 50_000  # a config has hundreds; only an explosion of aliases has mo
 MAX_DEPTH = 50
 
 _INT = re.compile(r"[-+]?(0x[0-9a-fA-F_]+|0o?[0-7_]+|0b[01_]+|[0-9][0-9_]*)")
-# YAML 1.1 takes 1e-6 for a string because it has no dot; people write learning rates that way.
+# In YAML 1.1, 1e-6 is a string because it has no dot; learning rates are often written that way.
 _FLOAT = re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?")
 _SPECIAL_FLOAT = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _BOOLS = {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}
@@ -44,7 +44,7 @@ class Node:
     place: str
     text: str = ""  # a scalar as it was written
     plain: bool = False  # written without quotes
-    settled: bool = False  # its `${…}` are replaced; what is left of them is meant literally
+    settled: bool = False  # its `${…}` are replaced; a `${` that is left is literal text
 
     @property
     def from_command_line(self) -> bool:
@@ -135,7 +135,7 @@ def parse(text: str, place_of: Callable[[int], str]) -> Node:
         raise ConfigError(f"{place_of(line)}: not valid YAML: a control character is not allowed here") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{place_of(1)}: not valid YAML: {error}") from None
-    except ValueError as error:  # PyYAML lets int() and chr() speak for broken \x escapes
+    except ValueError as error:  # PyYAML does not catch what int() and chr() raise for broken \x escapes
         raise ConfigError(f"{place_of(1)}: not valid YAML: {error}") from None
 
 
@@ -209,7 +209,9 @@ def _scalar(node: yaml.ScalarNode, place: str) -> Node:
         result.value = _BOOLS[text.lower()]
     elif kind in ("int", "float") or (kind == "str" and result.plain):
         number = _number(text, place)
-        if number is None and kind != "str" and ":" not in text:  # 12:30 is base 60 in YAML 1.1; to us it is text
+        if (
+            number is None and kind != "str" and ":" not in text
+        ):  # 12:30 is a number in base 60 in YAML 1.1; here it is a string
             raise ConfigError(f"{place}: {text!r} is not a number")
         if number is not None:
             result.value = number
@@ -223,7 +225,7 @@ def _number(text: str, place: str) -> int | float | None:
         return None
     if _INT.fullmatch(text):
         digits = text.replace("_", "")
-        if re.fullmatch(r"[-+]?0[0-9]+", digits):  # 010 is octal in YAML 1.1 and decimal in 1.2: the decimal is meant
+        if re.fullmatch(r"[-+]?0[0-9]+", digits):  # 010 is octal in YAML 1.1 and decimal in 1.2; it is read as decimal
             return int(digits, 10)
         return int(digits, 0)
     if _SPECIAL_FLOAT.fullmatch(text):
@@ -254,7 +256,7 @@ def describe(node: Node) -> str:
 
 
 def clip(text: str, width: int = 80) -> str:
-    """Short enough to sit in an error message."""
+    """The text, shortened for an error message."""
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
@@ -272,7 +274,7 @@ def get(root: Node, key: str) -> Node | None:
 
 
 def pop(root: Node, key: str) -> Node | None:
-    """Take the node at a dotted key out of the tree, and the sections that it leaves empty stay."""
+    """Remove the node at a dotted key from the tree and return it; sections that become empty stay."""
     section, _, name = key.rpartition(".")
     parent = get(root, section) if section else root
     if parent is None or not isinstance(parent.value, dict):
@@ -336,19 +338,19 @@ def parse_override(text: str) -> Override:
     if mark == "~":
         return Override(match["key"], None, text)
     written = match["value"][1:]
-    if written.startswith("${"):  # to YAML `${a}` is text only by luck; `${oc.env:A,b}` may not be
+    if written.startswith("${"):  # `${oc.env:A,b}` is not always a string to YAML
         return Override(match["key"], Node(written, COMMAND_LINE, text=written, plain=True), text)
     node = parse(written, lambda _line: COMMAND_LINE)
     if written == "":
-        node = Node("", COMMAND_LINE, text="")  # as in Hydra, `key=` is the empty text, not null
+        node = Node("", COMMAND_LINE, text="")  # as in Hydra, `key=` is the empty string, not null
     return Override(match["key"], node, text)
 
 
-# -- Values that could not be had ----------------------------------------------------------------------------
+# -- Values that could not be interpolated -------------------------------------------------------------------
 
 
 class _Failed(str):
-    """Stands for a value that could not be interpolated, so that it is complained about once."""
+    """A value that could not be interpolated. It marks the node, so that the problem is reported once."""
 
 
 FAILED = _Failed()

@@ -1,7 +1,7 @@
-"""`load`: a YAML file and overrides become one resolved config that knows who set each key.
+"""`load`: a YAML file and overrides become one resolved config with the origin of every key.
 
-text → tree with places (tree.py) → `${…}` replaced (interpolate.py) → old keys migrated (migrate/table.py) →
-names, types and bounds checked (check.py) → made concrete (resolve.py). All problems are reported together.
+text → tree with places (yaml_tree) → `${…}` replaced (interpolate) → old keys migrated (migrate/table) →
+names, types and bounds checked (validate) → unset keys filled in (resolve). All problems are reported together.
 """
 
 from __future__ import annotations

@@ -38,9 +38,9 @@ def _a_unit_test_starts_no_process_and_trains_nothing(request, monkeypatch):
         yield
         return
     _STARTED.clear()
-    if (loop := sys.modules.get("gspo.train.loop")) is not None:
-        train = loop.Trainer.train
-        monkeypatch.setattr(loop.Trainer, "train", lambda self: _STARTED.append("Trainer.train") or train(self))
+    if (trainer := sys.modules.get("gspo.train.trainer")) is not None:
+        train = trainer.Trainer.train
+        monkeypatch.setattr(trainer.Trainer, "train", lambda self: _STARTED.append("Trainer.train") or train(self))
     yield
     if _STARTED and (report := os.environ.get("GSPO_TIER_REPORT")):
         with open(report, "a") as file:

@@ -1,6 +1,6 @@
-"""One picture of a run, `training.png`: did it learn, was anything clipped, how far did sequences move.
+"""The figure of a run, `training.png`: reward and accuracy, clipping, log s, lengths, entropy.
 
-Needs matplotlib (`pip install 'gspo[plot]'`). Drawn with figures of its own: no display, no global state.
+Needs matplotlib (`pip install 'gspo[plot]'`). It uses its own figure objects: no display, no global state.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Curve = tuple[NDArray[np.float64], NDArray[np.float64]]  # steps, values (NaN wh
 
 
 def plot_run(run: Path, to: Path | None = None) -> Path | None:
-    """Draw RUN/training.png and return its path; None where there is no step yet. ImportError without matplotlib."""
+    """Draw RUN/training.png and return its path; None before the first step. ImportError without matplotlib."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -78,14 +78,14 @@ def plot_run(run: Path, to: Path | None = None) -> Path | None:
             axes.set_xlabel("step")
         figure.suptitle(_title(run, rows), x=0.012, ha="left", fontsize=12, fontweight="bold")
         target = to or run / "training.png"
-        aside = target.with_name(f".{target.name}.tmp")
-        figure.savefig(aside, dpi=130, format="png")
-        os.replace(aside, target)
+        tmp = target.with_name(f".{target.name}.tmp")
+        figure.savefig(tmp, dpi=130, format="png")
+        os.replace(tmp, target)
     return target
 
 
 def _title(run: Path, rows: Sequence[Row]) -> str:
-    # $ would start a formula in matplotlib's texts.
+    # matplotlib would read $ as the start of a formula.
     name = f"{run.parent.name}/{run.name}".replace("$", r"\$")
     parts = [name]
     with contextlib.suppress(Exception):  # the algorithm's name is optional
@@ -145,7 +145,7 @@ def _movement(axes: Axes, steps: Sequence[Row], whole: bool) -> None:
     _, p95 = _curve(steps, "ratio/log_s_p95")
     _, low = _curve(steps, "clip/eps_low")
     _, high = _curve(steps, "clip/eps_high")
-    if whole and np.isfinite(low).any():  # a token's ε says nothing about a sequence's s
+    if whole and np.isfinite(low).any():  # ε of token ratios is not a bound of log s
         axes.fill_between(x, -low, high, color=GREEN, alpha=0.13, linewidth=0, label="clip range")
         for edge in (-low, high):
             axes.plot(x, edge, color=GREEN, linewidth=1.1)
@@ -159,11 +159,11 @@ def _movement(axes: Axes, steps: Sequence[Row], whole: bool) -> None:
 
 def _scales(axes: Axes, steps: Sequence[Row], whole: bool) -> None:
     if whole:
-        _head(axes, "Is ε sensible?", "|log s|: ε belongs between the noise and the farthest sequences")
+        _head(axes, "Is ε sensible?", "|log s|: ε should be between the noise and the largest |log s|")
     else:
         _head(axes, "Is drift above the noise?", "|log s| per sequence; this objective clips tokens, not sequences")
     shown = [
-        ("ratio/log_s_max_abs", "farthest sequence", FAINT, 1.0, "-"),
+        ("ratio/log_s_max_abs", "largest of a sequence", FAINT, 1.0, "-"),
         ("ratio/log_s_std", "standard deviation", BLUE, 1.6, "-"),
         ("clip/eps_high", "ε high", GREEN, 1.4, "--"),
         ("clip/eps_low", "ε low", GREEN, 1.4, ":"),
@@ -194,7 +194,9 @@ def _lengths(axes: Axes, steps: Sequence[Row]) -> None:
     _smoothed(axes, x, mean, BLUE, "mean")
     _, clipped = _curve(steps, "length/clipped_mean")
     if np.isfinite(clipped).any():
-        axes.plot(x, clipped, color=ORANGE, marker=".", markersize=3, linewidth=0.8, alpha=0.9, label="of clipped ones")
+        axes.plot(
+            x, clipped, color=ORANGE, marker=".", markersize=3, linewidth=0.8, alpha=0.9, label="mean of clipped ones"
+        )
     _, longest = _curve(steps, "length/max")
     axes.plot(x, longest, color=FAINT, linewidth=1.0, linestyle=":", label="longest")
     top = np.nanmax(longest) if np.isfinite(longest).any() else 1.0
@@ -230,7 +232,7 @@ def _head(axes: Axes, question: str, sentence: str) -> None:
 
 
 def _smoothed(axes: Axes, x: NDArray[np.float64], y: NDArray[np.float64], color: str, label: str) -> None:
-    """The values, faintly, and their running mean."""
+    """The values as a light line, and their running mean."""
     width = max(1, len(y) // 12)
     if width > 1:
         axes.plot(x, y, color=color, linewidth=0.9, alpha=0.3)
@@ -238,7 +240,7 @@ def _smoothed(axes: Axes, x: NDArray[np.float64], y: NDArray[np.float64], color:
 
 
 def running_mean(values: NDArray[np.float64], width: int) -> NDArray[np.float64]:
-    """The mean of each value and those up to `width` steps around it; gaps (NaN) are left out of the mean.
+    """The mean of the values in a window of `width` steps around each step; NaN values are left out.
 
     >>> running_mean(np.array([0.0, 3.0, 6.0]), 1).tolist(), running_mean(np.array([0.0, np.nan, 6.0]), 3).tolist()
     ([0.0, 3.0, 6.0], [0.0, 3.0, 6.0])

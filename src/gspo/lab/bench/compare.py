@@ -1,6 +1,6 @@
-"""Ours and TRL's trainer on equal work, alternately, each in a process of its own; what they cost, side by side.
+"""Run our trainer and TRL's on equal work, alternately, each in its own process, and compare time and memory.
 
-A round is one process of each side. Medians over rounds are compared, so a busy neighbour hits both alike.
+A round is one process of each side. Medians over rounds are compared, so load of other programs affects both alike.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gspo.errors import GspoError
 from gspo.lab.bench.workloads import Workload, write_model
 
 Say = Callable[[str], None]
-# TRL's per_device_train_batch_size where a user sets nothing.
+# TRL's default per_device_train_batch_size.
 DEFAULT_DEVICE_BATCH = 8
 
 
@@ -30,21 +30,21 @@ def has_peer() -> bool:
 
 
 def compare(workload: Workload, *, peer: bool, say: Say) -> dict[str, Any]:
-    """Medians of each side, TRL at its default device batch on the smallest workload too, and the ratios."""
+    """Medians of each side and their ratios; on the smallest workload also TRL with its default device batch."""
     with tempfile.TemporaryDirectory() as folder:
         write_model(workload, Path(folder))
         ours, theirs, default = [], [], []
         for number in range(workload.rounds):
-            said = f"{workload.name}, round {number + 1} of {workload.rounds}"
+            label = f"{workload.name}, round {number + 1} of {workload.rounds}"
             ours.append(_run("ours", workload, folder))
-            say(f"{said}: ours {ours[-1]['step_s']:.2f} s/step")
+            say(f"{label}: ours {ours[-1]['step_s']:.2f} s/step")
             if peer:
                 theirs.append(_run("peer", workload, folder))
-                say(f"{said}: TRL {theirs[-1]['step_s']:.2f} s/step")
+                say(f"{label}: TRL {theirs[-1]['step_s']:.2f} s/step")
         if peer and workload.name == "tiny":
             default.append(_run("peer", workload, folder, [str(DEFAULT_DEVICE_BATCH)]))
             say(f"{workload.name}: TRL with its default device batch {default[-1]['step_s']:.2f} s/step")
-        # The timeline slows a step down, so it has a run of its own.
+        # Recording a timeline slows a step down, so the timeline comes from a separate run.
         profiled = _run("ours", replace(workload, steps=3), folder, ["profile=true"])["breakdown"]
     result: dict[str, Any] = {"workload": _shape(workload), "ours": _medians(ours), "breakdown": profiled}
     if theirs:
@@ -58,10 +58,10 @@ def compare(workload: Workload, *, peer: bool, say: Say) -> dict[str, Any]:
 
 
 def sweep(*, peer: bool, say: Say) -> list[dict[str, Any]]:
-    """Seconds per step of the tiny model as one length grows: ours, ours without shared prefixes, TRL."""
+    """Seconds per step of the tiny model, one size varied at a time: ours, ours without shared prefixes, TRL."""
     from gspo.lab.bench.workloads import TINY
 
-    # The batch is small, so that the longest point ends in seconds; the rest stays at prompt 64, G 8, 32 new tokens.
+    # A small batch, so that the longest point takes seconds. Sizes that are not varied: 64 prompt tokens, G 8, 32 new.
     base = Workload("sweep", TINY, 8, 8, 64, 32, steps=4)
     axes = {"prompt_tokens": (16, 64, 256, 768), "num_samples": (2, 8, 16, 32), "new_tokens": (8, 32, 96, 192)}
     lines = []
@@ -100,7 +100,7 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """The machine of the measurement, and its date."""
     from datetime import UTC, datetime
 
     from gspo.runs.directory import environment
@@ -116,7 +116,7 @@ def _run(side: str, workload: Workload, folder: str, extra: Sequence[str] = ()) 
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         tail = "\n".join(done.stderr.strip().splitlines()[-8:])
-        raise GspoError(f"bench: {side} of workload {workload.name} ended with {done.returncode}:\n{tail}")
+        raise GspoError(f"bench: {side} of workload {workload.name} ended with exit code {done.returncode}:\n{tail}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 

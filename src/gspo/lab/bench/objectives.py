@@ -1,7 +1,7 @@
-"""What an objective costs beside the least that any could: `python -m gspo.lab.bench.objectives`.
+"""Time of each objective relative to a minimal computation: `python -m gspo.lab.bench.objectives`.
 
-The yardstick is a bare exp + segment sum, forward and backward, on the same packed tensors. Arms run alternately in
-one process and the medians are compared, so a busy neighbour hits all of them alike.
+The minimal computation (`bare`) is exp + segment sum, forward and backward, on the same packed tensors. All of them run
+alternately in one process and medians are compared, so load of other programs affects all alike.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def ratios(
     """Median milliseconds and the ratio to the bare computation, for each preset and for `bare` itself."""
     generator = torch.Generator().manual_seed(seed)
     num_tokens = num_sequences * length
-    cu_seqlens = torch.arange(0, num_tokens + 1, length)
-    proximal_logp = -torch.rand(num_tokens, generator=generator)
-    logp = proximal_logp + 0.01 * torch.randn(num_tokens, generator=generator)
-    advantage = torch.randn(num_sequences, generator=generator)
+    cu_seqlens = torch.arange(0, num_tokens + 1, length)  # [B + 1]
+    proximal_logp = -torch.rand(num_tokens, generator=generator)  # [N]
+    logp = proximal_logp + 0.01 * torch.randn(num_tokens, generator=generator)  # [N]
+    advantage = torch.randn(num_sequences, generator=generator)  # [B]
 
     def bare(x: Tensor) -> Tensor:
         return torch.segment_reduce(x.exp(), "sum", offsets=cu_seqlens, unsafe=True, initial=0).sum()
@@ -45,7 +45,7 @@ def ratios(
             start = time.perf_counter()
             arm(leaf).backward()
             seconds[name].append(time.perf_counter() - start)
-    # The first round allocates.
+    # The first round is not counted: it allocates memory.
     medians = {name: statistics.median(times[1:]) * 1e3 for name, times in seconds.items()}
     return {name: (ms, ms / medians["bare"]) for name, ms in medians.items()}
 

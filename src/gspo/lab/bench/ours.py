@@ -17,7 +17,7 @@ from gspo.lab.bench.workloads import Workload, flops, gemm_rate, reward, rows
 
 
 def measure(w: Workload, folder: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Train as a user would, and read the run directory."""
+    """Train through the public interface, then read the metrics from the run directory."""
     from gspo.config import load
     from gspo.train import Trainer
 

@@ -57,7 +57,7 @@ def _pair(ours: Mapping[str, Any], trl: Mapping[str, Any] | None, key: str, form
 
 
 def unmet(results: Mapping[str, Any]) -> list[str]:
-    """Every goal that was not reached, with the limit that the arithmetic sets."""
+    """Every goal that was not reached, with the limit that follows from the number of floating-point operations."""
     found = []
     for name, r in results["workloads"].items():
         ours, goal = r["ours"], r["workload"]["goal"]
@@ -136,7 +136,7 @@ def markdown(results: Mapping[str, Any]) -> str:
     tiny = results["workloads"].get("tiny", {})
     if "trl_default" in tiny:
         out += [
-            f"With TRL's default device batch of 8, tiny takes {tiny['trl_default']['step_s']:.2f} s a step, "
+            f"With TRL's default device batch of 8, tiny takes {tiny['trl_default']['step_s']:.2f} s per step, "
             f"{tiny['ratio_default']:.1f} times ours.",
         ]
     if missed := unmet(results):
@@ -148,7 +148,7 @@ def markdown(results: Mapping[str, Any]) -> str:
             "## Where a step's time goes",
             "",
             "Self time of one step by kind of work, from the timeline that `profile=true` writes. Recording slows",
-            "small operators down, so what is outside operators (Python, allocation) is an upper bound.",
+            "small operators down, so the time outside operators (Python, allocation) is an upper bound.",
             "",
             *_markdown_table(_breakdown_table(profiled)),
         ]
@@ -158,8 +158,8 @@ def markdown(results: Mapping[str, Any]) -> str:
     if results.get("sweep"):
         out += ["", "## How cost grows", "", "![seconds per step](img/performance_sweep.png)", ""]
         out += [
-            "Tiny's model, 8 prompts; where not swept 64 prompt tokens, G = 8, 32 new tokens. Slopes by least squares.",
-            "Not shared: plain packing on the model's own attention, which masks all of the packed row.",
+            "Tiny's model, 8 prompts. Sizes that are not varied: 64 prompt tokens, G = 8, 32 new tokens.",
+            "Slopes by least squares. Not shared: plain packing with the model's own attention, which masks the whole packed row.",
             "",
             *_markdown_table(_sweep_table(results["sweep"])),
         ]
@@ -182,14 +182,14 @@ def _sweep_table(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def _shares(result: Mapping[str, Any], phases: Sequence[str] = ("rollout", "train")) -> str:
-    """What the profile says of a step's time, as a sentence; nothing where none was taken."""
+    """The parts of a step's time by the profile, as a sentence; empty without a profile."""
     found = [
-        f"of {phase} {shares['matrix products']:.0%} are products, {shares['other operators']:.0%} small operators and "
-        f"{shares['outside operators']:.0%} Python"
+        f"{phase} is {shares['matrix products']:.0%} matrix products, {shares['other operators']:.0%} small operators "
+        f"and {shares['outside operators']:.0%} Python"
         for phase, shares in result.get("breakdown", {}).items()
         if phase in phases
     ]
-    return f" By the profile, {'; '.join(found)}." if found else ""
+    return f" In the profile, {'; '.join(found)}." if found else ""
 
 
 def _markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -1,8 +1,8 @@
-"""TRL's side, in a process of its own: `python -m gspo.lab.bench.peer WORKLOAD_JSON FOLDER [DEVICE_BATCH]`.
+"""TRL's side of the comparison, as a process: `python -m gspo.lab.bench.peer WORKLOAD_JSON FOLDER [DEVICE_BATCH]`.
 
 Its GRPOTrainer with importance_sampling_level="sequence" and the settings that made it fastest here: one generation of
 the whole rollout batch, two optimizer updates on it, no gradient accumulation, no KL, no reference model. DEVICE_BATCH
-is TRL's per_device_train_batch_size (8 where a user sets nothing), the rest of a mini-batch is then accumulated.
+is TRL's per_device_train_batch_size (TRL's default is 8); if it is less than a mini-batch, gradients are accumulated.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Load on the agent endpoint and on a sampler server: `python -m gspo.lab.bench.servers`.
+"""Load test of the agent endpoint and of a sampler server: `python -m gspo.lab.bench.servers`.
 
 Each client keeps one connection and sends its requests one after another. The server runs in a process of its own and
-does no work beside HTTP, JSON and its threads: the policy's answer is constant and the sampler is idle. `--start` names
-another program to measure; it gets the kind as its last argument and prints the line that `_serve` prints.
+does no other work than HTTP and JSON: the policy's answer is constant and the sampler is idle. `--start` names another
+program to measure; it gets the kind of server as its last argument, and must print the same line as `_serve`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WORKS = {  # kind → (path below the URL, body) of the requests, in turn
 
 
 async def client(url: str, key: str, work: list[tuple[str, Any]], num_requests: int) -> list[float]:
-    """Seconds of each request."""
+    """Send requests one after another; returns the seconds of each."""
     address = urlsplit(url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     spent = []
@@ -51,7 +51,7 @@ async def client(url: str, key: str, work: list[tuple[str, Any]], num_requests: 
 
 
 async def load(targets: list[tuple[str, str]], kind: str, num_requests: int) -> tuple[float, list[float]]:
-    """Seconds of all, and of each request in order of length; one client for each (URL, key)."""
+    """Seconds of the whole test, and of each request, sorted; one client for each (URL, key)."""
     if kind == "sampler":
         await client(*targets[0], [("/attach", {"session": "1"})], 1)
     begin = time.perf_counter()
@@ -69,7 +69,7 @@ def measure(kind: str, start: list[str], num_clients: int, num_requests: int) ->
             seconds, spent = asyncio.run(load((targets * num_clients)[:num_clients], kind, num_requests))
             after, cpu = resident_mb(server.pid), cpu_seconds(server.pid) - cpu
         finally:
-            server.stdin.close()  # which ends it
+            server.stdin.close()  # the server ends when its stdin is closed
     return {
         "requests/s": len(spent) / seconds,
         "p50 ms": 1e3 * spent[len(spent) // 2],
@@ -90,7 +90,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 class IdleSampler:
-    """As much of a sampler as calls without requests need."""
+    """The methods of a sampler that a server calls when it has no requests."""
 
     def health(self) -> dict[str, Any]:
         return {"paused": False, "asleep": False}
@@ -130,7 +130,7 @@ def _serve(kind: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--requests", type=int, default=200, help="of each client")
+    parser.add_argument("--requests", type=int, default=200, help="requests of each client")
     parser.add_argument("--start", metavar="COMMAND", help="program that starts the servers (default: this one)")
     parser.add_argument("--serve", choices=sorted(WORKS), help=argparse.SUPPRESS)
     args = parser.parse_args()

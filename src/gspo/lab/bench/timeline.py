@@ -1,4 +1,4 @@
-"""What a timeline of `profile: true` says: the share of each phase's time by kind of work."""
+"""The share of each phase's time by kind of work, from a timeline that `profile: true` writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 PHASES = ("rollout", "train")
-# Kind by the operator that does the work; the first match counts. What no operator covers is Python and the allocator.
+# The kind of work by the operator's name; the first match counts. Time outside operators is Python and the allocator.
 KINDS = (
     ("matrix products", ("aten::mm", "aten::addmm", "aten::linear")),
     ("attention", ("aten::bmm", "aten::baddbmm", "aten::_scaled_dot_product", "_TreeAttention", "aten::index_add_")),
@@ -32,13 +32,13 @@ def breakdown(path: Path) -> dict[str, dict[str, float]]:
 
 def _shares(span: dict[str, Any], events: Sequence[dict[str, Any]]) -> dict[str, float]:
     begin, end = span["ts"], span["ts"] + span["dur"]
-    # One thread drives everything on a CPU; ranges that begin together: the longer one is outside.
+    # On a CPU one thread calls all operators. Of two events that begin together, the longer one contains the other.
     inside = sorted(
         (e for e in events if e["tid"] == span["tid"] and e.get("cat") == "cpu_op" and begin <= e["ts"] < end),
         key=lambda e: (e["ts"], -e["dur"]),
     )
     own: dict[str, float] = defaultdict(float)
-    open_: list[tuple[float, str]] = []  # (end, kind) of the operators around the present one
+    open_: list[tuple[float, str]] = []  # (end, kind) of the operators that contain the current one
     for event in inside:
         while open_ and open_[-1][0] <= event["ts"]:
             open_.pop()

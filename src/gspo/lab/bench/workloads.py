@@ -1,6 +1,6 @@
-"""The work that is measured: random weights, prompts of a fixed number of tokens, completions of a fixed length.
+"""The workloads of the benchmark: random weights, prompts of a fixed number of tokens, completions of a fixed length.
 
-Both sides get the same model folder, tokenizer, prompts and reward; two updates per rollout batch, no KL.
+Both sides use the same model folder, tokenizer, prompts and reward; two updates per rollout batch, no KL.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ EOS, PAD = 0, 1
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts × samples, tokens of each, and how many of the groups get equal rewards."""
+    """The size of a rollout batch, and how many of its groups have equal rewards."""
 
     name: str
     model: dict[str, Any]
@@ -50,7 +50,7 @@ class Workload:
     num_samples: int
     prompt_tokens: int
     new_tokens: int
-    flat_of_8: int = 0
+    flat_of_8: int = 0  # of every eight groups, those with equal rewards
     goal: float = 0.0  # TRL's time ÷ ours
     steps: int = 2  # of one process; the first warms caches up and is not counted
     rounds: int = 1  # processes of each side, alternating
@@ -112,7 +112,7 @@ def write_model(workload: Workload, folder: Path) -> None:
 
 
 def flops(workload: Workload) -> tuple[float, float]:
-    """Floating-point operations that decoding one token of one row, and training one step, cannot do without.
+    """The minimum of floating-point operations: to decode one token of one row, and to train one step.
 
     2 per weight and token forward, 4 backward; prompts once per group, the head at trained positions only; attention is
     left out (a few per cent here), so shares of the GEMM rate are slightly low.
@@ -122,17 +122,17 @@ def flops(workload: Workload) -> tuple[float, float]:
     attention = m["hidden_size"] * head_dim * (2 * m["num_attention_heads"] + 2 * m["num_key_value_heads"])
     trunk = m["num_hidden_layers"] * (attention + 3 * m["hidden_size"] * m["intermediate_size"])
     head = m["hidden_size"] * m["vocab_size"]
-    live = workload.num_prompts * (8 - workload.flat_of_8) / 8
-    inputs = live * (workload.prompt_tokens + workload.num_samples * (workload.new_tokens - 1))
-    targets = live * workload.num_samples * workload.new_tokens
+    trained_prompts = workload.num_prompts * (8 - workload.flat_of_8) / 8
+    inputs = trained_prompts * (workload.prompt_tokens + workload.num_samples * (workload.new_tokens - 1))
+    targets = trained_prompts * workload.num_samples * workload.new_tokens
     return 2.0 * (trunk + head), 6.0 * (trunk * inputs + head * targets)
 
 
 def gemm_rate(rows: int = 2048, inner: int = 1024, columns: int = 1536, weights: int = 1) -> float:
-    """GFLOP/s of rows × inner × columns products on this machine, now, with this process's threads: the median of 40.
+    """GFLOP/s of rows × inner × columns products with this process's threads: the median of 40.
 
     The median and not the best: a core that has just been idle is faster than one that trains. With several `weights`
-    they take turns, as the layers of a model do, and none stays in the cache.
+    the products use them in turn, as the layers of a model do, so that none stays in the cache.
     """
     import statistics
     import time

@@ -1,4 +1,4 @@
-"""The reward of the control arms: a coin that knows nothing of the task."""
+"""The reward of the control arms: random, and unrelated to the task."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def coin(text: str, *, answer: Any, **_: Any) -> float:
-    """0 or 1 by a hash of the completion and its reference: the same for the same text, unrelated to being right.
+    """0 or 1 by a hash of the completion and its reference: equal for equal texts, unrelated to correctness.
 
     >>> {coin(f"1+1=0{i}", answer="2") for i in range(20)} == {0.0, 1.0}
     True

@@ -1,4 +1,4 @@
-"""From a run's metrics to the figures a study compares. Every measure is one number of one run, or None. Torch-free."""
+"""The measures that a study compares, computed from the metrics of a run: one number each, or None. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 Row = Mapping[str, Any]
 
 GOAL = 0.8  # "samples to 80 %"
-# A run has collapsed where the mean reward of its last quarter is below this share of its best quarter, or where it
-# could not go on. Fixed before any run.
+# A run has collapsed if the mean reward of its last quarter is below this fraction of its best quarter's, or if the run
+# failed. The threshold was chosen before the first run.
 COLLAPSE = 0.5
 
-# What each measure is, for the page.
+# The description of each measure on the page.
 MEANING = {
     "start": "held-out accuracy before training",
     "final": "held-out accuracy after the last step",
@@ -22,8 +22,8 @@ MEANING = {
     "area": "mean held-out accuracy over the samples drawn (area under the curve)",
     "reward_area": "mean training reward over all steps",
     "samples_to_80": "samples drawn until held-out accuracy first reaches 80 %, interpolated; refilled groups count",
-    "seconds_to_80": "seconds of training until then, evaluation left out",
-    "step_s": "median seconds per step on one thread, evaluation left out",
+    "seconds_to_80": "seconds of training until held-out accuracy first reaches 80 %, without evaluation",
+    "step_s": "median seconds per step on one thread, without evaluation",
     "clip_tokens": "share of trained tokens clipped, mini-batches ≥ 2, mean over steps",
     "clip_sequences": "share of sequences clipped (token ratios: with any clipped token)",
     "clip_low": "share of sequences clipped with A < 0",
@@ -35,20 +35,20 @@ MEANING = {
     "noise": "p95 of |log s| between sampler and trainer at equal weights, mean over steps",
     "noise_mean": "mean log s between sampler and trainer at equal weights",
     "kl_behavior": "mean of log μ − log π_θ per token",
-    "staleness": "weight versions that a sample was behind, mean",
-    "collapsed": f"1 where the last quarter's reward is below {COLLAPSE:g} × the best quarter's, or the run failed",
+    "staleness": "mean number of weight versions between sampling and training",
+    "collapsed": f"1 if the last quarter's reward is below {COLLAPSE:g} × the best quarter's, or the run failed",
     "flip_rate": "share of (token, layer) expert sets that changed between π_old and π_θ",
     "flip_sampler": "share of (token, layer) expert sets that differ between sampler and trainer at equal weights",
 }
 
 
 def measures(rows: Sequence[Row], *, samples_per_group: int, groups_per_step: int, failed: bool) -> dict[str, Any]:
-    """Every measure that the rows allow; None where a run did not get there."""
+    """All measures of a run; None where the run has no value, for example because it never reached 80 %."""
     steps = [row for row in rows if row["step"] > 0]
     evals = evaluations(rows, samples_per_group=samples_per_group, groups_per_step=groups_per_step)
     reached = crossing([(samples, accuracy) for samples, _, accuracy in evals], GOAL)
     reached_s = crossing([(seconds, accuracy) for _, seconds, accuracy in evals], GOAL)
-    own_s = [_own_seconds(row) for row in steps]
+    train_s = [_train_seconds(row) for row in steps]
     out: dict[str, Any] = {
         "start": evals[0][2] if evals else None,
         "final": evals[-1][2] if evals else None,
@@ -57,7 +57,7 @@ def measures(rows: Sequence[Row], *, samples_per_group: int, groups_per_step: in
         "reward_area": _mean(steps, "reward/mean"),
         "samples_to_80": reached,
         "seconds_to_80": reached_s,
-        "step_s": statistics.median(own_s) if own_s else None,
+        "step_s": statistics.median(train_s) if train_s else None,
         "clip_tokens": _mean(steps, "clip/tokens"),
         "clip_low": _mean(steps, "clip/sequences_low"),
         "clip_high": _mean(steps, "clip/sequences_high"),
@@ -79,7 +79,7 @@ def measures(rows: Sequence[Row], *, samples_per_group: int, groups_per_step: in
 
 
 def curves(rows: Sequence[Row], *, samples_per_group: int, groups_per_step: int) -> dict[str, list[list[float]]]:
-    """What is drawn: [samples, value] pairs, rounded."""
+    """The curves of the plots: [samples drawn, value] pairs, rounded."""
     out: dict[str, list[list[float]]] = {
         "accuracy": [
             [samples, round(accuracy, 4)]
@@ -103,14 +103,14 @@ def evaluations(rows: Sequence[Row], *, samples_per_group: int, groups_per_step:
     found, samples, seconds = [], 0, 0.0
     for row in rows:
         samples += _samples(row, samples_per_group, groups_per_step)
-        seconds += _own_seconds(row) if row["step"] > 0 else 0.0
+        seconds += _train_seconds(row) if row["step"] > 0 else 0.0
         if row.get("eval/accuracy") is not None:
             found.append((samples, seconds, float(row["eval/accuracy"])))
     return found
 
 
 def area(points: Sequence[tuple[float, float]]) -> float | None:
-    """The mean of a curve by trapezoids.
+    """The mean of a curve, by the trapezoidal rule.
 
     >>> area([(0, 0.0), (2, 1.0), (4, 1.0)])
     0.75
@@ -122,7 +122,7 @@ def area(points: Sequence[tuple[float, float]]) -> float | None:
 
 
 def crossing(points: Sequence[tuple[float, float]], goal: float) -> float | None:
-    """Where a curve first reaches the goal, between its points by a straight line; None: never.
+    """The x at which a curve first reaches the goal, by linear interpolation; None if it never does.
 
     >>> crossing([(0, 0.25), (10, 0.5), (20, 1.0)], 0.75), crossing([(0, 0.2)], 0.8)
     (15.0, None)
@@ -136,7 +136,7 @@ def crossing(points: Sequence[tuple[float, float]], goal: float) -> float | None
 
 
 def has_collapsed(rewards: Sequence[float]) -> bool:
-    """Whether the last quarter of a run earns less than `COLLAPSE` of what its best quarter did.
+    """Whether the mean reward of the last quarter of a run is below `COLLAPSE` times that of its best quarter.
 
     >>> has_collapsed([0.2, 0.8, 0.8, 0.1]), has_collapsed([0.2, 0.4, 0.8, 0.7])
     (True, False)
@@ -152,7 +152,7 @@ def _samples(row: Row, samples_per_group: int, groups_per_step: int) -> int:
     return samples_per_group * (groups_per_step + int(row.get("reward/refilled_groups") or 0))
 
 
-def _own_seconds(row: Row) -> float:
+def _train_seconds(row: Row) -> float:
     return float(row["time/step_s"]) - float(row.get("time/eval_s") or 0.0)
 
 

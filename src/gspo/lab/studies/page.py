@@ -1,4 +1,4 @@
-"""docs/baselines.md, generated from the result files; nothing on it is written by hand, nothing is run again.
+"""Generate docs/baselines.md from the result files. No part of it is written by hand, and no run is repeated.
 
 `tables` and `decisions` also serve the terminal (`gspo study show`). Torch-free; plots need matplotlib.
 """
@@ -103,7 +103,7 @@ def _arms(study: Study, records: Sequence[Record]) -> list[str]:
 
 
 def cell(records: Sequence[Record], measure: str) -> str:
-    """A measure over seeds; with the number of runs that have it, if not all have."""
+    """A measure over seeds; with the number of runs that have a value, if some have none."""
     if measure in results.TIMED:
         records = [r for r in records if not results.is_busy(r)]
         if not records:

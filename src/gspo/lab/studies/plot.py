@@ -1,4 +1,4 @@
-"""The pictures of docs/baselines.md: mean curves with 95 % bands over seeds. Needs matplotlib."""
+"""The figures of docs/baselines.md: mean curves with 95 % bands over seeds. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gspo.stats import t_half
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, and dashes beside them: more arms than colours can be told apart.
+# Okabe and Ito's colours; with more arms than colours, the arms also differ in their dash patterns.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#000000")
 _TITLES = {
     "accuracy": ("held-out accuracy", "samples drawn"),
@@ -31,7 +31,7 @@ _TITLES = {
 
 
 def draw(study: Study, records: Sequence[Record], target: Path) -> Path | None:
-    """One panel per plot and task; None where nothing is there to draw."""
+    """One panel per plot and task; None if there is no result to draw."""
     tasks = list(study.tasks) or [""]
     panels: list[tuple[str, Callable[[Axes], Any]]] = []
     for task in tasks:
@@ -54,9 +54,9 @@ def draw(study: Study, records: Sequence[Record], target: Path) -> Path | None:
             axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
             paint(axes)
         target.parent.mkdir(parents=True, exist_ok=True)
-        aside = target.with_name(f".{target.name}.tmp")
-        figure.savefig(aside, dpi=90, format="png")
-        os.replace(aside, target)
+        tmp = target.with_name(f".{target.name}.tmp")
+        figure.savefig(tmp, dpi=90, format="png")
+        os.replace(tmp, target)
     return target
 
 
@@ -67,7 +67,7 @@ def _curves(axes: Axes, study: Study, records: Sequence[Record], kind: str, task
         runs = [run for run in runs if run]
         if not runs:
             continue
-        # Refills make runs of different lengths: all are read at the same numbers of samples.
+        # Runs that refill groups draw more samples, so all curves are interpolated at the same numbers of samples.
         x = np.linspace(0.0 if kind == "accuracy" else runs[0][0][0], min(run[-1][0] for run in runs), 60)
         y = np.array([np.interp(x, *np.array(run).T) for run in runs])
         color, dash = _COLORS[number % len(_COLORS)], ("-", "--", ":")[number // len(_COLORS) % 3]

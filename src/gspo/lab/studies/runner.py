@@ -1,7 +1,7 @@
-"""Runs the jobs of studies: a process each, several at once, resumable; every record is on disk before the next job.
+"""Run the jobs of a study: one process per job, several at a time, resumable.
 
-Nothing here imports torch: the processes do. A job that ends is merged into its study's result file at once, so a kill
-loses at most the jobs under way, and those go on from their checkpoints.
+This module does not import torch; only the processes of the jobs do. The records of a finished job are merged into the
+study's result file at once, so a kill loses at most the running jobs, and these resume from their checkpoints.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from gspo.errors import ConfigError
 from gspo.lab.studies import plan, results
 from gspo.lab.studies.plan import Job, Study
 
-Progress = Callable[[int, int, str], None]  # done, of how many, what just ended
+Progress = Callable[[int, int, str], None]  # (finished jobs, all jobs, name of the job that has just ended)
 
-_GRACE_S = 60.0  # a trainer that was asked to stop saves first
+_GRACE_S = 60.0  # from SIGTERM to SIGKILL: a trainer saves a checkpoint first
 
 
 @dataclass
@@ -39,10 +39,10 @@ class _Running:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call of `run` came to."""
+    """The result of a call of `run`."""
 
-    made: int
-    found: int  # results that were there before
+    made: int  # new results
+    found: int  # results that existed before
     failures: tuple[str, ...]
 
 
@@ -57,7 +57,7 @@ def run(
     num_seeds: int | None,
     progress: Progress,
 ) -> Outcome:
-    """Make what is missing of a study. Ctrl-C stops the jobs under way, which save, and raises KeyboardInterrupt."""
+    """Run the jobs that have no result yet. Ctrl-C stops the running jobs, which save, and raises KeyboardInterrupt."""
     choice = {"full": full, "only": only, "num_seeds": num_seeds}
     with _locked(runs / study.name):
         wanted = plan.jobs(study, **choice)
@@ -87,8 +87,8 @@ def _run(study: Study, wanted: Sequence[Job], docs: Path, runs: Path, num_parall
                 ended += 1
                 if why := _collect(study, one, docs):
                     failures.append(why)
-                said = " ".join(filter(None, (study.name, one.job.stage, one.job.arm, f"seed {one.job.seed}")))
-                progress(ended, len(wanted), f"{said}{': FAILED' if why else ''}")
+                name = " ".join(filter(None, (study.name, one.job.stage, one.job.arm, f"seed {one.job.seed}")))
+                progress(ended, len(wanted), f"{name}{': FAILED' if why else ''}")
     finally:
         _stop(running)
     return Outcome(len(missing) - len(failures), found, tuple(failures))
@@ -96,15 +96,15 @@ def _run(study: Study, wanted: Sequence[Job], docs: Path, runs: Path, num_parall
 
 def _start(study: Study, job: Job, runs: Path, num_parallel: int) -> _Running:
     arm = re.sub(r"[^A-Za-z0-9.=-]+", "_", job.arm) or "all"
-    # The digest is part of the name: a run of another config is never gone on with.
+    # The digest is part of the name, so that a run with another config is never resumed.
     folder = (runs / study.name / f"{arm}-{job.stage}-{job.digest}").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"job_seed{job.seed}.json"
     given = {"job": asdict(job), "folder": str(folder), "jobs": num_parallel, "command": _command()}
     file.write_text(json.dumps(given), encoding="utf-8")
     log = file.with_suffix(".log")
-    # One thread a run: with as many runs as cores, more would only get in each other's way. In a session of its own,
-    # so that a Ctrl-C reaches it once, from here.
+    # One thread per run: there are as many runs as cores, so more threads would only compete. A session of its own, so
+    # that Ctrl-C reaches the run once, through this process.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TERM": "dumb"}
     with open(log, "wb") as out:
         process = subprocess.Popen(
@@ -119,7 +119,7 @@ def _start(study: Study, job: Job, runs: Path, num_parallel: int) -> _Running:
 
 
 def _collect(study: Study, one: _Running, docs: Path) -> str | None:
-    """Merge a finished job's records; the reason where there are none."""
+    """Merge the records of a finished job into the result file; returns an error message if there are none."""
     result = one.file.with_suffix(".result")
     if one.process.returncode != 0 or not result.exists():
         tail = "\n".join(one.log.read_text(errors="replace").strip().splitlines()[-6:])
@@ -132,7 +132,7 @@ def _collect(study: Study, one: _Running, docs: Path) -> str | None:
 
 
 def _stop(running: Sequence[_Running]) -> None:
-    """Ask, wait, insist: only processes started here, by their ids."""
+    """Send SIGTERM, wait, then kill; only the processes that were started here."""
     for one in running:
         with contextlib.suppress(ProcessLookupError):
             one.process.send_signal(signal.SIGTERM)
@@ -152,7 +152,7 @@ def _locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as cause:
-            raise ConfigError(f"{folder} is in use by another `gspo study run`; wait for it") from cause
+            raise ConfigError(f"{folder} is in use by another `gspo study run`; wait until it ends") from cause
         yield
 
 

@@ -1,7 +1,7 @@
-"""One job in a process of its own: `python -m gspo.lab.studies.worker JOB.json` writes the records beside it.
+"""One job in its own process: `python -m gspo.lab.studies.worker JOB.json` writes the records next to JOB.json.
 
-JOB.json holds a job and where its run lies. A run that was stopped goes on from its last checkpoint; one that ended is
-kept without its weights. Exit codes: 0 measured, 3 stopped by a signal and resumable, else failed.
+JOB.json holds a job and the folder of its run. A stopped run resumes from its last checkpoint; a finished run is kept
+without its weights. Exit codes: 0 measured, 3 stopped by a signal and resumable; any other code is a failure.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STOPPED = 3
 
 
 def main(job_file: Path) -> int:
-    threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_stop_with_parent, args=(os.getppid(),), daemon=True).start()
     given = json.loads(job_file.read_text(encoding="utf-8"))
     job, folder = Job(**given["job"]), Path(given["folder"])
     study = plan.get(job.study)
@@ -50,8 +50,8 @@ def main(job_file: Path) -> int:
     return 0
 
 
-def _follow(parent: int) -> None:
-    """A worker whose starter was killed stops too and saves: nobody would read its result."""
+def _stop_with_parent(parent: int) -> None:
+    """Stop this process, which saves first, when its parent has ended: no process would read the result."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -77,7 +77,7 @@ def _trained(study: Study, job: Job, folder: Path) -> dict[str, dict[str, Any]] 
         if not Trainer(loaded).train().finished:
             return None
     except TrainingError as error:
-        failed = str(error)  # the training itself broke down: that is a result
+        failed = str(error)  # the training failed, which is a result, too
     rows = read_metrics(run)
     config = loaded.config
     shape = {
@@ -97,7 +97,7 @@ def _trained(study: Study, job: Job, folder: Path) -> dict[str, dict[str, Any]] 
 
 
 def provenance(command: str) -> dict[str, Any]:
-    """By what, on what and when a record was measured."""
+    """The command, date, commit, machine and package versions of a record."""
     known = environment("cpu", 1)
     return {
         "command": command,

@@ -1,6 +1,6 @@
-"""Policy gradients of one batch under chosen π_old, for the studies that measure without training.
+"""Policy gradients of one batch with a given π_old, for studies that measure without training runs.
 
-The parts are the trainer's own: its policy, sampler, rewards and batches; nothing is re-implemented here.
+Policy, sampler, rewards and batches are the trainer's own; none of them is implemented a second time here.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ LogProbs = Mapping[int, NDArray[Any]]  # by sequence number
 
 @dataclass(frozen=True)
 class Gradient:
-    """The gradient of one objective on one batch, and what its ratios did."""
+    """The gradient of one objective on one batch, and the ratio and clipping of each sequence."""
 
     flat: Tensor  # [parameters]
     log_s: NDArray[np.float64]  # [n], NaN where a sequence did not enter
-    clipped: NDArray[np.bool_]  # [n], any token
+    clipped: NDArray[np.bool_]  # [n], True if any token was clipped
 
 
 @contextlib.contextmanager
@@ -51,7 +51,7 @@ def sampled(loop: Leader) -> Batch:
 
 @torch.no_grad()
 def log_probs(policy: PolicyModule, batch: Batch, which: NDArray[np.bool_] | None = None) -> dict[int, NDArray[Any]]:
-    """The trainer's log-probs of the trained tokens, by sequence number."""
+    """The trainer's log-probs of the trained tokens, by sequence number; default: of the sequences with a gradient."""
     found: dict[int, NDArray[Any]] = {}
     for packed in _packs(policy, batch, batch.has_gradient if which is None else which):
         found |= by_sequence(packed, policy(packed, with_entropy=False).logp)
@@ -59,7 +59,7 @@ def log_probs(policy: PolicyModule, batch: Batch, which: NDArray[np.bool_] | Non
 
 
 def gradient(policy: PolicyModule, batch: Batch, name: str, proximal: LogProbs | None, **settings: Any) -> Gradient:
-    """∇ of the loss of preset `name` on the live sequences; `proximal` None: π_old is the policy itself."""
+    """The gradient of the loss of preset `name` on one batch; `proximal` None: π_old is the policy itself."""
     parameters = [p for p in policy.parameters() if p.requires_grad]
     policy.zero_grad(set_to_none=True)
     counted = batch.in_denominator
@@ -72,12 +72,19 @@ def gradient(policy: PolicyModule, batch: Batch, name: str, proximal: LogProbs |
     )
     log_s, clipped = np.full(batch.num_sequences, np.nan), np.zeros(batch.num_sequences, dtype=bool)
     for packed in _packs(policy, batch, batch.has_gradient):
-        index = packed.index.numpy()
-        logp = policy(packed, with_entropy=False).logp
-        held = logp.detach() if proximal is None else gather(proximal, index).to(logp.dtype)
-        advantage = torch.from_numpy(batch.advantages[index]).to(logp.dtype)
+        index = packed.index.numpy()  # [B]
+        logp = policy(packed, with_entropy=False).logp  # [M]
+        proximal_logp = logp.detach() if proximal is None else gather(proximal, index).to(logp.dtype)  # [M]
+        advantage = torch.from_numpy(batch.advantages[index]).to(logp.dtype)  # [B]
         out = objectives.loss(
-            name, logp, held, advantage, None, cu_seqlens=packed.cu_seqlens, denominator=denominator, **settings
+            name,
+            logp,
+            proximal_logp,
+            advantage,
+            None,
+            cu_seqlens=packed.cu_seqlens,
+            denominator=denominator,
+            **settings,
         )
         out.loss.backward()
         log_s[index] = out.stats["log_s"].numpy()

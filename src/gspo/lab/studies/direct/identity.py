@@ -1,4 +1,4 @@
-"""On-policy, GSPO, GSPO-token and GRPO have one gradient: in float64, on completions that a policy sampled."""
+"""Measure that GSPO, GSPO-token and GRPO have the same gradient on-policy: in float64, on sampled completions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gspo.system.clock import Clock
 
 def measure(loaded: Loaded, settings: dict[str, Any], seed: int) -> dict[str, dict[str, float]]:
     """Largest difference from GSPO's gradient, relative to its largest entry; before and after one step of training."""
-    # Not one group, but sequences of different lengths: else aggregations could not differ.
+    # The same wide clip range for all. The sequences have different lengths, so that the aggregations can differ.
     wide = {"clip_low": 0.5, "clip_high": 0.5}
     out: dict[str, dict[str, float]] = {}
     with opened(loaded) as loop:
@@ -20,7 +20,7 @@ def measure(loaded: Loaded, settings: dict[str, Any], seed: int) -> dict[str, di
         for name in ("gspo_token", "grpo", "dapo"):
             theirs = gradient(policy, batch, name, None, **wide).flat
             out[f"{name}, on-policy"] = {"difference": relative_difference(theirs, ours)}
-        # The same batch once the policy has moved: π_old is the sampler of before.
+        # The same batch after updates of the policy; π_old is the sampler's policy, before the updates.
         behavior = {i: batch.samples[i].behavior_logp[batch.samples[i].mask] for i in range(batch.num_sequences)}
         loop.update(batch, Clock())
         ours = gradient(policy, batch, "gspo", behavior, **wide).flat

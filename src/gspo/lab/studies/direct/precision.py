@@ -1,8 +1,8 @@
-"""What becomes of GSPO's gradient when the sampler's likelihoods serve as π_old, by the sampler's error.
+"""How GSPO's gradient changes when the sampler's log-probs are used as π_old, for samplers of different error.
 
-The sampler is the policy with its weights rounded (computed in float32), or the policy itself with noise added to its
-log-probs. It draws a batch; the policy takes the updates of that batch by the trainer's own π_old; then the gradient of
-the whole batch is taken with π_old from the trainer and from the sampler, and the two are compared.
+The sampler is the policy with rounded weights (computed in float32), or the policy itself with noise added to its
+log-probs. It samples a batch, and the policy is updated on this batch with the trainer's own π_old. Then the gradient
+of the whole batch is computed twice, with π_old from the trainer and from the sampler, and the two are compared.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EDGES = {"fixed ε": FIXED, "paper's ε": (3e-4, 4e-4)}
 
 
 def measure(loaded: Loaded, settings: dict[str, Any], seed: int) -> dict[str, dict[str, float]]:
-    """Per sampler, centring and ε: cosine to the exact gradient, clipped shares by sign, the noise itself."""
+    """Per sampler, centring and ε: cosine to the exact gradient, clipped fractions by sign, and the noise itself."""
     out: dict[str, dict[str, float]] = {}
     for sampler in settings["samplers"]:
         with opened(_sampled_by(loaded, sampler)) as loop:
@@ -35,13 +35,13 @@ def measure(loaded: Loaded, settings: dict[str, Any], seed: int) -> dict[str, di
             behavior = {i: s.behavior_logp[s.mask].astype(np.float64) for i, s in enumerate(batch.samples)}
             exact = log_probs(loop.parts.learner.policy, batch)
             noise = {i: behavior[i] - exact[i] for i in exact}
-            loop.update(batch, Clock())  # by the trainer's own π_old: prox_logp_method is recompute
-            # The mean of log μ − log π_old per token, as mini-batch 1 measures it for nothing.
+            loop.update(batch, Clock())  # with the trainer's own π_old: prox_logp_method is recompute
+            # The mean of log μ − log π_old per token, which mini-batch 1 of a run measures at no extra cost.
             shift = float(np.concatenate(list(noise.values())).mean())
             own = {i: behavior[i] for i in exact}
             for edge, values in _compared(loop, batch, exact, own).items():
                 out[f"{sampler}, {edge}"] = {**values, **_noise(noise, shift)}
-            if sampler != "exact":  # nothing to centre there
+            if sampler != "exact":  # its mean error is only rounding
                 centred = {i: behavior[i] - shift for i in exact}
                 for edge, values in _compared(loop, batch, exact, centred).items():
                     out[f"{sampler}, {edge}, re-centred"] = {**values, **_noise(noise, shift)}
@@ -53,7 +53,7 @@ def _compared(loop: Leader, batch: Batch, exact: LogProbs, proximal: LogProbs) -
     free = gradient(policy, batch, "gspo", proximal, clip_low=1.0, clip_high=1e6).log_s
     how = AutoClip()
     log_noise = np.array([float((proximal[i] - exact[i]).mean()) for i in exact])
-    # As `eps_clip: auto` would: ε from the signed quantiles of what it saw, not below the noise of π_old.
+    # As `eps_clip: auto`: ε from the signed quantile of log s, and at least the noise of π_old.
     quantile = next_quantile(None, free, batch.advantages, how)
     auto = clip_range(quantile, float(np.quantile(np.abs(log_noise), 0.95)), FIXED, how)
     for name, (low, high) in {**EDGES, "auto ε": auto}.items():
@@ -85,7 +85,7 @@ def _p95(values: NDArray[np.float64]) -> float:
 
 
 def _sampled_by(loaded: Loaded, sampler: str) -> Loaded:
-    """The config with the sampler's weights rounded, where it is named after a format."""
+    """The config; if `sampler` is the name of a number format, with the sampler's weights rounded to it."""
     if sampler not in ("bf16", "int8"):
         return loaded
     rollout = loaded.config.rollout.model_copy(update={"sampler_precision": sampler})
@@ -93,7 +93,7 @@ def _sampled_by(loaded: Loaded, sampler: str) -> Loaded:
 
 
 def _noisy(loop: Leader, batch: Batch, sampler: str, seed: int) -> Batch:
-    """The batch with zero-mean noise on its behavior log-probs, where the sampler is named `noise SD`."""
+    """The batch; if `sampler` is `noise SD`, with zero-mean noise of this std added to its behavior log-probs."""
     kind, _, size = sampler.partition(" ")
     if kind != "noise":
         return batch

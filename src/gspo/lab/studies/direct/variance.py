@@ -1,4 +1,4 @@
-"""How token ratios, their product and their geometric mean spread as completions grow, on a policy that has moved."""
+"""The spread of token ratios, of their product and of their geometric mean by completion length, after training."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from gspo.train.build.sampler import sampling_params
 
 
 def measure(loaded: Loaded, settings: dict[str, Any], seed: int) -> dict[str, dict[str, float]]:
-    """Standard deviations over pieces of each length; and the slopes of their logs over log length.
+    """Standard deviations over pieces of each length, and the slopes of their logs over log length.
 
-    Completions are drawn by the policy before training and go on past EOS, so that all have the longest length. Then
-    the policy takes `steps` training steps on its own task, and both policies judge the same tokens.
+    The policy before training samples completions past EOS, so that all have the maximum length. Then the policy is
+    trained for `steps` steps on its task, and the log-probs of the same tokens are computed with both policies.
     """
     lengths = [int(n) for n in settings["lengths"]]
     with opened(loaded) as loop:
@@ -49,7 +49,7 @@ def measure(loaded: Loaded, settings: dict[str, Any], seed: int) -> dict[str, di
     d = np.stack([after[i].astype(np.float64) - before[i] for i in range(long.num_sequences)])  # [n, longest]
     out: dict[str, dict[str, float]] = {}
     for length in lengths:
-        cut = d.reshape(-1, length)  # pieces end to end: every length is made of the same tokens
+        cut = d.reshape(-1, length)  # [pieces, length]; every length covers the same tokens
         out[str(length)] = {
             "length": length,
             "sd_log_w": float(cut.std(ddof=1)),

@@ -11,7 +11,7 @@ import pytest
 from endpoints import Policy, endpoint, head, said
 from raw_http import JUNK, WRONG_BODIES, WRONG_HEADS, begin_and_stall, talk, until_hung_up
 
-from gspo.envs.agents.endpoint import MAX_PARALLEL, ROUTES, Line
+from gspo.envs.agents.endpoint import MAX_PARALLEL, ROUTES, OpenEpisode
 
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "3+4="}]}
 
@@ -97,7 +97,7 @@ def test_refusals_are_counted_where_they_belong(served):
 def test_an_unknown_episode_is_not_found_and_an_ended_one_is_gone(served):
     server = served[0]
     assert post(served, CHAT, "/e/9-9/v1/chat/completions", server.key("9-9"))[0] == 404
-    line = Line("8-3", Policy(), served[1].loop)
+    line = OpenEpisode("8-3", Policy(), served[1].loop)
     server.open(line)
     assert post(served, CHAT, "/e/8-3/v1/chat/completions", server.key("8-3"))[0] == 200
     server.end(line)
@@ -163,7 +163,7 @@ def test_a_call_that_takes_too_long_an_episode_that_ends_and_a_server_that_stops
         assert (status, json.loads(reply)["error"]["code"]) == (408, "request_timeout")
         server.request_timeout_s = 60.0
         for expected in (410, 503):
-            other = Line(f"7-{expected}", line.answer, line.loop)
+            other = OpenEpisode(f"7-{expected}", line.answer, line.loop)
             server.open(other)
             threading.Timer(0.3, *((server.close,) if expected == 503 else (server.end, (other,)))).start()
             where = f"/e/{other.name}/v1/chat/completions"

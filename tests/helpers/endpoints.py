@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import raw_http
 
-from gspo.envs.agents.endpoint import Endpoint, Line
+from gspo.envs.agents.endpoint import Endpoint, OpenEpisode
 from gspo.envs.agents.openai_api import Answer
 
 
@@ -36,7 +36,7 @@ def endpoint(policy=None, name="7-0", **settings):
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     server = Endpoint(**settings)
-    line = Line(name, policy or Policy(), loop)
+    line = OpenEpisode(name, policy or Policy(), loop)
     try:
         yield server, line, *server.open(line)
     finally:

@@ -4,7 +4,7 @@ import model_zoo
 import numpy as np
 import torch
 
-from gspo.learner.credit import Shaping, assemble
+from gspo.learner.credit import Shaping, batch_with_advantages
 from gspo.types import Failure, Group, Prompt, Sample, SampleId, Score
 
 FAILED = Failure("crash", "made to fail")
@@ -30,7 +30,9 @@ def make_group(submission, rewards, lengths=None, *, holes=None, prompt=(1, 2, 3
 
 
 def make_batch(groups, num_minibatches=1, *, norm="group_std", shaping=None, **settings):
-    return assemble(groups, norm=norm, shaping=shaping or Shaping(), num_minibatches=num_minibatches, **settings)
+    return batch_with_advantages(
+        groups, norm=norm, shaping=shaping or Shaping(), num_minibatches=num_minibatches, **settings
+    )
 
 
 def uneven_groups():

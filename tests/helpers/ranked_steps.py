@@ -16,7 +16,7 @@ from made_steps import make_plan, sgd
 from safetensors.torch import save_file
 
 from gspo.errors import DataError
-from gspo.learner.credit import Credit, assign
+from gspo.learner.credit import Credit, with_token_advantages
 from gspo.learner.critic import Critic, token_values, train_critic
 from gspo.learner.optim import make_optimizer
 from gspo.learner.policy.module import PolicyModule
@@ -128,7 +128,7 @@ def _train_critic(case, batch, world):
         shard(module, trunk, world)
     optimizer = make_optimizer(module.parameters(), kind="sgd", lr=0.1, weight_decay=0, betas=(0, 0), eps=0)
     critic = Critic(module, optimizer, case["minibatches"], case["max_tokens"])
-    batch = assign(replace(batch, values=token_values(critic, batch)), Credit(gae_lambda=0.9))
+    batch = with_token_advantages(replace(batch, values=token_values(critic, batch)), Credit(gae_lambda=0.9))
     report = train_critic(critic, batch, [0.1] * case["minibatches"])
     return {name: full(p.detach()).clone() for name, p in module.named_parameters()}, vars(report)
 

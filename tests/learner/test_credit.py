@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from made_batches import FAILED, make_batch, make_group, uneven_groups
 
-from gspo.learner.credit import Credit, assign
+from gspo.learner.credit import Credit, with_token_advantages
 
 # Two completions of 3 and 2 tokens, rewards 1 and 0: advantages ±½. The sampler's log-probs are −1 everywhere.
 GROUP = make_group(0, [1, 0], [3, 2])
@@ -12,7 +12,9 @@ REFERENCE = {0: np.array([-1.5, -1.0, -2.0]), 1: np.array([-0.5, -1.0])}  # k1 =
 
 
 def penalised(how, groups=(GROUP,), reference=REFERENCE, **assembly):
-    return assign(replace(make_batch(groups, norm="group_mean", **assembly), reference_logp=reference), how)
+    return with_token_advantages(
+        replace(make_batch(groups, norm="group_mean", **assembly), reference_logp=reference), how
+    )
 
 
 def test_a_token_pays_for_the_divergence_that_follows_it():
@@ -42,7 +44,7 @@ def test_other_estimators_are_never_a_gain(estimator, k):
 def test_gae_by_hand():
     """V = (.2, .4, .1), R = 1, λ = ½: δ = (.2, −.3, .9), so A = (.2 − .15 + .225, −.3 + .45, .9)."""
     batch = replace(make_batch([make_group(0, [1], [3])], norm="gae"), values={0: np.array([0.2, 0.4, 0.1])})
-    batch = assign(batch, Credit(gae_lambda=0.5))
+    batch = with_token_advantages(batch, Credit(gae_lambda=0.5))
     np.testing.assert_allclose(batch.token_advantages[0], [0.275, 0.15, 0.9], atol=1e-12)
     np.testing.assert_allclose(batch.returns[0], [0.475, 0.55, 1.0], atol=1e-12)
 
@@ -50,7 +52,7 @@ def test_gae_by_hand():
 def test_an_untrained_critic_and_lambda_1_give_the_reward_to_every_token():
     batch = make_batch(uneven_groups(), norm="gae")
     values = {i: np.zeros(batch.trained_tokens[i], np.float32) for i in np.flatnonzero(batch.trainable)}
-    credited = assign(replace(batch, values=values), Credit())
+    credited = with_token_advantages(replace(batch, values=values), Credit())
     assert credited.token_advantages.keys() == values.keys()
     for i, advantage in credited.token_advantages.items():
         np.testing.assert_array_equal(advantage, np.full(batch.trained_tokens[i], batch.shaped[i]))
@@ -63,7 +65,7 @@ def test_an_untrained_critic_and_lambda_1_give_the_reward_to_every_token():
 
 def test_without_a_coefficient_tokens_share_the_advantage_of_their_sequence():
     batch = make_batch(uneven_groups())
-    credited = assign(batch, Credit(gae_lambda=0.3))  # λ is the critic's: there is none
+    credited = with_token_advantages(batch, Credit(gae_lambda=0.3))  # λ is the critic's: there is none
     np.testing.assert_allclose(credited.advantages[batch.trainable], batch.advantages[batch.trainable], atol=1e-15)
     assert (credited.has_gradient == batch.has_gradient).all()
     assert credited.kl_penalty is None
@@ -82,7 +84,7 @@ def test_a_group_of_equal_rewards_feels_the_penalty_and_a_failed_reward_does_not
 
 def test_a_mean_of_0_does_not_make_a_sequence_dead():
     batch = replace(make_batch([make_group(0, [0], [2])], norm="gae"), values={0: np.array([1.0, 2.0])})
-    batch = assign(batch, Credit(gae_lambda=0.0))  # δ = (2 − 1, 0 − 2); shifted to a mean of 0 below
+    batch = with_token_advantages(batch, Credit(gae_lambda=0.0))  # δ = (2 − 1, 0 − 2); shifted to a mean of 0 below
     shifted = replace(batch, advantages=np.zeros(1), token_advantages={0: np.array([1.5, -1.5])})
     np.testing.assert_allclose(batch.token_advantages[0], [1.0, -2.0])
     assert shifted.has_gradient.all()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from made_batches import make_batch, make_group, padded, plain_logp, uneven_groups, with_behavior
 
-from gspo.learner.credit import Credit, assign
+from gspo.learner.credit import Credit, with_token_advantages
 from gspo.learner.critic import Critic, critic_metrics, token_values, train_critic
 from gspo.learner.optim import make_optimizer
 from gspo.learner.policy.module import PolicyModule
@@ -41,7 +41,9 @@ def plain_values(module, batch, which):
 
 def credited(critic, groups=None, how=None):
     batch = make_batch(groups or uneven_groups(), norm="gae")
-    return assign(replace(batch, values=token_values(critic, batch)), how or Credit(discount=0.9, gae_lambda=0.8))
+    return with_token_advantages(
+        replace(batch, values=token_values(critic, batch)), how or Credit(discount=0.9, gae_lambda=0.8)
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama", "gemma2"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from made_batches import make_batch, plain_logp, uneven_groups, with_behavior
 
-from gspo.learner.credit import Credit, assign
+from gspo.learner.credit import Credit, with_token_advantages
 from gspo.learner.optim import make_optimizer
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.reference import Reference, reference_logp
@@ -96,7 +96,7 @@ def test_the_gradient_with_kl_in_the_reward_is_the_plain_one(level, exact):
     start = model_zoo.build("qwen3")
     reference = moved(start)
     plain_batch = make_batch(with_behavior(uneven_groups(), start, TEMPERATURE))
-    batch = assign(with_reference(plain_batch, reference), Credit(kl_coef=0.3))
+    batch = with_token_advantages(with_reference(plain_batch, reference), Credit(kl_coef=0.3))
     packed, plain = copy.deepcopy(start), copy.deepcopy(start)
     policy = PolicyModule(packed)
     plan = make_plan(0.0, max_tokens=30)

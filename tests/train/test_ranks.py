@@ -188,7 +188,7 @@ def test_a_signal_is_said_once_whoever_got_it():
     stop.ask(signal.SIGTERM, "rank 3")
     stop.restore()
     assert stop.signal == signal.SIGTERM
-    assert said == ["SIGTERM (rank 3): saving after this step (Ctrl-C once more: leave at once)"]
+    assert said == ["SIGTERM (rank 3): saving after this step (press Ctrl-C again to exit at once)"]
 
 
 LONG = ("total_train_steps=400", "saver.freq_steps=1", "evaluator.freq_steps=1000")

@@ -27,7 +27,7 @@ from gspo.system.process import kill, own_children
 PASSED_ON = ("GSPO_", "HF_", "NCCL_", "TORCH_", "OMP_", "PYTHON", "TOKENIZERS_", "WANDB_")
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_DOCKER_CPU_WARNING": "1", "RAY_DEDUP_LOGS": "0"}
 QUIET |= {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_enable_metrics_collection": "0"}
-QUIET |= {"RAY_worker_niceness": "0"}  # Ray's default of 15 would let every other process of the machine go first
+QUIET |= {"RAY_worker_niceness": "0"}  # Ray's default of 15 would give every other process of the machine priority
 LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0" binds Ray to 127.0.0.1, its default on Windows and macOS
 STORE_BYTES = 100 * 2**20  # of Ray's object store, which is not used; Ray's minimum is 75 MiB
 POLL_S = 5.0  # an actor answers a poll at least this often

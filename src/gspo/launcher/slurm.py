@@ -1,8 +1,8 @@
 """Run a plan as a Slurm job. `python3 -m gspo.launcher.slurm SCRIPT --config YAML [key=value …]`.
 
 The sbatch script (from the template job.sbatch) starts Ray on all machines of the allocation and runs the Ray launcher
-with the same command. This program submits it, prints its log, and on Ctrl-C asks the job to save and end. The job goes
-on if this program is killed.
+with the same command. This program submits it, prints its log, and on Ctrl-C asks the job to save and end. The job
+continues if this program is killed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """From rewards to advantages: shaping, group normalisation, per-turn credit, GAE and the KL penalty.
 
-`assemble` turns scored groups into a `Batch`: one advantage per trajectory, or one per turn if the environment gave
-rewards to turns. `assign` refines it to one advantage per token where a critic, a discount or a KL penalty needs that.
-The formulas are in `objectives/advantage.py`.
+`batch_with_advantages` turns scored groups into a `Batch`: one advantage per trajectory, or one per turn if the
+environment gave rewards to turns. `with_token_advantages` then computes one advantage per token, if a critic, a
+discount or a KL penalty needs that. The formulas are in `objectives/advantage.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Shaping:
 
 @dataclass(frozen=True)
 class Credit:
-    """Settings of `assign`: how the reward at the end of a completion becomes one advantage per token."""
+    """Settings of `with_token_advantages`: from the reward at the end of a completion to one advantage per token."""
 
     kl_coef: float = 0.0  # actor.kl_ctl, β: weight of the KL penalty in the reward
     kl_estimator: str = "k1"
@@ -60,7 +60,7 @@ def shape(scores: Floats, lengths: NDArray[np.int64], how: Shaping) -> Floats:
 def normalised(rewards: Floats, group_of: NDArray[np.int64], norm: str | Mapping[str, Any]) -> Floats:
     """Advantages by the name of a preset (`group_std`, …) or by an explicit normalisation.
 
-    `gae` leaves rewards unchanged: the critic's values are subtracted later, in `assign`.
+    `gae` leaves rewards unchanged: the critic's values are subtracted later, in `with_token_advantages`.
     """
     if norm == "gae":
         return rewards
@@ -85,7 +85,7 @@ def longest_turns(trajectories: Sequence[Sample]) -> NDArray[np.int64]:
     return np.array(lengths, dtype=np.int64)
 
 
-def assemble(
+def batch_with_advantages(
     groups: Sequence[Group],
     *,
     norm: str | Mapping[str, Any],
@@ -209,7 +209,7 @@ def by_turns(
     return replace(batch, advantages=_sequence_means(by_token, batch.num_sequences), token_advantages=by_token)
 
 
-def assign(batch: Batch, how: Credit) -> Batch:
+def with_token_advantages(batch: Batch, how: Credit) -> Batch:
     """From one reward per sequence to one advantage per token, with the reference's log-probs and the critic's values.
 
         r_it = −β k_it + [t = |y_i|] R_i          k_it of (log μ, log π_ref) at token t, by `objectives.kl`
@@ -217,11 +217,12 @@ def assign(batch: Batch, how: Credit) -> Batch:
         A_it = Σ_u≥t (γλ)^(u−t) δ_iu              returns A_it + V_it are the critic's targets
 
     R_i is the shaped reward if there is a critic, else the group (or batch) advantage A_i. Without a critic V = 0 and
-    λ = 1, so  A_it = γ^(|y_i|−t) A_i − β Σ_u≥t γ^(u−t) k_iu:  a token pays for the divergence of the tokens after it,
-    as in AReaL. A sequence ratio takes the mean over t: with γ = 1,  A_i − (β/|y_i|) Σ_u u k_iu.
+    λ = 1, so  A_it = γ^(|y_i|−t) A_i − β Σ_u≥t γ^(u−t) k_iu:  a token is penalised for the divergence of all tokens
+    from it on, as in AReaL. A sequence ratio takes the mean over t: with γ = 1,  A_i − (β/|y_i|) Σ_u u k_iu.
     μ is the policy that sampled the tokens: its log-probs need no forward pass, and the mean of k is an unbiased
-    estimate of its KL. Groups are normalised before the penalty, so a group of equal rewards still pays it. `adv_norm`
-    comes last and is over tokens; `truncated_is_zero` sets the advantages of truncated completions to 0 after it.
+    estimate of its KL. Groups are normalised before the penalty, so it applies to groups of equal rewards, too.
+    `adv_norm` comes last and is over tokens; after it, `truncated_is_zero` sets the advantages of truncated completions
+    to 0.
     """
     numbers, values = np.flatnonzero(batch.trainable).tolist(), batch.values
     lengths = batch.trained_tokens[numbers]

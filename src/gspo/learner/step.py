@@ -280,7 +280,7 @@ class _Step:
         if reference_logp is not None:
             k3 = kl(out.logp.detach(), reference_logp, "k3")
             report.kl_reference[index] = objectives.mean_tokens(k3, layout).cpu().numpy()
-        if k == 0:  # the weights are still those that π_old has
+        if k == 0:  # no update has been made: these are π_old's weights
             report.noise_log_s[index] = -drift
         cuts = packed.cu_seqlens.cpu().numpy()
         for b, i in enumerate(index.tolist()):

@@ -51,12 +51,12 @@ def block_mask(layout: TreeLayout, window: int | None, device: torch.device) -> 
         enter, leave = (torch.from_numpy(np.repeat(x, layout.length)).to(device) for x in intervals(layout.parent))
         position = torch.from_numpy(layout.positions).to(device)
 
-        def sees(b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Tensor:
+        def is_visible(b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Tensor:
             seen = (position[col] <= position[row]) & (enter[col] <= enter[row]) & (enter[row] < leave[col])
             return seen if window is None else seen & (position[row] - position[col] < window)
 
         num = len(layout.positions)
-        layout.cache[key] = create_block_mask(sees, None, None, num, num, device=device)
+        layout.cache[key] = create_block_mask(is_visible, None, None, num, num, device=device)
     return layout.cache[key]
 
 

@@ -67,15 +67,15 @@ def normalize(
     if x.ndim != 1 or groups.shape != x.shape:
         raise ValueError(f"x and groups are [n], got {tuple(x.shape)} and {tuple(groups.shape)}")
     out = x.to(torch.float64)
-    everyone = torch.zeros_like(groups)
+    whole_batch = torch.zeros_like(groups)
     if mean_level is not None:
-        count, mean, same = _set_statistics(x.to(torch.float64), groups if mean_level == "group" else everyone)
+        count, mean, same = _set_statistics(x.to(torch.float64), groups if mean_level == "group" else whole_batch)
         out = out - mean
         if leave_one_out:
             out = out * count / (count - 1).clamp(min=1)
         out = torch.where(same, 0.0, out)
     if std_level is not None:
-        out = _divided(out, x.to(torch.float64), groups if std_level == "group" else everyone, unbiased, eps)
+        out = _divided(out, x.to(torch.float64), groups if std_level == "group" else whole_batch, unbiased, eps)
     return out.to(compute_dtype(x.dtype))
 
 

@@ -45,7 +45,7 @@ def clip_fractions(stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def effective_sample_size(log_weight: Tensor) -> Tensor:
-    """(Σ w)² / (n Σ w²) of importance weights given by their logs: 1 if all are equal, 1/n if one has it all."""
+    """(Σ w)² / (n Σ w²) of importance weights given by their logs: 1 if all are equal, 1/n if all but one are 0."""
     if log_weight.numel() == 0:
         return log_weight.new_tensor(torch.nan)
     # Divided by the largest weight, so that exp cannot overflow; the ratio does not change.

@@ -1,4 +1,14 @@
-"""`loss`, the public call: an objective by name, on padded or packed tensors of any trainer."""
+"""`loss`, the public call: an objective by name, on padded or packed tensors of any trainer.
+
+loss = −(1/denominator) Σ_i agg_t( A · g(log ratio, sign of A) · w ) + kl_coef · KL(π_θ ‖ π_ref)
+
+A        advantage, per sequence or per token      advantage.py (computed before, by `learner/credit.py`)
+ratio    π_θ/π_old of a token or a sequence        ratio.py
+g        the clip of PPO and GSPO, or another gate gate.py
+w        behavior weight π_old/μ, if corrected     correction.py
+agg      over the tokens of a sequence             aggregate.py (also the denominator)
+KL       to the reference, if kl_coef > 0          kl.py, aggregated in the same way
+"""
 
 from __future__ import annotations
 

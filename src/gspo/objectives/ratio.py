@@ -13,7 +13,7 @@ LOG_RATIO_BOUND = 20.0
 def token_log_ratio(logp: Tensor, proximal_logp: Tensor, layout: TokenLayout) -> Tensor:
     """d_it = log π_θ(y_it) − log π_old(y_it), 0 at masked tokens.
 
-    Differentiable in `logp` only. Upcast before the difference: that of two bfloat16 values is rounding noise.
+    Differentiable in `logp` only. The inputs are upcast first: the difference of two bfloat16 values is rounding noise.
     """
     dtype = compute_dtype(logp.dtype)
     return keep_trained(logp.to(dtype) - proximal_logp.detach().to(dtype), layout)

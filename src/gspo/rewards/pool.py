@@ -1,7 +1,7 @@
 """Score groups of completions: submit groups, take outcomes. Every wait has a timeout; a failure is never a reward.
 
 Cheap built-ins are computed in this process, models and judges by their scorers (`functions/scorer.py`). Everything
-else runs in worker processes under a supervisor (`workers/supervisor.py`), which goes on while the trainer does other
+else runs in worker processes under a supervisor (`workers/supervisor.py`), which continues while the trainer does other
 work. A pool must be used from one thread.
 """
 

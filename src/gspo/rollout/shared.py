@@ -1,7 +1,7 @@
 """One sampler and one reward pool for two users: training, and evaluations or a user's workflow.
 
-Whoever polls takes everything that is ready. The producer keeps what belongs to training; the rest goes to the inbox
-of the `SharedSampler` or `SharedRewards` that submitted it. One lock guards all of it.
+Each poll takes everything that is ready. The producer keeps what belongs to training; the rest goes to the inbox of the
+`SharedSampler` or `SharedRewards` that submitted it. One lock guards all of it.
 """
 
 from __future__ import annotations

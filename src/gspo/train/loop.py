@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gspo.errors import GspoError, TrainingError
 from gspo.learner.batch import Batch
-from gspo.learner.credit import assemble, assign
+from gspo.learner.credit import batch_with_advantages, with_token_advantages
 from gspo.learner.critic import token_values
 from gspo.learner.reference import reference_logp
 from gspo.learner.step import StepReport
@@ -45,14 +45,14 @@ class Loop:
     def assemble(self, groups: Sequence[Group], clock: Clock) -> Batch:
         """Rewards become advantages, and sequences are assigned to mini-batches; nothing later changes either."""
         learner = self.parts.learner
-        batch = assemble(groups, num_minibatches=learner.plan.num_minibatches, **learner.assembly)
+        batch = batch_with_advantages(groups, num_minibatches=learner.plan.num_minibatches, **learner.assembly)
         if learner.reference is not None:
             with clock("reference"):
                 batch = replace(batch, reference_logp=reference_logp(learner.reference, batch))
         if learner.critic is not None:
             with clock("critic"):
                 batch = replace(batch, values=token_values(learner.critic, batch))
-        return batch if learner.credit is None else assign(batch, learner.credit)
+        return batch if learner.credit is None else with_token_advantages(batch, learner.credit)
 
     def update(self, batch: Batch, clock: Clock) -> StepReport:
         """K optimizer updates, one per mini-batch."""

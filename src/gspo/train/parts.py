@@ -16,7 +16,7 @@ from gspo.monitor.display import Display
 from gspo.rewards.route import Rewards
 from gspo.rollout.producer import RolloutProducer
 from gspo.rollout.workflow import RejectReason, Workflow
-from gspo.runs.save import Saver
+from gspo.runs.saver import Saver
 from gspo.runs.state import State
 from gspo.sampling.api import Sampler
 from gspo.system.heartbeat import watched

@@ -38,7 +38,7 @@ class Learner:
     critic: Critic | None
     plan: Plan
     credit: Credit | None  # None: one advantage per sequence
-    assembly: Mapping[str, Any]  # how rewards become advantages: keywords of `learner.batch.assemble`
+    assembly: Mapping[str, Any]  # how rewards become advantages: keywords of `learner.credit.batch_with_advantages`
     threads: int
 
     @property

@@ -22,8 +22,8 @@ from functools import partial
 from typing import Any
 
 from gspo.envs.agents.command import AgentError, Lifeline, run_command
-from gspo.envs.agents.endpoint import Endpoint, Line
-from gspo.envs.agents.openai_api import Answer, ApiError, Ask, only_finite
+from gspo.envs.agents.endpoint import Endpoint, OpenEpisode
+from gspo.envs.agents.openai_api import Answer, ApiError, ApiRequest, only_finite
 from gspo.envs.client import Client, EpisodeError, EpisodeOverError, OutOfRoomError, TooManyTurnsError
 from gspo.envs.episode import Exchange
 from gspo.errors import ConfigError
@@ -56,7 +56,9 @@ class Agents:
     async def __call__(self, client: Client, data: Mapping[str, Any]) -> Any:
         client.by_content = True  # the order of an agent's calls depends on timing
         errors: list[EpisodeError] = []
-        line = Line(_name(client), lambda ask: _answered(client, ask, errors), asyncio.get_running_loop())
+        line = OpenEpisode(
+            _name(client), lambda request: _answered(client, request, errors), asyncio.get_running_loop()
+        )
         row = {**data, "messages": client.messages}
         base_url, api_key = self.endpoint.open(line)
         try:
@@ -125,19 +127,19 @@ def find_agent(name: str, options: Mapping[str, Any] | None = None) -> Agent:
     return partial(found, **options) if options else found
 
 
-async def _answered(client: Client, ask: Ask, errors: list[EpisodeError]) -> Answer:
+async def _answered(client: Client, request: ApiRequest, errors: list[EpisodeError]) -> Answer:
     """Answer one API request of the agent with the episode's client."""
     sampling: dict[str, Any] = {}
-    if ask.max_tokens is not None:
-        sampling["max_new_tokens"] = ask.max_tokens
-    if ask.stop:
-        sampling["stop"] = (*client.params.stop, *ask.stop)
+    if request.max_tokens is not None:
+        sampling["max_new_tokens"] = request.max_tokens
+    if request.stop:
+        sampling["stop"] = (*client.params.stop, *request.stop)
     try:
-        if ask.messages:
-            found = await client.answer(ask.messages, ask.tools or None, **sampling)
+        if request.messages:
+            found = await client.answer(request.messages, request.tools or None, **sampling)
             exchange, message = found.exchange, found.message
         else:
-            tokens = ask.prompt if isinstance(ask.prompt, tuple) else _tokens_of(client, ask.prompt)
+            tokens = request.prompt if isinstance(request.prompt, tuple) else _tokens_of(client, request.prompt)
             exchange = Exchange(tokens, await client.complete(tokens, **sampling))
             message: dict[str, Any] = {"content": client.decode(exchange.sample.tokens.tolist())}
     except EpisodeError as error:
@@ -153,7 +155,7 @@ async def _answered(client: Client, ask: Ask, errors: list[EpisodeError]) -> Ans
         num_prompt=len(exchange.prompt),
         tokens=tokens,
         logp=only_finite(sample.behavior_logp.tolist()),
-        pieces=tuple(client.decode([token]) for token in tokens) if ask.logprobs else (),
+        pieces=tuple(client.decode([token]) for token in tokens) if request.logprobs else (),
         prompt=exchange.prompt,
     )
 

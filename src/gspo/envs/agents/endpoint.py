@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from gspo.envs.agents import openai_api as api
-from gspo.envs.agents.openai_api import Answer, ApiError, Ask
+from gspo.envs.agents.openai_api import Answer, ApiError, ApiRequest
 from gspo.system.http import HttpServer, Json, RefusedCallError, bearer_key, finished, route
 
 MAX_BODY = 2 * 2**20  # half a million tokens of English text; no chat is longer
@@ -32,10 +32,12 @@ IDLE_S = 60.0  # a connection may be silent this long between two calls
 REMEMBERED = 4096  # ended episodes that are answered with 410
 
 
-class Line:
+class OpenEpisode:
     """One episode at the endpoint, from `Endpoint.open` to `Endpoint.end`."""
 
-    def __init__(self, name: str, answer: Callable[[Ask], Awaitable[Answer]], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, name: str, answer: Callable[[ApiRequest], Awaitable[Answer]], loop: asyncio.AbstractEventLoop
+    ) -> None:
         self.name, self.answer, self.loop = name, answer, loop
         self.reward: float | None = None
         self.counts: Counter[str] = Counter()  # calls; refused calls by code; requests whose settings were replaced
@@ -50,7 +52,7 @@ class Endpoint(HttpServer):
         self.model, self.request_timeout_s = model, request_timeout_s
         self.stopping = False
         self._secret = secrets.token_bytes(32)
-        self._lines: dict[str, Line] = {}
+        self._episodes: dict[str, OpenEpisode] = {}
         self._ended: deque[str] = deque(maxlen=REMEMBERED)
         self._lock = threading.Lock()
         endpoints = (self._models, self._one_model, self._generate, self._generate, self._reward)
@@ -64,20 +66,20 @@ class Endpoint(HttpServer):
             idle_s=IDLE_S,
         )
 
-    def open(self, line: Line) -> tuple[str, str]:
+    def open(self, episode: OpenEpisode) -> tuple[str, str]:
         """Serve an episode from now on; its base URL and its key."""
         with self._lock:
-            self._lines[line.name] = line
-        return f"http://127.0.0.1:{self.port}/e/{line.name}/v1", self.key(line.name)
+            self._episodes[episode.name] = episode
+        return f"http://127.0.0.1:{self.port}/e/{episode.name}/v1", self.key(episode.name)
 
-    def end(self, line: Line) -> None:
+    def end(self, episode: OpenEpisode) -> None:
         """Answer 410 to the episode's calls in flight, and to all later ones."""
-        line.ended = True
+        episode.ended = True
         with self._lock:
-            if self._lines.get(line.name) is line:  # the episode may have been started again
-                del self._lines[line.name]
-            self._ended.append(line.name)
-        for future in list(line.in_flight):
+            if self._episodes.get(episode.name) is episode:  # the episode may have been started again
+                del self._episodes[episode.name]
+            self._ended.append(episode.name)
+        for future in list(episode.in_flight):
             future.cancel()
 
     def key(self, name: str) -> str:
@@ -85,34 +87,34 @@ class Endpoint(HttpServer):
 
     def close(self) -> None:
         self.stopping = True
-        for line in list(self._lines.values()):
-            for future in list(line.in_flight):
+        for episode in list(self._episodes.values()):
+            for future in list(episode.in_flight):
                 future.cancel()
         super().close()
 
     def authorize(self, request: Request) -> None:
-        """The key is checked before the reply can say anything about the episode."""
+        """Check the key first, so that a reply reveals nothing about an episode to a caller without its key."""
         name = request.scope["path"].removeprefix("/e/").partition("/")[0]
         if not hmac.compare_digest(bearer_key(request), self.key(name).encode()):
             raise ApiError(401, "invalid_api_key", "the api key is missing, or of another episode")
         if self.stopping:
             raise ApiError(503, "stopping", "the trainer is stopping")
         with self._lock:
-            line = request.state.line = self._lines.get(name)
-            if line is None and name in self._ended:
+            episode = request.state.episode = self._episodes.get(name)
+            if episode is None and name in self._ended:
                 raise _ended()
-        if line is None:
+        if episode is None:
             raise ApiError(404, "no_such_episode", "there is no such episode")
 
     def refusal(self, status: int, code: str, message: str) -> ApiError:
         return ApiError(status, code, message + ("; base_url must end with /v1" if code == "no_such_route" else ""))
 
     def count(self, error: RefusedCallError, request: Request | None) -> None:
-        line = None if request is None else getattr(request.state, "line", None)
-        if line is None:
+        episode = None if request is None else getattr(request.state, "episode", None)
+        if episode is None:
             super().count(error, request)
         else:
-            line.counts[error.code] += 1
+            episode.counts[error.code] += 1
 
     async def _models(self, request: Request) -> Response:
         return Json(api.models_body(self.model))
@@ -123,37 +125,37 @@ class Endpoint(HttpServer):
         return Json(api.model_body(self.model))
 
     async def _reward(self, request: Request) -> Response:
-        request.state.line.reward = api.read_reward(api.loads(await request.body()))
-        return Json({"reward": request.state.line.reward})
+        request.state.episode.reward = api.read_reward(api.loads(await request.body()))
+        return Json({"reward": request.state.episode.reward})
 
     async def _generate(self, request: Request) -> Response:
-        line, body = request.state.line, api.loads(await request.body())
+        episode, body = request.state.episode, api.loads(await request.body())
         is_chat = request.scope["path"].endswith("/chat/completions")
-        ask = (api.read_chat if is_chat else api.read_completion)(body, self.model)
-        answer, number = await self._ask(line, ask)
+        api_request = (api.read_chat if is_chat else api.read_completion)(body, self.model)
+        answer, number = await self._sample(episode, api_request)
         names: dict[str, Any] = {"model": self.model, "created": int(time.time())}
-        names["id"] = f"{'chatcmpl' if is_chat else 'cmpl'}-{line.name}-{number}"
-        if ask.stream:
+        names["id"] = f"{'chatcmpl' if is_chat else 'cmpl'}-{episode.name}-{number}"
+        if api_request.stream:
             headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
-            return StreamingResponse(_sent(api.chunks(answer, ask, **names)), headers=headers)
-        return Json((api.chat_body if is_chat else api.completion_body)(answer, ask, **names))
+            return StreamingResponse(_sent(api.chunks(answer, api_request, **names)), headers=headers)
+        return Json((api.chat_body if is_chat else api.completion_body)(answer, api_request, **names))
 
-    async def _ask(self, line: Line, ask: Ask) -> tuple[Answer, int]:
+    async def _sample(self, episode: OpenEpisode, api_request: ApiRequest) -> tuple[Answer, int]:
         """The policy's answer, computed in the event loop of the episode; a disconnect or a timeout cancels it."""
-        if len(line.in_flight) >= MAX_PARALLEL:
+        if len(episode.in_flight) >= MAX_PARALLEL:
             raise ApiError(429, "too_many_calls", f"this episode has {MAX_PARALLEL} calls in flight; try again")
-        line.counts["calls"] += 1
-        line.counts["settings_replaced"] += bool(ask.replaced)
-        number = line.counts["calls"]
-        asked = _awaited(line.answer, ask)
+        episode.counts["calls"] += 1
+        episode.counts["settings_replaced"] += bool(api_request.replaced)
+        number = episode.counts["calls"]
+        asked = _awaited(episode.answer, api_request)
         try:
-            future = asyncio.run_coroutine_threadsafe(asked, line.loop)
+            future = asyncio.run_coroutine_threadsafe(asked, episode.loop)
         except RuntimeError:  # the loop is closed
             asked.close()
             raise _ended() from None
-        line.in_flight.add(future)
+        episode.in_flight.add(future)
         try:
-            if line.ended or self.stopping:
+            if episode.ended or self.stopping:
                 future.cancel()
             if not await finished(future, self.request_timeout_s):
                 late = f"the policy did not answer within {self.request_timeout_s:g} s"
@@ -163,7 +165,7 @@ class Endpoint(HttpServer):
             raise ApiError(503, "stopping", "the trainer is stopping") if self.stopping else _ended() from None
         finally:
             future.cancel()
-            line.in_flight.discard(future)
+            episode.in_flight.discard(future)
 
 
 # Below /e/EPISODE
@@ -185,5 +187,5 @@ async def _sent(events: Iterable[bytes]) -> AsyncIterator[bytes]:
         yield event
 
 
-async def _awaited(answer: Callable[[Ask], Awaitable[Answer]], ask: Ask) -> Answer:
-    return await answer(ask)
+async def _awaited(answer: Callable[[ApiRequest], Awaitable[Answer]], api_request: ApiRequest) -> Answer:
+    return await answer(api_request)

@@ -1,7 +1,8 @@
-"""OpenAI's wire format, as far as a policy in training can speak it: requests read strictly, answers written whole.
+"""The part of OpenAI's API format that a policy in training supports: parse requests strictly, write replies.
 
-A field is used, has no effect by its nature (`user`, `seed`), is replaced by the run's own (`temperature`), or is
-refused by name with 400: nothing that changes what an agent gets is ignored. Pure functions on JSON; torch-free.
+A field of a request is used, or has no effect on samples (`user`, `seed`), or is replaced by the run's setting
+(`temperature`), or is refused with status 400 and its name. No field that would change a sample is silently ignored.
+Pure functions on JSON; torch-free.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import Any
 
 from gspo.system.http import RefusedCallError
 
-# Settings of a request that the run's own take the place of: the trainer's ratio is of one distribution, the run's.
+# Settings that are replaced by those of the run, because the trainer needs log-probs of one distribution.
 REPLACED = {"temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "top_k": (-1, 10**9), "min_p": (0.0, 1.0)}
-# What is about the caller's books, or (`seed`) about draws that are functions of the run's seed anyway.
+# Fields for the caller's own records, and `seed`: draws are a function of the run's seed.
 _WITHOUT_EFFECT = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 ) | {"seed", "parallel_tool_calls"}
-# Fields that are understood in one value alone, the one that asks for nothing.
+# Fields of which only the default value is supported.
 _NEUTRAL: Mapping[str, Any] = {
     "n": 1,
     "best_of": 1,
@@ -56,8 +57,8 @@ class ApiError(RefusedCallError):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """A request that was understood: a chat (`messages`) or a completion of text or tokens (`prompt`).
+class ApiRequest:
+    """A parsed request: a chat (`messages`), or a completion of a text or of tokens (`prompt`).
 
     >>> read_chat({"model": "policy", "messages": [{"role": "user", "content": "2+2="}]}, "policy").messages
     ({'role': 'user', 'content': '2+2='},)
@@ -72,12 +73,12 @@ class Ask:
     stream_usage: bool = False
     logprobs: bool = False
     token_ids: bool = False
-    replaced: tuple[str, ...] = ()  # names of settings that the run's own took the place of
+    replaced: tuple[str, ...] = ()  # names of settings that were replaced by the run's
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the policy said, for writing.
+    """The policy's answer, from which a reply is written.
 
     >>> Answer("7", (), "stop", 5, (9, 1), (-0.1, -0.2), ("7", "<eos>")).finish
     'stop'
@@ -107,23 +108,23 @@ def loads(body: bytes) -> dict[str, Any]:
     return value
 
 
-def read_chat(body: Mapping[str, Any], model: str) -> Ask:
+def read_chat(body: Mapping[str, Any], model: str) -> ApiRequest:
     """POST /v1/chat/completions."""
     given = _read(body, _CHAT, model)
     messages = _take(given, "messages", list)
     if not messages:
-        raise ApiError(400, "missing_required_parameter", "messages must hold at least one message", "messages")
+        raise ApiError(400, "missing_required_parameter", "messages must contain at least one message", "messages")
     tools = tuple(_tool(tool, i) for i, tool in enumerate(_take(given, "tools", list, [])))
     choice = given.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
         raise ApiError(
             400,
             "unsupported_value",
-            "tool_choice can be auto or none: a policy cannot be forced to call",
+            "tool_choice must be auto or none: a policy in training cannot be forced to call a tool",
             "tool_choice",
         )
     most = [_count(given, name) for name in ("max_tokens", "max_completion_tokens") if name in given]
-    return Ask(
+    return ApiRequest(
         messages=tuple(_message(message, i) for i, message in enumerate(messages)),
         tools=() if choice == "none" else tools,
         max_tokens=min(most, default=None),
@@ -132,7 +133,7 @@ def read_chat(body: Mapping[str, Any], model: str) -> Ask:
     )
 
 
-def read_completion(body: Mapping[str, Any], model: str) -> Ask:
+def read_completion(body: Mapping[str, Any], model: str) -> ApiRequest:
     """POST /v1/completions, of a text or of token ids."""
     given = _read(body, _COMPLETIONS, model)
     prompt = _take(given, "prompt", (str, list))
@@ -141,14 +142,19 @@ def read_completion(body: Mapping[str, Any], model: str) -> Ask:
             prompt = prompt[0]
         if isinstance(prompt, list):
             if not all(type(token) is int and 0 <= token < 2**31 for token in prompt):
-                raise ApiError(400, "invalid_value", "prompt must be one text, or the token ids of one", "prompt")
+                raise ApiError(400, "invalid_value", "prompt must be one string, or one list of token ids", "prompt")
             prompt = tuple(prompt)
     if not prompt:
         raise ApiError(400, "invalid_value", "prompt is empty", "prompt")
     how_many = _take(given, "logprobs", int, -1)
     if how_many > 1:
-        raise ApiError(400, "unsupported_value", "logprobs can be 0 or 1: of the sampled token", "logprobs")
-    return Ask(
+        raise ApiError(
+            400,
+            "unsupported_value",
+            "logprobs must be 0 or 1: only the log-prob of the sampled token is available",
+            "logprobs",
+        )
+    return ApiRequest(
         prompt=prompt,
         max_tokens=_count(given, "max_tokens") if "max_tokens" in given else None,
         logprobs=how_many >= 0,
@@ -165,7 +171,7 @@ def read_reward(body: Mapping[str, Any]) -> float:
 
 
 def _read(body: Mapping[str, Any], known: frozenset[str], model: str) -> dict[str, Any]:
-    """The fields that are there and known; null is absent, as OpenAI has it."""
+    """The fields of a request after checks; null counts as absent, as in OpenAI's API."""
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
         if name in known or name in _WITHOUT_EFFECT:
@@ -175,12 +181,12 @@ def _read(body: Mapping[str, Any], known: frozenset[str], model: str) -> dict[st
             if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
                 raise ApiError(400, "invalid_value", f"{name} must be a number from {low:g} to {high:g}", name)
         elif name not in _NEUTRAL:
-            raise ApiError(400, "unknown_parameter", f"this endpoint knows no field {name[:64]!r}", name[:64])
+            raise ApiError(400, "unknown_parameter", f"this endpoint has no field {name[:64]!r}", name[:64])
         elif value != _NEUTRAL[name]:
             raise ApiError(
                 400,
                 "unsupported_value",
-                f"{name} can only be {json.dumps(_NEUTRAL[name])} for a policy in training",
+                f"{name} must be {json.dumps(_NEUTRAL[name])}: other values are not supported in training",
                 name,
             )
     asked = _take(given, "model", str)
@@ -198,7 +204,7 @@ def _common(given: Mapping[str, Any]) -> dict[str, Any]:
     stop = given.get("stop", [])
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or len(stop) > 16 or not all(isinstance(s, str) and 0 < len(s) <= 256 for s in stop):
-        raise ApiError(400, "invalid_value", "stop must be a text or up to 16 of them", "stop")
+        raise ApiError(400, "invalid_value", "stop must be a string, or a list of up to 16 strings", "stop")
     options = _take(given, "stream_options", dict, {})
     return {
         "stop": tuple(stop),
@@ -228,7 +234,7 @@ def _count(given: Mapping[str, Any], name: str) -> int:
 
 
 def _message(message: Any, index: int) -> Mapping[str, Any]:
-    """One message in the one form that is rendered and compared: fields without content are left out.
+    """A message in the form that is rendered and compared: fields without content are left out.
 
     >>> _message({"role": "assistant", "content": [{"type": "text", "text": "hm"}], "refusal": None}, 0)
     {'role': 'assistant', 'content': 'hm'}
@@ -249,7 +255,7 @@ def _message(message: Any, index: int) -> Mapping[str, Any]:
         read["tool_calls"] = [_tool_call(call, f"{where}.tool_calls") for call in _list(calls, f"{where}.tool_calls")]
     if given:
         name = next(iter(given))
-        raise ApiError(400, "unknown_parameter", f"{where} has a field {name[:64]!r} that means nothing here", where)
+        raise ApiError(400, "unknown_parameter", f"{where} has a field {name[:64]!r} that is not supported", where)
     return read
 
 
@@ -259,7 +265,7 @@ def _content(content: Any, where: str) -> str:
     texts = []
     for part in _list(content, where):
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ApiError(400, "unsupported_value", f"{where} can hold text alone", where)
+            raise ApiError(400, "unsupported_value", f"{where} can contain text only", where)
         texts.append(part["text"])
     return "".join(texts)
 
@@ -267,7 +273,7 @@ def _content(content: Any, where: str) -> str:
 def _tool_call(call: Any, where: str) -> Mapping[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ApiError(400, "invalid_value", f"{where} must hold calls of functions by name", where)
+        raise ApiError(400, "invalid_value", f"{where} must contain function calls, each with a name", where)
     arguments = function.get("arguments", "{}")
     arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
     return {
@@ -294,7 +300,7 @@ def _list(value: Any, where: str) -> list[Any]:
 # Answers
 
 
-def chat_body(answer: Answer, ask: Ask, *, id: str, model: str, created: int) -> dict[str, Any]:
+def chat_body(answer: Answer, request: ApiRequest, *, id: str, model: str, created: int) -> dict[str, Any]:
     """The reply to a chat that is not streamed."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.tool_calls:
@@ -303,28 +309,28 @@ def chat_body(answer: Answer, ask: Ask, *, id: str, model: str, created: int) ->
         "index": 0,
         "message": message,
         "finish_reason": _finish(answer),
-        "logprobs": _chat_logprobs(answer) if ask.logprobs else None,
-        **({"token_ids": list(answer.tokens)} if ask.token_ids else {}),
+        "logprobs": _chat_logprobs(answer) if request.logprobs else None,
+        **({"token_ids": list(answer.tokens)} if request.token_ids else {}),
     }
     reply = {"id": id, "object": "chat.completion", "created": created, "model": model, "choices": [choice]}
-    return reply | {"usage": usage(answer)} | _prompt_ids(answer, ask)
+    return reply | {"usage": usage(answer)} | _prompt_ids(answer, request)
 
 
-def completion_body(answer: Answer, ask: Ask, *, id: str, model: str, created: int) -> dict[str, Any]:
+def completion_body(answer: Answer, request: ApiRequest, *, id: str, model: str, created: int) -> dict[str, Any]:
     """The reply to a completion that is not streamed."""
     choice = {"index": 0, "text": answer.text, "finish_reason": answer.finish}
-    choice |= {"logprobs": _completion_logprobs(answer) if ask.logprobs else None}
-    choice |= {"token_ids": list(answer.tokens)} if ask.token_ids else {}
+    choice |= {"logprobs": _completion_logprobs(answer) if request.logprobs else None}
+    choice |= {"token_ids": list(answer.tokens)} if request.token_ids else {}
     reply = {"id": id, "object": "text_completion", "created": created, "model": model, "choices": [choice]}
-    return reply | {"usage": usage(answer)} | _prompt_ids(answer, ask)
+    return reply | {"usage": usage(answer)} | _prompt_ids(answer, request)
 
 
-def chunks(answer: Answer, ask: Ask, *, id: str, model: str, created: int) -> Iterator[bytes]:
-    """The same as server-sent events. The text comes in one piece: a sample is whole before anybody sees it."""
+def chunks(answer: Answer, request: ApiRequest, *, id: str, model: str, created: int) -> Iterator[bytes]:
+    """The reply as server-sent events. The text is in one event, because a sample is sent after it is complete."""
     head = {"id": id, "created": created, "model": model}
-    if ask.messages:
+    if request.messages:
         head["object"] = "chat.completion.chunk"
-        logprobs = _chat_logprobs(answer) if ask.logprobs else None
+        logprobs = _chat_logprobs(answer) if request.logprobs else None
         said: dict[str, Any] = {"content": answer.text} if answer.text or not answer.tool_calls else {}
         if answer.tool_calls:
             said["tool_calls"] = [{"index": i, **call} for i, call in enumerate(_calls(answer, id))]
@@ -335,11 +341,11 @@ def chunks(answer: Answer, ask: Ask, *, id: str, model: str, created: int) -> It
         )
     else:
         head["object"] = "text_completion"
-        logprobs = _completion_logprobs(answer) if ask.logprobs else None
+        logprobs = _completion_logprobs(answer) if request.logprobs else None
         steps = ({"text": answer.text, "finish_reason": answer.finish, "logprobs": logprobs},)
     for step in steps:
         yield _event({**head, "choices": [{"index": 0, **step}]})
-    if ask.stream_usage:
+    if request.stream_usage:
         yield _event({**head, "choices": [], "usage": usage(answer)})
     yield b"data: [DONE]\n\n"
 
@@ -398,10 +404,10 @@ def _completion_logprobs(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _prompt_ids(answer: Answer, ask: Ask) -> dict[str, Any]:
-    return {"prompt_token_ids": list(answer.prompt)} if ask.token_ids else {}
+def _prompt_ids(answer: Answer, request: ApiRequest) -> dict[str, Any]:
+    return {"prompt_token_ids": list(answer.prompt)} if request.token_ids else {}
 
 
 def only_finite(values: Sequence[float]) -> tuple[float, ...]:
-    """Log-probs as JSON can say them: −∞ is the least float there is."""
+    """Log-probs that JSON can represent: −∞ becomes −1e30."""
     return tuple(value if math.isfinite(value) else -1e30 for value in values)

@@ -159,7 +159,7 @@ def markdown(results: Mapping[str, Any]) -> str:
         out += ["", "## How cost grows", "", "![seconds per step](img/performance_sweep.png)", ""]
         out += [
             "Tiny's model, 8 prompts. Sizes that are not varied: 64 prompt tokens, G = 8, 32 new tokens.",
-            "Slopes by least squares. Not shared: plain packing with the model's own attention, which masks the whole packed row.",
+            "Slopes by least squares. Not shared: plain packing with the model's own attention over the whole row.",
             "",
             *_markdown_table(_sweep_table(results["sweep"])),
         ]

@@ -106,7 +106,7 @@ class IdleSampler:
 def _serve(kind: str) -> None:
     """Print the (URL, key) pairs as one line of JSON, and serve until stdin ends."""
     if kind == "agent":
-        from gspo.envs.agents.endpoint import Endpoint, Line
+        from gspo.envs.agents.endpoint import Endpoint, OpenEpisode
         from gspo.envs.agents.openai_api import Answer
 
         loop = asyncio.new_event_loop()
@@ -116,7 +116,7 @@ def _serve(kind: str) -> None:
             return Answer("7" * 64, (), "stop", 5, (1,) * 64, (-0.5,) * 64, ("7",) * 64)
 
         server = Endpoint()
-        targets = [server.open(Line(f"{i}-0", answer, loop)) for i in range(64)]
+        targets = [server.open(OpenEpisode(f"{i}-0", answer, loop)) for i in range(64)]
     else:
         from gspo.sampling.remote.server import SamplerEngine, SamplerServer
 

@@ -22,7 +22,7 @@ from gspo.config.layout import Layout, layout_of
 from gspo.config.schema import Config
 from gspo.errors import ConfigError, GspoError, RolloutError
 from gspo.faults import reached
-from gspo.launcher.serve.local import announce
+from gspo.launcher.serve.local import register_and_serve
 from gspo.models.loading import load_tokenizer
 from gspo.sampling.engines.base import EngineAddress, EngineSampler
 from gspo.sampling.remote.server import SamplerEngine
@@ -76,7 +76,7 @@ def serve_engine(
         report = sampler.check_server()
         engine = SamplerEngine(sampler, identity=identity, score=sampler.score, load=sampler.load_published)
         stalled_s = max(config.rollout.request_timeout / 3, 5.0)
-        announce(
+        register_and_serve(
             engine,
             index,
             folder,

@@ -1,4 +1,4 @@
-"""`python -m gspo.launcher.serve.local`: one sampler server: the in-process sampler behind HTTP, for a remote trainer.
+"""`python -m gspo.launcher.serve.local`: one sampler server, the in-process sampler behind HTTP.
 
 It serves after a trainer has sent it weights, and it ends with the process that started it. The token comes from the
 environment only (GSPO_SAMPLER_TOKEN). See docs/samplers.md.
@@ -63,7 +63,7 @@ def serve(
         dtype=model.dtype,
     )
     engine = SamplerEngine(sampler, identity=identity, score=partial(sequence_logp, model), latency_s=latency_s)
-    announce(
+    register_and_serve(
         engine,
         index,
         folder,
@@ -73,7 +73,7 @@ def serve(
     )
 
 
-def announce(
+def register_and_serve(
     engine: SamplerEngine,
     index: int,
     folder: Path,
@@ -103,7 +103,7 @@ def announce(
         server.close()
 
 
-def arguments(prog: str, description: str) -> argparse.ArgumentParser:
+def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     """The command line of every kind of sampler server."""
     parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("--config", required=True, type=Path, help="the run's resolved config")
@@ -116,7 +116,7 @@ def arguments(prog: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def answer(work: Callable[[], None]) -> int:
+def run_server(work: Callable[[], None]) -> int:
     """Run a server that ends with its parent process; returns the exit code."""
     die_with_parent(os.getppid())
     try:
@@ -128,7 +128,7 @@ def answer(work: Callable[[], None]) -> int:
 
 
 def main() -> int:
-    parser = arguments("python -m gspo.launcher.serve.local", "One sampler server.")
+    parser = make_parser("python -m gspo.launcher.serve.local", "One sampler server.")
     parser.add_argument(
         "--threads",
         type=int,
@@ -143,7 +143,7 @@ def main() -> int:
     )
     args = parser.parse_args()
     where = {"host": args.host, "port": args.port, "threads": args.threads, "latency_s": args.latency}
-    return answer(partial(serve, args.config, args.index, args.register, **where))
+    return run_server(partial(serve, args.config, args.index, args.register, **where))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from gspo.config import engine_flags as engines
 from gspo.config.layout import Layout
 from gspo.config.schema import Config
 from gspo.launcher.serve import engine
-from gspo.launcher.serve.local import answer, arguments
+from gspo.launcher.serve.local import make_parser, run_server
 from gspo.launcher.serve.model import as_folder, identity_for, model_folder
 from gspo.sampling.engines.base import EngineAddress
 from gspo.sampling.engines.sglang import SglangSampler
@@ -75,10 +75,10 @@ def _free_port() -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = arguments("python -m gspo.launcher.serve.sglang", "One sampler server, before an SGLang server.").parse_args(
-        argv
-    )
-    return answer(partial(serve, args.config, args.index, args.register, host=args.host, port=args.port))
+    args = make_parser(
+        "python -m gspo.launcher.serve.sglang", "One sampler server, in front of one SGLang server."
+    ).parse_args(argv)
+    return run_server(partial(serve, args.config, args.index, args.register, host=args.host, port=args.port))
 
 
 if __name__ == "__main__":

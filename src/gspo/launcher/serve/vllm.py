@@ -22,7 +22,7 @@ from gspo.config.layout import Layout
 from gspo.config.schema import Config
 from gspo.errors import ConfigError, WeightSyncError
 from gspo.launcher.serve import engine
-from gspo.launcher.serve.local import answer, arguments
+from gspo.launcher.serve.local import make_parser, run_server
 from gspo.launcher.serve.model import as_folder, identity_for, model_folder, without_weights
 from gspo.models.loading import EMBEDDED, locate
 from gspo.models.lora import write_adapter
@@ -149,11 +149,11 @@ def _environment(config: Config, layout: Layout, on_cpu: bool) -> dict[str, str]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = arguments("python -m gspo.launcher.serve.vllm", "One sampler server, in front of one vLLM server.")
+    parser = make_parser("python -m gspo.launcher.serve.vllm", "One sampler server, in front of one vLLM server.")
     parser.add_argument("--dry-run", action="store_true", help="print vLLM's environment and command line, and exit")
     args = parser.parse_args(argv)
     where = {"host": args.host, "port": args.port, "dry_run": args.dry_run}
-    return answer(partial(serve, args.config, args.index, args.register, **where))
+    return run_server(partial(serve, args.config, args.index, args.register, **where))
 
 
 if __name__ == "__main__":

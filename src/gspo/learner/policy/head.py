@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Targets(NamedTuple):
-    """Whose log-probs are wanted: M target tokens, sorted by the hidden row (of U) that predicts them."""
+    """The M target tokens whose log-probs are computed, sorted by the hidden row (of U) that predicts them."""
 
     token: Tensor  # [M]
     begins: Tensor  # [U+1] where the targets of each hidden row begin

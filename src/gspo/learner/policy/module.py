@@ -144,7 +144,7 @@ class PolicyModule(nn.Module):
 
         Tries shared prefixes first (on CUDA with the fused kernel, then without it), then plain packing. It detects
         models that keep state outside the attention (linear-attention hybrids), ignore the attention interface, or
-        transform their logits in a way that `head.py` does not know.
+        transform their logits in a way that `head.py` does not implement.
         """
         items = _probe_items(self.model.config.get_text_config().vocab_size)
         weight = self._head().weight

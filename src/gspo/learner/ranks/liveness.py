@@ -68,7 +68,7 @@ class Liveness:
         """While this rank waits for a command: TrainingError if rank 0 has failed or is silent."""
         if self._failure is not None:
             raise TrainingError("rank 0 sent no further command")  # `fail` adds the cause
-        # The launcher asks the other ranks to stop when rank 0 is lost; without it, only the timeout tells.
+        # The launcher asks the other ranks to stop when rank 0 is lost; without it, only the timeout detects this.
         limit = GRACE if self._stop.signal is not None else self._stall_timeout
         if 0 in self._silent(limit):
             raise TrainingError(f"rank 0 has sent no heartbeat for {limit:g} s; it was killed or stopped")

@@ -34,7 +34,9 @@ class StopRequest:
         is_first, self.signal = self.signal is None, number
         if is_first:
             where = f" ({by})" if by else ""
-            self._say(f"{signal.Signals(number).name}{where}: saving after this step (Ctrl-C once more: leave at once)")
+            self._say(
+                f"{signal.Signals(number).name}{where}: saving after this step (press Ctrl-C again to exit at once)"
+            )
 
     def restore(self) -> None:
         for number, handler in self._before.items():

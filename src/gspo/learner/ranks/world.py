@@ -26,7 +26,7 @@ from gspo.learner.ranks.liveness import GRACE, Liveness
 from gspo.learner.ranks.signals import StopRequest
 from gspo.system import heartbeat as watchdog
 
-POLL = 0.005  # seconds between two looks for the next command
+POLL = 0.005  # seconds between two polls for the next command
 
 _num_joined = 0
 

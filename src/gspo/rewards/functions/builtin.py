@@ -69,7 +69,7 @@ def format(text: str, *, tags: tuple[str, ...] = ("think", "answer"), **_: Any) 
 
 
 def regex(text: str, *, pattern: str, full: bool = False, **_: Any) -> float:
-    """1.0 if `pattern` is found in the text (`full`: matches all of it). Runs in a worker: a search can take for ever.
+    """1.0 if `pattern` is found in the text (`full`: matches all of it). Runs in a worker: a search may never end.
 
     >>> regex("the answer is 4", pattern=r"answer is \\d")
     1.0

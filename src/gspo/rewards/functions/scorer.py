@@ -1,8 +1,8 @@
 """Scorers: reward models and judges, which run in the trainer's process and score many samples at a time.
 
 A scorer starts when a group is submitted, and its results are taken when the trainer needs them. A reward model scores
-all submitted groups when the first result is taken; a judge sends its requests at once, while sampling goes on. Neither
-runs user code, so neither needs a worker process; requests to a judge have timeouts.
+all submitted groups when the first result is taken; a judge sends its requests at once, while sampling continues.
+Neither runs user code, so neither needs a worker process; requests to a judge have timeouts.
 """
 
 from __future__ import annotations

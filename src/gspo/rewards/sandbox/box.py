@@ -32,7 +32,7 @@ END_S = 1.0  # limit for the end of all processes after the kill
 
 
 class SandboxError(RewardError):
-    """The sandbox failed on this machine; the program is not to blame."""
+    """The sandbox failed on this machine; the program is not the cause."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ class DecodePlan:
         self.even = bool((self.own_len_n == self.own_max - 1).all())
 
     def mask(self, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """[N, 1, P + T]: 0 where a row sees a key, −inf elsewhere; None if every row sees every key."""
+        """[N, 1, P + T]: 0 where a row attends to a key, −inf elsewhere; None if every row attends to every key."""
         if window is not None and window >= self.prompt_max + self.own_max:
             window = None
         if window not in self.masks:
@@ -105,9 +105,8 @@ class DecodePlan:
             prompt_p, own_t = np.arange(self.prompt_max), np.arange(self.own_max)
             seen_p, seen_t = prompt_p < prompt_n_1, own_t <= own_n_1
             if window is not None:
-                first_n_1 = (
-                    prompt_n_1 + own_n_1 - window
-                )  # the query's position minus the window: the last hidden position
+                # The query's position minus the window: the last hidden position.
+                first_n_1 = prompt_n_1 + own_n_1 - window
                 seen_p, seen_t = seen_p & (prompt_p > first_n_1), seen_t & (prompt_n_1 + own_t > first_n_1)
             seen = np.concatenate([seen_p, seen_t], axis=1)
             mask = None
@@ -350,10 +349,8 @@ def _decode(
     prompt_k = prompt_k.view(-1, store.prompt_len, dim)[: grid.num_groups * num_kv, :length]  # [G·K, P, D]
     prompt_v = prompt_v.view(-1, store.prompt_len, dim_v)[: grid.num_groups * num_kv, :length]
     to_grid, to_rows = grid.heads(num_kv, query.device)
-    stacked = (
-        grid.num_groups * num_kv,
-        grid.num_ranks * per_kv,
-    )  # [G·K, M·E]: all rows of a group as queries of one product
+    # [G·K, M·E]: all rows of a group as queries of one product
+    stacked = (grid.num_groups * num_kv, grid.num_ranks * per_kv)
 
     q = (query[0].transpose(0, 1) * rule.scale).reshape(num_rows * num_kv, per_kv, dim)  # [N·K, E, D]
     q_grid = q.index_select(0, to_grid).view(*stacked, dim)  # [G·K, M·E, D]

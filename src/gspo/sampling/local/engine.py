@@ -373,7 +373,7 @@ class LocalSampler:
         if self._grid is None:
             self._grid = make_grid(rows.group[:used], alive)
         count, prompt_len = rows.count[:used], rows.prompt_len[:used]
-        # Free slots pretend to be as long as the longest row: then they need no mask. Their output is not used.
+        # Free slots get the length of the longest row, so that they need no mask. Their output is not used.
         own_len = np.where(alive, count, count[living].max()) - 1
         prompt_len = np.where(alive, prompt_len, prompt_len[living].max())
         tokens = np.where(alive, rows.tokens[np.arange(used), own_len], 0)

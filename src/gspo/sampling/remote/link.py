@@ -1,4 +1,4 @@
-"""One sampler server as the trainer's client knows it: its address, its state, its requests, and the calls it answers.
+"""One sampler server, in the trainer's client: its address, its state, its requests, and the calls it answers.
 
 Only the server's own thread uses the methods that call it and wait; any thread may send a `command`. Every call has a
 deadline, and every call may be repeated after a lost reply.

@@ -16,7 +16,7 @@ from gspo.monitor.loggers import Loggers
 from gspo.runs import checkpoint
 from gspo.runs.directory import RunDir, environment
 from gspo.runs.resume import resume
-from gspo.runs.save import Saver
+from gspo.runs.saver import Saver
 from gspo.runs.state import State
 from gspo.system.clock import Every
 from gspo.system.files import step_name, to_json, write_run_file

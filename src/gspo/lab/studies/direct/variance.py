@@ -9,7 +9,7 @@ import numpy as np
 
 from gspo.config import Loaded
 from gspo.lab.studies.direct.gradients import log_probs, opened, sampled
-from gspo.learner.credit import assemble
+from gspo.learner.credit import batch_with_advantages
 from gspo.rollout.groups import sample_groups
 from gspo.system.clock import Clock
 from gspo.train.build.objective import assembly
@@ -38,7 +38,7 @@ def measure(loaded: Loaded, settings: dict[str, Any], seed: int) -> dict[str, di
             rewards=loop.parts.rewards,
             decode=loop.parts.decode,
         )
-        long = assemble(groups, num_minibatches=1, **assembly(loaded))
+        long = batch_with_advantages(groups, num_minibatches=1, **assembly(loaded))
         everything = np.ones(long.num_sequences, dtype=bool)
         before = log_probs(loop.parts.learner.policy, long, everything)
         for _ in range(int(settings["steps"])):

@@ -19,7 +19,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-dist: Any = torch.distributed  # Any: type checkers do not know these stores and groups
+dist: Any = torch.distributed  # Any: type checkers have no types for these stores and groups
 
 SCHEME = "tcp://"
 MESSAGE = 256 * 2**20  # bytes

@@ -18,7 +18,7 @@ from gspo.system.clock import Every
 
 
 class Saver:
-    """Saves checkpoints of one run; knows the last saved step and its time.
+    """Saves checkpoints of one run; holds the last saved step and its time.
 
     identity: what a resumed run must agree on; config: the digest of the resolved config; keep: checkpoints to keep
     beside the best; keep_sample_steps: steps whose sample files are kept (None: all); every: when to save.

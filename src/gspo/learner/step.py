@@ -196,13 +196,13 @@ class _ProximalOf:
 
     def at(self, out: PolicyOutput, samples: Sequence[Any], index: NDArray[np.int64]) -> torch.Tensor:
         """log π_old at the trained tokens of a micro-batch, [M]."""
-        current = out.logp.detach()
+        current = out.logp.detach()  # [M]
         if self.logp is None:
             return current
-        stored = gather(self.logp, index).to(current)
+        stored = gather(self.logp, index).to(current)  # [M]
         if self.progress is None:
             return stored
-        alpha = loglinear_weight([samples[int(i)] for i in index], self.version, self.progress)
+        alpha = loglinear_weight([samples[int(i)] for i in index], self.version, self.progress)  # [M]
         return stored + alpha.to(current) * (current - stored)
 
 
@@ -227,14 +227,14 @@ class _Step:
             (out.logp.sum() * 0.0).backward()
             return 0.0
         index = packed.index.cpu().numpy()  # [B] sequence numbers
-        behavior_logp = gather(self.behavior, index).to(out.logp)  # [M]
+        behavior_logp = gather(self.behavior, index).to(out.logp)  # [M]; reference_logp too
         reference_logp = None if batch.reference_logp is None else gather(batch.reference_logp, index).to(out.logp)
         units = _units(batch, index, packed.cu_seqlens, plan)
         result = objectives.loss(
             plan.name,
             out.logp,
-            old.at(out, batch.samples, index),
-            _advantages(batch, index, units).to(out.logp),
+            old.at(out, batch.samples, index),  # [M]
+            _advantages(batch, index, units).to(out.logp),  # [M] or [U]
             None,
             behavior_logp=behavior_logp,
             reference_logp=reference_logp,
@@ -268,7 +268,7 @@ class _Step:
         reference_logp: torch.Tensor | None,
     ) -> None:
         """Write what happened to the sequences of a micro-batch into the report."""
-        report, index = self.report, packed.index.cpu().numpy()
+        report, index = self.report, packed.index.cpu().numpy()  # index [B]
         report.num_input_tokens += packed.num_tokens
         for name in ("log_s", "clipped_low", "clipped_high", "correction", "correction_raw", "correction_outside"):
             if name in result.stats:
@@ -278,11 +278,11 @@ class _Step:
         report.kl_behavior[index] = drift
         report.entropy[index] = objectives.mean_tokens(out.entropy, layout).cpu().numpy()
         if reference_logp is not None:
-            k3 = kl(out.logp.detach(), reference_logp, "k3")
+            k3 = kl(out.logp.detach(), reference_logp, "k3")  # [M]
             report.kl_reference[index] = objectives.mean_tokens(k3, layout).cpu().numpy()
         if k == 0:  # no update has been made: these are π_old's weights
             report.noise_log_s[index] = -drift
-        cuts = packed.cu_seqlens.cpu().numpy()
+        cuts = packed.cu_seqlens.cpu().numpy()  # [B + 1]
         for b, i in enumerate(index.tolist()):
             if i in self.keep_tokens_of:
                 report.logp[i] = out.logp[cuts[b] : cuts[b + 1]].detach().float().cpu().numpy()
@@ -315,7 +315,7 @@ def _units(batch: Batch, index: NDArray[np.int64], cu_seqlens: torch.Tensor, pla
         return whole
     samples = [batch.samples[int(i)] for i in index]
     turns = torch.from_numpy(np.concatenate([s.turns[s.mask] for s in samples])).to(cu_seqlens.device)  # [M]
-    cuts, sequence = turn_cuts(turns, cu_seqlens)
+    cuts, sequence = turn_cuts(turns, cu_seqlens)  # [U + 1], [U]
     if len(cuts) == len(cu_seqlens):  # every sequence has one turn
         return whole
     turn_share = (share / cu_seqlens.diff())[sequence] * cuts.diff()  # [U]

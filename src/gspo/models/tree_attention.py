@@ -63,9 +63,8 @@ class TreeLayout:
     def __init__(self, start: Any, length: Any, parent: Any) -> None:
         self.start, self.length, self.parent = (np.asarray(x, dtype=np.int64) for x in (start, length, parent))
         offset = np.zeros_like(self.start)  # [S] true position of a segment's first token
-        self._paths: dict[int, NDArray[np.int64]] = {
-            -1: np.zeros(0, np.int64)
-        }  # tokens from the root to a segment's end
+        # By segment with children: the token indices from the root to its end.
+        self._paths: dict[int, NDArray[np.int64]] = {-1: np.zeros(0, np.int64)}
         parents = set(self.parent.tolist())
         for s, (begin, num, up) in enumerate(
             zip(self.start.tolist(), self.length.tolist(), self.parent.tolist(), strict=True)
@@ -76,6 +75,7 @@ class TreeLayout:
             offset[s] = len(above)
             if s in parents:
                 self._paths[s] = np.concatenate([above, np.arange(begin, begin + num)])
+        # [N] true position of each token
         self.positions = np.concatenate(
             [np.zeros(0, np.int64), *(np.arange(o, o + n) for o, n in zip(offset, self.length, strict=True))]
         )
@@ -152,12 +152,12 @@ def _call(
     device: torch.device,
 ) -> _Call:
     shape = len(batch), max(len(rows) for rows, _ in batch), max(len(cols) for _, cols in batch)
-    rows, cols = np.full(shape[:2], -1), np.full((shape[0], shape[2]), -1)
+    rows, cols = np.full(shape[:2], -1), np.full((shape[0], shape[2]), -1)  # [B, Q], [B, C]; −1 is padding
     for b, (row_tokens, col_tokens) in enumerate(batch):
         rows[b, : len(row_tokens)], cols[b, : len(col_tokens)] = row_tokens, col_tokens
     row_position, col_position = positions[rows][:, :, None], positions[cols][:, None, :]  # [B, Q, 1], [B, 1, C]
     # Ancestors are always before a row, so one comparison of true positions is right for triangles and paths.
-    visible = (col_position <= row_position) & (rows >= 0)[:, :, None] & (cols >= 0)[:, None, :]
+    visible = (col_position <= row_position) & (rows >= 0)[:, :, None] & (cols >= 0)[:, None, :]  # [B, Q, C]
     if window is not None:
         visible &= row_position - col_position < window
     mask = None
@@ -197,7 +197,7 @@ class _Form:
             slope = 1 - s * s
             s.mul_(self.softcap)
         if call.mask is not None:
-            s.view(self.num_kv_heads, num, tall, -1, wide).add_(call.mask)
+            s.view(self.num_kv_heads, num, tall, -1, wide).add_(call.mask)  # [J, B, Q, R, C]
         return q_rows, k_cols, s, slope
 
 
@@ -213,15 +213,16 @@ class _TreeAttention(torch.autograd.Function):
             _, _, s, _ = form.scores(call, q, k)
             # A fully masked row (padding, or a window that ends before the prefix) has peak −inf. With a finite
             # peak its weights are 0 and not NaN.
-            peak = s.amax(-1, keepdim=True).clamp_min_(torch.finfo(s.dtype).min)
-            p = s.sub_(peak).exp_()
-            total = p.sum(-1, keepdim=True)
-            v_cols = v.index_select(0, call.cols).view(s.shape[0], call.shape[2], -1)
+            peak = s.amax(-1, keepdim=True).clamp_min_(torch.finfo(s.dtype).min)  # [J·B, Q·R, 1]
+            p = s.sub_(peak).exp_()  # [J·B, Q·R, C]
+            total = p.sum(-1, keepdim=True)  # [J·B, Q·R, 1]
+            v_cols = v.index_select(0, call.cols).view(s.shape[0], call.shape[2], -1)  # [J·B, C, E]
+            # [J·B·Q, R, E], and its log-sum-exp [J·B·Q, R]
             part = torch.bmm(p, v_cols).div_(total.clamp_min(torch.finfo(s.dtype).tiny)).view(-1, *out.shape[1:])
             part_lse = (total.log() + peak).view(-1, num_rep)
             if call.path:
                 # Merge two partial softmaxes: out += (part − out) · σ(part_lse − lse).
-                excess = part_lse - lse.index_select(0, call.rows)
+                excess = part_lse - lse.index_select(0, call.rows)  # [J·B·Q, R]
                 part.sub_(out.index_select(0, call.rows)).mul_(excess.sigmoid()[:, :, None])
                 # log(1 + e^excess); softplus returns excess alone above its threshold of 20
                 part_lse = -nn.functional.logsigmoid(-excess)
@@ -241,18 +242,18 @@ class _TreeAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, out, lse = ctx.saved_tensors
         form: _Form = ctx.form
-        grad = grads[0].contiguous()
+        grad = grads[0].contiguous()  # [N·J, R·E]
         num_rep = lse.shape[1]
         delta = (grad * out).view(*lse.shape, -1).sum(-1)  # [N·J, R] Σ_e dO·O, for the softmax gradient
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for call in form.calls:
             q_rows, k_cols, s, slope = form.scores(call, q, k)
-            batch, tall, wide = s.shape
-            p = s.sub_(lse.index_select(0, call.rows).view(batch, tall, 1)).exp_()
-            grad_rows = grad.index_select(0, call.rows).view(batch, tall, -1)
-            v_cols = v.index_select(0, call.cols).view(batch, wide, -1)
+            batch, tall, wide = s.shape  # J·B, Q·R, C
+            p = s.sub_(lse.index_select(0, call.rows).view(batch, tall, 1)).exp_()  # [J·B, Q·R, C]
+            grad_rows = grad.index_select(0, call.rows).view(batch, tall, -1)  # [J·B, Q·R, E]
+            v_cols = v.index_select(0, call.cols).view(batch, wide, -1)  # [J·B, C, E]
             dv.index_add_(0, call.cols, torch.bmm(p.transpose(1, 2), grad_rows).view(batch * wide, -1))
-            ds = torch.bmm(grad_rows, v_cols.transpose(1, 2))
+            ds = torch.bmm(grad_rows, v_cols.transpose(1, 2))  # [J·B, Q·R, C]
             ds.sub_(delta.index_select(0, call.rows).view(batch, tall, 1)).mul_(p)
             if slope is not None:
                 ds.mul_(slope)
@@ -281,6 +282,7 @@ def tree_attention(
     form = _Form(
         layout.plan(window, num_kv, dtype, q.device), num_kv, head_dim**-0.5 if scale is None else scale, softcap
     )
+    # [N·J, R·D], [N·J, D], [N·J, E]: the R query heads of a key/value head are next to each other
     rows = [x.transpose(0, 1).reshape(num_tokens * num_kv, -1).to(dtype) for x in (q, k, v)]
     out: Tensor = _TreeAttention.apply(*rows, form)  # pyright: ignore[reportAssignmentType]
     return out.view(num_tokens, num_heads, -1).to(q.dtype)
@@ -290,8 +292,8 @@ def tree_call(
     attention: Callable[..., Tensor],
     module: nn.Module,
     query: Tensor,  # [1, H, N, D]
-    key: Tensor,
-    value: Tensor,
+    key: Tensor,  # [1, J, N, D]
+    value: Tensor,  # [1, J, N, E]
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -316,7 +318,7 @@ def tree_call(
     if kind == "sliding_attention" and sliding_window is None:
         raise ValueError("a sliding-window layer passed no sliding_window")
     out = attention(query[0], key[0], value[0], tree, scale=scaling, window=sliding_window, softcap=softcap)
-    return out.unsqueeze(0), None
+    return out.unsqueeze(0), None  # [1, N, H, E]
 
 
 def _layer_type(module: nn.Module) -> str | None:

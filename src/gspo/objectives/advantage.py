@@ -66,7 +66,7 @@ def normalize(
     """
     if x.ndim != 1 or groups.shape != x.shape:
         raise ValueError(f"x and groups are [n], got {tuple(x.shape)} and {tuple(groups.shape)}")
-    out = x.to(torch.float64)
+    out = x.to(torch.float64)  # [n]
     whole_batch = torch.zeros_like(groups)
     if mean_level is not None:
         count, mean, same = _set_statistics(x.to(torch.float64), groups if mean_level == "group" else whole_batch)
@@ -111,18 +111,18 @@ def by_turn(
         centre = {"std_level": None, "leave_one_out": leave_one_out}
         at_end = normalize(final, groups, mean_level=mean_level, **centre)
         at_turn = normalize(turn_rewards, peers, mean_level="group", **centre)
-    last = torch.zeros_like(trajectory, dtype=torch.bool)
+    last = torch.zeros_like(trajectory, dtype=torch.bool)  # [K] True at the last turn of each trajectory
     last[:-1], last[-1:] = trajectory[1:] != trajectory[:-1], True
-    earned = at_turn + torch.where(last, at_end[trajectory], 0.0)
+    earned = at_turn + torch.where(last, at_end[trajectory], 0.0)  # [K]
     out = earned.clone()
     for k in reversed(range(len(out) - 1)):  # backwards over turns, once per rollout batch
         if not last[k]:
             out[k] = earned[k] + discount * out[k + 1]
     if std_level is None:
         return out
-    total = final.index_add(0, trajectory, turn_rewards)
+    total = final.index_add(0, trajectory, turn_rewards)  # [n] R
     ids = groups if std_level == "group" else torch.zeros_like(groups)
-    scale = _divided(torch.ones_like(total), total, ids, unbiased, eps)
+    scale = _divided(torch.ones_like(total), total, ids, unbiased, eps)  # [n] 1 / std R
     return out * scale[trajectory]
 
 
@@ -136,9 +136,9 @@ def gae(
     """
     if layout.cu_seqlens is not None:
         # The recursion over time needs [B, T]. Reading the lengths waits for the device, once per rollout batch.
-        lengths = layout.cu_seqlens.diff()
+        lengths = layout.cu_seqlens.diff()  # [B]
         column = torch.arange(int(lengths.max()) if len(lengths) else 0, device=rewards.device)
-        inside = column < lengths.unsqueeze(-1)
+        inside = column < lengths.unsqueeze(-1)  # [B, T]
         padded = [inside.new_zeros(inside.shape, dtype=t.dtype).masked_scatter(inside, t) for t in (rewards, values)]
         trained = inside if layout.mask is None else torch.zeros_like(inside).masked_scatter(inside, layout.mask)
         flat = TokenLayout(trained, None, layout.num_tokens, inside.shape)
@@ -147,8 +147,8 @@ def gae(
     rewards, values = keep_trained(rewards, layout), keep_trained(values, layout)
     trained = torch.ones_like(rewards, dtype=torch.bool) if layout.mask is None else layout.mask
     next_value = torch.zeros_like(rewards[:, 0]) if rewards.shape[1] else rewards.new_zeros(rewards.shape[0])
-    running = torch.zeros_like(next_value)
-    advantages = torch.zeros_like(rewards)
+    running = torch.zeros_like(next_value)  # [B]
+    advantages = torch.zeros_like(rewards)  # [B, T]
     for t in reversed(range(rewards.shape[1])):  # all [B]
         delta = rewards[:, t] + discount * next_value - values[:, t]
         running = torch.where(trained[:, t], delta + discount * gae_lambda * running, running)

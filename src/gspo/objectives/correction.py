@@ -70,16 +70,17 @@ def weights(
     action mask: weight 0 outside the bounds. action clamp: weight truncated to the bounds.
     """
     proximal, behavior = proximal_logp.detach(), behavior_logp.detach()
-    r = keep_trained(proximal - behavior, layout)
+    r = keep_trained(proximal - behavior, layout)  # token-shaped
     if form["metric"] == "ratio":
         judged = r
     else:
         # KL metrics stay in their own unit; ratio is compared in log space.
         judged = keep_trained(kl(proximal, behavior, form["metric"].removeprefix("kl_")), layout)
     if form["level"] == "sequence":
-        r = mean_tokens(r, layout)
-        judged = _over_sequence(judged, layout, form["agg"])
+        r = mean_tokens(r, layout)  # [B]
+        judged = _over_sequence(judged, layout, form["agg"])  # [B]
     statistic = bounded(judged).exp() if form["metric"] == "ratio" else judged
+    # From here on every tensor is [B] at level sequence, else token-shaped.
     inside = torch.ones_like(statistic, dtype=torch.bool)
     if form["upper"] is not None:
         inside &= statistic <= form["upper"]
@@ -100,7 +101,7 @@ def weights(
 def to_sequences(token_weights: Weights, layout: TokenLayout) -> Weights:
     """One weight for a sequence ratio: the mean of its tokens' weights, masked ones counting as 0."""
     weight, raw, outside = token_weights
-    outside_any = sum_tokens(keep_trained(outside.to(weight.dtype), layout), layout) > 0
+    outside_any = sum_tokens(keep_trained(outside.to(weight.dtype), layout), layout) > 0  # [B]
     return Weights(
         mean_tokens(keep_trained(weight, layout), layout), mean_tokens(keep_trained(raw, layout), layout), outside_any
     )

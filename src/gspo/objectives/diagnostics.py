@@ -30,7 +30,7 @@ def clip_fractions(stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
     `stats` are the [B] tensors of `Objective.stats`, possibly concatenated over micro-batches: sums of counts are
     divided once, so a split does not change a fraction. Sequences without trained tokens do not count.
     """
-    trained = stats["num_tokens"] > 0
+    trained = stats["num_tokens"] > 0  # [B]
     num_sequences = trained.sum().clamp(min=1)
     num_tokens = stats["num_tokens"].sum().clamp(min=1)
     low, high = stats["clipped_low"], stats["clipped_high"]

@@ -116,9 +116,9 @@ def loss(
     if chosen["kl_coef"]:
         if reference_logp is None:
             raise ValueError(f"{name}: kl_coef {chosen['kl_coef']} needs reference_logp")
-        token_kl = _token_kl(logp, reference_logp, layout, chosen["kl_estimator"])
+        token_kl = _token_kl(logp, reference_logp, layout, chosen["kl_estimator"])  # token-shaped
         per_sequence = per_sequence + chosen["kl_coef"] * aggregate.tokens(token_kl, layout, chosen["aggregation"])
-        stats["kl"] = mean_tokens(token_kl.detach(), layout)
+        stats["kl"] = mean_tokens(token_kl.detach(), layout)  # [B]
     if weight is not None:
         if weight.shape != per_sequence.shape:
             raise ValueError(f"weight has shape {tuple(weight.shape)}; it must be ({layout.num_sequences},)")
@@ -280,7 +280,7 @@ def _clipped_by_sign(clipped: Values, adv: Values, layout: TokenLayout) -> dict[
         high = Values((clipped.x & positive).to(dtype), True).sum(layout)
         low = Values((clipped.x & (adv.x <= 0)).to(dtype), True).sum(layout)
         return {"clipped_low": low, "clipped_high": high}
-    count = Values(clipped.x.to(dtype), clipped.per_token).sum(layout)
+    count = Values(clipped.x.to(dtype), clipped.per_token).sum(layout)  # [B]
     zero = torch.zeros_like(count)
     return {"clipped_low": torch.where(positive, zero, count), "clipped_high": torch.where(positive, count, zero)}
 

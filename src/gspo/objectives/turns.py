@@ -23,18 +23,19 @@ def turn_cuts(turns: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     >>> turn_cuts(torch.tensor([0, 0, 1, 0]), torch.tensor([0, 3, 4]))
     (tensor([0, 2, 3, 4]), tensor([0, 0, 1]))
     """
+    # [N + 1] True where a turn begins, and at the end
     begins = torch.ones(len(turns) + 1, dtype=torch.bool, device=turns.device)
     begins[1:-1] = turns[1:] != turns[:-1]
     begins[cu_seqlens] = True
-    cuts = begins.nonzero().squeeze(-1)
-    sequence = torch.searchsorted(cu_seqlens, cuts[:-1], right=True) - 1
+    cuts = begins.nonzero().squeeze(-1)  # [U + 1]
+    sequence = torch.searchsorted(cu_seqlens, cuts[:-1], right=True) - 1  # [U]
     return cuts, sequence
 
 
 def fold(values: Tensor, sequence: Tensor, num_sequences: int, weights: Tensor | None = None) -> Tensor:
-    """Σ over the turns of each sequence, [B]; with weights their weighted mean."""
-    total = values.new_zeros(num_sequences)
+    """Σ over the turns of each sequence, [U] → [B]; with weights [U] their weighted mean."""
+    total = values.new_zeros(num_sequences)  # [B]
     if weights is None:
         return total.index_add(0, sequence, values)
-    mass = total.index_add(0, sequence, weights).clamp(min=1)
+    mass = total.index_add(0, sequence, weights).clamp(min=1)  # [B]
     return total.index_add(0, sequence, values * weights) / mass

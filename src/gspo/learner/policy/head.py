@@ -35,6 +35,9 @@ class ChunkedHead(torch.autograd.Function):
     logits = hidden·Wᵀ + b, then the model's own scaling and soft cap. For upstream gradients g (per target)
     and h (per row's entropy H): d logits/T = g·(onehot − p) − h·p·(log p + H). Logits are recomputed in the
     backward pass: g is not known in the forward pass, and Σᵢ gᵢ(onehotᵢ − pᵢ)hiddenᵢᵀ does not factor.
+
+    Shapes: hidden [U, hidden], weight [V, hidden], bias [V]; M targets; a chunk has c hidden rows and m targets.
+    Returns log-probs [M] and the entropy of each hidden row, [U].
     """
 
     @staticmethod
@@ -42,22 +45,22 @@ class ChunkedHead(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, form: HeadForm
     ) -> tuple[Tensor, Tensor]:
         logits = _Logits(hidden, weight, bias, targets, form)
-        logp = hidden.new_empty(len(targets.token), dtype=logits.out_dtype)
-        lse = hidden.new_empty(len(hidden), dtype=logits.out_dtype)
-        entropy = torch.empty_like(lse) if form.with_entropy else lse.new_empty(0)
+        logp = hidden.new_empty(len(targets.token), dtype=logits.out_dtype)  # [M]
+        lse = hidden.new_empty(len(hidden), dtype=logits.out_dtype)  # [U] log Σ_v exp(logits/T)
+        entropy = torch.empty_like(lse) if form.with_entropy else lse.new_empty(0)  # [U] or [0]
         for rows, mine, row, token in logits.chunks():
             z, _ = logits(rows)  # [c, V]
-            chosen = z[row, token]
-            peak = z.amax(-1, keepdim=True)
+            chosen = z[row, token]  # [m]
+            peak = z.amax(-1, keepdim=True)  # [c, 1]
             z.sub_(peak)
             if form.with_entropy:
                 e = torch.exp(z, out=logits.buffer(1, len(z)))
-                total = e.sum(-1)
+                total = e.sum(-1)  # [c]
                 log_total = total.log()
                 # H = log Σe − Σ e·z / Σe, with z measured from the peak
                 entropy[rows] = log_total - e.mul_(z).sum(-1) / total
             else:
-                log_total = z.exp_().sum(-1).log()
+                log_total = z.exp_().sum(-1).log()  # [c]
             lse[rows] = log_total + peak[:, 0]
             logp[mine] = chosen - lse[rows][row]
         ctx.targets, ctx.form = targets, form
@@ -75,15 +78,15 @@ class ChunkedHead(torch.autograd.Function):
         targets, form = ctx.targets, ctx.form
         logits = _Logits(hidden, weight, bias, targets, form)
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
-        d_hidden = torch.empty_like(hidden) if want_hidden else None
+        d_hidden = torch.empty_like(hidden) if want_hidden else None  # [U, hidden]
         # Sums over chunks are float32 even if the product of one chunk is not: many small terms are added.
-        d_weight: Tensor | None = None
+        d_weight: Tensor | None = None  # [V, hidden]
         d_bias = (
             torch.zeros_like(logits.bias, dtype=logits.out_dtype) if want_bias and logits.bias is not None else None
         )
         for rows, mine, row, token in logits.chunks():
             z, slope = logits(rows)  # [c, V]
-            grad = grads[0][mine]  # g, one per target of the chunk
+            grad = grads[0][mine]  # [m] g, one per target of the chunk
             row_grad = grad.new_zeros(len(z)).index_add_(0, row, grad)  # [c] Σ over the targets of a row
             z.sub_(lse[rows, None])  # log p
             if form.entropy_grad:
@@ -91,7 +94,7 @@ class ChunkedHead(torch.autograd.Function):
                 z.add_(entropy[rows, None]).mul_(grads[1][rows, None]).add_(row_grad[:, None]).mul_(p).neg_()
             else:
                 z.exp_().mul_(row_grad.neg_()[:, None])
-            z.index_put_((row, token), grad, accumulate=True)
+            z.index_put_((row, token), grad, accumulate=True)  # now d logits/T, [c, V]
             if slope is not None:
                 z.mul_(slope)
             if d_bias is not None:
@@ -100,7 +103,7 @@ class ChunkedHead(torch.autograd.Function):
             if d_hidden is not None:
                 d_hidden[rows] = (z @ logits.weight).mul_(targets.scale).to(hidden.dtype)
             if want_weight:
-                h = logits.hidden(rows)
+                h = logits.hidden(rows)  # [c, hidden]
                 if d_weight is None:  # made by the first chunk: filling zeros would be one more pass over [V, hidden]
                     d_weight = (z.T @ h).mul_(targets.scale).to(logits.out_dtype)
                 elif h.dtype == d_weight.dtype:

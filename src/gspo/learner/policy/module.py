@@ -117,6 +117,7 @@ class PolicyModule(nn.Module):
         rows, order, begins = packed.by_source  # [U], [M], [U+1]
         hidden = self.hidden(packed).index_select(0, rows)  # [U, hidden]
         scale, softcap = logit_transform(self.model.config)
+        # Sorted by source: log-probs [M] per target, entropy [U] per hidden row.
         logp, entropy = ChunkedHead.apply(
             hidden,
             head.weight,
@@ -174,10 +175,11 @@ class PolicyModule(nn.Module):
         parts, device = [], self.model.device
         for item in items:
             for completion in item.completions:
-                tokens = torch.from_numpy(np.concatenate([item.prompt, completion.tokens])).to(device)
+                tokens = torch.from_numpy(np.concatenate([item.prompt, completion.tokens])).to(device)  # [P + T]
+                # [T, V]; the last prompt token predicts the first completion token
                 logits = self.model(input_ids=tokens[None, :-1], use_cache=False).logits[0, len(item.prompt) - 1 :]
-                logp = logits.to(output_dtype(logits.dtype)).log_softmax(-1)
-                parts.append(logp.gather(1, tokens[len(item.prompt) :, None])[:, 0])
+                logp = logits.to(output_dtype(logits.dtype)).log_softmax(-1)  # [T, V]
+                parts.append(logp.gather(1, tokens[len(item.prompt) :, None])[:, 0])  # [T]
         return torch.cat(parts)
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:

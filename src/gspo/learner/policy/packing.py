@@ -183,11 +183,11 @@ def forest(
     sequences: Sequence[tuple[NDArray[np.integer[Any]], NDArray[np.integer[Any]], int]],
 ) -> Packed:
     """Pack any tree: segments (tokens, parent) and sequences (sources, targets, index)."""
-    length = np.array([len(tokens) for tokens, _ in segments], dtype=np.int64)
-    parent = np.array([up for _, up in segments], dtype=np.int64)
-    start = np.cumsum(length) - length
+    length = np.array([len(tokens) for tokens, _ in segments], dtype=np.int64)  # [S]
+    parent = np.array([up for _, up in segments], dtype=np.int64)  # [S]
+    start = np.cumsum(length) - length  # [S]
     layout = TreeLayout(start, length, parent)
-    lengths = np.array([0, *(len(targets) for _, targets, _ in sequences)])
+    lengths = np.array([0, *(len(targets) for _, targets, _ in sequences)])  # [B + 1]
     packed = Packed(
         tokens=_flat([tokens for tokens, _ in segments]),
         positions=torch.from_numpy(layout.positions),
@@ -239,8 +239,8 @@ def pack(items: Sequence[PackItem], *, share_prefix: bool = True, vocab_size: in
                     rows[m] = np.concatenate([rows[m], begin + np.arange(len(tokens))])
             branches |= {c.index: row for c, row in zip(family, rows, strict=True)}
         for completion in item.completions:
-            trained = np.flatnonzero(completion.mask)
-            sources = trained
+            trained = np.flatnonzero(completion.mask)  # [trained] positions in the completion
+            sources = trained  # [trained] row index of the hidden state that predicts each; set below if there are any
             if completion.is_trained:
                 inputs = completion.tokens[: completion.num_inputs]
                 if not share:

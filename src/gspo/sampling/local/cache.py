@@ -67,7 +67,7 @@ class Grid:
 
 def make_grid(group_n: NDArray[np.int64], alive_n: NDArray[np.bool_]) -> Grid:
     """Place live rows in the table of groups. Free slots own no cell; they read one that exists."""
-    rank_n = np.zeros_like(group_n)
+    rank_n = np.zeros_like(group_n)  # [N]
     living = np.flatnonzero(alive_n)
     order = living[np.argsort(group_n[living], kind="stable")]
     starts = np.flatnonzero(np.diff(group_n[order], prepend=-1))
@@ -108,7 +108,7 @@ class DecodePlan:
                 # The query's position minus the window: the last hidden position.
                 first_n_1 = prompt_n_1 + own_n_1 - window
                 seen_p, seen_t = seen_p & (prompt_p > first_n_1), seen_t & (prompt_n_1 + own_t > first_n_1)
-            seen = np.concatenate([seen_p, seen_t], axis=1)
+            seen = np.concatenate([seen_p, seen_t], axis=1)  # [N, P + T]
             mask = None
             if not seen.all():
                 hidden = torch.from_numpy(~seen).to(device)
@@ -288,10 +288,10 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, rule: _Rule) ->
         return out.transpose(1, 2)
     mask_l_s = torch.zeros_like(seen_l_s, dtype=query.dtype).masked_fill_(~seen_l_s, -torch.inf)
     grouped = (query * rule.scale).reshape(batch, num_kv, -1, query.shape[-1])  # [B, K, E·L, D]
-    scores = (grouped @ key.transpose(-1, -2)).view(batch, heads, length, num_keys)
+    scores = (grouped @ key.transpose(-1, -2)).view(batch, heads, length, num_keys)  # [B, K·E, L, S]
     # [B, L, K·E, S]: heads next to keys, so that one sink per head can be appended.
     weights = _weights(scores.transpose(1, 2), rule, mask_l_s[:, None]).transpose(1, 2).to(value.dtype)
-    out = weights.reshape(batch, num_kv, -1, num_keys) @ value
+    out = weights.reshape(batch, num_kv, -1, num_keys) @ value  # [B, K, E·L, D]
     return out.view(batch, heads, length, -1).transpose(1, 2)
 
 
@@ -319,9 +319,9 @@ def _extend(
     own_k, own_v = store.own_of(layer, key, value)
     outputs = []
     for start, length, row, group, prompt_len in plan.segments:
-        q, k, v = (x[:, :, start : start + length] for x in (query, key, value))
+        q, k, v = (x[:, :, start : start + length] for x in (query, key, value))  # [1, heads, length, D]
         own_k[row, :, :length], own_v[row, :, :length] = k[0], v[0]
-        k = torch.cat([prompt_k[None, group, :, :prompt_len], k], dim=2)
+        k = torch.cat([prompt_k[None, group, :, :prompt_len], k], dim=2)  # [1, K, prompt_len + length, D]
         v = torch.cat([prompt_v[None, group, :, :prompt_len], v], dim=2)
         outputs.append(segment_attention(q, k, v, rule)[0])
     return torch.cat(outputs)[None]
@@ -343,22 +343,24 @@ def _decode(
         own_k.view(-1, dim).index_copy_(0, target, key[0].transpose(0, 1).reshape(-1, dim))
         own_v.view(-1, dim_v).index_copy_(0, target, value[0].transpose(0, 1).reshape(-1, dim_v))
     own_k = own_k.view(-1, capacity, dim)[: num_rows * num_kv, : plan.own_max]  # [N·K, T, D]
-    own_v = own_v.view(-1, capacity, dim_v)[: num_rows * num_kv, : plan.own_max]
+    own_v = own_v.view(-1, capacity, dim_v)[: num_rows * num_kv, : plan.own_max]  # [N·K, T, D]
     prompt_k, prompt_v = store.prompt_of(layer, key, value)
     grid, length = plan.grid, plan.prompt_max
     prompt_k = prompt_k.view(-1, store.prompt_len, dim)[: grid.num_groups * num_kv, :length]  # [G·K, P, D]
-    prompt_v = prompt_v.view(-1, store.prompt_len, dim_v)[: grid.num_groups * num_kv, :length]
+    prompt_v = prompt_v.view(-1, store.prompt_len, dim_v)[: grid.num_groups * num_kv, :length]  # [G·K, P, D]
     to_grid, to_rows = grid.heads(num_kv, query.device)
     # [G·K, M·E]: all rows of a group as queries of one product
     stacked = (grid.num_groups * num_kv, grid.num_ranks * per_kv)
 
     q = (query[0].transpose(0, 1) * rule.scale).reshape(num_rows * num_kv, per_kv, dim)  # [N·K, E, D]
     q_grid = q.index_select(0, to_grid).view(*stacked, dim)  # [G·K, M·E, D]
+    # [N·K, E, P]
     on_prompt = torch.bmm(q_grid, prompt_k.transpose(1, 2)).view(-1, per_kv, length).index_select(0, to_rows)
     scores = torch.cat([on_prompt, torch.bmm(q, own_k.transpose(1, 2))], dim=-1)  # [N·K, E, P + T]
-    mask = plan.mask(rule.window, scores.dtype, scores.device)
-    weights = _weights(scores.view(num_rows, heads, -1), rule, mask).to(value.dtype)
+    mask = plan.mask(rule.window, scores.dtype, scores.device)  # [N, 1, P + T]
+    weights = _weights(scores.view(num_rows, heads, -1), rule, mask).to(value.dtype)  # [N, K·E, P + T]
     weights = weights.reshape(num_rows * num_kv, per_kv, -1)  # [N·K, E, P + T]
-    weights_grid = weights[..., :length].index_select(0, to_grid).view(*stacked, length)
+    weights_grid = weights[..., :length].index_select(0, to_grid).view(*stacked, length)  # [G·K, M·E, P]
+    # [N·K, E, D]
     from_prompt = torch.bmm(weights_grid, prompt_v).view(-1, per_kv, dim_v).index_select(0, to_rows)
     return torch.baddbmm(from_prompt, weights[..., length:], own_v).view(1, num_rows, heads, dim_v)

@@ -289,7 +289,7 @@ class LocalSampler:
                 logits_to_keep=keep,
             )
         self._routes = None if recorder is None else recorder.routes()
-        return output.logits[0]
+        return output.logits[0]  # [kept, V]
 
     def _admit(self) -> bool:
         """Move waiting requests into free rows, prefill new prompts, draw first tokens; True if any request joined."""
@@ -331,7 +331,7 @@ class LocalSampler:
             part, prompts = prompts[:num], prompts[num:]
             slots, free = free[:num], free[num:]
             lengths = np.array([len(p) for p in part])
-            ends = np.cumsum(lengths)
+            ends = np.cumsum(lengths)  # [prompts]
             values, first, counts = np.unique(lengths, return_index=True, return_counts=True)
             runs = [(int(ends[i] - lengths[i]), int(c), int(n)) for n, i, c in zip(values, first, counts, strict=True)]
             logits = self._forward(
@@ -372,13 +372,13 @@ class LocalSampler:
         living, alive = rows.living(), rows.alive[:used]
         if self._grid is None:
             self._grid = make_grid(rows.group[:used], alive)
-        count, prompt_len = rows.count[:used], rows.prompt_len[:used]
+        count, prompt_len = rows.count[:used], rows.prompt_len[:used]  # [N] each
         # Free slots get the length of the longest row, so that they need no mask. Their output is not used.
         own_len = np.where(alive, count, count[living].max()) - 1
         prompt_len = np.where(alive, prompt_len, prompt_len[living].max())
-        tokens = np.where(alive, rows.tokens[np.arange(used), own_len], 0)
+        tokens = np.where(alive, rows.tokens[np.arange(used), own_len], 0)  # [N]
         self._store.reserve(own_len=int(own_len.max()) + 1)
-        logits = self._forward(tokens, prompt_len + own_len, DecodePlan(self._grid, prompt_len, own_len), 0)
+        logits = self._forward(tokens, prompt_len + own_len, DecodePlan(self._grid, prompt_len, own_len), 0)  # [N, V]
         self._counts["decode_forwards"] += 1
         self._counts["decode_rows"] += used
         routes = None if self._routes is None else self._routes[living]

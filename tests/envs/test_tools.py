@@ -37,7 +37,7 @@ def scripted(*answers, template=None, data=None, context=4096, question="12*34="
 
     params = SamplingParams(max_new_tokens=400)
     client = Client(
-        Request(SampleId(0, 0), tokens, params, origin=origin), chat=talk, ask=ask, max_turns=9, max_context=context
+        Request(SampleId(0, 0), tokens, params, origin=origin), chat=talk, submit=ask, max_turns=9, max_context=context
     )
     client.asked, client.talk = asked, talk
     return client

@@ -86,11 +86,11 @@ class Client:
         request: Request,
         *,
         chat: Chat,
-        ask: Callable[[Request], Future[Sample]],
+        submit: Callable[[Request], Future[Sample]],
         max_turns: int,
         max_context: int,
     ) -> None:
-        self._request, self._chat, self._ask = request, chat, ask
+        self._request, self._chat, self._submit = request, chat, submit
         self._max_turns, self._max_context = max_turns, max_context
         self.prompt = request.origin or Prompt(request.prompt, "")
         self._lock = threading.Lock()
@@ -205,7 +205,7 @@ class Client:
                 id = self._id_by_content(prompt, params)
                 place = (answered, prompt, id.attempt, id.turn)
         try:
-            sample = await asyncio.wrap_future(self._ask(Request(id, prompt, params)))
+            sample = await asyncio.wrap_future(self._submit(Request(id, prompt, params)))
         except BaseException:
             with self._lock:  # a repeated request gets the same draws as this one
                 self._in_use.get(id.attempt, set()).discard(id.turn)
@@ -227,9 +227,9 @@ class Client:
         return own._replace(turn=number, attempt=digest)
 
     def _params(self, sampling: dict[str, Any], room: int) -> SamplingParams:
-        if foreign := [name for name in sampling if name not in _SETTABLE]:
+        if unknown := [name for name in sampling if name not in _SETTABLE]:
             raise EpisodeError(
-                f"an episode cannot set {', '.join(foreign)}: gconfig applies to the whole run, because the trainer "
+                f"an episode cannot set {', '.join(unknown)}: gconfig applies to the whole run, because the trainer "
                 f"needs the log-probs of that distribution; it can set {', '.join(_SETTABLE)}"
             )
         if room < 1:

@@ -54,7 +54,7 @@ class _Episode:
     answers: dict[SampleId, tuple[Request, Sample]] = field(default_factory=dict)  # for a restart
 
 
-class _Asked(NamedTuple):
+class _RequestSent(NamedTuple):
     """An environment sent a request and waits for `future`."""
 
     episode: _Episode
@@ -95,7 +95,7 @@ class Episodes:
         call = _Call(self, sampler)
         try:
             call.begin(requests)
-            yield from call.in_rounds() if self._rounds else call.as_they_come()
+            yield from call.in_rounds() if self._rounds else call.without_rounds()
         finally:
             call.abandon()
 
@@ -136,7 +136,7 @@ class _Call:
         self._asked: list[Request] = []
         self._in_flight: dict[SampleId, Request] = {}  # what the sampler has not completed yet
         self._ended: list[Sample] = []
-        self._inbox: queue.SimpleQueue[_Asked | _Ended] = queue.SimpleQueue()  # from the environments' thread
+        self._inbox: queue.SimpleQueue[_RequestSent | _Ended] = queue.SimpleQueue()  # from the environments' thread
 
     # The two modes
 
@@ -150,8 +150,8 @@ class _Call:
             if self._in_flight:
                 self._refuse_missing()
 
-    def as_they_come(self) -> Iterator[Sample]:
-        heard = time.monotonic()
+    def without_rounds(self) -> Iterator[Sample]:
+        last_sample_at = time.monotonic()
         while self._open or self._in_flight or self._not_started:
             self._admit()
             with contextlib.suppress(queue.Empty):
@@ -161,12 +161,12 @@ class _Call:
             self._end_late()
             yield from self._take_ended()
             if not self._in_flight:
-                heard = time.monotonic()
+                last_sample_at = time.monotonic()
             self._submit()
             for sample in self._sampler.completed(0.0):
-                heard = time.monotonic()
+                last_sample_at = time.monotonic()
                 self._deliver(sample)
-            if self._in_flight and time.monotonic() - heard > self._how._request_timeout_s:
+            if self._in_flight and time.monotonic() - last_sample_at > self._how._request_timeout_s:
                 self._refuse_missing()
         yield from self._take_ended()
 
@@ -183,18 +183,18 @@ class _Call:
     def _start(self, request: Request, answers: dict[SampleId, tuple[Request, Sample]]) -> None:
         how = self._how
 
-        def ask(asked: Request) -> Future[Sample]:
+        def submit(sent: Request) -> Future[Sample]:
             future: Future[Sample] = Future()
-            self._inbox.put(_Asked(episode, asked, future))
+            self._inbox.put(_RequestSent(episode, sent, future))
             return future
 
-        client = Client(request, chat=how._chat, ask=ask, max_turns=how._max_turns, max_context=how._max_context)
+        client = Client(request, chat=how._chat, submit=submit, max_turns=how._max_turns, max_context=how._max_context)
         episode = _Episode(request, client, since=time.monotonic(), answers=answers)
         self._open[_key(request.id)] = episode
         loop = how.loop()
-        loop.call_soon_threadsafe(self._live, loop, episode)
+        loop.call_soon_threadsafe(self._create_task, loop, episode)
 
-    def _live(self, loop: asyncio.AbstractEventLoop, episode: _Episode) -> None:
+    def _create_task(self, loop: asyncio.AbstractEventLoop, episode: _Episode) -> None:
         episode.task = loop.create_task(self._play(episode))
 
     async def _play(self, episode: _Episode) -> None:
@@ -232,7 +232,7 @@ class _Call:
             while True:
                 self._handle(self._inbox.get_nowait())
 
-    def _handle(self, message: _Asked | _Ended) -> None:
+    def _handle(self, message: _RequestSent | _Ended) -> None:
         episode = message.episode
         if self._open.get(_key(episode.request.id)) is not episode:
             return  # ended or restarted before

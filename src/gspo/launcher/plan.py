@@ -99,7 +99,7 @@ def make_launch_plan(config: Config, command: Sequence[str], num_gpus: int) -> L
         replace(trainer, max_stopped_s=config.stall_timeout)
         for trainer in _trainers(layout, path, command, rank_places)
     )
-    env = _told(layout).write()
+    env = _launched(layout).write()
     samplers = tuple(
         Process("sampler", index, _sampler_argv(layout, path, index), env, node, gpus)
         for index, (node, gpus) in enumerate(sampler_places)
@@ -126,10 +126,10 @@ def _trainers(
     layout: Layout, path: Path, command: Sequence[str], places: Sequence[tuple[int, int | None]]
 ) -> tuple[Process, ...]:
     """One process per machine with ranks: torch's elastic launcher, which starts the ranks of that machine."""
-    told = _told(layout)
+    launched = _launched(layout)
     if layout.num_samplers:
-        told = replace(told, num_samplers=layout.num_samplers, sampler_folder=path / "samplers")
-    env = told.write()
+        launched = replace(launched, num_samplers=layout.num_samplers, sampler_folder=path / "samplers")
+    env = launched.write()
     nodes = list(dict.fromkeys(node for node, _ in places))
     out = []
     for index, node in enumerate(nodes):
@@ -146,8 +146,8 @@ def _trainers(
     return tuple(out)
 
 
-def _told(layout: Layout) -> Launched:
-    """What trainers and samplers are both told: each process sees only its own GPUs."""
+def _launched(layout: Layout) -> Launched:
+    """The launch settings that trainers and samplers share; each process sees only its own GPUs."""
     if layout.is_colocated:
         return Launched(is_launched=True, is_colocated=True)
     return Launched(is_launched=True, num_ranks=layout.ranks if layout.num_samplers else 1)

@@ -33,7 +33,7 @@ def render(plan: LaunchPlan, slurm: Slurm, command: Sequence[str], restarts: int
     """The sbatch script: job.sbatch with @NAME@ replaced by values of this run."""
     layout, log = plan.layout, plan.folder / "slurm.log"
     cpus = slurm.cpus_per_node or max(sum(p.node == node for p in plan.processes) for node in plan.nodes)
-    asked = {
+    flags = {
         "job-name": "/".join(plan.path.parts[-2:]),
         "nodes": layout.num_nodes,
         "ntasks-per-node": 1,
@@ -44,7 +44,7 @@ def render(plan: LaunchPlan, slurm: Slurm, command: Sequence[str], restarts: int
         "open-mode": "append",
         "signal": f"B:USR1@{slurm.save_before}",
     }
-    options = [f"--{name}={value}" for name, value in asked.items() if value is not None]
+    options = [f"--{name}={value}" for name, value in flags.items() if value is not None]
     options += ["--requeue", *slurm.sbatch]
     inner = [sys.executable, "-m", "gspo.launcher", "--on", "ray", "--config", str(plan.config_file), "--", *command]
     values = {

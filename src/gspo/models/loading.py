@@ -117,13 +117,13 @@ def _from_weights(path: str, dtype: torch.dtype) -> PreTrainedModel:
             raise
         raise DataError(f"a safetensors file in {path!r} is damaged: {cause}; fetch the model again") from cause
     model, info = loaded
-    foreign = [name for name in info["unexpected_keys"] if not name.endswith(_COMPUTED)]
+    unexpected = [name for name in info["unexpected_keys"] if not name.endswith(_COMPUTED)]
     shapes = [f"{name} (file {tuple(got)}, model {tuple(want)})" for name, got, want in info["mismatched_keys"]]
     problems = [
         f"{what}: {_list(names)}"
         for what, names in (
             ("missing tensors", info["missing_keys"]),
-            ("unexpected tensors", foreign),
+            ("unexpected tensors", unexpected),
             ("tensors of another shape", shapes),
             ("errors", info.get("error_msgs") or ()),
         )

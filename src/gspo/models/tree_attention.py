@@ -309,9 +309,9 @@ def tree_call(
         raise ValueError(f"attention {TREE!r} takes one packed row and no mask; got batch {query.shape[0]}")
     if dropout:
         raise ValueError(f"attention dropout is {dropout}; it must be 0: the ratio compares two evaluations")
-    foreign = [name for name in ("s_aux", "position_bias", "cu_seq_lens_q") if kwargs.get(name) is not None]
-    if foreign:
-        raise ValueError(f"attention {TREE!r} does not support the argument {', '.join(foreign)} of this model")
+    unsupported = [name for name in ("s_aux", "position_bias", "cu_seq_lens_q") if kwargs.get(name) is not None]
+    if unsupported:
+        raise ValueError(f"attention {TREE!r} does not support the argument {', '.join(unsupported)} of this model")
     kind = _layer_type(module)
     if kind not in (None, "full_attention", "sliding_attention"):
         raise ValueError(f"attention {TREE!r} does not support the layer type {kind!r}")

@@ -46,7 +46,7 @@ class Loggers:
         if self._feeds:
             plain = json.loads(to_json(row))  # the same values as in the file
             self._feeds = [feed for feed in self._feeds if feed.put(plain)]
-        self._tell()
+        self._show_messages()
 
     def close(self) -> None:
         """Wait until the sinks have written all rows, at most PATIENCE_S."""
@@ -63,9 +63,9 @@ class Loggers:
             for feed in late:
                 if feed.is_alive():
                     feed.drop(f"{feed.name} did not write all rows within {PATIENCE_S:.0f} s")
-        self._tell()
+        self._show_messages()
 
-    def _tell(self) -> None:
+    def _show_messages(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._say(f"stats_logger: {self._messages.get_nowait()}")
@@ -80,11 +80,11 @@ class _Feed(threading.Thread):
         make: Callable[[], Sink],
         history: list[Row],
         log: Path,
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
         # A daemon: a sink that hangs does not keep the process alive.
         super().__init__(name=name, daemon=True)
-        self._make, self._history, self._log, self._message = make, history, log, tell
+        self._make, self._history, self._log, self._message = make, history, log, report
         self._rows: queue.Queue[Row | None] = queue.Queue(MAX_PENDING)
         self._dropped = False
 

@@ -83,11 +83,11 @@ def _episodes(batch: Batch) -> dict[str, Any]:
 
 
 def time_metrics(
-    batch: Batch, report: StepReport, clock: Clock, num_sampled: int, *, beside: bool = False
+    batch: Batch, report: StepReport, clock: Clock, num_sampled: int, *, background: bool = False
 ) -> dict[str, float]:
     """Seconds by part, and tokens per second; call it last.
 
-    num_sampled: tokens sampled since the last step; beside: sampling ran in the background of training.
+    num_sampled: tokens sampled since the last step; background: sampling ran while the trainer trained.
     """
     # Counted as in a trainer without prefix sharing: prompt and completion of every sequence, trained or skipped.
     whole = sum(len(batch.prompt(i)) + len(s.tokens) for i, s in enumerate(batch.samples))
@@ -97,7 +97,7 @@ def time_metrics(
         "time/step_s": clock.total(),
         "throughput/rollout_tokens": num_sampled,
         "throughput/rollout_tokens_s": num_sampled
-        / max(clock.total() if beside else seconds.get("rollout", 0.0), 1e-9),
+        / max(clock.total() if background else seconds.get("rollout", 0.0), 1e-9),
         "throughput/train_tokens_s": whole / max(seconds.get("train", 0.0), 1e-9),
     }
 

@@ -47,9 +47,9 @@ def canonical(correction: str | Mapping[str, Any]) -> dict[str, Any]:
     preset = given.pop("preset", None)
     if preset is not None and preset not in CORRECTIONS:
         raise ValueError(f"unknown correction {preset!r}; known: {', '.join(CORRECTIONS)}")
-    foreign = set(given) - set(DEFAULTS)
-    if foreign:
-        raise TypeError(f"correction has no setting {', '.join(sorted(foreign))}; it has {', '.join(DEFAULTS)}")
+    unknown = set(given) - set(DEFAULTS)
+    if unknown:
+        raise TypeError(f"correction has no setting {', '.join(sorted(unknown))}; it has {', '.join(DEFAULTS)}")
     form = {**DEFAULTS, **(CORRECTIONS[preset] if preset else {}), **given}
     for name, choices in CHOICES.items():
         if form[name] not in choices:
@@ -72,14 +72,14 @@ def weights(
     proximal, behavior = proximal_logp.detach(), behavior_logp.detach()
     r = keep_trained(proximal - behavior, layout)  # token-shaped
     if form["metric"] == "ratio":
-        judged = r
+        measured = r  # the value that is compared with the bounds
     else:
         # KL metrics stay in their own unit; ratio is compared in log space.
-        judged = keep_trained(kl(proximal, behavior, form["metric"].removeprefix("kl_")), layout)
+        measured = keep_trained(kl(proximal, behavior, form["metric"].removeprefix("kl_")), layout)
     if form["level"] == "sequence":
         r = mean_tokens(r, layout)  # [B]
-        judged = _over_sequence(judged, layout, form["agg"])  # [B]
-    statistic = bounded(judged).exp() if form["metric"] == "ratio" else judged
+        measured = _over_sequence(measured, layout, form["agg"])  # [B]
+    statistic = bounded(measured).exp() if form["metric"] == "ratio" else measured
     # From here on every tensor is [B] at level sequence, else token-shaped.
     inside = torch.ones_like(statistic, dtype=torch.bool)
     if form["upper"] is not None:

@@ -147,7 +147,7 @@ def _check_shapes(logp: Tensor, **others: Tensor | None) -> None:
 
 
 def _ratio_per_sequence(algorithm: Algorithm, chosen: Mapping[str, Any]) -> bool:
-    """Whether one ratio stands for a whole sequence. CISPO's gate multiplies log π of each token: it is per token."""
+    """Whether a sequence has one ratio. CISPO's gate multiplies log π of each token: it is per token."""
     return chosen["level"] == "sequence" and algorithm.gate != "cispo"
 
 
@@ -236,9 +236,9 @@ def _corrected(
     """
     form = correction.canonical(given)
     # The advantage matters to `only_negative` alone.
-    judged = adv.mean(layout) if form["level"] == "sequence" else adv.at_tokens(layout)
+    advantage = adv.mean(layout) if form["level"] == "sequence" else adv.at_tokens(layout)
     dtype = compute_dtype(proximal.dtype)
-    weights = correction.weights(proximal.to(dtype), behavior.to(dtype), judged, layout, form)
+    weights = correction.weights(proximal.to(dtype), behavior.to(dtype), advantage, layout, form)
     if form["level"] == "sequence" and value.per_token:
         weights = correction.to_tokens(weights, layout)
     elif form["level"] == "token" and not value.per_token:
@@ -295,7 +295,7 @@ def _preset(name: str) -> Algorithm:
 
 
 def _settings(algorithm: Algorithm, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The preset's settings with the caller's on top; a foreign one is an error that names it."""
+    """The preset's settings overridden by the caller's; an unknown setting is an error that names it."""
     known = {
         **algorithm.settings,
         **COMMON_SETTINGS,
@@ -303,9 +303,9 @@ def _settings(algorithm: Algorithm, given: Mapping[str, Any]) -> dict[str, Any]:
         "aggregation": algorithm.aggregation,
         "max_new_tokens": None,
     }
-    foreign = [key for key in given if key not in known]
-    if foreign:
-        raise TypeError(f"{algorithm.name} has no setting {', '.join(foreign)}; it has {', '.join(known)}")
+    unknown = [key for key in given if key not in known]
+    if unknown:
+        raise TypeError(f"{algorithm.name} has no setting {', '.join(unknown)}; it has {', '.join(known)}")
     chosen = {**known, **given}
     for key, choices in (("level", LEVELS), ("aggregation", AGGREGATIONS), ("kl_estimator", ESTIMATORS)):
         if chosen[key] not in choices:

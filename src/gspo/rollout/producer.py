@@ -211,7 +211,7 @@ class RolloutProducer:
     # Both modes
 
     def poll_sampler(self) -> None:
-        """Take finished samples: training's own, or into the inbox of the `SharedSampler` that asked."""
+        """Take finished samples: training's own, or those of a `SharedSampler`, which go to its inbox."""
         for sample in self.engine.completed(0.0):
             self._last_sample_at = time.monotonic()
             inbox = self.sample_inboxes.pop(sample.id, None)

@@ -39,7 +39,7 @@ class Source(Protocol):
 
 
 class SharedSampler:
-    """A sampler beside the producer's training requests; it returns only the samples that were submitted here."""
+    """A sampler for requests other than training's; it returns only the samples that were submitted here."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -84,7 +84,7 @@ class SharedSampler:
 
 
 class SharedRewards:
-    """Rewards beside the producer's training groups; it returns only the outcomes that were submitted here."""
+    """Rewards for groups other than training's; it returns only the outcomes that were submitted here."""
 
     def __init__(self, source: Source) -> None:
         self._source = source

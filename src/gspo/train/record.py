@@ -52,7 +52,7 @@ class Recorder:
         self, batch: Batch, report: StepReport, clock: Clock, producer: RolloutProducer
     ) -> dict[str, float]:
         """Seconds by phase, and tokens per second; call it last."""
-        return time_metrics(batch, report, clock, producer.count_sampled(), beside=producer.background)
+        return time_metrics(batch, report, clock, producer.count_sampled(), background=producer.background)
 
     def write(self, metrics: Mapping[str, Any], batch: Batch | None) -> None:
         """One row of metrics, with an example of its batch for the display."""

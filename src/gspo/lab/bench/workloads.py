@@ -83,15 +83,15 @@ def rows(workload: Workload, count: int) -> list[dict[str, Any]]:
 
 
 def reward(completions: Sequence[str], flat: Sequence[bool], **_: Any) -> list[float]:
-    """Something in [0, 1) that differs within a group and costs nothing; constant where the row says so.
+    """A cheap value in [0, 1) that differs within a group; 0 for rows with `flat`.
 
-    Within 1, because `actor.reward_clip` would make larger ones equal and their groups would be skipped.
+    Below 1, because `actor.reward_clip` would make larger ones equal, and their groups would be skipped.
     """
     return [0.0 if f else sum(map(ord, c)) % 97 / 97 for c, f in zip(completions, flat, strict=True)]
 
 
 def write_model(workload: Workload, folder: Path) -> None:
-    """The model and a word tokenizer (`w17` is token 17), as a folder any library loads."""
+    """The model and a word tokenizer (`w17` is token 17), as a folder that transformers can load."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast

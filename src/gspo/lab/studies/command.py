@@ -126,11 +126,11 @@ class _Bar:
             self._task = self._bar.add_task(self._name, total=None)
         return self
 
-    def __call__(self, done: int, total: int, said: str) -> None:
+    def __call__(self, done: int, total: int, label: str) -> None:
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=total, description=said or self._name)
-        elif said:
-            print(f"[{done}/{total}] {said}", file=sys.stderr, flush=True)
+            self._bar.update(self._task, completed=done, total=total, description=label or self._name)
+        elif label:
+            print(f"[{done}/{total}] {label}", file=sys.stderr, flush=True)
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:

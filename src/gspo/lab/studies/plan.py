@@ -157,9 +157,9 @@ def _read(path: Path) -> Study:
     raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: a study file is a mapping with the keys claim, arms, seeds, …")
-    foreign = raw.keys() - ({entry.name for entry in fields(Study)} - {"name", "path"})
-    if foreign:
-        raise ConfigError(f"{path.name}: unknown keys {', '.join(sorted(foreign))}")
+    unknown = raw.keys() - ({entry.name for entry in fields(Study)} - {"name", "path"})
+    if unknown:
+        raise ConfigError(f"{path.name}: unknown keys {', '.join(sorted(unknown))}")
     raw["checks"] = [Check(**check) for check in raw.get("checks", ())]
     raw["tune"] = Tune(**raw["tune"]) if raw.get("tune") else None
     study = Study(name=path.stem, path=path, **raw)

@@ -1,4 +1,4 @@
-"""The model that an inference engine is told to load, and its identity, found without loading the weights here."""
+"""The model that an inference engine has to load, and its identity, without loading the weights in this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gspo.train.build.compute import device_and_dtype, published_dtype
 
 
 def model_folder(config: Config, tmp: Path) -> str:
-    """The model that the engine is told to load: a folder, or a hub name. Random weights are written to `tmp` first."""
+    """The model that the engine has to load: a folder, or a hub name. Random weights are written to `tmp` first."""
     path = as_folder(config.actor.path)
     if not config.actor.init_from_scratch:
         return path

@@ -87,10 +87,10 @@ class RewardModel:
     def _encode(self, item: Any, completion: str) -> tuple[int, ...]:
         if not self._chat:
             return tuple(self._tokenizer.encode(_plain(item) + completion))
-        asked = list(item.messages) or [{"role": "user", "content": item.prompt}]
-        said = [*asked, {"role": "assistant", "content": completion}]
+        question = list(item.messages) or [{"role": "user", "content": item.prompt}]
+        conversation = [*question, {"role": "assistant", "content": completion}]
         try:
-            text = self._tokenizer.apply_chat_template(said, tokenize=False)
+            text = self._tokenizer.apply_chat_template(conversation, tokenize=False)
         except Exception as error:  # a template is a program and may raise anything
             raise DataError(
                 f"{self._name}: its chat template cannot render the conversation ({error}); set chat_template: false"

@@ -119,7 +119,7 @@ class Supervisor:
         theirs.close()
         mine.setblocking(False)
         self.workers[pid] = WorkerProcess(pid, mine, page)
-        # The worker sets it too, but it may hang before it gets there.
+        # The worker sets it, too, but it may hang before that.
         set_clock(page, time.monotonic() + self.settings["startup_s"])
         self.selector.register(mine, selectors.EVENT_READ, pid)
 

@@ -66,7 +66,7 @@ class Grid:
 
 
 def make_grid(group_n: NDArray[np.int64], alive_n: NDArray[np.bool_]) -> Grid:
-    """Place live rows in the table of groups. Free slots own no cell; they read one that exists."""
+    """Place the running rows in the table of groups. Free slots have no cell; they read the cell of another row."""
     rank_n = np.zeros_like(group_n)  # [N]
     living = np.flatnonzero(alive_n)
     order = living[np.argsort(group_n[living], kind="stable")]
@@ -137,7 +137,7 @@ class KVStore:
         self.own: dict[int, tuple[Tensor, Tensor]] = {}
 
     def reserve(self, *, groups: int = 0, prompt_len: int = 0, rows: int = 0, own_len: int = 0) -> None:
-        """Make room for so many slots of such lengths; stored keys and values stay."""
+        """Grow to at least these numbers of slots and lengths; stored keys and values stay."""
         prompt = (_grown(self.num_groups, groups), _grown(self.prompt_len, prompt_len))
         if prompt != (self.num_groups, self.prompt_len):
             self.num_groups, self.prompt_len = prompt

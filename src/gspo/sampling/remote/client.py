@@ -161,13 +161,15 @@ class HttpSampler:
             for server in self._servers:
                 self._return_unsampled([p for p in server.requests.values() if not p.is_sent])
                 server.requests = {key: p for key, p in server.requests.items() if p.is_sent}
-            asked = [server for server in self._servers if server.requests]
+            aborting = [server for server in self._servers if server.requests]
         deadline = time.monotonic() + self._answer_s
-        while asked and time.monotonic() < deadline:
-            self._command(asked, "/abort")
+        while aborting and time.monotonic() < deadline:
+            self._command(aborting, "/abort")
             with self._changed:
                 self._changed.wait_for(lambda: not self._requests, timeout=1.0)
-                asked = [server for server in asked if server.requests]  # a /generate may have come after the /abort
+                aborting = [
+                    server for server in aborting if server.requests
+                ]  # a /generate may have come after the /abort
         with self._changed:
             self._return_unsampled(list(self._requests.values()))
             for server in self._servers:
@@ -468,6 +470,6 @@ class HttpSampler:
             self._changed.notify_all()
 
     def _command(self, servers: Sequence[Server], path: str, timeout_s: float | None = None) -> None:
-        """Send a command to servers at once, beside their threads, and wait for the replies or their deadline."""
+        """Send a command to all servers at once, from this thread; wait for the replies or their deadline."""
         calls = [server.command(path, timeout_s) for server in servers if server.address and server.boot]
         concurrent.futures.wait(calls)

@@ -190,7 +190,7 @@ class Server:
         except RuntimeError as error:
             raise DisconnectedError(f"{what} could not be sent: {error}") from None
         if (reply.get("version"), reply.get("sha256")) != (published.version, published.sha256):
-            raise InvalidResponseError(f"it was told to load {what} and holds {reply.get('version')}")
+            raise InvalidResponseError(f"it should have loaded {what}, but reports version {reply.get('version')}")
         return reply.get("probe") or []
 
     def disconnect(self, reason: str, settled_version: int, is_banned: bool) -> list[PendingRequest]:

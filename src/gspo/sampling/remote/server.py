@@ -216,21 +216,21 @@ class SamplerEngine:
         looked = 0.0
         while not self._closed:
             idle = not self._running or bool(self._view.get("paused") or self._view.get("asleep"))
-            asked = self._answer(wait=idle)
+            ran_any = self._run_calls(wait=idle)
             if not idle:
                 self._decode()
-            if asked or idle or time.monotonic() - looked > 0.2:
+            if ran_any or idle or time.monotonic() - looked > 0.2:
                 self._view, looked = dict(self._sampler.health()), time.monotonic()
 
-    def _answer(self, wait: bool) -> bool:
-        """Run the queued calls; whether there were any."""
-        asked = False
+    def _run_calls(self, wait: bool) -> bool:
+        """Run the queued calls; returns whether there were any."""
+        ran_any = False
         while True:
             try:
-                call, reply = self._calls.get(timeout=0.5) if wait and not asked else self._calls.get_nowait()
+                call, reply = self._calls.get(timeout=0.5) if wait and not ran_any else self._calls.get_nowait()
             except queue.Empty:
-                return asked
-            asked = True
+                return ran_any
+            ran_any = True
             if not reply.set_running_or_notify_cancel():
                 continue  # the client has disconnected, or was told that the sampler is busy
             try:

@@ -1,4 +1,4 @@
-"""A weight version in the trainer's memory, broadcast to each server that asks for it (actor.weight_update_mode)."""
+"""A weight version in the trainer's memory, broadcast to each server that requests it (actor.weight_update_mode)."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class ProbeCheck:
         return None if self._reference is None else self._reference(self.sequences)
 
     def mismatch(self, values: Any) -> str | None:
-        """Why a server's result is wrong; None if it agrees. The first result stands in for a missing reference."""
+        """Why a server's result is wrong; None if it agrees. The first result is the reference if there is none."""
         try:
             rows = [np.array(row, dtype=np.float64) for row in values]
         except (TypeError, ValueError):

@@ -4,7 +4,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from gspo.learner.proximal import NOISE_MARGIN, AutoClip, choose_source, clip_range, next_quantile
+from gspo.learner.proximal import NOISE_MARGIN, AutoClip, choose_proximal_source, clip_range, next_quantile
 from gspo.runs.state import State
 
 
@@ -74,7 +74,7 @@ def test_the_state_round_trips_through_json_to_the_last_bit():
 
 def test_the_sampler_serves_as_the_proximal_policy_only_while_its_noise_is_far_below_the_range():
     eps = 1e-3
-    assert choose_source(eps / NOISE_MARGIN * 0.9, eps, "recompute") == "sampler"
-    assert choose_source(eps / NOISE_MARGIN * 1.1, eps, "sampler") == "recompute"
-    assert choose_source(None, eps, "sampler") == "sampler"  # nothing was measured: nothing changes
-    assert choose_source(0.01, None, "recompute") == "sampler"  # a gate without a clip range
+    assert choose_proximal_source(eps / NOISE_MARGIN * 0.9, eps, "recompute") == "sampler"
+    assert choose_proximal_source(eps / NOISE_MARGIN * 1.1, eps, "sampler") == "recompute"
+    assert choose_proximal_source(None, eps, "sampler") == "sampler"  # nothing was measured: nothing changes
+    assert choose_proximal_source(0.01, None, "recompute") == "sampler"  # a gate without a clip range

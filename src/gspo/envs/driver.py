@@ -133,7 +133,7 @@ class _Call:
         self._how, self._sampler = how, sampler
         self._not_started: deque[Request] = deque()
         self._open: dict[tuple[int, int], _Episode] = {}
-        self._asked: list[Request] = []
+        self._not_submitted: list[Request] = []
         self._in_flight: dict[SampleId, Request] = {}  # what the sampler has not completed yet
         self._ended: list[Sample] = []
         self._inbox: queue.SimpleQueue[_RequestSent | _Ended] = queue.SimpleQueue()  # from the environments' thread
@@ -249,7 +249,7 @@ class _Call:
         else:
             episode.pending[request.id] = future
             if in_flight is None:
-                self._asked.append(request)
+                self._not_submitted.append(request)
 
     def _is_running(self, episode: _Episode) -> bool:
         return not episode.pending
@@ -278,7 +278,7 @@ class _Call:
     def _restart(self) -> None:
         """Start the episodes of a blocked thread again, in a new one."""
         self._how._leave_loop()
-        self._asked = []
+        self._not_submitted = []
         for episode in list(self._open.values()):
             episode.client.close("the episode was restarted")
             self._start(episode.request, episode.answers)
@@ -292,7 +292,7 @@ class _Call:
         client = episode.client
         client.close("the episode has ended")
         self._cancel(episode)
-        self._asked = [request for request in self._asked if request.id not in episode.pending]
+        self._not_submitted = [request for request in self._not_submitted if request.id not in episode.pending]
         self._ended.append(
             episode_sample(
                 episode.request.id,
@@ -324,7 +324,7 @@ class _Call:
 
     def _submit(self) -> None:
         # By id: the order in which environments sent them depends on timing.
-        requests, self._asked = sorted(self._asked, key=lambda request: request.id), []
+        requests, self._not_submitted = sorted(self._not_submitted, key=lambda request: request.id), []
         if not requests:
             return
         try:

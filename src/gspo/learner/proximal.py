@@ -9,7 +9,9 @@ own detached forward pass. For mini-batches 2…K there are five sources (`Proxi
     centred     log μ minus its mean error per token, which mini-batch 1 measures at no cost
     loglinear   interpolated between log μ and log π_θ, by the weight version of each token (async rollout)
 
-`choose_source` decides between the first two for `actor.prox_logp_method: auto`. docs/mismatch.md has measurements.
+The source is decided at the start of a run, from the config (`first_proximal_source` in `train/build/objective.py`).
+With `actor.prox_logp_method: auto`, `choose_proximal_source` decides again between the first two after every step
+(called in `train/update.py`). docs/mismatch.md has measurements.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ NOISE_MARGIN = 10.0
 FINE = 3.0
 
 
-def choose_source(noise: float | None, eps: float | None, current: ProximalSource) -> ProximalSource:
-    """For `prox_logp_method: auto`: the sampler's log-probs while their measured noise is far below the clip range."""
+def choose_proximal_source(noise: float | None, eps: float | None, current: ProximalSource) -> ProximalSource:
+    """For `prox_logp_method: auto`: `sampler` if the measured noise is far below the clip range ε, else `recompute`."""
     if noise is None:
         return current
     return "sampler" if noise * NOISE_MARGIN < (0.2 if eps is None else eps) else "recompute"

@@ -1,4 +1,4 @@
-"""The optimizer updates of a step, and what they decide for the next one: the clip range and where π_old comes from."""
+"""The optimizer updates of a step; after them, the clip range and the source of π_old are chosen for the next step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ from gspo.learner.batch import Batch
 from gspo.learner.credit import Credit
 from gspo.learner.critic import Critic, critic_metrics, train_critic
 from gspo.learner.policy.module import PolicyModule
-from gspo.learner.proximal import AutoClip, choose_source, clip_range, judge_noise, next_quantile, noise_message
+from gspo.learner.proximal import (
+    AutoClip,
+    choose_proximal_source,
+    clip_range,
+    judge_noise,
+    next_quantile,
+    noise_message,
+)
 from gspo.learner.reference import Reference
 from gspo.learner.step import Plan, StepReport, train_step
 from gspo.monitor.metrics import measured_noise
@@ -110,7 +117,7 @@ class Updater:
     def check_sampler_noise(
         self, batch: Batch, plan: Plan, state: State
     ) -> Callable[[NDArray[np.float64]], None] | None:
-        """Where the sampler's log-probs serve as π_old, a check of their first measured noise; else None."""
+        """A check of the first measured noise, if the sampler's log-probs are used as π_old; else None."""
         eps, centred = self._settings.narrowest_clip(plan.settings), state.proximal == "centred"
         if state.noise is not None or eps is None or state.proximal not in ("rollout", "centred"):
             return None
@@ -122,7 +129,7 @@ class Updater:
                 return
             problem = noise_message(noise, eps, centred=centred)
             if verdict == "above" and not self._settings.allow_noise:
-                raise TrainingError(f"{problem}; actor.prox_logp_force=true trains all the same")
+                raise TrainingError(f"{problem}; set actor.prox_logp_force=true to train anyway")
             self._say(f"warning: {problem}")
 
         return check
@@ -135,18 +142,18 @@ class Updater:
         return critic_metrics(batch, report, rates[-1])
 
     def _plan_of(self, state: State) -> Plan:
-        """The plan with this step's clip range, which `eps_clip: auto` moves."""
+        """The plan with this step's clip range, which `eps_clip: auto` changes."""
         plan, auto = self._learner.plan, self._settings.auto_clip
         if auto is None:
             return plan
         start = plan.settings["clip_low"], plan.settings["clip_high"]
-        # Sampler noise is a lower bound of ε only where π_old is the sampler's.
+        # Sampler noise is a lower bound of ε only if π_old comes from the sampler.
         noise = None if state.proximal == "recompute" else state.noise
         low, high = clip_range(state.auto_eps, noise, start, auto)
         return replace(plan, settings={**plan.settings, "clip_low": low, "clip_high": high})
 
     def _adapt(self, batch: Batch, report: StepReport, plan: Plan, state: State) -> None:
-        """Store the measured noise; move the automatic clip range; choose the source of π_old."""
+        """Store the measured noise, update the automatic clip range, and choose the next source of π_old."""
         noise = measured_noise(report.noise_log_s, batch, state.step)
         first, measured = state.noise is None, noise and noise.floor(state.proximal == "centred")
         state.noise = state.noise if measured is None else measured
@@ -157,7 +164,7 @@ class Updater:
         if not self._settings.choose_proximal or plan.num_minibatches == 1:
             return
         eps = plan.settings.get("clip_low")
-        source = choose_source(measured, eps, state.proximal)
+        source = choose_proximal_source(measured, eps, state.proximal)
         if measured is not None and (first or source != state.proximal):
             self._say(
                 f"π_old of mini-batches 2…{plan.num_minibatches} comes from the "

@@ -94,7 +94,7 @@ class Judge:
         self._body = {name: value for name, value in fields.items() if value is not None}
         self._secret = _secret(api_key_env, key)
         self._lock = threading.Lock()
-        self._asked: dict[str, concurrent.futures.Future[Result]] = {}
+        self._results: dict[str, concurrent.futures.Future[Result]] = {}
         self._cache = None if cache is None else Path(cache).expanduser()
         self._known = _read_cache(self._cache, key)
         self._closing = threading.Event()
@@ -108,7 +108,7 @@ class Judge:
 
     def start(self, item: Any) -> Pending:
         """Send a request for every completion of a group; the results wait for the answers."""
-        futures = [self._ask(self._request(item, completion)) for completion in item.completions]
+        futures = [self._submit(self._request(item, completion)) for completion in item.completions]
         return Pending(lambda: [future.result() for future in futures], lambda: all(f.done() for f in futures))
 
     def close(self) -> None:
@@ -127,15 +127,15 @@ class Judge:
             messages.insert(0, {"role": "system", "content": self._system_prompt})
         return json.dumps({**self._body, "messages": messages}, sort_keys=True).encode()
 
-    def _ask(self, request: bytes) -> concurrent.futures.Future[Result]:
+    def _submit(self, request: bytes) -> concurrent.futures.Future[Result]:
         identity = "\n".join((self._url, self._pattern.pattern, repr(self._low), repr(self._high))).encode()
         digest = hashlib.sha256(identity + b"\n" + request).hexdigest()
         with self._lock:
             if digest in self._known:
                 return _done(self._known[digest])
-            if digest not in self._asked:
-                self._asked[digest] = self._threads.submit(self._judge, digest, request)
-            return self._asked[digest]
+            if digest not in self._results:
+                self._results[digest] = self._threads.submit(self._judge, digest, request)
+            return self._results[digest]
 
     def _judge(self, digest: str, request: bytes) -> Result:
         """One score, with retries. A failure is not remembered: the next equal question is sent again."""
@@ -150,7 +150,7 @@ class Judge:
             spread = 0.5 + float(rng.uniform(int(digest[:15], 16), "judge-backoff", attempt))
             self._closing.wait(min(max(self._backoff * 2**attempt * spread, wait_s), _MAX_WAIT_S))
         with self._lock:
-            self._asked.pop(digest, None)
+            self._results.pop(digest, None)
             if not isinstance(result, tuple):
                 self._known[digest] = result
                 self._write_cache(digest, result)

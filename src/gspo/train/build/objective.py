@@ -25,7 +25,7 @@ def make_plan(loaded: Loaded) -> Plan:
         min_micro_batches=actor.mb_spec.n_mbs or 1,
         max_norm=actor.optimizer.gradient_clipping,
         max_new_tokens=config.gconfig.max_new_tokens,
-        # A sequence without an advantage has a KL all the same.
+        # A sequence with advantage 0 still has a KL.
         skip_zero_advantage=not actor.kl_loss_coef,
         routing_replay=actor.routing_replay,
         sequence_unit=actor.sequence_unit,
@@ -33,7 +33,7 @@ def make_plan(loaded: Loaded) -> Plan:
 
 
 def first_proximal_source(config: Config) -> ProximalSource:
-    """Where π_old of mini-batches 2…K comes from at first; `auto` begins with the trainer and measures."""
+    """Where π_old of mini-batches 2…K comes from in the first step; `auto` starts with `recompute` and measures."""
     method = config.actor.prox_logp_method
     if method == "rollout":
         return "centred" if config.actor.prox_logp_recenter else "rollout"
@@ -41,7 +41,7 @@ def first_proximal_source(config: Config) -> ProximalSource:
 
 
 def narrowest_clip(config: Config, settings: Mapping[str, Any]) -> float | None:
-    """The ε that a sampler's noise is held against; None where nothing is clipped.
+    """The ε that the sampler's noise is compared with; None if the objective does not clip.
 
     `eps_clip: auto` stays above the noise by itself, as far as its bound.
     """

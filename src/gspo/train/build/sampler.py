@@ -24,7 +24,7 @@ from gspo.sampling.remote.identity import end_tokens
 from gspo.system.launched import Launched
 from gspo.train.build.compute import has_ranks
 from gspo.train.build.policy import whole_model
-from gspo.train.build.servers import connect
+from gspo.train.build.sampler_client import connect
 from gspo.types import SamplingParams
 
 ENGINES = ("vllm", "sglang")

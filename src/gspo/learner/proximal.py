@@ -171,10 +171,10 @@ class AutoClip:
 def next_quantile(state: float | None, log_s: Floats, advantages: Floats, how: AutoClip) -> float | None:
     """The next ε_low before its bounds: an exponential average over steps of a quantile of log s.
 
-    A sequence is clipped where log s moves in the direction of its advantage: above ε_high for A > 0, below −ε_low for
-    A < 0. With ε_high = ρ ε_low, a rise divided by ρ and a fall have the same scale, and their (1 − target) quantile
-    is the ε_low that would have clipped the target fraction. Pass the sequences of mini-batches ≥ 2 only: in the first
-    one every ratio is 1.
+    A sequence is clipped if log s moves too far in the direction of its advantage: above ε_high for A > 0, below −ε_low
+    for A < 0. With ε_high = ρ ε_low, a rise divided by ρ and a fall have the same scale. Their (1 − target) quantile is
+    the ε_low that would have clipped the target fraction. Pass the sequences of mini-batches ≥ 2 only: in the first one
+    every ratio is 1.
     """
     seen = np.isfinite(log_s) & (advantages != 0)
     if not seen.any():

@@ -44,7 +44,7 @@ def by_sign(positive: Tensor, a: float, b: float, dtype: torch.dtype) -> Tensor:
 
 
 def clip(log_ratio: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """g = exp( clamp(log s, low, high) ) with the bounds of `clip_bounds`, and where it was clamped (gradient 0)."""
+    """g = exp( clamp(log s, low, high) ) with the bounds of `clip_bounds`, and a mask of clamped ones (gradient 0)."""
     clamped = torch.clamp(log_ratio, low, high)
     return clamped.exp(), clamped.detach() != log_ratio.detach()
 

@@ -81,7 +81,7 @@ def loss(
     behavior_logp   log μ, needed by `correction`
     reference_logp  log π_ref, needed by `kl_coef` > 0
     weight          [B], a factor of each sequence's share of the loss: |y_ij| / |y_i| of sequence (or turn) j of
-                    trajectory i, where a mean over tokens is taken; None: 1
+                    trajectory i, if the aggregation is a mean over tokens; None: 1
     denominator     one value per optimizer update, from `objectives.denominator`; None: this batch's own counts
     settings        the preset's own: clip_low, clip_high, dual_clip / weight_max / tau_pos, tau_neg / log_clip_low,
                     log_clip_high; and for all: level, aggregation, max_new_tokens, kl_coef, kl_estimator, correction

@@ -10,8 +10,9 @@ def value_loss(values: Tensor, start_values: Tensor, returns: Tensor, clip: floa
     """ℓ = ½ max( (V − R)², (V_old + clip(V − V_old, ±ε) − R)² ), per token   (PPO's clipped value loss).
 
     V is the only differentiated input; V_old (`start_values`) is the critic at the start of the batch, R = A + V_old
-    the return of GAE. With the larger of the two, a value that has moved more than ε towards its return has no
-    gradient any more, and one that moved away keeps it. Returns ℓ and where it has no gradient, both like `values`.
+    the return of GAE. With the larger of the two, a value that has moved more than ε towards its return no longer
+    has a gradient, and one that moved away keeps it. Returns ℓ and a mask of values without a
+    gradient, both in the shape of `values`.
     """
     start_values, returns = start_values.detach().to(values.dtype), returns.detach().to(values.dtype)
     near = start_values + (values - start_values).clamp(-clip, clip)

@@ -56,7 +56,7 @@ class GroupAssembler:
         return Group(submission, self._prompts.pop(submission), samples, texts, outcomes=())
 
     def refuse_missing(self, num_groups: int) -> None:
-        """Raise where a group is incomplete; call it when the sampler has returned everything."""
+        """Raise an error if a group is incomplete; call it when the sampler has returned everything."""
         if self._samples:
             raise RolloutError(
                 f"the sampler ended with {len(self._samples)} of {num_groups} groups unfinished; if it needs longer, "
@@ -109,7 +109,7 @@ def sample_groups(
 
 
 def refuse_failures(groups: Sequence[Group], max_fraction: float) -> list[Failure]:
-    """The failed rewards of a batch; RewardError where their share is above `max_fraction`, or all failed."""
+    """The failed rewards of a batch; RewardError if their share is above `max_fraction`, or all failed."""
     outcomes = [outcome for group in groups for outcome in group.outcomes]
     failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
     if failures and (len(failures) > max_fraction * len(outcomes) or len(failures) == len(outcomes)):

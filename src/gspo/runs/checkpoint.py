@@ -178,7 +178,7 @@ def stored_dtype(folder: Path, default: torch.dtype) -> torch.dtype:
 
 
 def load_pending_groups(folder: Path) -> PendingGroups | None:
-    """The groups that a verified checkpoint holds, for `rollout.storage.unpack`; None where it holds none."""
+    """The groups that a verified checkpoint holds, for `rollout.storage.unpack`; None if it holds none."""
     if not (folder / PENDING_FILES[1]).is_file():
         return None
     return _read(folder / PENDING_FILES[0]), json.loads((folder / PENDING_FILES[1]).read_text())
@@ -243,7 +243,7 @@ _bases: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()  # fr
 
 
 def base(model: nn.Module) -> dict[str, str] | None:
-    """Digest and dtype of the frozen weights; None where all weights are trained."""
+    """Digest and dtype of the frozen weights; None if all weights are trained."""
     # The digest needs whole tensors: `train/build/policy.py` calls this before the model is sharded.
     frozen = next((p for p in model.parameters() if not p.requires_grad), None)
     if frozen is None:

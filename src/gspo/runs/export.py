@@ -29,7 +29,7 @@ def base_name(path: str) -> str:
 
 
 def refuse_used(to: Path) -> None:
-    """Raise ConfigError where the folder is not empty: an export never overwrites files."""
+    """Raise ConfigError if the folder is not empty: an export never overwrites files."""
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError(
             f"{to} is not an empty folder, and an export never overwrites files; give another folder with --to"

@@ -10,6 +10,7 @@ from typing import Any
 
 from gspo.config import Loaded
 from gspo.data.mixture import Data
+from gspo.learner.learner import Learner
 from gspo.learner.ranks.signals import StopRequest
 from gspo.learner.ranks.world import World
 from gspo.monitor.display import Display
@@ -22,7 +23,7 @@ from gspo.sampling.api import Sampler
 from gspo.system.heartbeat import watched
 from gspo.train.evaluate import Evaluator
 from gspo.train.record import Recorder
-from gspo.train.update import Learner, Updater
+from gspo.train.update import Updater
 from gspo.types import Prompt
 
 

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from gspo.errors import TrainingError
 from gspo.learner.batch import Batch
-from gspo.learner.credit import Credit
 from gspo.learner.critic import Critic, critic_metrics, train_critic
-from gspo.learner.policy.module import PolicyModule
+from gspo.learner.learner import Learner
 from gspo.learner.proximal import (
     AutoClip,
     choose_proximal_source,
@@ -24,7 +22,6 @@ from gspo.learner.proximal import (
     next_quantile,
     noise_message,
 )
-from gspo.learner.reference import Reference
 from gspo.learner.step import Plan, StepReport, train_step
 from gspo.monitor.metrics import measured_noise
 from gspo.runs.state import State
@@ -32,26 +29,6 @@ from gspo.system.clock import Clock
 from gspo.system.files import step_name
 
 Rates = Callable[[int], list[float]]  # the learning rates of one step's updates, from the number of its first update
-
-
-@dataclass(frozen=True)
-class Learner:
-    """The models, and how batches train them; every rank has one."""
-
-    policy: PolicyModule
-    tokenizer: Any
-    optimizer: torch.optim.Optimizer
-    reference: Reference | None
-    critic: Critic | None
-    plan: Plan
-    credit: Credit | None  # None: one advantage per sequence
-    assembly: Mapping[str, Any]  # how rewards become advantages: keywords of `learner.credit.batch_with_advantages`
-    threads: int
-
-    @property
-    def trained(self) -> tuple[Any, ...]:
-        """What a checkpoint holds: policy, its optimizer, and the critic with its optimizer or None."""
-        return self.policy, self.optimizer, self.critic and self.critic.trained
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from gspo.config import Loaded
 from gspo.config.schema import Config
 from gspo.errors import DataError
 from gspo.learner.critic import Critic
+from gspo.learner.learner import Learner
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.sharding import shard
 from gspo.learner.policy.value import ValueModule
@@ -23,7 +24,6 @@ from gspo.train.build.compute import device_and_dtype, set_threads, sharding
 from gspo.train.build.objective import assembly, make_credit, make_plan, temperature
 from gspo.train.build.optim import make_trained_optimizer, optimizer_of
 from gspo.train.build.policy import make_policy
-from gspo.train.update import Learner
 
 
 def make_learner(loaded: Loaded, world: World) -> Learner:

@@ -9,13 +9,14 @@ import torch
 
 from gspo.config.schema import Config, Optimizer
 from gspo.learner.batch import Batch
+from gspo.learner.learner import Learner
 from gspo.learner.optim import learning_rate, make_optimizer
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.proximal import AutoClip
 from gspo.learner.step import StepReport
 from gspo.train.build.objective import narrowest_clip
 from gspo.train.build.run import run_path
-from gspo.train.update import Learner, Rates, Updater, UpdateSettings
+from gspo.train.update import Rates, Updater, UpdateSettings
 
 
 def make_trained_optimizer(config: Config, policy: PolicyModule) -> torch.optim.Optimizer:

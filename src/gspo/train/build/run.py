@@ -10,6 +10,7 @@ from gspo.config import Loaded, digest, dump, load, write_origins
 from gspo.config.schema import Config, Frequency
 from gspo.config.schema.saver import Saver as SaverKeys
 from gspo.data.mixture import Data
+from gspo.learner.learner import Learner
 from gspo.learner.ranks.world import World
 from gspo.monitor.display import Display
 from gspo.monitor.loggers import Loggers
@@ -22,7 +23,6 @@ from gspo.system.clock import Every
 from gspo.system.files import step_name, to_json, write_run_file
 from gspo.train.build.objective import first_proximal_source
 from gspo.train.record import Recorder
-from gspo.train.update import Learner
 
 # Keys that may change between a run and its resumption: they decide when to evaluate, what to show and where to run,
 # not what is learnt.

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,42 @@ def test_a_wrong_import_is_found(module, code):
 def test_right_imports_are_let_through():
     code = "import json\nfrom gspo.types import Sample\nfrom gspo.config import load\nfrom gspo.sampling import api"
     assert not violations("gspo.train.loop", ast.parse(code))
+
+
+MAX_FILES, MAX_IMPORTS = 12, 20
+
+
+def crowded_folders(root: Path) -> list[str]:
+    """Folders with too many files to take in at a glance; `__init__` and `__main__` are not counted."""
+    files = (file for file in root.rglob("*.py") if not file.stem.startswith("__"))
+    counts = Counter(file.parent.relative_to(root) for file in files)
+    return [f"{folder} has {count} files" for folder, count in counts.items() if count > MAX_FILES]
+
+
+def num_imports(tree: ast.AST) -> int:
+    """Modules of this package and of other projects that a file imports; the standard library is not counted."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add("." * node.level + (node.module or ""))
+    return sum(name.split(".")[0] not in sys.stdlib_module_names for name in found)
+
+
+def test_a_folder_has_at_most_twelve_files(tmp_path):
+    assert not crowded_folders(SOURCE)
+    for i in range(MAX_FILES + 1):
+        assert not crowded_folders(tmp_path)
+        (tmp_path / f"file_{i}.py").touch()
+    assert crowded_folders(tmp_path) == [". has 13 files"]
+
+
+def test_a_file_has_at_most_twenty_imports():
+    found = {module: num_imports(ast.parse(file.read_text())) for module, file, _ in modules()}
+    assert {module: count for module, count in found.items() if count > MAX_IMPORTS} == {}
+    many = "import os\n" + "\n".join(f"from gspo.module_{i} import name" for i in range(MAX_IMPORTS + 1))
+    assert num_imports(ast.parse(many)) == MAX_IMPORTS + 1
 
 
 def heavy_modules_after(code: str, *args: str) -> list[str]:

@@ -15,6 +15,11 @@ def lengths(completions, answer, **columns):
     return [float(len(c)) for c in completions]
 
 
+def ranked(completions, **columns):
+    """TRL's: 0, 1, 2, … within a group, so that every sequence has an advantage on every machine."""
+    return [float(i) for i in range(len(completions))]
+
+
 def too_few(completions, **columns):
     return [1.0] * (len(completions) - 1)
 

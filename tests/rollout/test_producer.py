@@ -17,7 +17,7 @@ import talkers
 import torch
 from http_judge import JudgeServer
 from killed_runs import Runs, fired
-from training_runs import SMALL, digests, metrics, path_of, samples, train
+from training_runs import RANKED, SMALL, digests, metrics, path_of, samples, train
 
 from gspo.config import load
 from gspo.envs.driver import Episodes
@@ -42,7 +42,8 @@ TINY = (
     "train_dataset.batch_size=4", "gconfig.n_samples=4", "gconfig.max_new_tokens=32", "total_train_steps=6",
     "evaluator.size=4", "evaluator.freq_steps=4", "saver.freq_steps=2", "saver.keep=9",
 )  # fmt: skip
-AHEAD = (*TINY, "rollout.max_head_offpolicyness=2", "actor.use_decoupled_loss=true")
+BY_TWO = ("rollout.max_head_offpolicyness=2", "actor.use_decoupled_loss=true")
+AHEAD = (*TINY, *BY_TWO, RANKED)
 
 
 class Synchronous(Leader):
@@ -135,7 +136,7 @@ def test_a_run_that_forgets_pending_groups_is_seen(straight, tmp_path, monkeypat
 
 
 def test_rejected_groups_are_replaced_ahead_of_time_too(tmp_path, tiny):
-    _, path = train(tmp_path, *AHEAD, "actor.zero_variance_groups=refill", "actor.max_refills=20",
+    _, path = train(tmp_path, *TINY, *BY_TWO, "actor.zero_variance_groups=refill", "actor.max_refills=20",
                     "total_train_steps=3")  # fmt: skip
     rows = [row for row in metrics(path) if row["step"]]
     assert [row["reward/zero_variance_groups"] for row in rows] == [0, 0, 0]
@@ -510,7 +511,7 @@ def test_a_sampler_that_says_nothing_is_an_error_after_its_deadline(model, rewar
 @pytest.mark.timeout(600)
 def test_with_a_sampler_server_batches_come_in_order_while_the_trainer_trains(tmp_path, tiny):
     """Launcher, server, HTTP; slow on purpose, so that new weights come in the middle of generations."""
-    asked = [*SMALL, *AHEAD, "rollout.backend=local:d1", f"cluster.fileroot={tmp_path}"]
+    asked = [*SMALL, *TINY, *BY_TWO, "rollout.backend=local:d1", f"cluster.fileroot={tmp_path}"]
     environment = {**os.environ, "GSPO_SAMPLER_LATENCY": "0.02"}
     (tmp_path / "empty.yaml").write_text("{}")
     done = subprocess.run(

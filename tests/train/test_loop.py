@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from training_runs import asked, digests, make_trainer, metrics, path_of, samples, train, without_clocks
+from training_runs import RANKED, asked, digests, make_trainer, metrics, path_of, samples, train, without_clocks
 
 from gspo.algorithms import ALGORITHMS
 from gspo.config import load
@@ -510,7 +510,9 @@ def test_ppo_is_refused_until_there_is_a_critic(tmp_path):
     ("auto", ["recompute", "sampler"]), ("recompute", ["recompute", "recompute"]), ("rollout", ["rollout", "rollout"]),
 ])  # fmt: skip
 def test_the_proximal_policy_comes_from_where_the_config_says(tmp_path, method, sources):
-    _, path = train(tmp_path, f"actor.prox_logp_method={method}", "total_train_steps=2", "evaluator.at_start=false")
+    _, path = train(
+        tmp_path, f"actor.prox_logp_method={method}", "total_train_steps=2", "evaluator.at_start=false", RANKED
+    )
     rows = metrics(path)
     assert [row["policy/proximal"] for row in rows] == sources
     first = rows[0]["ratio/first_minibatch_max_abs"]
@@ -601,7 +603,7 @@ class Poisoned(Leader):
 
 
 def test_non_finite_gradients_touch_nothing_and_end_the_run_with_a_typed_error(tmp_path):
-    settings = ("actor.max_nonfinite_updates=3", "saver.freq_steps=1", "rollout.dump_to_file=false")
+    settings = ("actor.max_nonfinite_updates=3", "saver.freq_steps=1", "rollout.dump_to_file=false", RANKED)
     trainer = make_trainer(tmp_path, *settings, kind=Poisoned)
     with pytest.raises(TrainingError, match=r"3 updates of the policy in a row.*actor\.max_nonfinite_updates"):
         trainer.train()

@@ -113,9 +113,9 @@ def test_another_base_under_the_same_name_is_refused_when_going_on_and_when_eval
     weights = load_file(base / "model.safetensors")
     weights["model.norm.weight"][0] += 0.25
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"not the base that this run was trained on.*actor\.path"):
+    with pytest.raises(CheckpointError, match=r"not the base model of this run.*actor\.path"):
         train(tmp_path / "runs", *how, "total_train_steps=2")
-    with pytest.raises(CheckpointError, match="not the base that this run was trained on"):
+    with pytest.raises(CheckpointError, match="not the base model of this run"):
         load_policy(load(path / "config.yaml").config, path, 1)
 
 

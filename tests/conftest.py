@@ -3,7 +3,7 @@ tests that do (`make test` has them too), `full` the long suites of `make test-f
 """
 
 import fcntl
-import os
+import functools
 import signal
 import sys
 
@@ -32,21 +32,33 @@ def _audit(event: str, args: tuple) -> None:
 sys.addaudithook(_audit)
 
 
-@pytest.fixture(autouse=True)
-def _a_unit_test_starts_no_process_and_trains_nothing(request, monkeypatch):
-    if any(request.node.get_closest_marker(tier) for tier in ("run", "full")):
-        yield
-        return
+def _is_unit(item: pytest.Item) -> bool:
+    return not any(item.get_closest_marker(tier) for tier in ("run", "full"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Before any fixture of the test is set up."""
     _STARTED.clear()
-    if (trainer := sys.modules.get("gspo.train.trainer")) is not None:
-        train = trainer.Trainer.train
-        monkeypatch.setattr(trainer.Trainer, "train", lambda self: _STARTED.append("Trainer.train") or train(self))
-    yield
-    if _STARTED and (report := os.environ.get("GSPO_TIER_REPORT")):
-        with open(report, "a") as file:
-            file.write(f"{request.node.nodeid}\n")
-    elif _STARTED and os.environ.get("GSPO_TIER_STRICT"):
-        pytest.fail(f"this test is marked neither `run` nor `full`, and started {_STARTED[:3]}", pytrace=False)
+    trainer = getattr(sys.modules.get("gspo.train.trainer"), "Trainer", None)
+    if trainer is not None and not hasattr(trainer.train, "__wrapped__"):
+        train = trainer.train
+
+        @functools.wraps(train)
+        def counted(self):
+            _STARTED.append("Trainer.train")
+            return train(self)
+
+        trainer.train = counted
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """A unit test that starts a process or trains, itself or by a fixture, fails."""
+    result = yield
+    if _STARTED and _is_unit(item):
+        pytest.fail(f"mark this test `run` or `full`: it started {_STARTED[:3]}", pytrace=False)
+    return result
 
 
 @pytest.fixture(autouse=True)

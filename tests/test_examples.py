@@ -46,6 +46,7 @@ def test_doctor_has_nothing_to_object_to_a_shipped_config(path, capsys):
     assert "No problems found" in capsys.readouterr().out
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_shipped_config_trains_on_the_embedded_model_and_task(path, tmp_path, monkeypatch, capfd):
     if path.stem == PROGRAMS and unavailable():
@@ -58,6 +59,7 @@ def test_a_shipped_config_trains_on_the_embedded_model_and_task(path, tmp_path, 
     assert steps_under(tmp_path) == [0, 1, 2]
 
 
+@pytest.mark.run
 def test_the_script_trains_as_the_command_does(tmp_path):
     config = "examples/math/gsm8k_gspo.yaml"
     script = python(
@@ -86,6 +88,7 @@ def test_the_document_has_its_snippets():
     assert set(SNIPPETS) == {"my_run.py", "rewards.py", "my_data.py", "my_workflow.py", "my_sampler.py"}
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("name", [name for name in SNIPPETS if name.startswith("my_")])
 def test_a_documented_script_runs(name, tmp_path):
     (tmp_path / name).write_text(SNIPPETS[name])
@@ -98,6 +101,7 @@ def test_a_documented_script_runs(name, tmp_path):
         assert steps_under(tmp_path / "runs")[-1] >= 1
 
 
+@pytest.mark.run
 def test_the_documented_reward_signatures_score_alike(tmp_path):
     from gspo.rewards.pool import RewardItem, RewardPool
     from gspo.rewards.spec import reward_spec

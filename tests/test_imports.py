@@ -187,16 +187,19 @@ def heavy_modules_after(code: str, *args: str) -> list[str]:
     return ast.literal_eval(done.stdout.rpartition("HEAVY ")[2])
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("module", ["gspo", "gspo.config.load", "gspo.config.lint", "gspo.doctor.explain", "gspo.cli"])
 def test_import_leaves_torch_out(module):
     assert heavy_modules_after(f"import {module}") == []
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("args", [["--help"], ["--version"], ["objectives"], ["objectives", "gspo"], ["doctor", "-h"]])
 def test_light_commands_leave_torch_out(args):
     assert heavy_modules_after("from gspo.cli.main import main; sys.exit(main())", *args) == []
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("verb", ["doctor", "config"])
 def test_config_verbs_leave_torch_out(verb, tmp_path):
     file = tmp_path / "run.yaml"
@@ -204,5 +207,6 @@ def test_config_verbs_leave_torch_out(verb, tmp_path):
     assert heavy_modules_after("from gspo.cli.main import main; sys.exit(main())", verb, str(file)) == []
 
 
+@pytest.mark.run
 def test_the_probe_sees_a_heavy_import():
     assert heavy_modules_after("import torch") == ["torch"]

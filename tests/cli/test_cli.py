@@ -52,6 +52,7 @@ def test_version(capsys):
         assert capsys.readouterr().out == f"gspo {gspo.__version__}\n"
 
 
+@pytest.mark.run
 def test_doctor_explains_in_well_under_two_seconds_in_a_process_of_its_own():
     start = time.perf_counter()
     done = run("doctor", GSPO_YAML)
@@ -81,6 +82,7 @@ def test_doctor_exits_2_for_the_impossible_and_for_warnings_when_strict(capsys):
     assert json.loads(capsys.readouterr().out)["exit_code"] == 2
 
 
+@pytest.mark.run
 def test_a_typo_exits_2_with_the_nearest_name_and_no_traceback():
     done = run("doctor", GSPO_YAML, "actor.esp_clip=0.2")
     assert done.returncode == 2
@@ -141,6 +143,7 @@ def test_config_prints_a_yaml_that_loads_to_the_same_config(tmp_path, capsys):
     assert load(file).config == load(GSPO_YAML, ["gconfig.n_samples=16"]).config
 
 
+@pytest.mark.run
 def test_train_refuses_the_impossible_before_it_imports_torch():
     code = "import sys; from gspo.cli.main import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
     args = ["train", GSPO_YAML, "gconfig.n_samples=1"]
@@ -169,6 +172,7 @@ def test_our_own_bugs_are_not_dressed_up_as_user_errors(monkeypatch):
         cli.main(["doctor"])
 
 
+@pytest.mark.run
 def test_a_reader_that_leaves_early_is_no_error():
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; ({sys.executable} -m gspo config {GSPO_YAML}; echo code $? >&2) | exec 0<&-"],
@@ -180,6 +184,7 @@ def test_a_reader_that_leaves_early_is_no_error():
     assert done.stderr.strip() == "code 0"
 
 
+@pytest.mark.run
 def test_errors_that_quote_a_config_are_inert(tmp_path):
     file = tmp_path / "hostile.yaml"
     file.write_text('algorithm: "\\e]0;owned\\a\\u202e"\n')
@@ -189,12 +194,14 @@ def test_errors_that_quote_a_config_are_inert(tmp_path):
     assert "owned" in done.stderr
 
 
+@pytest.mark.run
 def test_a_terminal_without_utf8_still_gets_its_answer():
     done = run("objectives", "gspo", PYTHONIOENCODING="ascii")
     assert done.returncode == 0
     assert "Group Sequence Policy Optimization" in done.stdout
 
 
+@pytest.mark.run
 def test_no_color_is_respected_on_a_terminal():
     """A pseudo-terminal is a terminal: colours by default, none with NO_COLOR."""
     import pty

@@ -129,6 +129,7 @@ def test_the_committed_documentation_is_the_generated_one():
     assert committed == document(), "run: python -m gspo.config > docs/config.md"
 
 
+@pytest.mark.run
 def test_the_module_prints_the_documentation():
     result = subprocess.run([sys.executable, "-m", "gspo.config"], capture_output=True, check=True)
     assert result.stdout.decode() == document()

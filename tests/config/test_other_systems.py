@@ -100,6 +100,7 @@ algorithm:
     assert "actor_rollout_ref.actor.mystery is not a known key" in message
 
 
+@pytest.mark.run
 def test_doctor_says_ours_and_exits_2(tmp_path):
     file = tmp_path / "trl.yaml"
     file.write_text("num_generations: 8\nbeta: 0.04\n")
@@ -124,6 +125,7 @@ def test_the_committed_page_is_the_generated_one_and_has_every_key():
         assert f"`{key}`" in migrating()
 
 
+@pytest.mark.run
 def test_the_module_prints_the_page():
     result = subprocess.run([sys.executable, "-m", "gspo.config", "migrating"], capture_output=True, check=True)
     assert result.stdout.decode() == migrating()

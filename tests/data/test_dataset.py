@@ -126,6 +126,7 @@ def test_real_gsm8k_is_found_by_its_hub_name_and_every_reference_scores_itself(t
     assert load_dataset(str(GSM8K), "test", tokenizer=tokenizer).rows[5] == test.rows[5]
 
 
+@pytest.mark.run
 def test_the_hub_without_a_connection_says_how_to_give_a_folder():
     code = (
         "from gspo.data.dataset import load_dataset\n"
@@ -253,6 +254,7 @@ def test_embedded_arithmetic_loads_with_its_reward_and_the_same_held_out_set_for
     assert {o.value for (o,) in outcomes} == {1.0}
 
 
+@pytest.mark.run
 def test_reasoning_gym_tasks_load_by_name_and_score_their_own_answers(tokenizer):
     pytest.importorskip("reasoning_gym")
     train = load_dataset("reasoning_gym:chain_sum", "train", tokenizer=tokenizer, size=60)
@@ -278,6 +280,7 @@ def test_order_visits_every_row_once_an_epoch_and_depends_on_nothing_but_its_key
         order(1, 0, 0)
 
 
+@pytest.mark.run
 def test_order_is_the_same_in_another_process():
     code = "from gspo.data.order import order; print([order(3, 1000, i) for i in range(995, 1005)])"
     environment = {**os.environ, "PYTHONHASHSEED": "77"}
@@ -290,6 +293,7 @@ def test_the_held_out_share_is_what_was_asked_and_spaces_do_not_matter():
     assert all(in_held_out(f"a  b {i}\n", 0.2) == in_held_out(f"a b {i}", 0.2) for i in range(50))
 
 
+@pytest.mark.run
 def test_tasks_load_without_torch():
     code = "import sys, gspo.data.dataset, gspo.data.order; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -33,6 +33,7 @@ def test_settings_reach_the_task():
     assert min(terms) >= 5
 
 
+@pytest.mark.run
 def test_a_slow_task_gives_the_same_rows_tuples_and_all_and_is_kept(slow, capsys, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     kept = rows()
@@ -57,6 +58,7 @@ def test_the_kept_rows_are_what_is_read_and_a_damaged_file_is_made_again(slow):
     assert file.read_text() == text
 
 
+@pytest.mark.run
 def test_a_kept_task_scores_its_own_answers(slow):
     kept = rows("futoshiki", num_rows=2, min_board_size=4, max_board_size=4)
     with RewardPool(reward_spec("reasoning_gym"), workers=1, log_path="/dev/null") as pool:

@@ -133,6 +133,7 @@ def test_an_agents_turns_are_one_sequence_of_the_tokens_that_were_sampled(play, 
     assert samples[0, 0].tokens.tolist() != samples[0, 1].tokens.tolist()
 
 
+@pytest.mark.run
 def test_a_function_a_coroutine_and_a_command_are_trained_alike(play, monkeypatch):
     monkeypatch.setenv("GSPO_SAMPLER_TOKEN", "none of an agent's business")
     first, _ = play(two_turns)
@@ -225,6 +226,7 @@ def posts(base_url, api_key, data):
     client.post(base_url.replace("/v1", "/reward"), cast_to=object, body={"reward": 0.75})
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(
     ("agent", "expected"),
     [
@@ -423,6 +425,7 @@ def pids(mark):
     return [int(file.read_text()) for file in files]
 
 
+@pytest.mark.run
 def test_a_command_that_never_ends_is_killed_with_all_it_started(play, tmp_path):
     mark = str(tmp_path / "mark")
     samples, _ = play(python(HANGS, mark), num=1, num_samples=1, timeout_s=2.0)
@@ -430,6 +433,7 @@ def test_a_command_that_never_ends_is_killed_with_all_it_started(play, tmp_path)
     _until(lambda: not any(map(is_alive, pids(mark))))
 
 
+@pytest.mark.run
 def test_a_command_that_fails_says_why(play):
     for command, message in (
         (python("import sys; print('no luck today', file=sys.stderr); sys.exit(3)"), "exit code 3: no luck today"),
@@ -441,6 +445,7 @@ def test_a_command_that_fails_says_why(play):
         assert message in samples[0, 0].outcome.message
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("victim", ["trainer", "reaper"])
 def test_whoever_is_killed_the_command_goes_too(victim, tmp_path):
     """A trainer that dies closes the pipe; when the reaper dies, the kernel kills the command."""

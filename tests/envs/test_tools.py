@@ -63,6 +63,7 @@ def test_in_plain_text_a_result_stands_behind_its_call():
     assert len(client.asked) == 2
 
 
+@pytest.mark.run
 @needs_sandbox
 def test_several_tools_are_called_by_name_in_plain_text():
     client = scripted("[calculator 2+2]", "[python print(7)]", "[no 1]", ">x")
@@ -126,6 +127,7 @@ def test_a_context_that_is_full_ends_the_episode_and_one_that_never_had_room_fai
         play(Tools(), scripted("x", context=6))
 
 
+@pytest.mark.run
 @needs_sandbox
 @pytest.mark.parametrize(
     ("code", "result"),

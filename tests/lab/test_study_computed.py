@@ -6,6 +6,8 @@ import pytest
 from gspo.lab.studies import plan
 from gspo.lab.studies.direct import identity, precision, variance
 
+pytestmark = pytest.mark.run
+
 
 def opened(tmp_path, name, **overrides):
     study = plan.get(name)

@@ -114,6 +114,7 @@ def test_a_fresh_record_takes_the_place_of_the_old_one_and_files_are_sorted_line
     assert [{k: v for k, v in r.items() if k != "session"} for r in ours] == theirs
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("words", [["list"], ["show"], ["show", "clipping"], ["page"]])
 def test_looking_at_studies_leaves_torch_alone(tmp_path, words):
     code = (

@@ -11,6 +11,8 @@ import pytest
 
 from gspo.lab.studies import results
 
+pytestmark = pytest.mark.run
+
 CONFIG = """
 algorithm: gspo
 total_train_steps: 2

@@ -140,6 +140,7 @@ def test_dry_run_prints_the_plan_and_starts_nothing(on, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.run
 def test_a_dry_run_leaves_torch_and_ray_out(tmp_path):
     code = (
         "import sys; from gspo.cli.main import main; main(sys.argv[1:]); "
@@ -193,6 +194,7 @@ def script_of(*overrides: str) -> str:
     return slurm.render(make_launch_plan(c, ["train.py"], 0), c.scheduler.slurm, ["train.py"], c.scheduler.restarts)
 
 
+@pytest.mark.run
 def test_the_job_script_is_valid_bash_and_asks_for_what_the_config_says(tmp_path):
     text = script_of(
         "cluster.n_nodes=2", "cluster.n_gpus_per_node=4", "scheduler.slurm.time=1:00:00",

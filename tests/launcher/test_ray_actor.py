@@ -11,6 +11,8 @@ import pytest
 from gspo.launcher.plan import Process
 from gspo.launcher.ray_actor import ProcessActor
 
+pytestmark = pytest.mark.run
+
 SPAWN = "import os, signal, subprocess, sys\nchild = subprocess.Popen(['sleep', '600'], start_new_session={own})\n"
 SPAWN += "print('its child is', child.pid, flush=True)\n{then}"
 

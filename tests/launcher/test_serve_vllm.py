@@ -87,6 +87,7 @@ def test_a_context_that_is_too_short_for_samples_is_refused():
     assert "--max-model-len=512" in start("vllm.max_model_len=512", "gconfig.max_tokens=512", max_context=512).argv
 
 
+@pytest.mark.run
 def test_an_engine_that_ends_before_it_serves_is_an_error_by_its_code(tmp_path):
     for code, error in ((2, ConfigError), (1, RolloutError)):
         child = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"])

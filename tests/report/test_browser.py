@@ -15,6 +15,8 @@ from made_runs import HOSTILE, append_metrics, eval_row, make_run, sample_row, s
 from gspo.report.page.page import write_report
 from gspo.report.page.watch import Watch
 
+pytestmark = pytest.mark.run
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 

@@ -243,6 +243,7 @@ def test_config_values_are_shown_in_a_line():
     assert show_value("two\nlines") == "two lines"
 
 
+@pytest.mark.run
 def test_comparing_leaves_torch_out():
     modules = "gspo.report.compare.compare, gspo.report.compare.page, gspo.report.compare.terminal"
     code = f"import sys, {modules}; print('torch' in sys.modules)"

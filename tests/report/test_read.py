@@ -98,6 +98,7 @@ def test_a_summary_of_little_says_little(rows, tmp_path):
     assert "entropy" not in names
 
 
+@pytest.mark.run
 def test_reading_a_run_leaves_torch_out():
     modules = "gspo.report.read, gspo.report.summary, gspo.report.plot, gspo.report.terminal"
     code = f"import sys, {modules}; print([m for m in ('torch', 'transformers', 'matplotlib') if m in sys.modules])"

@@ -66,6 +66,7 @@ def test_mistakes_are_named_and_exit_2(words, said, run, tmp_path, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.run
 def test_neither_verb_imports_torch(run):
     code = f"""
 import sys
@@ -82,6 +83,7 @@ print([name for name in ("torch", "transformers", "matplotlib") if name in sys.m
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.run
 def test_watch_prints_an_address_that_answers_and_ends_quietly(run):
     command = [sys.executable, "-m", "gspo", "watch", str(run.parent)]
     with subprocess.Popen(

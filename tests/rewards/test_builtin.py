@@ -77,6 +77,7 @@ def test_overlong_is_zero_then_linear_then_flat():
         BUILTIN["overlong"]("", num_tokens=1, max_tokens=10, buffer_tokens=0)
 
 
+@pytest.mark.run
 def test_math_knows_equal_forms_and_fails_on_a_reference_it_cannot_read():
     pytest.importorskip("math_verify")
     cases = [
@@ -95,6 +96,7 @@ def test_math_knows_equal_forms_and_fails_on_a_reference_it_cannot_read():
         assert "reference answer" in outcome.message
 
 
+@pytest.mark.run
 def test_reasoning_gym_scores_by_its_own_rule():
     gym = pytest.importorskip("reasoning_gym")
     entry = gym.create_dataset("chain_sum", size=1, seed=3)[0]
@@ -105,6 +107,7 @@ def test_reasoning_gym_scores_by_its_own_rule():
         assert [o.value == 1.0 for o in outcomes] == [True, True, False]
 
 
+@pytest.mark.run
 def test_built_ins_load_neither_torch_nor_numpy():
     code = "import sys, gspo.rewards.workers.supervisor; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
@@ -144,6 +147,7 @@ def test_a_spec_that_cannot_be_meant_is_a_config_error(value, says):
         reward_spec(value, key="reward")
 
 
+@pytest.mark.run
 def test_a_function_of_the_main_script_is_found_by_its_file(tmp_path):
     script = tmp_path / "main.py"
     script.write_text(

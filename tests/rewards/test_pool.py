@@ -16,6 +16,8 @@ from gspo.rewards.pool import RewardPool
 from gspo.rewards.spec import RewardItem, reward_spec
 from gspo.types import Failure, Score
 
+pytestmark = pytest.mark.run
+
 HERE = Path(__file__).parents[1] / "helpers"
 ZOO = str(HERE / "reward_zoo.py")
 

@@ -17,6 +17,8 @@ from gspo.rewards.sandbox.box import Box, Limits, SandboxError
 from gspo.rewards.spec import RewardItem, reward_spec
 from gspo.types import Failure, Score
 
+pytestmark = pytest.mark.run
+
 WHY_NOT = sandbox.unavailable()
 needs_sandbox = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 # The secret is what no hack may find: it stands in no argument, only in what is expected.

@@ -21,7 +21,7 @@ from gspo.rewards.sandbox.command import NICE
 from gspo.rewards.sandbox.seccomp import DENIED
 
 WHY_NOT = sandbox.unavailable()
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT), pytest.mark.run]
 REPO = Path(__file__).parents[2]
 PRELUDE = """
 import ctypes, os, socket, sys

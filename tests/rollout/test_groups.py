@@ -40,6 +40,7 @@ def groups_of(sampler, rewards, prompts=PROMPTS, num_samples=3, **more):
     )
 
 
+@pytest.mark.run
 def test_groups_come_in_the_order_of_their_prompts_with_samples_in_theirs(sampler, rewards):
     groups = groups_of(sampler, rewards)
     assert [g.submission for g in groups] == [7, 5, 9]
@@ -52,6 +53,7 @@ def test_groups_come_in_the_order_of_their_prompts_with_samples_in_theirs(sample
     assert len({len(s.tokens) for g in groups for s in g.samples}) > 1  # they did not end together
 
 
+@pytest.mark.run
 def test_the_order_of_completion_changes_nothing(sampler, rewards):
     def backwards(requests, sampler):
         return reversed(list(single_turn(requests, sampler)))

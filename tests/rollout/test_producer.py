@@ -38,6 +38,8 @@ from gspo.train.build.sampler import local_sampler, sampling_params
 from gspo.train.loop import Leader
 from gspo.types import Prompt, SampleId, SamplingParams
 
+pytestmark = pytest.mark.run
+
 TINY = (
     "train_dataset.batch_size=4", "gconfig.n_samples=4", "gconfig.max_new_tokens=32", "total_train_steps=6",
     "evaluator.size=4", "evaluator.freq_steps=4", "saver.freq_steps=2", "saver.keep=9",
@@ -302,7 +304,7 @@ def make_background(model, rewards, buffer, **more):
     sampler = LocalSampler(model, seed=1, eos_token_ids=[0], max_rows=64)
     how = {
         "sampler": sampler, "rewards": rewards, "prompt_of": lambda i: Prompt((1 + i % 50, 2, 3), "?"),
-        "arrivals": GroupAssembler(2, PARAMS, decode), "workflow": single_turn, "beside": True,
+        "assembler": GroupAssembler(2, PARAMS, decode), "workflow": single_turn, "background": True,
     } | more  # fmt: skip
     return RolloutProducer(buffer, **how), sampler
 
@@ -468,7 +470,7 @@ def test_a_sampler_that_keeps_old_weights_is_found_out(model, rewards):
     producer.publish(1, None)
     producer.next(1, Clock())
     sampler.version = 1  # as if it had not heard of version 2
-    with pytest.raises(RolloutError, match=r"version 1 came to be trained on at version 2.*max_head_offpolicyness = 0"):
+    with pytest.raises(RolloutError, match=r"version 1 would be trained on at version 2.*max_head_offpolicyness = 0"):
         producer.next(2, Clock())
     left = producer.snapshot()  # of the run that ends here: the same prompts are sampled again
     assert (left.submission, left.resubmit, left.groups) == (4, (), ())

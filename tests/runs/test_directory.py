@@ -148,6 +148,7 @@ def test_a_full_disk_is_an_error_that_names_the_file_and_the_key_and_closes(tmp_
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
+@pytest.mark.run
 def test_the_environment_says_what_a_run_depends_on():
     found = environment("cpu", 3)
     assert found["threads"] == 3

@@ -30,32 +30,34 @@ def logits(model, tokens):
         return model(input_ids=torch.tensor([tokens])).logits[0]
 
 
+@pytest.mark.run
 def test_transformers_computes_the_policys_logits_from_an_export(run, tmp_path):
     trainer, path, config = run
     folder = export(config, path, 2, tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokens = tokenizer.encode("184+768=")
-    assert tokens == trainer.tokenizer.encode("184+768=")
+    assert tokens == trainer.parts.learner.tokenizer.encode("184+768=")
     assert tokenizer.decode(tokens) == "184+768="
     loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    trained = logits(trainer.policy.model, tokens)
+    trained = logits(trainer.parts.learner.policy.model, tokens)
     assert (logits(loaded, tokens) - trained).abs().max() <= 1e-5
     before = logits(load_model("embedded:tiny"), tokens)
     assert (trained - before).abs().max() > 1e-3  # the test sees that training moved the weights
     assert (logits(load_model(str(folder)), tokens) - trained).abs().max() <= 1e-5  # our own loader is stricter
-    assert loaded.generation_config.eos_token_id == trainer.tokenizer.eos_token_id
+    assert loaded.generation_config.eos_token_id == trainer.parts.learner.tokenizer.eos_token_id
     assert json.loads((folder / "gspo.json").read_text())["step"] == 2
     assert all(stat.S_IMODE(file.stat().st_mode) == 0o644 for file in folder.iterdir())
 
 
+@pytest.mark.run
 def test_a_policy_is_restored_as_it_was_at_each_step(run):
     trainer, path, config = run
-    tokens = trainer.tokenizer.encode("12+34=")
+    tokens = trainer.parts.learner.tokenizer.encode("12+34=")
     at = [logits(load_policy(config, path, step)[0].model, tokens) for step in (0, 1, 2)]
     assert torch.equal(at[0], logits(load_model("embedded:tiny"), tokens))
-    assert torch.equal(at[2], logits(trainer.policy.model, tokens))
+    assert torch.equal(at[2], logits(trainer.parts.learner.policy.model, tokens))
     assert not torch.equal(at[1], at[0])
     assert not torch.equal(at[1], at[2])
 

@@ -415,7 +415,7 @@ def request(prompt=(5, 6), prefix=None, **params):
         (request(top_k=-1), "gconfig.top_k"),
         (request(min_new_tokens=5), "gconfig.min_new_tokens 5 exceeds"),
         (request(stop=("x",)), "gconfig.stop"),
-        (request(prefix=Sample.of(SampleId(3, 1), [4], [0.0], 0, "stop")), "nothing to continue"),
+        (request(prefix=Sample.of(SampleId(3, 1), [4], [0.0], 0, "stop")), "already complete"),
         (request(prefix=Sample.of(SampleId(3, 1), [99], [0.0], 0, "abort")), "prefix token 99"),
     ],
 )
@@ -436,7 +436,7 @@ def test_a_model_whose_attention_is_not_what_it_tells_us_is_refused():
         return out + hidden_states.cumsum(dim=1), weights
 
     model.model.layers[1].self_attn.forward = scaled_by_neighbours
-    with pytest.raises(RolloutError, match="differs from a plain one"):
+    with pytest.raises(RolloutError, match="differ from a plain one"):
         sampler(model)
 
 

@@ -15,7 +15,7 @@ from gspo.models import embedded
 from gspo.runs import checkpoint
 from gspo.types import Prompt
 
-pytestmark = pytest.mark.usefixtures("tiny")
+pytestmark = [pytest.mark.usefixtures("tiny"), pytest.mark.run]
 
 CONTEXT = embedded.shape("embedded:tiny")["max_position_embeddings"]
 ROWS = [{"question": f"{a}+{a}=", "answer": str(2 * a)} for a in range(10, 50)]

@@ -16,7 +16,7 @@ from gspo.train import Trainer
 from gspo.train.evaluate_run import evaluate_run
 from gspo.train.loop import Leader
 
-pytestmark = pytest.mark.usefixtures("tiny")
+pytestmark = [pytest.mark.usefixtures("tiny"), pytest.mark.run]
 ROOT = Path(__file__).parents[2]
 FEW = ("train_dataset.batch_size=4", "evaluator.size=8", "total_train_steps=2")
 

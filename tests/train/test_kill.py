@@ -59,6 +59,7 @@ def test_every_site_of_the_injector_is_killed_at_or_has_a_test_of_its_own():
     assert set(SITES) == {*VISITS, *servers, "checkpoint.replace"}
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(
     "fault",
     ["rollout.token:90", "reward.submit:31", "train.backward:9", "train.updated:9", "checkpoint.sync:9",
@@ -95,6 +96,7 @@ def test_a_run_killed_again_and_again_from_outside_is_the_uninterrupted_one(runs
     assert digests(path_of(tmp_path)) == straight
 
 
+@pytest.mark.run
 def test_a_seed_that_is_forgotten_on_resume_is_seen(runs, straight, tmp_path):
     assert runs.run(tmp_path, fault="train.backward:9:kill") == -9
     assert runs.run(tmp_path, forget=True) == 0
@@ -145,6 +147,7 @@ PHASES = (
 )  # fmt: skip
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("site", PHASES)
 @pytest.mark.parametrize("name", ["term", pytest.param("int", marks=FULL), pytest.param("usr1", marks=FULL)])
 def test_a_signal_in_any_phase_saves_ends_as_documented_and_resumes_to_the_same_end(
@@ -198,6 +201,7 @@ def test_a_run_that_stands_still_ends_itself_names_the_phase_and_dumps_its_stack
     assert digests(path_of(tmp_path)) == straight
 
 
+@pytest.mark.run
 def test_a_process_whose_interpreter_is_stuck_in_c_is_ended_all_the_same(tmp_path):
     """A sleep in C that keeps the interpreter's lock: no thread of Python can run."""
     code = (

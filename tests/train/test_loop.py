@@ -24,7 +24,7 @@ from gspo.train import Trainer
 from gspo.train.evaluate import FIRST
 from gspo.train.loop import Leader
 
-pytestmark = pytest.mark.usefixtures("tiny")
+pytestmark = [pytest.mark.usefixtures("tiny"), pytest.mark.run]
 
 FOUR = ("total_train_steps=4", "evaluator.freq_steps=2", "saver.freq_steps=2")
 
@@ -201,7 +201,15 @@ EVAL = {f"eval/{name}" for name in ("accuracy", "accuracy_ci", "pass_at_k", "k",
 def test_the_run_directory_holds_what_the_contract_says(straight):
     _, path = straight
     names = {p.name for p in path.iterdir()} - {".lock"}
-    assert names == {"config.yaml", "metrics.jsonl", "samples", "checkpoints", "environment.json", "log.txt"}
+    assert names == {
+        "config.yaml",
+        "origins.json",
+        "metrics.jsonl",
+        "samples",
+        "checkpoints",
+        "environment.json",
+        "log.txt",
+    }
     assert {p.name for p in (path / "checkpoints").iterdir()} <= {"step_000002", "step_000004"}
     assert {p.name for p in (path / "samples").iterdir()} == {
         f"step_00000{i}.{kind}" for i in (1, 2, 3, 4) for kind in ("jsonl", "safetensors")
@@ -383,7 +391,7 @@ def test_ctrl_c_saves_says_how_to_go_on_and_exits_130(tmp_path):
     path = tmp_path / "gspo" / "stopped"
     assert process.returncode == 130, err
     assert "SIGINT: saving after this step" in out
-    assert "run the same command again to go on" in out
+    assert "run the same command again to resume" in out
     assert "Traceback" not in err
     last = metrics(path)[-1]["step"]
     assert last >= 2
@@ -449,7 +457,7 @@ def test_a_callers_held_out_rows_are_what_is_evaluated(tmp_path):
     trainer, path = train(tmp_path, dataset=rows, valid=held, overrides=())
     assert metrics(path)[0]["eval/problems"] == 5
     assert len(trainer.parts.data) == 30
-    tokenizer = trainer.tokenizer
+    tokenizer = trainer.parts.learner.tokenizer
     own = make_dataset(rows[:9], tokenizer=tokenizer)
     trainer, _ = train(
         tmp_path / "dataset", "total_train_steps=1", dataset=own, valid=make_dataset(held, tokenizer=tokenizer)
@@ -474,8 +482,8 @@ def test_a_workflow_decides_how_requests_become_samples(tmp_path):
     assert tensors
     for name, value in tensors.items():
         assert len(value) == rows[int(name.partition("/")[0])]["length"]
-    plain, _ = train(tmp_path / "plain", "total_train_steps=2")
-    assert metrics(path)[1]["length/mean"] == metrics(plain.run.path)[1]["length/mean"] - 1
+    _, plain = train(tmp_path / "plain", "total_train_steps=2")
+    assert metrics(path)[1]["length/mean"] == metrics(plain)[1]["length/mean"] - 1
 
 
 def test_a_trainer_takes_a_yaml_path_and_overrides(tmp_path):
@@ -644,8 +652,8 @@ def test_the_same_rows_are_written_whatever_the_display(straight, tmp_path, monk
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     trainer, mine = train(tmp_path, *FOUR)
-    assert isinstance(trainer.display, LivePanel)
-    assert isinstance(straight[0].display, Lines)
+    assert isinstance(trainer.parts.display, LivePanel)
+    assert isinstance(straight[0].parts.display, Lines)
     assert [without_clocks(r) for r in metrics(mine)] == [without_clocks(r) for r in metrics(path)]
 
 

@@ -61,6 +61,7 @@ def test_shared_prefix_gradients_of_an_adapter_equal_the_plain_padded_ones(name,
     assert_same_gradients(grads, want_grads)
 
 
+@pytest.mark.run
 def test_the_base_is_untouched_bit_for_bit_and_the_optimizer_holds_the_adapter_alone(run):
     trainer, _, _ = run
     base = load_model("embedded:tiny").state_dict()
@@ -75,6 +76,7 @@ def test_the_base_is_untouched_bit_for_bit_and_the_optimizer_holds_the_adapter_a
         assert torch.equal(logits(policy.model), logits(load_model("embedded:tiny")))
 
 
+@pytest.mark.run
 def test_a_checkpoint_holds_the_adapter_its_moments_and_the_digest_of_the_base(run):
     _, path, _ = run
     folder = path / "checkpoints" / "step_000003"
@@ -85,6 +87,7 @@ def test_a_checkpoint_holds_the_adapter_its_moments_and_the_digest_of_the_base(r
     assert len(base["sha256"]) == 64
 
 
+@pytest.mark.run
 def test_a_run_stopped_by_a_signal_and_resumed_is_the_uninterrupted_one(run, tmp_path):
     sent = []
 
@@ -103,6 +106,7 @@ def test_a_run_stopped_by_a_signal_and_resumed_is_the_uninterrupted_one(run, tmp
     assert digests(again.path) == digests(run[1])
 
 
+@pytest.mark.run
 def test_another_base_under_the_same_name_is_refused_when_going_on_and_when_evaluating(tmp_path):
     base = tmp_path / "base"
     model, tokenizer = embedded.build("embedded:tiny")
@@ -119,6 +123,7 @@ def test_another_base_under_the_same_name_is_refused_when_going_on_and_when_eval
         load_policy(load(path / "config.yaml").config, path, 1)
 
 
+@pytest.mark.run
 def test_other_adapter_settings_in_a_used_directory_are_refused(run):
     root = run[1].parents[1]
     with pytest.raises(ConfigError, match=r"actor\.lora_rank: 8 → 4"):
@@ -145,7 +150,7 @@ def test_exports_merged_and_as_an_adapter_have_the_policys_logits(run, tmp_path)
 
 
 def test_weights_for_a_sampler_are_those_of_a_plain_model(run):
-    policy = run[0].policy
+    policy = run[0].parts.learner.policy
     plain = load_model("embedded:tiny")
     names = dict(weight_names(policy))
     assert names.keys() == dict(weight_names(PolicyModule(plain))).keys()
@@ -153,6 +158,7 @@ def test_weights_for_a_sampler_are_those_of_a_plain_model(run):
     assert (logits(plain) - logits(policy.model)).abs().max() <= 1e-5
 
 
+@pytest.mark.run
 def test_the_verbs_evaluate_and_export_a_lora_run(run, tmp_path, capsys):
     path = str(run[1])
     threads = torch.get_num_threads()
@@ -172,6 +178,7 @@ def test_merging_a_run_without_an_adapter_is_refused(tmp_path):
         export(load(None, ["actor.path=embedded:tiny"]).config, tmp_path, 1, tmp_path / "out", merge=True)
 
 
+@pytest.mark.run
 def test_an_adapter_learns(tiny, tmp_path):
     how = ("total_train_steps=6", "train_dataset.batch_size=16", "gconfig.n_samples=8", "evaluator.size=64")
     _, path = train(tmp_path, *LORA, *how, "actor.eps_clip=0.01", "actor.optimizer.lr=1e-3")

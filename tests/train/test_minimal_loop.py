@@ -10,6 +10,8 @@ from training_runs import metrics, train
 
 from gspo.models.loading import load_model
 
+pytestmark = pytest.mark.run
+
 ROOT = Path(__file__).parents[2]
 STEPS = 2
 

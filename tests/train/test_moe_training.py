@@ -6,6 +6,8 @@ from training_runs import metrics, train
 from gspo.errors import ConfigError, DataError
 from gspo.models import embedded
 
+pytestmark = pytest.mark.run
+
 NAME = "embedded:tiny-moe"
 
 
@@ -59,9 +61,9 @@ def test_a_run_logs_its_experts_drift_and_a_rounded_sampler_its_noise(brief, tmp
 def test_replay_is_refused_where_it_cannot_be(tiny, tmp_path):
     with pytest.raises(DataError, match=r"actor\.routing_replay: Qwen3ForCausalLM has no router"):
         train(tmp_path, "actor.routing_replay=proximal")
-    with pytest.raises(ConfigError, match="prox_logp_method rollout makes none"):
+    with pytest.raises(ConfigError, match="prox_logp_method rollout has no such pass"):
         train(tmp_path, "actor.routing_replay=proximal", "actor.prox_logp_method=rollout")
-    with pytest.raises(ConfigError, match="vllm does not tell them"):
+    with pytest.raises(ConfigError, match="vllm does not return them"):
         train(tmp_path, "actor.routing_replay=rollout", "rollout.backend=vllm:d2")
 
 

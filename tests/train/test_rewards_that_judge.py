@@ -19,6 +19,8 @@ from gspo.errors import ConfigError, DataError, RewardError
 from gspo.models import embedded
 from gspo.models.loading import load_tokenizer
 
+pytestmark = pytest.mark.run
+
 ALPHABET = "0123456789+=,>"
 # From random weights, four tokens at a time: whatever is rewarded is found by chance and learnt in a few steps.
 QUICK = (
@@ -202,8 +204,8 @@ def test_reasoning_gym_trains_end_to_end_with_its_own_scorer(tmp_path, tiny):
 @pytest.mark.parametrize(
     ("overrides", "kind", "says"),
     [
-        (["train_dataset.mixture=[{weight: 2}]"], ConfigError, r"train_dataset\.mixture .*without a path"),
-        (["reward.functions=[{url: 'http://x'}]"], ConfigError, r"reward\.functions .*does not say which reward"),
+        (["train_dataset.mixture=[{weight: 2}]"], ConfigError, r"train_dataset\.mixture .*has no path"),
+        (["reward.functions=[{url: 'http://x'}]"], ConfigError, r"reward\.functions .*has no name"),
         (
             [
                 "train_dataset.mixture=[{path: 'embedded:arithmetic', name: a}]",
@@ -218,7 +220,7 @@ def test_reasoning_gym_trains_end_to_end_with_its_own_scorer(tmp_path, tiny):
         (
             ["train_dataset.mixture=[{path: 'embedded:arithmetic', prompt_column: qestion}]"],
             DataError,
-            r"train_dataset\.mixture\[0\]\.prompt_column is 'qestion', but .* has the columns question, answer",
+            r"train_dataset\.mixture\[0\]\.prompt_column is 'qestion', but the columns of .* are question, answer",
         ),
         (
             ["train_dataset.chat_template=true"],

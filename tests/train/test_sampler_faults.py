@@ -17,6 +17,8 @@ from gspo.models import embedded
 from gspo.sampling.remote.discovery import registered, weight_folders
 from gspo.system.launched import Launched
 
+pytestmark = pytest.mark.run
+
 # π_old is the trainer's own: then the sampler's last bits, which depend on who else is in its batch, reach no gradient
 # and two runs with the same tokens have the same weights, bit for bit.
 RUN = ("actor.prox_logp_method=recompute", "total_train_steps=2", "evaluator.size=4", "rollout.request_timeout=120")

@@ -14,7 +14,7 @@ from gspo.errors import CheckpointError, ConfigError, DataError, TrainingError
 from gspo.runs import checkpoint
 from gspo.train.build.policy import load_policy
 
-pytestmark = pytest.mark.usefixtures("tiny")
+pytestmark = [pytest.mark.usefixtures("tiny"), pytest.mark.run]
 
 REF = ("ref={}",)
 PPO = ("algorithm=ppo", "critic.optimizer.lr=1e-3", "actor.gae_lambda=0.95", "~actor.eps_clip")
@@ -53,10 +53,10 @@ def test_the_overlong_penalty_alone_shortens_completions(tmp_path):
 
 @pytest.mark.parametrize(("variant", "words"), [
     ("KL in the loss", "0.05 × KL to embedded:tiny in the loss (k3)"),
-    ("KL in the reward", "each token pays 0.02 × the KL to the reference that follows it"),
+    ("KL in the reward", "0.02 × the KL to the reference is subtracted from the reward of each token"),
     ("PPO", "embedded:tiny with a new value head, 2 updates per batch at 1e-3"),
-    ("PPO with sequence ratios", "the completion's ratio in value, each token's own gradient"),
-    ("refill", "groups of equal rewards: resampled, at most 20 rounds"),
+    ("PPO with sequence ratios", "the completion's ratio as value, with the gradient of each token's own ratio"),
+    ("refill", "groups with equal rewards: resampled, at most 20 rounds"),
     ("a filter of groups", "group_filters:mixed decides which are trained on"),
 ])  # fmt: skip
 def test_doctor_explains_every_variant_and_finds_nothing_wrong(variant, words, tmp_path):
@@ -104,7 +104,7 @@ def test_a_reference_of_its_own_is_another_model_and_a_missing_one_names_its_key
         trainer.train()
     other = make_trainer(tmp_path / "o", "actor.kl_loss_coef=0.1", *REF, "ref.dtype=float64", "total_train_steps=1")
     other.train()
-    weights = next(other.reference.policy.parameters())
+    weights = next(other.parts.learner.reference.policy.parameters())
     assert weights.dtype == torch.float64
     assert not weights.requires_grad
 

@@ -59,7 +59,7 @@ def test_a_shipped_config_trains_on_the_embedded_model_and_task(path, tmp_path, 
     assert steps_under(tmp_path) == [0, 1, 2]
 
 
-@pytest.mark.run
+@pytest.mark.full
 def test_the_script_trains_as_the_command_does(tmp_path):
     config = "examples/math/gsm8k_gspo.yaml"
     script = python(
@@ -89,7 +89,10 @@ def test_the_document_has_its_snippets():
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("name", [name for name in SNIPPETS if name.startswith("my_")])
+@pytest.mark.parametrize(
+    "name",
+    ["my_sampler.py", *(pytest.param(f"my_{name}.py", marks=pytest.mark.full) for name in ("run", "data", "workflow"))],
+)
 def test_a_documented_script_runs(name, tmp_path):
     (tmp_path / name).write_text(SNIPPETS[name])
     (tmp_path / "examples").symlink_to(ROOT / "examples")

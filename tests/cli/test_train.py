@@ -18,6 +18,8 @@ from gspo.stats import pass_at_k
 from gspo.train.evaluate_run import figures
 from gspo.types import Failure, Group, Prompt, Sample, SampleId, Score
 
+pytestmark = pytest.mark.run
+
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "examples" / "quickstart.yaml")
 SMALL = (
@@ -47,7 +49,6 @@ def gspo(*args: str, **env: str) -> subprocess.CompletedProcess:
     )  # fmt: skip
 
 
-@pytest.mark.run
 def test_train_ends_with_a_summary_the_run_the_picture_and_the_next_commands(trained):
     run, said = trained
     tail = said[said.index("Finished.") :]
@@ -60,7 +61,6 @@ def test_train_ends_with_a_summary_the_run_the_picture_and_the_next_commands(tra
     assert (run / "report.html").read_bytes().startswith(b"<!doctype html>")
 
 
-@pytest.mark.run
 def test_a_finished_run_prints_its_summary_and_trains_nothing(trained):
     run, _ = trained
     before = {file: file.read_bytes() for file in [run / "metrics.jsonl", *run.glob("checkpoints/*/*")]}
@@ -71,14 +71,13 @@ def test_a_finished_run_prints_its_summary_and_trains_nothing(trained):
     assert {file: file.read_bytes() for file in [run / "metrics.jsonl", *run.glob("checkpoints/*/*")]} == before
 
 
-@pytest.mark.run
 def test_without_matplotlib_training_ends_well_and_says_what_to_install(trained, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # what Python does with a module that is not there
     show_run(trained[0], "Finished.", {})
     assert "pip install 'gspo[plot]'" in capsys.readouterr().out
 
 
-@pytest.mark.run
+@pytest.mark.full
 def test_ctrl_c_saves_says_how_to_go_on_and_the_same_command_does(tmp_path):
     args = arguments(tmp_path, "total_train_steps=100000", "evaluator.freq_steps=100000")
     run = tmp_path / "quickstart" / "gspo"
@@ -137,7 +136,6 @@ def test_eval_takes_a_model_and_other_data(trained, tmp_path, capsys):
         assert (result["num_problems"], result["data"]) == (8, str(rows))
 
 
-@pytest.mark.run
 @pytest.mark.parametrize(
     ("args", "said"),
     [

@@ -22,6 +22,8 @@ from gspo.learner.proximal import judge_noise
 from gspo.sampling.local.engine import LocalSampler
 from gspo.types import SamplingParams
 
+pytestmark = pytest.mark.run
+
 QUICKSTART = str(Path(__file__).parents[2] / "examples" / "quickstart.yaml")
 TINY = (
     "algorithm=gspo", "actor.path=embedded:tiny", "train_dataset.path=embedded:arithmetic:2-3", "threads=1",
@@ -72,7 +74,6 @@ def test_independent_errors_shrink_with_length_as_its_square_root():
     assert found["verdict"] == "fine"  # no clip range
 
 
-@pytest.mark.run
 def test_a_run_is_probed_at_its_checkpoint_with_its_own_config(tmp_path, capsys):
     _, path = train(tmp_path, "total_train_steps=1", "rollout.sampler_precision=int8", "saver.freq_steps=1")
     capsys.readouterr()

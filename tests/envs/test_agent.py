@@ -24,6 +24,8 @@ from gspo.envs.agents.agent import Agents
 from gspo.envs.driver import Episodes
 from gspo.types import Failure, Score
 
+pytestmark = pytest.mark.run
+
 CONTEXT = 512
 # One pool of connections for all episodes: setting up a client costs more than a call.
 SHARED = openai.OpenAI(base_url="http://127.0.0.1:1/v1", api_key="none", max_retries=0)
@@ -133,7 +135,6 @@ def test_an_agents_turns_are_one_sequence_of_the_tokens_that_were_sampled(play, 
     assert samples[0, 0].tokens.tolist() != samples[0, 1].tokens.tolist()
 
 
-@pytest.mark.run
 def test_a_function_a_coroutine_and_a_command_are_trained_alike(play, monkeypatch):
     monkeypatch.setenv("GSPO_SAMPLER_TOKEN", "none of an agent's business")
     first, _ = play(two_turns)
@@ -226,7 +227,6 @@ def posts(base_url, api_key, data):
     client.post(base_url.replace("/v1", "/reward"), cast_to=object, body={"reward": 0.75})
 
 
-@pytest.mark.run
 @pytest.mark.parametrize(
     ("agent", "expected"),
     [
@@ -425,7 +425,6 @@ def pids(mark):
     return [int(file.read_text()) for file in files]
 
 
-@pytest.mark.run
 def test_a_command_that_never_ends_is_killed_with_all_it_started(play, tmp_path):
     mark = str(tmp_path / "mark")
     samples, _ = play(python(HANGS, mark), num=1, num_samples=1, timeout_s=2.0)
@@ -433,7 +432,6 @@ def test_a_command_that_never_ends_is_killed_with_all_it_started(play, tmp_path)
     _until(lambda: not any(map(is_alive, pids(mark))))
 
 
-@pytest.mark.run
 def test_a_command_that_fails_says_why(play):
     for command, message in (
         (python("import sys; print('no luck today', file=sys.stderr); sys.exit(3)"), "exit code 3: no luck today"),
@@ -445,7 +443,6 @@ def test_a_command_that_fails_says_why(play):
         assert message in samples[0, 0].outcome.message
 
 
-@pytest.mark.run
 @pytest.mark.parametrize("victim", ["trainer", "reaper"])
 def test_whoever_is_killed_the_command_goes_too(victim, tmp_path):
     """A trainer that dies closes the pipe; when the reaper dies, the kernel kills the command."""

@@ -16,6 +16,8 @@ from gspo.envs.driver import Episodes
 from gspo.errors import RolloutError
 from gspo.types import Failure, SampleId, Score
 
+pytestmark = pytest.mark.run
+
 CONTEXT = 512
 
 

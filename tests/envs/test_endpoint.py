@@ -6,6 +6,8 @@ from endpoints import Policy, endpoint, said
 
 from gspo.envs.agents.openai_api import read_chat
 
+pytestmark = pytest.mark.run
+
 ASK = [{"role": "user", "content": "3+4="}]
 TOOL = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object", "properties": {}}}}
 

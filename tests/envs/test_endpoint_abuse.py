@@ -13,6 +13,8 @@ from raw_http import JUNK, WRONG_BODIES, WRONG_HEADS, begin_and_stall, talk, unt
 
 from gspo.envs.agents.endpoint import MAX_PARALLEL, ROUTES, OpenEpisode
 
+pytestmark = pytest.mark.run
+
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "3+4="}]}
 
 

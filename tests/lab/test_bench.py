@@ -28,7 +28,7 @@ def test_a_row_of_a_workload_has_the_promised_length_and_sparse_leaves_one_group
     assert scores[2] == 0.0
 
 
-@pytest.mark.run
+@pytest.mark.full
 def test_ours_alone_prints_a_table_and_writes_the_page(tmp_path):
     out = bench("--workload", "tiny", "--no-peer", "--steps", "2", "--rounds", "1", "--write", str(tmp_path))
     assert "tiny" in out

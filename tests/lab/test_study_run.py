@@ -58,6 +58,7 @@ def records(folder):
     return json.loads((folder / "docs" / "results" / "studies" / "short.json").read_text())["records"]
 
 
+@pytest.mark.full
 def test_arms_times_seeds_become_records_and_nothing_is_made_twice(study):
     first = run(study, "--jobs", "2", "--seeds", "1")
     assert "short: 2 new runs, 0 found, 0 failed" in first.stdout

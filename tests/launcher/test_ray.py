@@ -20,11 +20,10 @@ from launched_runs import (
 )
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'gspo[ray]'")
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.run]
 full = pytest.mark.full
 
 
-@pytest.mark.run
 def test_a_trainer_killed_under_ray_resumes_by_itself_to_the_same_end(at_home, tmp_path):
     run = Run(by_command("ray"), tmp_path, fault=KILLED)
     code, said, complained = run.end()

@@ -25,7 +25,7 @@ from launched_runs import (
 )
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'gspo[ray]'")
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.run]
 full = pytest.mark.full
 
 
@@ -44,7 +44,6 @@ def scontrol(slurm: dict[str, str], *words: str) -> str:
     return done.stdout
 
 
-@pytest.mark.run
 def test_a_trainer_killed_under_slurm_resumes_by_itself_to_the_same_end(slurm, at_home, tmp_path):
     run = Run(by_module("slurm"), tmp_path, fault=KILLED, **slurm)
     code, said, complained = run.end(550)
@@ -121,7 +120,6 @@ def test_a_failed_job_gives_its_exit_code_and_its_error(slurm, tmp_path):
     assert "Traceback" not in said
 
 
-@pytest.mark.run
 def test_without_slurm_the_launcher_says_so(tmp_path):
     run = Run(by_command("slurm"), tmp_path, PATH="/nowhere")
     code, _, complained = run.end(60)

@@ -21,6 +21,8 @@ from gspo.learner.step import train_step
 from gspo.train.build.objective import make_plan as make_plan_of
 from gspo.train.build.objective import narrowest_clip
 
+pytestmark = pytest.mark.run
+
 ROLLOUT = ("actor.prox_logp_method=rollout",)
 
 
@@ -108,7 +110,6 @@ def test_a_refusal_before_the_first_update_leaves_every_weight_as_it_was():
         assert torch.equal(weight, weights(model)[name])
 
 
-@pytest.mark.run
 def test_a_sampler_noisier_than_the_clip_range_ends_the_run_before_its_first_step(tmp_path):
     noisy = (*ROLLOUT, "rollout.sampler_precision=int8", "actor.eps_clip=1e-5")
     with pytest.raises(TrainingError) as refusal:
@@ -122,7 +123,6 @@ def test_a_sampler_noisier_than_the_clip_range_ends_the_run_before_its_first_ste
     assert "warning: the sampler's log-probs are used as π_old" in (path / "log.txt").read_text()
 
 
-@pytest.mark.run
 def test_near_the_clip_range_it_warns_above_it_refuses_and_elsewhere_it_is_silent(tmp_path):
     how = (*ROLLOUT, "rollout.sampler_precision=int8")
     with opened(make_trainer(tmp_path, *how).loaded) as loop:
@@ -184,7 +184,6 @@ def test_recentring_is_refused_with_stale_samples_warned_of_with_one_update_and_
     assert "actor.prox_logp_recenter" in dict(ineffective(own))
 
 
-@pytest.mark.run
 def test_a_recentred_run_learns_and_says_where_its_proximal_policy_came_from(tmp_path):
     train(tmp_path, *ROLLOUT, "actor.prox_logp_recenter=true", "total_train_steps=2", RANKED)
     rows = metrics(path_of(tmp_path))[1:]

@@ -21,6 +21,8 @@ from gspo.monitor.metrics import step_metrics
 from gspo.sampling.local.engine import LocalSampler
 from gspo.types import Group, Prompt, Request, SampleId, SamplingParams, Score
 
+pytestmark = pytest.mark.run
+
 MIXTURES = ("qwen3_moe", "mixtral", "olmoe")
 PROMPTS = [(5, 6, 7, 8), (3, 9, 4), (7, 8, 1, 1, 20), (1, 2, 3, 4, 5, 6)]
 

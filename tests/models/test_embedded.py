@@ -10,6 +10,8 @@ from gspo.data import arithmetic
 from gspo.errors import DataError
 from gspo.models import cache, embedded
 
+pytestmark = pytest.mark.run
+
 NAME = "embedded:tiny"
 
 

@@ -15,7 +15,7 @@ FORESTS = {
     "alone": ([7], [-1]),
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+pytestmark = [pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"), pytest.mark.run]
 
 
 def layout_of(lengths, parents):

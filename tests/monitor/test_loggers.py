@@ -18,6 +18,8 @@ from gspo.monitor import loggers
 from gspo.monitor.loggers import Loggers
 from gspo.runs.directory import RunDir
 
+pytestmark = pytest.mark.run
+
 NAMED = {"project": "arithmetic", "name": "trial"}
 EVERY = {"tensorboard": {}, "wandb": {**NAMED, "mode": "offline"}, "trackio": NAMED}
 
@@ -100,7 +102,6 @@ def from_trackio(path):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.run
 def test_every_logger_holds_what_metrics_jsonl_holds(path):
     pytest.importorskip("tensorboard")
     pytest.importorskip("wandb")
@@ -132,7 +133,6 @@ def test_every_logger_holds_what_metrics_jsonl_holds(path):
     assert [(r["step"], r["eval/accuracy"]) for r in rows if "eval/accuracy" in r] == accuracies
 
 
-@pytest.mark.run
 def test_a_real_run_is_followed_and_goes_on_where_it_was(tmp_path):
     pytest.importorskip("tensorboard")
     wanted = ("stats_logger.tensorboard=true", "evaluator.size=4", "train_dataset.batch_size=4")
@@ -210,7 +210,6 @@ def test_a_sink_that_hangs_at_the_end_is_dropped_after_a_while(run, monkeypatch,
     assert [step for step, _ in from_tensorboard(run.path)["reward/mean"]] == [0, 1, 2]
 
 
-@pytest.mark.run
 def test_a_process_ends_while_a_sink_hangs(run):
     code = f"""
 import pathlib, time

@@ -1,4 +1,8 @@
+import pytest
+
 from gspo.lab.bench.objectives import ratios
+
+pytestmark = pytest.mark.run
 
 
 def test_gspo_costs_at_most_three_bare_exp_and_segment_sums():

@@ -37,7 +37,7 @@ MICRO_BATCHES = 4
 PPO, GSPO = (0.2, 0.28), (3e-4, 4e-4)
 
 # TRL announces changes of its own interface this way; they are not what these tests judge.
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.run]
 
 
 class Pair(NamedTuple):

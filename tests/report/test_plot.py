@@ -5,6 +5,8 @@ from made_runs import eval_row, make_run, step_row
 
 from gspo.report.plot import plot_run
 
+pytestmark = pytest.mark.run
+
 matplotlib = pytest.importorskip("matplotlib")
 
 

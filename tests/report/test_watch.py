@@ -11,6 +11,8 @@ from made_runs import append_metrics, eval_row, make_run, sample_row, step_row, 
 
 from gspo.report.page.watch import Watch
 
+pytestmark = pytest.mark.run
+
 
 @pytest.fixture
 def run(tmp_path):

@@ -13,6 +13,8 @@ from gspo.rewards.pool import RewardPool
 from gspo.rewards.spec import RewardItem, reward_spec
 from gspo.types import Failure, Score
 
+pytestmark = pytest.mark.run
+
 
 class World(ThreadingHTTPServer):
     """An endpoint that answers by `plan`, a function from (number of the request, its question) to an answer."""

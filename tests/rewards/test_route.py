@@ -10,12 +10,13 @@ from gspo.rewards.route import RewardRouter
 from gspo.rewards.spec import RewardItem, reward_spec
 from gspo.types import Failure, Score
 
+pytestmark = pytest.mark.run
+
 
 def item(source, *completions, **data):
     return RewardItem("?", completions, data={"answer": "4", **data}, source=source)
 
 
-@pytest.mark.run
 def test_each_source_is_scored_by_its_own_reward_and_named_in_the_parts():
     specs = {"sums": reward_spec({"name": "final", "marker": ">"}), "maths": reward_spec("math")}
     router = RewardRouter(specs, workers=1)
@@ -29,7 +30,6 @@ def test_each_source_is_scored_by_its_own_reward_and_named_in_the_parts():
     assert outcomes[1] == (Score(1.0, {"math@maths": 1.0}), Score(0.0, {"math@maths": 0.0}))
 
 
-@pytest.mark.run
 def test_sources_with_the_same_reward_share_a_pool():
     router = RewardRouter({"a": reward_spec("math"), "b": reward_spec("math"), "c": reward_spec("numeric")}, workers=1)
     try:

@@ -14,6 +14,8 @@ from gspo.sampling.local.engine import LocalSampler
 from gspo.system.clock import Clock
 from gspo.types import Prompt, SampleId, SamplingParams, Score
 
+pytestmark = pytest.mark.run
+
 PARAMS = SamplingParams(max_new_tokens=6)
 PROMPTS = [(7, Prompt((1, 2, 3), "a", {"answer": "1"})), (5, Prompt((4,), "b")), (9, Prompt((5, 6), "c"))]
 
@@ -40,7 +42,6 @@ def groups_of(sampler, rewards, prompts=PROMPTS, num_samples=3, **more):
     )
 
 
-@pytest.mark.run
 def test_groups_come_in_the_order_of_their_prompts_with_samples_in_theirs(sampler, rewards):
     groups = groups_of(sampler, rewards)
     assert [g.submission for g in groups] == [7, 5, 9]
@@ -53,7 +54,6 @@ def test_groups_come_in_the_order_of_their_prompts_with_samples_in_theirs(sample
     assert len({len(s.tokens) for g in groups for s in g.samples}) > 1  # they did not end together
 
 
-@pytest.mark.run
 def test_the_order_of_completion_changes_nothing(sampler, rewards):
     def backwards(requests, sampler):
         return reversed(list(single_turn(requests, sampler)))

@@ -18,6 +18,8 @@ from gspo.runs.export import write_model
 from gspo.train.build.policy import load_policy
 from gspo.train.export import export
 
+pytestmark = pytest.mark.run
+
 
 @pytest.fixture(scope="module")
 def run(tiny, tmp_path_factory):
@@ -30,7 +32,6 @@ def logits(model, tokens):
         return model(input_ids=torch.tensor([tokens])).logits[0]
 
 
-@pytest.mark.run
 def test_transformers_computes_the_policys_logits_from_an_export(run, tmp_path):
     trainer, path, config = run
     folder = export(config, path, 2, tmp_path / "model")
@@ -51,7 +52,6 @@ def test_transformers_computes_the_policys_logits_from_an_export(run, tmp_path):
     assert all(stat.S_IMODE(file.stat().st_mode) == 0o644 for file in folder.iterdir())
 
 
-@pytest.mark.run
 def test_a_policy_is_restored_as_it_was_at_each_step(run):
     trainer, path, config = run
     tokens = trainer.parts.learner.tokenizer.encode("12+34=")

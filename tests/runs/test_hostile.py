@@ -14,7 +14,7 @@ from training_runs import path_of, train
 from gspo.cli.main import main
 from gspo.runs.checkpoint import _own_sha256
 
-pytestmark = pytest.mark.usefixtures("tiny")
+pytestmark = [pytest.mark.usefixtures("tiny"), pytest.mark.run]
 
 
 class Bomb:
@@ -57,7 +57,6 @@ def test_a_bomb_is_one(tmp_path):
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
 
 
-@pytest.mark.run
 @pytest.mark.parametrize("name", FILES)
 def test_a_pickle_in_place_of_a_checkpoints_file_is_named_and_never_opened_as_one(run, tmp_path, gspo, name):
     copy, canary = tmp_path / "trial0", tmp_path / "canary"
@@ -71,7 +70,6 @@ def test_a_pickle_in_place_of_a_checkpoints_file_is_named_and_never_opened_as_on
     assert not canary.exists()
 
 
-@pytest.mark.run
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "environment.json", "samples/step_000001.jsonl"])
 def test_a_pickle_in_place_of_a_runs_file_is_refused_or_ignored(run, tmp_path, gspo, name):
     copy, canary = tmp_path / "trial0", tmp_path / "canary"

@@ -14,6 +14,8 @@ from gspo.sampling.local.engine import LocalSampler
 from gspo.sampling.weights.load import copy_weights
 from gspo.types import Request, Sample, SampleId, SamplingParams
 
+pytestmark = pytest.mark.run
+
 EOS = 2
 PLAIN = SamplingParams(max_new_tokens=14)
 

@@ -27,6 +27,8 @@ from gspo.sampling.weights.broadcast import Broadcaster
 from gspo.sampling.weights.load import fetch
 from gspo.types import Request, Sample, SampleId, SamplingParams
 
+pytestmark = pytest.mark.run
+
 
 @pytest.fixture
 def house(tmp_path):

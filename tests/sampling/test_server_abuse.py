@@ -15,6 +15,8 @@ from gspo.errors import ConfigError
 from gspo.sampling.remote.server import CONNECTIONS, SamplerServer
 from gspo.types import SamplingParams
 
+pytestmark = pytest.mark.run
+
 POST = ("/attach", "/generate", "/collect", "/abort", "/load_weights", "/pause", "/resume", "/sleep", "/wake")
 ROUTES = [("GET", "/health"), ("GET", "/version"), *(("POST", path) for path in POST)]
 

@@ -18,6 +18,8 @@ from gspo.sampling.remote.server import RefusedCallError
 from gspo.sampling.weights import load, probe
 from gspo.sampling.weights.publish import publish
 
+pytestmark = pytest.mark.run
+
 NAME = "model.layers.1.mlp.up_proj.weight"
 
 

@@ -20,6 +20,8 @@ from gspo.sampling.weights.probe import probe_sequences, sequence_logp
 from gspo.sampling.weights.publish import publish
 from gspo.types import Request, SampleId, SamplingParams
 
+pytestmark = pytest.mark.run
+
 PROMPT = (7, 8, 9)
 
 

@@ -12,6 +12,8 @@ from raw_http import until_hung_up
 
 from gspo.system.http import HttpServer, Json, bearer_key, route
 
+pytestmark = pytest.mark.run
+
 
 class Small(HttpServer):
     """Replies to GET /quick, /slow, /large, /broken and POST /echo."""

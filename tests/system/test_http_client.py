@@ -10,6 +10,8 @@ import pytest
 
 from gspo.system.http_client import HttpClient, ReplyTooLargeError
 
+pytestmark = pytest.mark.run
+
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 

@@ -13,12 +13,13 @@ from gspo.envs.agents.agent import Agents, find_agent
 from gspo.errors import ConfigError
 from gspo.train import Trainer
 
+pytestmark = pytest.mark.run
+
 HERE = str(Path(__file__).parents[1] / "helpers")
 AGENT = f"env.agent={HERE}/loop_agents.py"
 FEW = ("train_dataset.batch_size=4", "total_train_steps=2", "evaluator.size=4")
 
 
-@pytest.mark.run
 def test_an_agent_is_trained_and_a_bad_one_costs_its_samples(tmp_path):
     _, run = train(tmp_path, *FEW, f"{AGENT}:troubled", "reward.max_failure_fraction=0.99", "evaluator.at_start=false")
     rows = metrics(run)

@@ -6,6 +6,8 @@ from made_batches import FAILED, make_group
 from gspo.train.evaluate import is_correct, summarise
 from gspo.types import Score
 
+pytestmark = pytest.mark.run
+
 
 def test_avg_and_pass_at_k_are_shares_over_problems():
     groups = [make_group(0, [1, 0, 0, 0]), make_group(1, [1, 1, 1, 1]), make_group(2, [0, 0, 0, 0])]

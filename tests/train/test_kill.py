@@ -13,7 +13,7 @@ from gspo import rng
 from gspo.faults import SITES
 from gspo.runs import checkpoint
 
-pytestmark = pytest.mark.usefixtures("tiny")
+pytestmark = [pytest.mark.usefixtures("tiny"), pytest.mark.run]
 
 # How often a run of 20 steps comes by each site, at least. `replace` needs a damaged checkpoint and has its own test.
 VISITS = {
@@ -59,7 +59,6 @@ def test_every_site_of_the_injector_is_killed_at_or_has_a_test_of_its_own():
     assert set(SITES) == {*VISITS, *servers, "checkpoint.replace"}
 
 
-@pytest.mark.run
 @pytest.mark.parametrize(
     "fault",
     ["rollout.token:90", "reward.submit:31", "train.backward:9", "train.updated:9", "checkpoint.sync:9",
@@ -96,7 +95,6 @@ def test_a_run_killed_again_and_again_from_outside_is_the_uninterrupted_one(runs
     assert digests(path_of(tmp_path)) == straight
 
 
-@pytest.mark.run
 def test_a_seed_that_is_forgotten_on_resume_is_seen(runs, straight, tmp_path):
     assert runs.run(tmp_path, fault="train.backward:9:kill") == -9
     assert runs.run(tmp_path, forget=True) == 0
@@ -147,9 +145,14 @@ PHASES = (
 )  # fmt: skip
 
 
-@pytest.mark.run
-@pytest.mark.parametrize("site", PHASES)
-@pytest.mark.parametrize("name", ["term", pytest.param("int", marks=FULL), pytest.param("usr1", marks=FULL)])
+@pytest.mark.parametrize(
+    ("name", "site"),
+    [
+        pytest.param(name, site, marks=() if (name, i % 4) == ("term", 0) else FULL)  # two of them in `make test`
+        for name in ("term", "int", "usr1")
+        for i, site in enumerate(PHASES)
+    ],
+)
 def test_a_signal_in_any_phase_saves_ends_as_documented_and_resumes_to_the_same_end(
     runs, straight, tmp_path, site, name
 ):
@@ -159,7 +162,13 @@ def test_a_signal_in_any_phase_saves_ends_as_documented_and_resumes_to_the_same_
     assert digests(path_of(tmp_path)) == straight
 
 
-@pytest.mark.parametrize("site", ["record.samples:4", "record.metrics:5", "checkpoint.file:6", "checkpoint.rename:2"])
+@pytest.mark.parametrize(
+    "site",
+    [
+        "checkpoint.file:6",
+        *(pytest.param(site, marks=FULL) for site in ("record.samples:4", "record.metrics:5", "checkpoint.rename:2")),
+    ],
+)
 def test_a_full_disk_is_a_typed_error_and_the_same_command_goes_on(runs, straight, tmp_path, site):
     assert runs.run(tmp_path, fault=f"{site}:full") == 1
     assert fired(tmp_path) == [f"{site}:full"]
@@ -201,7 +210,6 @@ def test_a_run_that_stands_still_ends_itself_names_the_phase_and_dumps_its_stack
     assert digests(path_of(tmp_path)) == straight
 
 
-@pytest.mark.run
 def test_a_process_whose_interpreter_is_stuck_in_c_is_ended_all_the_same(tmp_path):
     """A sleep in C that keeps the interpreter's lock: no thread of Python can run."""
     code = (

@@ -532,6 +532,7 @@ def test_the_proximal_policy_comes_from_where_the_config_says(tmp_path, method, 
         assert "comes from the sampler: noise p95" in (path / "log.txt").read_text()
 
 
+@pytest.mark.full
 def test_all_proximal_sources_learn_the_same_up_to_the_noise(tmp_path):
     rewards = {}
     for method in ("recompute", "rollout"):
@@ -657,6 +658,7 @@ def test_the_same_rows_are_written_whatever_the_display(straight, tmp_path, monk
     assert [without_clocks(r) for r in metrics(mine)] == [without_clocks(r) for r in metrics(path)]
 
 
+@pytest.mark.full
 def test_profile_writes_timelines_with_the_phases_of_a_step_and_changes_nothing(tmp_path, straight):
     _, path = train(tmp_path, *FOUR, "profile=true")
     traces = sorted((path / "profile").iterdir())

@@ -25,6 +25,8 @@ from gspo.train.build.policy import load_policy
 from gspo.train.evaluate import FIRST
 from gspo.train.export import export
 
+pytestmark = pytest.mark.run
+
 LORA = ("actor.use_lora=true", "actor.lora_rank=8", "actor.lora_alpha=16", "actor.optimizer.lr=2e-3")
 THREE = ("total_train_steps=3", "saver.freq_steps=1")
 
@@ -61,7 +63,6 @@ def test_shared_prefix_gradients_of_an_adapter_equal_the_plain_padded_ones(name,
     assert_same_gradients(grads, want_grads)
 
 
-@pytest.mark.run
 def test_the_base_is_untouched_bit_for_bit_and_the_optimizer_holds_the_adapter_alone(run):
     trainer, _, _ = run
     base = load_model("embedded:tiny").state_dict()
@@ -76,7 +77,6 @@ def test_the_base_is_untouched_bit_for_bit_and_the_optimizer_holds_the_adapter_a
         assert torch.equal(logits(policy.model), logits(load_model("embedded:tiny")))
 
 
-@pytest.mark.run
 def test_a_checkpoint_holds_the_adapter_its_moments_and_the_digest_of_the_base(run):
     _, path, _ = run
     folder = path / "checkpoints" / "step_000003"
@@ -87,7 +87,6 @@ def test_a_checkpoint_holds_the_adapter_its_moments_and_the_digest_of_the_base(r
     assert len(base["sha256"]) == 64
 
 
-@pytest.mark.run
 def test_a_run_stopped_by_a_signal_and_resumed_is_the_uninterrupted_one(run, tmp_path):
     sent = []
 
@@ -106,7 +105,6 @@ def test_a_run_stopped_by_a_signal_and_resumed_is_the_uninterrupted_one(run, tmp
     assert digests(again.path) == digests(run[1])
 
 
-@pytest.mark.run
 def test_another_base_under_the_same_name_is_refused_when_going_on_and_when_evaluating(tmp_path):
     base = tmp_path / "base"
     model, tokenizer = embedded.build("embedded:tiny")
@@ -123,7 +121,6 @@ def test_another_base_under_the_same_name_is_refused_when_going_on_and_when_eval
         load_policy(load(path / "config.yaml").config, path, 1)
 
 
-@pytest.mark.run
 def test_other_adapter_settings_in_a_used_directory_are_refused(run):
     root = run[1].parents[1]
     with pytest.raises(ConfigError, match=r"actor\.lora_rank: 8 → 4"):
@@ -158,7 +155,6 @@ def test_weights_for_a_sampler_are_those_of_a_plain_model(run):
     assert (logits(plain) - logits(policy.model)).abs().max() <= 1e-5
 
 
-@pytest.mark.run
 def test_the_verbs_evaluate_and_export_a_lora_run(run, tmp_path, capsys):
     path = str(run[1])
     threads = torch.get_num_threads()
@@ -178,7 +174,7 @@ def test_merging_a_run_without_an_adapter_is_refused(tmp_path):
         export(load(None, ["actor.path=embedded:tiny"]).config, tmp_path, 1, tmp_path / "out", merge=True)
 
 
-@pytest.mark.run
+@pytest.mark.full
 def test_an_adapter_learns(tiny, tmp_path):
     how = ("total_train_steps=6", "train_dataset.batch_size=16", "gconfig.n_samples=8", "evaluator.size=64")
     _, path = train(tmp_path, *LORA, *how, "actor.eps_clip=0.01", "actor.optimizer.lr=1e-3")

@@ -42,6 +42,7 @@ def some_reward(completions, **_):
     return [float(sum(map(ord, c)) % 3) for c in completions]
 
 
+@pytest.mark.full
 def test_a_run_logs_its_experts_drift_and_a_rounded_sampler_its_noise(brief, tmp_path):
     rounded = "rollout.sampler_precision=int8"
     _, path = train(tmp_path / "a", *SHORT, rounded, "actor.routing_replay=rollout", reward=some_reward)

@@ -22,6 +22,8 @@ from gspo.learner.ranks.signals import StopRequest
 from gspo.learner.ranks.world import joined
 from gspo.runs import checkpoint
 
+pytestmark = pytest.mark.run
+
 # Gradients
 
 
@@ -44,7 +46,6 @@ def assert_equal_steps(tmp_path, num_ranks, names, reports=True):
     return got, also
 
 
-@pytest.mark.run
 def test_two_ranks_take_the_step_of_one(tmp_path, exact):
     assert_equal_steps(tmp_path, 2, ["plain", "centred"])
 
@@ -117,7 +118,7 @@ def assert_same_course(one, other, tolerance=1e-6):
                 assert b[key] == pytest.approx(a[key], abs=tolerance, rel=1e-4 if key == "grad/norm" else 0), key
 
 
-@pytest.mark.run
+@pytest.mark.full
 def test_two_ranks_make_the_run_of_one_process(tmp_path, tiny):
     path = ranked_runs.train(tmp_path / "two", 2, "total_train_steps=2", "actor.backend=fsdp:d2")
     _, alone = train_alone(tmp_path / "one", "total_train_steps=2", "evaluator.at_start=false")

@@ -2,8 +2,8 @@
 PY := .venv/bin/python
 TRAIN_STAMP := .venv/.installed-train
 STAMP := .venv/.installed
-# The test runner shares two cores with torch: one thread per worker keeps both busy and results repeatable.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2
+# One thread per worker makes results repeatable; a third worker on two cores fills the time that tests wait.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 3
 
 .PHONY: train demo unit test test-full check docs setup setup-train setup-vllm clean
 

@@ -85,6 +85,7 @@ def test_arms_times_seeds_become_records_and_nothing_is_made_twice(study):
     assert "too few" in again.stdout or "one seed" in again.stdout
 
 
+@pytest.mark.full
 def test_a_run_that_cannot_be_made_is_told_with_its_log_and_the_exit_code(study):
     (study / "base.yaml").write_text(CONFIG.replace("embedded:tiny", "/nowhere/model"))
     done = run(study, "--only", "gspo", "--seeds", "1", code=1)

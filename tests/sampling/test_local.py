@@ -113,7 +113,9 @@ def test_greedy_is_transformers_generate(name):
         assert sample.tokens.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma3"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.full) for name in ("llama", "gemma3"))]
+)
 def test_tokens_do_not_depend_on_neighbours_order_or_number_of_rows(name):
     model = build(name)
     requests = group_requests(11, 3, SamplingParams(8))

@@ -326,7 +326,7 @@ LIES = {
         "it is sample \\(9, 9, 0, 0\\)",
     ),
     "no JSON object": (lambda path, reply: [1] if path == "/collect" else reply, "must be an object"),
-    "another version loaded": (answers("/load_weights", version=7), "holds 7"),
+    "another version loaded": (answers("/load_weights", version=7), "reports version 7"),
     "another model's probe": (answers("/load_weights", probe=[[-1.0] * 11] * 3), "samples from another model"),
     "no probe": (answers("/load_weights", probe=None), "did not report the log-probs"),
     "another seed": (lambda p, r: {**r, "facts": {**r["facts"], "seed": 6}} if p == "/attach" else r, "its seed is 6"),

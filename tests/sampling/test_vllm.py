@@ -385,6 +385,7 @@ def watched(monkeypatch, sampler, child, patience_s, seconds):
     return out
 
 
+@pytest.mark.full
 def test_a_death_a_break_and_a_silence_are_told_apart_and_work_is_none_of_them(started, monkeypatch):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     endless = group_requests(1, 1, SamplingParams(50, ignore_eos=True))

@@ -61,8 +61,8 @@ def test_every_site_of_the_injector_is_killed_at_or_has_a_test_of_its_own():
 
 @pytest.mark.parametrize(
     "fault",
-    ["rollout.token:90", "reward.submit:31", "train.backward:9", "train.updated:9", "checkpoint.sync:9",
-     "checkpoint.prune:1"],
+    ["rollout.token:90", "train.updated:9", "checkpoint.sync:9",
+     *(pytest.param(site, marks=pytest.mark.full) for site in ("reward.submit:31", "train.backward:9", "checkpoint.prune:1"))],
 )  # fmt: skip
 def test_a_run_killed_at_a_phase_and_run_again_is_the_uninterrupted_one(runs, straight, tmp_path, fault):
     assert killed_then_finished(runs, tmp_path, [fault]) == straight
@@ -179,6 +179,7 @@ def test_a_full_disk_is_a_typed_error_and_the_same_command_goes_on(runs, straigh
     assert digests(path_of(tmp_path)) == straight
 
 
+@pytest.mark.full
 def test_hash_seeds_and_worker_counts_do_not_reach_the_run(runs, straight, tmp_path):
     """Scheduling noise: promise table, test 13. Thread count is part of a run's identity."""
     for workers in (1, 3):

@@ -496,7 +496,14 @@ def test_a_trainer_takes_a_yaml_path_and_overrides(tmp_path):
 # Every road through the update
 
 
-@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "ppo"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        pytest.param(name, marks=() if name in ("gspo", "gspo_token", "grpo") else pytest.mark.full)
+        for name in ALGORITHMS
+        if name != "ppo"
+    ],
+)
 def test_every_preset_without_a_critic_trains(tmp_path, algorithm):
     overrides = [f"algorithm={algorithm}", "total_train_steps=2", "evaluator.at_start=false", "evaluator.size=4"]
     # The presets' own clip ranges and mini-batches, as a user gets them.

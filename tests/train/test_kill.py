@@ -62,7 +62,8 @@ def test_every_site_of_the_injector_is_killed_at_or_has_a_test_of_its_own():
 @pytest.mark.parametrize(
     "fault",
     ["rollout.token:90", "train.updated:9", "checkpoint.sync:9",
-     *(pytest.param(site, marks=pytest.mark.full) for site in ("reward.submit:31", "train.backward:9", "checkpoint.prune:1"))],
+     *(pytest.param(site, marks=pytest.mark.full)
+       for site in ("reward.submit:31", "train.backward:9", "checkpoint.prune:1"))],
 )  # fmt: skip
 def test_a_run_killed_at_a_phase_and_run_again_is_the_uninterrupted_one(runs, straight, tmp_path, fault):
     assert killed_then_finished(runs, tmp_path, [fault]) == straight

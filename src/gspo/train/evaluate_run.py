@@ -88,8 +88,8 @@ def evaluate_run(
 def figures(groups: Sequence[Group], num_samples: int) -> dict[str, Any]:
     """avg@n and pass@k for k = 1, 2, 4, … n, each with its 95 % interval over problems.
 
-    A reward that did not answer is no wrong answer: it leaves its problem with fewer samples, and pass@k is over the
-    problems with at least k.
+    A failed reward does not count as a wrong answer: its problem has fewer samples, and pass@k uses the problems with
+    at least k.
     """
     marks = [[mark for mark in map(is_correct, group.outcomes) if mark is not None] for group in groups]
     counts = [(len(m), sum(m)) for m in marks if m]

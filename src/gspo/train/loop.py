@@ -37,7 +37,7 @@ class Summary:
 
 
 class Loop:
-    """The acts that every rank performs on a batch."""
+    """What every rank does with a batch."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts

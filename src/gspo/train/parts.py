@@ -29,7 +29,7 @@ from gspo.types import Prompt
 
 @dataclass(frozen=True)
 class Given:
-    """What the caller of `Trainer` gave: the config, and objects that take the place of its keys."""
+    """The arguments of `Trainer`: the config, and objects that replace some of its keys."""
 
     loaded: Loaded
     warnings: Sequence[Any]
@@ -58,7 +58,7 @@ class Parts:
     stall_timeout: float
 
     def watchdog(self) -> AbstractContextManager[None]:
-        """Ends the process where nothing happens for stall_timeout seconds."""
+        """Ends the process if there is no heartbeat for stall_timeout seconds."""
         return watched(self.stall_timeout + self.world.margin, self.path / "log.txt", self.say)
 
 

@@ -1,8 +1,8 @@
-"""A script whose config wants more than one process, or Ray, or Slurm, becomes the launcher of itself.
+"""A script whose config needs several processes, Ray or Slurm replaces itself by a launcher.
 
-`Trainer.train()` in a process that nobody launched replaces that process by `python -m gspo.launcher`, which runs the
-script's own command line again, once per rank, with GSPO_LAUNCHED set. Launchers stand above training and are therefore
-named here, not imported: the border between the two is a command line.
+If no launcher started the process, `Trainer.train()` replaces it by `python -m gspo.launcher`, which runs the script's
+command line again, once per rank, with GSPO_LAUNCHED set. The launcher is on a higher floor than training, so it is
+called by its command line and not imported.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from gspo.system.launched import Launched
 
 
 def is_launched() -> bool:
-    """Whether a launcher, ours or torchrun, started this process: then it is a rank and starts nobody."""
+    """Whether gspo's launcher or torchrun started this process. Then it is a rank and starts no further processes."""
     return bool(Launched.read().is_launched or os.environ.get("RANK"))
 
 
 def relaunch(loaded: Loaded) -> None:
-    """Return where this process may train; otherwise never come back."""
+    """Return if this process should train; otherwise replace it by the launcher and never return."""
     config = loaded.config
     if is_launched():
         return

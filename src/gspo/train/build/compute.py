@@ -24,7 +24,7 @@ def device_and_dtype(config: Config) -> tuple[torch.device, torch.dtype]:
 
 
 def set_threads(config: Config, ranks_here: int = 1) -> int:
-    """Thread count is part of a run's identity: sums over threads round differently."""
+    """Set the number of threads. It is part of a run's identity, because sums over threads round differently."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(config.threads or max((cores or 1) // ranks_here, 1))
     return torch.get_num_threads()
@@ -37,18 +37,18 @@ def num_ranks(config: Config) -> int | None:
 
 
 def sharding(config: Config) -> dict[str, Any]:
-    """How several ranks compute (`shard.shard`)."""
+    """Keyword arguments of `learner.policy.sharding.shard`: the dtypes of a run with several ranks."""
     kinds = config.actor.fsdp.model_dump()
     return {name: None if kind is None else getattr(torch, kind) for name, kind in kinds.items()}
 
 
 def published_dtype(config: Config) -> torch.dtype | None:
-    """What several ranks compute in is what they publish; None: the model's own type."""
+    """The dtype of published weights: the dtype in which several ranks compute; None: the model's own."""
     return sharding(config)["param_dtype"] if has_ranks(config) else None
 
 
 def has_ranks(config: Config) -> bool:
-    """Whether several ranks train, as trainer and sampler servers both know."""
+    """Whether several ranks train. The trainer and its sampler servers get the same answer."""
     return (num_ranks(config) or Launched.read().num_ranks) > 1
 
 

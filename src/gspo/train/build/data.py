@@ -22,8 +22,8 @@ from gspo.types import Prompt
 def make_data(config: Config, given: Any, given_valid: Any, tokenizer: Any) -> tuple[Data, Data]:
     """Training and held-out problems: the caller's data sets or rows, else those the config names.
 
-    Where nobody names held-out problems they are the training data's held-out part, never its training part: its own
-    test split, or a twentieth of the caller's rows. Both are the same object where few rows leave none to hold out.
+    Without explicit held-out problems, the held-out part of the training data is used: its test split, or 5 % of the
+    caller's rows. If there are too few rows to hold any out, both results are the same object.
     """
     data = _one(given, config.train_dataset, "train", tokenizer, config.seed, "train_dataset")
     if given_valid is None and config.valid_dataset is None and given is not None:
@@ -71,7 +71,7 @@ def make_evaluator(
 
 
 def held_out(config: Config) -> DatasetSpec:
-    """Which held-out problems the config means: valid_dataset, or the whole test split of the training data."""
+    """The data set of held-out problems: valid_dataset, or the whole test split of the training data."""
     train = config.train_dataset
     whole = {"split": "test", "size": None}
     sources = [source.model_copy(update=whole) for source in train.mixture]
@@ -99,7 +99,7 @@ def _divide(data: Data) -> tuple[Data, Data]:
 
 
 def refuse_long_prompts(data: Data, limit: int, max_new_tokens: int, section: str = "gconfig") -> None:
-    """A prompt that leaves no room for its completion is an error now, not in the middle of the night."""
+    """Raise DataError for a prompt that leaves no room for its completion, before training starts."""
     room = limit - max_new_tokens
     for row in range(len(data)):
         if (length := len(data.prompt(row).tokens)) > room:
@@ -111,7 +111,7 @@ def refuse_long_prompts(data: Data, limit: int, max_new_tokens: int, section: st
 
 
 def load_data(spec: DatasetSpec, split: str, tokenizer: Any, seed: int, key: str) -> Data:
-    """The data set of a section, or its mixture; a source inherits what it leaves unset and all may share."""
+    """The data set of a config section, or its mixture; a source inherits the shared keys that it does not set."""
     if not spec.mixture:
         return _load_source(spec, spec, split, tokenizer, seed, key)
     sources = [

@@ -15,7 +15,7 @@ from gspo.system.launched import Launched
 
 
 def make_environment(config: Config, given: Any) -> Environment | None:
-    """What plays the episodes: the caller's environment or the config's; None where a sample is one completion."""
+    """The environment of the caller or of the config; None if a sample is one completion."""
     env = config.env
     if given is not None:
         return find_environment(given, env.options)
@@ -25,7 +25,7 @@ def make_environment(config: Config, given: Any) -> Environment | None:
 
 
 def make_episodes(config: Config, environment: Environment, data: Data, tokenizer: Any, max_context: int) -> Episodes:
-    """The workflow that plays episodes, spoken to as the prompts are rendered."""
+    """The workflow that runs episodes; it renders messages with the chat template of the data set."""
     first = data if isinstance(data, Dataset) else data.sources[0]
     # A data set says True for the tokenizer's own template.
     chat = Chat(tokenizer, None if first.chat is True else first.chat, first.template_kwargs)

@@ -1,4 +1,4 @@
-"""The learner: policy, optimizer, and beside them the reference that KL is measured to and the critic of PPO."""
+"""The learner: policy and optimizer, the reference policy of KL terms, and the critic of PPO."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make_learner(loaded: Loaded, world: World) -> Learner:
 
 
 def make_reference(config: Config, policy: PolicyModule, tokenizer: Any) -> Reference | None:
-    """The policy that KL is measured to; None where no KL coefficient is set.
+    """The reference policy of KL terms; None if no KL coefficient is set.
 
     With an adapter on the same model it is the policy itself with the adapter off, which costs no memory.
     """
@@ -84,7 +84,7 @@ def make_critic(config: Config, tokenizer: Any, world: World = ALONE) -> Critic 
 
 
 def _other_model(config: Config, path: str | None, dtype: str, tokenizer: Any, key: str) -> PolicyModule:
-    """A model beside the policy, from its own path or the policy's; random weights only where the policy has them."""
+    """Another model, from its own path or the policy's; random weights only if the policy has them too."""
     actor = config.actor
     device, own_dtype = device_and_dtype(config)
     own = path in (None, actor.path)

@@ -13,7 +13,7 @@ from gspo.learner.step import Plan
 
 
 def make_plan(loaded: Loaded) -> Plan:
-    """What every update has in common."""
+    """The settings that all updates share."""
     config, objective = loaded.config, effective_objective(loaded)
     actor = config.actor
     return Plan(
@@ -43,7 +43,7 @@ def first_proximal_source(config: Config) -> ProximalSource:
 def narrowest_clip(config: Config, settings: Mapping[str, Any]) -> float | None:
     """The ε that the sampler's noise is compared with; None if the objective does not clip.
 
-    `eps_clip: auto` stays above the noise by itself, as far as its bound.
+    With `eps_clip: auto` it is the widest range that auto may choose, because auto stays above the noise by itself.
     """
     if "clip_low" not in settings:
         return None
@@ -58,7 +58,7 @@ def temperature(config: Config) -> float:
 
 
 def assembly(loaded: Loaded) -> dict[str, Any]:
-    """How rewards become advantages (`batch.assemble`), as far as that is decided per sequence."""
+    """How rewards become advantages per sequence: keywords of `learner.credit.batch_with_advantages`."""
     config, actor = loaded.config, loaded.config.actor
     norm = effective_objective(loaded)["advantage"] if actor.reward_norm is None else norm_settings(actor.reward_norm)
     how = {"norm": norm, "shaping": make_shaping(config), "zero_variance": actor.zero_variance_groups or "count"}
@@ -67,7 +67,7 @@ def assembly(loaded: Loaded) -> dict[str, Any]:
 
 
 def make_credit(loaded: Loaded) -> Credit | None:
-    """How advantages differ from token to token; None where nothing makes them differ."""
+    """How advantages differ between tokens of a sequence; None if they do not."""
     actor, by_critic = loaded.config.actor, effective_objective(loaded)["advantage"] == "gae"
     if not (actor.kl_ctl or by_critic):
         return None
@@ -81,7 +81,7 @@ def make_credit(loaded: Loaded) -> Credit | None:
 
 
 def _last(config: Config) -> dict[str, Any]:
-    """What is done to advantages at the end, be they of sequences or of tokens."""
+    """The last transformations of advantages, for sequences and for tokens alike."""
     norm = config.actor.adv_norm
     return {
         "adv_norm": None if norm is None else norm_settings(norm),

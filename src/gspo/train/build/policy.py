@@ -83,7 +83,7 @@ def add_configured_adapter(config: Config, model: Any) -> None:
 
 
 def whole_model(config: Config, tokenizer: Any, compute_dtype: torch.dtype | None, *, with_adapter: bool) -> Any:
-    """The policy's model as one process can sample from it; its trained weights are still to come."""
+    """The policy's model, unsharded, for a sampler in one process; the trained weights are loaded later."""
     device, dtype = device_and_dtype(config)
     actor = config.actor
     model: Any = load_model(
@@ -105,7 +105,7 @@ def whole_model(config: Config, tokenizer: Any, compute_dtype: torch.dtype | Non
 
 
 def context_length(config: Config, policy: PolicyModule) -> int:
-    """Longest prompt + completion: the model's context, or less where gconfig.max_tokens says so."""
+    """Longest prompt + completion: the model's context, or gconfig.max_tokens if that is set."""
     own = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
     asked = config.gconfig.max_tokens
     if asked is not None and asked > own:

@@ -17,7 +17,7 @@ from gspo.train.build.data import held_out
 
 
 def make_rewards(config: Config, given: Any, log_path: str | None) -> Rewards:
-    """The reward functions of the caller, of the config, or of the task; of a mixture, those of each source."""
+    """The reward functions of the caller, of the config, or of the task; for a mixture, one set per source."""
     reward = config.reward
     common: RewardSpec | None = None
     if given is not None:

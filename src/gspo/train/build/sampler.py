@@ -1,4 +1,4 @@
-"""The sampler: in this process, or the client of sampler servers; its parameters, and the weights it is sent."""
+"""The sampler (in this process, or the client of sampler servers), its parameters, and the weights for it."""
 
 from __future__ import annotations
 
@@ -75,15 +75,15 @@ def samples_in_process() -> bool:
 
 
 def engine_of(config: Config) -> str | None:
-    """The inference engine behind the sampler servers, where it is not ours."""
+    """The name of the inference engine behind the sampler servers; None for gspo's own."""
     name = parse_backend(config.rollout.backend, SAMPLERS).name
     return name if name in ENGINES else None
 
 
 def sampler_dtype(config: Config) -> torch.dtype | None:
-    """What sampler servers compute in where the user chose that by the engine's own flag; None: what the trainer does.
+    """The dtype of sampler servers if an engine flag sets one; None: the trainer's dtype.
 
-    A quantised engine is bounded as the coarsest type is.
+    A quantised engine gets the tolerance of the coarsest dtype.
     """
     engine = engine_of(config)
     options = {} if engine is None else getattr(config, engine)
@@ -110,10 +110,10 @@ def local_sampler(config: Config, model: Any, tokenizer: Any, version: int) -> L
 def weights_for(
     config: Config, sampler: Sampler | NullProducer, policy: PolicyModule
 ) -> Iterable[tuple[str, torch.Tensor]] | None:
-    """What `load_weights` needs: nothing where the sampler samples from the policy's own tensors.
+    """The tensors for `load_weights`; None if the sampler reads the policy's own tensors.
 
-    What is trained by its own names where the sampler has the same layers; else whole weights by the names of files,
-    an adapter merged into them.
+    A sampler with the same layers gets the trained tensors by their parameter names. Other samplers get all weights by
+    their names on disk, with an adapter merged into them.
     """
     in_process = sampler.in_process if isinstance(sampler, NullProducer) else isinstance(sampler, LocalSampler)
     if in_process and policy.world.size == 1:
@@ -124,9 +124,9 @@ def weights_for(
 
 
 def sends_adapter(config: Config) -> bool:
-    """Whether sampler servers are given the adapter alone, on a base that they have loaded themselves.
+    """Whether sampler servers get only the adapter; they have loaded the base model themselves.
 
-    Not by several ranks: their servers are compared with each other, not with the trainer, and a wrong base would pass.
+    Not with several ranks: then servers are compared with each other, not with the trainer, and a wrong base would pass.
     """
     engine, actor = engine_of(config), config.actor
     can = takes_adapter(engine, getattr(config, engine) if engine else {}, actor.lora_rank)
@@ -148,7 +148,7 @@ def sampling_params(g: Generation) -> SamplingParams:
 
 
 def evaluation_params(config: Config) -> tuple[SamplingParams, int]:
-    """How held-out problems are answered, and how often each. Stops are those of training."""
+    """The sampling parameters of an evaluation, and the samples per problem. Stop rules are those of training."""
     how = config.eval_gconfig
     assert how is not None, "config.resolve fills it in"
     own = {name: getattr(how, name) for name in ("max_new_tokens", "temperature", "top_p", "top_k", "greedy")}

@@ -126,7 +126,7 @@ def weights_for(
 def sends_adapter(config: Config) -> bool:
     """Whether sampler servers get only the adapter; they have loaded the base model themselves.
 
-    Not with several ranks: then servers are compared with each other, not with the trainer, and a wrong base would pass.
+    Not with several ranks: servers are then compared with each other, not with the trainer; a wrong base would pass.
     """
     engine, actor = engine_of(config), config.actor
     can = takes_adapter(engine, getattr(config, engine) if engine else {}, actor.lora_rank)

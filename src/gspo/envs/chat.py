@@ -40,6 +40,7 @@ class Chat:
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> tuple[int, ...]:
         """Tokens of the whole conversation up to where the model's answer begins."""
         if self.is_plain:
+            # A system message is separated from the rest; the other contents are concatenated as they are.
             system = [_content(m) + "\n\n" for m in messages[:1] if m.get("role") == "system"]
             text = "".join([*system, *(_content(m) for m in messages[len(system) :])])
             return _ids(self.tokenizer.encode(text))
@@ -58,6 +59,7 @@ class Chat:
         mark = _MARK
         while any(mark in _content(m) for m in (*history, *new)):  # a message contains the marker
             mark += "x"
+        # The template renders the conversation with a marker in place of the answer; only the text after it is new.
         placeholder = {"role": "assistant", "content": mark}
         _, found, tail = self._text([*history, placeholder, *new], tools).partition(mark)
         if not found:
@@ -101,6 +103,7 @@ def parse_calls(text: str, new_id: Callable[[int], str] = "call_{}".format) -> d
 {'name': 'calculator', 'arguments': '{"expression": "2*3"}'}}]}
     """
     calls, kept, end = [], [], 0
+    # Text outside valid calls stays content.
     for found in _CALL.finditer(text):
         try:
             call = json.loads(found[1])
@@ -133,6 +136,7 @@ def _content(message: Message) -> str:
         return ""
     if isinstance(content, str):
         return content
+    # Content in parts, as the OpenAI API allows.
     parts = [part.get("text", "") if isinstance(part, Mapping) else str(part) for part in content]
     return "".join(parts)
 
@@ -158,6 +162,7 @@ def _plain(message: Message) -> dict[str, Any]:
             {"type": "function", "function": {"name": name, "arguments": arguments}} for name, arguments in calls
         ]
     else:
+        # Some templates only test whether `tool_calls` exists: an empty list must not be there.
         plain.pop("tool_calls", None)
     return plain
 

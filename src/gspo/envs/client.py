@@ -126,9 +126,11 @@ class Client:
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
         with self._lock:
+            # By place, not by arrival: parallel requests finish in any order.
             found = [self._exchanges[place] for place in sorted(self._exchanges)]
         if not self.by_content:
             return tuple(found)
+        # With `by_content`, ids are digests. The training data needs turn numbers: 0, 1, … in the order of places.
         return tuple(
             replace(
                 e, sample=replace(e.sample, id=self._request.id._replace(turn=i), turns=np.full_like(e.sample.turns, i))
@@ -150,6 +152,7 @@ class Client:
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, **sampling: Any
     ) -> ChatAnswer:
         """As `chat`, but returns the tokens, too."""
+        # Copies: the environment may change its list of messages while it waits.
         messages = tuple(dict(m) for m in messages)
         key = json.dumps(list(tools), sort_keys=True, default=str) if tools else ""
         exchange = await self._exchange(self._render(messages, tools, key), sampling)
@@ -182,6 +185,7 @@ class Client:
         with self._lock:
             if not self._exchanges:
                 raise EpisodeError("there is no answered turn to reward yet")
+            # With `by_content`, a place does not begin with the number of the turn.
             turn = len(self._exchanges) - 1 if self.by_content else max(self._exchanges)[0]
             self.turn_rewards[turn] = self.turn_rewards.get(turn, 0.0) + value
 
@@ -191,7 +195,9 @@ class Client:
             self._over = why
 
     async def _exchange(self, prompt: tuple[int, ...], sampling: dict[str, Any]) -> Exchange:
+        # Checked first: a request that cannot fit does not count as a turn.
         params = self._params(sampling, self._max_context - len(prompt))
+        # One lock for all checks and the new number: parallel requests must not exceed max_turns together.
         with self._lock:
             if self._over is not None:
                 raise EpisodeOverError(self._over)
@@ -205,12 +211,14 @@ class Client:
                 id = self._id_by_content(prompt, params)
                 place = (answered, prompt, id.attempt, id.turn)
         try:
+            # The driver's thread completes the future; this environment's event loop waits for it.
             sample = await asyncio.wrap_future(self._submit(Request(id, prompt, params)))
         except BaseException:
             with self._lock:  # a repeated request gets the same draws as this one
                 self._in_use.get(id.attempt, set()).discard(id.turn)
             raise
         exchange = Exchange(prompt, sample)
+        # After the end of an episode its sequences are fixed: a late answer is not recorded.
         with self._lock:
             if self._over is None:
                 self._exchanges[place] = exchange
@@ -219,9 +227,11 @@ class Client:
     def _id_by_content(self, prompt: tuple[int, ...], params: SamplingParams) -> SampleId:
         """The id with (digest of the request, number of equal requests) in place of (attempt, turn)."""
         own = self._request.id
+        # The episode's own attempt is part of the digest: a repeated episode gets other draws.
         content = np.array(prompt, dtype=np.int64).tobytes() + repr((own.attempt, params)).encode()
         digest = int.from_bytes(hashlib.blake2b(content, digest_size=6).digest())
         used = self._in_use.setdefault(digest, set())
+        # The lowest free number: equal requests that run at the same time get different draws.
         number = next(number for number in itertools.count() if number not in used)
         used.add(number)
         return own._replace(turn=number, attempt=digest)
@@ -239,13 +249,16 @@ class Client:
         own = self._request.params
         given = {k: tuple([v] if isinstance(v, str) else v) if k.startswith("stop") else v for k, v in sampling.items()}
         params = replace(own, **given)
+        # At least one token, and no more than the run allows or the context has room for.
         limit = max(1, min(int(params.max_new_tokens), own.max_new_tokens, room))
         return replace(params, max_new_tokens=limit, min_new_tokens=min(params.min_new_tokens, limit))
 
     def _render(self, messages: tuple[Message, ...], tools: Sequence[Any] | None, key: str) -> tuple[int, ...]:
         with self._lock:
+            # Other tools change the rendered prompt, so the earlier tokens would not fit.
             before = [s for s in self._conversations if s.tools == key and continues(s.messages, messages)]
         if before:
+            # The longest match leaves the fewest messages to render.
             last = max(before, key=lambda s: len(s.messages))
             new = messages[len(last.messages) :]
             self._refuse_long(sum(len(str(m.get("content") or "")) for m in new))
@@ -254,6 +267,7 @@ class Client:
                 return last.exchange.tokens + self._chat.continue_after(answer, last.messages[:-1], new, tools)
             except TemplateError:
                 pass  # it cannot be continued: render everything as a separate sequence
+        # The conversation is the unchanged problem.
         elif not tools and len(messages) == len(self.messages) and all(map(same_message, messages, self.messages)):
             return self.prompt.tokens  # the data set has rendered it
         self._refuse_long(sum(len(str(m.get("content") or "")) for m in messages))

@@ -97,13 +97,16 @@ class Episodes:
             call.begin(requests)
             yield from call.in_rounds() if self._rounds else call.without_rounds()
         finally:
+            # This runs also if the caller stops iterating early or an error occurs.
             call.abandon()
 
     def loop(self) -> asyncio.AbstractEventLoop:
         """The event loop of the environments, in its own thread."""
         if self._loop is None:
             loop = self._loop = asyncio.new_event_loop()
+            # The default executor is bounded; `_Threads` explains why this one is not.
             loop.set_default_executor(_Threads())
+            # A daemon thread: an environment that blocks must not keep the process alive.
             threading.Thread(target=_run, args=(loop,), name="environments", daemon=True).start()
         return self._loop
 
@@ -142,11 +145,13 @@ class _Call:
 
     def in_rounds(self) -> Iterator[Sample]:
         while self._open and not self._how.is_closed:
+            # All environments stop at a request or at their end before anything is sampled.
             self._run_environments()
             yield from self._take_ended()
             self._submit()
             for sample in self._sampler.completed(self._how._request_timeout_s):
                 self._deliver(sample)
+            # Samples are missing although the sampler returned: its deadline has passed.
             if self._in_flight:
                 self._refuse_missing()
 
@@ -154,12 +159,14 @@ class _Call:
         last_sample_at = time.monotonic()
         while self._open or self._in_flight or self._not_started:
             self._admit()
+            # Wait for the first message only, then take all that are there.
             with contextlib.suppress(queue.Empty):
                 self._handle(self._inbox.get(timeout=PAUSE))
                 while True:
                     self._handle(self._inbox.get_nowait())
             self._end_late()
             yield from self._take_ended()
+            # Nothing is outstanding: the time without samples begins at the next request.
             if not self._in_flight:
                 last_sample_at = time.monotonic()
             self._submit()
@@ -184,6 +191,7 @@ class _Call:
         how = self._how
 
         def submit(sent: Request) -> Future[Sample]:
+            # Called in the environment's thread; the driver's thread takes the request from the inbox.
             future: Future[Sample] = Future()
             self._inbox.put(_RequestSent(episode, sent, future))
             return future
@@ -192,6 +200,7 @@ class _Call:
         episode = _Episode(request, client, since=time.monotonic(), answers=answers)
         self._open[_key(request.id)] = episode
         loop = how.loop()
+        # Tasks must be created in the loop's own thread.
         loop.call_soon_threadsafe(self._create_task, loop, episode)
 
     def _create_task(self, loop: asyncio.AbstractEventLoop, episode: _Episode) -> None:
@@ -200,6 +209,7 @@ class _Call:
     async def _play(self, episode: _Episode) -> None:
         """Run one environment to its end; its outcome is always put into the inbox, and nothing is raised."""
         try:
+            # A copy of the row: an environment may change it.
             returned = await self._how._environment(episode.client, dict(episode.client.prompt.data))
             outcome = outcome_of(returned, episode.client.turn_rewards)
         except EpisodeError as error:
@@ -223,6 +233,7 @@ class _Call:
 
     def _settle(self) -> None:
         """Take all messages that are ready: parallel requests of one environment arrive together."""
+        # Each turn of the loop lets tasks run one step: parallel requests of a task arrive before the driver samples.
         for _ in range(4):
             passed = threading.Event()
             self._how.loop().call_soon_threadsafe(passed.set)
@@ -234,6 +245,7 @@ class _Call:
 
     def _handle(self, message: _RequestSent | _Ended) -> None:
         episode = message.episode
+        # A message of an episode that was replaced must not affect its successor.
         if self._open.get(_key(episode.request.id)) is not episode:
             return  # ended or restarted before
         if isinstance(message, _Ended):
@@ -244,10 +256,12 @@ class _Call:
         if known is not None and known[0] == request:  # after a restart: use the sample from before
             episode.since = time.monotonic()
             _set(future, known[1])
+        # The sampler still works on a request with this id from before the restart; only an equal one can use it.
         elif in_flight is not None and in_flight != request:
             self._end(episode, Failure("crash", "environment: after a restart it sent another request"))
         else:
             episode.pending[request.id] = future
+            # Otherwise the sample of the request in flight will answer this future.
             if in_flight is None:
                 self._not_submitted.append(request)
 
@@ -255,9 +269,11 @@ class _Call:
         return not episode.pending
 
     def _end_late(self) -> None:
+        # Only an episode that runs can be late. The time that it waits for samples does not count.
         late = [e for e in self._open.values() if self._is_running(e) and self._is_late(e)]
         if not late:
             return
+        # Find out whether the loop is blocked: a loop that is not blocked runs this callback soon.
         alive = threading.Event()
         loop = self._how.loop()
         loop.call_soon_threadsafe(alive.set)
@@ -266,6 +282,7 @@ class _Call:
             for episode in late:
                 self._end(episode, Failure("timeout", f"environment: sent no request for {limit:g} s (env.timeout)"))
             return
+        # The task that runs now is the one that blocks the loop. If it cannot be found, all late ones are ended.
         running = asyncio.current_task(loop)
         why = Failure(
             "timeout", f"environment: blocked its thread for {limit:g} s (env.timeout); use await for slow calls"
@@ -278,8 +295,10 @@ class _Call:
     def _restart(self) -> None:
         """Start the episodes of a blocked thread again, in a new one."""
         self._how._leave_loop()
+        # The restarted episodes send these requests again.
         self._not_submitted = []
         for episode in list(self._open.values()):
+            # The old task may still run in the blocked thread: its requests are refused.
             episode.client.close("the episode was restarted")
             self._start(episode.request, episode.answers)
 
@@ -288,10 +307,12 @@ class _Call:
 
     def _end(self, episode: _Episode, outcome: Outcome | None) -> None:
         """Record the outcome of an episode; samples of its open requests are dropped when they arrive."""
+        # First of all: messages of this episode that arrive later are ignored.
         del self._open[_key(episode.request.id)]
         client = episode.client
         client.close("the episode has ended")
         self._cancel(episode)
+        # Requests that were not submitted need not be sampled.
         self._not_submitted = [request for request in self._not_submitted if request.id not in episode.pending]
         self._ended.append(
             episode_sample(
@@ -327,6 +348,7 @@ class _Call:
         requests, self._not_submitted = sorted(self._not_submitted, key=lambda request: request.id), []
         if not requests:
             return
+        # Normally one call for all requests, so that the sampler can batch them.
         try:
             self._sampler.submit(requests)
             self._in_flight |= {request.id: request for request in requests}
@@ -342,6 +364,7 @@ class _Call:
     def _refuse(self, request: Request, error: DataError) -> None:
         episode = self._open[_key(request.id)]
         future = episode.pending.pop(request.id)
+        # The environment runs again from now on.
         episode.since = time.monotonic()
         if future.set_running_or_notify_cancel():
             future.set_exception(EpisodeError(str(error)))
@@ -350,6 +373,7 @@ class _Call:
         request, episode = self._in_flight.pop(sample.id, None), self._open.get(_key(sample.id))
         if request is None or episode is None:
             return  # its episode has ended before
+        # Kept for a restart, also if the environment does not wait for it any more.
         episode.answers[sample.id] = request, sample
         if (future := episode.pending.pop(sample.id, None)) is not None:
             episode.since = time.monotonic()
@@ -392,12 +416,14 @@ def outcome_of(returned: Any, turn_rewards: Mapping[int, float]) -> Outcome | No
     Score(value=0.5, parts={})
     """
     if returned is None:
+        # Only turn rewards: their sum is the reward. None at all: the configured reward scores the episode.
         return Score(sum(turn_rewards.values())) if turn_rewards else None
     if not isinstance(returned, Mapping):
         returned = {"reward": returned}
     parts = {str(name): _number(value, str(name)) for name, value in returned.items()}
     if "reward" not in parts:
         raise EpisodeError("an environment's dict needs a 'reward'; got " + (", ".join(parts) or "an empty one"))
+    # `reward` becomes the first part, in whatever order the environment listed the parts.
     parts = {"reward": parts["reward"], **parts}
     value = parts["reward"] + sum(turn_rewards.values())
     return Score(value, {} if len(parts) == 1 and not turn_rewards else parts)
@@ -425,6 +451,7 @@ def _set(future: Future[Sample], sample: Sample) -> None:
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     loop.run_forever()
+    # After stop(): cancel what is left, so that the environments' `finally` blocks run.
     left = asyncio.all_tasks(loop)
     for task in left:
         task.cancel()

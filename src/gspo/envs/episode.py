@@ -73,7 +73,9 @@ def episode_sample(
 
     An episode without requests is a sample without tokens.
     """
+    # The first sequence is the sample itself; further ones are its `rest`.
     first, *rest = assemble(exchanges) or (Sample.of(id, [], [], version=0),)
+    # A prompt equal to the group's is not stored twice.
     own = None if first.prompt in (None, tuple(prompt)) else first.prompt
     return replace(first, id=id, prompt=own, rest=tuple(rest), outcome=outcome, turn_rewards=dict(turn_rewards or {}))
 
@@ -90,7 +92,9 @@ def _joined(chain: Sequence[Exchange]) -> Sample:
     parts: list[Sample] = []
     end = len(first.prompt)
     for number, exchange in enumerate(chain):
+        # What the prompt has after the previous answer was added by the environment.
         sample, between = exchange.sample, exchange.prompt[end:]
+        # Environment tokens belong to the sample before them; the first request has no such tokens.
         before = chain[max(number - 1, 0)].sample
         # After a sample without tokens (an aborted one) the version is that of the tokens that follow.
         version = before.versions[-1:] if number and len(before.versions) else sample.versions[:1]
@@ -98,7 +102,7 @@ def _joined(chain: Sequence[Exchange]) -> Sample:
             _environment_tokens(before.id, between, int(version[0]) if len(version) else 0),
             replace(sample, turns=np.full(len(sample.tokens), sample.id.turn, dtype=np.int16)),
         ]
-        end = len(exchange.prompt) + len(sample.tokens)
+        end = len(exchange.prompt) + len(sample.tokens)  # length of the sequence so far, the first prompt included
     routes, prompt_routes = _routes(chain)
     return replace(
         Sample.concatenate(parts),
@@ -118,6 +122,7 @@ def _environment_tokens(id: SampleId, tokens: Sequence[int], version: int) -> Sa
 def _routes(chain: Sequence[Exchange]) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
     """Expert routes of an MoE: of sampled tokens, and of environment tokens from the next request's prefill."""
     first = chain[0]
+    # Routes cover the whole sequence or are left out.
     if any(e.sample.routes is None or e.sample.prompt_routes is None for e in chain):
         return None, None
     parts: list[NDArray[Any]] = []

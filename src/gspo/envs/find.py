@@ -22,6 +22,7 @@ def find_environment(given: str | Callable[..., Any], options: Mapping[str, Any]
     """
     options = dict(options or {})
     found: Any = given
+    # A name: built-in, or a user's module or file.
     if isinstance(given, str):
         if given not in ENVIRONMENTS and ":" not in given:
             raise ConfigError(
@@ -33,14 +34,17 @@ def find_environment(given: str | Callable[..., Any], options: Mapping[str, Any]
         except ValueError as error:
             raise ConfigError(f"env.path: {error}") from error
     name = given if isinstance(given, str) else getattr(given, "__name__", type(given).__name__)
+    # A class gets the options in its constructor, and its instance is the environment.
     if inspect.isclass(found):
         try:
             inspect.signature(found).bind(**options)
         except TypeError as error:
             raise ConfigError(f"env.options do not fit {name}: {error}") from error
         found, options = found(**options), {}
+    # Calls are awaited by the driver, so the function, or the instance's __call__, must be async.
     if not (inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(getattr(found, "__call__", None))):  # noqa: B004
         raise ConfigError(f"env.path: {name} must be `async def {name}(client, data)`, or a class with such a __call__")
+    # Check the arguments now: otherwise every episode would fail.
     try:
         inspect.signature(found).bind(None, {}, **options)
     except TypeError as error:

@@ -86,9 +86,11 @@ class Buffer:
 
     def allowance(self, version: int) -> int:
         """How many groups may be submitted at this version of the weights."""
+        # Batches up to version + η may be sampled now, but none beyond the end of the run.
         last = version + self.max_staleness + 1
         last = last if self.num_batches is None else min(last, self.num_batches)
         room = min((last - self.taken) * self.batch_size, self._queue_size) - self.held
+        # Groups to be resubmitted are already counted in `held`, so they are always allowed.
         room = len(self._resubmit) + max(room, 0)
         return room if self._max_in_flight is None else min(room, max(self._max_in_flight - len(self._in_flight), 0))
 
@@ -96,9 +98,11 @@ class Buffer:
         """The submissions to sample now, in order; from here on they are in flight."""
         out: list[int] = []
         for _ in range(self.allowance(version)):
+            # Earlier submissions come first: the next batch waits for them.
             if self._resubmit:
                 submission, refills = self._resubmit.pop(0), 0
             else:
+                # A new prompt takes the place of a rejected group and inherits its number of refills.
                 submission, refills = self.submission, self._vacated.pop() if self._vacated else 0
                 self.submission += 1
             self._in_flight[submission] = refills
@@ -119,6 +123,7 @@ class Buffer:
     def ready(self) -> bool:
         """Whether the next batch is complete: enough groups, and no earlier submission is still open."""
         first = self._first()
+        # An earlier group that is still open could belong to this batch: wait until it is accepted or rejected.
         undecided = min((*self._in_flight, *self._resubmit), default=None)
         return len(first) == self.batch_size and (undecided is None or first[-1] < undecided)
 
@@ -132,12 +137,14 @@ class Buffer:
 
     def put_back(self, groups: Iterable[Group]) -> None:
         """Return a batch that could not be used: its prompts are sampled again."""
+        # Pending groups stay; `ready` waits for these submissions, because their indices are lower.
         self._resubmit = sorted([*self._resubmit, *(group.submission for group in groups)])
         self.taken -= 1
 
     def snapshot(self) -> Snapshot:
         """Groups in flight must be resubmitted; at the end of the stream they count as never submitted."""
         submission, resubmit = self.submission, sorted([*self._in_flight, *self._resubmit])
+        # Open submissions at the end of the stream need no entry: the stream simply resumes at the first of them.
         while resubmit and resubmit[-1] == submission - 1:
             submission = resubmit.pop()
         return Snapshot(submission, tuple(resubmit), tuple(self._pending[i] for i in sorted(self._pending)))

@@ -44,6 +44,7 @@ class GroupAssembler:
         """The group that this sample completes, not scored yet; None while samples are missing."""
         submission, number = sample.id.submission, sample.id.sample
         arrived = self._samples.get(submission)
+        # A sample that was not requested would end up in the wrong group, or be trained on twice.
         if arrived is None or not 0 <= number < self._num_samples or number in arrived:
             raise RolloutError(f"the sampler returned {sample.id}, which was not requested or was returned before")
         arrived[number] = sample
@@ -51,6 +52,7 @@ class GroupAssembler:
         if len(arrived) < self._num_samples:
             return None
         del self._samples[submission]
+        # In the order of their numbers, not of arrival: a run must not depend on timing.
         samples = tuple(arrived[i] for i in range(self._num_samples))
         texts = tuple(self._decode(s.last_turn.tolist()) for s in samples)
         return Group(submission, self._prompts.pop(submission), samples, texts, outcomes=())
@@ -112,6 +114,7 @@ def refuse_failures(groups: Sequence[Group], max_fraction: float) -> list[Failur
     """The failed rewards of a batch; RewardError if their share is above `max_fraction`, or all failed."""
     outcomes = [outcome for group in groups for outcome in group.outcomes]
     failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+    # If all rewards failed there is nothing to train on, whatever fraction is allowed.
     if failures and (len(failures) > max_fraction * len(outcomes) or len(failures) == len(outcomes)):
         raise RewardError(
             f"{len(failures)} of {len(outcomes)} rewards failed in one batch (allowed: reward.max_failure_fraction = "

@@ -101,6 +101,7 @@ class RolloutProducer:
                 else:
                     self._fill(version, clock)
             return self._take(version)
+        # After an error `snapshot` must not wait for rewards, which may never arrive.
         except BaseException:
             self._failed = True
             raise
@@ -108,6 +109,7 @@ class RolloutProducer:
     def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]] | None) -> None:
         """Load new weights into the sampler; from now on the staleness bound counts from this version."""
         with self.lock:
+            # Under the lock: the background thread must not use the sampler during a load.
             self.engine.load_weights(version, tensors)
             self._version = version
 
@@ -134,6 +136,7 @@ class RolloutProducer:
     def _fill(self, version: int, clock: Clock) -> None:
         """Sample what the bound admits; then wait for the scores of the next batch only."""
         while submissions := self.buffer.submit(version):
+            # Sample everything that the bound admits, and submit each complete group for scoring.
             for sample in self._workflow(self._requests(submissions), self.engine):
                 self._add(sample)
             self._assembler.refuse_missing(len(submissions))
@@ -142,6 +145,7 @@ class RolloutProducer:
                     reached("reward.wait")
                     self.poll_rewards(None, lambda: not self._unscored)
                 self._filter(self._reject_reason)
+        # Only the next batch is waited for; other groups are scored while the trainer trains.
         if not self.buffer.ready:
             with clock("reward"):
                 reached("reward.wait")
@@ -157,10 +161,12 @@ class RolloutProducer:
                 self._thread.start()
             while not self.buffer.ready:
                 if self._error is not None:
+                    # Errors of gspo keep their type and message; others get an explanation.
                     if isinstance(self._error, GspoError):
                         raise self._error
                     what = f"{type(self._error).__name__}: {self._error}"
                     raise RolloutError(f"sampling in the background failed: {what}") from self._error
+                # The timeout is a safety net: the thread notifies when a batch is ready or an error occurred.
                 self._changed.wait(1.0)
 
     def _run(self) -> None:
@@ -168,6 +174,7 @@ class RolloutProducer:
             while not self._closing:
                 self._iterate()
                 time.sleep(POLL_S)  # without the lock: it is not fair, and the trainer may be waiting for it
+        # The trainer's thread raises the error: an exception in this thread would only be printed.
         except BaseException as error:
             with self._changed:
                 self._error = error
@@ -176,6 +183,7 @@ class RolloutProducer:
     def _iterate(self) -> None:
         """Submit what the bound admits, collect what is ready."""
         single = is_single_turn(self._workflow)
+        # The lock is held only for short steps, so that the trainer can publish weights in between.
         with self.lock:
             submissions = self.buffer.submit(self._version)
             requests = self._requests(submissions)
@@ -194,6 +202,7 @@ class RolloutProducer:
 
     def _collect(self) -> None:
         """Take what the sampler and the rewards have ready."""
+        # Take samples first: they complete groups, which are then scored and filtered.
         if self._assembler:
             self.poll_sampler()
             if self._assembler and time.monotonic() - self._last_sample_at > self._timeout_s:
@@ -234,11 +243,13 @@ class RolloutProducer:
                 return
 
     def _requests(self, submissions: Sequence[int]) -> list[Request]:
+        # Nothing was outstanding, so the time without samples begins now.
         if submissions and not self._assembler:
             self._last_sample_at = time.monotonic()
         return self._assembler.expect([(i, self._prompt_of(i)) for i in submissions])
 
     def _add(self, sample: Sample) -> None:
+        # Only sampled tokens count; those of an environment have mask False.
         self._sampled_tokens += sum(int(s.mask.sum()) for s in sample.sequences)
         if (group := self._assembler.add(sample)) is not None:
             self._unscored[group.submission] = group
@@ -253,12 +264,14 @@ class RolloutProducer:
 
     def _filter(self, reject_reason: RejectReason) -> None:
         """Accept or reject newly scored groups; too many failures or too many refills end the run."""
+        # By submission: the order in which the rewards finished does not matter.
         groups, self._unfiltered = sorted(self._unfiltered, key=lambda group: group.submission), []
         self._recent += groups
         # In the background groups arrive one by one: count failures over as many groups as a batch has.
         if not self.background or len(self._recent) >= self.buffer.batch_size:
             recent, self._recent = self._recent, []
             refuse_failures(recent, self._max_failure_fraction)
+        # A rejected group leaves a place, which the next prompt of the stream fills.
         for group in groups:
             if (why := reject_reason(group)) is None:
                 self.buffer.accept(group)
@@ -274,12 +287,14 @@ class RolloutProducer:
     def _take(self, version: int) -> tuple[list[Group], int]:
         with self.lock:
             groups, refilled = self.buffer.take()
+            # With a filter, `_filter` has counted the failures already.
             if self._reject_reason is None:
                 try:
                     refuse_failures(groups, self._max_failure_fraction)
                 except RewardError:
                     self.buffer.put_back(groups)  # a resumed run samples and scores them again
                     raise
+        # The bound is checked again on the tokens themselves, as a guard against a sampler with old weights.
         sequences = [sequence for g in groups for s in g.samples for sequence in s.sequences]
         oldest = min((int(s.versions.min()) for s in sequences if len(s.versions)), default=version)
         if oldest < version - self.buffer.max_staleness:

@@ -52,6 +52,7 @@ class SharedSampler:
 
     def submit(self, requests: Sequence[Request]) -> None:
         with self._source.lock:
+            # The request is registered after submit() has accepted it, under the same lock as every poll.
             self._source.engine.submit(requests)
             self._source.sample_inboxes |= {request.id: self._inbox for request in requests}
             self._num_out += len(requests)
@@ -60,13 +61,16 @@ class SharedSampler:
         deadline = None if deadline_s is None else time.monotonic() + deadline_s
         while self._num_out:
             with self._source.lock:
+                # The producer's thread may have filled the inbox already.
                 if not self._inbox:
                     self._source.poll_sampler()
+            # Outside the lock: the caller runs between two samples.
             while self._inbox:
                 self._num_out -= 1
                 yield self._inbox.popleft()
             if deadline is not None and time.monotonic() >= deadline:
                 return
+            # Without the lock, so that the producer's thread can take it.
             if self._num_out:
                 time.sleep(POLL_S)
 
@@ -105,6 +109,7 @@ class SharedRewards:
                 # Inline there is no other thread that needs the lock.
                 slice_s = 0.0 if self._source.background else wait_s
                 self._source.poll_rewards(slice_s, lambda: len(self._inbox) == self._num_out)
+            # Outside the lock: the caller runs between two outcomes.
             while self._inbox:
                 self._num_out -= 1
                 yield self._inbox.popleft()

@@ -22,8 +22,10 @@ def pack(groups: Sequence[Group]) -> tuple[dict[str, torch.Tensor], list[dict[st
     """The arrays of all samples, concatenated, and one JSON row per group."""
     samples = [sequence for group in groups for sample in group.samples for sequence in sample.sequences]
     arrays: dict[str, torch.Tensor] = {}
+    # Arrays of all sequences one after another: [all tokens, …]. The rows hold the lengths to split them.
     for name in _ARRAYS:
         parts = [getattr(sample, name) for sample in samples]
+        # An optional array is stored only if every sequence has it.
         if parts and all(part is not None for part in parts):
             arrays[name] = torch.from_numpy(np.ascontiguousarray(np.concatenate(parts)))
     rows = [
@@ -46,13 +48,15 @@ def unpack(
     """The groups that `pack` was given, bit for bit."""
     flat = {name: array.numpy() for name, array in arrays.items()}
     prompts = flat.pop("prompt_routes", None)  # one row per prompt token, not per completion token
-    begin, read, groups = 0, 0, []
+    begin, read, groups = 0, 0, []  # first completion token and first prompt token that have not been read
 
     def sequence(each: Mapping[str, Any], submission: int, **more: Any) -> Sample:
         nonlocal begin, read
         end, own = begin + each["length"], each.get("prompt")
+        # Copies: a slice would keep the arrays of all groups in memory.
         values: dict[str, Any] = {name: array[begin:end].copy() for name, array in flat.items()}
         if prompts is not None:
+            # A sequence without a prompt of its own has the prompt of its group.
             num_prompt = len(prompt_of(submission).tokens if own is None else own)
             values["prompt_routes"] = prompts[read : read + num_prompt].copy()
             read += num_prompt

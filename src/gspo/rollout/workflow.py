@@ -24,6 +24,7 @@ def single_turn(requests: Sequence[Request], sampler: Sampler, deadline_s: float
 
 def is_single_turn(workflow: Workflow) -> bool:
     """Whether the producer may submit requests and collect samples itself, without calling the workflow."""
+    # `functools.partial` binds the deadline; its function is in `func`.
     return getattr(workflow, "func", workflow) is single_turn
 
 
@@ -39,14 +40,16 @@ def reject_by_filter(function: Filter, key: str, group: Group) -> str | None:
     """`RejectReason` from a user's filter; an exception in the filter ends the run with the filter's name."""
     rewards = [outcome.value if isinstance(outcome, Score) else np.nan for outcome in group.outcomes]
     view = {
-        "rewards": np.array(rewards, dtype=np.float64),
+        "rewards": np.array(rewards, dtype=np.float64),  # [G]
         "prompt": group.prompt.text,
         "completions": group.texts,
+        # [G] trained tokens
         "lengths": np.array([sum(int(s.mask.sum()) for s in t.sequences) for t in group.samples], dtype=np.int64),
         "data": group.prompt.data,
     }
     try:
         accepted = function(view)
+        # A filter that forgets to return would otherwise reject every group.
         if not isinstance(accepted, bool | np.bool_):
             raise TypeError(f"it returned {accepted!r}; a filter returns True (train on the group) or False")
     except Exception as cause:

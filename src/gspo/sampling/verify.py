@@ -45,14 +45,17 @@ def invalid_reason(
         np.array_equal(getattr(sample, name)[:num_prefix], getattr(request.prefix, name)) for name in TOKEN_ARRAYS
     ):
         return "it does not begin with its prefix"
+    # The prefix is unchanged. From here on, only new tokens are checked.
     tokens, logp = sample.tokens[num_prefix:], sample.behavior_logp[num_prefix:]
     if len(tokens) and not (tokens.min() >= 0 and tokens.max() < num_vocab):
         return f"tokens {tokens.min()}…{tokens.max()} are not all inside the vocabulary of {num_vocab}"
+    # Rounding may put a log-prob slightly above 0.
     if not (np.isfinite(logp).all() and (logp <= 1e-5).all()):
         return "its log-probs are not finite numbers ≤ 0"
     by, (oldest, newest) = sample.versions[num_prefix:], versions
     if len(by) and not (oldest <= by.min() and by.max() <= newest):
         return f"sampled by weight versions {by.min()}…{by.max()}; expected {oldest}…{newest}"
+    # Servers only load newer versions, so versions cannot decrease within a sample.
     if (np.diff(by) < 0).any():
         return "its weight versions decrease along the sample"
     if not sample.mask[num_prefix:].all() or (sample.turns[num_prefix:] != request.id.turn).any():
@@ -64,6 +67,7 @@ def invalid_reason(
 
 def _invalid_routes(request: Request, sample: Sample, experts: Experts) -> str | None:
     """Routes are [tokens, layers, experts per token], of the sample and of its prompt: both or neither."""
+    # An empty prefix is the same as none.
     prefix = request.prefix if request.prefix is not None and len(request.prefix.tokens) else None
     both = {"routes": (sample.routes, len(sample.tokens)), "prompt_routes": (sample.prompt_routes, len(request.prompt))}
     if all(routes is None for routes, _ in both.values()):
@@ -99,6 +103,7 @@ def _ending(request: Request, sample: Sample, ends: Collection[int], fresh: int,
         return "it has no new tokens"
     if num < params.min_new_tokens:
         return f"it stops after {num} tokens, before gconfig.min_new_tokens {params.min_new_tokens}"
+    # Without a tokenizer a stop string cannot be searched for: with stop strings, every last token is accepted.
     endings = {*params.stop_token_ids, *(() if params.ignore_eos else ends)}
     if not params.stop and int(sample.tokens[-1]) not in endings:
         return f"it stops at token {int(sample.tokens[-1])}, which is not an end token"

@@ -25,6 +25,7 @@ def phase(seconds: MutableMapping[str, float], name: str) -> Iterator[None]:
         with record_function(name):
             yield
     finally:
+        # In `finally`: a phase that raised is timed as well.
         beat(f"end of {name}")
         seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
 

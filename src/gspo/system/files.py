@@ -19,11 +19,13 @@ from gspo.errors import CheckpointError
 @contextlib.contextmanager
 def atomic_write(target: Path) -> Iterator[Path]:
     """Yield a temporary file beside `target`, then rename it: readers see the old file or the new one, never half."""
+    # Beside the target: a rename is atomic only within one file system.
     tmp = target.with_name(f".{target.name}.tmp")
     try:
         yield tmp
         os.replace(tmp, target)
     finally:
+        # After a successful rename the temporary file no longer exists.
         with contextlib.suppress(OSError):
             tmp.unlink(missing_ok=True)
 
@@ -93,6 +95,7 @@ def to_json(value: Any) -> str:
 def read_jsonl(file: Path) -> list[dict[str, Any]]:
     """The objects of a file, one per line; a last line that a kill cut off is skipped."""
     rows = []
+    # Split at newlines only: str.splitlines() also splits at characters that JSON strings may contain.
     for line in file.read_bytes().split(b"\n"):
         with contextlib.suppress(ValueError):
             row = json.loads(line)

@@ -16,6 +16,7 @@ def visible_gpus() -> int:
     # CUDA ignores everything from the first invalid id on; -1 is the usual way to hide all GPUs.
     ids = [word.strip() for word in chosen.split(",")]
     usable = next((index for index, word in enumerate(ids) if word in ("", "-1")), len(ids))
+    # CUDA_VISIBLE_DEVICES may list more GPUs than this machine has.
     return min(usable, len(devices))
 
 

@@ -20,12 +20,15 @@ from pathlib import Path
 GRACE = 5.0
 EXIT_CODE = 1
 
+# Time and name of the last progress of any rank: decides whether the run has stalled.
 _progress = [time.monotonic(), "start"]
+# Number and name of this process's own heartbeats: reported to other ranks.
 _own = [0, "start"]
 
 
 def beat(what: str) -> None:
     """Record progress of this process: it has reached `what`."""
+    # One slice assignment, so that another thread never reads a new time with an old name.
     _progress[:] = [time.monotonic(), what]
     _own[:] = [int(_own[0]) + 1, what]
 
@@ -48,6 +51,7 @@ def watched(seconds: float, log: Path, say: Callable[[str], None]) -> Iterator[N
     file = open(log, "a")  # noqa: SIM115 - faulthandler needs the open file
 
     def watch() -> None:
+        # Several checks per timeout, so that a stall is noticed soon after it.
         while not done.wait(min(1.0, seconds / 4)):
             at, what = _progress
             # Restarted here and not at each heartbeat, which would cost time per sample.
@@ -71,10 +75,12 @@ def _end(what: str, seconds: float, descriptor: int, log: Path, say: Callable[[s
         f"stalled: no progress for {seconds:g} s after {what!r}; the stacks of all threads are in {log}. If the work "
         "is this slow, raise stall_timeout; run the same command again to resume from the last checkpoint"
     )
+    # The log first, with a plain write: the display may be part of what has stalled.
     os.write(descriptor, f"{message}\n".encode())
     faulthandler.dump_traceback(file=descriptor, all_threads=True)
     try:
         say(message)
     finally:
         print(f"gspo: {message}", file=sys.stderr, flush=True)
+        # Not sys.exit(): it would end only this thread, and cleanup could wait for the stalled one.
         os._exit(EXIT_CODE)

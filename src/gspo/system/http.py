@@ -74,10 +74,12 @@ async def finished(future: Future[Any], timeout_s: float | None) -> bool:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped
             loop.call_soon_threadsafe(done.set)
 
+    # The callback runs in the thread that completes the future, so it must not touch the event loop directly.
     future.add_done_callback(wake)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await done.wait()
+    # The future may complete between the timeout and this line.
     return future.done()
 
 
@@ -109,6 +111,7 @@ class HttpServer:
         self.head_s, self.body_s, self.idle_s = head_s, body_s, idle_s
         self.refused = 0
         self.unauthenticated: dict[Connection, None] = {}  # oldest first
+        # The socket is opened here, so that the port is known, and errors are raised, before the thread starts.
         listener = socket.create_server((host, port), backlog=128)
         self.port = int(listener.getsockname()[1])
         self.hosts = {f"{name}:{self.port}" for name in names}
@@ -118,6 +121,7 @@ class HttpServer:
             middleware=[Middleware(Guard, server=self)],
             exception_handlers=dict.fromkeys((RefusedCallError, HTTPException, Exception), self.on_error),
         )
+        # A wrong slash at the end of a path is an error (404), not a redirect.
         app.router.redirect_slashes = False
         config = uvicorn.Config(
             app,
@@ -152,6 +156,7 @@ class HttpServer:
         self.refused += 1
 
     async def on_error(self, request: Request, error: Exception) -> Response:
+        # Errors of starlette's router get the format of this server.
         if isinstance(error, HTTPException) and error.status_code == 404:
             error = self.refusal(404, "no_such_route", "no such route")
         elif isinstance(error, HTTPException):
@@ -190,13 +195,16 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection: Connection = scope["state"]["connection"]
+        # `connection_lost` cancels this task if the client disconnects.
         connection.task = asyncio.current_task()
         request = Request(scope)
+        # Whether the client sends a body, from the head alone.
         has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
         is_read = False
 
         async def read() -> Message:
             nonlocal is_read
+            # The application gets the whole body as one message; later messages are those of the connection.
             if is_read:
                 return await receive()
             body = await self._body(request, receive)
@@ -207,10 +215,12 @@ class Guard:
             if message["type"] == "http.response.start" and has_body and not is_read:
                 # The connection is closed, so that an unread body is not taken for the next request.
                 message["headers"] = [*message["headers"], (b"connection", b"close")]
+            # A client that does not read its reply must not occupy the connection forever.
             connection.expect_within(self.server.idle_s)
             await send(message)
             connection.expect_within(math.inf)
 
+        # Refuse before the application runs, and so before any byte of the body is read.
         try:
             self._check(request)
             connection.authenticated()
@@ -220,6 +230,7 @@ class Guard:
         else:
             await self.app(scope, read, write)
         finally:
+            # Between two requests, the idle limit applies.
             connection.expect_within(self.server.idle_s)
 
     def _check(self, request: Request) -> None:
@@ -227,6 +238,7 @@ class Guard:
         size = sum(len(name) + len(value) for name, value in headers.raw) + len(request.scope["raw_path"])
         if size + len(request.scope["query_string"]) > MAX_HEAD or len(headers.raw) > MAX_FIELDS:
             raise server.refusal(431, "malformed_request", "the head of the request is too large")
+        # Against DNS rebinding: a web page must not reach this server under a host name of its own.
         hosts = headers.getlist("host")
         if len(hosts) != 1 or hosts[0].lower() not in server.hosts:
             raise server.refusal(403, "wrong_host", "this server has another name")
@@ -236,6 +248,7 @@ class Guard:
 
     async def _body(self, request: Request, receive: Receive) -> bytes:
         server, headers = self.server, request.headers
+        # Check the declared type and length before a byte is read.
         if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise server.refusal(415, "wrong_type", "the body must be application/json")
         length = headers.get("content-length", "")
@@ -245,6 +258,7 @@ class Guard:
             raise server.refusal(413, "body_too_large", f"the body has more than {server.max_body} bytes")
         body, more = bytearray(), True
         try:
+            # One deadline for the whole body: a client that sends byte by byte does not extend it.
             async with asyncio.timeout(server.body_s):
                 while more:
                     message = await receive()
@@ -271,6 +285,7 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         waiting = self._owner.unauthenticated
         waiting[self] = None
+        # Connections without a key are closed first, so that strangers cannot lock out authenticated clients.
         if len(self.connections) > self._owner.max_connections:
             next(iter(waiting))._refuse(429, "too_many_connections", "the server has too many connections")
 
@@ -279,10 +294,12 @@ class Connection(HttpToolsProtocol):
 
     def expect_within(self, seconds: float) -> None:
         """Set the deadline; without a key it stays what it was."""
+        # Without a key, activity does not extend the deadline: the head must arrive in time.
         if self not in self._owner.unauthenticated:
             self.deadline = time.monotonic() + seconds
 
     def eof_received(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # The client may have closed only its sending side and still wait for the reply.
         if self._is_busy():
             self.loop.call_later(GRACE_S, self.transport.close)
         return self._is_busy()  # False: the event loop closes the connection
@@ -291,6 +308,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
         self._owner.unauthenticated.pop(self, None)
         self.app_state = {}  # it held a reference to this object
+        # The reply can no longer be sent.
         if self.task is not None:
             self.task.cancel()
 
@@ -303,6 +321,7 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
+        # Only data that leaves the head incomplete counts here; `Guard._check` bounds a complete head.
         was_in_head = self._in_head
         super().data_received(data)
         if was_in_head and self._in_head:
@@ -325,6 +344,7 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, status: int, code: str, message: str) -> None:
         """Answer without a request, and close."""
+        # Removed first, so that the next connection does not choose this one again.
         self._owner.unauthenticated.pop(self, None)
         error = self._owner.refusal(status, code, message)
         self._owner.count(error, None)
@@ -340,6 +360,7 @@ class _Uvicorn(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second: close the connections whose deadline is over."""
         now = time.monotonic()
+        # A copy: a connection that is lost is removed from the set.
         for connection in list(self.server_state.connections):
             if isinstance(connection, Connection) and connection.deadline < now:
                 connection.transport.abort()
@@ -347,6 +368,8 @@ class _Uvicorn(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
+        # Connections that outlived the graceful shutdown.
         for connection in list(self.server_state.connections):
             connection.transport.abort()  # pyright: ignore[reportOptionalMemberAccess]
+        # One turn of the loop, in which the aborted connections are cleaned up.
         await asyncio.sleep(0)

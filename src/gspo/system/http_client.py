@@ -47,13 +47,16 @@ class HttpClient:
         max_reply: int = MAX_REPLY,
         trust_env: bool = False,
     ) -> None:
+        # Idle connections are bounded. Active ones are not: a request must not wait for another one's connection.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=max_connections)
         self._client = httpx.AsyncClient(
             # With a transport of its own, a client reads no proxies from the environment.
             transport=None if trust_env else httpx.AsyncHTTPTransport(uds=socket, limits=limits, trust_env=False),
             base_url=base_url,
+            # "identity": replies are read as raw bytes, so they must not be compressed.
             headers={"Accept-Encoding": "identity", **(headers or {})},
             limits=limits,
+            # httpx's timeouts are per read; `request` sets a total deadline.
             timeout=None,
             trust_env=trust_env,
         )
@@ -77,6 +80,7 @@ class HttpClient:
     def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine, such as `request(…)`, on the client's event loop."""
         if self._closed:
+            # An unawaited coroutine would cause a warning.
             coroutine.close()
             raise ConnectionError("the HTTP client is closed")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -92,6 +96,7 @@ class HttpClient:
                 self._client.stream(method, url, content=body, headers=head) as response,
             ):
                 parts, total = [], 0
+                # Read in parts, so that a reply that is too large is refused before it fills the memory.
                 async for part in response.aiter_raw():
                     total += len(part)
                     if total > self._max_reply:
@@ -106,10 +111,12 @@ class HttpClient:
         if self._closed:
             return
         self._closed = True
+        # Cancel requests on the loop's own thread, then stop the loop, then close it.
         with suppress(TimeoutError):
             asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result(_CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=_CLOSE_S)
+        # A loop that still runs cannot be closed; its daemon thread ends with the process.
         if not self._thread.is_alive():
             self._loop.close()
 

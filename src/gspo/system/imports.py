@@ -30,9 +30,11 @@ def find_function(name: str) -> Callable[..., Any]:
             module = importlib.import_module(where)
     except ValueError:
         raise
+    # The user's module may raise anything on import, SystemExit included.
     except BaseException as error:
         raise ValueError(f"{name}: importing {where} failed: {type(error).__name__}: {error}") from error
     function: Any = module
+    # The attribute may be nested, as in `Class.method`.
     for step in attribute.split("."):
         function = getattr(function, step, None)
     if not callable(function):

@@ -25,6 +25,7 @@ def die_with_parent(parent: int) -> None:
     Linux only. On other systems a child notices the end of its parent when their socket or pipe is closed.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The parent may have ended before prctl(): then no signal would ever come.
     if os.getppid() != parent:
         os._exit(1)
 
@@ -44,6 +45,7 @@ def stop(process: subprocess.Popen[bytes], timeout_s: float) -> None:
     if process.poll() is None:
         process.terminate()
         try:
+            # SIGTERM lets the process clean up; after the timeout only SIGKILL is certain to work.
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             process.kill()
@@ -131,6 +133,7 @@ def all_processes() -> Iterator[tuple[int, int]]:
         return
     for name in names:
         if name.isdigit():
+            # A process may end between the listing and the read.
             with contextlib.suppress(OSError):
                 yield int(name), int(_stat(int(name))[1])
 
@@ -156,6 +159,7 @@ def _prctl(option: int, value: int) -> None:
 
 def main() -> None:
     parent, command = int(sys.argv[1]), sys.argv[2:]
+    # Before exec: the setting of prctl() survives it.
     die_with_parent(parent)
     # Ray's workers run with SIGINT blocked; blocked and ignored signals stay so after exec.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -46,6 +46,7 @@ class Agents:
         self, agent: Agent | Sequence[str], *, model: str = "policy", request_timeout_s: float = 3600.0
     ) -> None:
         self._agent: Agent | list[str] = agent if callable(agent) else [str(word) for word in agent]
+        # A process costs more than a thread, so fewer run at a time.
         self.at_once = 256 if callable(agent) else 32  # episodes at a time if rollout.max_concurrent_rollouts is unset
         self._model, self._request_timeout_s = model, request_timeout_s
         self._endpoint: Endpoint | None = None
@@ -56,6 +57,7 @@ class Agents:
     async def __call__(self, client: Client, data: Mapping[str, Any]) -> Any:
         client.by_content = True  # the order of an agent's calls depends on timing
         errors: list[EpisodeError] = []
+        # API requests arrive in the server's thread; they are answered in the event loop of this episode.
         line = OpenEpisode(
             _name(client), lambda request: _answered(client, request, errors), asyncio.get_running_loop()
         )
@@ -69,13 +71,16 @@ class Agents:
                 raise type(errors[-1])(f"{errors[-1]} (the agent then raised {type(error).__name__})") from error
             raise
         finally:
+            # Later calls of the agent get status 410.
             self.endpoint.end(line)
             with self._lock:
                 self.counts += line.counts
+        # The agent's own result counts before a reward that was posted.
         return line.reward if result is None else result
 
     @property
     def endpoint(self) -> Endpoint:
+        # Created on first use, and once: episodes run in parallel.
         with self._lock:
             if self._endpoint is None:
                 self._endpoint = Endpoint(model=self._model, request_timeout_s=self._request_timeout_s)
@@ -111,6 +116,7 @@ class Agents:
         lifeline = Lifeline()
         try:
             return await _in_thread(run_command, (self._agent, row, variables, lifeline), self._abandoned)
+        # Closing the pipe kills the command, also if this episode was cancelled.
         finally:
             lifeline.close()
 
@@ -119,6 +125,7 @@ def find_agent(name: str, options: Mapping[str, Any] | None = None) -> Agent:
     """Import `module:function` or `file.py:function` and bind `options` as keyword arguments; raises ConfigError."""
     try:
         found = find_function(name)
+        # Check the arguments now, not in the first episode.
         inspect.signature(found).bind("", "", {}, **(options or {}))
     except ValueError as error:
         raise ConfigError(f"env.agent: {error}") from error
@@ -133,6 +140,7 @@ async def _answered(client: Client, request: ApiRequest, errors: list[EpisodeErr
     if request.max_tokens is not None:
         sampling["max_new_tokens"] = request.max_tokens
     if request.stop:
+        # The run's stop strings still apply: the agent can only add some.
         sampling["stop"] = (*client.params.stop, *request.stop)
     try:
         if request.messages:
@@ -142,6 +150,7 @@ async def _answered(client: Client, request: ApiRequest, errors: list[EpisodeErr
             tokens = request.prompt if isinstance(request.prompt, tuple) else _tokens_of(client, request.prompt)
             exchange = Exchange(tokens, await client.complete(tokens, **sampling))
             message: dict[str, Any] = {"content": client.decode(exchange.sample.tokens.tolist())}
+    # Remembered: if the agent fails because of this refusal, the episode reports it as the reason.
     except EpisodeError as error:
         errors.append(error)
         raise _refusal(error) from error
@@ -155,12 +164,14 @@ async def _answered(client: Client, request: ApiRequest, errors: list[EpisodeErr
         num_prompt=len(exchange.prompt),
         tokens=tokens,
         logp=only_finite(sample.behavior_logp.tolist()),
+        # Decoding each token takes time; only requests for log-probs need it.
         pieces=tuple(client.decode([token]) for token in tokens) if request.logprobs else (),
         prompt=exchange.prompt,
     )
 
 
 def _tokens_of(client: Client, text: str) -> tuple[int, ...]:
+    # The data set has tokenised the unchanged prompt already.
     return client.prompt.tokens if text == client.prompt.text else client.encode(text, begins=True)
 
 
@@ -188,6 +199,7 @@ async def _in_thread(agent: Agent, args: tuple[Any, ...], abandoned: set[threadi
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
+    # loop and task of an async agent, to cancel it
     inner: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
 
     async def awaited(value: Any) -> Any:
@@ -200,6 +212,7 @@ async def _in_thread(agent: Agent, args: tuple[Any, ...], abandoned: set[threadi
         try:
             result = agent(*args)
             if inspect.isawaitable(result):
+                # In an event loop of its own: an agent that blocks does not stop other episodes.
                 result = asyncio.run(awaited(result))
             resolve(done.set_result, result)
         except asyncio.CancelledError:
@@ -209,6 +222,7 @@ async def _in_thread(agent: Agent, args: tuple[Any, ...], abandoned: set[threadi
             resolve(done.set_exception, shown)
 
     def resolve(set_future: Callable[[Any], None], value: Any) -> None:
+        # Called from the agent's thread: futures of the loop may be set only in the loop's thread.
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(lambda: None if done.done() else set_future(value))
 
@@ -218,7 +232,9 @@ async def _in_thread(agent: Agent, args: tuple[Any, ...], abandoned: set[threadi
     try:
         return await done
     except asyncio.CancelledError:
+        # A thread cannot be killed: count it until it ends.
         abandoned.add(thread)
+        # An async agent can be cancelled, in its own loop.
         for own, task in inner:
             with contextlib.suppress(RuntimeError):
                 own.call_soon_threadsafe(task.cancel)

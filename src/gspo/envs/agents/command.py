@@ -33,6 +33,7 @@ class Lifeline:
         self._lock = threading.Lock()
 
     def close(self) -> None:
+        # Closed once: the number of a closed descriptor may belong to another file soon.
         with self._lock:
             if self._writing_end >= 0:
                 os.close(self._writing_end)
@@ -49,17 +50,21 @@ def run_command(
     # The trainer's own variables contain secrets.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("GSPO_")}
     try:
+        # A file instead of a pipe: the command need not read its input, and no writer can block.
         with tempfile.TemporaryFile() as given:
             given.write(json.dumps(row, default=str).encode())
             given.seek(0)
             try:
                 process = subprocess.Popen(
+                    # -I and -S: a fast start, independent of the user's Python settings.
                     [sys.executable, "-I", "-S", str(_REAPER), str(lifeline.reading_end), *command],
                     stdin=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=(lifeline.reading_end,),
                     env={**inherited, **variables},
                 )  # fmt: skip
             finally:
+                # Only the child needs the reading end.
                 os.close(lifeline.reading_end)
+        # Read both streams to their ends before wait(): a full pipe would block the command.
         with process:
             out, err = _read_output(process)
             code = process.wait()
@@ -80,6 +85,7 @@ def _read_output(process: subprocess.Popen[bytes]) -> tuple[str, str]:
         while ready.get_map():
             for key, _ in ready.select():
                 stream: Any = key.fileobj
+                # End of file. The empty part below changes nothing.
                 if not (part := os.read(stream.fileno(), 2**16)):
                     ready.unregister(stream)
                 kept[stream] = (kept[stream] + part)[-limits[stream] :]
@@ -98,6 +104,7 @@ def reward_of_output(printed: str) -> Any:
         value = json.loads(last)
         if isinstance(value, dict) and "reward" in value:
             return value
+        # In Python, bool is a subclass of int: `true` is not a reward.
         if isinstance(value, int | float) and not isinstance(value, bool):
             return value
     return None

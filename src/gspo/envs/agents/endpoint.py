@@ -51,10 +51,12 @@ class Endpoint(HttpServer):
     def __init__(self, *, model: str = "policy", request_timeout_s: float = 600.0) -> None:
         self.model, self.request_timeout_s = model, request_timeout_s
         self.stopping = False
+        # The secret exists only in this process, so keys are invalid after a restart.
         self._secret = secrets.token_bytes(32)
         self._episodes: dict[str, OpenEpisode] = {}
         self._ended: deque[str] = deque(maxlen=REMEMBERED)
         self._lock = threading.Lock()
+        # In the order of ROUTES.
         endpoints = (self._models, self._one_model, self._generate, self._generate, self._reward)
         super().__init__(
             [
@@ -74,11 +76,13 @@ class Endpoint(HttpServer):
 
     def end(self, episode: OpenEpisode) -> None:
         """Answer 410 to the episode's calls in flight, and to all later ones."""
+        # First, so that a call that starts now is cancelled by `_sample` itself.
         episode.ended = True
         with self._lock:
             if self._episodes.get(episode.name) is episode:  # the episode may have been started again
                 del self._episodes[episode.name]
             self._ended.append(episode.name)
+        # A copy: the server's thread changes the set.
         for future in list(episode.in_flight):
             future.cancel()
 
@@ -101,6 +105,7 @@ class Endpoint(HttpServer):
             raise ApiError(503, "stopping", "the trainer is stopping")
         with self._lock:
             episode = request.state.episode = self._episodes.get(name)
+            # An ended episode is told apart from an unknown one, so that an agent knows that it should stop.
             if episode is None and name in self._ended:
                 raise _ended()
         if episode is None:
@@ -110,6 +115,7 @@ class Endpoint(HttpServer):
         return ApiError(status, code, message + ("; base_url must end with /v1" if code == "no_such_route" else ""))
 
     def count(self, error: RefusedCallError, request: Request | None) -> None:
+        # Refusals with a valid key count for the episode, others for the server.
         episode = None if request is None else getattr(request.state, "episode", None)
         if episode is None:
             super().count(error, request)
@@ -135,6 +141,7 @@ class Endpoint(HttpServer):
         answer, number = await self._sample(episode, api_request)
         names: dict[str, Any] = {"model": self.model, "created": int(time.time())}
         names["id"] = f"{'chatcmpl' if is_chat else 'cmpl'}-{episode.name}-{number}"
+        # A streamed reply has the same content; it is sent after the sample is complete.
         if api_request.stream:
             headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
             return StreamingResponse(_sent(api.chunks(answer, api_request, **names)), headers=headers)
@@ -142,6 +149,7 @@ class Endpoint(HttpServer):
 
     async def _sample(self, episode: OpenEpisode, api_request: ApiRequest) -> tuple[Answer, int]:
         """The policy's answer, computed in the event loop of the episode; a disconnect or a timeout cancels it."""
+        # A limit per episode, so that one agent cannot occupy the sampler.
         if len(episode.in_flight) >= MAX_PARALLEL:
             raise ApiError(429, "too_many_calls", f"this episode has {MAX_PARALLEL} calls in flight; try again")
         episode.counts["calls"] += 1
@@ -153,6 +161,7 @@ class Endpoint(HttpServer):
         except RuntimeError:  # the loop is closed
             asked.close()
             raise _ended() from None
+        # Registered before the test for the end: either `end` sees this future, or this call sees `ended`.
         episode.in_flight.add(future)
         try:
             if episode.ended or self.stopping:
@@ -162,8 +171,10 @@ class Endpoint(HttpServer):
                 raise ApiError(408, "request_timeout", late)
             return future.result(), number
         except CancelledError:
+            # `end` or `close` has cancelled the future.
             raise ApiError(503, "stopping", "the trainer is stopping") if self.stopping else _ended() from None
         finally:
+            # After a timeout or a disconnect, the sample is not needed any more.
             future.cancel()
             episode.in_flight.discard(future)
 

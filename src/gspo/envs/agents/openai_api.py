@@ -114,6 +114,7 @@ def read_chat(body: Mapping[str, Any], model: str) -> ApiRequest:
     messages = _take(given, "messages", list)
     if not messages:
         raise ApiError(400, "missing_required_parameter", "messages must contain at least one message", "messages")
+    # Tools are checked even if tool_choice is none.
     tools = tuple(_tool(tool, i) for i, tool in enumerate(_take(given, "tools", list, [])))
     choice = given.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
@@ -123,6 +124,7 @@ def read_chat(body: Mapping[str, Any], model: str) -> ApiRequest:
             "tool_choice must be auto or none: a policy in training cannot be forced to call a tool",
             "tool_choice",
         )
+    # Both names of the limit are in use; the smaller value applies.
     most = [_count(given, name) for name in ("max_tokens", "max_completion_tokens") if name in given]
     return ApiRequest(
         messages=tuple(_message(message, i) for i, message in enumerate(messages)),
@@ -141,12 +143,13 @@ def read_completion(body: Mapping[str, Any], model: str) -> ApiRequest:
         if len(prompt) == 1 and isinstance(prompt[0], str | list):  # a batch of one
             prompt = prompt[0]
         if isinstance(prompt, list):
+            # type() instead of isinstance(): a bool is an int, too.
             if not all(type(token) is int and 0 <= token < 2**31 for token in prompt):
                 raise ApiError(400, "invalid_value", "prompt must be one string, or one list of token ids", "prompt")
             prompt = tuple(prompt)
     if not prompt:
         raise ApiError(400, "invalid_value", "prompt is empty", "prompt")
-    how_many = _take(given, "logprobs", int, -1)
+    how_many = _take(given, "logprobs", int, -1)  # −1: no log-probs
     if how_many > 1:
         raise ApiError(
             400,
@@ -173,6 +176,7 @@ def read_reward(body: Mapping[str, Any]) -> float:
 def _read(body: Mapping[str, Any], known: frozenset[str], model: str) -> dict[str, Any]:
     """The fields of a request after checks; null counts as absent, as in OpenAI's API."""
     given = {name: value for name, value in body.items() if value is not None}
+    # Each field is known, without effect, replaced, or neutral. Everything else is refused.
     for name, value in given.items():
         if name in known or name in _WITHOUT_EFFECT:
             continue
@@ -189,6 +193,7 @@ def _read(body: Mapping[str, Any], known: frozenset[str], model: str) -> dict[st
                 f"{name} must be {json.dumps(_NEUTRAL[name])}: other values are not supported in training",
                 name,
             )
+    # The model's name is required, so that an agent with a wrong setup is noticed.
     asked = _take(given, "model", str)
     if asked != model:
         raise ApiError(
@@ -216,11 +221,13 @@ def _common(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _take(given: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+    # A field without a default is required.
     if name not in given:
         if default is not None:
             return default
         raise ApiError(400, "missing_required_parameter", f"{name} is missing", name)
     value = given[name]
+    # In Python, bool is a subclass of int.
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         names = kind.__name__ if isinstance(kind, type) else " or ".join(k.__name__ for k in kind)
         raise ApiError(400, "invalid_type", f"{name} must be {names}, got {type(value).__name__}", name)
@@ -242,6 +249,7 @@ def _message(message: Any, index: int) -> Mapping[str, Any]:
     where = f"messages[{index}]"
     if not isinstance(message, dict):
         raise ApiError(400, "invalid_type", f"{where} must be an object", where)
+    # Client libraries send unset fields as null or as empty lists.
     given = {name: value for name, value in message.items() if value not in (None, [])}
     role = _ROLES.get(str(given.pop("role", None)))
     if role is None:
@@ -253,6 +261,7 @@ def _message(message: Any, index: int) -> Mapping[str, Any]:
             del given[name]
     if role == "assistant" and (calls := given.pop("tool_calls", None)) is not None:
         read["tool_calls"] = [_tool_call(call, f"{where}.tool_calls") for call in _list(calls, f"{where}.tool_calls")]
+    # What is left was not understood: a silently ignored field could change the prompt.
     if given:
         name = next(iter(given))
         raise ApiError(400, "unknown_parameter", f"{where} has a field {name[:64]!r} that is not supported", where)
@@ -275,6 +284,7 @@ def _tool_call(call: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ApiError(400, "invalid_value", f"{where} must contain function calls, each with a name", where)
     arguments = function.get("arguments", "{}")
+    # OpenAI's API has the arguments as a JSON string; an object is accepted, too.
     arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
     return {
         "id": str(call.get("id", "")),
@@ -304,6 +314,7 @@ def chat_body(answer: Answer, request: ApiRequest, *, id: str, model: str, creat
     """The reply to a chat that is not streamed."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.tool_calls:
+        # OpenAI's API has null as content if there are only tool calls.
         message |= {"content": answer.text or None, "tool_calls": _calls(answer, id)}
     choice = {
         "index": 0,
@@ -329,6 +340,7 @@ def chunks(answer: Answer, request: ApiRequest, *, id: str, model: str, created:
     """The reply as server-sent events. The text is in one event, because a sample is sent after it is complete."""
     head = {"id": id, "created": created, "model": model}
     if request.messages:
+        # Three events: the role, the content, and the reason of the end.
         head["object"] = "chat.completion.chunk"
         logprobs = _chat_logprobs(answer) if request.logprobs else None
         said: dict[str, Any] = {"content": answer.text} if answer.text or not answer.tool_calls else {}
@@ -372,6 +384,7 @@ def _event(body: Mapping[str, Any]) -> bytes:
 
 
 def _finish(answer: Answer) -> str:
+    # A call that was cut off by the length limit is reported as such.
     return "tool_calls" if answer.tool_calls and answer.finish == "stop" else answer.finish
 
 

@@ -23,9 +23,12 @@ _ROUNDS, _PAUSE_S = 500, 0.01  # of killing: the children of a killed process be
 
 def main() -> int:
     control, command = int(sys.argv[1]), sys.argv[2:]
+    # The command must not inherit the pipe.
     os.set_inheritable(control, False)
     prctl = ctypes.CDLL(None).prctl
+    # Processes whose parent ends become children of this one.
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # A signal writes to this pipe and so ends the select() below; SIGCHLD reports the end of the command.
     wake, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     # The trainer handles Ctrl-C and the scheduler's signals, and closes the pipe to end this process.
@@ -36,12 +39,15 @@ def main() -> int:
     for descriptor in (0, 1, 2):  # the pipes of the command's output are closed when the command ends
         os.close(descriptor)
     status: int | None = None
+    # Wait until the command ends (SIGCHLD) or the trainer closes the lifeline.
     while status is None:
         if control in select.select([control, wake], [], [])[0]:
             break
         os.read(wake, 4096)
         status = _collect().get(child)
+    # Repeated: a killed process may leave children, which appear here in the next round.
     for _ in range(_ROUNDS):
+        # The pid of the command is not collected yet, so the number of its group cannot belong to others.
         if status is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child, signal.SIGKILL)
@@ -51,8 +57,9 @@ def main() -> int:
         status = _collect().get(child, status)
         if not left:
             break
-        select.select([], [], [], _PAUSE_S)
+        select.select([], [], [], _PAUSE_S)  # sleep
     code = os.waitstatus_to_exitcode(status or 0)
+    # The exit code as a shell shows it.
     return code if code >= 0 else 128 - code
 
 
@@ -60,6 +67,7 @@ def _become(command: list[str], prctl: Callable[..., int]) -> None:
     """In the child: run the command in a session of its own; the kernel kills it if the reaper is killed."""
     try:
         os.setsid()
+        # Set after fork(): the setting is not inherited.
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_DFL)
@@ -68,6 +76,7 @@ def _become(command: list[str], prctl: Callable[..., int]) -> None:
     except OSError as error:
         os.write(2, f"{command[0]} cannot be started: {error.strerror}\n".encode())
     finally:
+        # Reached only if exec failed: the child must not continue with the reaper's code.
         os._exit(127)
 
 

@@ -47,6 +47,7 @@ def calculate(expression: str) -> str:
         raise CalculatorError("the expression is empty")
     if len(text) > MAX_CHARACTERS:
         raise CalculatorError(f"the expression has {len(text)} characters; {MAX_CHARACTERS} are allowed")
+    # Refuse most text that is not arithmetic before it is parsed; `_value` refuses the rest.
     if not _WRITTEN.fullmatch(text):
         raise CalculatorError(_NO_EXPRESSION)
     try:
@@ -62,6 +63,7 @@ def calculate(expression: str) -> str:
     if isinstance(value, float):
         if not math.isfinite(value):
             raise CalculatorError("the result is too large")
+        # Whole numbers without ".0", as long as a float represents them exactly.
         return str(int(value)) if value.is_integer() and abs(value) < 2**53 else f"{value:.12g}"
     return str(value)
 
@@ -79,6 +81,7 @@ def _value(node: ast.expr, depth: int) -> Number:
         if isinstance(node.op, ast.Pow):
             return _power(a, b)
         if isinstance(node.op, ast.Div):
+            # Exact division of integers stays an integer, also beyond the range of floats.
             exact = isinstance(a, int) and isinstance(b, int) and b != 0 and a % b == 0
             return a // b if exact else a / b
         if (function := _OPERATORS.get(type(node.op))) is not None:
@@ -88,10 +91,12 @@ def _value(node: ast.expr, depth: int) -> Number:
 
 def _power(a: Number, b: Number) -> Number:
     if isinstance(a, int) and isinstance(b, int) and b >= 0:
+        # The size of the result is known before it is computed.
         if abs(a) > 1 and a.bit_length() * b > MAX_BITS:
             raise CalculatorError("the result is too large")
         return _small(a**b)
     value = float(a) ** float(b)
+    # Python returns a complex number for a root of a negative one.
     if isinstance(value, complex):
         raise CalculatorError("a root of a negative number is no real number")
     return value

@@ -47,6 +47,7 @@ class SelfCorrect:
             try:
                 answer = await client.chat(messages)
             except OutOfRoomError:
+                # Without any answer the episode fails. Later, a full context just ends the attempts.
                 if attempt == 0:
                     raise
                 break
@@ -55,6 +56,7 @@ class SelfCorrect:
             if float(mark) >= 1:
                 return {"reward": self._discount**attempt, "first_attempt": float(attempt == 0)}
             feedback = self._feedback.replace("{answer}", answer["content"])
+            # The answer is part of the history, so that the next request continues the sampled tokens.
             messages += [answer, {"role": "user", "content": feedback}]
         return {"reward": 0.0, "first_attempt": 0.0}
 

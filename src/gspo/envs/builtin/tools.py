@@ -58,6 +58,7 @@ class Tools:
             raise ConfigError(f"env.options.tools: {found}; available tools are {', '.join(_ARGUMENT)}")
         if max_turns < 1 or max_output < 1 or not timeout > 0:
             raise ConfigError("env.options: max_turns and max_output must be at least 1, timeout above 0")
+        # Checked before the run starts, not at the first call.
         if "python" in names and not allow_unsandboxed and (why := sandbox.unavailable()):
             raise ConfigError(
                 f"env.options.tools: python cannot run here: {why}. env.options.allow_unsandboxed=true runs "
@@ -71,15 +72,18 @@ class Tools:
 
     async def __call__(self, client: Client, data: Mapping[str, Any]) -> None:
         messages, plain = client.messages, client.is_plain
+        # Without a template, sampling stops at the closing bracket, so that the result can follow.
         asked: dict[str, Any] = {"stop": CLOSE} if plain else {"tools": self.schemas}
         for turn in range(self._max_turns):
             try:
                 answer = await client.chat(messages, **asked)
             except OutOfRoomError:
+                # Without any answer the episode fails. Later, a full context just ends it.
                 if turn == 0:
                     raise
                 return
             calls = self._inline(answer["content"]) if plain else _calls(answer)
+            # No call: this is the final answer.
             if not calls:
                 return
             results = [await self.call(name, argument) for name, argument in calls]
@@ -108,6 +112,7 @@ class Tools:
         """The result of a tool, or an error message for the model."""
         if name not in self._tools:
             return f"error: there is no tool {str(name)[:40]!r}; there are {', '.join(self._tools)}"
+        # The template's format has named arguments; the bracket format has only a string.
         if isinstance(argument, Mapping):
             argument = argument.get(_ARGUMENT[name])
         if not isinstance(argument, str):
@@ -134,6 +139,7 @@ class Tools:
             return f"error: {error}"
 
     async def _python(self, code: str) -> str:
+        # In a thread: the event loop serves all other episodes meanwhile.
         ended = await asyncio.to_thread(self._run, code)
         return f"{ended.output}error: {ended.reason}" if ended.reason else ended.output
 

@@ -118,9 +118,11 @@ class EngineSampler(ABC):
     def submit(self, requests: Sequence[Request]) -> None:
         if self._closed:
             raise RolloutError("the sampler is closed: nothing can be submitted")
+        # All are checked before any is queued.
         for request in requests:
             self._validate(request)
         for request in requests:
+            # The prefix already has all tokens it may have: there is nothing to sample.
             if request.prefix is not None and len(request.prefix.tokens) >= request.params.max_new_tokens:
                 self._done.append(replace(request.prefix, id=request.id, finish="length"))
             else:
@@ -135,7 +137,9 @@ class EngineSampler(ABC):
             if self._is_stopped() or not (self._in_flight or self._waiting):
                 return
             self._send()  # requests that another client of this engine has interrupted
+            # Wait at most 1 s at a time, so that a broken engine is noticed without a deadline, too.
             left = 1.0 if deadline is None else deadline - time.monotonic()
+            # A reply that has arrived is handled even after the deadline: polling with a deadline of 0 makes progress.
             if left <= 0 and self._arrived.empty():
                 return
             try:
@@ -153,6 +157,7 @@ class EngineSampler(ABC):
         return samples
 
     def pause(self) -> None:
+        # The flag comes first: interrupted requests must not be sent again.
         self._paused = True
         self._interrupt_all()
 
@@ -162,12 +167,14 @@ class EngineSampler(ABC):
 
     def sleep(self) -> None:
         """Release the engine's GPU memory if it can do so; otherwise a pause."""
+        # The flag comes first: interrupted requests must not be sent again.
         self._asleep = True
         self._interrupt_all()
         if self._can_sleep:
             self._post(*self.release)
 
     def wake(self) -> None:
+        # The engine needs its memory back before it gets requests.
         if self._asleep and self._can_sleep:
             self._post(*self.reclaim)
         self._asleep = False
@@ -244,11 +251,13 @@ class EngineSampler(ABC):
             reply = self._http.run(self._sample(self._body(request)))
             self._in_flight[request.id] = InFlight(request, reply, self.version)
             self._counts["requests"] += 1
+            # The HTTP thread only queues the id; the caller's thread handles the reply, so no lock is needed.
             reply.add_done_callback(lambda _, id=request.id: self._arrived.put(id))
 
     async def _sample(self, body: dict[str, Any]) -> dict[str, Any] | None:
         """The reply to a sampling request; there is no deadline. None: not sent, as requests are being interrupted."""
         async with self._slots:
+            # An interruption may have begun while this request waited for a slot.
             if self._interrupting:
                 return None
             return parse_json(await self._http.request("POST", self.route, json.dumps(body).encode()))
@@ -256,6 +265,7 @@ class EngineSampler(ABC):
     def _receive(self, id: SampleId) -> None:
         """Handle a reply: a sample, a part of one, or a failure."""
         flight = self._in_flight.pop(id, None)
+        # An interruption has removed the request from the table.
         if flight is None:
             return
         try:
@@ -274,11 +284,13 @@ class EngineSampler(ABC):
         sample = fresh if request.prefix is None else Sample.concatenate([request.prefix, fresh])
         if request.params.stop and self._decode is not None:
             sample = cut_at_stop(sample, request, self._decode)
+        # The engine is interrupted before every load, so one version sampled all new tokens of a reply.
         if why := self._invalid_reason(request, sample, versions=(flight.version, flight.version)):
             raise InvalidReplyError(why)
         self._counts["sampled_tokens"] += len(completion.tokens)
         if sample.finish == "abort":  # interrupted by us, or by another client that has paused this server
             self._counts["partial"] += 1
+            # The request is sent again later and continues after the tokens that have arrived.
             self._waiting.append(replace(request, prefix=sample if len(sample.tokens) else request.prefix))
         else:
             self._failures.pop(request.id, None)
@@ -290,10 +302,12 @@ class EngineSampler(ABC):
         self._counts["invalid_responses" if is_invalid else "lost_replies"] += 1
         self._failures[request.id] += 1
         self._failures_in_a_row += 1
+        # Queued before the error is raised, so that `abort` can still return it.
         self._waiting.append(request)
         if self._failures[request.id] > self._retries or self._failures_in_a_row > 8 * (1 + self._retries):
             what = "sends invalid responses" if is_invalid else "does not answer"
             raise self._mark_broken(f"{self.engine} {what}: sample {tuple(request.id)}: {error}")
+        # During an interruption all requests must come back; `_send` follows later.
         if not self._interrupting:
             self._send()
 
@@ -301,10 +315,12 @@ class EngineSampler(ABC):
         """Interrupt all requests. They wait then with their tokens so far, in the order in which they were sent."""
         if not self._in_flight:
             return
+        # Replies arrive in any order; the queue is sorted back to this one at the end.
         order = {id: index for index, id in enumerate(self._in_flight)}
         self._interrupting = True
         deadline = time.monotonic() + INTERRUPT_S
         try:
+            # Repeated: a request on its way to the engine may arrive there after the interruption.
             while self._in_flight and time.monotonic() < deadline and not self.broken:
                 self._post(*self.interrupt)
                 until = time.monotonic() + 1.0
@@ -317,6 +333,7 @@ class EngineSampler(ABC):
                 flight.reply.cancel()
                 self._waiting.append(flight.request)
             self._in_flight.clear()
+            # The engine stays paused until this call. Requests are sent only after `_interrupting` is cleared.
             self._post(*self.restart)
         finally:
             self._interrupting = False

@@ -30,6 +30,7 @@ def parse_json(reply: Reply) -> dict[str, Any]:
     text = reply.content.decode("utf-8", "replace")
     if reply.status != 200:
         raise InvalidReplyError(f"it answered {reply.status}: {text[:300]}")
+    # Some commands answer with status 200 and no body.
     if not text:
         return {}
     try:
@@ -46,8 +47,10 @@ def parse_completion(tokens: Any, logp: Any, finish_reason: Any) -> Completion:
     finish = _FINISH.get(finish_reason) if isinstance(finish_reason, str) else None
     if finish is None:
         raise InvalidReplyError(f"its finish_reason is {finish_reason!r}")
+    # An interrupted request may not have started: it has neither tokens nor log-probs.
     if finish == "abort" and not tokens:
         return Completion([], [], finish)
+    # type() instead of isinstance(): a bool is an int, too.
     if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
         raise InvalidReplyError("its token_ids are missing, or not token numbers")
     if not isinstance(logp, list) or not all(type(value) in (float, int) for value in logp):
@@ -63,9 +66,11 @@ def cut_at_stop(sample: Sample, request: Request, decode: Callable[[Sequence[int
     An engine searches only the text it generated itself, so it misses a stop string that begins in the prefix.
     """
     num_prefix, params = 0 if request.prefix is None else len(request.prefix.tokens), request.params
+    # Without a prefix, the engine has searched the whole completion itself.
     if not num_prefix:
         return sample
     tokens, longest = sample.tokens.tolist(), max(len(stop.encode()) for stop in params.stop)
+    # Try every possible end among the new tokens, shortest first.
     for num in range(max(num_prefix + 1, params.min_new_tokens), len(tokens) + 1):
         tail = tokens[max(0, num - longest - 8) : num]
         # A character that is cut in half decodes to U+FFFD: it was not part of the text before.

@@ -39,8 +39,10 @@ class SglangSampler(EngineSampler):
 
     def load_published(self, version: int, path: str, sha256: str) -> None:
         """SGLang loads a folder: one with the published file only. It does not check the file before it loads it."""
+        # Checked here, because SGLang loads whatever the file holds.
         if (got := files.sha256(Path(path))) != sha256:
             raise WeightSyncError(f"{path} is not what was published: sha256 {got[:12]}… instead of {sha256[:12]}…")
+        # `_interrupt_all` ends with a restart: pause again, so that nothing is sampled during the load.
         self._interrupt_all()
         self._post(*self.interrupt)
         with tempfile.TemporaryDirectory(dir=Path(path).parent, prefix=".sglang-") as folder:
@@ -49,6 +51,7 @@ class SglangSampler(EngineSampler):
             try:
                 reply = self._post("/update_weights_from_disk", body, self._load_s)
             except RolloutError as error:
+                # The server may hold the old weights, the new ones, or a mixture.
                 raise self._mark_broken(f"weight version {version}: {error}") from error
         if reply.get("success") is not True:
             raise self._mark_broken(f"SGLang did not load weight version {version}: {reply.get('message')}")
@@ -64,6 +67,7 @@ class SglangSampler(EngineSampler):
             info = self._post("/generate", {**body, "logprob_start_len": 0}).get("meta_info")
             found = info.get("input_token_logprobs") if isinstance(info, dict) else None  # rows of [logp, token, text]
             try:
+                # The first token of a sequence has no log-prob.
                 assert [row[1] for row in found] == list(tokens)  # pyright: ignore[reportOptionalIterable]
                 rows.append(np.array([row[0] for row in found[1:]], dtype=np.float32))  # pyright: ignore[reportOptionalSubscript]
             except (TypeError, IndexError, ValueError, AssertionError):
@@ -99,7 +103,7 @@ class SglangSampler(EngineSampler):
         info = reply.get("meta_info")
         if not isinstance(info, dict):
             raise InvalidReplyError("its meta_info is missing")
-        reason, rows = info.get("finish_reason"), info.get("output_token_logprobs")
+        reason, rows = info.get("finish_reason"), info.get("output_token_logprobs")  # rows of [logp, token, text]
         if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) >= 2 for row in rows):
             raise InvalidReplyError("its log-probs are missing")
         tokens = [row[1] for row in rows]

@@ -51,6 +51,7 @@ class VllmSampler(EngineSampler):
             self._load_adapter(version, path, sha256, self._adapters)
         else:
             self._check_load(self._rpc("gspo_load", str(version), path, sha256, timeout_s=self._load_s), version)
+        # Keys and values of the old weights must not be reused for new requests.
         if self._post("/reset_prefix_cache").get("success") is False:
             raise self._mark_broken(f"the prefix cache of weight version {self.version} could not be dropped")
         self._post(*self.restart)
@@ -65,6 +66,7 @@ class VllmSampler(EngineSampler):
             reply = self._post("/v1/completions", {"model": self._model, "ignore_eos": True, **body})
             found = _choice(reply, self._model).get("prompt_logprobs")
             try:
+                # One entry per token: a mapping from token id to its log-prob. The first token has none.
                 values = [found[i][str(token)]["logprob"] for i, token in enumerate(tokens) if i]  # pyright: ignore[reportOptionalSubscript]
                 rows.append(np.array(values, dtype=np.float32))
             except (TypeError, KeyError, IndexError, ValueError):
@@ -134,6 +136,7 @@ class VllmSampler(EngineSampler):
         Names contain a digest, as versions of another trainer may have the same numbers.
         """
         name, before = f"{NAME}-{version}-{sha256[:16]}", self._model
+        # vLLM already serves this adapter.
         if name == before:
             return
         try:
@@ -142,11 +145,14 @@ class VllmSampler(EngineSampler):
         except (WeightSyncError, RolloutError) as error:
             with suppress(RolloutError):  # vLLM may have loaded it, and its reply was lost
                 self._command("/v1/unload_lora_adapter", {"lora_name": name})
+            # `load_published` has paused the server: accept requests again, with the adapter before.
             self._post(*self.restart)
             raise WeightSyncError(f"weight version {version} (an adapter): {error}") from None
         self._model = name
+        # Before the first adapter, the base model was served; it cannot be unloaded.
         if before != NAME:
             self._command("/v1/unload_lora_adapter", {"lora_name": before})
+        # The folders of older versions are not needed any more.
         for older in folder.parent.glob("adapter-*"):
             if older != folder:
                 shutil.rmtree(older, ignore_errors=True)
@@ -154,6 +160,7 @@ class VllmSampler(EngineSampler):
     def _check_load(self, workers: Sequence[Mapping[str, Any]], version: int) -> None:
         """Either all workers loaded the version, or all refused it. In any other case vLLM must restart."""
         refused = [str(worker["refused"]) for worker in workers if "refused" in worker]
+        # All workers refused: none has changed its weights, so the server can go on with the old ones.
         if workers and len(refused) == len(workers):
             self._post(*self.restart)
             raise WeightSyncError(refused[0])
@@ -166,6 +173,7 @@ class VllmSampler(EngineSampler):
         try:
             results = self._post("/collective_rpc", {"method": method, "args": args}, timeout_s).get("results")
         except RolloutError:
+            # A server without EXTENSION answers with an error: `check_server` then explains what is missing.
             if method == "gspo_state":
                 return []
             raise

@@ -57,9 +57,10 @@ class Grid:
     def heads(self, num_kv: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Flat row index of each (group, head, rank) [G·K·M], and flat cell index of each (row, head) [N·K]."""
         if num_kv not in self.index:
-            kv = np.arange(num_kv)
-            cells_g_1_m = self.row_of_cell.reshape(self.num_groups, 1, self.num_ranks)
-            gather = (cells_g_1_m * num_kv + kv[:, None]).reshape(-1)
+            kv = np.arange(num_kv)  # [K]
+            cells_g_1_m = self.row_of_cell.reshape(self.num_groups, 1, self.num_ranks)  # [G, 1, M]
+            gather = (cells_g_1_m * num_kv + kv[:, None]).reshape(-1)  # [G, K, M] flattened
+            # [N, K] flattened
             scatter = ((self.group_n[:, None] * num_kv + kv) * self.num_ranks + self.rank_n[:, None]).reshape(-1)
             self.index[num_kv] = (torch.from_numpy(gather).to(device), torch.from_numpy(scatter).to(device))
         return self.index[num_kv]
@@ -69,9 +70,12 @@ def make_grid(group_n: NDArray[np.int64], alive_n: NDArray[np.bool_]) -> Grid:
     """Place the running rows in the table of groups. Free slots have no cell; they read the cell of another row."""
     rank_n = np.zeros_like(group_n)  # [N]
     living = np.flatnonzero(alive_n)
+    # The rows of one group become adjacent; a stable sort keeps them in the order of their slots.
     order = living[np.argsort(group_n[living], kind="stable")]
-    starts = np.flatnonzero(np.diff(group_n[order], prepend=-1))
+    starts = np.flatnonzero(np.diff(group_n[order], prepend=-1))  # where each group begins in `order`
+    # The rank is the position in `order` minus the position of the group's first row.
     rank_n[order] = np.arange(len(order)) - np.repeat(starts, np.diff(starts, append=len(order)))
+    # A free slot may still hold the number of a removed group: it gets the group of a running row instead.
     group_n = np.where(alive_n, group_n, group_n[living[0]])
     num_groups, num_ranks = int(group_n.max()) + 1, int(rank_n.max()) + 1
     row_of_cell = np.zeros(num_groups * num_ranks, dtype=np.int64)
@@ -98,11 +102,13 @@ class DecodePlan:
 
     def mask(self, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """[N, 1, P + T]: 0 where a row attends to a key, −inf elsewhere; None if every row attends to every key."""
+        # A window that covers every key hides nothing: such layers share the mask of full attention.
         if window is not None and window >= self.prompt_max + self.own_max:
             window = None
         if window not in self.masks:
-            prompt_n_1, own_n_1 = self.prompt_len_n[:, None], self.own_len_n[:, None]
-            prompt_p, own_t = np.arange(self.prompt_max), np.arange(self.own_max)
+            prompt_n_1, own_n_1 = self.prompt_len_n[:, None], self.own_len_n[:, None]  # [N, 1] each
+            prompt_p, own_t = np.arange(self.prompt_max), np.arange(self.own_max)  # [P], [T]
+            # [N, P], [N, T]; own_n_1 is the position of the new token itself
             seen_p, seen_t = prompt_p < prompt_n_1, own_t <= own_n_1
             if window is not None:
                 # The query's position minus the window: the last hidden position.
@@ -119,8 +125,8 @@ class DecodePlan:
     def target(self, num_kv: int, capacity: int, device: torch.device) -> Tensor:
         """Flat index into [R·K·T] of each row's new key, per head: [N·K]."""
         if num_kv not in self.targets:
-            rows_n_1 = np.arange(len(self.own_len_n))[:, None] * num_kv
-            flat = (rows_n_1 + np.arange(num_kv)) * capacity + self.own_len_n[:, None]
+            rows_n_1 = np.arange(len(self.own_len_n))[:, None] * num_kv  # [N, 1]
+            flat = (rows_n_1 + np.arange(num_kv)) * capacity + self.own_len_n[:, None]  # [N, K]
             self.targets[num_kv] = torch.from_numpy(flat.reshape(-1)).to(device)
         return self.targets[num_kv]
 
@@ -162,17 +168,20 @@ class KVStore:
         return sum(t.nbytes for pair in (*self.prompt.values(), *self.own.values()) for t in pair)
 
     def prompt_of(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        # Allocated at a layer's first forward: only then are its number of heads, head dimension and dtype known.
         if layer not in self.prompt:
             self.prompt[layer] = _allocated(self.num_groups, self.prompt_len, key, value)
         return self.prompt[layer]
 
     def own_of(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        # As in `prompt_of`: the form of a layer is known at its first forward.
         if layer not in self.own:
             self.own[layer] = _allocated(self.num_rows, self.own_len, key, value)
         return self.own[layer]
 
 
 def _grown(have: int, need: int) -> int:
+    # Growth by half or more: the number of copies stays logarithmic in the final size.
     return have if need <= have else max(need, have + have // 2)
 
 
@@ -250,12 +259,14 @@ class _Rule:
 
 def _weights(scores: Tensor, rule: _Rule, mask: Tensor | None) -> Tensor:
     """Softmax over the last dimension of scores [rows, K·E, keys], in float32 or more; `mask` broadcasts."""
+    # The cap comes before the mask: tanh would turn the mask's −inf into a finite score.
     if rule.softcap is not None:
         scores = torch.tanh(scores / rule.softcap) * rule.softcap
     if mask is not None:
         scores = scores + mask
     num_keys = scores.shape[-1]
     if rule.sinks is not None:
+        # A sink takes part in the softmax as one more key. Its column is dropped afterwards, as it has no value.
         sinks = rule.sinks.to(scores.dtype).view(-1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sinks], dim=-1)
     dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
@@ -268,17 +279,18 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, rule: _Rule) ->
     Returns [B, L, K·E, D].
     """
     (batch, heads, length, _), (num_kv, num_keys) = query.shape, key.shape[1:3]
-    offset = num_keys - length
+    offset = num_keys - length  # keys before the first query
     windowed = rule.window is not None and rule.window < num_keys
     plain = rule.softcap is None and rule.sinks is None
+    # `is_causal` aligns queries with the first keys, so it is correct only if no key precedes the queries.
     if plain and offset == 0 and not windowed:
         out = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=rule.scale, enable_gqa=heads != num_kv
         )
         return out.transpose(1, 2)
-    query_l_1 = torch.arange(offset, num_keys, device=query.device)[:, None]
-    key_s = torch.arange(num_keys, device=query.device)
-    seen_l_s = key_s <= query_l_1
+    query_l_1 = torch.arange(offset, num_keys, device=query.device)[:, None]  # [L, 1] positions of the queries
+    key_s = torch.arange(num_keys, device=query.device)  # [S] positions of the keys
+    seen_l_s = key_s <= query_l_1  # [L, S]
     if windowed and rule.window is not None:
         seen_l_s &= key_s > query_l_1 - rule.window
     if plain:
@@ -286,7 +298,8 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, rule: _Rule) ->
             query, key, value, attn_mask=seen_l_s, scale=rule.scale, enable_gqa=heads != num_kv
         )
         return out.transpose(1, 2)
-    mask_l_s = torch.zeros_like(seen_l_s, dtype=query.dtype).masked_fill_(~seen_l_s, -torch.inf)
+    # PyTorch's attention supports neither soft-capping nor sinks: compute the scores here.
+    mask_l_s = torch.zeros_like(seen_l_s, dtype=query.dtype).masked_fill_(~seen_l_s, -torch.inf)  # [L, S]
     grouped = (query * rule.scale).reshape(batch, num_kv, -1, query.shape[-1])  # [B, K, E·L, D]
     scores = (grouped @ key.transpose(-1, -2)).view(batch, heads, length, num_keys)  # [B, K·E, L, S]
     # [B, L, K·E, S]: heads next to keys, so that one sink per head can be appended.
@@ -298,25 +311,25 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, rule: _Rule) ->
 def _prefill(
     store: KVStore, plan: PrefillPlan, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: _Rule
 ) -> Tensor:
-    keys, values = store.prompt_of(layer, key, value)
+    keys, values = store.prompt_of(layer, key, value)  # [G, K, P, D] each
     outputs, done = [], 0
     for start, count, length in plan.runs:
         q, k, v = (
             x[0, :, start : start + count * length].unflatten(1, (count, length)).transpose(0, 1)
             for x in (query, key, value)
         )  # [count, heads, length, D]
-        slots = torch.tensor(plan.slots[done : done + count], device=query.device)
+        slots = torch.tensor(plan.slots[done : done + count], device=query.device)  # [count]
         keys[slots, :, :length], values[slots, :, :length] = k, v
         outputs.append(segment_attention(q, k, v, rule).reshape(count * length, query.shape[1], -1))
         done += count
-    return torch.cat(outputs)[None]
+    return torch.cat(outputs)[None]  # [1, N, K·E, D]
 
 
 def _extend(
     store: KVStore, plan: ExtendPlan, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: _Rule
 ) -> Tensor:
-    prompt_k, prompt_v = store.prompt_of(layer, key, value)
-    own_k, own_v = store.own_of(layer, key, value)
+    prompt_k, prompt_v = store.prompt_of(layer, key, value)  # [G, K, P, D] each
+    own_k, own_v = store.own_of(layer, key, value)  # [R, K, T, D] each
     outputs = []
     for start, length, row, group, prompt_len in plan.segments:
         q, k, v = (x[:, :, start : start + length] for x in (query, key, value))  # [1, heads, length, D]
@@ -324,7 +337,7 @@ def _extend(
         k = torch.cat([prompt_k[None, group, :, :prompt_len], k], dim=2)  # [1, K, prompt_len + length, D]
         v = torch.cat([prompt_v[None, group, :, :prompt_len], v], dim=2)
         outputs.append(segment_attention(q, k, v, rule)[0])
-    return torch.cat(outputs)[None]
+    return torch.cat(outputs)[None]  # [1, N, K·E, D]
 
 
 def _decode(
@@ -335,6 +348,7 @@ def _decode(
     _, num_kv, num_rows, dim = key.shape
     dim_v, heads, capacity = value.shape[-1], query.shape[1], own_k.shape[2]
     per_kv = heads // num_kv
+    # Store the keys and values of the new tokens; row i of the forward is row slot i.
     if plan.even:
         own_k[:num_rows, :, plan.own_max - 1] = key[0].transpose(0, 1)
         own_v[:num_rows, :, plan.own_max - 1] = value[0].transpose(0, 1)
@@ -342,6 +356,7 @@ def _decode(
         target = plan.target(num_kv, capacity, key.device)
         own_k.view(-1, dim).index_copy_(0, target, key[0].transpose(0, 1).reshape(-1, dim))
         own_v.view(-1, dim_v).index_copy_(0, target, value[0].transpose(0, 1).reshape(-1, dim_v))
+    # The used part of the store, with slots and heads in one batch dimension. These are views, not copies.
     own_k = own_k.view(-1, capacity, dim)[: num_rows * num_kv, : plan.own_max]  # [N·K, T, D]
     own_v = own_v.view(-1, capacity, dim_v)[: num_rows * num_kv, : plan.own_max]  # [N·K, T, D]
     prompt_k, prompt_v = store.prompt_of(layer, key, value)
@@ -363,4 +378,5 @@ def _decode(
     weights_grid = weights[..., :length].index_select(0, to_grid).view(*stacked, length)  # [G·K, M·E, P]
     # [N·K, E, D]
     from_prompt = torch.bmm(weights_grid, prompt_v).view(-1, per_kv, dim_v).index_select(0, to_rows)
+    # Add the part from the rows' own tokens: [N·K, E, D] → [1, N, K·E, D].
     return torch.baddbmm(from_prompt, weights[..., length:], own_v).view(1, num_rows, heads, dim_v)

@@ -17,7 +17,7 @@ def keep_top_k(logits_n_v: Tensor, k: int) -> Tensor:
     """−inf below the k-th largest logit of each row; ties with it stay."""
     if k >= logits_n_v.shape[-1]:
         return logits_n_v
-    kth_n_1 = torch.topk(logits_n_v, k, dim=-1).values[:, -1:]
+    kth_n_1 = torch.topk(logits_n_v, k, dim=-1).values[:, -1:]  # [N, 1]
     return logits_n_v.masked_fill(logits_n_v < kth_n_1, -torch.inf)
 
 
@@ -27,19 +27,22 @@ def keep_top_p(logits_n_v: Tensor, p: float) -> Tensor:
     A token stays if the mass of the more likely tokens is < p; ties with the last one stay as well.
     """
     num_vocab = logits_n_v.shape[-1]
-    total_n_1 = torch.logsumexp(logits_n_v, dim=-1, keepdim=True)
+    total_n_1 = torch.logsumexp(logits_n_v, dim=-1, keepdim=True)  # [N, 1]
     top = min(_NUCLEUS, num_vocab)
     # A nucleus is nearly always far smaller than the vocabulary, and a partial sort far cheaper than a full one.
-    sorted_n_k = torch.topk(logits_n_v, top, dim=-1).values
+    sorted_n_k = torch.topk(logits_n_v, top, dim=-1).values  # [N, top]
     before_n_k = _mass_before(sorted_n_k, total_n_1)
+    # The candidates of some row have less mass than p: its nucleus may be larger, so that all tokens must be sorted.
     if top < num_vocab and bool((before_n_k[:, -1] < p).any()):
         sorted_n_k = torch.sort(logits_n_v, dim=-1, descending=True).values
         before_n_k = _mass_before(sorted_n_k, total_n_1)
+    # Index of the last token inside the nucleus. At least the most likely token stays, also in a row of NaN.
     last_n_1 = (before_n_k < p).sum(dim=-1, keepdim=True).clamp_(min=1) - 1
     return logits_n_v.masked_fill(logits_n_v < sorted_n_k.gather(-1, last_n_1), -torch.inf)
 
 
 def _mass_before(sorted_n_k: Tensor, total_n_1: Tensor) -> Tensor:
+    # float64: the rounding errors of a float32 sum over a whole vocabulary could move the border of the nucleus.
     mass_n_k = (sorted_n_k - total_n_1).double().exp_()
     return mass_n_k.cumsum(dim=-1) - mass_n_k
 
@@ -73,20 +76,25 @@ def draw(scores_n_v: Tensor, uniform_n: Tensor | None) -> tuple[Tensor, Tensor]:
     size. A row that holds NaN or +inf, or only −inf, has log-prob NaN.
     """
     num_vocab = scores_n_v.shape[-1]
+    # argmax comes first: the scores are overwritten below.
     token_n_1 = scores_n_v.argmax(dim=-1, keepdim=True) if uniform_n is None else None
+    # Subtracting the maximum keeps exp() from overflowing; the masses are not normalised.
     mass_n_v = scores_n_v.sub_(scores_n_v.amax(dim=-1, keepdim=True)).exp_()
     whole = num_vocab // _BLOCK * _BLOCK
-    blocks_n_b = mass_n_v[:, :whole].unflatten(-1, (-1, _BLOCK)).sum(dim=-1)
+    blocks_n_b = mass_n_v[:, :whole].unflatten(-1, (-1, _BLOCK)).sum(dim=-1)  # [N, blocks]
+    # The tokens that do not fill a block form a shorter last block.
     if whole < num_vocab:
         blocks_n_b = torch.cat([blocks_n_b, mass_n_v[:, whole:].sum(dim=-1, keepdim=True)], dim=-1)
     cumulative_n_b = blocks_n_b.double().cumsum(dim=-1)
     total_n_1 = cumulative_n_b[:, -1:]
     if token_n_1 is None:
         assert uniform_n is not None
-        target_n_1 = uniform_n[:, None].to(total_n_1) * total_n_1
+        target_n_1 = uniform_n[:, None].to(total_n_1) * total_n_1  # [N, 1] the drawn point on the cumulative mass
+        # First the block that contains the point, then the token inside this block.
         block_n_1 = _first_above(cumulative_n_b, target_n_1)
-        index_n_k = block_n_1 * _BLOCK + torch.arange(min(_BLOCK, num_vocab), device=block_n_1.device)
+        index_n_k = block_n_1 * _BLOCK + torch.arange(min(_BLOCK, num_vocab), device=block_n_1.device)  # [N, block]
         inside_n_k = mass_n_v.gather(-1, index_n_k.clamp(max=num_vocab - 1)).double()
+        # Indices past the end of the vocabulary were clamped to its last token: their mass must not count twice.
         inside_n_k.masked_fill_(index_n_k >= num_vocab, 0.0)
         # Read from the cumulative sums, not subtracted: the remainder is then ≥ 0, and a leading token of mass 0 is
         # never above it.

@@ -93,10 +93,12 @@ class LocalSampler:
         self._model, self._seed, self._decode_text = model, seed, decode
         self._eos = frozenset(eos_token_ids)
         self._max_rows, self._prefill_tokens = max_rows, prefill_tokens
+        # Of a multimodal model, only the language part matters here.
         config = model.config.get_text_config()
         self._num_vocab = int(config.vocab_size)
         limit = getattr(config, "max_position_embeddings", None)
         self._max_context = max_context or limit or 2**31
+        # A part of the model may have its own config object: the attention implementation is set on each of them.
         self._configs = list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
         # Plain nn.Linear only: adapters and quantised layers keep their own forward.
         linears = [m for m in model.modules() if type(m) is nn.Linear and m.weight.device.type == "cpu"]
@@ -111,6 +113,7 @@ class LocalSampler:
         self._paused = self._asleep = self._closed = False
         self._counts: Counter[str] = Counter()
         self._pad_rows = pad_rows
+        # The tables need the routers, and the check below needs the tables.
         self._clear()
         _refuse_unsupported(model)
         if verify and self._max_context >= 8:
@@ -127,9 +130,11 @@ class LocalSampler:
                 sees_text=self._decode_text is not None,
             )
         for request in requests:
+            # The prefix already has all tokens it may have: there is nothing to sample.
             if request.prefix is not None and len(request.prefix.tokens) >= request.params.max_new_tokens:
                 self._done.append(replace(request.prefix, id=request.id, finish="length"))
                 continue
+            # Requests share a rule if their parameters are equal: its [V] array is built once.
             if request.params not in self._rules:
                 self._rules[request.params] = len(self._rule_list)
                 self._rule_list.append(self._rule(request.params))
@@ -169,6 +174,7 @@ class LocalSampler:
         self._asleep = False
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]] | None) -> None:
+        # `copy_weights` raises before it writes. Rows and caches are dropped only after it has succeeded.
         if tensors is not None:
             copy_weights(self._model, tensors)
         self._requeue()
@@ -196,6 +202,7 @@ class LocalSampler:
         ends = np.zeros(self._num_vocab, dtype=np.bool_)
         ids = [*params.stop_token_ids, *(() if params.ignore_eos else self._eos)]
         ends[[i for i in ids if 0 <= i < self._num_vocab]] = True
+        # Greedy sampling allows temperature 0, but `warp` divides by it. The log-prob is then that of temperature 1.
         temperature = 1.0 if params.greedy and params.temperature <= 0 else params.temperature
         return _Rule(params, temperature, ends, max((len(s.encode()) for s in params.stop), default=0))
 
@@ -207,6 +214,7 @@ class LocalSampler:
     def _requeue(self) -> None:
         """Put running rows back to the front of the queue, with their tokens as prefix, and drop all caches."""
         rows = self._rows
+        # Backwards: `appendleft` reverses the order, and the requests must keep theirs.
         for slot in rows.living()[::-1]:
             request = rows.requests[slot]
             assert request is not None
@@ -240,8 +248,10 @@ class LocalSampler:
 
     def _verify(self) -> None:
         """Sample a few greedy tokens of two prompts, with new and continued rows, and compare with a plain forward."""
+        # Any fixed tokens will do; the factor spreads them over the vocabulary.
         tokens = [int(i) for i in np.arange(1, 9) * 7919 % self._num_vocab]
         params = SamplingParams(3, greedy=True, ignore_eos=True)
+        # The prefix covers `_extend`. Its log-probs are not compared: only the last token of each sample is.
         prefix = Sample.of(SampleId(0, 2), tokens[:2], [0.0, 0.0], self.version, "abort")
         requests = [
             Request(SampleId(0, 0), tuple(tokens[:5]), params),
@@ -256,6 +266,7 @@ class LocalSampler:
                 logits = self._model(input_ids=ids, use_cache=False).logits[0, -2]  # [V]; predicts the last token
             expected = float(torch.log_softmax(logits.double(), -1)[int(sample.tokens[-1])])
             gap = max(gap, abs(expected - float(sample.behavior_logp[-1])))
+        # health() must not count the tokens of this check.
         self._counts.clear()
         tolerance = 0.2 if self._model.dtype in (torch.bfloat16, torch.float16) else 5e-3
         if not gap <= tolerance:
@@ -270,6 +281,7 @@ class LocalSampler:
         try:
             with self._engaged():
                 while not self._done and not self._stopped():
+                    # Waiting requests join before the next token is decoded, so that the batch is as full as possible.
                     if not self._admit():
                         self._decode()
                     if deadline is not None and time.monotonic() >= deadline:
@@ -298,20 +310,24 @@ class LocalSampler:
             return False
         requests = [self._waiting.popleft() for _ in range(num)]
         try:
+            # The requests of a group share one prefill; a prompt that is stored already needs none.
             self._prefill(list(dict.fromkeys(r.prompt for r in requests if r.prompt not in self._groups)))
         except BaseException:
+            # A failed prefill must not lose requests: put them back in their order.
             self._waiting.extendleft(reversed(requests))
             raise
         groups = [self._groups[r.prompt] for r in requests]
         slots = self._rows.join(requests, [g.slot for g in groups], [self._rules[r.params] for r in requests])
         for slot, group in zip(slots, groups, strict=True):
             self._rows.prompt_routes[slot] = group.routes
+        # The layout of groups has changed.
         self._grid = None
         self._extend(slots)
         # A continued row feeds its last token next; a new row draws its first token from the prompt's logits.
         fresh = np.flatnonzero(self._rows.count[slots] == 0)
         if len(fresh):
             routes = np.stack([groups[i].routes[-1] for i in fresh]) if self._routers else None  # pyright: ignore[reportOptionalSubscript]
+            # torch.stack copies: `draw` overwrites its input, and later rows of the group need the prompt's logits.
             self._sample(slots[fresh], torch.stack([groups[i].logits for i in fresh]), routes)
         return True
 
@@ -319,11 +335,14 @@ class LocalSampler:
         """Store keys and values of whole prompts, several per forward; logits only at their last positions."""
         if not prompts:
             return
+        # New prompts take the lowest free group slots.
         taken = {g.slot for g in self._groups.values()}
         free = [slot for slot in range(len(taken) + len(prompts)) if slot not in taken]
         self._store.reserve(groups=max([*taken, *free]) + 1, prompt_len=max(map(len, prompts)))
+        # `PrefillPlan` needs prompts of equal length next to each other.
         prompts = sorted(prompts, key=len)
         while prompts:
+            # Each forward takes at least one prompt, and more of them up to the limit of tokens.
             num, total = 1, len(prompts[0])
             while num < len(prompts) and total + len(prompts[num]) <= self._prefill_tokens:
                 total += len(prompts[num])
@@ -332,8 +351,10 @@ class LocalSampler:
             slots, free = free[:num], free[num:]
             lengths = np.array([len(p) for p in part])
             ends = np.cumsum(lengths)  # [prompts]
+            # One run per distinct length: (first token, number of prompts, length).
             values, first, counts = np.unique(lengths, return_index=True, return_counts=True)
             runs = [(int(ends[i] - lengths[i]), int(c), int(n)) for n, i, c in zip(values, first, counts, strict=True)]
+            # Logits are computed at the last token of each prompt only.
             logits = self._forward(
                 np.concatenate([np.array(p) for p in part]),
                 np.concatenate([np.arange(n) for n in lengths]),
@@ -342,6 +363,7 @@ class LocalSampler:
             )
             self._counts["prefill_forwards"] += 1
             self._counts["prefill_tokens"] += total
+            # [P, layers, top_k] per prompt
             routes = [None] * num if self._routes is None else np.split(self._routes, ends[:-1])
             for prompt, slot, row, chosen in zip(part, slots, logits, routes, strict=True):
                 self._groups[prompt] = _Group(slot, row, chosen)
@@ -350,6 +372,7 @@ class LocalSampler:
         """Prefill the completion tokens of continued rows, except the last, which is their next input."""
         rows = self._rows
         most = int(rows.count[slots].max())
+        # Room for some tokens at once: the store grows by half, so starting from one token would mean many copies.
         self._store.reserve(rows=rows.used, own_len=max(most, min(int(rows.tokens.shape[1]), 32)))
         continued = [int(s) for s in slots if rows.count[s] > 1]
         while continued:
@@ -361,6 +384,7 @@ class LocalSampler:
                 tokens.append(rows.tokens[slot, :length])
                 positions.append(prompt_len + np.arange(length))
                 start += length
+            # The logits are not used. 1 keeps those of one position; 0 would keep all.
             self._forward(np.concatenate(tokens), np.concatenate(positions), ExtendPlan(segments), 1)
             self._counts["prefill_forwards"] += 1
             self._counts["prefill_tokens"] += start
@@ -370,36 +394,42 @@ class LocalSampler:
         reached("rollout.token")
         rows, used = self._rows, self._rows.used
         living, alive = rows.living(), rows.alive[:used]
+        # The grid is valid until rows join, leave or move.
         if self._grid is None:
             self._grid = make_grid(rows.group[:used], alive)
         count, prompt_len = rows.count[:used], rows.prompt_len[:used]  # [N] each
         # Free slots get the length of the longest row, so that they need no mask. Their output is not used.
-        own_len = np.where(alive, count, count[living].max()) - 1
-        prompt_len = np.where(alive, prompt_len, prompt_len[living].max())
+        own_len = np.where(alive, count, count[living].max()) - 1  # [N] stored own tokens
+        prompt_len = np.where(alive, prompt_len, prompt_len[living].max())  # [N]
         tokens = np.where(alive, rows.tokens[np.arange(used), own_len], 0)  # [N]
         self._store.reserve(own_len=int(own_len.max()) + 1)
+        # `keep` 0: logits of every position.
         logits = self._forward(tokens, prompt_len + own_len, DecodePlan(self._grid, prompt_len, own_len), 0)  # [N, V]
         self._counts["decode_forwards"] += 1
         self._counts["decode_rows"] += used
         routes = None if self._routes is None else self._routes[living]
+        # Only running rows draw a token; padding slots do not.
         logits = logits if len(living) == used else logits[torch.from_numpy(living).to(logits.device)]
         self._sample(living, logits, routes)
 
     def _sample(self, slots: NDArray[np.int64], logits_n_v: Tensor, routes: NDArray | None) -> None:
         """Draw a token for each row from its logits [N, V]; finished rows leave."""
         rows = self._rows
-        submission, sample, turn, attempt = rows.key[slots].T
+        submission, sample, turn, attempt = rows.key[slots].T  # [N] each
+        # One uniform per row, from its request's key and its token count: it does not depend on the other rows.
         uniform = rng.uniform(self._seed, "sample", submission, sample, turn, rows.count[slots], attempt)
         token, logp = np.zeros(len(slots), dtype=np.int64), np.zeros(len(slots))
         ended, full = np.zeros(len(slots), dtype=np.bool_), np.zeros(len(slots), dtype=np.bool_)
         used_rules = np.unique(rows.rule[slots])
+        # Rows with equal sampling parameters are processed together.
         for index in used_rules:
             rule = self._rule_list[index]
             part = slice(None) if len(used_rules) == 1 else np.flatnonzero(rows.rule[slots] == index)
             count = rows.count[slots[part]]
             forbidden = None
+            # A row below min_new_tokens must not draw an end token.
             if (count < rule.params.min_new_tokens).any():
-                forbidden = torch.from_numpy((count < rule.params.min_new_tokens)[:, None] & rule.ends_v)
+                forbidden = torch.from_numpy((count < rule.params.min_new_tokens)[:, None] & rule.ends_v)  # [rows, V]
                 forbidden = forbidden.to(logits_n_v.device)
             scores = warp(
                 logits_n_v[part],
@@ -414,10 +444,12 @@ class LocalSampler:
             token[part], logp[part] = tokens.cpu().numpy(), logps.cpu().numpy()
             ended[part] = rule.ends_v[token[part]]
             full[part] = count + 1 >= rule.params.max_new_tokens
+        # Before the rows change: a token drawn from non-finite logits must not become part of a sample.
         if not np.isfinite(logp).all():
             self._raise_non_finite(int(slots[np.flatnonzero(~np.isfinite(logp))[0]]))
         rows.append(slots, token, logp, self.version, routes)
         self._counts["sampled_tokens"] += len(slots)
+        # After the append: the test for stop strings reads the new token from its row.
         if any(self._rule_list[i].params.stop for i in used_rules):
             ended |= np.array([self._ends_with_stop(int(s)) for s in slots])
         if (ended | full).any():
@@ -452,11 +484,13 @@ class LocalSampler:
             assert request is not None
             finish: FinishReason = "stop" if ended[i] else "length"
             self._done.append(rows.take(int(slots[i]), finish))
+            # The prompt's cache is dropped with the last request that needs it.
             self._references[request.prompt] -= 1
             if self._references[request.prompt] == 0:
                 del self._references[request.prompt]
                 del self._groups[request.prompt]
         self._grid = None
+        # Nothing runs and no prompt is stored: free all memory.
         if not rows.alive.any() and not self._groups:
             self._clear()
             return
@@ -470,11 +504,12 @@ class LocalSampler:
         groups = sorted(self._groups.values(), key=lambda g: g.slot)
         if not groups or groups[-1].slot + 1 < 2 * len(groups):
             return
+        # Groups at slots ≥ len(groups) move into the holes below.
         holes = sorted(set(range(len(groups))) - {g.slot for g in groups})
         moving = [g for g in groups if g.slot >= len(groups)]
         source = [g.slot for g in moving]
         self._store.move_groups(source, holes)
-        new_slot = np.arange(max(source, default=0) + 1)
+        new_slot = np.arange(max(source, default=0) + 1)  # new slot of each old slot
         new_slot[source] = holes
         for group, slot in zip(moving, holes, strict=True):
             group.slot = slot

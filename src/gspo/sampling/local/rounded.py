@@ -31,6 +31,7 @@ def rounded(tensor: Tensor, precision: Precision) -> Tensor:
         return tensor.to(torch.bfloat16).to(tensor.dtype)
     if tensor.dim() < 2:
         return tensor
+    # The lower bound keeps a row of zeros from a division by zero.
     scale = tensor.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(tensor.dtype).tiny) / 127
     return (tensor / scale).round().mul(scale)
 
@@ -42,6 +43,7 @@ class RoundedSampler(LocalSampler):
 
     def __init__(self, model: Any, *, precision: Precision, **settings: Any) -> None:
         self._source, self._precision = model, precision  # the trainer's model, and the precision of this copy
+        # The check needs rounded weights, so it runs after the first load.
         super().__init__(copy.deepcopy(model).requires_grad_(False), **settings, verify=False)
         self.load_weights(self.version, None)
         self._verify()

@@ -20,15 +20,16 @@ class Rows:
         self.multiple = multiple  # `used` is a multiple of it, to limit the number of matrix shapes
         self.used = 0
         self.requests: list[Request | None] = []
+        # One entry per row slot: [R]. Below, one entry per slot and token: [R, T].
         self.alive = np.zeros(0, dtype=np.bool_)
         self.group = np.zeros(0, dtype=np.int64)  # group slot
         self.prompt_len = np.zeros(0, dtype=np.int64)
         self.count = np.zeros(0, dtype=np.int64)  # completion tokens, a prefix included
         self.rule = np.zeros(0, dtype=np.int64)  # index of its sampling rule
         self.key = np.zeros((0, 4), dtype=np.int64)  # submission, sample, turn, attempt
-        self.tokens = np.zeros((0, 0), dtype=np.int32)
-        self.logp = np.zeros((0, 0), dtype=np.float32)
-        self.versions = np.zeros((0, 0), dtype=np.int32)
+        self.tokens = np.zeros((0, 0), dtype=np.int32)  # [R, T]
+        self.logp = np.zeros((0, 0), dtype=np.float32)  # [R, T]
+        self.versions = np.zeros((0, 0), dtype=np.int32)  # [R, T]
         # [R, T, layers, top_k] experts at the position that predicted each token; empty for a dense model.
         self.routes: NDArray[Any] = np.zeros((0, 0, *route[:2]), dtype=route[2])
         self.prompt_routes: list[NDArray[Any] | None] = []
@@ -44,6 +45,7 @@ class Rows:
     def reserve(self, rows: int, length: int) -> None:
         rows, have, width = self.padded(rows), len(self.alive), self.tokens.shape[1]
         if length > width:
+            # At least by half, so that the number of copies stays small.
             length = max(length, width + width // 2)
             for name in ("tokens", "logp", "versions", "routes"):
                 column = getattr(self, name)
@@ -57,6 +59,7 @@ class Rows:
 
     def join(self, requests: list[Request], groups: list[int], rules: list[int]) -> NDArray[np.int64]:
         """Put requests into free slots, lowest first. A prefix becomes the first tokens of its row."""
+        # Each row gets room for its longest completion, so `append` never has to grow the table.
         self.reserve(int(self.alive.sum()) + len(requests), max(r.params.max_new_tokens for r in requests))
         slots = np.flatnonzero(~self.alive)[: len(requests)]
         for slot, request in zip(slots, requests, strict=True):
@@ -79,7 +82,7 @@ class Rows:
     def append(
         self, slots: NDArray[np.int64], tokens: NDArray, logp: NDArray, version: int, routes: NDArray | None = None
     ) -> None:
-        at = self.count[slots]
+        at = self.count[slots]  # [rows] index of the new token
         self.tokens[slots, at], self.logp[slots, at], self.versions[slots, at] = tokens, logp, version
         if routes is not None:
             self.routes[slots, at] = routes
@@ -91,6 +94,7 @@ class Rows:
         assert request is not None
         routes, prompt_routes = None, self.prompt_routes[slot]
         self.requests[slot], self.alive[slot], self.prompt_routes[slot] = None, False, None
+        # New tokens are trained on and belong to the request's turn; those of a prefix keep their own values.
         mask, turns = np.ones(num, dtype=np.bool_), np.full(num, request.id.turn, dtype=np.int16)
         if request.prefix is not None:
             kept = len(request.prefix.tokens)
@@ -99,6 +103,7 @@ class Rows:
                 prompt_routes = request.prefix.prompt_routes
         if self.routes.size and prompt_routes is not None:
             routes = self.routes[slot, :num].copy()
+        # Copies: another row will reuse this slot.
         tokens, logp = self.tokens[slot, :num].copy(), self.logp[slot, :num].copy()
         versions = self.versions[slot, :num].copy()
         return Sample(request.id, tokens, logp, versions, mask, turns, finish, routes, prompt_routes)
@@ -109,6 +114,7 @@ class Rows:
         used = self.padded(len(living))
         if used >= self.used:
             return [], []
+        # Rows beyond the new end of the table move into free slots below it.
         source = living[living >= used]
         target = np.flatnonzero(~self.alive[:used])[: len(source)]
         for name in self._COLUMNS:

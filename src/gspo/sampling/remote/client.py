@@ -114,6 +114,7 @@ class HttpSampler:
             threading.Thread(target=self._run, args=(server,), name=f"sampler {server.index}", daemon=True)
             for server in self._servers
         ]
+        # The threads use all fields above, so they start last.
         for thread in self._threads:
             thread.start()
 
@@ -122,14 +123,17 @@ class HttpSampler:
     def submit(self, requests: Sequence[Request]) -> None:
         if self._closed.is_set():
             raise RolloutError("the sampler is closed: nothing can be submitted")
+        # All are checked before any is queued.
         for request in requests:
             self._validate(request)
+        # Keys are never reused, so a late reply for an old request cannot match a new one.
         with self._changed:
             pending = [PendingRequest(str(key), request) for key, request in enumerate(requests, self._next_key)]
             self._next_key += len(pending)
             self._requests |= {p.key: p for p in pending}
             self._assign(pending)
             self._changed.notify_all()
+        # Outside the lock: `wake` waits for replies of servers.
         self.wake()
 
     def completed(self, deadline_s: float | None = None) -> Iterator[Sample]:
@@ -137,30 +141,37 @@ class HttpSampler:
         while True:
             self._log_notes()
             with self._changed:
+                # Wait for a sample, at most 0.5 s at a time: failures and log messages are checked in between.
                 if not self._done:
                     if not self._requests or self._paused or self._closed.is_set():
                         break
                     self._raise_if_hopeless()
                     left = 0.5 if deadline is None else deadline - time.monotonic()
                     if left <= 0:
+                        # A deadline as long as request_timeout is a limit, not a poll: missing samples are an error.
                         if deadline_s is not None and deadline_s >= self._timeout_s:
                             raise self._failed(f"{len(self._requests)} samples are missing after {deadline_s:g} s")
                         return
                     self._changed.wait(min(left, 0.5))
                     continue
                 sample = self._done.popleft()
+            # Outside the lock: the caller runs between two samples.
             yield sample
+        # The batch is complete: colocated servers release the device for training.
         if not self._requests:
             self.sleep()
 
     def abort(self) -> list[Sample]:
         with self._changed:
+            # From now on, aborted samples are accepted, and requests of a lost server are not submitted again.
             self._partial = []
+            # Requests that were never sent come back at once.
             self._return_unsampled(self._unassigned)
             self._unassigned = []
             for server in self._servers:
                 self._return_unsampled([p for p in server.requests.values() if not p.is_sent])
                 server.requests = {key: p for key, p in server.requests.items() if p.is_sent}
+            # Servers may have sampled tokens of the other requests: wait for their partial samples.
             aborting = [server for server in self._servers if server.requests]
         deadline = time.monotonic() + self._answer_s
         while aborting and time.monotonic() < deadline:
@@ -170,6 +181,7 @@ class HttpSampler:
                 aborting = [
                     server for server in aborting if server.requests
                 ]  # a /generate may have come after the /abort
+        # What has not come back by the deadline returns without new tokens.
         with self._changed:
             self._return_unsampled(list(self._requests.values()))
             for server in self._servers:
@@ -187,6 +199,7 @@ class HttpSampler:
         with self._changed:
             self._paused = False
             for server in self._servers:
+                # The time of a pause does not count as time without progress.
                 server.note_progress()
         self._command(self._servers, "/resume")
 
@@ -205,20 +218,25 @@ class HttpSampler:
         """Publish a version and wait until connected servers have loaded it; others do so before they get requests."""
         if tensors is None:
             raise WeightSyncError("sampler servers hold their own weights: load_weights needs the tensors")
+        # A sleeping server may have released the memory that the load needs.
         self.wake()
         is_first = self._published is None
+        # Before the first version, the servers' machines must be known.
         if is_first:
             self._await_registrations()
         store = self._weight_store([registered(self._folder, server.index) for server in self._servers])
         published = publish_to(store, version, tensors)
+        # Before the lock: the trainer's forward takes time. The weights are still those that were published.
         expected = self._probe.reference_values()
         with self._changed:
             self._probe.expected = expected
             before, self._published, self.version = self._published, published, version
+            # Earlier refusals concern the earlier version.
             for server in self._servers:
                 server.refused_loads = 0
             self._changed.notify_all()
         self._await_load(version, is_first)
+        # Only now: no server needs the files of the earlier version any more.
         if before is not None:
             before.forget(published)
 
@@ -237,12 +255,14 @@ class HttpSampler:
 
     def close(self) -> None:
         with self._changed:
+            # The first call of close() does the work; later ones return.
             is_closed = self._closed.is_set()
             busy = [server for server in self._servers if server.requests]
             self._closed.set()
             self._changed.notify_all()
         if is_closed:
             return
+        # Servers stop sampling for a trainer that is leaving; a short deadline, as the reply does not matter.
         self._command(busy, "/abort", timeout_s=1.0)
         for thread in self._threads:
             thread.join(timeout=POLL_S * 2)
@@ -266,11 +286,13 @@ class HttpSampler:
     def _await_load(self, version: int, is_first: bool) -> None:
         begin = time.monotonic()
         with self._changed:
+            # The time before the first weights does not count as time without a server.
             if is_first:
                 self._unserved_since = begin
             while True:
                 may_join = is_first and time.monotonic() - begin < self._join_s
                 ready = [server for server in self._servers if server.is_serving and server.version == version]
+                # Servers that may still load this version; for the first one, also those that have not connected yet.
                 unsettled = [
                     server
                     for server in self._servers
@@ -279,6 +301,7 @@ class HttpSampler:
                 ]
                 if ready and not unsettled:
                     break
+                # Each server has refused this version several times: waiting longer does not help.
                 if not ready and all(server.refused_loads > self._retries for server in self._servers):
                     first = self._servers[0]
                     raise WeightSyncError(
@@ -287,6 +310,7 @@ class HttpSampler:
                 self._raise_if_hopeless()
                 self._log_notes()
                 if time.monotonic() - begin > self._timeout_s:
+                    # At least one server has loaded it: the others load it before they get requests.
                     if ready:
                         break
                     raise self._failed(f"weight version {version} reached none of them in {self._timeout_s:g} s")
@@ -299,6 +323,7 @@ class HttpSampler:
             raise self._fatal
         if any(server.is_serving for server in self._servers):
             return
+        # No server serves. Raise at once if none can serve again; otherwise after the timeout.
         if all(server.state is State.BANNED for server in self._servers):
             raise self._failed("all of them sent invalid responses")
         if all(reasons := [given_up(self._folder, server.index) for server in self._servers]):
@@ -319,6 +344,7 @@ class HttpSampler:
     def _log_notes(self) -> None:
         """Log from the trainer's thread: a display belongs to one thread."""
         while self._notes:
+            # Another thread may empty the queue between the test and popleft().
             with suppress(IndexError):
                 self._say(self._notes.popleft())
 
@@ -350,13 +376,16 @@ class HttpSampler:
         """Accept a sample: once, from the server that has the request, and only if it is valid."""
         with self._changed:
             pending = server.requests.get(key)
+            # The request was moved to another server, aborted, or its sample has arrived already.
             if pending is None:
                 self._counts["late_samples"] += 1
                 return
+            # New tokens may be of the version at the time of sending, or of any version since.
             versions, is_aborting = (pending.sent_version, self.version), self._partial is not None
             why = self._invalid_reason(pending.request, sample, versions=versions, aborting=is_aborting)
             if why is not None:
                 raise InvalidResponseError(f"sample {tuple(pending.request.id)}: {why}")
+            # Removing the key makes a second copy of this sample a late one.
             del server.requests[key], self._requests[key]
             if sample.finish == "abort":
                 assert self._partial is not None
@@ -371,24 +400,29 @@ class HttpSampler:
             return
         with self._changed:
             was_serving = server.is_serving
+            # Log a reason once, not at every attempt to connect.
             if not was_serving and why != server.reason and server.address is not None:
                 self._notes.append(f"{server.name()} does not serve yet: {why}")
             settled_version = -1 if self._published is None else self._published.version
             requests = server.disconnect(why, settled_version, is_banned)
             if was_serving:
+                # Only a server that served is a loss; others are still starting.
                 self._counts["disconnects"] += 1
                 self._counts["moved_requests"] += len(requests)
                 self._notes.append(f"{server.name()}: {why}; its {len(requests)} requests go to the others")
                 if not any(other.is_serving for other in self._servers):
                     self._unserved_since = time.monotonic()
             for pending in requests:
+                # A request that was never sent cannot have caused the loss.
                 pending.losses += pending.is_sent
                 pending.is_sent = False
+                # A request that is lost with several servers may be what makes them fail.
                 if pending.losses > self._retries and self._fatal is None:
                     self._fatal = RolloutError(
                         f"request {tuple(pending.request.id)} was lost with {pending.losses} servers (allowed: "
                         f"rollout.request_retries = {self._retries}); the last, {server.name()}: {why}"
                     )
+            # During an abort nothing is sampled again.
             if self._partial is not None:
                 self._return_unsampled(requests)
             else:
@@ -401,12 +435,15 @@ class HttpSampler:
         pause_s = 0.1
         while not self._closed.is_set():
             try:
+                # Attach, then exchange messages until an error.
                 is_restarted = server.attach(self._identity)
                 with self._changed:
                     self._counts["restarts"] += is_restarted
                 while not self._closed.is_set():
                     self._exchange(server)
+                    # A successful round ends the backoff.
                     pause_s = 0.1
+            # Invalid responses are counted: a server that repeats them is banned until it restarts.
             except InvalidResponseError as error:
                 server.invalid_responses += 1
                 with self._changed:
@@ -415,6 +452,7 @@ class HttpSampler:
             except Exception as error:  # no reply of a server may end this thread
                 is_known = isinstance(error, DisconnectedError | RefusedError)
                 self._disconnect(server, str(error) if is_known else f"{type(error).__name__}: {error}")
+            # Exponential backoff; close() ends the wait at once.
             self._closed.wait(pause_s)
             pause_s = min(2 * pause_s, 1.0)
 
@@ -425,6 +463,7 @@ class HttpSampler:
             published = self._published
             if self._closed.is_set():
                 return
+        # An idle server is checked as well, so that a lost one is noticed before it gets requests.
         if not has_work:
             server.check_alive()
             return
@@ -435,8 +474,10 @@ class HttpSampler:
             if version is None or self._published is None or version != self._published.version:
                 return  # a newer version was published meanwhile: nothing may be sampled from this one
             fresh = [pending for pending in server.requests.values() if not pending.is_sent]
+            # Marked before the call: if the reply is lost, the server may have the request.
             for pending in fresh:
                 pending.is_sent, pending.sent_version = True, version
+        # Outside the lock: calls may take as long as their deadline.
         server.generate(fresh)
         if server.has_work:
             server.collect(partial(self._take, server), lambda: self._paused)
@@ -451,20 +492,24 @@ class HttpSampler:
         if values is None:
             return
         with self._changed:
+            # A newer version has its own expected values: this result can no longer be compared.
             why = self._probe.mismatch(values) if self._published is published else None
         if why is not None:
             server.refused_loads += 1  # it claims to have loaded them, but samples from something else
             raise InvalidResponseError(f"weight version {published.version}: {why}")
+        # An attach resumes the server's sampler. If this client is paused, pause the server again.
         if self._paused:
             server.call("/pause")
         with self._changed:
             server.version = published.version
+            # Superseded during the load: the next round loads the newer version first.
             if self._published is not published:
                 return
             if not server.is_serving:
                 self._notes.append(f"{server.name()} serves, with verified weights of version {published.version}")
             server.state, server.settled_version = State.SERVING, published.version
             server.note_progress()
+            # Requests that found no server can be sent now.
             unassigned, self._unassigned = self._unassigned, []
             self._assign(unassigned)
             self._changed.notify_all()

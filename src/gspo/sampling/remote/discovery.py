@@ -32,8 +32,10 @@ def file_of(folder: Path, index: int) -> Path:
 def register(folder: Path, index: int, url: str) -> None:
     """Write where this process serves, atomically, to a file that only its owner can read."""
     folder.mkdir(parents=True, exist_ok=True)
+    # Written to a temporary file and renamed: a reader never sees a part of it.
     tmp = folder / f".sampler_{index}.json.{os.getpid()}"
     address = Address(url, os.getpid(), socket.gethostname(), time.time())
+    # The mode is given at creation, so the file is never readable by others.
     with os.fdopen(os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         json.dump(address._asdict(), file)
     tmp.replace(file_of(folder, index))
@@ -57,6 +59,7 @@ def registered(folder: Path, index: int) -> Address | None:
 def unregister(folder: Path, index: int) -> None:
     """Remove the file if this process wrote it."""
     address = registered(folder, index)
+    # A successor may have registered already: its file must stay.
     if address is not None and (address.pid, address.host) == (os.getpid(), socket.gethostname()):
         file_of(folder, index).unlink(missing_ok=True)
 
@@ -77,6 +80,7 @@ def given_up(folder: Path, index: int) -> str | None:
 
 def weight_folders(run: Path) -> tuple[Path, Path]:
     """Where a run publishes weights: in /dev/shm, or in its run directory."""
+    # The digest of the run's path: one folder per run, and the same one after a restart.
     digest = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12]
     return SHM / f"gspo-{os.getuid()}-{digest}", run / "weights"
 
@@ -85,6 +89,7 @@ def forget(folder: Path, keep: Path | None = None) -> None:
     """Remove published files except `keep`, and files of a killed writer. Without `keep`, remove the folder, too."""
     if not folder.is_dir():
         return
+    # The pattern also matches the temporary names of `publish`.
     for file in folder.glob("*weights_*.safetensors*"):
         if file != keep:
             file.unlink(missing_ok=True)

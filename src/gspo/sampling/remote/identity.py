@@ -13,6 +13,7 @@ from gspo.sampling.verify import Experts
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:
     """Tokens that end a completion: the tokenizer's, and those of the model's generation config."""
+    # eos_token_id is a number, a list, or None.
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ends = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])}
     return sorted(e for e in ends if e is not None)

@@ -116,8 +116,10 @@ class Server:
         if self.address is None:
             raise DisconnectedError(f"it has not registered in {self._folder}")
         reply = self._call("/attach")
+        # The boot id tells a restarted process from the one before.
         boot = protocol.field(reply, "boot", str)
         is_restarted = bool(self.boot) and boot != self.boot
+        # A ban lasts as long as the process.
         if boot == self.boot and self.state is State.BANNED:
             raise DisconnectedError(self.reason)
         if boot != self.boot:
@@ -135,6 +137,7 @@ class Server:
 
     def generate(self, requests: Sequence[PendingRequest]) -> None:
         packed = ({"key": pending.key, **protocol.pack_request(pending.request)} for pending in requests)
+        # One call has a limited size, so that its body is accepted and its deadline is met.
         for part in protocol.portions(packed, PER_CALL, CALL_BYTES):
             self.call("/generate", requests=part)
         if requests:
@@ -142,6 +145,7 @@ class Server:
 
     def collect(self, take: Callable[[str, Sample], None], is_paused: Callable[[], bool]) -> None:
         """Give finished samples to `take(key, sample)`, and confirm those of the last call."""
+        # If this call fails, the server is disconnected, and the next attach drops its unconfirmed samples.
         received, self._received = self._received, []
         reply = self.call("/collect", received=received, wait_s=POLL_S)
         for item in protocol.field(reply, "samples", list):
@@ -149,11 +153,13 @@ class Server:
                 key, sample = protocol.field(item, "key", str), protocol.unpack_sample(item.get("sample"))
             except (protocol.WireError, AttributeError) as error:
                 raise InvalidResponseError(f"it sent an invalid sample: {error}") from None
+            # Also for a late sample: an unconfirmed sample would be sent again with every call.
             self._received.append(key)
             take(key, sample)
         if (failure := reply.get("failure")) is not None:
             raise DisconnectedError(f"its sampler failed: {failure}")
         turns = protocol.field(reply, "turns", int)
+        # No requests or a pause: the server is not expected to make progress.
         if turns != self._turns or not self.requests or is_paused():
             self._turns = turns
             self.note_progress()
@@ -176,9 +182,11 @@ class Server:
         }
         what, deadline = f"weight version {published.version}", time.monotonic() + self._timeout_s
         try:
+            # Short calls, repeated until the load has finished: a long load does not exceed the deadline of a call.
             while (reply := self.call("/load_weights", **body)).get("loading") is not False:
                 if not is_current():
                     return None
+                # A broadcast is sent between two calls; a file needs nothing.
                 published.deliver(self.index, self.boot)
                 if time.monotonic() > deadline:
                     raise DisconnectedError(f"{what} did not arrive in {self._timeout_s:g} s")
@@ -189,12 +197,14 @@ class Server:
             raise DisconnectedError(f"it does not load {what}: {refusal.message}") from None
         except RuntimeError as error:
             raise DisconnectedError(f"{what} could not be sent: {error}") from None
+        # The reply must name the version and the content that were requested.
         if (reply.get("version"), reply.get("sha256")) != (published.version, published.sha256):
             raise InvalidResponseError(f"it should have loaded {what}, but reports version {reply.get('version')}")
         return reply.get("probe") or []
 
     def disconnect(self, reason: str, settled_version: int, is_banned: bool) -> list[PendingRequest]:
         """Stop using the server; its requests, for others to sample."""
+        # A lost connection does not lift a ban.
         self.state = State.BANNED if is_banned or self.state is State.BANNED else State.DISCONNECTED
         self.version, self.reason, self.settled_version = None, reason, settled_version
         requests, self.requests, self._received = list(self.requests.values()), {}, []
@@ -222,6 +232,7 @@ class Server:
         is_get = path == "/health"
         content = None if is_get else json.dumps({"session": self._session, **body}).encode()
         deadline = time.monotonic() + self._timeout_s
+        # Repeat only while the server reports that it is busy; every other failure ends the call.
         while not self._closed.is_set():
             try:
                 url = self.address.url + path

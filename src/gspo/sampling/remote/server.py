@@ -67,7 +67,7 @@ class SamplerEngine:
         self.identity, self._score, self._load_file, self._latency_s = dict(identity), score, load, latency_s
         self._sampler = sampler
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # for state that both the event loop and the sampler's thread change
         self._changed: Future[None] = Future()  # replaced when it is done
         self._session = ""
         self._loaded: tuple[int, str] | None = None  # version and sha256 of verified weights
@@ -88,12 +88,15 @@ class SamplerEngine:
         session = wire.field(body, "session", str)
 
         def take() -> None:
+            # Session ids grow with time: an older trainer must not take the server back.
             if session < self._session:
                 raise RefusedCallError(409, "session", "a newer trainer has taken this server")
+            # The sampler returns to its initial state, whatever the earlier trainer left.
             self._sampler.abort()
             self._sampler.wake()
             self._sampler.resume()
             with self._lock:
+                # A trainer that attaches again after a lost connection keeps its weights.
                 if session != self._session:
                     self._loaded = None  # weights of another run
                 self._session, self._failure = session, None
@@ -107,21 +110,26 @@ class SamplerEngine:
         """Queue requests, each under a key that the client chose; a known key is skipped."""
         self._of_session(body)
         requests = {}
+        # Parsed in the event loop: the sampler's thread should spend its time on sampling.
         for item in wire.field(body, "requests", list):
             key = wire.field(item, "key", str) if isinstance(item, dict) else ""
             requests[key] = wire.unpack_request(item)
 
         def submit() -> int:
+            # Checked again: another trainer may have attached while this call was queued.
             self._of_session(body)
             if self._loaded is None:
                 raise RefusedCallError(409, "weights", "no verified weights yet: load a version first")
+            # A repeated call may contain requests that are running or finished: they are not sampled twice.
             with self._lock:
                 known = {*self._running.values(), *self._finished}
                 fresh = {key: request for key, request in requests.items() if key not in known}
+            # The sampler returns samples by id, so an id must belong to one key.
             ids = [request.id for request in fresh.values()]
             if len({*ids}) != len(ids) or any(id in self._running for id in ids):
                 raise RefusedCallError(409, "twice", "two outstanding requests have the same sample id")
             self._sampler.submit(list(fresh.values()))
+            # Only after submit() has accepted them.
             self._running |= {request.id: key for key, request in fresh.items()}
             return len(fresh)
 
@@ -132,6 +140,7 @@ class SamplerEngine:
         self._of_session(body)
         received = wire.field(body, "received", list)
         deadline = time.monotonic() + _wait(body)
+        # Confirmed samples have arrived at the client and need not be kept.
         with self._lock:
             for key in received:
                 self._finished.pop(key, None)
@@ -143,6 +152,7 @@ class SamplerEngine:
                 break
         with self._lock:
             samples = dict(list(self._finished.items())[:PER_REPLY])
+            # A failure is reported once.
             failure, self._failure = self._failure, None
         reached("sampler.collect")
         packed = ({"key": key, "sample": wire.pack_sample(sample)} for key, sample in samples.items())
@@ -154,6 +164,7 @@ class SamplerEngine:
         self._of_session(body)
 
         def abort() -> None:
+            # Checked again: another trainer may have attached while this call was queued.
             self._of_session(body)
             partial = self._sampler.abort()
             for sample in partial:
@@ -178,8 +189,10 @@ class SamplerEngine:
         path, probe = wire.field(body, "path", str), wire.field(body, "probe", list)
         wanted = version, sha256
         with self._lock:
+            # Versions only grow: a delayed call must not bring old weights back.
             if self._loaded is not None and wanted != self._loaded and version <= self._loaded[0]:
                 raise RefusedCallError(409, "stale", f"version {version} is not newer than {self._loaded[0]}")
+            # One load at a time. A repeated call for the same version waits for the load that is under way.
             if self._loading is None or (self._loading[0] != wanted and self._loading[1].done()):
                 job: Future[Any] = Future()
                 self._loading = wanted, job
@@ -187,6 +200,7 @@ class SamplerEngine:
             current, job = self._loading
         if not await finished(job, _wait(body)):
             return {"loading": True, **self.state()}
+        # The job has ended: a later call starts a new one.
         with self._lock:
             if self._loading is not None and self._loading[1] is job:
                 self._loading = None
@@ -207,6 +221,7 @@ class SamplerEngine:
     def close(self) -> None:
         self._closed = True
         self._notify()
+        # An empty call wakes the thread if it waits for calls.
         self._queue(lambda: None)
         self._thread.join(timeout=10)
 
@@ -215,10 +230,12 @@ class SamplerEngine:
     def _run(self) -> None:
         looked = 0.0
         while not self._closed:
+            # A paused or sleeping sampler does not decode, so the thread waits for calls.
             idle = not self._running or bool(self._view.get("paused") or self._view.get("asleep"))
             ran_any = self._run_calls(wait=idle)
             if not idle:
                 self._decode()
+            # health() is refreshed at most five times a second while tokens are decoded.
             if ran_any or idle or time.monotonic() - looked > 0.2:
                 self._view, looked = dict(self._sampler.health()), time.monotonic()
 
@@ -227,6 +244,7 @@ class SamplerEngine:
         ran_any = False
         while True:
             try:
+                # Wait only for the first call, and only if there is nothing to decode.
                 call, reply = self._calls.get(timeout=0.5) if wait and not ran_any else self._calls.get_nowait()
             except queue.Empty:
                 return ran_any
@@ -235,6 +253,7 @@ class SamplerEngine:
                 continue  # the client has disconnected, or was told that the sampler is busy
             try:
                 reply.set_result(call())
+            # The caller gets every error: the thread must survive.
             except BaseException as error:
                 reply.set_exception(error)
 
@@ -247,17 +266,20 @@ class SamplerEngine:
                 self._finish(sample)
         except Exception as error:  # the server survives a failing model and reports the failure
             with contextlib.suppress(Exception):
+                # Drop the outstanding requests: the client submits them again after the reported failure.
                 self._sampler.abort()
             with self._lock:
                 self._running.clear()
                 self._failure = f"{type(error).__name__}: {error}"
             self._notify()
+        # Clients see from this counter that the thread makes progress.
         self._turns += 1
         if self._latency_s:
             time.sleep(self._latency_s)
 
     def _finish(self, sample: Sample) -> None:
         with self._lock:
+            # No key: the request was dropped by another trainer's attach.
             key = self._running.pop(sample.id, None)
             if key is not None:
                 self._finished[key] = sample
@@ -266,7 +288,9 @@ class SamplerEngine:
     def _notify(self) -> None:
         """Wake the calls that wait for samples."""
         with self._lock:
+            # Replaced before it completes: a waiter that starts now waits for the next change.
             changed, self._changed = self._changed, Future()
+        # Outside the lock, as callbacks of the future run here.
         changed.set_result(None)
 
     def _load(
@@ -276,12 +300,14 @@ class SamplerEngine:
         path = f"{path}#{secrets.token_hex(8)}" if path.startswith(collective.SCHEME) else path
         try:
             load = None
+            # If the version is loaded already, only the probe is computed again.
             if self._loaded != wanted:
                 if self._load_file is None:
                     load = partial(self._sampler.load_weights, wanted[0], fetch(path, wanted[1]).items())
                 else:
                     load = partial(self._load_file, wanted[0], path, wanted[1])
             reached("sampler.load")
+            # Weights are applied by the sampler's thread, between two tokens.
             job.set_result(self._queue(partial(self._take, body, wanted, load, probe)).result())
         except BaseException as error:
             job.set_exception(error)
@@ -289,8 +315,10 @@ class SamplerEngine:
     def _take(
         self, body: Mapping[str, Any], wanted: tuple[int, str], load: Callable[[], None] | None, probe: Sequence[Any]
     ) -> list[list[float]] | None:
+        # Another trainer may have attached during the read.
         self._of_session(body)
         if load is not None:
+            # During the load there are no verified weights; an unexpected error leaves it so.
             before, self._loaded = self._loaded, None
             try:
                 load()
@@ -315,6 +343,7 @@ class SamplerEngine:
                 raise RefusedCallError(408, "busy", f"the sampler was busy for {LONGEST_WAIT_S:g} s")
             return reply.result()
         finally:
+            # A call that timed out must not run later: the client repeats it.
             reply.cancel()
 
     def _of_session(self, body: Mapping[str, Any]) -> None:
@@ -362,6 +391,7 @@ class SamplerServer(HttpServer):
         self.url = f"http://{name or host}:{self.port}"
 
     def authorize(self, request: Request) -> None:
+        # compare_digest takes the same time for every wrong token.
         if not hmac.compare_digest(bearer_key(request), self._token):
             raise self.refusal(401, "invalid_api_key", f"the token of {TOKEN} is missing or wrong")
 

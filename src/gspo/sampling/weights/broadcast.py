@@ -33,8 +33,10 @@ class Broadcast(NamedTuple):
     def deliver(self, index: int, boot: str = "") -> None:
         """Send the tensors if the server has called for them. RuntimeError if its processes are gone or late."""
         call = collective.caller(self.store, self._key(index, boot))
+        # The server repeats /load_weights while it loads: each of its calls gets the tensors once.
         if call is None or call["call"] in self.answered:
             return
+        # Before the send: a failed send is not repeated for the same call. A later load has a new call id.
         self.answered.add(call["call"])
         # A store connection handles one wait at a time. A clone keeps servers from waiting for each other.
         collective.send(self.store.clone(), call, self.tensors, self.timeout_s)
@@ -61,5 +63,6 @@ class Broadcaster:
         self.host, self._store, self._timeout_s = host, collective.open_store(host), timeout_s
 
     def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Broadcast:
+        # A copy, also on a CPU: training changes the weights in place while servers may still be loading.
         on_cpu = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
         return Broadcast(version, collective.digest(on_cpu), on_cpu, self._store, self._timeout_s, set())

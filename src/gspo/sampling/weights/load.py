@@ -59,6 +59,7 @@ def copy_weights(model: torch.nn.Module, tensors: Iterable[tuple[str, Tensor]]) 
     Every trainable parameter must arrive, under one of its names, with its shape and dtype, and finite. Nothing is
     written before everything is checked.
     """
+    # Tied weights have several names: all of them are accepted.
     by_name = dict(model.named_parameters(remove_duplicate=False))
     arrived: dict[Tensor, tuple[str, Tensor]] = {}  # parameter → the name and tensor that it becomes
     for name, tensor in _as_parameters(model, dict(tensors), by_name).items():
@@ -74,6 +75,7 @@ def copy_weights(model: torch.nn.Module, tensors: Iterable[tuple[str, Tensor]]) 
             )
         arrived[parameter] = (name, tensor)
     _check_complete(n for n, p in model.named_parameters() if p.requires_grad and p not in arrived)
+    # Every check has passed before the first parameter is written.
     with torch.no_grad():
         for parameter, (_, tensor) in arrived.items():
             reached("weights.copy")
@@ -82,9 +84,11 @@ def copy_weights(model: torch.nn.Module, tensors: Iterable[tuple[str, Tensor]]) 
 
 def _as_parameters(model: Any, tensors: dict[str, Tensor], by_name: dict[str, Any]) -> dict[str, Tensor]:
     """Tensors by parameter name. Files hold one tensor per expert; transformers holds one tensor per layer for all."""
+    # The names of the parameters themselves: nothing to convert.
     if set(tensors) <= set(by_name):
         return tensors
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    # The model's own weights in the form of a file: names and shapes that must arrive.
     own = revert_weight_conversion(model, {n: p.detach() for n, p in by_name.items() if n not in tied})
     for name, tensor in tensors.items():
         if name not in own and name not in tied:
@@ -92,6 +96,7 @@ def _as_parameters(model: Any, tensors: dict[str, Tensor], by_name: dict[str, An
         if name in own:
             _check_form(name, tensor, own[name])
     _check_complete(set(own) - set(tensors))
+    # transformers converts the tensors of a file into parameters when it loads a model; this uses the same code.
     with quiet():
         converted = type(model).from_pretrained(
             None, config=copy.deepcopy(model.config), state_dict=tensors, dtype=model.dtype

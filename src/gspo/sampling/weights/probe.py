@@ -30,6 +30,7 @@ def sequence_logp(model: Any, sequences: Sequence[Sequence[int]]) -> list[NDArra
         for tokens in sequences:
             ids = torch.tensor([list(tokens)], device=model.device)  # [1, T]
             logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0]  # [T−1, V]
+            # float64, so that the result depends on the logits and not on the rounding of the softmax.
             logp = torch.log_softmax(logits.double(), -1).gather(1, ids[0, 1:, None])[:, 0]  # [T−1]
             values.append(logp.float().cpu().numpy())
     return values
@@ -39,7 +40,7 @@ def mismatch(one: Sequence[NDArray], other: Sequence[NDArray], dtype: torch.dtyp
     """Why two probe results come from different weights; None if they agree."""
     if [len(row) for row in one] != [len(row) for row in other]:
         return "the probe result has another number of log-probs"
-    gap = float(np.abs(np.concatenate(one) - np.concatenate(other)).max())
+    gap = float(np.abs(np.concatenate(one) - np.concatenate(other)).max())  # largest difference of any token
     bound = TOLERANCE.get(dtype, 0.2)
     if gap <= bound:  # False for NaN
         return None
@@ -66,6 +67,7 @@ class ProbeCheck:
             rows = []
         if not rows:
             return "it did not report the log-probs of the probe"
+        # Without a reference of the trainer, the first server's result becomes the reference.
         if self.expected is None:
             self.expected = rows
         return mismatch(rows, self.expected, self._dtype)

@@ -45,6 +45,7 @@ class PublishedFile(NamedTuple):
 def publish(folder: Path, version: int, tensors: Iterable[tuple[str, Tensor]]) -> PublishedFile:
     """Write a version into `folder`. The file is written under a temporary name and renamed, so it is never partial."""
     path = folder / f"weights_{version:08d}.safetensors"
+    # The process id keeps two writers apart.
     tmp = folder / f".{path.name}.{os.getpid()}"
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
     try:
@@ -53,6 +54,7 @@ def publish(folder: Path, version: int, tensors: Iterable[tuple[str, Tensor]]) -
             raise PermissionError("the folder belongs to another user")
         with _private_files():
             save_file(on_cpu, tmp, metadata={"version": str(version)})
+        # The digest is of the complete file. Only then does the file get its final name.
         digest = sha256(tmp)
         reached("weights.publish")
         tmp.replace(path)

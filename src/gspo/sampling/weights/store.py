@@ -43,6 +43,7 @@ class _Broadcasters:
         host = "127.0.0.1"
         if remote:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:  # connect() picks our address; no packet
+                # Any port will do, as nothing is sent.
                 route.connect((remote[0], 9))
                 host = route.getsockname()[0]
         if self._current is None or self._current.host != host:
@@ -63,4 +64,5 @@ def choose_folder(mode: str, run: Path, num_bytes: int, servers: Sequence[Addres
         return memory
     # Two versions exist while the new one is written.
     has_room = os.access(SHM, os.W_OK) and shutil.disk_usage(SHM).free > 2.5 * num_bytes
+    # Memory only if the files fit and every server is known to be on this machine.
     return memory if mode == "auto" and has_room and not remote and None not in servers else disk

@@ -54,6 +54,7 @@ def caller(store: Any, key: str) -> dict[str, Any] | None:
 
 def send(store: Any, call: Mapping[str, Any], tensors: Mapping[str, Tensor], timeout_s: float) -> None:
     """Send all tensors to the processes of a call. RuntimeError if one of them is gone or late."""
+    # The trainer is rank 0 of the group; the server's processes have ranks 1…world.
     group = _group(store, str(call["call"]), 0, 1 + int(call["world"]), timeout_s)
     for names in _messages({name: tensor.nbytes for name, tensor in tensors.items()}):
         _broadcast(group, torch.cat([_bytes(tensors[name]) for name in names]))
@@ -69,8 +70,10 @@ def receive(address: str, sha256: str, rank: int, world: int) -> dict[str, Tenso
     key = url.path.removeprefix("/")
     store = dist.TCPStore(str(url.hostname), int(url.port or 0), is_master=False, timeout=timedelta(seconds=MEET_S))
     offer = json.loads(store.get(f"{key}/offer"))
+    # Both sides know names, dtypes and shapes from the offer, so messages hold only bytes.
     forms = {name: (getattr(torch, dtype), torch.Size(shape)) for name, dtype, shape in offer["manifest"]}
     sizes = {name: dtype.itemsize * shape.numel() for name, (dtype, shape) in forms.items()}
+    # One process announces the call; the trainer then joins the group of this call.
     if rank == 0:
         store.set(key, json.dumps({"call": call, "world": world}))
     group = _group(store, call, rank + 1, world + 1, float(offer["timeout_s"]))
@@ -80,6 +83,7 @@ def receive(address: str, sha256: str, rank: int, world: int) -> dict[str, Tenso
         _broadcast(group, message)
         for name, part in zip(names, message.split([sizes[name] for name in names]), strict=True):
             dtype, shape = forms[name]
+            # The copy is aligned: a view with a larger dtype cannot begin at an arbitrary byte of the message.
             tensors[name] = part.clone().view(dtype).reshape(shape)
     if (got := digest(tensors)) != sha256:
         raise ValueError(f"{where} did not send what was published: sha256 {got[:12]}… instead of {sha256[:12]}…")
@@ -106,6 +110,7 @@ def _messages(sizes: Mapping[str, int]) -> Iterator[list[str]]:
 
 def _group(store: Any, call: str, rank: int, size: int, timeout_s: float) -> Any:
     """A process group of its own, independent of other groups of the process."""
+    # The call id as prefix: keys of an earlier attempt cannot be mistaken for those of this one.
     prefixed, timeout = dist.PrefixStore(call, store), timedelta(seconds=timeout_s)
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timeout

@@ -32,12 +32,14 @@ class Worker:
 
     def gspo_load(self, version: str, path: str, sha256: str) -> dict[str, Any]:
         """Load a version. {refused: why}: nothing changed. {broken: why}: the model is damaged, restart the server."""
+        # First all checks. They do not change the model.
         try:
             tensors = self._fetch(path, sha256)
             model = self.model_runner.vllm_config.model_config
             _check(tensors, expected_shapes(model.model), is_tied=bool(model.hf_text_config.tie_word_embeddings))
         except Exception as error:  # any defect of the file: the weights are unchanged
             return {"refused": f"{error}" or type(error).__name__}
+        # From here on the model changes: an error leaves a mixture of old and new weights.
         try:
             # vLLM's own loaders of checkpoints, layer by layer: fused, sharded and repacked weights become what they
             # are after a start.
@@ -66,6 +68,7 @@ class Worker:
             weight = getattr(module, "weight", None)
             if not isinstance(weight, Tensor) or not weight.numel():
                 continue
+            # A second module with the same weight is tied to the first one.
             is_shared = owners.setdefault(id(weight), name) != name
             if is_shared and hasattr(module, "cpu_linear"):
                 from vllm.model_executor.layers.utils import (  # pyright: ignore[reportMissingImports]
@@ -80,6 +83,7 @@ class Worker:
 def _read(path: Path, sha256: str) -> dict[str, Tensor]:
     if not stat.S_ISREG(path.lstat().st_mode):  # reading a pipe would never end
         raise ValueError(f"{path} is not a file; vLLM keeps its weights")
+    # The digest covers the whole file and is checked before the file is parsed.
     with open(path, "rb") as file:
         got = hashlib.file_digest(file, "sha256").hexdigest()
     if got != sha256:
@@ -112,6 +116,7 @@ def expected_shapes(model: str) -> dict[str, tuple[int, ...]]:
         from huggingface_hub import snapshot_download
 
         folder = Path(snapshot_download(model, local_files_only=True, allow_patterns=["*.safetensors*"]))
+    # A model in several files has an index; a small model is one file.
     index = folder / "model.safetensors.index.json"
     names = (
         sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))

@@ -46,6 +46,7 @@ def _comment(text: str) -> str:
 def _value(value: Any) -> str:
     """A value as YAML on one line."""
     if isinstance(value, str):
+        # Quotes are left out only where YAML reads the text as the same string.
         plain = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_./-]*", value) and value.lower() not in _WORDS
         return value if plain else _quoted(escape(value))
     if isinstance(value, list):
@@ -101,6 +102,7 @@ def _property(schema: dict[str, Any]) -> dict[str, Any]:
     about = {name: schema.pop(name) for name in ("default", "description") if name in schema}
     schema = {name: value for name, value in schema.items() if name not in ("title", "unset")}
     options = schema.get("anyOf", [schema])
+    # A `$ref` to a section has no type.
     kinds = {option.get("type", "section") for option in options if "const" not in option and "enum" not in option}
     for option in options:
         if "items" in option:
@@ -108,6 +110,7 @@ def _property(schema: dict[str, Any]) -> dict[str, Any]:
     if "string" in kinds:
         options.append({"type": "number"})
     else:
+        # A value that is not a string may still be written as a reference.
         options.append({"type": "string", "pattern": r"\$\{"})
     if kinds & {"section", "array", "object"} and "null" not in kinds:
         options.append({"type": "null"})
@@ -161,6 +164,7 @@ decided it, is `config.yaml` in the run directory and can be loaded again.
 def _key_tables() -> Iterable[str]:
     """One table a section class; sections of the same class are one table, under all their names."""
     keys = known_keys()
+    # None: the keys of the top level. List items with a section of their own get a table too, under `key[]`.
     groups: dict[Any, list[Key]] = {None: []}
     for key in keys.values():
         if key.section is not None:

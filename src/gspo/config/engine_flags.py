@@ -61,7 +61,9 @@ def flags(engine: str, options: Mapping[str, Any], model: str) -> list[str]:
     for name, value in options.items():
         if name in _OWN or value is None or (name == _MODEL[engine] and value == model):
             continue
+        # Both spellings are accepted: max_model_len and max-model-len.
         plain = str(name).replace("-", "_")
+        # A flag that the run depends on would break it if the user changed it.
         decided = {**DECIDED[engine], _MODEL[engine]: "actor.path"}
         if plain in decided:
             remedy = f"set {decided[plain]} instead" if decided[plain] else "gspo sets this flag; remove it"
@@ -129,6 +131,7 @@ def python_of(engine: str, options: Mapping[str, Any]) -> Path:
                 f"{engine}.python is {given!r}, which is not a program; set it to the Python that has {engine}"
             )
         return Path(found)
+    # The engine often needs other versions of torch than gspo, so it may have its own environment.
     for root in (Path.cwd(), Path(__file__).resolve().parents[3]):
         if (python := root / _FOLDER.format(engine) / "bin" / "python").is_file():
             return python
@@ -155,6 +158,7 @@ def check(engine: str, options: Mapping[str, Any], model: str, *, on_cpu: bool, 
     """Refuse what can be refused before a process starts. `on_cpu`: the servers would see no GPU."""
     flags(engine, options, model)
     environment_of(engine, options)
+    # The user starts the servers: nothing has to be installed here.
     if url_of(engine, options, 0, count) is not None:
         return
     if engine == "sglang":

@@ -45,6 +45,7 @@ class _Interpolator:
 
     def settle(self, node: Node, trail: tuple[str, ...]) -> bool:
         """Make a node free of references; False where that failed (and was reported)."""
+        # A node can be reached twice: by its place in the tree and through a reference.
         if node.settled:
             return not is_failed(node)
         if isinstance(node.value, (list, dict)):
@@ -53,8 +54,10 @@ class _Interpolator:
             node.settled = good
             return good
         if isinstance(node.value, str) and "${" in node.value:
+            # One reference alone keeps the target's type; a reference inside other text becomes part of a string.
             whole = _REFERENCE.fullmatch(node.value.strip())
             good = self.whole(node, whole[1].strip(), trail) if whole else self.embed(node, trail)
+            # FAILED marks the node, so that later steps do not report it again.
             if not good:
                 node.value = FAILED
         node.settled = True
@@ -65,6 +68,7 @@ class _Interpolator:
         target = self.resolve(reference, node.place, trail)
         if target is None:
             return False
+        # References to sections copy them; nested references could otherwise grow the config exponentially.
         self.copied += _size(target)
         if self.copied > MAX_NODES:
             self.problems.append(f"{node.place}: ${{{reference}}} makes more than {MAX_NODES} values of this config")
@@ -94,6 +98,8 @@ class _Interpolator:
                 self.problems.append(f"{node.place}: ${{…}} makes a string of more than {MAX_TEXT} characters")
                 return False
         rest = node.value[position:]
+        # parts alternates: literal text, replaced value, literal text, … Only the literal text is checked and
+        # unescaped: a value that contains `${` stays as it is.
         literal = "".join([*parts[0::2], rest])
         if _OPEN.search(literal):
             self.problems.append(
@@ -103,12 +109,14 @@ class _Interpolator:
             return False
         parts[0::2] = [part.replace("\\${", "${") for part in parts[0::2]]
         node.value = node.text = "".join([*parts, rest.replace("\\${", "${")])
+        # The result is a string even if it looks like a number.
         node.plain = False
         return True
 
     def resolve(self, reference: str, place: str, trail: tuple[str, ...]) -> Node | None:
         if reference.startswith("oc.env:"):
             return self.environment(reference.removeprefix("oc.env:"), place)
+        # `trail` holds the references from the first node to this one; a repeated one is a cycle.
         if reference in trail:
             chain = " → ".join([*trail[trail.index(reference) :], reference])
             self.problems.append(f"{place}: ${{{reference}}} refers to itself ({chain}); give one of them a value")
@@ -118,6 +126,7 @@ class _Interpolator:
             return None
         trail = (*trail, reference)
         target = self.root if reference else None
+        # A section on the way may itself be a reference, so it is settled before its key is looked up.
         for name in reference.split("."):
             if target is not None and isinstance(target.value, str) and not self.settle(target, trail):
                 return None  # reported where it failed
@@ -144,6 +153,7 @@ class _Interpolator:
         if value is None:
             value = default.strip()
         try:
+            # Parsed as YAML, so that NAME=8 gives a number.
             node = parse(value, lambda _line: place) if value else Node("", place)
         except ConfigError:
             node = Node(value, place, text=value)

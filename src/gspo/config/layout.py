@@ -71,6 +71,7 @@ def layout_of(config: Config, num_gpus: int) -> Layout:
     per_node = num_gpus if cluster.n_gpus_per_node is None else cluster.n_gpus_per_node
     total = cluster.n_nodes * per_node
     sampler, trainer = parse_backend(text, SAMPLERS), parse_backend(config.actor.backend, TRAINERS)
+    # A backend without a size gets what the other one leaves.
     asked_ranks = trainer.data if _is_sized(config.actor.backend) else None
     if sampler.name == "auto":
         # Half of the GPUs sample. With one GPU or none, one process samples and trains.

@@ -31,14 +31,18 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded:
     root = tree.empty("default") if path is None else tree.read(path)
     problems: list[str] = []
     messages: list[str] = []
+    # Problems are collected up to `build`, so that the user sees all of them in one run.
     for text in overrides:
         try:
             _override(root, tree.parse_override(text), problems)
         except ConfigError as error:
             problems.append(str(error))
+    # After the overrides: `${key}` must give the overridden value.
     problems += interpolate(root, lambda reference: _elsewhere(root, reference))
+    # After interpolation, because a migration rule converts values, not references.
     migration.migrate(root, problems, messages)
     config, places = build(root, problems)
+    # `resolve` needs a config that passed validation.
     tree.fail(problems)
     assert config is not None, "a config without problems"
     origins = _origins(config, places)
@@ -49,11 +53,13 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded:
 
 def _override(root: Node, override: Override, problems: list[str]) -> None:
     if override.node is not None:
+        # Otherwise the override would replace a `${…}` section as a whole and lose its other keys.
         _open_references(root, override.key)
         tree.put(root, override.key, override.node)
         return
     if not _is_known(override.key):
         problems.append(unknown_key(override.key, tree.COMMAND_LINE))
+    # `~key` resets the key however the file spells it.
     for key in (override.key, *migration.spellings(override.key)):
         tree.pop(root, key)
 
@@ -95,9 +101,11 @@ def _origins(config: Config, places: dict[str, str]) -> dict[str, Origin]:
     origins: dict[str, Origin] = {}
     for name, key in known_keys().items():
         section = name.rpartition(".")[0]
+        # Keys below a null section do not exist.
         if section and value_of(config, section) is None:
             continue
         value = value_of(config, name)
+        # A section has no origin of its own, except one that may be null and that the user wrote.
         if key.section is not None and value is not None:
             if name in places and key.nullable:
                 origins[name] = origin_of(places[name])

@@ -54,6 +54,7 @@ def effective_objective(loaded: Loaded) -> Objective:
     level = level_of(algorithm, actor.importance_sampling_level)
     settings: dict[str, Any] = {"level": level, "aggregation": actor.loss_aggregation}
     low, high = clip_range(algorithm, level)
+    # Each gate has its own settings; the loss function accepts only those of its gate.
     if algorithm.gate == "clip":
         auto = actor.eps_clip == "auto"
         settings["clip_low"] = low if auto else actor.eps_clip
@@ -68,6 +69,7 @@ def effective_objective(loaded: Loaded) -> Objective:
     proximal = proximal_policy(actor.use_decoupled_loss, actor.prox_logp_method)
     settings["kl_coef"] = actor.kl_loss_coef
     settings["kl_estimator"] = actor.kl_estimator or "k3"
+    # Without π_old/μ in the loss there is nothing to limit.
     settings["correction"] = _correction_settings(actor.rejection_sampling, level) if proximal.corrected else None
     if actor.loss_aggregation == "token_sum":
         settings["max_new_tokens"] = config.gconfig.max_new_tokens
@@ -121,6 +123,7 @@ _NAMED_NORMS = {
 def _advantage(algorithm: Algorithm, norm: Norm | None) -> str:
     if norm is None or algorithm.advantage == "gae":
         return algorithm.advantage
+    # A known norm is shown by its name; only exact matches count.
     if norm.eps == 0 and (norm.std_unbiased or norm.std_level is None):
         shape = {name: getattr(norm, name) for name in ("mean_level", "mean_leave1out", "std_level")}
         for name, named in _NAMED_NORMS.items():

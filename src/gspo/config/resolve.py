@@ -26,6 +26,7 @@ DEFAULT = Origin("default")
 def resolve(config: Config, origins: dict[str, Origin], problems: list[str], messages: list[str]) -> Config:
     """The config with all unset keys filled in; `origins` is updated in place."""
     if config.algorithm is not None and config.algorithm not in ALGORITHMS:
+        # Nearly all defaults depend on the algorithm, so nothing can be filled in without it.
         near = difflib.get_close_matches(config.algorithm, ALGORITHMS, n=1)
         problems.append(
             f"{origins['algorithm']}: algorithm must be one of {', '.join(ALGORITHMS)}, got {config.algorithm!r}"
@@ -33,6 +34,7 @@ def resolve(config: Config, origins: dict[str, Origin], problems: list[str], mes
         )
         return config
     work = _Resolver(config, origins, problems, messages)
+    # The objective first: later sections copy values that it fills in (for example actor.ppo_n_minibatches).
     work.check_names()
     work.fill_objective()
     work.fill_proximal()
@@ -45,6 +47,7 @@ def resolve(config: Config, origins: dict[str, Origin], problems: list[str], mes
 
 def _updated(section: Any, values: Mapping[str, Any]) -> Any:
     """A copy of a section with other values, by dotted key."""
+    # Keys of this section, then those of its subsections, each updated recursively.
     own = {key: value for key, value in values.items() if "." not in key}
     inner: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
@@ -99,6 +102,9 @@ class _Resolver:
         has_critic = self.config.critic is not None
         by_critic = Origin("derived", "from critic") if has_critic else DEFAULT
         self.fill("algorithm", "ppo" if has_critic else "grpo", by_critic)
+        # The defaults of the algorithm hold for its own ratio level. If the user chose another level, the clip range
+        # and the aggregation come from that level, because ε of a token ratio and of a sequence ratio differ by orders
+        # of magnitude.
         algorithm = ALGORITHMS[self.get("algorithm")]
         by_algorithm = Origin("algorithm", algorithm.name)
         level = level_of(algorithm, self.get("actor.importance_sampling_level"))
@@ -118,6 +124,7 @@ class _Resolver:
         self.fill("actor.ppo_n_minibatches", algorithm.minibatches, by_algorithm)
         self.fill("actor.zero_variance_groups", algorithm.zero_variance_groups, by_algorithm)
         self.fill("actor.overlong_reward_penalty", algorithm.overlong_penalty, by_algorithm)
+        # Sequence ratios are clipped within a very narrow range, which rounding of the logits could exceed.
         self.fill("actor.fp32_lm_head", level != "token", Origin("derived", "from actor.importance_sampling_level"))
 
     def fill_clip_range(self, low: float | None, high: float | None, origin: Origin) -> None:
@@ -128,6 +135,7 @@ class _Resolver:
                     f"{self.place('actor.eps_clip_higher')}: actor.eps_clip_higher cannot be set with actor.eps_clip: "
                     "auto, which adjusts both; set actor.eps_clip_auto.high_over_low instead"
                 )
+        # The user set one ε only: the range is symmetric, and the algorithm's upper ε does not apply.
         elif eps is not None:
             self.fill_from("actor.eps_clip_higher", "actor.eps_clip")
         else:
@@ -153,6 +161,7 @@ class _Resolver:
                 "actor.use_decoupled_loss has no effect: with prox_logp_method rollout π_old is μ and the weight is 1"
             )
         method = proximal_policy(is_decoupled, actor.prox_logp_method).method
+        # Only an `auto` or unset method is replaced below; a method that the user chose stays.
         by_loss = self.is_set("actor.use_decoupled_loss")
         origin = Origin("derived", "from actor.use_decoupled_loss") if by_loss else DEFAULT
         if method == "auto" and self.config.rollout.max_head_offpolicyness > 0:
@@ -166,10 +175,12 @@ class _Resolver:
 
     def fill_correction(self, correction: Correction) -> None:
         prefix = "actor.rejection_sampling."
+        # The preset fills in only what the user did not set.
         for name, value in CORRECTIONS.get(correction.preset or "", {}).items():
             if not self.is_set(prefix + name):
                 self.put(prefix + name, value, Origin("derived", f"preset {correction.preset}"))
         action, metric, low, high = (self.get(prefix + name) for name in ("action", "metric", "lower", "upper"))
+        # Then check the combination of preset and user values.
         if action == "clamp" and metric != "ratio":
             self.problems.append(
                 f"{self.place(prefix + 'action')}: {prefix}action clamp truncates the ratio and cannot use metric "
@@ -216,6 +227,7 @@ class _Resolver:
         if self.config.eval_gconfig is None:
             self.values["eval_gconfig"] = EvalGeneration()
             self.origins.pop("eval_gconfig", None)
+        # A user who sets any sampling parameter wants sampling, so greedy is off then.
         own = {"n_samples": 1, "greedy": not given & {"n_samples", "temperature", "top_p", "top_k"}}
         for name in names:
             if name in given:
@@ -233,6 +245,7 @@ class _Resolver:
             except ValueError as error:
                 self.problems.append(f"{self.place(key)}: {key}: {error}")
         auto = [key for key in ("rollout.backend", "actor.backend") if self.get(key) == "auto"]
+        # `layout_of` needs valid backends.
         if auto and not self.problems:
             layout = layout_of(self.config, visible_gpus())
             device = "the first CUDA device, in bfloat16" if visible_gpus() else "this CPU, in float32"

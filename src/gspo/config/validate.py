@@ -30,6 +30,7 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     """
     names = list(names)
     leaf = name.rpartition(".")[2]
+    # The same last part in another section is the most likely mistake: a key in the wrong section.
     same_leaf = [known for known in names if known.rpartition(".")[2] == leaf]
     if same_leaf:
         return max(same_leaf, key=lambda known: difflib.SequenceMatcher(None, name, known).ratio())
@@ -69,15 +70,19 @@ def build(tree: Node, problems: list[str]) -> tuple[Config | None, dict[str, str
     try:
         return Config.model_validate(tree.data()), places
     except ValidationError as error:
+        # A union reports one error for each of its branches, so errors are grouped by key.
         errors = error.errors(include_url=False, include_input=False, include_context=False)
     found: dict[str, tuple[Node, set[str]]] = {}
     for each in errors:
         name, node = _locate(tree, each["loc"])
         found.setdefault(name, (node, set()))[1].add(each["type"])
+    # Some values are valid after a conversion. If any was converted, validate again: the remaining errors are then
+    # reported by the second pass.
     accepted = [name for name, (node, kinds) in found.items() if _accept(name, node, kinds)]
     if accepted:
         return build(tree, problems)[0], places
     for name, (node, kinds) in found.items():
+        # A failed interpolation was reported already.
         if not is_failed(node):
             problems += _messages(name, node, kinds)
     return None, places
@@ -162,6 +167,7 @@ def _leaves(node: Node) -> Iterable[Node]:
 
 def _wrong(key: Key, node: Node) -> str:
     message = f"{node.place}: {key.name} must be {key.wanted}, got {describe(node)}"
+    # Add the most specific hint: a similar choice, quotes, an integer; otherwise the description of the key.
     if key.choices and isinstance(node.value, str):
         near = difflib.get_close_matches(node.value, key.choices, n=1)
         return message + (f"; did you mean {near[0]}?" if near else f" ({key.doc.rstrip('.')})")

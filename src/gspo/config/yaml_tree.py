@@ -73,6 +73,7 @@ def empty(place: str) -> Node:
 def fail(problems: Sequence[str]) -> None:
     """Raise all problems as one ConfigError; nothing where there are none."""
     if problems:
+        # dict.fromkeys removes duplicates and keeps the order.
         raise ConfigError("\n".join(dict.fromkeys(by_line(problems))))
 
 
@@ -105,6 +106,7 @@ def read(path: Path) -> Node:
     if raw is None:
         raise ConfigError(f"config file {path} is larger than {MAX_FILE_BYTES} bytes; is it a config file?")
     try:
+        # utf-8-sig: some editors write a byte order mark at the start.
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
@@ -120,6 +122,7 @@ def read(path: Path) -> Node:
 def parse(text: str, place_of: Callable[[int], str]) -> Node:
     """The tree of a YAML text; `place_of` names a line (counted from 1)."""
     try:
+        # `compose` builds nodes with line numbers and constructs no Python objects.
         composed = yaml.compose(text, Loader=yaml.SafeLoader)
         if composed is None:
             return Node(None, place_of(1))
@@ -147,11 +150,13 @@ class _Converter:
 
     def convert(self, node: yaml.Node, depth: int) -> Node:
         place = self.place_of(node.start_mark.line + 1)
+        # Aliases are expanded here, so a small file can grow exponentially; the count and the depth limit that.
         self.count += 1
         if self.count > MAX_NODES:
             raise ConfigError(f"{place}: more than {MAX_NODES} values after expanding aliases; is it a config file?")
         if depth > MAX_DEPTH:
             raise ConfigError(f"{place}: nested too deeply (more than {MAX_DEPTH} levels)")
+        # `open` holds the collections from the root to this node.
         if id(node) in self.open:
             raise ConfigError(f"{place}: an alias contains itself")
         if isinstance(node, yaml.ScalarNode):
@@ -177,17 +182,21 @@ class _Converter:
                 for source in sources.value if isinstance(sources.value, list) else [sources]:
                     if not isinstance(source.value, dict):
                         raise ConfigError(f"{place}: << merges mappings, got {describe(source)}")
+                    # Copies, because an override of one section must not change the section it was merged from. As in
+                    # YAML, an earlier source has priority over a later one.
                     merged = {**{k: child.copy() for k, child in source.value.items()}, **merged}
                 continue
             name = _scalar(name_node, place) if isinstance(name_node, yaml.ScalarNode) else None
             if name is None or not name.text:
                 raise ConfigError(f"{place}: a key must be a name, got {'nothing' if name else 'a list or mapping'}")
+            # PyYAML would silently use the last of both.
             if name.text in own:
                 first = own[name.text].place
                 raise ConfigError(f"{place}: the key {name.text} appears twice (first at {first}); remove one of them")
             child = self.convert(value_node, depth + 1)
             # A key's place is the line of its name: its value may begin a line below, or at an anchor far above.
             own[name.text] = replace(child, place=place)
+        # Keys of the mapping itself have priority over merged ones, wherever `<<` is written.
         return {**merged, **own}
 
 
@@ -200,6 +209,7 @@ def _scalar(node: yaml.ScalarNode, place: str) -> Node:
         raise ConfigError(f"{place}: the YAML tag {_tag_name(node.tag)} is not allowed; configs are plain data")
     kind = node.tag.removeprefix(_TAG)
     text: str = node.value
+    # A string in quotes stays a string; only a plain scalar can become a number.
     result = Node(text, place, text=text, plain=node.style is None)
     if kind == "null":
         result.value = None
@@ -244,6 +254,7 @@ def describe(node: Node) -> str:
     value = node.value
     if value is None:
         return "null"
+    # Before the integers: bool is a subclass of int.
     if isinstance(value, bool):
         return f"the boolean {str(value).lower()}"
     if isinstance(value, dict):
@@ -288,6 +299,7 @@ def put(root: Node, key: str, node: Node) -> None:
     names = key.split(".")
     for name in names[:-1]:
         child = parent.value.get(name)
+        # A scalar on the way is replaced by a section; validation reports it if the schema has no section there.
         if child is None or not isinstance(child.value, dict):
             child = parent.value[name] = empty(node.place)
         parent = child

@@ -68,6 +68,7 @@ class Dataset:
         return len(self.rows)
 
     def prompt(self, row: int) -> Prompt:
+        # Rendering and tokenizing is done once per row.
         if row not in self._prompts:
             self._prompts[row] = self._render(row)
         return self._prompts[row]
@@ -85,6 +86,7 @@ class Dataset:
         """A hash of prompts and answers, which a resumed run compares."""
         total = hashlib.sha256()
         for row in self.rows:
+            # Only what decides training: other columns may change without making the run another one.
             total.update(repr((row.get(self.prompt_column), row["answer"])).encode("utf-8", "surrogatepass"))
         return total.hexdigest()
 
@@ -144,6 +146,7 @@ def load_dataset(
     settings = replace(settings or DataSettings(), **changes)
     column: list[str] = []
 
+    # The column is found at the first row and then reused.
     def prompt_text(row: Row) -> str:
         if not column:
             column.append(_prompt_column(row, settings.prompt_column, path, key))
@@ -171,6 +174,7 @@ def make_dataset(
     rows = [dict(row) for row in rows]
     if not rows:
         raise DataError(f"{key}.path: {source} (split {split}) has no rows; check {key}.split and {key}.size")
+    # Renamed columns first: they may be the prompt or the answer.
     for new, name in settings.columns.items():
         _require(rows[0], str(name), f"columns.{new}", source, key)
         rows = [{**row, new: _column(row, str(name))} for row in rows]
@@ -199,6 +203,7 @@ def _without_long_prompts(data: Dataset, max_length: int) -> Dataset:
             f"{data.key}.max_length is {max_length}, but the shortest of {len(data)} prompts of {data.source} has "
             f"{min(lengths)} tokens; raise it"
         )
+    # Rows are renumbered, and the rendered prompts are kept, so that they are not tokenized twice.
     prompts = {new: replace(data.prompt(row), row=new) for new, row in enumerate(kept)}
     rows = [data.rows[row] for row in kept]
     return replace(data, rows=rows, num_too_long=len(data) - len(kept), _prompts=prompts)
@@ -290,6 +295,7 @@ def _require(row: Row, name: str, what: str, path: str, key: str) -> None:
 
 
 def _column(row: Mapping[str, Any], name: str) -> Any:
+    # A column whose name contains a dot has priority over a nested one.
     if name in row:
         return row[name]
     value: Any = row

@@ -58,6 +58,7 @@ class Mixture:
     def row_of(self, seed: int, submission: int, *, shuffle: bool = True) -> int:
         """The row of submission number `submission`; the stream of submissions is endless."""
         source, position = draw_source(seed, self.weights, submission)
+        # Another seed per source: sources of equal size would otherwise have the same order.
         own = order(seed + source, len(self.sources[source]), position, shuffle=shuffle)
         return int(self._numbers[source][own])
 
@@ -79,6 +80,8 @@ class Mixture:
     def _places(self) -> np.ndarray:
         """[rows, 2]: source number and row in the source, for each row of the mixture."""
         sizes = [len(source) for source in self.sources]
+        # places: [rows, 2]. Sort by (row + ½) / weight, so that a source with twice the weight appears twice as often
+        # among the first rows. Ties are ordered by source.
         places = np.concatenate([np.column_stack((np.full(n, k), np.arange(n))) for k, n in enumerate(sizes)])
         weights = np.asarray(self.weights)
         return places[np.lexsort((places[:, 0], (places[:, 1] + 0.5) / weights[places[:, 0]]))]
@@ -113,6 +116,7 @@ def distinct_names(paths: Sequence[str], names: Sequence[str | None] = ()) -> tu
     chosen: list[str] = []
     for index, path in enumerate(paths):
         given = names[index] if index < len(names) else None
+        # `reasoning_gym:task` → task; for paths, the last part without its extension.
         short = path.partition(":")[2] or path
         if ":" not in path:
             short = path.rstrip("/").rpartition("/")[2]

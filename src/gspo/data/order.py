@@ -29,6 +29,8 @@ def draw_source(seed: int, weights: tuple[float, ...], submission_index: int) ->
     >>> [draw_source(1, (1.0, 3.0), i) for i in range(4)]
     [(0, 0), (0, 1), (1, 0), (1, 1)]
     """
+    # Draws are made in chunks, so that the source of any submission can be found without drawing all earlier ones one
+    # by one; a resumed run needs no stored state.
     chunk, offset = divmod(submission_index, _CHUNK)
     sources = _drawn(seed, weights, chunk * _CHUNK, _CHUNK)
     source = int(sources[offset])
@@ -40,8 +42,10 @@ _CHUNK = 4096
 
 @lru_cache(maxsize=8)
 def _drawn(seed: int, weights: tuple[float, ...], start: int, count: int) -> NDArray[np.int64]:
+    # bounds: [sources], upper ends of the intervals in [0, 1]; u: [count].
     bounds = np.cumsum(weights) / np.sum(weights)
     u = rng.uniform(seed, "mixture", start + np.arange(count))
+    # The last bound may round to less than 1, so the index is limited.
     return np.minimum(np.searchsorted(bounds, u, side="right"), len(weights) - 1)
 
 
@@ -50,6 +54,7 @@ def _before(seed: int, weights: tuple[float, ...], chunk: int) -> tuple[int, ...
     """Number of submissions of each source before a chunk; counting takes 20 ms for the first million."""
     counts = np.zeros(len(weights), dtype=np.int64)
     for earlier in range(chunk):
+        # __wrapped__ skips the cache, whose few entries hold the current chunks.
         counts += np.bincount(_drawn.__wrapped__(seed, weights, earlier * _CHUNK, _CHUNK), minlength=len(weights))
     return tuple(counts.tolist())
 

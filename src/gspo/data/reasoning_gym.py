@@ -48,6 +48,7 @@ def rows(
     for first in range(0, _ROUNDS * num_drawn, num_drawn):
         for entry in _entries(task, start + first, num_drawn, dict(options)):
             question = str(entry["question"])
+            # The split is decided by the question's text, so the same question is never in both.
             if share == 1.0 or in_held_out(question, _SHARE) == held_out:
                 found.setdefault(question, {"question": question, "answer": entry["answer"], "entry": entry})
             if len(found) == count:
@@ -87,6 +88,7 @@ def _check(task: str, options: Mapping[str, Any], key: str) -> None:
             hint = f"did you mean {near[0]}? " if near else ""
             raise DataError(f"{key}.options.{name}: {task} has no such setting; {hint}it has {', '.join(names)}")
     try:
+        # A trial with one problem: reasoning-gym checks values when it creates a data set.
         reasoning_gym.create_dataset(task, size=1, seed=0, **options)
     except (AssertionError, ValueError, TypeError) as error:
         raise DataError(f"{key}.options: reasoning_gym's {task} rejects {dict(options)}: {error}") from error
@@ -94,6 +96,7 @@ def _check(task: str, options: Mapping[str, Any], key: str) -> None:
 
 def _entries(task: str, seed: int, count: int, options: dict[str, Any]) -> Iterator[Row]:
     """Entries of one generated data set, in order: from the cache, generated here, or by several processes if slow."""
+    # Another version may generate other problems from the same seed.
     version = metadata.version("reasoning-gym")
     identity = json.dumps([version, task, seed, count, options], sort_keys=True, default=str)
     file = cache_folder() / f"{task}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.jsonl"
@@ -103,6 +106,7 @@ def _entries(task: str, seed: int, count: int, options: dict[str, Any]) -> Itera
     data = _create(task, seed, count, options)
     made: list[Row] = []
     elapsed = 0.0
+    # Generate here first and measure; after every 8 problems decide whether the rest takes too long.
     while len(made) < count:
         if len(made) and len(made) % 8 == 0 and elapsed / len(made) * (count - len(made)) > _SLOW_S:
             break
@@ -125,6 +129,7 @@ def _entries(task: str, seed: int, count: int, options: dict[str, Any]) -> Itera
 
 def _in_parallel(task: str, seed: int, count: int, options: dict[str, Any], first: int) -> list[Row]:
     """The entries from `first` on, by one process per core; in this process if JSON cannot represent them."""
+    # Problem i depends only on the seed and i, so the number of processes does not change the result.
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if workers == 1:
         data = _create(task, seed, count, options)
@@ -137,11 +142,13 @@ def _in_parallel(task: str, seed: int, count: int, options: dict[str, Any], firs
         # Interleaved: problem i goes to process i mod n, which balances the load.
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         started.append((process, job))
+    # One thread per process, because communicate blocks, and a full pipe would stop the process.
     with ThreadPoolExecutor(workers) as threads:
         outputs = list(threads.map(lambda pair: pair[0].communicate(pair[1])[0], started))
     if any(process.returncode for process, _ in started):
         data = _create(task, seed, count, options)
         return [dict(data[i]) for i in range(first, count)]
+    # Restore the order: problem i is the next line of process i mod n.
     parts = [iter(output.splitlines()) for output in outputs]
     return [_unpacked(json.loads(next(parts[i % workers]))) for i in range(count - first)]
 
@@ -150,6 +157,7 @@ def main() -> None:
     """A process of `_in_parallel`: writes every n-th entry as JSON; exit code 3 if JSON cannot represent one."""
     task, seed, count, options, first, step = json.loads(sys.stdin.read())
     data = _create(task, seed, count, options)
+    # Results use a copy of stdout, so that prints do not mix with them.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # prints of a generator go to stderr
     try:
@@ -184,6 +192,7 @@ def _write(file: Path, entries: list[Row]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as tmp:
             tmp.write("\n".join(lines) + "\n")
+        # Atomic: two runs may write the same file at the same time.
         os.replace(tmp.name, file)
     except OSError:
         return  # the cache is optional

@@ -48,9 +48,12 @@ def rows_of(
         )
     if path.startswith("embedded:"):
         return _embedded(path, split, size=size, seed=seed, key=key)
+    # A local file or folder has priority; `parts` maps a split's name to a function that reads it, so that only the
+    # needed files are read.
     parts = _local(path, key)
     if parts is None:
         parts = _hub(path, key)
+    # The source's own held-out split: the named one, or any other of its usual names.
     own = next((parts[name] for name in (split, *HELD_OUT) if name in parts and name != "train"), None)
     train = parts.get("train")
     if split in (None, "all"):
@@ -67,6 +70,7 @@ def rows_of(
     elif own is not None:
         rows = train()
     else:
+        # No held-out split: 5 % of the training rows, by a hash of their text. Training leaves the same rows out.
         rows = [row for row in train() if in_held_out(text_of(row), 0.05) == held_out]
     return rows if size is None else rows[:size]
 
@@ -81,9 +85,11 @@ def read_file(path: Path, key: str = "train_dataset") -> list[Row]:
             rows = content if isinstance(content, list) else content.get("data") if isinstance(content, dict) else None
             return [_row(row, f"{path}: entry {i}") for i, row in enumerate(_listed(rows, path))]
         if path.suffix == ".csv":
+            # newline="" is required by csv for line breaks inside fields; utf-8-sig removes a byte order mark.
             with path.open(newline="", encoding="utf-8-sig") as file:
                 reader = csv.DictReader(file, strict=True)
                 rows = [_row(row, f"{path}:{reader.line_num}") for row in reader]
+            # DictReader stores surplus fields under None, and fills missing fields with None.
             if any(None in row or None in row.values() for row in rows):
                 raise DataError(f"{path}: a line has more or fewer fields than the header {reader.fieldnames}")
             return rows
@@ -152,6 +158,7 @@ def _local(path: str, key: str) -> Parts | None:
             if files := sorted(file for file in place.iterdir() if file.suffix in _SUFFIXES):
                 return _parts(files, key)
         raise DataError(f"{key}.path: the folder {folder} has no {', '.join(_SUFFIXES)} file")
+    # A hub name has at most one slash; anything else was meant as a local path.
     if here.exists() or path.count("/") > 1 or path.startswith((".", "/", "~")):
         raise DataError(f"{key}.path: there is no data file or folder {path} (looked in {Path.cwd()})")
     return None
@@ -160,6 +167,7 @@ def _local(path: str, key: str) -> Parts | None:
 def _parts(files: list[Path], key: str) -> Parts:
     grouped: dict[str, list[Path]] = {}
     for file in files:
+        # A file whose name is no split's name is training data. Shards of a split are read in the order of their names.
         found = _SPLIT_NAME.fullmatch(file.stem)
         grouped.setdefault(found[1].lower() if found else "train", []).append(file)
 

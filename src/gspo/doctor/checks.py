@@ -52,6 +52,7 @@ def gradients(policy: PolicyModule) -> tuple[float, float]:
     items = made_items(policy.model.config.get_text_config().vocab_size)
     device, dtype = policy.model.device, policy.model.dtype
     num = sum(len(item.completions) for item in items)
+    # [num]: negative and positive advantages, so that both clip bounds are used.
     advantage = torch.linspace(-1.0, 1.0, num, dtype=torch.float64).to(device)
     settings: dict[str, Any] = {"clip_low": 0.05, "clip_high": 0.05, "denominator": float(num)}
 
@@ -59,15 +60,18 @@ def gradients(policy: PolicyModule) -> tuple[float, float]:
         return 0.08 * torch.sin(1.0 + index.to(torch.float64))
 
     def loss_of(logp: Tensor, index: Tensor, old: Tensor, **layout: Tensor) -> Tensor:
+        # log π_old with a fixed distance to log π, because one forward pass has no earlier policy.
         held = logp.detach() + old.to(logp.dtype)
         by = advantage[index].to(logp.dtype)
         made = objectives.loss("gspo", logp, held, by, layout.pop("mask", None), **layout, **settings)
         return made.loss
 
+    # The packed form, as in training: logp is [all completion tokens].
     packed = pack(items, share_prefix=policy.share_prefix).to(device)
     logp = policy(packed, temperature=TEMPERATURE).logp
     per_token = moved(packed.index).repeat_interleave(packed.cu_seqlens.diff())
     got = _gradient(policy, loss_of(logp, packed.index, per_token, cu_seqlens=packed.cu_seqlens))
+    # The reference: plain, mask [B, T]; index [B].
     plain, mask, index = padded_logp(policy, items)
     want = _gradient(policy, loss_of(plain, index, moved(index)[:, None].expand_as(plain), mask=mask))
     gap = sum(float((a - b).double().square().sum()) for a, b in zip(got, want, strict=True))
@@ -85,12 +89,14 @@ def padded_logp(policy: PolicyModule, items: Sequence[PackItem]) -> tuple[Tensor
     """Log-probs of completion tokens by the model itself on right-padded rows, [B, T]; mask; sequence numbers, [B]."""
     rows = [(item.prompt, completion) for item in items for completion in item.completions]
     width, longest = max(len(p) + len(c.tokens) for p, c in rows), max(len(c.tokens) for _, c in rows)
+    # ids, attention: [B, width]; source, mask: [B, longest completion].
     ids, attention = (np.zeros((len(rows), width), dtype=np.int64) for _ in range(2))
     source, mask = np.zeros((len(rows), longest), dtype=np.int64), np.zeros((len(rows), longest), dtype=np.bool_)
     for b, (prompt, completion) in enumerate(rows):
         begin, num = len(prompt), len(completion.tokens)
         ids[b, : begin + num] = np.concatenate([prompt, completion.tokens])
         attention[b, : begin + num] = 1
+        # The logits at position t predict token t + 1, so completions start at the last prompt position.
         source[b, :num] = np.arange(begin - 1, begin + num - 1)
         mask[b, :num] = completion.mask
     device = policy.model.device
@@ -99,7 +105,9 @@ def padded_logp(policy: PolicyModule, items: Sequence[PackItem]) -> tuple[Tensor
         input_ids=ids_t, attention_mask=torch.from_numpy(attention).to(device), use_cache=False
     ).logits
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    # [B, width, V] → [B, longest, V]: only positions that predict a completion token.
     logits = logits.gather(1, at[..., None].expand(-1, -1, logits.shape[-1])).to(wide)
+    # [B, longest]: the log-prob of the token that follows each position.
     logp = (logits / TEMPERATURE).log_softmax(-1).gather(2, ids_t.gather(1, at + 1)[..., None])[..., 0]
     index = torch.tensor([completion.index for _, completion in rows], device=device)
     return logp, torch.from_numpy(mask).to(device), index
@@ -166,6 +174,7 @@ def copied(policy: PolicyModule, make: Callable[[], Any], place: Path) -> tuple[
     if (num := num_parameters(policy)) > COPIED_PARAMETERS:
         return f"a model of {num:.1e} parameters is too large to load twice"
     other, dtype = make(), policy.model.dtype
+    # Without a change, weights that were never loaded would also pass the comparison.
     change(policy)
     _must_differ(probe.sequence_logp(other, _probe(policy)), probed(policy), dtype)
     published = publish(place / "weights", 1, policy.full_weights())

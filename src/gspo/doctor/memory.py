@@ -73,7 +73,9 @@ def cache_item(
     num_samplers: int = 1,
 ) -> Item:
     """Keys and values if every sequence reaches its maximum length; the prompt of a group is stored once."""
+    # 2: keys and values.
     per_token = 2 * shape.layers * shape.kv_heads * shape.head_dim * BYTES[dtype]
+    # Rounded up.
     prompts = -(-num_sequences // group_size)
     tokens = num_sequences * max_new_tokens + prompts * (prompt_tokens or 0)
     how = f"{num_sequences:,} sequences × {max_new_tokens:,} tokens"

@@ -43,6 +43,7 @@ def probe(
     set_threads(config)
     plan = make_plan(loaded)
     policy, tokenizer = make_policy(config, plan.settings["level"] != "token")
+    # Step 0 is the model that training starts from; it has no checkpoint.
     if run is not None and step:
         folder = run / "checkpoints" / f"step_{step:06d}"
         checkpoint.verify(folder)
@@ -51,6 +52,7 @@ def probe(
         say("episodes are not played: each prompt gets one completion, without its environment")
     data, _ = make_data(config, None, None, tokenizer)
     num_samples, params = min(config.gconfig.n_samples, SAMPLES), sampling_params(config.gconfig)
+    # The same prompts in the same order as in training.
     rows = [data.row_of(config.seed, number, shuffle=config.train_dataset.shuffle) for number in range(PROMPTS)]
     requests = [
         Request(SampleId(number, i), data.prompt(row).tokens, params)
@@ -62,6 +64,7 @@ def probe(
         samples = answers(sampler, requests, config.rollout.request_timeout)
     finally:
         sampler.close()
+    # Per sample: arrays [T], the sampler's and the trainer's log-probs of the same tokens.
     theirs = [sample.behavior_logp.astype(np.float64) for sample in samples]
     ours = trainer_logp(policy, requests, samples, temperature=plan.temperature, max_tokens=plan.max_tokens)
     eps = narrowest_clip(config, plan.settings)
@@ -114,6 +117,7 @@ def trainer_logp(
     max_tokens: int = 8192,
 ) -> list[NDArray[np.float64]]:
     """The trainer's log-probs of the samples' tokens, packed as a step packs them."""
+    # Completions of one prompt are packed together, as in training, where they share the prefix.
     groups: dict[tuple[int, ...], list[Completion]] = {}
     for number, (request, sample) in enumerate(zip(requests, samples, strict=True)):
         groups.setdefault(request.prompt, []).append(Completion(sample.tokens, sample.mask, number))
@@ -128,6 +132,7 @@ def figures(
     ours: Sequence[NDArray[np.float64]], theirs: Sequence[NDArray[np.float64]], eps: float | None, *, centred: bool
 ) -> dict[str, Any]:
     """log s of the trainer against the sampler by sequence, and by length; the verdict and its words."""
+    # lengths, log_s: [n]; error: [all tokens].
     lengths = np.array([len(row) for row in ours], dtype=np.int64)
     log_s = np.array([float(np.mean(a - b)) if len(a) else np.nan for a, b in zip(ours, theirs, strict=True)])
     noise = noise_of(log_s, lengths)
@@ -154,6 +159,7 @@ def figures(
 
 def by_length(log_s: NDArray[np.float64], lengths: NDArray[np.int64]) -> list[Mapping[str, Any]]:
     """The noise of sequences of about one length, shortest first; equal lengths stand together."""
+    # edges: at most BINS − 1 lengths; part: [n], the bin of each sequence.
     edges = np.unique(np.quantile(lengths, np.arange(1, BINS) / BINS, method="lower"))
     part, rows = np.searchsorted(edges, lengths), []
     for number in np.unique(part):

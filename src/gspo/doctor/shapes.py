@@ -105,9 +105,11 @@ def _config_file(path: str) -> Path | None:
         folder = Path(path).expanduser()
         if folder.is_dir():
             return folder / "config.json" if (folder / "config.json").is_file() else None
+        # Only a hub name may become part of a path below the cache.
         if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) or ".." in path:
             return None
         repository = hub_cache() / ("models--" + path.replace("/", "--"))
+        # The snapshot of `main` is the one that would be loaded; without it, take the newest.
         main = repository / "refs" / "main"
         if main.is_file():
             named = repository / "snapshots" / main.read_text(encoding="utf-8").strip() / "config.json"
@@ -129,6 +131,7 @@ def shape_of(source: Source) -> Shape | Unknown:
 
 def count(source: Source) -> Shape | Unknown:
     """Build the model on the meta device and count; Unknown with the reason where transformers cannot build it."""
+    # Even on the meta device a huge number of layers would take memory and minutes.
     if reason := _absurd(source.fields):
         return Unknown(f"{source.name}: {reason}")
     import torch
@@ -139,6 +142,7 @@ def count(source: Source) -> Shape | Unknown:
 
     fields = dict(source.fields)
     try:
+        # The meta device has shapes but no storage, so large models can be counted on any machine.
         with quiet(), torch.device("meta"):
             config = AutoConfig.for_model(str(fields.pop("model_type", None)), **fields)
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)

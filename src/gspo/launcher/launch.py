@@ -31,10 +31,12 @@ def launch(loaded: Loaded, command: Sequence[str], *, dry_run: bool = False) -> 
 
     Returns the exit code, or None if the plan is one process on this machine: the caller then runs it itself.
     """
+    # Imports inside functions keep the start of the command fast.
     from gspo.config.lint import check
     from gspo.launcher.plan import make_launch_plan, to_text
     from gspo.system.gpus import visible_gpus
 
+    # A dry run prints the plan without checking the config.
     if not dry_run:
         check(loaded)
     config = loaded.config
@@ -82,6 +84,7 @@ def _write_launch_files(loaded: Loaded, plan: LaunchPlan) -> None:
     from gspo.errors import ConfigError
 
     plan.path.mkdir(parents=True, exist_ok=True)
+    # The lock is only tested here and released at once; the trainer takes it when it starts.
     with open(plan.path / ".lock", "a") as lock:  # held by a running trainer, whose samplers must stay registered
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -89,10 +92,13 @@ def _write_launch_files(loaded: Loaded, plan: LaunchPlan) -> None:
             raise ConfigError(
                 f"{plan.path} is in use by another trainer; wait for it to end, or set another trial_name"
             ) from cause
+    # 0700: the files name addresses of servers of this run.
     for folder in (plan.folder, plan.sampler_folder) if plan.samplers else (plan.folder,):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # Registrations of an earlier launch would lead the trainer to servers that no longer exist.
     for stale in (*plan.sampler_folder.glob("sampler_*.json"), *plan.sampler_folder.glob("sampler_*.gone")):
         stale.unlink()
+    # Written and renamed, so that a sampler never reads half a config.
     tmp = plan.config_file.with_suffix(".tmp")
     tmp.write_text(dump(loaded), encoding="utf-8")
     tmp.replace(plan.config_file)

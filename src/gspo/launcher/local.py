@@ -43,11 +43,13 @@ class LocalProcess:
     """
 
     def __init__(self, process: Process, env: dict[str, str], folder: Path) -> None:
+        # Each process sees only its own GPUs, numbered from 0.
         if process.gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids(process.gpus, env.get("CUDA_VISIBLE_DEVICES")))
         log: IO[bytes] | None = None
         if process.role != "trainer":
             log = open(folder / f"{process.name}.log", "ab")  # noqa: SIM115 - closed below; the child has its own copy
+        # If the launcher is killed, the kernel kills the child, so no process keeps the GPUs.
         command = dying_with_parent(list(process.argv))
         self._process = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -82,6 +84,7 @@ class StopLimit:
         if now - self._checked < 1.0:
             return ""
         self._checked = now
+        # `_running` is the last time at which the process was seen running.
         if not is_stopped(process.pid):
             self._running = now
         if now - self._running < self._limit_s:

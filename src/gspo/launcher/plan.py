@@ -94,6 +94,7 @@ def make_launch_plan(config: Config, command: Sequence[str], num_gpus: int) -> L
             f"cluster.n_nodes is {layout.num_nodes}, but the local launcher uses one machine; set scheduler.type to "
             "ray or slurm (--on ray)"
         )
+    # Assign machines and GPUs first, then build the command of every process.
     rank_places, sampler_places = _places(layout)
     trainers = tuple(
         replace(trainer, max_stopped_s=config.stall_timeout)
@@ -136,7 +137,10 @@ def _trainers(
         gpus = tuple(gpu for where, gpu in places if where == node and gpu is not None)
         ranks = sum(where == node for where, _ in places)
         argv = tuple(command)
+        # One rank runs the command directly; several are started by gspo.launcher.ranks.
         if layout.ranks > 1:
+            # Ranks on one machine need no rendezvous address; RENDEZVOUS is a placeholder that the Ray launcher
+            # replaces.
             meet = ("--nodes", str(len(nodes)), "--rendezvous", RENDEZVOUS) if len(nodes) > 1 else ()
             meet += ("--is-host",) if meet and index == 0 else ()
             logs = ("--logs", str(path / "launch" / "ranks"))
@@ -156,6 +160,7 @@ def _launched(layout: Layout) -> Launched:
 def _sampler_argv(layout: Layout, path: Path, index: int) -> tuple[str, ...]:
     assert layout.sampler is not None
     module = f"gspo.launcher.serve.{layout.sampler.name}"
+    # On one machine the server listens on loopback only.
     host = ("--host", ADDRESS) if layout.num_nodes > 1 else ()
     return (
         *(sys.executable, "-m", module, "--config", str(config_file(path)), "--index", str(index)),

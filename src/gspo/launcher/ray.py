@@ -40,6 +40,7 @@ def run(plan: LaunchPlan, *, restarts: int, start_timeout: float, say: Say) -> i
     try:
         group, bundles = _reserve(ray, plan, start_timeout)
         passed_on = {k: v for k, v in os.environ.items() if k.startswith(PASSED_ON)}
+        # A secret of this run: sampler servers accept only requests that carry it.
         shared = Launched(token=secrets.token_hex(32)).write() if plan.samplers else {}
 
         def prepare() -> Start:
@@ -59,6 +60,7 @@ def run(plan: LaunchPlan, *, restarts: int, start_timeout: float, say: Say) -> i
 
 
 def _connect(plan: LaunchPlan, timeout: float) -> Any:
+    # Ray reads these variables when it is imported, so they are set first. Values of the user have priority.
     os.environ.update({name: os.environ.get(name, value) for name, value in QUIET.items()})
     address = os.environ.get("RAY_ADDRESS")
     if address is None:
@@ -71,6 +73,7 @@ def _connect(plan: LaunchPlan, timeout: float) -> Any:
         raise ConfigError("Ray is not installed: pip install 'gspo[ray]', or set scheduler.type: local") from error
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "address": address or "local"}
     if address is None:
+        # Every process reserves one CPU, so a small machine must offer at least as many as there are processes.
         cores = max(os.cpu_count() or 1, len(plan.processes))
         options |= {"num_cpus": cores, "num_gpus": plan.layout.gpus_per_node}
         options |= {"include_dashboard": False, "object_store_memory": STORE_BYTES}
@@ -118,6 +121,7 @@ def _reserve(ray: Any, plan: LaunchPlan, timeout: float) -> tuple[Any, dict[int,
         {"CPU": len(there), **({"GPU": gpus} if (gpus := sum(len(p.gpus) for p in there)) else {})}
         for there in need.values()
     ]
+    # STRICT_SPREAD: every bundle on a machine of its own, as the plan assumes.
     group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "STRICT_PACK")
     if not group.wait(timeout_seconds=timeout):
         offered = [{k: v for k, v in n["Resources"].items() if k in ("CPU", "GPU")} for n in ray.nodes() if n["Alive"]]
@@ -142,14 +146,18 @@ class RayProcess:
         start_timeout: float,
     ) -> None:
         self._ray = ray
+        # max_restarts 0: `supervise` decides about restarts. max_concurrency 4: `poll` blocks one thread of the actor,
+        # and `signal` and `end` must run meanwhile.
         options = {"num_cpus": 1, "num_gpus": len(process.gpus), "max_restarts": 0, "max_concurrency": 4, **where}
         self._actor = ray.remote(ProcessActor).options(**options).remote(process)
         self._code: int | None = None
         try:
             # Ray starts a worker process for the actor first, which can be slow on a busy machine.
             address, port = ray.get(self._actor.address.remote(), timeout=start_timeout)
+            # The first process of the unit starts first; the ranks on all machines meet at its address.
             if not rendezvous:
                 rendezvous.append(f"{address}:{port}")
+            # The plan holds placeholders for addresses that are known only after Ray has placed the actors.
             filled = {ADDRESS: address, RENDEZVOUS: rendezvous[0]}
             argv = [filled.get(word, word) for word in process.argv]
             ray.get(self._actor.start.remote(argv, env, os.getcwd(), log), timeout=ACTOR_TIMEOUT_S)
@@ -157,6 +165,7 @@ class RayProcess:
         except ray.exceptions.RayError as error:
             why = (str(error).strip() or type(error).__name__).splitlines()[0]
             print(f"gspo: Ray could not start {process.name}: {why}", file=sys.stderr, flush=True)
+            # Not an exception: `supervise` treats the process as killed and may restart it.
             self._code = LOST_CODE
 
     def _request(self) -> Any:
@@ -165,8 +174,10 @@ class RayProcess:
 
     def poll(self) -> int | None:
         while self._code is None:
+            # One request is always open at the actor. `timeout=0`: the supervising loop must not block on one process.
             ready, _ = self._ray.wait([self._reply], timeout=0)
             if not ready:
+                # A healthy actor replies after POLL_S at the latest, even without output.
                 if time.monotonic() - self._requested > ACTOR_TIMEOUT_S + POLL_S:
                     self._code = LOST_CODE
                 break

@@ -33,6 +33,8 @@ def render(plan: LaunchPlan, slurm: Slurm, command: Sequence[str], restarts: int
     """The sbatch script: job.sbatch with @NAME@ replaced by values of this run."""
     layout, log = plan.layout, plan.folder / "slurm.log"
     cpus = slurm.cpus_per_node or max(sum(p.node == node for p in plan.processes) for node in plan.nodes)
+    # One task per machine. B:USR1 signals the batch script before the time limit, so that the trainer can save.
+    # open-mode=append keeps the log when the job is requeued.
     flags = {
         "job-name": "/".join(plan.path.parts[-2:]),
         "nodes": layout.num_nodes,
@@ -46,6 +48,7 @@ def render(plan: LaunchPlan, slurm: Slurm, command: Sequence[str], restarts: int
     }
     options = [f"--{name}={value}" for name, value in flags.items() if value is not None]
     options += ["--requeue", *slurm.sbatch]
+    # Inside the job the run uses the Ray launcher on the machines that Slurm has allocated.
     inner = [sys.executable, "-m", "gspo.launcher", "--on", "ray", "--config", str(plan.config_file), "--", *command]
     values = {
         "WHAT": f"{plan.path}: {layout}",
@@ -71,6 +74,7 @@ def run(plan: LaunchPlan, slurm: Slurm, command: Sequence[str], *, restarts: int
     file, log = plan.folder / "job.sh", plan.folder / "slurm.log"
     file.write_text(render(plan, slurm, command, restarts), encoding="utf-8")
     log.touch()
+    # The log of an earlier job is not printed again.
     position = log.stat().st_size
     job = _slurm("sbatch", "--parsable", str(file)).split(";")[0].strip()
     say(f"job {job} is submitted; its log is {log}. Ctrl-C: the job saves and ends; Ctrl-C twice: it is cancelled")
@@ -94,11 +98,13 @@ def run(plan: LaunchPlan, slurm: Slurm, command: Sequence[str], *, restarts: int
             before = state
             time.sleep(0.5)
         except KeyboardInterrupt:
+            # The second Ctrl-C cancels the job whatever its state is.
             interrupts += 1
             _stop(job, state="" if interrupts > 1 else _state(job)[0], say=say)
 
 
 def _stop(job: str, state: str, say: Say) -> None:
+    # Only a running job can save; a pending one is cancelled.
     if state == "RUNNING":
         say(f"asking job {job} to save and end")
         _slurm("scancel", "--batch", "--signal=TERM", job)
@@ -111,6 +117,7 @@ def _state(job: str) -> tuple[str, int]:
     """(state, exit code) of a job. Slurm keeps them for some minutes after its end, also without accounting."""
     shown = _slurm("scontrol", "show", "job", "-o", job)
     fields = dict(re.findall(r"(\w+)=(\S*)", shown))
+    # Slurm writes `code:signal`.
     code, _, number = fields.get("ExitCode", "0:0").partition(":")
     state = fields.get("JobState", "")
     failed = 128 + int(number) if int(number) else int(code)

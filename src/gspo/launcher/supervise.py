@@ -56,6 +56,7 @@ class Unit:
         return self.processes[0].role if self.processes[0].role == "trainer" else self.processes[0].name
 
     def start(self, prepare: Callable[[], Start]) -> None:
+        # Once per start of the unit: with Ray all ranks of one start share a new rendezvous address.
         start = prepare()
         self.handles = []
         for process in self.processes:
@@ -68,6 +69,8 @@ class Unit:
             return 0
         if all(code in (None, 0) for code in codes):
             return None
+        # One process has failed. The others may notice it and end with their own error message; after the timeout they
+        # are stopped, because ranks cannot continue without the missing one.
         until = time.monotonic() + STOP_TIMEOUT_S
         while None in codes and time.monotonic() < until:
             time.sleep(0.05)
@@ -94,6 +97,7 @@ def supervise(plan: LaunchPlan, prepare: Callable[[], Start], *, restarts: int, 
     running = list(samplers)
     with _received_signals() as received:
         try:
+            # Samplers first: the trainer waits for them when it starts.
             for unit in (*samplers, trainer):
                 unit.start(prepare)
             stopping = False
@@ -109,6 +113,7 @@ def supervise(plan: LaunchPlan, prepare: Callable[[], Start], *, restarts: int, 
                 if code is None:
                     time.sleep(0.05)
                     continue
+                # After a signal the trainer is not restarted, even if it was killed while it saved.
                 if code in FINAL_CODES or stopping:
                     return code
                 if not trainer.restarts_left:
@@ -124,8 +129,10 @@ def supervise(plan: LaunchPlan, prepare: Callable[[], Start], *, restarts: int, 
                 )
                 trainer.start(prepare)
         finally:
+            # The trainer first: it may still need samplers to finish its step.
             for unit in (trainer, *samplers):
                 unit.end()
+            # After all processes have ended, because a sampler may read the published weights until then.
             for process in plan.processes:
                 remove_published(process)
 
@@ -137,9 +144,11 @@ def _keep_running(unit: Unit, prepare: Callable[[], Start], folder: Path, say: S
         return True
     log = folder / f"{unit.name}.log"
     ended = f"{unit.name} {describe_exit(code)}; its log is {log}"
+    # Exit code 2 is wrong usage: a restart would fail in the same way.
     if code == 2 or not unit.restarts_left:
         why = "" if code == 2 else " (no restarts left, scheduler.restarts)"
         say(f"{ended}. It is not restarted{why}:{last_lines(log, 8) or ' its log is empty'}")
+        # Tells the trainer that this sampler will not return, so that it does not wait for it.
         give_up(folder.parent / "samplers", unit.processes[0].index, f"{describe_exit(code)}, see {log}")
         return False
     unit.restarts_left -= 1
@@ -170,6 +179,7 @@ def _received_signals() -> Iterator[list[int]]:
     def receive(number: int, _: object) -> None:
         received.append(signal.SIGTERM if number == signal.SIGHUP else number)  # the trainer saves on SIGTERM
 
+    # The previous handlers are restored afterwards: the launcher may run inside another program.
     before = {number: signal.signal(number, receive) for number in numbers}
     try:
         yield received

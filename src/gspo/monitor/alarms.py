@@ -26,6 +26,7 @@ def alarms(
     """
     if (at_clip := metrics.get("reward/at_clip") or 0.0) > 0.01:
         counts["rewards clipped"] = counts.get("rewards clipped", 0) + 1
+        # bit_count() == 1 is true for powers of two: the warning is repeated after 1, 2, 4, 8, … steps.
         if counts["rewards clipped"].bit_count() == 1:  # at once: no other metric shows it
             yield (
                 f"{at_clip:.0%} of the rewards are at or beyond actor.reward_clip and look equal to the trainer; set "
@@ -35,6 +36,7 @@ def alarms(
         yield f"mini-batch 1 has a ratio other than 1 (|log s| up to {worst:.2e}): π_old is not its own forward pass"
     lasting = _lasting_conditions(metrics, clips, num_minibatches, noise_is_forced)
     for name, (holds, message) in lasting.items():
+        # Warn after PATIENCE, 2·PATIENCE, 4·PATIENCE, … steps in a row.
         counts[name] = counts.get(name, 0) + 1 if holds else 0
         if (
             holds
@@ -55,6 +57,7 @@ def _lasting_conditions(
     entropy = metrics.get("policy/entropy")  # 0.0 is a value, so no `or` here
     floor = {"rollout": "noise/log_s_p95_abs", "centred": "noise/log_s_centred_p95_abs"}
     noise = metrics.get(floor.get(str(metrics.get("policy/proximal")), "")) or 0.0
+    # Without a clip range ε is infinite, and no noise is above it.
     eps = min(metrics.get("clip/eps_low") or math.inf, metrics.get("clip/eps_high") or math.inf)
     return {
         "noise above the clip range": (

@@ -88,6 +88,7 @@ class Lines:
         self._pace.add(metrics)
         line = f"step {metrics['step']:>{len(str(self._total))}}/{self._total}"
         figures = [(f.name, f.text(metrics)) for f in FIGURES]
+        # The most important figures come first, because a narrow terminal shows only as many as fit.
         for name, text in [*figures[:5], ("left", self._pace.left(metrics["step"])), *figures[5:]]:
             longer = f"{line}  {name} {text}"
             if text is not None and (self._width is None or len(longer) <= self._width):

@@ -33,6 +33,7 @@ class Loggers:
         self._run, self._say = run, say
         self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
         file = run / "metrics.jsonl"
+        # After a resume, metrics.jsonl has been cut back to the checkpoint; sinks get this history again.
         history = read_jsonl(file) if settings and file.exists() else []
         self._feeds = [
             _Feed(name, partial(SINKS[name], run, **values), history, run / LOG, self._messages.put)
@@ -51,6 +52,8 @@ class Loggers:
     def close(self) -> None:
         """Wait until the sinks have written all rows, at most PATIENCE_S."""
         feeds, self._feeds = [feed for feed in self._feeds if feed.put(None)], []
+        # Most sinks end within 3 s; a message is printed only if one needs longer. The deadline is for all sinks
+        # together.
         deadline = time.monotonic() + 3
         for feed in feeds:
             feed.join(max(0.0, deadline - time.monotonic()))
@@ -85,6 +88,7 @@ class _Feed(threading.Thread):
         # A daemon: a sink that hangs does not keep the process alive.
         super().__init__(name=name, daemon=True)
         self._make, self._history, self._log, self._message = make, history, log, report
+        # Bounded: a sink that does not respond must not use more and more memory.
         self._rows: queue.Queue[Row | None] = queue.Queue(MAX_PENDING)
         self._dropped = False
 
@@ -105,6 +109,7 @@ class _Feed(threading.Thread):
     def run(self) -> None:
         step = 0
         try:
+            # In this thread: connecting to a service may be slow or hang.
             sink = self._make()
             if where := getattr(sink, "where", None):
                 self._message(f"{self.name} is at {where}")

@@ -19,6 +19,7 @@ from gspo.types import Failure, Score
 
 def step_metrics(batch: Batch, report: StepReport, version: int) -> dict[str, Any]:
     """All metrics of a step except times, evaluation and the clip range."""
+    # Per-sequence arrays have shape [n]; `groups` and `behind` are lists of arrays.
     lengths = batch.trained_tokens
     scored = batch.scored & batch.is_first  # one reward per trajectory
     finished = np.array([s.finish != "length" for s in batch.samples])
@@ -52,10 +53,12 @@ def step_metrics(batch: Batch, report: StepReport, version: int) -> dict[str, An
         out["policy/kl_reference"] = _weighted(report.kl_reference, lengths)
     if batch.kl_penalty is not None:
         out["reward/kl_penalty"] = _mean(batch.kl_penalty[batch.trainable])
+    # Sequences that were skipped have log_s NaN.
     first, entered = batch.minibatch == 0, np.isfinite(report.log_s)
     # With one mini-batch only the first exists; its ratios are 1 unless π_old is the sampler's.
     later = entered & (~first if batch.minibatch.max(initial=0) > 0 else True)
     out |= _ratio(report, lengths, later)
+    # In the first mini-batch the weights are unchanged, so ratios that differ from 1 show an error or sampler noise.
     opening = np.abs(report.log_s[first & entered])
     out["ratio/first_minibatch_max_abs"] = float(opening.max()) if len(opening) else None
     out |= _noise(measured_noise(report.noise_log_s, batch, version))
@@ -71,6 +74,7 @@ def _episodes(batch: Batch) -> dict[str, Any]:
     kinds = Counter(s.outcome.kind for s in trajectories if isinstance(s.outcome, Failure))
     if not any(s.is_episode for s in trajectories):
         return {}
+    # turns: distinct turn numbers among the model's tokens; words: tokens that the environment wrote.
     turns = [len({int(t) for s in sample.sequences for t in s.turns[s.mask]}) for sample in trajectories]
     words = [sum(int((~s.mask).sum()) for s in sample.sequences) for sample in trajectories]
     return {
@@ -114,6 +118,7 @@ def measured_noise(log_s: NDArray[np.float64], batch: Batch, version: int) -> No
 
 
 def _ratio(report: StepReport, lengths: NDArray[np.int64], which: NDArray[np.bool_]) -> dict[str, Any]:
+    # All arrays here: [m], the selected sequences.
     log_s = torch.from_numpy(report.log_s[which])
     stats = {
         "num_tokens": torch.from_numpy(lengths[which].astype(np.float64)),
@@ -141,6 +146,7 @@ def _noise(noise: Noise | None) -> dict[str, Any]:
 
 def _correction(report: StepReport, lengths: NDArray[np.int64]) -> dict[str, Any]:
     """The behavior weight π_old/μ before and after truncation; empty without a correction."""
+    # NaN where a sequence did not enter the model.
     seen = np.isfinite(report.correction_raw)
     if not seen.any():
         return {}
@@ -159,6 +165,7 @@ def _routing(batch: Batch, report: StepReport, version: int) -> dict[str, Any]:
     if report.flips is None or report.flipped_tokens is None or report.sampler_flips is None:
         return {}
     lengths, now = batch.trained_tokens, fresh(batch, version)
+    # flips: [n, layers].
     layers = range(report.flips.shape[1])
     return {
         "moe/expert_flip_rate": _weighted(report.flips.mean(1), lengths),

@@ -62,6 +62,7 @@ class WeightsAndBiases:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # errors go to our log, not to wandb's server
         import wandb
 
+        # The id is stored in the run directory, so that a resumed run continues the same W&B run.
         folder = run.resolve() / "wandb"
         file = folder / "run_id"
         if mode == "offline" and folder.exists():
@@ -87,6 +88,7 @@ class WeightsAndBiases:
                 x_save_requirements=False,
             ),
         )
+        # wandb silently uses a temporary folder if it cannot write to `dir`.
         if not Path(self._run.dir).is_relative_to(folder):
             raise OSError(f"{folder} cannot be written; wandb chose {self._run.dir}")
         self.where = self._run.url if mode == "online" else None

@@ -60,6 +60,7 @@ def _learned(s: Summary) -> Answer:
         return _answer(question, section, None, reward or "No step yet.", f"{evaluated} See evaluator.freq_steps.")
     (start, low, high), (end, low_end, high_end) = s.accuracy, s.accuracy_end
     text = f"Held-out accuracy {percent(start)} → {percent(end)} on {s.problems or 0:,} problems."
+    # Intervals that do not overlap are a conservative test for a difference.
     if low_end > high:
         return _answer(question, section, "good", text, f"The 95 % intervals do not overlap. {reward}")
     if high_end < low:
@@ -80,6 +81,7 @@ def _clipped(s: Summary, stories: Sequence[Mapping[str, Any]]) -> Answer:
     text = f"{percent(share)} of the {'sequences' if s.by_sequence else 'sequences have a clipped token'}: "
     text += f"{percent(s.clipped_low)} with A < 0 and {ratio} < 1 − {s.eps[0]:.2g}, "
     text += f"{percent(s.clipped_high)} with A > 0 and {ratio} > 1 + {s.eps[1]:.2g}."
+    # Explain the cause by mini-batch, if there are at least three.
     shares = minibatch_shares(stories)
     more = "These sequences had already moved by ε in the direction of their advantage, so they give no gradient."
     if len(shares) > 2 and shares[1] is not None and shares[-1] is not None:
@@ -121,6 +123,7 @@ def _eps(s: Summary, steps: Sequence[Row], suggested: tuple[float, float] | None
         return _answer(question, section, None, "This objective has no ε.")
     if not s.by_sequence:
         return _answer(question, section, None, f"ε {s.eps[0]:.2g} / {s.eps[1]:.2g} bounds single tokens.")
+    # Recent steps only: with `eps_clip: auto`, or as the policy changes, earlier shares do not describe the current ε.
     recent = steps[-RECENT:]
     shares = [(number(row.get("clip/sequences_low")), number(row.get("clip/sequences_high"))) for row in recent]
     clipped = [low + high for low, high in shares if low is not None and high is not None]
@@ -168,6 +171,7 @@ def time_parts(steps: Sequence[Row]) -> list[dict[str, Any]]:
             if name.startswith("time/") and name.endswith("_s") and (seconds := number(value)) is not None:
                 part = name[len("time/") : -len("_s")]
                 totals[part] = totals.get(part, 0.0) + max(seconds, 0.0)
+    # Parts inside of another part are not added to the sum again.
     whole = totals.pop("step", 0.0)
     outer = {name: seconds for name, seconds in totals.items() if INSIDE.get(name) not in totals}
     rest = whole - sum(outer.values())

@@ -58,6 +58,7 @@ def plot_run(run: Path, to: Path | None = None) -> Path | None:
     steps = [row for row in rows if row["step"] > 0]
     if not steps:
         return None
+    # `Figure` without pyplot: no display is needed, and the caller's matplotlib settings stay unchanged.
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(13, 7.4), layout="constrained", facecolor="white")
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, wspace=0.02, hspace=0.03)  # pyright: ignore[reportOptionalMemberAccess, reportCallIssue]
@@ -78,6 +79,7 @@ def plot_run(run: Path, to: Path | None = None) -> Path | None:
             axes.set_xlabel("step")
         figure.suptitle(_title(run, rows), x=0.012, ha="left", fontsize=12, fontweight="bold")
         target = to or run / "training.png"
+        # Written and renamed, so that a viewer never reads half an image.
         tmp = target.with_name(f".{target.name}.tmp")
         figure.savefig(tmp, dpi=130, format="png")
         os.replace(tmp, target)
@@ -105,6 +107,7 @@ def _learning(axes: Axes, steps: Sequence[Row], rows: Sequence[Row]) -> None:
     evals = [row for row in rows if row.get("eval/accuracy") is not None]
     if evals:
         at, accuracy = _curve(evals, "eval/accuracy")
+        # [evals, 2] → two arrays [evals].
         low, high = np.array([accuracy_interval(row)[1:] for row in evals]).T
         arms = [accuracy - low, high - accuracy]
         axes.errorbar(
@@ -126,6 +129,7 @@ def _clipping(axes: Axes, steps: Sequence[Row], whole: bool) -> None:
     ratio = "s" if whole else "w"
     x, low = _curve(steps, "clip/sequences_low")
     _, high = _curve(steps, "clip/sequences_high")
+    # A stack plot cannot contain NaN.
     low, high = np.nan_to_num(low), np.nan_to_num(high)
     axes.stackplot(
         x, low, high, colors=[ORANGE, SKY], alpha=0.9, linewidth=0,
@@ -171,6 +175,7 @@ def _scales(axes: Axes, steps: Sequence[Row], whole: bool) -> None:
     drawn: list[NDArray[np.float64]] = []
     for name, label, color, width, dash in shown if whole else shown[:2]:
         x, y = _curve(steps, name)
+        # A logarithmic axis cannot show 0.
         y[y <= 0] = np.nan
         if np.isfinite(y).any():
             axes.plot(x, y, color=color, linewidth=width, linestyle=dash, label=label)
@@ -213,6 +218,7 @@ def _entropy(axes: Axes, steps: Sequence[Row]) -> None:
     x, entropy = _curve(steps, "policy/entropy")
     _smoothed(axes, x, entropy, BLUE, "entropy")
     axes.set_ylim(0, 1.25 * max(float(np.nanmax(entropy)) if np.isfinite(entropy).any() else 1.0, 1e-6))
+    # The gradient norm has another unit, so it has its own axis on the right.
     other = axes.twinx()
     other.grid(False)
     _, norm = _curve(steps, "grad/norm")
@@ -245,6 +251,7 @@ def running_mean(values: NDArray[np.float64], width: int) -> NDArray[np.float64]
     >>> running_mean(np.array([0.0, 3.0, 6.0]), 1).tolist(), running_mean(np.array([0.0, np.nan, 6.0]), 3).tolist()
     ([0.0, 3.0, 6.0], [0.0, 3.0, 6.0])
     """
+    # values, out: [steps].
     half = width // 2
     out = np.full(len(values), np.nan)
     for index in range(len(values)):

@@ -53,6 +53,7 @@ def read_metrics(run: Path) -> list[Row]:
     """The rows of metrics.jsonl by step, without a last line that is still being written."""
     rows: list[Row] = []
     with contextlib.suppress(FileNotFoundError):
+        # Bytes, because the last line may end inside a UTF-8 character.
         for line in (run / "metrics.jsonl").read_bytes().split(b"\n"):
             with contextlib.suppress(ValueError):
                 row = json.loads(line)
@@ -107,6 +108,7 @@ def best_step(run: Path) -> int | None:
 def best_of(rows: Sequence[Row]) -> int | None:
     """`best_step` of rows that are already read."""
     seen = [(row["eval/accuracy"], row["step"]) for row in rows if row.get("eval/accuracy") is not None]
+    # −step: of equal accuracies the earliest step is chosen, as the trainer does.
     return max(seen, key=lambda pair: (pair[0], -pair[1]))[1] if seen else None
 
 

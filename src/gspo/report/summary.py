@@ -43,6 +43,7 @@ def summarise(run: Path) -> Summary:
 
 def summary_of(rows: Sequence[Row], by_sequence: bool) -> Summary:
     """`summarise` of rows that are already read."""
+    # Step 0 is the evaluation before training and has no training metrics.
     steps = [row for row in rows if row["step"] > 0]
     evals = [row for row in rows if row.get("eval/accuracy") is not None]
     reward, entropy = _values(steps, "reward/mean"), _values(steps, "policy/entropy")
@@ -139,9 +140,12 @@ def _rate(rows: Sequence[Row], part: str) -> float | None:
     """
     rate_of, count_of, own_of = f"throughput/{part}_tokens_s", f"throughput/{part}_tokens", f"time/{part}_s"
     counted = [row for row in rows if row.get(rate_of) and row.get(count_of)]
+    # tokens / rate gives the seconds that the rate was computed with. If they exceed the time of the phase, sampling
+    # ran in the background.
     in_background = any(row[count_of] / row[rate_of] > 1.001 * (row.get(own_of) or 0.0) for row in counted)
     tokens = sum(float(row[count_of]) for row in counted)
     seconds = sum(row[count_of] / row[rate_of] for row in counted)
+    # Rows without a count of tokens (or with none sampled): use the seconds of the phase or the step.
     for row in rows:
         if row.get(rate_of) is None or (row[rate_of] and row.get(count_of)):
             continue

@@ -67,6 +67,8 @@ def bind(name: str, kwargs: dict[str, Any]) -> Call:
         raise ValueError(f"{name} has no readable signature: {error}") from None
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     names = [n for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    # The parameter names decide the convention. AReaL's is tested first, because its signature has `completions` too,
+    # but takes one completion per call.
     if len(names) >= 4 and names[0] == "prompt" and names[2:4] == ["prompt_ids", "completion_ids"]:
         shape = AREAL
     elif "completions" in names:
@@ -78,6 +80,7 @@ def bind(name: str, kwargs: dict[str, Any]) -> Call:
             f"{name}({', '.join(names)}) has no supported signature: f(completions, **columns) -> list[float], "
             f"f(prompt, completions, prompt_ids, completion_ids, **data) -> float, or f(text, **columns) -> float"
         )
+    # An async function is called once for the whole group, so that its requests run at the same time.
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 — an object whose __call__ is a coroutine function
     )
@@ -88,6 +91,7 @@ def call_sample(call: Call, item: Item, index: int) -> Result:
     """Score one completion."""
     try:
         value = _invoke_sample(call, item, index)
+        # The common case, without further checks.
         if type(value) is float and math.isfinite(value):
             return value
         return checked(call.name, _runner().run(_within(value, None)) if inspect.isawaitable(value) else value)
@@ -107,10 +111,12 @@ def call_group(call: Call, item: Item, timeout_s: float) -> list[Result]:
         if inspect.isawaitable(values):
             values = _runner().run(_within(values, timeout_s))
     except TimeoutError as error:
+        # A synchronous function raised TimeoutError itself; that is an error of its code and not our limit.
         kind = "timeout" if call.is_async else "crash"
         return [(kind, _describe(call.name, error) if kind == "crash" else _late(call.name, timeout_s))] * num
     except BaseException as error:
         return [("crash", _describe(call.name, error))] * num
+    # numpy arrays and torch tensors.
     if hasattr(values, "tolist"):
         values = values.tolist()
     if not isinstance(values, list | tuple):
@@ -141,6 +147,7 @@ def checked(name: str, value: Any) -> Result:
 
 
 def _columns(call: Call, columns: dict[str, Any], taken: Sequence[str]) -> dict[str, Any]:
+    # Arguments of the config have priority over columns with the same name. Only accepted names are passed.
     merged = {**columns, **call.kwargs}
     return {k: v for k, v in merged.items() if k not in taken and (call.accepts is None or k in call.accepts)}
 
@@ -161,11 +168,13 @@ def _invoke_group(call: Call, item: Item) -> Any:
     prompt, completions, prompt_ids, completion_ids, data = item
     num = len(completions)
     messages = data.get("messages")
+    # TRL's convention: every argument is a list with one entry per completion.
     columns: dict[str, Any] = {key: [value] * num for key, value in data.items()}
     columns["prompts"] = [messages if messages else prompt] * num
     columns["prompt_ids"] = [prompt_ids] * num
     columns["completion_ids"] = completion_ids
     texts: list[Any] = list(completions)
+    # For conversational rows TRL passes each completion as a list of messages.
     if messages:
         texts = [[{"role": "assistant", "content": text}] for text in completions]
     return call.function(completions=texts, **_columns(call, columns, ("completions",)))
@@ -181,6 +190,7 @@ async def _gather(call: Call, item: Item, timeout_s: float) -> list[Result]:
     async def one(index: int) -> Result:
         try:
             return checked(call.name, await asyncio.wait_for(_invoke_sample(call, item, index), timeout_s))
+        # One slow completion must not fail the other completions of its group.
         except TimeoutError:
             return "timeout", _late(call.name, timeout_s)
         except BaseException as error:

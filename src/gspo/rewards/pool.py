@@ -74,6 +74,8 @@ class RewardPool:
             raise ConfigError(f"{key}.timeout must be positive, got {timeout_s}; it ends reward functions that hang")
         self._spec = spec
         self._key = key
+        # Three kinds of parts: cheap built-in functions run in this process, other functions in workers, and scorers
+        # (models, services) have their own batching.
         self._inline = [(i, bind(p.name, dict(p.kwargs))) for i, p in enumerate(spec) if p.inline]
         self._remote = [i for i, part in enumerate(spec) if not part.inline and not part.is_scorer]
         self._scorers = {i: SCORERS[p.name](**p.kwargs, key=key) for i, p in enumerate(spec) if p.is_scorer}
@@ -107,6 +109,7 @@ class RewardPool:
         while self._remote and not self._ready:
             if self._process is None:
                 self._start()
+            # Short waits: a fatal message raises in `_handle`, and the supervisor's end is noticed within a second.
             if not self._receive(min(1.0, deadline - time.monotonic())) and not self._ready:
                 self._stop()
                 raise RewardError(f"the reward supervisor ended during start-up; see {self._log_path or 'stderr'}")
@@ -141,15 +144,18 @@ class RewardPool:
                 yield entry[0], self._outcomes(*entry[1:])
             if not self.outstanding:
                 return
+            # Poll quickly while a finished group waits for its scorer; otherwise the socket wakes this loop.
             wait_s = 1.0 if deadline is None else deadline - time.monotonic()
             slice_s = max(0.0, min(_POLL_S if self._finished else 1.0, wait_s))
             if not self._jobs:
                 time.sleep(slice_s)
             else:
+                # Heartbeats arrive every second, so a longer silence means that the supervisor hangs.
                 alive = self._receive(slice_s)
                 if not alive or time.monotonic() - self._last_message > self._supervisor_s:
                     why = "the reward supervisor ended" if not alive else "the reward supervisor hangs"
                     self._fail_outstanding(why)
+            # The deadline has passed: groups that became ready in the last read are still yielded.
             if wait_s <= 0 and not any(_is_ready(results) for _, _, results in self._finished):
                 return
 
@@ -187,7 +193,9 @@ class RewardPool:
             results: dict[int, Results] = {
                 part: [call_sample(call, plain, s) for s in range(num)] for part, call in self._inline
             }
+            # Scorers start before the workers finish, so both run at the same time.
             results |= {part: scorer.start(item) for part, scorer in self._scorers.items()}
+            # Nothing for the workers to do.
             if not self._remote or not num:
                 self._finished.append((key, num, results))
                 continue
@@ -224,6 +232,7 @@ class RewardPool:
             part: found.take() if isinstance(found, Pending) else found for part, found in results.items()
         }
         for sample in range(num):
+            # One failed part fails the sample: a sum without that part would be a wrong reward.
             values = [known[part][sample] for part in range(len(self._spec))]
             failure = next((value for value in values if isinstance(value, tuple)), None)
             outcomes.append(combine(self._spec, values) if failure is None else Failure(failure[0], failure[1]))
@@ -253,6 +262,7 @@ class RewardPool:
     def _handle(self, message: dict[str, Any]) -> None:
         if "ready" in message:
             self._ready = True
+        # After the first worker was ready, the functions can be imported; a later failed start is not a config error.
         elif "fatal" in message:
             if not self._ready:
                 self._stop()
@@ -261,6 +271,7 @@ class RewardPool:
             key, num, results = self._jobs.pop(message["job"])
             missing = ("infra", "the reward worker sent no value")  # overwritten below
             by_part: dict[int, list[Any]] = {part: [missing] * num for part in self._remote}
+            # The supervisor numbers only the parts that it was sent; `_remote` maps them to parts of the spec.
             for part, sample, value in message["values"]:
                 by_part[self._remote[part]][sample] = value
             for sample, kind, text in message["failures"]:
@@ -269,6 +280,7 @@ class RewardPool:
             self._finished.append((key, num, {**results, **by_part}))
 
     def _fail_outstanding(self, why: str) -> None:
+        # No waiting: the supervisor has ended or hangs. `wait_ready` starts a new one for the next groups.
         self._stop(timeout_s=0.0)
         for key, num, _ in self._jobs.values():
             failed = [("infra", f"{why} before it sent a result")] * num
@@ -276,6 +288,7 @@ class RewardPool:
         self._jobs.clear()
 
     def _start(self) -> None:
+        # The settings are checked before a process is started.
         mine, theirs = socket.socketpair()
         try:
             settings = json.dumps(self._settings).encode()

@@ -36,11 +36,13 @@ class RewardRouter:
         self._pool_of: dict[str, RewardPool] = {}
         try:
             for source, spec in specs.items():
+                # A linear search, because a spec may hold values that are not hashable.
                 pool = next((pool for known, pool in self._pools if known == spec), None)
                 if pool is None:
                     pool = RewardPool(spec, **settings)
                     self._pools.append((spec, pool))
                 self._pool_of[source] = pool
+        # Pools that have started already own processes.
         except BaseException:
             self.close()
             raise
@@ -78,6 +80,7 @@ class GivenRewards:
         if item.completions and len(known) == len(item.completions):
             self._complete.append((key, tuple(known)))
             return
+        # Some samples have an outcome: score the whole group and replace those results in `completed`.
         if known:
             self._given[key] = item.given
         self._others.submit(key, replace(item, given=()))

@@ -59,8 +59,11 @@ def save(
     try:
         with write_errors(target):
             root.mkdir(parents=True, exist_ok=True)
+            # A killed process may have left this folder.
             shutil.rmtree(tmp, ignore_errors=True)
             tmp.mkdir()
+            # Gathering a sharded tensor is a collective operation: `contribute` gathers in the same order on the other
+            # ranks.
             _write(tmp / FILES[0], _weights(model))
             _write(tmp / FILES[1], _moments(model, optimizer) if optimizer is not None else {})
             if critic is not None:
@@ -69,6 +72,7 @@ def save(
             for name, content in zip(PENDING_FILES, pending_groups or (), strict=False):
                 _write(tmp / name, content)
             _write(tmp / FILES[2], state)
+            # The manifest is written last, because it holds the sha256 of every other file.
             manifest = {
                 "format": FORMAT,
                 "step": step,
@@ -79,6 +83,8 @@ def save(
                 manifest["base"] = frozen
             manifest["sha256"] = _own_sha256(manifest)
             _write(tmp / "manifest.json", manifest)
+            # Sync the files and their folder before the rename: after a power failure the name must not exist without
+            # the data.
             for name in (*names, "manifest.json"):
                 _sync(tmp / name)
             _sync(tmp)
@@ -86,7 +92,10 @@ def save(
             if target.exists():
                 _remove(target, "checkpoint.replace")
             reached("checkpoint.rename")
+            # The rename publishes the checkpoint atomically. It needs an absent target: a folder that is not empty
+            # cannot be replaced.
             os.rename(tmp, target)
+            # The new name itself is durable only after the parent folder is synced.
             _sync(root)
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
@@ -99,6 +108,7 @@ def contribute(
     critic: tuple[nn.Module, torch.optim.Optimizer] | None = None,
 ) -> None:
     """Other ranks call this while rank 0 saves: they take part in gathering each tensor and keep none."""
+    # The same order of collectives as in `save`; another order would deadlock or mix up tensors.
     for trained, moments in ((model, optimizer), *([critic] if critic is not None else [])):
         _weights(trained)
         _moments(trained, moments)
@@ -108,6 +118,7 @@ def steps(root: Path) -> list[int]:
     """Published checkpoints, oldest first."""
     if not root.is_dir():
         return []
+    # A name with a dot is a temporary folder, which is not published.
     return sorted(step for p in root.iterdir() if "." not in p.name and (step := step_of(p.name)) is not None)
 
 
@@ -118,9 +129,11 @@ def verify(folder: Path) -> dict[str, Any]:
         manifest = json.loads(file.read_bytes())
         if manifest["format"] != FORMAT:
             raise CheckpointError(f"{folder}: format {manifest['format']}, this version reads {FORMAT}")
+        # The manifest's own sha256 covers all of it except this entry.
         listed, own = manifest["files"], manifest.pop("sha256")
         if own != _own_sha256(manifest) or set(listed) not in _FILE_SETS:
             raise CheckpointError(f"{file} is damaged: its own sha256 does not match")
+        # Each file can be intact although the folder has another step's name.
         if folder.name != step_name(manifest["step"]):
             raise CheckpointError(f"{folder} holds step {manifest['step']}: folders were renamed or swapped")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as cause:
@@ -129,6 +142,7 @@ def verify(folder: Path) -> dict[str, Any]:
         file = folder / name
         if not file.is_file():
             raise CheckpointError(f"{file} is missing")
+        # The size is compared first: a truncated file is found without reading it.
         if file.stat().st_size != listed[name]["bytes"] or sha256(file) != listed[name]["sha256"]:
             raise CheckpointError(f"{file} is damaged: its sha256 differs from the manifest")
     return manifest
@@ -151,6 +165,7 @@ def load(
     critic: tuple[nn.Module, torch.optim.Optimizer] | None = None,
 ) -> dict[str, Any]:
     """Load the weights and optimizer moments of a verified checkpoint; returns its state."""
+    # Before any weights are loaded: an adapter would load into another base model without an error.
     _refuse_other_base(folder, model)
     _load_weights(folder, FILES[0], model)
     if optimizer is not None:
@@ -170,6 +185,7 @@ def stored_dtype(folder: Path, default: torch.dtype) -> torch.dtype:
         return getattr(torch, base["dtype"])
     file = folder / FILES[0]
     try:
+        # Only the header is read, not the tensors.
         with safe_open(file, framework="pt") as tensors:
             names = list(tensors.keys())
             return _DTYPES.get(tensors.get_slice(names[0]).get_dtype(), default) if names else default
@@ -179,6 +195,7 @@ def stored_dtype(folder: Path, default: torch.dtype) -> torch.dtype:
 
 def load_pending_groups(folder: Path) -> PendingGroups | None:
     """The groups that a verified checkpoint holds, for `rollout.storage.unpack`; None if it holds none."""
+    # A checkpoint without pending groups has neither of the two files.
     if not (folder / PENDING_FILES[1]).is_file():
         return None
     return _read(folder / PENDING_FILES[0]), json.loads((folder / PENDING_FILES[1]).read_text())
@@ -187,6 +204,7 @@ def load_pending_groups(folder: Path) -> PendingGroups | None:
 def _load_weights(folder: Path, file: str, model: nn.Module) -> None:
     weights = _read(folder / file)
     own = dict(_trained(model))
+    # All names, shapes and dtypes are checked before the first tensor is copied, so the model is never half loaded.
     if set(weights) != set(own):
         odd = sorted(set(weights) ^ set(own))[:4]
         raise CheckpointError(f"{folder} belongs to another model: tensors {', '.join(odd)} are not in both")
@@ -226,6 +244,7 @@ def prune(root: Path, step: int, keep: int, best: int | None) -> None:
     for s in found:
         if s not in whole[-keep:] and s != best:
             _remove(root / step_name(s), "checkpoint.prune")
+    # Folders that a killed process left, either while writing or while deleting.
     for debris in root.glob(".step_*.tmp"):
         shutil.rmtree(debris, ignore_errors=True)
 
@@ -254,6 +273,8 @@ def base(model: nn.Module) -> dict[str, str] | None:
 
 
 def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    # The optimizer knows parameters as objects; names are stable across processes and ranks. Keys are
+    # `parameter/moment`.
     names: dict[Any, str] = {p: name for name, p in model.named_parameters()}
     return {
         f"{names[p]}/{key}": whole(value.detach()).contiguous()
@@ -291,6 +312,7 @@ def _write(file: Path, content: Mapping[str, Any] | Sequence[Any]) -> None:
     if file.suffix == ".safetensors":
         _save_file(dict(content), file)
     else:
+        # NaN is not valid JSON; fail here and not when a resumed run reads the file.
         file.write_text(json.dumps(content, indent=1, allow_nan=False))
 
 

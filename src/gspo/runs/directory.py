@@ -37,6 +37,7 @@ class RunDir:
         except OSError as cause:
             raise ConfigError(f"{path} cannot be written: {cause.strerror}; set cluster.fileroot") from cause
         try:
+            # The kernel releases the lock when the process ends, even after SIGKILL, so no stale lock can remain.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as cause:
             self._lock.close()
@@ -57,6 +58,7 @@ class RunDir:
             if self._metrics is None:
                 self._metrics = open(file, "a", encoding="utf-8")  # noqa: SIM115
             self._metrics.write(to_json(row) + "\n")
+            # Each row is flushed, so that programs that follow a running run see it at once.
             self._metrics.flush()
 
     def samples(self, step: int, rows: Iterable[Mapping[str, Any]], tokens: Mapping[str, np.ndarray]) -> None:
@@ -81,11 +83,13 @@ class RunDir:
         """Delete what was written after `step`: a resumed run writes it again."""
         file = self.path / "metrics.jsonl"
         if file.exists():
+            # A row without a step counts as step 0.
             kept = [row for row in read_jsonl(file) if row.get("step", 0) <= step]
             with write_run_file(file) as tmp:
                 tmp.write_text("".join(to_json(row) + "\n" for row in kept), encoding="utf-8")
         for sample in (self.path / "samples").glob("step_*"):
             written = step_of(sample.name)
+            # Other suffixes are temporary files that a killed process left.
             if written is None or written > step or sample.suffix not in (".jsonl", ".safetensors"):
                 sample.unlink()
 
@@ -103,6 +107,7 @@ class RunDir:
             with contextlib.suppress(OSError):
                 self._metrics.close()
             self._metrics = None
+        # Last: another trainer may open the directory as soon as the lock is released.
         self._lock.close()
 
 

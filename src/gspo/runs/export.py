@@ -51,6 +51,7 @@ def write_model(
     """
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
+        # In the same parent folder: a rename is atomic only within one file system.
         tmp = Path(tempfile.mkdtemp(dir=to.parent, prefix=f".{to.name}-"))
     except OSError as cause:
         raise ConfigError(f"{to.parent} cannot be written: {cause.strerror}; give another folder with --to") from cause
@@ -77,6 +78,7 @@ def write_model(
 
 def _configs(model: Any, folder: Path) -> None:
     config = model.config
+    # transformers selects the model class by this entry.
     config.architectures = [type(model).__name__]
     config.dtype = next(model.parameters()).dtype
     config.save_pretrained(folder)
@@ -90,6 +92,7 @@ def _weights(policy: PolicyModule, folder: Path, shard: str) -> None:
     plan = split_torch_state_dict_into_shards(tensors, max_shard_size=shard)
     for file, names in plan.filename_to_tensors.items():
         save_file({name: tensors[name] for name in names}, folder / file, metadata={"format": "pt"})
+    # Readers need an index only if there are several files.
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")

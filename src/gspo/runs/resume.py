@@ -31,6 +31,7 @@ def resume(
     identity: what must be equal to the checkpoint's; changed_settings: given the run's config.yaml, the settings that
     differ from this run's, as `key: before → after`.
     """
+    # A run that ended before its first checkpoint has metrics only, and still counts as used.
     found = checkpoint.steps(run.checkpoints)
     used = bool(found) or (run.path / "metrics.jsonl").exists()
     if used and not allowed:
@@ -41,14 +42,18 @@ def resume(
     if not found:
         if used:
             say(f"{run.path} has no checkpoint (the run ended before its first one): starting again from step 0")
+        # Also deletes the rows and samples of step 0, because training starts again there.
         run.cut_back(-1)
         return None
     for folder, manifest in checkpoint.latest(run.checkpoints):
+        # Damaged: report it and try the next older checkpoint.
         if isinstance(manifest, CheckpointError):
             say(f"ignored: {manifest}")
             continue
+        # Before the load: a changed setting gives a clearer message than tensors that do not match.
         _refuse_other_settings(run, changed_settings)
         stored = checkpoint.load(folder, policy, optimizer, critic)
+        # The identity is stored beside the fields of State, which does not have it.
         theirs = stored.pop("identity")
         before, now = theirs.pop("ranks", 1), identity.get("ranks", 1)
         # Threads decide how sums round, and so do ranks: with other ranks the threads need not be equal either.
@@ -56,6 +61,7 @@ def resume(
         if odd := [f"{k}: {theirs.get(k)} → {v}" for k, v in identity.items() if k not in free and theirs.get(k) != v]:
             raise ConfigError(f"{folder} belongs to another run ({'; '.join(odd)}); set trial_name to start a new one")
         state = State.from_json(stored)
+        # The steps after the checkpoint are trained again, so their metrics and samples would appear twice.
         run.cut_back(state.step)
         say(f"resumed from {folder} at step {state.step}")
         if before != now:

@@ -53,6 +53,7 @@ class Saver:
         groups = pack(pending.groups) if pending.groups else None
         folder = self._run.checkpoints
         checkpoint.save(folder, state.step, *self._trained, stored, self._config, self._critic, groups)
+        # After the new checkpoint is published: a failed save never reduces the number of valid checkpoints.
         checkpoint.prune(folder, state.step, self._keep, state.best_step)
         # Only here: samples that are deleted before a checkpoint could be missing after a resume.
         if self._keep_sample_steps is not None:

@@ -65,6 +65,7 @@ def evaluate(
     """Sample the first `num_problems` rows of held-out data `num_samples` times each (None: all rows)."""
     reached("eval.begin")
     count = len(data) if num_problems is None else min(num_problems, len(data))
+    # Submission numbers from FIRST on do not occur in training, so evaluation has its own random draws.
     prompts = [(FIRST + row, data.prompt(row)) for row in range(count)]
     groups = sample_groups(
         prompts,
@@ -96,6 +97,7 @@ class Evaluator:
     def evaluate(self) -> Evaluation:
         self._last_time = time.monotonic()
         result, groups = evaluate(self._data, **self._how)
+        # An accuracy over few scored samples would be misleading, so many failures raise an error.
         refuse_failures(groups, self._max_failure_fraction)
         return result
 
@@ -104,11 +106,13 @@ def is_correct(outcome: Outcome) -> bool | None:
     """Whether the first reward function gave 1 or more; None where the reward failed."""
     if not isinstance(outcome, Score):
         return None
+    # The first part is the task's correctness; a weighted sum with format or length rewards would not be.
     return next(iter(outcome.parts.values()), outcome.value) >= 1 - 1e-9
 
 
 def summarise(groups: Sequence[Group], k: int) -> Evaluation:
     """Shares with 95 % intervals over problems (samples of one problem are not independent)."""
+    # marks[i]: one boolean per scored sample of problem i; failed rewards are left out.
     marks = [[m for m in map(is_correct, group.outcomes) if m is not None] for group in groups]
     answered = [m for m in marks if m]
     avg, avg_ci = _mean([sum(m) / len(m) for m in answered])

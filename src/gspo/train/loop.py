@@ -46,6 +46,8 @@ class Loop:
         """Rewards become advantages, and sequences are assigned to mini-batches; nothing later changes either."""
         learner = self.parts.learner
         batch = batch_with_advantages(groups, num_minibatches=learner.plan.num_minibatches, **learner.assembly)
+        # Reference log-probs and values are computed once per batch, before the first update changes the models. The
+        # token advantages below use both.
         if learner.reference is not None:
             with clock("reference"):
                 batch = replace(batch, reference_logp=reference_logp(learner.reference, batch))
@@ -79,6 +81,8 @@ class Leader(Loop):
         while parts.state.step < parts.total_steps and parts.stop.signal is None:
             with timeline(parts.recorder.profile_file(parts.state.step + 1)):
                 clock = Clock()
+                # Every rank must take part in the collectives of assemble, update and publish, so it needs the batch
+                # first.
                 groups = self.sample(clock)
                 self.broadcast(groups)
                 batch = self.assemble(groups, clock)
@@ -125,10 +129,12 @@ class Leader(Loop):
         if is_last or parts.evaluator.is_due(step):
             with clock("eval"):
                 metrics |= self.evaluate()
+        # Before the checkpoint, so that the stored time includes this step.
         parts.state.seconds += clock.total()
         metrics |= recorder.time_metrics(batch, report, clock, parts.producer)
         metrics |= parts.count_episodes()
         recorder.write(metrics, batch)
+        # After the metrics are written: the row that explains the alarm is on disk.
         if fatal := recorder.alarm(metrics, parts.state.alarm_counts):
             self.save_unsaved_step()
             raise TrainingError(f"stopped by on_alarm: stop at step {step}: {fatal}")
@@ -146,6 +152,7 @@ class Leader(Loop):
 
     def save(self) -> None:
         """Publish a checkpoint of the finished step."""
+        # Groups that were sampled ahead are part of the checkpoint, so a resumed run trains on the same samples.
         pending = self.parts.producer.snapshot()
         self.parts.world.broadcast_command("save")  # the other ranks hold their shards of the weights
         self.parts.saver.save(self.parts.state, pending)
@@ -171,6 +178,7 @@ class Follower(Loop):
         for command in parts.world.commands():
             if command.what == "train":
                 clock = Clock()
+                # Every rank uses rank 0's state, so decisions such as the clip range are the same everywhere.
                 parts.state = State(**command.content["state"])
                 self.update(self.assemble(unpack_batch(command), clock), clock)
                 self.publish(clock)

@@ -45,10 +45,13 @@ def open_parts(given: Given, world: World, stop: StopRequest) -> Iterator[Parts]
 
 def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack, inner: ExitStack) -> LeaderParts:
     loaded, config = given.loaded, given.loaded.config
+    # The lock of the run directory comes first, so that a second trainer fails before it loads a model.
     run = RunDir(run_path(config))
     outer.callback(run.close)
+    # Reward workers start before the model is loaded and import their libraries in the meantime.
     rewards = make_rewards(config, given.reward, str(run.path / "rewards.log"))
     outer.callback(rewards.close)
+    # Models, then data: the tokenizer and the context length decide which prompts fit.
     learner = make_learner(loaded, world)
     policy, decode = learner.policy, decoder(learner.tokenizer)
     max_context = context_length(config, policy)
@@ -67,9 +70,11 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
         display.say(message)
         run.log(message)
 
+    # Resume before the sampler is made, because the sampler gets the resumed weights.
     identity = identity_of(learner, data, world)
     state = resume_run(config, run, learner, identity, say)
     display.start_at(state.step)
+    # The other ranks wait for this command: only rank 0 knows which checkpoint is valid.
     opened = {"step": state.step, "total_steps": total_steps, "in_process": samples_in_process()}
     world.broadcast_command("open", opened)
     sampler = make_sampler(config, policy, learner.tokenizer, state.step, run.path, say)
@@ -90,6 +95,7 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
     outer.callback(producer.close)
     recorder = make_recorder(loaded, run, learner, display, say, decode)
     inner.callback(recorder.close)
+    # Last: before this point there is nothing to save, and a signal ends the process as usual.
     stop.listen(say)
     return LeaderParts(
         path=run.path,
@@ -139,5 +145,6 @@ def _open_follower(given: Given, world: World, stop: StopRequest) -> Parts:
         say=display.say,
         stall_timeout=config.stall_timeout,
     )
+    # Rank 0 sends the weights to its sampler in `make_sampler`; gathering them needs every rank.
     parts.publish(opened["step"])
     return parts

@@ -46,6 +46,7 @@ class Recorder:
 
     def metrics(self, batch: Batch, report: StepReport, step: int) -> dict[str, Any]:
         """The metrics of `step`, without times."""
+        # The batch of `step` was trained with weights of version step − 1.
         return {"step": step, **step_metrics(batch, report, step - 1), **report.settings}
 
     def time_metrics(

@@ -32,6 +32,7 @@ def relaunch(loaded: Loaded) -> None:
     layout = layout_of(config, visible_gpus())
     if layout.is_one_process and not elsewhere:
         return
+    # An interactive session has no command line that a launcher could run again.
     if hasattr(sys, "ps1") or "ipykernel" in sys.modules:
         if not elsewhere and config.rollout.backend == config.actor.backend == "auto":
             return  # auto, at a prompt: what can be done here
@@ -42,8 +43,10 @@ def relaunch(loaded: Loaded) -> None:
     run = Path(config.cluster.fileroot) / config.experiment_name / config.trial_name
     file = run.absolute() / "launch" / "config.yaml"
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # The config object may have been changed in Python, so the launcher gets the resolved one as a file.
     file.write_text(dump(loaded), encoding="utf-8")
     again = [sys.executable, *sys.orig_argv[1:]]
+    # execv discards buffered output.
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-m", "gspo.launcher", "--config", str(file), "--", *again])

@@ -52,6 +52,7 @@ class Trainer:
     ) -> None:
         self.loaded = config if isinstance(config, Loaded) else load(config, overrides)
         self.config = self.loaded.config
+        # Everything that can fail because of the config or the arguments fails here, before any process starts.
         environment = make_environment(self.config, env)
         if environment is not None and workflow is not None:
             raise ConfigError("an environment (env=…, env.path) and a workflow are given; only one can make samples")
@@ -74,10 +75,13 @@ class Trainer:
 
     def train(self) -> Summary:
         """Run to the end, or to a signal; the same call resumes from the last checkpoint."""
+        # If the config needs several processes, this call replaces the current process by the launcher and does not
+        # return.
         relaunch(self.loaded)
         with join_ranks(self.config, self.stop) as world:
             with self.open(world) as loop, loop.parts.watchdog():
                 summary = loop.run()
+            # After rank 0 has closed its parts. The other ranks wait for this command and return the same summary.
             end = {"steps": summary.steps, "seconds": summary.seconds, "finished": summary.finished}
             world.broadcast_command("end", end)
         return summary

@@ -63,6 +63,7 @@ class Updater:
 
     def update(self, batch: Batch, state: State, clock: Clock) -> StepReport:
         """K optimizer updates of the policy, then those of the critic."""
+        # The plan and the rates depend on the state only, so every rank computes the same ones.
         learner, plan = self._learner, self._plan_of(state)
         rates = self._rates(state.update)
         with clock("train"):
@@ -77,12 +78,14 @@ class Updater:
                 keep_tokens_of=self._token_samples(batch),
                 before_update=self.check_sampler_noise(batch, plan, state),
             )
+        # Recorded now: `_adapt` changes the state for the next step.
         report.settings = {
             "optimizer/lr": rates[-1],
             "clip/eps_low": plan.settings.get("clip_low"),
             "clip/eps_high": plan.settings.get("clip_high"),
             "policy/proximal": state.proximal,
         }
+        # Skipped updates count too, so the learning-rate schedule does not depend on them.
         state.update += plan.num_minibatches
         self._skip_nonfinite("policy", report.applied, batch, report, state)
         if learner.critic is not None:
@@ -96,6 +99,7 @@ class Updater:
     ) -> Callable[[NDArray[np.float64]], None] | None:
         """A check of the first measured noise, if the sampler's log-probs are used as π_old; else None."""
         eps, centred = self._settings.narrowest_clip(plan.settings), state.proximal == "centred"
+        # Noise that was measured in an earlier step has passed this check already.
         if state.noise is not None or eps is None or state.proximal not in ("rollout", "centred"):
             return None
 
@@ -113,6 +117,7 @@ class Updater:
 
     def _update_critic(self, critic: Critic, batch: Batch, policy: StepReport, state: State) -> dict[str, Any]:
         """Train the value model on the returns that the advantages were computed from."""
+        # The critic may have another number of mini-batches, so state.update does not count its updates.
         rates = self._critic_rates(state.step * critic.num_minibatches)
         report = train_critic(critic, batch, rates)
         self._skip_nonfinite("critic", report.applied, batch, policy, state)
@@ -135,13 +140,17 @@ class Updater:
         first, measured = state.noise is None, noise and noise.floor(state.proximal == "centred")
         state.noise = state.noise if measured is None else measured
         if self._settings.auto_clip is not None:
+            # Shapes: log_s, advantages [n]. The first mini-batch is left out: the weights have not changed yet, so its
+            # ratios show noise only.
             later = batch.minibatch > 0
             log_s, advantages = report.log_s[later], batch.advantages[later]
             state.auto_eps = next_quantile(state.auto_eps, log_s, advantages, self._settings.auto_clip)
+        # With one mini-batch there is no mini-batch 2…K to choose a source for.
         if not self._settings.choose_proximal or plan.num_minibatches == 1:
             return
         eps = plan.settings.get("clip_low")
         source = choose_proximal_source(measured, eps, state.proximal)
+        # Log the first decision and every change.
         if measured is not None and (first or source != state.proximal):
             self._say(
                 f"π_old of mini-batches 2…{plan.num_minibatches} comes from the "
@@ -157,6 +166,7 @@ class Updater:
         if self._save_samples is None:
             return
         step, in_row = state.step + 1, state.nonfinite_in_row
+        # Saved even if sample files are off: the batch is needed to find the cause.
         if not all(applied):
             self._save_samples(batch, report, step)
         for k, was_applied in enumerate(applied):
@@ -175,6 +185,7 @@ class Updater:
 
     def _token_samples(self, batch: Batch) -> frozenset[int]:
         """Sequences whose values per token are recorded: evenly spread over those with a gradient."""
+        # [m] indices of sequences with a gradient; `count` of them at equal distances.
         trained = np.flatnonzero(batch.has_gradient)
         count = min(self._settings.num_token_samples, len(trained))
         return frozenset(trained[np.arange(count) * len(trained) // max(count, 1)].tolist())

@@ -67,10 +67,13 @@ class Move:
 
     def set(self, key: str, value: Any) -> None:
         """Give our key the value. The command line overrides the file; two values from the same source must agree."""
+        # Key by key, so that only keys that really differ are in conflict.
         if isinstance(value, dict):
             for name, child in value.items():
                 self.set(f"{key}.{name}", child)
             return
+        # Three cases: the new value has priority, the existing one has priority, or both have the same source and must
+        # agree.
         existing = self.existing(key)
         if existing is None or (self.node.from_command_line and not existing.from_command_line):
             place = self.node.place
@@ -135,6 +138,7 @@ def apply(move: Move) -> None:
 def repeat(move: Move, target: str) -> None:
     """Accept a key that has the same value as our key, or null."""
     own = tree.get(move.root, target)
+    # An unset tokenizer_path means the tokenizer of actor.path.
     if target == "tokenizer_path" and (own is None or own.value is None):
         own = tree.get(move.root, "actor.path")
     value = known_keys()[target].default if own is None else own.data()
@@ -159,6 +163,7 @@ def expand(pattern: str) -> list[str]:
     match = re.search(r"\{([^{}]*)\}", pattern)
     if match is None:
         return [pattern]
+    # Expand the first braces; the recursion expands the others.
     head, tail = pattern[: match.start()], pattern[match.end() :]
     return [key for part in match[1].split(",") for key in expand(head + part + tail)]
 

@@ -40,6 +40,7 @@ def _agrees(existing: Node | None, backend: Backend, names: tuple[str, ...]) -> 
 
 def weight_cap(move: Move) -> None:
     """behav(e)_imp_weight_cap and behave_imp_weight_mode together become actor.rejection_sampling."""
+    # The rule of the cap reads the mode, too, and removes it, so that the pair is translated once.
     mode_node = tree.pop(move.root, "actor.behave_imp_weight_mode") if move.rule.key.endswith("_cap") else move.node
     cap = move.node.value if move.rule.key.endswith("_cap") else None
     mode = "token_mask" if mode_node is None else mode_node.value
@@ -53,6 +54,7 @@ def weight_cap(move: Move) -> None:
     if cap is not None and (isinstance(cap, bool) or not isinstance(cap, (int, float)) or not cap > 1):
         move.refuse(f"must be a number above 1, got {describe(move.node)}; or write actor.rejection_sampling")
         return
+    # Nothing is limited; a correction that the user wrote in our own form stays.
     if mode == "disabled" or (cap is None and mode_node is None):
         if move.existing("actor.rejection_sampling") is None:
             move.set("actor.rejection_sampling", None)
@@ -102,6 +104,7 @@ def async_training(move: Move) -> None:
         value = 0 if staleness is None else staleness.data()
         move.drop(f"rollout.max_head_offpolicyness decides; it is {written(value)}")
         return
+    # Synchronous training means staleness 0. A value on the command line has priority over this switch in a file.
     if staleness is not None and not (staleness.from_command_line and not move.node.from_command_line):
         tree.pop(move.root, "rollout.max_head_offpolicyness")
     move.set("rollout.max_head_offpolicyness", 0)
@@ -128,6 +131,7 @@ def tensorboard(move: Move) -> None:
     if not isinstance(move.node.value, dict):
         tree.put(move.root, move.rule.key, move.node)  # our form: true or false
         return
+    # AReaL's form is a section with a path; a path that is not null turns the logger on.
     path = move.node.value.pop("path", None)
     for name, child in move.node.value.items():
         move.problems.append(
@@ -196,6 +200,7 @@ def values_of(values: Mapping[Any, Any], default_for_null: bool = False) -> Call
 
     def translate(move: Move) -> None:
         for old, new in values.items():
+            # Identity for booleans and null: 1 == True in Python.
             if move.node.value is old or (not isinstance(old, bool) and move.node.value == old and old is not None):
                 place = move.node.place
                 tree.put(move.root, move.rule.key, Node(new, place, text=written(new), settled=True))

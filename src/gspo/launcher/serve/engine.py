@@ -71,10 +71,12 @@ def serve_engine(
     """Start the engine (`start` None: it runs already), check it, and serve until SIGTERM or the engine's end."""
     child = None if start is None else start_engine(start)
     try:
+        # Check the engine before registering: the trainer sends requests as soon as a server is registered.
         await_ready(address, child, config.rollout.request_timeout)
         sampler, failures = make(), []
         report = sampler.check_server()
         engine = SamplerEngine(sampler, identity=identity, score=sampler.score, load=sampler.load_published)
+        # Well below the trainer's request timeout, so that the server is restarted before requests fail.
         stalled_s = max(config.rollout.request_timeout / 3, 5.0)
         register_and_serve(
             engine,
@@ -123,6 +125,7 @@ def max_running(config: Config) -> int:
 def start_engine(start: Start) -> subprocess.Popen[bytes]:
     """Start the engine as a child that is killed with this process and writes to the same log."""
     env = {**os.environ, **start.env}
+    # The engine does not need the run's secret.
     env.pop(TOKEN, None)
     print(f"starting {shlex.join(start.argv)}", flush=True)
     return subprocess.Popen(dying_with_parent(start.argv), env=env, stdin=subprocess.DEVNULL)
@@ -158,10 +161,12 @@ def watch(
         now, why = time.monotonic(), sampler.broken
         if child is not None and (code := child.poll()) is not None:
             why = f"{sampler.engine} {describe_exit(code)}"
+        # An idle engine makes no tokens; the time without progress counts only while requests run.
         elif not sampler.is_busy():
             progress_at = now
         elif now - measured_at > MEASURE_S:
             measured_at = now
+            # A failed measurement counts as no progress.
             with suppress(GspoError):
                 if (measured := sampler.progress()) != progress:
                     progress, progress_at = measured, time.monotonic()

@@ -50,10 +50,12 @@ def serve(
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if config.rollout.sampler_precision != "none":
         raise ConfigError("rollout.sampler_precision rounds the in-process sampler's weights only; set it to none")
+    # On CPU all servers share the cores of this machine.
     servers_here = 1 if torch.cuda.is_available() else max(layout_of(config, 0).num_samplers, 1)
     torch.set_num_threads(threads or config.threads or max(cores // servers_here, 1))
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
     model = whole_model(config, tokenizer, published_dtype(config), with_adapter=sends_adapter(config))
+    # Version −1: the weights of the policy arrive from the trainer.
     sampler = local_sampler(config, model, tokenizer, -1)
     identity = identity_of(
         model,
@@ -89,6 +91,7 @@ def register_and_serve(
     except OSError as cause:
         raise ConfigError(f"the sampler server cannot listen on {host}:{port} ({cause}); see --host") from cause
 
+    # Before registering, so that a signal after the registration always removes it.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     if watch is not None:
@@ -99,6 +102,7 @@ def register_and_serve(
     try:
         server.wait()
     finally:
+        # First, so that the trainer sends no request to a server that is closing.
         unregister(folder, index)
         server.close()
 

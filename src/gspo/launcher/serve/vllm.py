@@ -43,6 +43,7 @@ def serve(
     source = model_folder(config, folder / f"vllm_model_{index}")
     url = engines.url_of("vllm", config.vllm, index, layout.num_samplers)
     identity = identity_for(config, source)
+    # A private folder (0700) for the Unix socket: other users of the machine cannot send requests to vLLM.
     with tempfile.TemporaryDirectory(prefix="gspo-vllm-") as private:
         given = None if url is None else EngineAddress(url, key=os.environ.get("VLLM_API_KEY"))
         address = given or EngineAddress(socket=f"{private}/http")
@@ -64,10 +65,12 @@ def adapter_folders(config: Config, source: str, folder: Path) -> Callable[[str,
         return None
     model = without_weights(source)
     add_configured_adapter(config, model)
+    # Only names and shapes are needed, so the model is built without weights.
     expected = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
 
     def write(path: str, sha256: str) -> Path:
         tensors = fetch(path, sha256)
+        # Checked before vLLM sees the files, so that it keeps its adapter after an error.
         if {name: tensor.shape for name, tensor in tensors.items()} != expected:
             raise WeightSyncError(f"{path} does not hold this run's adapter; vLLM keeps its adapter")
         check_finite(tensors)

@@ -35,6 +35,7 @@ def outcome(arms: Sequence[Arm]) -> tuple[tuple[str, tuple[str, ...]], ...]:
         (f"length, last {ENDS} steps", lambda arm: spread(arm.figures["length_end"], "{:.1f}".format)),
         ("s/step, median", lambda arm: spread(arm.figures["seconds"], "{:.2f}".format)),
     ]
+    # Compute every cell, then drop the rows in which no arm has a value.
     table = [(name, tuple(text(arm) for arm in arms)) for name, text in rows]
     return tuple((name, cells) for name, cells in table if any(cell not in ("", "—") for cell in cells))
 

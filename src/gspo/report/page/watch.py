@@ -66,11 +66,13 @@ class Follower:
         with self._lock:
             self._follow_metrics()
             self._follow_samples()
+            # The page knows another state of the files (a resumed run, a restarted server): send everything again.
             if generation != self._generation or num_rows > len(self._rows) or mark > self._mark:
                 num_rows = mark = 0
             due = sorted((at, step) for step, (_, at) in self._seen.items() if at > mark)
             sent: list[int] = []
             size = 0
+            # Limit the size of one response; the page asks again while `more` is true. One step is always sent.
             for at, step in due:
                 size += sum(self._seen[step][0][2::3])
                 if sent and size > ANSWER:
@@ -78,6 +80,7 @@ class Follower:
                 sent.append(step)
                 mark = at
             more = len(sent) < len(due)
+            # Everything was sent: the page also knows of deletions up to the current mark.
             mark = mark if more else self._mark
             gone = [step for step, at in self._gone.items() if at <= mark and step not in self._seen]
             config, doctor = self._explain()
@@ -105,6 +108,8 @@ class Follower:
                 size = os.fstat(file.fileno()).st_size
                 if self._read:
                     file.seek(self._read - len(self._tail))
+                    # A resumed run cuts the file back and appends again. Its size alone does not show that, so the last
+                    # line is compared.
                     if size < self._read or file.read(len(self._tail)) != self._tail:
                         self._forget()
                         file.seek(0)
@@ -113,6 +118,7 @@ class Follower:
             if self._rows:
                 self._forget()
             return
+        # The last line may be incomplete; it is read at the next call.
         whole = text[: text.rfind(b"\n") + 1]
         for line in whole.splitlines(keepends=True):
             self._read, self._tail = self._read + len(line), line
@@ -123,6 +129,7 @@ class Follower:
 
     def _follow_samples(self) -> None:
         found = sample_steps(self.run)
+        # A long run has more samples than a page can hold, so a subset of its steps within BUDGET is shown.
         chosen = set(choose_steps({step: sum(signature[2::3]) for step, signature in found.items()}, BUDGET))
         for step in [step for step in self._seen if step not in chosen]:
             del self._seen[step]
@@ -203,6 +210,7 @@ class Watch(HttpServer):
 
     def authorize(self, request: Request) -> None:
         given = request.scope["path"].removeprefix("/").partition("/")[0]
+        # compare_digest takes the same time for every input, so the token cannot be found by timing.
         if not hmac.compare_digest(given.encode("utf-8", "replace"), self.token.encode()):
             raise self.refusal(403, "token", "the address lacks the token that gspo watch printed")
 
@@ -234,6 +242,7 @@ class Watch(HttpServer):
             return "text/html", "".join(page("gspo watch", {"kind": "runs", "path": str(self.path)}, connect="'self'"))
         if route == "runs" and not self.single:
             return "application/json", inert_json({"runs": self._list()})
+        # Only names that `runs` lists: a query cannot reach other paths.
         run = self.runs().get(query.get("run", "")) if route in ("page", "data") else None
         if run is None:
             return None

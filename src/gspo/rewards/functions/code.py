@@ -81,6 +81,7 @@ def grade(
     """Call the candidate on every test, also after a failed one; SandboxError if the sandbox fails."""
     passed, reason = [False] * len(tests), ""
     with Box(limits, allow_unsandboxed=allow_unsandboxed) as box:
+        # Load the code first; a failure here fails all tests.
         load = secrets.token_hex(8)
         reply = _ask(box, {"id": load, "code": source, "entry_point": entry_point})
         if "value" in reply or "failed" in reply:
@@ -93,6 +94,7 @@ def grade(
             if not passed[number]:
                 why = reply.get("failed") or f"returned {_short(reply.get('value'))}"
                 reason = reason or f"test {number + 1}: {why}"
+            # The program has ended or exceeded its time: the remaining tests stay failed.
             if "over" in reply:
                 break
     return Grade(tuple(passed), reason)
@@ -114,6 +116,7 @@ def extract(text: str) -> str:
         end = closing.start() if closing else len(text)
         if language in _PYTHON:
             blocks.append(text[opening.end() : end])
+        # Continue after the closing fence, so that it is not taken as the start of another block.
         position = closing.end() if closing else len(text)
     return blocks[-1] if blocks else text
 
@@ -124,12 +127,14 @@ def same(value: Any, expected: Any) -> bool:
     >>> same([1, 2.0], (1, 2)), same(True, 1), same(0.1 + 0.2, 0.3), same({"a": [1]}, {"a": [1]})
     (True, False, True, True)
     """
+    # Before the numbers: bool is a subclass of int.
     if isinstance(value, bool) or isinstance(expected, bool):
         return value is expected
     if isinstance(value, int | float) and isinstance(expected, int | float):
         if isinstance(value, int) and isinstance(expected, int):
             return value == expected
         try:
+            # isclose raises OverflowError for an integer that is too large for a float.
             return math.isclose(value, expected, rel_tol=1e-9, abs_tol=1e-12)
         except OverflowError:
             return False
@@ -177,6 +182,7 @@ def prepare(spec: Any, *, allow_unsandboxed: bool, timeout_s: float, key: str = 
                     f"{key}.allow_unsandboxed_code=true runs them without one, with your rights; use it only on a "
                     "machine whose data may be lost"
                 )
+            # 5.0 is the default of `code`.
             seconds = part.kwargs.get("timeout", 5.0)
             if seconds + _MARGIN_S > timeout_s:
                 raise ConfigError(

@@ -83,6 +83,7 @@ class Judge:
         body: Mapping[str, Any] | None = None,
         key: str = "reward",
     ) -> None:
+        # Check all arguments first, so that a wrong config fails before the first request.
         self._url = _address(url, key)
         self._pattern = _pattern(pattern, key)
         _check(key, timeout=timeout > 0, concurrency=concurrency >= 1, retries=retries >= 0, backoff=backoff >= 0)
@@ -93,6 +94,7 @@ class Judge:
         fields = {"model": model, "temperature": temperature, "max_tokens": max_tokens, **(body or {})}
         self._body = {name: value for name, value in fields.items() if value is not None}
         self._secret = _secret(api_key_env, key)
+        # The lock protects `_results`, `_known` and the cache file, which all request threads use.
         self._lock = threading.Lock()
         self._results: dict[str, concurrent.futures.Future[Result]] = {}
         self._cache = None if cache is None else Path(cache).expanduser()
@@ -128,11 +130,13 @@ class Judge:
         return json.dumps({**self._body, "messages": messages}, sort_keys=True).encode()
 
     def _submit(self, request: bytes) -> concurrent.futures.Future[Result]:
+        # The digest covers everything that decides the score: address, pattern, range and request.
         identity = "\n".join((self._url, self._pattern.pattern, repr(self._low), repr(self._high))).encode()
         digest = hashlib.sha256(identity + b"\n" + request).hexdigest()
         with self._lock:
             if digest in self._known:
                 return _done(self._known[digest])
+            # Equal questions that are under way share one request.
             if digest not in self._results:
                 self._results[digest] = self._threads.submit(self._judge, digest, request)
             return self._results[digest]
@@ -148,8 +152,10 @@ class Judge:
                 break
             # Each question waits another time, so that an overloaded server does not get all retries at once.
             spread = 0.5 + float(rng.uniform(int(digest[:15], 16), "judge-backoff", attempt))
+            # An event instead of sleep: `close` ends the wait at once.
             self._closing.wait(min(max(self._backoff * 2**attempt * spread, wait_s), _MAX_WAIT_S))
         with self._lock:
+            # Under one lock: another thread finds the result either in `_results` or in `_known`.
             self._results.pop(digest, None)
             if not isinstance(result, tuple):
                 self._known[digest] = result
@@ -169,6 +175,7 @@ class Judge:
         except concurrent.futures.CancelledError:
             return _CLOSED, None
         if not 200 <= reply.status < 300:
+            # Other 4xx errors (a wrong key, a wrong model name) do not change by repeating the request.
             can_retry = reply.status in _RETRIED or reply.status >= 500
             text = reply.content[:400].decode("utf-8", "replace")
             return self._failed(f"HTTP {reply.status} {text}"), _retry_after(reply.headers) if can_retry else None
@@ -179,6 +186,7 @@ class Judge:
             text = json.loads(raw)["choices"][0]["message"]["content"] or ""
         except (ValueError, LookupError, TypeError):
             return self._failed(f"no chat completion: {raw[:200].decode('utf-8', 'replace')}"), 0.0
+        # The last match: a judge that explains its decision writes the final score at the end.
         found = list(self._pattern.finditer(str(text)))
         if not found:
             return self._failed(f"no score by pattern {self._pattern.pattern!r} in {str(text)[-200:]!r}"), 0.0
@@ -242,6 +250,7 @@ def _address(url: str, key: str) -> str:
         raise ConfigError(
             f"{key}: judge.url must not hold a password; name the variable that holds the key in api_key_env"
         )
+    # Both forms are accepted: the base address and the full path.
     path = parts.path.rstrip("/")
     path = path if path.endswith("/chat/completions") else path + "/chat/completions"
     return urllib.parse.urlunsplit(parts._replace(path=path))
@@ -300,6 +309,7 @@ def _read_cache(file: Path | None, key: str) -> dict[str, Result]:
                 known[str(row["question"])] = float(row["score"])
             except (ValueError, LookupError, TypeError):
                 continue  # an incomplete line of a killed run; the question is sent again
+        # Test at the start that the file can be written.
         with file.open("a", encoding="utf-8"):
             pass
     except OSError as error:

@@ -40,6 +40,7 @@ class RewardModel:
         dtype: str | None = None,
         key: str = "reward",
     ) -> None:
+        # Imported here, so that importing this module does not load torch.
         import torch
 
         self._torch = torch
@@ -64,6 +65,7 @@ class RewardModel:
 
     def start(self, item: Any) -> Pending:
         """Queue a group; taking the first result scores all queued groups."""
+        # Groups are only queued here, so that texts of several groups share a forward pass.
         texts = [self._encode(item, completion) for completion in item.completions]
         self._queued += texts
         results: list[Result] = []
@@ -104,6 +106,8 @@ class RewardModel:
         return self._scores[text]
 
     def _score_queued(self) -> None:
+        # Each distinct text once, sorted by length: texts of one batch have similar lengths and little padding, and the
+        # batches do not depend on the order of submission.
         new = sorted({text for text in self._queued if text not in self._scores}, key=lambda text: (len(text), text))
         self._queued.clear()
         for text in (text for text in new if not 0 < len(text) <= self._max_length):
@@ -119,6 +123,7 @@ class RewardModel:
             batch = fit[first : first + self._batch_size]
             for text, score in zip(batch, self._forward(batch), strict=True):
                 self._remember(text, checked(self._name, score))
+        # Oldest first. At least the results of this call stay, because the callers read them next.
         while len(self._scores) > max(_CACHED, len(new)):
             self._scores.popitem(last=False)
 
@@ -168,11 +173,13 @@ def _load(path: str, dtype: Any, device: Any, key: str) -> tuple[Any, Any]:
     source = str(place) if place.is_dir() else path
     try:
         config = AutoConfig.from_pretrained(source)
+        # Before the weights are read, which can take minutes.
         _check_labels(config, path, key)
         model, found = AutoModelForSequenceClassification.from_pretrained(source, dtype=dtype, output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{key}: reward_model.path: {path} cannot be loaded: {str(error)[:400]}") from error
+    # transformers fills missing weights with random values and only warns.
     if found["missing_keys"]:
         without = ", ".join(sorted(found["missing_keys"])[:3])
         raise DataError(

@@ -55,8 +55,11 @@ class Box:
         self.limits = limits
         self._received = bytearray()
         self._init_fd = -1
+        # bubblewrap reports the pid of the first process through one pipe and reads the system-call filter from the
+        # other.
         info_read, info_write = os.pipe()
         filter_read, filter_write = os.pipe()
+        # The write end is closed before the start, so bubblewrap reads the filter up to the end of file.
         os.write(filter_write, filter_program() or b"")  # fits into the pipe's buffer
         os.close(filter_write)
         try:
@@ -70,9 +73,11 @@ class Box:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
+                # Fixed hash seed: the iteration order of sets of strings is the same in every run.
                 env={"PYTHONHASHSEED": "0"},
                 cwd="/",
                 pass_fds=[] if mode == "unsandboxed" else [info_write, filter_read],
+                # Without a sandbox, `close` kills the program by its process group.
                 start_new_session=True,
                 bufsize=0,
             )
@@ -80,12 +85,15 @@ class Box:
             os.close(info_read)
             raise SandboxError(f"the sandbox could not be started: {error}") from error
         finally:
+            # The child holds its own copies. With ours open, reading the report would not end if bubblewrap fails.
             os.close(info_write)
             os.close(filter_read)
         streams = (self._process.stdin, self._process.stdout, self._process.stderr)
         self._stdin, self._stdout, self._stderr = (stream.fileno() if stream else -1 for stream in streams)
+        # Non-blocking: a read or write after `select` must never wait beyond the deadline.
         for fd in (self._stdin, self._stdout, self._stderr):
             os.set_blocking(fd, False)
+        # The start has its own deadline, so a slow machine does not use up the program's time.
         self.deadline = time.monotonic() + START_S
         try:
             if mode != "unsandboxed":
@@ -99,6 +107,7 @@ class Box:
         finally:
             os.close(info_read)
         self.started = time.monotonic()
+        # From here on the deadline is the program's.
         self.deadline = self.started + limits.timeout_s
 
     def send(self, message: dict[str, Any]) -> bool:
@@ -118,6 +127,7 @@ class Box:
     def line(self) -> bytes | None:
         """The next line of output; None after the deadline, the end of the program, or too much output."""
         while (end := self._received.find(b"\n")) < 0:
+            # Without this limit a program that prints forever would fill the memory of this process.
             if len(self._received) > self.limits.output_bytes or not self._more():
                 return None
         line = bytes(self._received[: end + 1])
@@ -156,6 +166,7 @@ class Box:
             os.close(self._init_fd)
             self._init_fd = -1
         else:
+            # No pidfd: unsandboxed, or bubblewrap failed before its report.
             gone = True
             kill_group(self._process.pid)
         try:
@@ -196,6 +207,7 @@ def run(source: str, limits: Limits = DEFAULT_LIMITS, *, allow_unsandboxed: bool
     with Box(limits, allow_unsandboxed=allow_unsandboxed) as box:
         box.send({"code": source})
         output = box.rest()
+        # Before `close`, which would kill a program that still runs and change its exit code.
         reason = box.state()
         elapsed_s = time.monotonic() - box.started
     return Ended(output.decode(errors="replace"), reason, elapsed_s)
@@ -230,6 +242,7 @@ def _mode(allow_unsandboxed: bool) -> str:
             "reward.allow_unsandboxed_code=true runs it without one, with the rights of this user; use it only on a "
             "machine whose data may be lost"
         )
+    # As root the program gets a real, unprivileged user id; otherwise it gets a user namespace (see `boxed_command`).
     return "unsandboxed" if why else "root" if os.geteuid() == 0 else "user"
 
 
@@ -245,6 +258,7 @@ def _first_process(info_fd: int) -> int:
             return -1
         report += chunk
     try:
+        # A pidfd names this process even after its pid has been reused.
         return os.pidfd_open(json.loads(report)["child-pid"])
     except (ValueError, KeyError, OSError):
         return -1

@@ -18,15 +18,18 @@ MAX_DEPTH = 50
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
+    # Limits are set before `ready` and before any code of the candidate is read.
     _bind(settings)
     os.environ.clear()
     os.write(1, b'{"ready": true}\n')
     job = json.loads(_line(0))
+    # The candidate does not see the settings in sys.argv.
     del sys.argv[1:]
     if "entry_point" in job:
         _serve(job["code"], job["entry_point"], job["id"])
     else:
         module = _module("__main__")
+        # stderr goes to stdout: the output of a program is both together.
         os.dup2(1, 2)
         exec(compile(job["code"], "<candidate>", "exec"), module.__dict__)
 
@@ -36,11 +39,13 @@ def _bind(settings: dict[str, Any]) -> None:
     for name, value in settings["rlimits"].items():
         number = getattr(resource, f"RLIMIT_{name}", None)
         if number is not None:
+            # A container may set a lower hard limit, which cannot be raised.
             hard = resource.getrlimit(number)[1]
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
             resource.setrlimit(number, (value, value))
     os.nice(settings["nice"])
     os.umask(0o077)
+    # Close descriptors that were inherited from bubblewrap or the grader.
     os.closerange(3, 4096)
     if settings["uid"] is not None:
         # The last privileged step. The limit on processes does not apply to root, so take another user id.
@@ -51,6 +56,7 @@ def _bind(settings: dict[str, Any]) -> None:
 
 def _serve(code: str, entry_point: str, id: str) -> None:
     """Load the code, then answer calls, one line per request and reply. stdout is discarded, and stdin is empty."""
+    # Replies use a copy of stdout, so text that the candidate prints cannot mix with them.
     requests, replies, nowhere = os.dup(0), os.dup(1), os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nowhere, fd)
@@ -62,6 +68,7 @@ def _serve(code: str, entry_point: str, id: str) -> None:
         function = getattr(module, entry_point, None)
         if not callable(function):
             reply["failed"] = f"the code defines no function {entry_point}"
+    # SystemExit and KeyboardInterrupt too: code that exits while it is loaded is a failure of the candidate.
     except BaseException as error:
         reply["failed"] = _describe(error)
     _send(replies, reply)
@@ -83,6 +90,7 @@ def _send(fd: int, reply: dict[str, Any]) -> None:
 
 def _plain(value: Any, depth: int) -> Any:
     """The value as plain data. Exact types only: objects with their own `__eq__` are refused."""
+    # `type`, not isinstance: a subclass of int or str could override comparison and equal every expected value.
     kind = type(value)
     if kind in (bool, int, float, str) or value is None:
         return value

@@ -44,12 +44,14 @@ def boxed_command(limits: Limits, mode: str, info_fd: int, filter_fd: int) -> li
         "PYTHONHASHSEED",
         "0",
     ]
+    # New namespaces: no other processes, network, shared memory or host name are visible.
     command += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     if mode == "root":
         # No user namespace: the program gets a real user id, because the limit on processes is per user id.
         command += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         command += ["--unshare-user", "--disable-userns", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL"]
+    # The root is read-only; /tmp is a separate mount with a size limit and stays writable.
     command += ["--hostname", "sandbox", *_root(), "--perms", "1777", "--size", disk, "--tmpfs", "/tmp"]
     command += ["--remount-ro", "/", "--chdir", "/tmp"]
     command += ["--info-fd", str(info_fd), "--seccomp", str(filter_fd)]
@@ -64,6 +66,7 @@ def unboxed_command(limits: Limits) -> list[str]:
 
 def _arguments(limits: Limits, uid: int | None) -> list[str]:
     rlimits = {
+        # Above the wall-clock limit, which the grader enforces; this one also ends a program whose grader has died.
         "CPU": math.ceil(limits.timeout_s) + 1,
         "AS": limits.memory_mb << 20,
         "NPROC": limits.processes,
@@ -76,6 +79,7 @@ def _arguments(limits: Limits, uid: int | None) -> list[str]:
     if uid is None and os.geteuid() == 0:
         del rlimits["NPROC"]  # it would count all processes of root
     settings = json.dumps({"rlimits": rlimits, "nice": NICE, "uid": uid})
+    # No user or site packages, no current directory in sys.path, no .pyc files.
     return ["-s", "-S", "-P", "-B", "-c", _program(), settings]
 
 
@@ -94,14 +98,17 @@ def _root() -> list[str]:
     binds = [word for folder in folders for word in ("--dir", folder)]
     binds += ["--ro-bind", os.path.realpath(sys.executable), "/python/bin/python3"]
     binds += ["--ro-bind", str(stdlib), f"/python/lib/{version}"]
+    # An empty tmpfs hides installed packages and unneeded parts of the standard library.
     for pattern in _HIDDEN:
         for hidden in stdlib.glob(pattern):
             binds += ["--tmpfs", f"/python/lib/{version}/{hidden.name}"]
     shared = Path(str(sysconfig.get_config_var("LIBDIR"))) / str(sysconfig.get_config_var("INSTSONAME"))
+    # This interpreter may need libpython, which can be outside of the system's library folders.
     if sysconfig.get_config_var("Py_ENABLE_SHARED") and shared.is_file():
         binds += ["--ro-bind", str(shared), f"/python/lib/{shared.name}", "--setenv", "LD_LIBRARY_PATH", "/python/lib"]
     for folder in _LIBRARIES:
         path = Path(folder)
+        # On many systems /lib is a link to usr/lib; the sandbox needs the same link.
         if path.is_symlink():
             binds += ["--symlink", os.readlink(path), folder]
         elif path.is_dir():

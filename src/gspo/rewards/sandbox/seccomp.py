@@ -81,9 +81,12 @@ def filter_program(machine: str | None = None) -> bytes | None:
         return None
     architecture, column, clone, clone3 = known
     eperm, enosys = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
+    # One instruction: (code, instructions to skip if true, to skip if false, operand). The fields are those of the
+    # kernel's struct sock_filter.
     program = [
         (_LOAD, 0, 0, 4),  # seccomp_data.arch
         (_EQUAL, 1, 0, architecture),
+        # Call numbers differ between architectures, so a call of another architecture would bypass the table.
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, 0),  # seccomp_data.nr
         (_AT_LEAST, 0, 1, 0x40000000),  # x32 call numbers are not in the table
@@ -94,6 +97,7 @@ def filter_program(machine: str | None = None) -> bytes | None:
         (_LOAD, 0, 0, 16),  # seccomp_data.args[0], low half
         (_ANY_BIT, 0, 1, _NEW_NAMESPACES),
         (_RETURN, 0, 0, eperm),
+        # The accumulator no longer holds the call number, so the decision about clone ends here.
         (_RETURN, 0, 0, _ALLOW),
     ]
     for numbers in DENIED.values():

@@ -83,7 +83,11 @@ class Supervisor:
     def serve(self) -> None:
         for _ in range(self.settings["workers"]):
             self.spawn()
+        # The parent's pid changes when the trainer ends, even if another process still holds the trainer's end of the
+        # socket.
         while os.getppid() == self.settings["trainer"]:
+            # A deadline passes without an event, so the loop polls quickly while a worker may exceed one, and slowly
+            # otherwise.
             events = self.selector.select(POLL_S if any(w.job or not w.ready for w in self.workers.values()) else 0.5)
             for key, _ in events:
                 if key.fileobj is self.trainer:
@@ -93,18 +97,23 @@ class Supervisor:
                     os.read(self.wake_fd, 4096)
                 elif key.data in self.workers:
                     self.read_worker(self.workers[key.data])
+            # Results are read first, so a call that has just finished is not killed. Workers that were killed here are
+            # collected by `reap`, and `dispatch` uses the replacements.
             self.check_clocks()
             self.reap()
             self.dispatch()
             self.flush()
 
     def spawn(self) -> None:
+        # An anonymous mmap is shared with the child after fork: both processes see the clock page.
         mine, theirs = socket.socketpair()
         page = mmap(-1, 4096)
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
+                # The worker closes the descriptors that it inherited. User code must not reach the trainer's socket or
+                # the channels of other workers, and a copy of a channel would delay its end of file.
                 self.trainer.close()
                 self.selector.close()
                 mine.close()
@@ -115,6 +124,7 @@ class Supervisor:
             except BaseException:
                 traceback.print_exc()
             finally:
+                # os._exit skips atexit handlers and buffers that belong to the supervisor.
                 os._exit(code)
         theirs.close()
         mine.setblocking(False)
@@ -133,6 +143,7 @@ class Supervisor:
             pass
         except OSError:
             return False
+        # Take complete frames out of the buffer; an incomplete one stays until more bytes arrive.
         position = 0
         while position + LENGTH.size <= len(self.incoming):
             (size,) = LENGTH.unpack_from(self.incoming, position)
@@ -152,6 +163,7 @@ class Supervisor:
                 worker.incoming += chunk
         except OSError:
             pass
+        # The part after the last newline is an incomplete line; it stays in the buffer.
         *lines, worker.incoming = worker.incoming.split(b"\n")
         for line in lines:
             if worker.corrupt:
@@ -168,12 +180,14 @@ class Supervisor:
         elif "ready" in message:
             worker.ready, self.failed_starts = True, 0
             self.send({"ready": worker.pid})
+        # No job is open on this worker, so there is no result to store.
         elif (job := worker.job) is None:
             return
         elif "done" in message:
             worker.job = None
             self.finish(job)
         else:
+            # One call has finished. A replacement worker would continue with the next one.
             job.start = message["call"] + 1
             job.values += [(message["part"], sample, value) for sample, value in message["values"]]
             for sample, kind, text in message["failures"]:
@@ -195,12 +209,15 @@ class Supervisor:
             if worker is None:
                 os.waitpid(dead, 0)  # an orphan that reward code left behind and that has ended
                 continue
+            # The worker itself is dead; this kills the rest of its process group and its descendants.
             kill_worker(dead)
             status = os.waitstatus_to_exitcode(os.waitpid(dead, 0)[1])
+            # Results that the worker wrote before it died are still in the socket's buffer.
             self.read_worker(worker)
             self.selector.unregister(worker.channel)
             worker.channel.close()
             self.kill_orphans()
+            # Before the page is closed: the page shows which call was running.
             self.settle(worker, status)
             worker.page.close()
             if self.failed_starts < _MAX_RETRIES:
@@ -210,6 +227,7 @@ class Supervisor:
         """Decide what the death of a worker means for its job: a failure, a retry, or nothing."""
         deadline, call, sample, part = CLOCK.unpack_from(worker.page)
         job = worker.job
+        # A start that fails repeatedly has a permanent cause; the trainer is told when no worker is left.
         if not worker.ready:
             self.failed_starts += 1
             if self.failed_starts >= _MAX_RETRIES and not self.workers:
@@ -220,22 +238,29 @@ class Supervisor:
         if worker.corrupt:
             self.abandon(job, "reward code wrote into the channel between its worker and the supervisor")
             return
+        # A call was running if the deadline is set and the result of this call has not been received.
         running = deadline != 0.0 and call >= job.start
         if running and (worker.killed or -status not in _EXTERNAL):
             kind = "timeout" if worker.killed else "crash"
             text = f"its process {_describe(status)}"
             if worker.killed:
                 text = f"no result after {self.settings['timeout_s']:g} s"
+            # sample < 0: the call scored the whole group, so all of its samples fail.
             for index in range(job.num) if sample < 0 else (sample,):
                 job.failures.setdefault(index, (kind, f"{self.settings['parts'][part]['name']}: {text}"))
+            # The call that hung or crashed is not repeated: it would probably fail again.
             job.start = call + 1
         else:
+            # No call was running, or a signal from outside ended it: the reward code is not the cause, so the job is
+            # retried.
             job.retries += 1
         if job.retries > _MAX_RETRIES:
             self.abandon(job, f"its worker died {job.retries} times between calls; the last one {_describe(status)}")
+        # Every sample has failed already, so the remaining calls cannot change the result.
         elif len(job.failures) == job.num:
             self.finish(job)
         else:
+            # At the front: the job has waited longer than the others.
             self.queue.appendleft(job)
 
     def dispatch(self) -> None:
@@ -248,11 +273,13 @@ class Supervisor:
                 header = json.dumps({"start": job.start, "num": job.num, "failed": list(job.failures)}).encode()
                 frame = header + b"\n" + job.payload
                 try:
+                    # A large group does not fit into the socket's buffer, so this send blocks, with a timeout.
                     worker.channel.setblocking(True)
                     # An idle worker reads at once; reap and check_clocks handle one that has died or hangs.
                     worker.channel.settimeout(5.0)
                     worker.channel.sendall(LENGTH.pack(len(frame)) + frame)
                 except OSError:
+                    # A frame that was sent in part makes the channel unusable. `reap` settles the job.
                     kill_worker(worker.pid)
                 finally:
                     worker.channel.setblocking(False)
@@ -275,6 +302,8 @@ class Supervisor:
         if not self.outgoing and now - self.last_sent > HEARTBEAT_S:
             self.send({"alive": True})
         try:
+            # A trainer that is busy does not read. The rest stays in `outgoing`, and the supervisor keeps checking
+            # deadlines.
             while self.outgoing:
                 del self.outgoing[: self.trainer.send(self.outgoing[: 1 << 18])]
                 self.last_sent = now
@@ -299,6 +328,7 @@ class Supervisor:
                 _collect(orphan)
 
     def close(self) -> None:
+        # Kill all workers before waiting for any of them, so that the waits overlap.
         for worker in self.workers.values():
             kill_worker(worker.pid)
         for worker in self.workers.values():
@@ -313,13 +343,16 @@ def main(fd: str) -> None:
     # The trainer handles Ctrl-C and the scheduler's signals, and needs rewards until it has saved.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
+    # A signal writes one byte into this pipe, which wakes the selector.
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    # As a subreaper this process becomes the parent of orphans, so `kill_orphans` can find them.
     adopt_orphans()
     settings = json.loads(_exactly(trainer, LENGTH.unpack(_exactly(trainer, LENGTH.size))[0]))
     settings["supervisor"] = os.getpid()
     supervisor = Supervisor(trainer, settings, wake_read)
     try:
+        # Before the first fork: workers share the imported modules and start without importing them again.
         problem = _preload(settings["parts"])
         if problem:
             supervisor.send({"fatal": problem})
@@ -372,6 +405,7 @@ def _collect(pid: int, timeout_s: float = 1.0) -> None:
 
 def kill_worker(pid: int) -> None:
     """Kill a worker, its process group, and descendants that have left the group."""
+    # Descendants first: they can be found by their parent's pid only while the parent exists.
     for descendant in descendants(pid):
         kill(descendant)
     kill_group(pid)

@@ -37,6 +37,7 @@ def set_clock(page: mmap, deadline: float, call: int = -1, sample: int = -1, par
 
 def run(channel: socket.socket, page: mmap, parts: list[dict[str, Any]], settings: dict[str, Any]) -> None:
     """Main function of a worker process; returns when the supervisor closes the channel."""
+    # The start has a deadline too: `bind` imports user code, which may hang.
     set_clock(page, time.monotonic() + settings["startup_s"])
     _isolate(settings)
     try:
@@ -46,6 +47,7 @@ def run(channel: socket.socket, page: mmap, parts: list[dict[str, Any]], setting
         return
     _send(channel, {"ready": True})
     set_clock(page, 0.0)
+    # The garbage collector no longer scans what was imported until now, so collections during calls are short.
     gc.freeze()
     stream = channel.makefile("rb")
     while header := stream.read(LENGTH.size):
@@ -69,21 +71,27 @@ def _work(
     channel: socket.socket, page: mmap, calls: list[Call], job: dict[str, Any], item: Any, timeout_s: float
 ) -> None:
     """Make the calls of one group, from number `start` on: an earlier worker may have made the others, and died."""
+    # The plan depends only on the group and the parts, so call numbers mean the same in every worker of a job.
     failed = set(job["failed"])
     num = len(item[1])
     plan = [(p, -1) for p, call in enumerate(calls) if call.per_group]
     plan += [(p, s) for s in range(num) for p, call in enumerate(calls) if not call.per_group]
     for number, (part, sample) in enumerate(plan):
+        # A sample whose reward failed in one part has no total reward, so its other parts are not computed.
         if number < job["start"] or sample in failed or len(failed) == num:
             continue
         call = calls[part]
+        # An async call cancels itself at its timeout; the grace time lets it return before the supervisor kills the
+        # worker.
         grace_s = GRACE_S if call.is_async else 0.0
         set_clock(page, time.monotonic() + timeout_s + grace_s, number, sample, part)
         if sample < 0:
             results = list(enumerate(call_group(call, item, timeout_s)))
         else:
             results = [(sample, call_sample(call, item, sample))]
+        # The call has ended. Its deadline must not apply to the send, which may block.
         set_clock(page, 0.0)
+        # A result is a number, or a tuple (kind, message) after a failure.
         failures = [(s, *r) for s, r in results if isinstance(r, tuple)]
         failed.update(s for s, *_ in failures)
         values = [(s, r) for s, r in results if not isinstance(r, tuple)]
@@ -97,16 +105,20 @@ def _send(channel: socket.socket, message: dict[str, Any]) -> None:
 
 def _isolate(settings: dict[str, Any]) -> None:
     """A session and process group of its own, no terminal signals, limited memory, first choice of the OOM killer."""
+    # A new session has its own process group, which the supervisor can kill as a whole.
     os.setsid()
     die_with_parent(settings["supervisor"])
+    # The supervisor's signal handlers and wakeup pipe were inherited by fork; the worker must not write into that pipe.
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     # A handler, not SIG_IGN: programs that a reward starts would inherit SIG_IGN.
     signal.signal(signal.SIGINT, lambda *_: None)
+    # RLIMIT_DATA limits private memory only; libraries that map large files stay usable.
     if settings["memory_mb"]:
         limit = settings["memory_mb"] * 2**20
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    # No core dumps: a crash of reward code would write one file per call.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         with open("/proc/self/oom_score_adj", "w") as file:

@@ -25,6 +25,7 @@ def device_and_dtype(config: Config) -> tuple[torch.device, torch.dtype]:
 
 def set_threads(config: Config, ranks_here: int = 1) -> int:
     """Set the number of threads. It is part of a run's identity, because sums over threads round differently."""
+    # The affinity mask, because a container or scheduler may allow fewer cores than the machine has.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(config.threads or max((cores or 1) // ranks_here, 1))
     return torch.get_num_threads()

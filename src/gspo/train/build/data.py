@@ -73,6 +73,7 @@ def make_evaluator(
 def held_out(config: Config) -> DatasetSpec:
     """The data set of held-out problems: valid_dataset, or the whole test split of the training data."""
     train = config.train_dataset
+    # `size` limits the training rows; evaluation uses the whole test split.
     whole = {"split": "test", "size": None}
     sources = [source.model_copy(update=whole) for source in train.mixture]
     return config.valid_dataset or train.model_copy(update={**whole, "mixture": sources})
@@ -82,6 +83,7 @@ def _one(given: Any, spec: DatasetSpec, split: str, tokenizer: Any, seed: int, k
     if isinstance(given, DATA_TYPES):
         return given
     if given is not None:
+        # Rows of the caller, for example a list of dicts.
         return make_dataset(given, tokenizer=tokenizer, source="the caller's rows", split=split, key=key)
     return load_data(spec, split, tokenizer, seed, key)
 
@@ -90,8 +92,10 @@ def _divide(data: Data) -> tuple[Data, Data]:
     if not isinstance(data, Dataset):
         raise ConfigError("a mixture given as dataset= has no held-out part of its own; give valid=… too")
     sides: tuple[list[Any], list[Any]] = [], []
+    # A hash of the prompt's text decides, so equal prompts are on the same side and the order of rows does not matter.
     for index, row in enumerate(data.rows):
         sides[in_held_out(data.prompt(index).text, 0.05)].append(row)
+    # Too few rows: one side is empty, so both use all rows.
     if not all(sides):
         return data, data
     train, valid = (replace(data, rows=rows, _prompts={}) for rows in sides)

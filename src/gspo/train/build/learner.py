@@ -29,6 +29,7 @@ from gspo.train.build.policy import make_policy
 def make_learner(loaded: Loaded, world: World) -> Learner:
     """The models of this rank, loaded and sharded, and how batches train them."""
     config = loaded.config
+    # Before a model is loaded, because the probe of the policy computes already.
     threads = set_threads(config, world.local_size)
     plan, credit = make_plan(loaded), make_credit(loaded)
     policy, tokenizer = make_policy(config, plan.settings["level"] != "token", world)
@@ -55,6 +56,7 @@ def make_reference(config: Config, policy: PolicyModule, tokenizer: Any) -> Refe
         return None
     how = temperature(config), actor.mb_spec.max_tokens_per_mb, actor.mb_spec.n_mbs or 1
     own = ref.path in (None, actor.path)
+    # The frozen weights under the adapter are the reference.
     if actor.use_lora and own and ref.dtype in ("auto", actor.dtype):
         return Reference(policy, *how, context=partial(adapter_off, policy.model))
     other = _other_model(config, ref.path, ref.dtype, tokenizer, "ref.path").requires_grad_(False)
@@ -68,6 +70,7 @@ def make_critic(config: Config, tokenizer: Any, world: World = ALONE) -> Critic 
     how, actor = config.critic, config.actor
     if how is None or ALGORITHMS[str(config.algorithm)].advantage != "gae":
         return None
+    # A second model from critic.path; ValueModule replaces its language-model head by a scalar one.
     trunk = _other_model(config, how.path, how.dtype, tokenizer, "critic.path")
     module = ValueModule(trunk)
     if world.size > 1:

@@ -38,8 +38,10 @@ def make_policy(config: Config, sequence_level: bool, world: World = ALONE) -> t
         gradient_checkpointing=actor.gradient_checkpointing,
     )
     if world.size > 1:
+        # Hash the frozen weights while every tensor is whole; `checkpoint.save` uses the stored digest.
         checkpoint.base(policy)
         shard(policy, policy, world, **sharding(config))
+    # After sharding, so that the check covers the model in the form in which it trains.
     policy.probe()
     policy.share_prefix = policy.share_prefix and actor.share_prefix
     if actor.routing_replay != "none":
@@ -64,6 +66,7 @@ def load_policy(config: Config, run: Path | None, step: int) -> tuple[PolicyModu
     )
     add_configured_adapter(config, model)
     policy = PolicyModule(model)
+    # No optimizer: the weights are loaded to evaluate or export, not to train.
     if folder is not None:
         checkpoint.load(folder, policy, None)
     return policy, tokenizer

@@ -19,6 +19,7 @@ from gspo.train.build.data import held_out
 def make_rewards(config: Config, given: Any, log_path: str | None) -> Rewards:
     """The reward functions of the caller, of the config, or of the task; for a mixture, one set per source."""
     reward = config.reward
+    # Priority: the caller's functions, then reward.functions, then the default of each data set.
     common: RewardSpec | None = None
     if given is not None:
         common = reward_spec(given)
@@ -26,9 +27,11 @@ def make_rewards(config: Config, given: Any, log_path: str | None) -> Rewards:
         common = reward_spec(reward.functions, weights=reward.weights, key="reward.functions")
     train, settings = config.train_dataset, {"workers": reward.workers, "timeout_s": reward.timeout}
     ready = partial(prepare, allow_unsandboxed=reward.allow_unsandboxed_code, timeout_s=reward.timeout)
+    # One data set for training and one for evaluation need one pool of workers.
     if not (train.mixture or held_out(config).mixture):
         spec = common or reward_spec(default_reward(train.path))
         return RewardPool(ready(spec), log_path=log_path, key="reward", **settings)
+    # Rewards are selected by the source's name, so a name must mean one reward in both mixtures.
     specs, others = _rewards_by_source(train, "train_dataset"), _rewards_by_source(held_out(config), "valid_dataset")
     if common is None and (twice := [name for name in specs if others.get(name, specs[name]) != specs[name]]):
         raise ConfigError(

@@ -43,6 +43,7 @@ def make_producer(
     rollout, num_samples = config.rollout, config.gconfig.n_samples
     # A sampler in the trainer's process cannot run in the background.
     background = rollout.max_head_offpolicyness > 0 and not isinstance(sampler, LocalSampler)
+    # The config counts samples; the buffer counts groups of `num_samples`.
     concurrent = rollout.max_concurrent_rollouts if background else None
     buffer = Buffer(
         config.train_dataset.batch_size,
@@ -82,6 +83,7 @@ def make_single_turn(config: Config) -> Workflow:
 
 def make_filter(config: Config, given: Filter | None) -> RejectReason | None:
     """Why a group is rejected: by the filter of the caller or the config, or for equal rewards (if refilled)."""
+    # The user's filter runs first; the first reason that a check returns is reported.
     checks: list[RejectReason] = []
     if given is not None:
         checks.append(partial(reject_by_filter, given, "dynamic_filter_fn"))

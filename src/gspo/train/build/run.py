@@ -40,6 +40,7 @@ def run_path(config: Config) -> Path:
 
 def length_of(config: Config, num_rows: int) -> tuple[int, int]:
     """Steps of the run, and steps of one epoch."""
+    # At least 1: a data set smaller than one batch still has epochs.
     steps_per_epoch = max(num_rows // config.train_dataset.batch_size, 1)
     return config.total_train_steps or config.total_train_epochs * steps_per_epoch, steps_per_epoch
 
@@ -73,6 +74,7 @@ def make_recorder(
 ) -> Recorder:
     """Also writes config.yaml, origins.json and environment.json; loggers read config.yaml."""
     config = loaded.config
+    # Before make_loggers, which reads config.yaml.
     with write_run_file(run.path / "config.yaml") as tmp:
         tmp.write_text(dump(loaded), encoding="utf-8")
     with write_run_file(run.path / "origins.json") as tmp:
@@ -153,6 +155,7 @@ def changed_keys(before: Config, after: Config) -> list[str]:
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, value in tree.items():
+        # An empty mapping stays a value, so that a change from {} to a filled section is reported.
         if isinstance(value, Mapping) and value:
             out |= _flat(value, f"{prefix}{name}.")
         else:

@@ -40,6 +40,8 @@ def make_sampler(
     say: Callable[[str], None] = print,
 ) -> Sampler:
     """The sampler servers that the launcher started for this run, else the in-process one on the policy's weights."""
+    # Sampling in this process. One rank samples from the policy's own tensors; with several ranks the policy is
+    # sharded, so the sampler needs a whole copy of the model.
     if run is None or not Launched.read().num_samplers:
         if policy.world.size == 1:
             return local_sampler(config, policy.model, tokenizer, version)
@@ -47,6 +49,7 @@ def make_sampler(
         local = local_sampler(config, model, tokenizer, version)
         local.load_weights(version, weights_for(config, local, policy))
         return local
+    # Sampler servers load the weights of `version` before the first request.
     sampler = connect(
         policy,
         tokenizer,
@@ -116,6 +119,7 @@ def weights_for(
     their names on disk, with an adapter merged into them.
     """
     in_process = sampler.in_process if isinstance(sampler, NullProducer) else isinstance(sampler, LocalSampler)
+    # See make_sampler: an in-process sampler of several ranks has a copy of the model.
     if in_process and policy.world.size == 1:
         return None
     if in_process or sends_adapter(config):

@@ -57,12 +57,14 @@ class Batch:
     @cached_property
     def is_first(self) -> NDArray[np.bool_]:
         """True at the first sequence of each trajectory: counts and means over trajectories use these."""
+        # Sequences of a trajectory are neighbours. Numbers start at 0, so −1 makes the first one differ.
         return np.diff(self.trajectory_of, prepend=-1) != 0
 
     @cached_property
     def token_share(self) -> Floats:
         """|y_ij| / |y_i|: each sequence's share of its trajectory's trained tokens; 1 if it is the only sequence."""
         total = np.bincount(self.trajectory_of, self.trained_tokens, minlength=1)
+        # Exactly 1 for an only sequence, even without trained tokens: `_units` in step.py then needs no weights.
         alone = np.bincount(self.trajectory_of, minlength=1) == 1
         each = self.trained_tokens / np.maximum(total[self.trajectory_of], 1)
         return np.where(alone[self.trajectory_of], 1.0, each)
@@ -93,6 +95,7 @@ class Batch:
     def items(self, which: NDArray[np.bool_]) -> list[PackItem]:
         """The chosen sequences as pack items: each prompt with its completions, an episode's sequences as a tree."""
         together: dict[tuple[int, Any], list[int]] = {}
+        # Number of the first sequence in the trajectory of each sequence.
         first = np.maximum.accumulate(np.where(self.is_first, np.arange(self.num_sequences), 0))  # [n]
         for i in np.flatnonzero(which).tolist():
             first_prompt, own = self.prompt(int(first[i])), self.prompt(i)
@@ -110,6 +113,7 @@ class Batch:
         low, high = (prompts[0], prompts[0]) if len(set(map(id, prompts))) == 1 else (min(prompts), max(prompts))
         pairs = takewhile(lambda pair: pair[0] == pair[1], zip(low, high, strict=False))
         root = low if low is high else tuple(token for token, _ in pairs)
+        # Nothing in common: each sequence is an item of its own.
         if not root and len(numbers) > 1:
             return [item for i in numbers for item in self._items([i])]
         completions = [self._completion(i, len(root)) for i in numbers]
@@ -118,9 +122,11 @@ class Batch:
     def _completion(self, i: int, begin: int) -> Completion:
         """Sequence i after the first `begin` tokens of its prompt."""
         sample, between = self.samples[i], np.asarray(self.prompt(i)[begin:], dtype=np.int32)
+        # Share 1: no other sequence of the trajectory has trained tokens, so there is no tree.
         family = int(self.trajectory_of[i]) if self.token_share[i] != 1 else None
         if not len(between):
             return Completion(sample.tokens, sample.mask, i, family)
+        # The rest of the prompt is input and never a target.
         mask = np.concatenate([np.zeros(len(between), dtype=np.bool_), sample.mask])
         return Completion(np.concatenate([between, sample.tokens]), mask, i, family)
 

@@ -52,7 +52,7 @@ def shape(scores: Floats, lengths: NDArray[np.int64], how: Shaping) -> Floats:
     """
     out = scores.copy()
     if how.overlong_tokens:
-        over = np.clip((lengths - (how.max_new_tokens - how.overlong_tokens)) / how.overlong_tokens, 0.0, 1.0)
+        over = np.clip((lengths - (how.max_new_tokens - how.overlong_tokens)) / how.overlong_tokens, 0.0, 1.0)  # [m]
         out = out - how.overlong_factor * over
     return np.clip((out + how.bias) * how.scaling, -how.clip, how.clip)
 
@@ -73,6 +73,7 @@ def is_flat(group: Group, shaping: Shaping) -> bool:
     scored = [(o.value, s) for o, s in zip(group.outcomes, group.samples, strict=True) if isinstance(o, Score)]
     scores = np.array([value for value, _ in scored], dtype=np.float64)
     values = shape(scores, longest_turns([sample for _, sample in scored]), shaping)
+    # Centring gives exactly 0 for equal rewards, with the same tolerance as in training.
     return not normalised(values, np.zeros(len(values), dtype=np.int64), "group_mean").any()
 
 
@@ -105,6 +106,7 @@ def batch_with_advantages(
     trajectories = [sample for group in groups for sample in group.samples]
     # The arrays below are per trajectory, [m]; `[of]` at the end repeats them per sequence, [n].
     group_of = np.repeat(np.arange(len(groups)), [len(g.samples) for g in groups]).astype(np.int64)
+    # Rewards. NaN marks a reward that failed; the trajectory is then in no count and has advantage 0.
     outcomes = [outcome for group in groups for outcome in group.outcomes]
     rewards = np.array([o.value if isinstance(o, Score) else np.nan for o in outcomes], dtype=np.float64)
     scored = ~np.isnan(rewards)
@@ -116,6 +118,7 @@ def batch_with_advantages(
         advantages[scored] = normalised(advantages[scored], group_of[scored], adv_norm)
     truncated = np.array([truncated_is_zero and s.ending == "length" for s in trajectories], dtype=bool)
     advantages[truncated] = 0.0  # last: a normalisation after it would make them non-zero again
+    # Denominator, and the step from trajectories [m] to sequences [n]: an episode can have several.
     in_denominator = scored & ~_flat_groups(rewards, shaped, advantages, group_of, norm, zero_variance)
     of = np.repeat(np.arange(len(trajectories)), [1 + len(s.rest) for s in trajectories]).astype(np.int64)  # [n]
     batch = Batch(
@@ -130,6 +133,8 @@ def batch_with_advantages(
         minibatch=minibatches(group_of, len(groups), num_minibatches)[of],
         at_clip=(scored & (np.abs(shaped) >= shaping.clip))[of],
     )
+    # One advantage per trajectory is enough unless turns have rewards or a discount. With `gae`, the credit is assigned
+    # in `with_token_advantages`.
     if norm == "gae" or not (turn_discount < 1 or any(s.turn_rewards for s in trajectories)):
         return batch
     return by_turns(batch, norm, adv_norm, turn_discount, shaping.scaling, truncated)
@@ -168,8 +173,10 @@ def by_turns(
     A sequence ratio takes the mean over its unit: with actor.sequence_unit turn that is the turn's own advantage.
     """
     trajectories = [sample for group in batch.groups for sample in group.samples]
+    # `advantage.by_turn` receives scored trajectories only, so their numbers are mapped to positions among these.
     scored = batch.scored[batch.is_first]  # [m]
     place = np.cumsum(scored) - 1  # [m] position among the scored trajectories
+    # By trajectory: the numbers of the turns that have trained tokens, ascending.
     turns = [np.unique(np.concatenate([s.turns[s.mask] for s in sample.sequences])) for sample in trajectories]
     # (trajectory, position of the turn in it, turn number) of every trained turn, [K] entries
     entries = [(i, k, int(turn)) for i in np.flatnonzero(scored) for k, turn in enumerate(turns[i].tolist())]
@@ -177,6 +184,7 @@ def by_turns(
     earned = [scaling * trajectories[i].turn_rewards.get(turn, 0.0) for i, _, turn in entries]  # [K]
     total = np.zeros(len(trajectories))  # [m] sum of turn rewards
     np.add.at(total, [i for i, _, _ in entries], earned)
+    # Turn rewards are part of the trajectory's reward; what remains after subtracting them is the reward at its end.
     settings = advantage.PRESETS[norm] if isinstance(norm, str) else norm
     values = advantage.by_turn(
         torch.from_numpy((batch.shaped[batch.is_first] - total)[scored]),
@@ -187,6 +195,7 @@ def by_turns(
         discount=discount,
         **settings,
     ).numpy()  # [K]
+    # Back to tokens: by (trajectory, turn number), then by sequence, each [|y_i|].
     of_turn = {
         (int(i), turn): 0.0 if truncated[i] else float(v) for (i, _, turn), v in zip(entries, values, strict=True)
     }
@@ -197,6 +206,7 @@ def by_turns(
         for s in (batch.samples[n],)
     }
     if adv_norm is not None and numbers:
+        # All trained tokens end to end, [N], normalised together. Truncated ones are set to 0 again afterwards.
         lengths = batch.trained_tokens[numbers]
         flat = normalised(
             np.concatenate([by_token[n] for n in numbers]), np.repeat(batch.group_of[numbers], lengths), adv_norm
@@ -231,13 +241,17 @@ def with_token_advantages(batch: Batch, how: Credit) -> Batch:
     rewards = np.zeros(int(cuts[-1]))  # [N]
     if how.kl_coef:
         assert batch.reference_logp is not None
+        # [N] each
         behavior = _joined([batch.samples[i].behavior_logp[batch.samples[i].mask] for i in numbers])
         reference = _joined([batch.reference_logp[i] for i in numbers])
         rewards -= how.kl_coef * kl(behavior, reference, how.kl_estimator).numpy()
+    # [n] Σ_t β k_it, for the metrics: taken before R_i is added to the token rewards.
     penalty = np.zeros(batch.num_sequences)
     penalty[numbers] = [-rewards[cuts[b] : cuts[b + 1]].sum() for b in range(len(numbers))]
+    # A trainable sequence has at least one trained token, so no two sequences have the same last index.
     if batch.token_advantages is None:
         rewards[cuts[1:] - 1] += batch.advantages[numbers]  # R_i, at the last token
+    # GAE over all sequences in one packed call. Without a critic it reduces to discounted sums of the rewards.
     value = torch.from_numpy(np.zeros_like(rewards)) if values is None else _joined([values[i] for i in numbers])
     layout = token_layout(torch.from_numpy(rewards), None, torch.from_numpy(cuts))
     gae_lambda = how.gae_lambda if values is not None else 1.0
@@ -248,6 +262,7 @@ def with_token_advantages(batch: Batch, how: Credit) -> Batch:
         advantages = advantages + _joined([batch.token_advantages[i] for i in numbers]).numpy()
     if how.adv_norm is not None and len(advantages):
         advantages = normalised(advantages, np.repeat(batch.group_of[numbers], lengths), how.adv_norm)
+    # Back to one array per sequence.
     by_token = {i: advantages[cuts[b] : cuts[b + 1]] for b, i in enumerate(numbers)}
     if how.truncated_is_zero:
         by_token |= {i: np.zeros_like(by_token[i]) for i in numbers if batch.samples[i].finish == "length"}
@@ -262,6 +277,7 @@ def with_token_advantages(batch: Batch, how: Credit) -> Batch:
 
 def _joined(parts: Sequence[NDArray[Any]]) -> torch.Tensor:
     """Arrays end to end as one float64 tensor; empty if there are none."""
+    # The empty array sets float64, and allows an empty list of parts.
     return torch.from_numpy(np.concatenate([np.zeros(0), *parts]))
 
 

@@ -62,15 +62,17 @@ def train_critic(critic: Critic, batch: Batch, learning_rates: Sequence[float]) 
     assert batch.values is not None
     assert batch.returns is not None
     report, world = CriticReport(), critic.module.policy.world
+    # The critic has its own number of mini-batches, so the policy's assignment cannot be used.
     by_trajectory = minibatches(batch.group_of[batch.is_first], len(batch.groups), critic.num_minibatches)
-    member_of = by_trajectory[batch.trajectory_of]
+    member_of = by_trajectory[batch.trajectory_of]  # [n]
     for k in range(critic.num_minibatches):
-        members = batch.trainable & (member_of == k)
+        members = batch.trainable & (member_of == k)  # [n]
         # One number for the whole update, so that the split into micro-batches does not change the gradient.
         denominator = max(int(batch.trained_tokens[members].sum()), 1)
         loss = 0.0
         for packed in _parts(critic, batch, members):
             loss += _backward(critic, packed, batch.values, batch.returns, denominator, report)
+        # All ranks must make the same decision whether to update.
         loss = world.all_reduce_sum(loss)
         norm, applied = apply_update(
             critic.optimizer, lr=learning_rates[k], max_norm=critic.max_norm, is_finite=math.isfinite(loss)
@@ -89,6 +91,7 @@ def critic_metrics(batch: Batch, report: CriticReport, learning_rate: float) -> 
     assert batch.values is not None
     assert batch.returns is not None
     values, returns = (np.concatenate([np.zeros(0), *x.values()]) for x in (batch.values, batch.returns))
+    # Equal returns have no variance to explain; the metric is then None.
     spread = float(returns.var()) if len(returns) else 0.0
     return {
         "critic/loss": float(np.mean(report.losses)),
@@ -112,9 +115,10 @@ def _backward(
     """Add the gradient of one micro-batch; returns its loss."""
     values = critic.module(packed)  # [M]
     if packed.is_filler:
+        # Gradient 0, but a backward pass: FSDP's collectives in it need every rank.
         (values.sum() * 0.0).backward()
         return 0.0
-    index = packed.index.cpu().numpy()
+    index = packed.index.cpu().numpy()  # [B] sequence numbers
     # [M] each
     start, target = (gather(x, index).to(values.device, values.dtype) for x in (start_values, returns))
     per_token, clipped = value_loss(values, start, target, critic.eps_clip)

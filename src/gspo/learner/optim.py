@@ -42,6 +42,7 @@ class HalfAdamW(torch.optim.AdamW):
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         for group in self.param_groups:
             weights = [p for p in group["params"] if p.grad is not None]
+            # First step: moments and the exact copy. All are in the optimizer's state, so a checkpoint contains them.
             for p in weights:
                 if not self.state[p]:
                     copy = p.detach().to(torch.float32, copy=True)
@@ -58,7 +59,7 @@ class HalfAdamW(torch.optim.AdamW):
                 [p.grad.to(torch.float32) for p in weights],
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
-                [],
+                [],  # max_exp_avg_sqs, for amsgrad only
                 [state["step"] for state in states],
                 fused=True,
                 amsgrad=False,
@@ -70,6 +71,7 @@ class HalfAdamW(torch.optim.AdamW):
                 maximize=False,
             )
             for p, copy in zip(weights, copies, strict=True):
+                # Rounds into the 16-bit weight; the copy keeps the part that is rounded away.
                 p.copy_(copy)
 
 
@@ -83,6 +85,7 @@ def learning_rate(
     """
     warmup = round(total * warmup_proportion)
     if update < warmup:
+        # update + 1: the first update must not have the learning rate 0.
         return peak * (update + 1) / warmup
     progress = (update - warmup) / max(total - warmup, 1)
     if schedule == "linear":
@@ -107,6 +110,7 @@ def apply_update(
     for p in parameters:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
+    # Of sharded weights the norm is a DTensor; `full` reduces it, so all ranks make the same decision.
     norm = full(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
     applied = is_finite and bool(norm.isfinite())
     if applied:

@@ -44,6 +44,7 @@ def choose_proximal_source(noise: float | None, eps: float | None, current: Prox
     """For `prox_logp_method: auto`: `sampler` if the measured noise is far below the clip range ε, else `recompute`."""
     if noise is None:
         return current
+    # An objective without a clip range is compared with PPO's usual ε, 0.2.
     return "sampler" if noise * NOISE_MARGIN < (0.2 if eps is None else eps) else "recompute"
 
 
@@ -56,13 +57,14 @@ def recomputed(policy: PolicyModule, packs: Sequence[Packed], temperature: float
     stored: dict[int, NDArray[np.float32]] = {}
     for packed in packs:
         with routing.at_start(packed):
-            logp = policy(packed, temperature=temperature, with_entropy=False).logp
+            logp = policy(packed, temperature=temperature, with_entropy=False).logp  # [M]
         stored |= by_sequence(packed, logp)
     return stored
 
 
 def centred(behavior: LogProbs, noise_log_s: Floats, trained_tokens: NDArray[np.int64]) -> LogProbs:
     """log μ − shift. The shift is the mean of log μ − log π_old over mini-batch 1's tokens; 0 if it trained none."""
+    # Mini-batch 1 measures the noise; the shift is then used for the log-probs of mini-batches 2…K.
     measured = noise_of(noise_log_s, trained_tokens)
     shift = np.float32(0.0 if measured is None else measured.shift)
     return {i: logp - shift for i, logp in behavior.items()}
@@ -74,6 +76,7 @@ def loglinear_weight(samples: Sequence[Sample], version: int, progress: float) -
     π_old has version v, a token's μ has version b, and π_θ after k of K updates counts as version v + k/K
     (`progress` is k/K):  α = (v − b) / (v + k/K − b). A token of the current version has α = 0: its μ is π_old.
     """
+    # progress > 0: mini-batch 1 uses its own forward pass, so age 0 does not give 0/0.
     age = np.concatenate([version - sample.versions[sample.mask].astype(np.float64) for sample in samples])
     return torch.from_numpy(age / (age + progress))
 
@@ -107,6 +110,7 @@ def noise_of(log_s: Floats, lengths: NDArray[np.int64]) -> Noise | None:
     if not seen.any():
         return None
     log_s, lengths = log_s[seen], lengths[seen]
+    # Weighted by length, so that it is a mean over tokens. Minus: log s is log π − log μ, the shift is log μ − log π.
     shift = -float((log_s * lengths).sum() / lengths.sum())
     return Noise(
         count=len(log_s),
@@ -145,6 +149,7 @@ def noise_message(noise: Noise, eps: float, *, centred: bool = False) -> str:
         if judge_noise(floor, eps) == "above"
         else "the sampler's rounding changes which sequences are clipped"
     )
+    # Re-centring is offered only if it changes the verdict.
     remedies = [f"actor.eps_clip above {FINE * floor:.1e}", "actor.eps_clip=auto"]
     if not centred and judge_noise(noise.centred_p95, eps) != judge_noise(noise.p95, eps):
         remedies.append(f"actor.prox_logp_recenter=true, which leaves {noise.centred_p95:.1e},")
@@ -179,6 +184,7 @@ def next_quantile(state: float | None, log_s: Floats, advantages: Floats, how: A
     seen = np.isfinite(log_s) & (advantages != 0)
     if not seen.any():
         return state
+    # Signed: a move against the advantage is never clipped, so it counts as a negative distance.
     moved = np.where(advantages > 0, log_s / how.high_over_low, -log_s)[seen]
     quantile = float(np.quantile(moved, 1 - how.target_fraction))
     return quantile if state is None else how.decay * state + (1 - how.decay) * quantile
@@ -194,5 +200,7 @@ def clip_range(
     """
     if state is None:
         return default
+    # The quantile can be 0 or negative, but ε must be above 0. The upper limit keeps the larger of ε_low, ε_high ≤
+    # eps_max.
     low = min(max(state, noise or 0.0, 1e-6), how.eps_max / max(1.0, how.high_over_low))
     return low, low * how.high_over_low

@@ -36,7 +36,7 @@ class Routing:
 
     def __init__(self, policy: PolicyModule, batch: Batch, replay: Replay) -> None:
         self._routers, self._batch, self._replay = routers(policy.model), batch, replay
-        self._proximal: dict[Packed, NDArray[Any]] = {}
+        self._proximal: dict[Packed, NDArray[Any]] = {}  # π_old's routes, [N, layers, top_k] per micro-batch
         shape = batch.num_sequences, len(self._routers)
         # (π_θ against π_old [n, layers], the same in any layer [n], trainer against sampler [n, layers]).
         # Filled as passes end; NaN where nothing was compared.
@@ -61,12 +61,14 @@ class Routing:
 
     @contextlib.contextmanager
     def _around(self, packed: Packed, then: Callable[[Packed, RouteRecorder, NDArray[Any]], None]) -> Iterator[None]:
+        # The tokens of a filler belong to no sequence.
         if not self._routers or packed.is_filler:
             yield
             return
         sampled = self._sampled(packed)
         with routed(self._routers, self._given(packed, sampled)) as recorder:
             yield
+        # After the pass: the routes of all layers are known.
         then(packed, recorder, sampled)
 
     def _keep(self, packed: Packed, recorder: RouteRecorder, sampled: NDArray[Any]) -> None:
@@ -74,12 +76,16 @@ class Routing:
         self._against_sampler(packed, recorder, sampled)
 
     def _against_start(self, packed: Packed, recorder: RouteRecorder, sampled: NDArray[Any]) -> None:
+        # The routers' own choices: under replay the experts in use are given and never differ. Without a recomputed
+        # π_old, the sampler's routes are π_old's.
         index = packed.index.cpu().numpy()
         self.flips[0][index], self.flips[1][index] = _flips(
             packed, recorder.own_routes(), self._proximal.get(packed, sampled)
         )
 
     def _given(self, packed: Packed, sampled: NDArray[Any]) -> torch.Tensor | None:
+        # `proximal` has nothing to replay in the passes that define π_old's routes. A `Packed` is a key by identity:
+        # π_old's pass and the training pass use the same object.
         if self._replay == "none" or (self._replay == "proximal" and packed not in self._proximal):
             return None
         given = sampled if self._replay == "rollout" else self._proximal[packed].astype(np.int64)
@@ -115,11 +121,13 @@ def routes_in_row(
         x.cpu().numpy()
         for x in (packed.start, packed.length, packed.parent, packed.source, packed.cu_seqlens, packed.positions)
     )
-    segment_of = np.repeat(np.arange(len(start)), length)
+    segment_of = np.repeat(np.arange(len(start)), length)  # [N]
+    # Backwards, so that the first sequence writes last and its routes stay in shared segments.
     for b in reversed(range(len(by_position))):
         routes = by_position[b]
-        if routes is None or cuts[b] == cuts[b + 1]:
+        if routes is None or cuts[b] == cuts[b + 1]:  # no routes, or no targets
             continue
+        # The source of the last target is the last input of the sequence, so it is in the deepest segment.
         segment = int(segment_of[source[cuts[b + 1] - 1]])
         while segment >= 0:  # from the last input position up to the root of its tree
             here = slice(start[segment], start[segment] + length[segment])
@@ -135,6 +143,7 @@ def _flips(packed: Packed, routes: NDArray[Any], others: NDArray[Any]) -> tuple[
     known = np.asarray((others[source] >= 0).all(-1))  # [M, layers]
     flips, tokens = np.full((len(cuts) - 1, changed.shape[1]), np.nan), np.full(len(cuts) - 1, np.nan)
     for b, (begin, end) in enumerate(pairwise(cuts.tolist())):
+        # Sequences with unknown routes stay NaN: a fraction of a part would not be comparable.
         if end > begin and known[begin:end].all():
             flips[b], tokens[b] = changed[begin:end].mean(0), changed[begin:end].any(1).mean()
     return flips, tokens

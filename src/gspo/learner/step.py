@@ -114,6 +114,7 @@ def train_step(
     `before_update` is called with mini-batch 1's noise, [n], before the first update. If it raises, nothing changes.
     """
     report, world = StepReport.empty(batch.num_sequences), policy.world
+    # Preparation: which sequences enter the model, log μ of each, and the micro-batches of every mini-batch.
     enters = batch.has_gradient if plan.skip_zero_advantage else batch.trainable  # [n]
     report.num_skipped = int((batch.in_denominator & ~enters).sum())
     behavior = {int(i): batch.samples[i].behavior_logp[batch.samples[i].mask] for i in np.flatnonzero(enters)}
@@ -124,10 +125,13 @@ def train_step(
     ]
     routing = Routing(policy, batch, plan.routing_replay)
     if routing.has_routers:
+        # The same arrays: `routing` fills them during the passes below.
         report.flips, report.flipped_tokens, report.sampler_flips = routing.flips
+    # log π_old of mini-batches 2…K. log μ, unless a source replaces it: `recompute` here, `centred` after mini-batch 1.
     proximal_logp: LogProbs = behavior
     with phase(report.seconds, "proximal"):
         if proximal == "recompute":
+            # Before the first update: afterwards the weights are no longer π_old's. Mini-batch 1 needs no extra pass.
             later = [packed for of_minibatch in packs[1:] for packed in of_minibatch]
             proximal_logp = recomputed(policy, later, plan.temperature, routing)
             # Trainer against sampler at equal weights: a measurement of the noise at no extra cost.
@@ -142,6 +146,7 @@ def train_step(
         keep_tokens_of=keep_tokens_of,
         report=report,
     )
+    # One optimizer update per mini-batch; gradients add up over its micro-batches.
     for k in range(plan.num_minibatches):
         old = _ProximalOf(
             # Mini-batch 1 is computed with π_old's weights: its own forward pass is π_old.
@@ -153,7 +158,9 @@ def train_step(
         with phase(report.seconds, "forward_backward"):
             for packed in packs[k]:
                 loss += step.backward(packed, k=k, old=old, denominator=denominator)
+        # All ranks must make the same decision whether to update, so each needs the loss of all ranks.
         loss = world.all_reduce_sum(loss)
+        # After the backward pass the noise is known, and before the update an error leaves the weights unchanged.
         if k == 0 and (before_update is not None or proximal == "centred"):
             noise = _of_all_ranks(report.noise_log_s, world)
             if before_update is not None:
@@ -179,6 +186,7 @@ def _denominator(batch: Batch, plan: Plan, k: int) -> float:
     counted = (batch.minibatch == k) & batch.in_denominator  # [n]
     return objectives.denominator(
         plan.name,
+        # max: a mini-batch without counted sequences has loss 0, not 0/0.
         num_sequences=max(int((counted & batch.is_first).sum()), 1),  # trajectories
         num_tokens=max(int(batch.trained_tokens[counted].sum()), 1),
         max_new_tokens=plan.max_new_tokens,
@@ -198,7 +206,9 @@ class _ProximalOf:
         """log π_old at the trained tokens of a micro-batch, [M]."""
         current = out.logp.detach()  # [M]
         if self.logp is None:
+            # The ratio has the value 1; its gradient is that of log π_θ, because only this copy is detached.
             return current
+        # Detached inputs only, so π_old has no gradient in either case below.
         stored = gather(self.logp, index).to(current)  # [M]
         if self.progress is None:
             return stored
@@ -224,6 +234,7 @@ class _Step:
         with self.routing.in_minibatch(packed, k):
             out = self.policy(packed, temperature=plan.temperature)  # log-probs and entropy, [M]
         if packed.is_filler:
+            # Gradient 0, but a backward pass: FSDP's collectives in it need every rank.
             (out.logp.sum() * 0.0).backward()
             return 0.0
         index = packed.index.cpu().numpy()  # [B] sequence numbers
@@ -235,7 +246,7 @@ class _Step:
             out.logp,
             old.at(out, batch.samples, index),  # [M]
             _advantages(batch, index, units).to(out.logp),  # [M] or [U]
-            None,
+            None,  # mask: every target is a trained token
             behavior_logp=behavior_logp,
             reference_logp=reference_logp,
             cu_seqlens=units.cu_seqlens,
@@ -273,6 +284,7 @@ class _Step:
         for name in ("log_s", "clipped_low", "clipped_high", "correction", "correction_raw", "correction_outside"):
             if name in result.stats:
                 getattr(report, name)[index] = units.by_sequence(name, result.stats).cpu().numpy()
+        # Always per sequence, also if the units of the loss are turns.
         layout = objectives.token_layout(out.logp, None, packed.cu_seqlens)
         drift = objectives.mean_tokens(behavior_logp - out.logp.detach(), layout).cpu().numpy()  # [B]
         report.kl_behavior[index] = drift
@@ -282,6 +294,7 @@ class _Step:
             report.kl_reference[index] = objectives.mean_tokens(k3, layout).cpu().numpy()
         if k == 0:  # no update has been made: these are π_old's weights
             report.noise_log_s[index] = -drift
+        # Values per token, for the requested sequences only.
         cuts = packed.cu_seqlens.cpu().numpy()  # [B + 1]
         for b, i in enumerate(index.tolist()):
             if i in self.keep_tokens_of:
@@ -302,6 +315,7 @@ class _Units:
         """A statistic per sequence, [B], from one per unit: token counts are summed, the rest are token means."""
         if self.sequence is None:
             return stats[name]
+        # Turns of unequal length: a token mean of the sequence weights each turn by its tokens.
         counts = name.startswith("clipped") or name.endswith("outside")
         return fold(stats[name], self.sequence, self.num_sequences, None if counts else stats["num_tokens"])
 
@@ -318,6 +332,7 @@ def _units(batch: Batch, index: NDArray[np.int64], cu_seqlens: torch.Tensor, pla
     cuts, sequence = turn_cuts(turns, cu_seqlens)  # [U + 1], [U]
     if len(cuts) == len(cu_seqlens):  # every sequence has one turn
         return whole
+    # |y_ij|/|y_i| · |y_ijk|/|y_ij|: the share of turn k in the tokens of its whole trajectory.
     turn_share = (share / cu_seqlens.diff())[sequence] * cuts.diff()  # [U]
     return _Units(cuts, turn_share if weighted else None, sequence, len(index))
 
@@ -339,6 +354,7 @@ def _of_all_ranks(values: NDArray[np.float64], world: World) -> NDArray[np.float
 
 def merged(report: StepReport, world: World) -> StepReport:
     """The report over all ranks. Each rank has the results of its own sequences; those per update are equal on all."""
+    # Arrays per sequence are sent by name, arrays per token as name/number. A field that is None is not sent.
     per_sequence = [f.name for f in fields(report) if isinstance(getattr(report, f.name), np.ndarray)]
     arrays = {name: getattr(report, name) for name in per_sequence}
     arrays |= {f"{name}/{i}": array for name in ("logp", "token_entropy") for i, array in getattr(report, name).items()}
@@ -349,6 +365,7 @@ def merged(report: StepReport, world: World) -> StepReport:
         if number:
             getattr(report, name)[int(number)] = array
         else:
+            # NaN marks the sequences of other ranks.
             own = getattr(report, name)
             setattr(report, name, np.where(np.isnan(own), array, own))
     return report

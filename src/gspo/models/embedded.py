@@ -158,6 +158,7 @@ def warm_start(name: str) -> PreTrainedModel:
 
     recipe = _recipe(name)
     warm = recipe["warm"]
+    # The weights depend on the recipe's seed only, and the caller's random state does not change.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(warm["seed"])
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(_model_type(name), **recipe["config"]))
@@ -167,6 +168,7 @@ def warm_start(name: str) -> PreTrainedModel:
     optimizer = torch.optim.AdamW(model.parameters(), lr=warm["lr"], weight_decay=0.0, fused=True)
     model.train()
     for step in range(warm["steps"]):
+        # Data: question + solution + EOS, padded on the right.
         drawn = [teach(p, step, i, warm) for i, p in enumerate(islice(stream, warm["batch"]))]
         rows = [[encode[c] for c in p.question + p.solution] + [encode[EOS]] for p in drawn]
         width = max(map(len, rows))
@@ -181,6 +183,7 @@ def warm_start(name: str) -> PreTrainedModel:
                 labels[i, begin : begin + len(p.answer)] = -100
                 if _only_reads(step, i, warm):
                     labels[i, :begin] = -100
+        # Update: linear warm-up, linear decay at the end.
         for group in optimizer.param_groups:
             # The decay at the end makes the result depend less on the last batches.
             group["lr"] = warm["lr"] * min(1.0, (step + 1) / warm["warmup"], (warm["steps"] - step) / warm["decay"])
@@ -200,6 +203,7 @@ def _loss(model: Any, tokens: Tensor, labels: Tensor, balance: float) -> Tensor:
 
     out = model(input_ids=tokens, labels=labels, output_router_logits=True)
     config, learnt = model.config, (labels != -100).long()
+    # One call per layer: a single call pools all layers, where two unbalanced layers could balance each other.
     uneven = [
         load_balancing_loss_func((logits,), config.num_experts, config.num_experts_per_tok, learnt)
         for logits in out.router_logits
@@ -224,6 +228,7 @@ def _asking(problem: arithmetic.Problem, step: int, row: int, warm: Mapping[str,
 
 def _only_reads(step: int, row: int, warm: Mapping[str, Any]) -> bool:
     """Whether only the use of a shown call's result is trained, not the call."""
+    # The same draw as in `_asking`: below asks the call is trained, from asks to asks + reads only its use.
     return warm["asks"] <= float(rng.uniform(warm["seed"], "asks", step, row))
 
 

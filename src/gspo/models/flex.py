@@ -30,10 +30,11 @@ def intervals(parent: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     ([0, 1, 2, 3], [4, 2, 4, 4])
     """
     num = len(parent)
-    size = np.ones(num, dtype=np.int64)
+    size = np.ones(num, dtype=np.int64)  # [S] segments in each subtree
     for s in range(num - 1, -1, -1):  # children before their parents
         if parent[s] >= 0:
             size[parent[s]] += size[s]
+    # Parents come first: each gives its children consecutive intervals of numbers inside its own.
     enter, next_free, roots = np.zeros(num, dtype=np.int64), np.zeros(num, dtype=np.int64), 0
     for s, up in enumerate(parent.tolist()):
         if up < 0:
@@ -48,10 +49,12 @@ def block_mask(layout: TreeLayout, window: int | None, device: torch.device) -> 
     """Which token attends to which, made once per layout, window and device."""
     key = ("flex", window, device)
     if key not in layout.cache:
+        # [N] each: the interval of a token's segment
         enter, leave = (torch.from_numpy(np.repeat(x, layout.length)).to(device) for x in intervals(layout.parent))
-        position = torch.from_numpy(layout.positions).to(device)
+        position = torch.from_numpy(layout.positions).to(device)  # [N]
 
         def is_visible(b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Tensor:
+            # Not later than the row, and in the row's own segment or an ancestor of it.
             seen = (position[col] <= position[row]) & (enter[col] <= enter[row]) & (enter[row] < leave[col])
             return seen if window is None else seen & (position[row] - position[col] < window)
 
@@ -83,15 +86,15 @@ def flex_tree_attention(
         return bound * torch.tanh(score / bound)
 
     out = _kernel(q.is_cuda)(
-        q[None],
-        k[None],
-        v[None],
+        q[None],  # [1, H, N, D]
+        k[None],  # [1, J, N, D]
+        v[None],  # [1, J, N, E]
         score_mod=cap if softcap is not None else None,
         block_mask=block_mask(layout, window, q.device),
         scale=scale,
         enable_gqa=q.shape[0] != k.shape[0],
     )
-    return out[0].transpose(0, 1)
+    return out[0].transpose(0, 1)  # [N, H, E]
 
 
 def _forward(

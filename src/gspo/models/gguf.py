@@ -32,6 +32,7 @@ def converted(path: str, key: str = "actor.path", say: Callable[[str], None] = _
     if not file.is_file():
         raise DataError(f"{key}: there is no file {path} (looked in {Path.cwd()})")
     refuse_foreign(file, key)
+    # Size and time of change are the key of `_digest`'s cache, so a file that changes is hashed again.
     stat = file.stat()
     folder = cache.root() / f"gguf-{file.stem}-{_digest(file, stat.st_size, stat.st_mtime_ns)[:12]}-{VERSION}"
     if not cache.is_whole(folder):
@@ -96,6 +97,7 @@ def _read(file: Path, key: str) -> tuple[Any, Any]:
     config, generation = source.config, source.generation_config
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the folder contains float32 weights
+    # A new model, because transformers cannot save one that it has read from GGUF.
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(source.state_dict())
     model.tie_weights()

@@ -67,6 +67,7 @@ def load_model(
         model: Any = embedded.build(path)[0]
         model = model.to(dtype)  # pyright: ignore[reportArgumentType]
     else:
+        # Checked before transformers opens the folder.
         _refuse_code(path, "config.json")
         if not from_scratch:
             _refuse_pickles(path)
@@ -79,6 +80,7 @@ def load_model(
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     """DataError if the tokenizer has ids without an embedding in the model."""
+    # The matrix may have more rows than the tokenizer has tokens (padding to a multiple), but not fewer.
     num_rows = len(cast("torch.nn.Embedding", model.get_input_embeddings()).weight)
     highest = max(tokenizer.get_vocab().values(), default=-1)
     if highest >= num_rows:
@@ -93,6 +95,7 @@ def _from_config(path: str, dtype: torch.dtype, seed: int) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as cause:
         raise _unreachable(path, "config", "actor.path", cause) from cause
+    # The caller's random state does not change.
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
@@ -117,6 +120,7 @@ def _from_weights(path: str, dtype: torch.dtype) -> PreTrainedModel:
             raise
         raise DataError(f"a safetensors file in {path!r} is damaged: {cause}; fetch the model again") from cause
     model, info = loaded
+    # transformers only logs these differences; here each one is an error.
     unexpected = [name for name in info["unexpected_keys"] if not name.endswith(_COMPUTED)]
     shapes = [f"{name} (file {tuple(got)}, model {tuple(want)})" for name, got, want in info["mismatched_keys"]]
     problems = [
@@ -157,6 +161,7 @@ def _refuse_pickles(path: str) -> None:
     folder = Path(path)
     if not folder.is_dir():
         return
+    # An adapter folder has safetensors, too, so it is recognised by its config file.
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise DataError(
             f"{folder} contains an adapter, not a model: actor.path must be a whole model; export the run with --merge"
@@ -178,6 +183,7 @@ def _unreachable(path: str, what: str, key: str, cause: Exception) -> DataError:
     first = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
     if Path(path).is_dir():
         return DataError(f"the {what} in {path!r} cannot be loaded: {first}; check {key}")
+    # A hub name is `owner/name` or `name`; anything else was meant as a path.
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
         return DataError(f"there is no folder {path!r}: check {key}")
     return DataError(

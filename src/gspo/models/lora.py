@@ -42,6 +42,7 @@ def add_adapter(model: PreTrainedModel, *, rank: int, alpha: int, target_modules
         r=rank, lora_alpha=alpha, lora_dropout=0.0, bias="none", target_modules=targets, task_type="CAUSAL_LM"
     )
     model.requires_grad_(False)
+    # A separate random state: adding an adapter does not change the caller's random numbers.
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model, adapter_name=_NAME)
@@ -57,6 +58,7 @@ def _targets(model: PreTrainedModel, names: list[str]) -> list[str]:
     if names == [ALL_LINEAR]:
         return linear
     for name in names:
+        # peft matches by the last part of a name, so every layer with this name is checked.
         found = [m for path, m in model.named_modules() if path == name or path.endswith(f".{name}")]
         if not found or not all(_is_linear(m) for m in found) or (is_moe and name in _EXPERT_LAYERS):
             raise ConfigError(
@@ -120,6 +122,7 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
     layers = _layers(model)
     state: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
+        # W and its bias are below `base_layer`; the adapter's own tensors (A, B) are left out.
         owner = next((path for path in _ancestors(name) if path in layers), None)
         if owner is None:
             state[name] = tensor.detach()
@@ -128,6 +131,7 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
             value = tensor.detach()
             if rest == "weight":
                 delta = layers[owner].get_delta_weight(_NAME).detach()
+                # Added in the adapter's dtype (float32 for a 16-bit model), so that the sum is rounded only once.
                 value = (value.to(delta.dtype) + delta).to(value.dtype)
             state[f"{owner}.{rest}"] = value
     return state
@@ -145,6 +149,7 @@ def base_digest(model: nn.Module) -> str:
     for name, parameter in sorted(model.named_parameters()):
         if not parameter.requires_grad:
             total.update(json.dumps([name, str(parameter.dtype), list(parameter.shape)]).encode())
+            # As bytes, because numpy has no bfloat16.
             content: Any = parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
             total.update(content)
     return total.hexdigest()

@@ -77,24 +77,28 @@ class RouteRecorder:
         return torch.stack(by_layer, 1).cpu().numpy().astype(route_shape(self.routers)[2])
 
     def _choose(self, layer: int, router: nn.Module, _: Any, output: Any) -> Any:
-        used = chosen = output[2]
+        used = chosen = output[2]  # [N, k]
         if self.replay is not None:
-            given = self.replay[:, layer]
+            given = self.replay[:, layer]  # [N, k]
             if given.shape != chosen.shape:
                 raise ValueError(
                     f"replayed routes have shape {tuple(given.shape)}, but the router chose {tuple(chosen.shape)}"
                 )
             used = torch.where(given < 0, chosen, given.to(chosen.dtype))
         self.chosen[layer], self.used[layer] = chosen.detach(), used
+        # A hook that returns None keeps the router's output. With gradients the scores are computed here, so that a
+        # recomputed layer has the same graph.
         if self.replay is None and not torch.is_grad_enabled():
             return None
         return _scored(router, output, used, must=self.replay is not None)
 
     def _again(self, layer: int, router: nn.Module, _: Any, output: Any) -> Any:
+        # A recomputed layer uses the recorded experts, and records nothing.
         return _scored(router, output, self.used[layer], must=self.replay is not None)
 
     @contextlib.contextmanager
     def hooked(self, hook: Callable[..., Any]) -> Iterator[None]:
+        # Hooks only while the block runs: the sampler can share this model.
         handles = [r.register_forward_hook(partial(hook, layer)) for layer, r in enumerate(self.routers)]
         try:
             yield
@@ -139,6 +143,7 @@ def check_replay(model: Any) -> None:
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     with torch.no_grad(), routed(found) as recorder:
         model(input_ids=tokens, use_cache=False)
+    # A second pass with its own routes: it raises if the score formula of a router is unknown.
     own = torch.from_numpy(recorder.routes().astype(np.int64)).to(model.device)
     with torch.no_grad(), routed(found, own):
         model(input_ids=tokens, use_cache=False)
@@ -164,10 +169,12 @@ def _renormalised(logits: Tensor, at: Tensor) -> Tensor:
 
 
 def _softmax_after(logits: Tensor, at: Tensor) -> Tensor:
+    # Softmax over the chosen logits only: the scores sum to 1.
     return torch.softmax(logits.gather(-1, at), -1)
 
 
 _FORMS: tuple[Form, ...] = (_renormalised, _softmax, _softmax_after)
+# Found once per router. Weak keys: an entry does not keep a deleted model in memory.
 _FORM_OF: WeakKeyDictionary[nn.Module, Form | None] = WeakKeyDictionary()
 
 
@@ -175,6 +182,7 @@ def _scored(router: nn.Module, output: tuple[Tensor, Tensor, Tensor], used: Tens
     """The router's output with the experts `used` [N, k], and their scores from its differentiable logits [N, E]."""
     logits, scores, chosen = output
     if router not in _FORM_OF:
+        # Equal in every bit: replaying a pass's own routes must not change its result.
         with torch.no_grad():
             same = [f for f in _FORMS if torch.equal(f(logits, chosen).to(scores.dtype), scores)]
         _FORM_OF[router] = same[0] if same else None

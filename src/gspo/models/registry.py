@@ -86,6 +86,7 @@ def fetch(name: str, say: Callable[[str], None], source: Path | None = None) -> 
             source = _download(model, Path(scratch))
         file = _unpack(model, source, Path(scratch))
         say("checking its sha256")
+        # Before the conversion: the GGUF parser reads verified bytes only.
         if (got := sha256(file)) != model.sha256:
             raise DataError(
                 f"{source} does not contain {model.what}: the sha256 of {file.name} is {got}, expected {model.sha256}. "

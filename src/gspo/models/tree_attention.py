@@ -71,6 +71,7 @@ class TreeLayout:
         ):
             if up >= s:
                 raise ValueError(f"segment {s} has parent {up}; parents must precede children")
+            # Paths are stored only for segments with children: leaves need none.
             above = self._paths[up]
             offset[s] = len(above)
             if s in parents:
@@ -95,9 +96,11 @@ class TreeLayout:
     def _triangles(self, window: int | None) -> list[_Rectangle]:
         rectangles: list[_Rectangle] = []
         for begin, num in zip(self.start.tolist(), self.length.tolist(), strict=True):
+            # Tiles of nearly equal height; a tile has the columns up to its own last row.
             num_tiles = max(1, round(num / _TILE_ROWS))
             edges = [num * i // num_tiles for i in range(num_tiles + 1)]
             for low, high in itertools.pairwise(edges):
+                # Columns before this one are outside the window of every row of the tile.
                 first = 0 if window is None else max(0, low - window + 1)
                 rectangles.append((np.arange(begin + low, begin + high), np.arange(begin + first, begin + high)))
         return [r for r in rectangles if len(r[0])]
@@ -112,10 +115,13 @@ class TreeLayout:
             cols = self._paths[up]
             rows = np.concatenate([np.arange(self.start[s], self.start[s] + self.length[s]) for s in kids])
             if window is not None:
+                # The first row after the path sees its last window − 1 tokens. A row sees none of the path if it does
+                # not see the last one.
                 cols = cols[max(0, len(cols) - window + 1) :]
                 rows = rows[self.positions[rows] - window < len(self._paths[up]) - 1]
             if not len(rows) or not len(cols):
                 continue
+            # All rows have the same columns, so the rectangle can be cut between any two rows.
             num_tiles = -(-len(rows) * len(cols) // _CALL_SCORES)
             rectangles += [(part, cols) for part in np.array_split(rows, num_tiles) if len(part)]
         return rectangles
@@ -128,10 +134,12 @@ def _batches(rectangles: Sequence[_Rectangle]) -> Iterator[list[_Rectangle]]:
     """Rectangles of similar shape together, within limits of padding and of scores."""
     batch: list[_Rectangle] = []
     rows = cols = area = 0
+    # Sorted by width, then height: neighbours need little padding.
     for rectangle in sorted(rectangles, key=lambda r: (-len(r[1]), -len(r[0]))):
         num_rows, num_cols = len(rectangle[0]), len(rectangle[1])
         tall, wide = max(rows, num_rows), max(cols, num_cols)
         padded, real = (len(batch) + 1) * tall * wide, area + num_rows * num_cols
+        # This rectangle does not fit: close the batch and begin a new one with it.
         if batch and (padded > _CALL_SCORES or padded > _PAD_RATIO * real + _PAD_FREE):
             yield batch
             batch, rows, cols, area = [], 0, 0, 0
@@ -155,12 +163,14 @@ def _call(
     rows, cols = np.full(shape[:2], -1), np.full((shape[0], shape[2]), -1)  # [B, Q], [B, C]; −1 is padding
     for b, (row_tokens, col_tokens) in enumerate(batch):
         rows[b, : len(row_tokens)], cols[b, : len(col_tokens)] = row_tokens, col_tokens
+    # Padding (−1) reads the last token's position; `visible` excludes it below.
     row_position, col_position = positions[rows][:, :, None], positions[cols][:, None, :]  # [B, Q, 1], [B, 1, C]
     # Ancestors are always before a row, so one comparison of true positions is right for triangles and paths.
     visible = (col_position <= row_position) & (rows >= 0)[:, :, None] & (cols >= 0)[:, None, :]  # [B, Q, C]
     if window is not None:
         visible &= row_position - col_position < window
     mask = None
+    # No mask if every pair is visible, and one for the whole batch if all rectangles have the same.
     if not visible.all():
         if (visible == visible[:1]).all():
             visible = visible[:1]
@@ -169,6 +179,7 @@ def _call(
 
     def heads(tokens: NDArray[np.int64]) -> Tensor:
         """Token indices [B, x] as indices [J·B·x] into [N·J], head by head."""
+        # Padding reads token 0, and the mask removes it.
         flat = np.maximum(tokens, 0).reshape(1, -1) * num_kv_heads + np.arange(num_kv_heads)[:, None]
         return torch.from_numpy(flat.reshape(-1)).to(device)
 
@@ -188,15 +199,18 @@ class _Form:
         """Gathered q (scaled) [J·B, Q·R, D], gathered k [J·B, C, D], scores [J·B, Q·R, C], soft cap's slope."""
         num, tall, wide = call.shape
         batch = self.num_kv_heads * num
+        # index_select copies, so the scale in place does not change q.
         q_rows = q.index_select(0, call.rows).mul_(self.scale).view(batch, -1, k.shape[-1])
         k_cols = k.index_select(0, call.cols).view(batch, wide, -1)
-        s = torch.bmm(q_rows, k_cols.transpose(1, 2))
+        s = torch.bmm(q_rows, k_cols.transpose(1, 2))  # [J·B, Q·R, C]
         slope = None
         if self.softcap is not None:
             s.div_(self.softcap).tanh_()
+            # d tanh(x) = 1 − tanh²(x)
             slope = 1 - s * s
             s.mul_(self.softcap)
         if call.mask is not None:
+            # After the soft cap, which would make −inf finite.
             s.view(self.num_kv_heads, num, tall, -1, wide).add_(call.mask)  # [J, B, Q, R, C]
         return q_rows, k_cols, s, slope
 
@@ -206,7 +220,7 @@ class _TreeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, form: _Form) -> Tensor:
-        num_rep = q.shape[1] // k.shape[1]
+        num_rep = q.shape[1] // k.shape[1]  # R
         out = q.new_zeros(q.shape[0], num_rep, v.shape[1])  # [N·J, R, E]
         lse = q.new_zeros(q.shape[0], num_rep)  # [N·J, R] log-sum-exp of the scores so far
         for call in form.calls:
@@ -227,7 +241,9 @@ class _TreeAttention(torch.autograd.Function):
                 # log(1 + e^excess); softplus returns excess alone above its threshold of 20
                 part_lse = -nn.functional.logsigmoid(-excess)
             else:
+                # A padded row: −inf would change the log-sum-exp of token 0, which padding points to.
                 part_lse = part_lse.masked_fill_(part_lse == -torch.inf, 0.0)
+            # A token is in one tile, so its first addition is to 0. The path call adds a difference. Padded rows add 0.
             out.index_add_(0, call.rows, part)
             lse.index_add_(0, call.rows, part_lse)
         out = out.view(q.shape[0], -1)
@@ -247,6 +263,7 @@ class _TreeAttention(torch.autograd.Function):
         delta = (grad * out).view(*lse.shape, -1).sum(-1)  # [N·J, R] Σ_e dO·O, for the softmax gradient
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for call in form.calls:
+            # `lse` is over all visible keys of a token, so p is its final softmax in tiles and in paths.
             q_rows, k_cols, s, slope = form.scores(call, q, k)
             batch, tall, wide = s.shape  # J·B, Q·R, C
             p = s.sub_(lse.index_select(0, call.rows).view(batch, tall, 1)).exp_()  # [J·B, Q·R, C]
@@ -254,9 +271,11 @@ class _TreeAttention(torch.autograd.Function):
             v_cols = v.index_select(0, call.cols).view(batch, wide, -1)  # [J·B, C, E]
             dv.index_add_(0, call.cols, torch.bmm(p.transpose(1, 2), grad_rows).view(batch * wide, -1))
             ds = torch.bmm(grad_rows, v_cols.transpose(1, 2))  # [J·B, Q·R, C]
+            # Softmax gradient: p · (dP − Σ_e dO·O).
             ds.sub_(delta.index_select(0, call.rows).view(batch, tall, 1)).mul_(p)
             if slope is not None:
                 ds.mul_(slope)
+            # q_rows contains the scale, so dk does; dq gets it by alpha.
             dk.index_add_(0, call.cols, torch.bmm(ds.transpose(1, 2), q_rows).view(batch * wide, -1))
             dq.index_add_(0, call.rows, torch.bmm(ds, k_cols).view(batch * tall // num_rep, -1), alpha=form.scale)
         return dq, dk, dv, None
@@ -303,6 +322,7 @@ def tree_call(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """One layer with `attention`, by transformers' interface. Raises for arguments it cannot apply."""
+    # An argument that this attention cannot apply is an error: ignored, it would only show as wrong log-probs.
     if tree is None:
         raise ValueError(f"attention {TREE!r} needs the layout: call the model with tree=TreeLayout(…)")
     if attention_mask is not None or query.shape[0] != 1:
@@ -337,6 +357,7 @@ def use_attention(model: nn.Module, name: str) -> Iterator[None]:
 
     Trainer and sampler share one model and use different implementations, so neither sets one permanently.
     """
+    # By id, because several modules can share one config object.
     configs = list({id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}.values())
     before = [config._attn_implementation for config in configs]
     for config in configs:

@@ -67,14 +67,19 @@ def normalize(
     if x.ndim != 1 or groups.shape != x.shape:
         raise ValueError(f"x and groups are [n], got {tuple(x.shape)} and {tuple(groups.shape)}")
     out = x.to(torch.float64)  # [n]
-    whole_batch = torch.zeros_like(groups)
+    # One id for all elements: the batch is then a single set.
+    whole_batch = torch.zeros_like(groups)  # [n]
     if mean_level is not None:
         count, mean, same = _set_statistics(x.to(torch.float64), groups if mean_level == "group" else whole_batch)
         out = out - mean
         if leave_one_out:
+            # r_i − mean of the others = (r_i − mean) · G/(G − 1). clamp: a set of one sample has no others.
             out = out * count / (count - 1).clamp(min=1)
+        # Exactly 0: callers skip sequences by `advantage != 0`, and a rounding error of the mean must not pass that
+        # test.
         out = torch.where(same, 0.0, out)
     if std_level is not None:
+        # The std is that of x, not of the centred values: with leave_one_out these are larger by G/(G − 1).
         out = _divided(out, x.to(torch.float64), groups if std_level == "group" else whole_batch, unbiased, eps)
     return out.to(compute_dtype(x.dtype))
 
@@ -104,22 +109,27 @@ def by_turn(
     groups [n]; trajectory [K] (ascending) and turn [K] (0, 1, … within each trajectory) belong to turn_rewards [K].
     """
     final, turn_rewards = final.to(torch.float64), turn_rewards.to(torch.float64)
-    at_end, at_turn = final, turn_rewards
+    # Step 1: subtract the baselines.
+    at_end, at_turn = final, turn_rewards  # [n], [K]
     if mean_level is not None:
+        # One set id per (group, turn number): turn l is compared only with turn l of the other trajectories.
         num_turns = int(turn.max()) + 1 if len(turn) else 1
-        peers = turn if mean_level == "batch" else groups[trajectory] * num_turns + turn
+        peers = turn if mean_level == "batch" else groups[trajectory] * num_turns + turn  # [K]
         centre = {"std_level": None, "leave_one_out": leave_one_out}
         at_end = normalize(final, groups, mean_level=mean_level, **centre)
         at_turn = normalize(turn_rewards, peers, mean_level="group", **centre)
+    # Step 2: discounted sums from each turn to the end. The final reward is earned at the last turn.
     last = torch.zeros_like(trajectory, dtype=torch.bool)  # [K] True at the last turn of each trajectory
     last[:-1], last[-1:] = trajectory[1:] != trajectory[:-1], True
     earned = at_turn + torch.where(last, at_end[trajectory], 0.0)  # [K]
     out = earned.clone()
+    # A last turn does not read out[k + 1], which belongs to the next trajectory.
     for k in reversed(range(len(out) - 1)):  # backwards over turns, once per rollout batch
         if not last[k]:
             out[k] = earned[k] + discount * out[k + 1]
     if std_level is None:
         return out
+    # Step 3: divide. The std is that of the undiscounted R, so all turns of a trajectory have the same scale.
     total = final.index_add(0, trajectory, turn_rewards)  # [n] R
     ids = groups if std_level == "group" else torch.zeros_like(groups)
     scale = _divided(torch.ones_like(total), total, ids, unbiased, eps)  # [n] 1 / std R
@@ -139,17 +149,21 @@ def gae(
         lengths = layout.cu_seqlens.diff()  # [B]
         column = torch.arange(int(lengths.max()) if len(lengths) else 0, device=rewards.device)
         inside = column < lengths.unsqueeze(-1)  # [B, T]
+        # [B, T] each. masked_scatter fills the True positions row by row, which is the order of the packed tokens.
         padded = [inside.new_zeros(inside.shape, dtype=t.dtype).masked_scatter(inside, t) for t in (rewards, values)]
         trained = inside if layout.mask is None else torch.zeros_like(inside).masked_scatter(inside, layout.mask)
         flat = TokenLayout(trained, None, layout.num_tokens, inside.shape)
         advantages, returns = gae(padded[0], padded[1], flat, discount, gae_lambda)
-        return advantages[inside], returns[inside]
+        return advantages[inside], returns[inside]  # [N] each
+    # What a masked token holds, even NaN, must not enter the recursion.
     rewards, values = keep_trained(rewards, layout), keep_trained(values, layout)
     trained = torch.ones_like(rewards, dtype=torch.bool) if layout.mask is None else layout.mask
+    # [B] V after the last token. The second form is for T = 0, where column 0 does not exist.
     next_value = torch.zeros_like(rewards[:, 0]) if rewards.shape[1] else rewards.new_zeros(rewards.shape[0])
     running = torch.zeros_like(next_value)  # [B]
     advantages = torch.zeros_like(rewards)  # [B, T]
     for t in reversed(range(rewards.shape[1])):  # all [B]
+        # At a masked token `running` and `next_value` do not change, so it takes no time step.
         delta = rewards[:, t] + discount * next_value - values[:, t]
         running = torch.where(trained[:, t], delta + discount * gae_lambda * running, running)
         next_value = torch.where(trained[:, t], values[:, t], next_value)
@@ -160,12 +174,15 @@ def gae(
 def _divided(out: Tensor, x: Tensor, ids: Tensor, unbiased: bool, eps: float) -> Tensor:
     """out / (std of x over each set + eps), exactly 0 if the values of the set are all equal."""
     count, mean, same = _set_statistics(x, ids)
-    std = (_set_sum((x - mean).square(), ids) / (count - int(unbiased)).clamp(min=1)).sqrt()
+    # clamp: one sample has no unbiased std. Its set counts as `same`, so the value is not used.
+    std = (_set_sum((x - mean).square(), ids) / (count - int(unbiased)).clamp(min=1)).sqrt()  # [n]
+    # The inner where avoids a division by 0, the outer one gives exactly 0.
     return torch.where(same, 0.0, out / torch.where(same, 1.0, std + eps))
 
 
 def _set_sum(x: Tensor, ids: Tensor) -> Tensor:
     """[n] the sum over each element's set."""
+    # [n] sets numbered from 0. There are at most n sets, so a tensor [n] has room for all sums.
     _, index = ids.unique(return_inverse=True)
     return torch.zeros_like(x).index_add(0, index, x)[index]
 
@@ -175,6 +192,7 @@ def _set_statistics(x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     _, index = ids.unique(return_inverse=True)
     low = torch.full_like(x, torch.inf).scatter_reduce(0, index, x, "amin")[index]
     high = torch.full_like(x, -torch.inf).scatter_reduce(0, index, x, "amax")[index]
+    # The tolerance is relative for large rewards and absolute for rewards below 1.
     size = torch.maximum(low.abs(), high.abs()).clamp(min=1)
     count = _set_sum(torch.ones_like(x), ids)
     return count, _set_sum(x, ids) / count, high - low <= SAME * size

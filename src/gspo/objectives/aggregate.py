@@ -31,6 +31,7 @@ def sequences(x: Tensor, layout: TokenLayout, aggregation: str) -> Tensor:
 
     A sequence without trained tokens contributes 0.
     """
+    # The mean of |y_i| equal values is x, their sum x · |y_i|. clamp(max=1) is 1, or 0 without trained tokens.
     return x * (layout.num_tokens.clamp(max=1) if aggregation == "sequence_mean" else layout.num_tokens)
 
 
@@ -59,5 +60,6 @@ def denominator(
     if aggregation == "token_sum":
         if max_new_tokens is None:
             raise ValueError(f"{name}: token_sum divides by sequences × max_new_tokens; pass max_new_tokens")
+        # A constant L instead of |y_i|: the length of a completion does not change the weight of its tokens.
         return num_sequences * max_new_tokens
     return num_sequences

@@ -50,7 +50,9 @@ def canonical(correction: str | Mapping[str, Any]) -> dict[str, Any]:
     unknown = set(given) - set(DEFAULTS)
     if unknown:
         raise TypeError(f"correction has no setting {', '.join(sorted(unknown))}; it has {', '.join(DEFAULTS)}")
+    # Later entries override earlier ones: defaults, preset, the caller's own settings.
     form = {**DEFAULTS, **(CORRECTIONS[preset] if preset else {}), **given}
+    # Checks: choices, then combinations that have no meaning.
     for name, choices in CHOICES.items():
         if form[name] not in choices:
             raise ValueError(f"correction {name} must be one of {', '.join(choices)}, got {form[name]!r}")
@@ -69,6 +71,7 @@ def weights(
     `form` is canonical; `advantage` has the shape of the result (tokens or sequences). Nothing is differentiated.
     action mask: weight 0 outside the bounds. action clamp: weight truncated to the bounds.
     """
+    # The weight is a constant factor: the gradient goes through π_θ/π_old only.
     proximal, behavior = proximal_logp.detach(), behavior_logp.detach()
     r = keep_trained(proximal - behavior, layout)  # token-shaped
     if form["metric"] == "ratio":
@@ -77,6 +80,7 @@ def weights(
         # KL metrics stay in their own unit; ratio is compared in log space.
         measured = keep_trained(kl(proximal, behavior, form["metric"].removeprefix("kl_")), layout)
     if form["level"] == "sequence":
+        # The weight is the geometric mean for every `agg`; only the statistic for the bounds depends on it.
         r = mean_tokens(r, layout)  # [B]
         measured = _over_sequence(measured, layout, form["agg"])  # [B]
     statistic = bounded(measured).exp() if form["metric"] == "ratio" else measured
@@ -87,10 +91,14 @@ def weights(
     if form["lower"] is not None:
         inside &= statistic >= form["lower"]
     if form["only_negative"]:
+        # Samples with A ≥ 0 keep their weight, whatever the statistic is.
         inside |= advantage >= 0
     raw = bounded(r).exp()
     if form["action"] == "clamp":
+        # torch raises an error for a clamp without bounds.
         weight = raw.clamp(min=form["lower"], max=form["upper"]) if _has_bound(form) else raw
+        # `inside` can hold where raw is out of bounds: with only_negative, or if agg makes the statistic differ from
+        # raw.
         weight = torch.where(inside, raw, weight)
     else:
         weight = torch.where(inside, raw, torch.zeros_like(raw))
@@ -101,6 +109,7 @@ def weights(
 def to_sequences(token_weights: Weights, layout: TokenLayout) -> Weights:
     """One weight for a sequence ratio: the mean of its tokens' weights, masked ones counting as 0."""
     weight, raw, outside = token_weights
+    # A sequence counts as outside if any of its trained tokens is.
     outside_any = sum_tokens(keep_trained(outside.to(weight.dtype), layout), layout) > 0  # [B]
     return Weights(
         mean_tokens(keep_trained(weight, layout), layout), mean_tokens(keep_trained(raw, layout), layout), outside_any
@@ -123,8 +132,10 @@ def _over_sequence(x: Tensor, layout: TokenLayout, agg: str) -> Tensor:
         return mean_tokens(x, layout)
     if agg == "sum":
         return sum_tokens(x, layout)
+    # −inf and not 0 at masked tokens: the values of all trained tokens can be negative.
     lowest = x if layout.mask is None else torch.where(layout.mask, x, torch.full_like(x, -torch.inf))
     if layout.cu_seqlens is None:
+        # amax raises an error if T = 0.
         top = lowest.amax(-1) if layout.shape[1] else torch.full_like(layout.num_tokens, -torch.inf)
     else:
         top = torch.segment_reduce(lowest, "max", offsets=layout.cu_seqlens, unsafe=True, initial=-torch.inf)

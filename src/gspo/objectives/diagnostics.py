@@ -18,6 +18,7 @@ def log_s_summary(log_s: Tensor) -> dict[str, Tensor]:
     quantiles = torch.quantile(log_s, torch.tensor(list(QUANTILES.values()), dtype=log_s.dtype, device=log_s.device))
     return {
         "mean": log_s.mean(),
+        # Biased, so that a single sequence gives 0 and not NaN.
         "std": log_s.std(correction=0),
         **dict(zip(QUANTILES, quantiles.unbind(), strict=True)),
         "max_abs": log_s.abs().max(),
@@ -31,6 +32,7 @@ def clip_fractions(stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
     divided once, so a split does not change a fraction. Sequences without trained tokens do not count.
     """
     trained = stats["num_tokens"] > 0  # [B]
+    # clamp: 0 clipped of 0 is the fraction 0.
     num_sequences = trained.sum().clamp(min=1)
     num_tokens = stats["num_tokens"].sum().clamp(min=1)
     low, high = stats["clipped_low"], stats["clipped_high"]

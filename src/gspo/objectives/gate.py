@@ -29,6 +29,7 @@ def clip_bounds(
     Infinity is LOG_RATIO_BOUND: exp stays finite. None switches a bound off.
     """
     high = LOG_RATIO_BOUND if clip_high is None else math.log1p(clip_high)
+    # ε_low = 1 allows every ratio above 0; log(1 − 1) would be −∞.
     low = -LOG_RATIO_BOUND if clip_low is None or clip_low >= 1 else math.log1p(-clip_low)
     dual = LOG_RATIO_BOUND if dual_clip is None else math.log(dual_clip)
     # A = 0 is never clipped: a group of equal rewards must not count in the clip fraction.
@@ -45,6 +46,7 @@ def by_sign(positive: Tensor, a: float, b: float, dtype: torch.dtype) -> Tensor:
 
 def clip(log_ratio: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     """g = exp( clamp(log s, low, high) ) with the bounds of `clip_bounds`, and a mask of clamped ones (gradient 0)."""
+    # log is monotonic, so this clamp clips the ratio itself. Its gradient outside the bounds is 0.
     clamped = torch.clamp(log_ratio, low, high)
     return clamped.exp(), clamped.detach() != log_ratio.detach()
 

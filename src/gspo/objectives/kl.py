@@ -14,7 +14,7 @@ def kl(logp: Tensor, reference_logp: Tensor, estimator: str) -> Tensor:
 
     k1 and k3 are unbiased in value, k3 is never negative; only k2 has the KL's own gradient in expectation.
     """
-    d = logp - reference_logp.detach()
+    d = logp - reference_logp.detach()  # token-shaped
     if estimator == "k1":
         return d
     if estimator == "k2":

@@ -44,18 +44,20 @@ def token_layout(like: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None = 
     """The layout of a batch, from a token-shaped tensor, its mask and, if packed, cu_seqlens."""
     if mask is not None and mask.shape != like.shape:
         raise ValueError(f"mask has shape {tuple(mask.shape)}, the log-probs {tuple(like.shape)}; they must be equal")
+    # As bool, because torch.where needs it; trainers also pass 0/1 as numbers.
     trained = None if mask is None else mask if mask.dtype == torch.bool else mask != 0
     dtype = compute_dtype(like.dtype)
     if cu_seqlens is None:
         if like.ndim != 2:
             raise ValueError(f"padded tensors are [B, T], got shape {tuple(like.shape)}; packed ones need cu_seqlens")
         if trained is None:
-            num_tokens = like.new_full((like.shape[0],), like.shape[1], dtype=dtype)
+            num_tokens = like.new_full((like.shape[0],), like.shape[1], dtype=dtype)  # [B]
         else:
-            num_tokens = trained.sum(-1).to(dtype)
+            num_tokens = trained.sum(-1).to(dtype)  # [B]
         return TokenLayout(trained, None, num_tokens, like.shape)
     _check_offsets(like, cu_seqlens)
     layout = TokenLayout(trained, cu_seqlens, cu_seqlens.diff().to(dtype), like.shape)
+    # With a mask, num_tokens counts trained tokens only; `sum_tokens` needs a layout, so it is set in a second step.
     return layout if trained is None else replace(layout, num_tokens=sum_tokens(trained.to(dtype), layout))
 
 
@@ -75,6 +77,7 @@ def _check_offsets(like: Tensor, cu_seqlens: Tensor) -> None:
 
 def keep_trained(x: Tensor, layout: TokenLayout) -> Tensor:
     """x at trained tokens, 0 at masked ones even if x is NaN there; the gradient at masked tokens is 0 too."""
+    # torch.where and not x · mask: NaN · 0 is NaN.
     return x if layout.mask is None else torch.where(layout.mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
@@ -94,8 +97,8 @@ def mean_tokens(x: Tensor, layout: TokenLayout) -> Tensor:
 def at_tokens(x: Tensor, layout: TokenLayout) -> Tensor:
     """One value per sequence, repeated at each of its tokens: [B] in, token-shaped out."""
     if layout.cu_seqlens is None:
-        return x.unsqueeze(-1).expand(layout.shape)
-    return x.index_select(0, layout.sequence_of)
+        return x.unsqueeze(-1).expand(layout.shape)  # [B, T], a view
+    return x.index_select(0, layout.sequence_of)  # [N]
 
 
 class Values(NamedTuple):

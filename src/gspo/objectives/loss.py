@@ -91,6 +91,7 @@ def loss(
     >>> out.clipped.tolist(), out.per_sequence.tolist()
     ([False, False], [-1.0, 1.0])
     """
+    # Inputs: settings, layout, at least float32. Shapes are compared first, because unequal ones could broadcast.
     algorithm = _preset(name)
     chosen = _settings(algorithm, settings)
     layout = token_layout(logp, mask, cu_seqlens)
@@ -102,10 +103,12 @@ def loss(
         # The mean over the sequence's tokens; a sum would multiply the gradient by |y_i|.
         adv = Values(adv.mean(layout), per_token=False)
 
+    # Ratio and gate.
     d = token_log_ratio(logp, proximal_logp, layout)  # token-shaped
     log_s = sequence_log_ratio(d, layout)  # [B]
     value, clipped = _gate(algorithm, chosen, logp, d, log_s, adv, layout)
     stats: dict[str, Tensor] = {}
+    # The behavior weight multiplies after the gate, so it does not change which ratios are clipped.
     if chosen["correction"] is not None:
         if behavior_logp is None:
             raise ValueError(f"{name}: correction needs behavior_logp, the sampler's log-probs")
@@ -113,6 +116,7 @@ def loss(
     per_sequence = _policy_loss(value, adv, layout, chosen["aggregation"])  # [B]
     # Adds 0, or NaN where a log-ratio is NaN or infinite: a clamp must not turn infinity into a plausible loss.
     per_sequence = per_sequence + 0.0 * log_s.detach()
+    # The KL is added outside the gate: clipped tokens keep the gradient of their KL.
     if chosen["kl_coef"]:
         if reference_logp is None:
             raise ValueError(f"{name}: kl_coef {chosen['kl_coef']} needs reference_logp")
@@ -122,8 +126,10 @@ def loss(
     if weight is not None:
         if weight.shape != per_sequence.shape:
             raise ValueError(f"weight has shape {tuple(weight.shape)}; it must be ({layout.num_sequences},)")
+        # After the KL, so that policy loss and KL of a sequence have the same share of its trajectory.
         per_sequence = per_sequence * weight.detach().to(dtype)
     if denominator is None:
+        # Counts are tensors, so nothing waits for the device. Sequences without trained tokens count, too.
         denominator = aggregate.denominator(
             name,
             num_sequences=layout.num_tokens.new_tensor(max(layout.num_sequences, 1)),
@@ -155,6 +161,7 @@ def _advantage(advantage: Tensor, layout: TokenLayout, dtype: torch.dtype) -> Va
     """The advantage, detached: one value per sequence or per token. Shapes must match: (B, 1) would broadcast."""
     advantage = advantage.detach().to(dtype)
     per_sequence, per_token = advantage.shape == (layout.num_sequences,), advantage.shape == layout.shape
+    # B = N in a packed batch. If every sequence has exactly one token, both meanings give the same loss.
     if per_sequence and per_token and not bool((layout.num_tokens == 1).all()):
         raise ValueError(
             f"advantage of shape {tuple(advantage.shape)} could be per sequence or per token in this packed batch; "
@@ -178,6 +185,7 @@ def _gate(
     layout: TokenLayout,
 ) -> tuple[Values, Values]:
     """(g of `gate.py`: the objective without its factor A, whether it was clipped), each per token or per sequence."""
+    # GMPO clips tokens, but its ratio is per sequence: it fits neither case below.
     if algorithm.gate == "gmpo":
         return _gmpo(chosen, d, adv.x, layout)
     per_token = not _ratio_per_sequence(algorithm, chosen)
@@ -188,6 +196,7 @@ def _gate(
         return Values(x, adv.per_token).at_tokens(layout) if per_token else x
 
     if algorithm.gate == "clip":
+        # Bounds are computed in the shape of A, then brought to the shape of the ratio.
         clips = (chosen["clip_low"], chosen["clip_high"], chosen["dual_clip"])
         low, high = gate.clip_bounds(adv.x, *clips, log_ratio.dtype)
         value, clipped = gate.clip(log_ratio, matched(low), matched(high))
@@ -195,6 +204,7 @@ def _gate(
         value = gate.cispo(log_ratio, keep_trained(logp, layout), chosen["weight_max"])
         clipped = log_ratio.detach() > math.log(chosen["weight_max"])
     else:
+        # Gates without a hard clip: SAPO's sigmoid, or the plain ratio.
         if algorithm.gate == "sapo":
             tau = gate.by_sign(adv.x > 0, chosen["tau_pos"], chosen["tau_neg"], log_ratio.dtype)
             value = gate.sapo(log_ratio, matched(tau))
@@ -215,9 +225,9 @@ def _log_ratio(level: str, per_token: bool, logp: Tensor, d: Tensor, log_s: Tens
 
 def _gmpo(chosen: Mapping[str, Any], d: Tensor, advantage: Tensor, layout: TokenLayout) -> tuple[Values, Values]:
     """GMPO clamps each token's log-ratio, then takes their mean   (arXiv 2507.20673, eq. 3, in logs)."""
-    low = gate.by_sign(advantage < 0, -chosen["log_clip_low"], -LOG_RATIO_BOUND, d.dtype)
-    high = gate.by_sign(advantage > 0, chosen["log_clip_high"], LOG_RATIO_BOUND, d.dtype)
-    clamped = torch.clamp(d, at_tokens(low, layout), at_tokens(high, layout))
+    low = gate.by_sign(advantage < 0, -chosen["log_clip_low"], -LOG_RATIO_BOUND, d.dtype)  # [B]
+    high = gate.by_sign(advantage > 0, chosen["log_clip_high"], LOG_RATIO_BOUND, d.dtype)  # [B]
+    clamped = torch.clamp(d, at_tokens(low, layout), at_tokens(high, layout))  # token-shaped
     value = sequence_log_ratio(clamped, layout).exp()  # [B]
     return Values(value, per_token=False), Values(clamped.detach() != d.detach(), per_token=True)
 
@@ -239,6 +249,7 @@ def _corrected(
     advantage = adv.mean(layout) if form["level"] == "sequence" else adv.at_tokens(layout)
     dtype = compute_dtype(proximal.dtype)
     weights = correction.weights(proximal.to(dtype), behavior.to(dtype), advantage, layout, form)
+    # From here on the weights have the shape of `value`.
     if form["level"] == "sequence" and value.per_token:
         weights = correction.to_tokens(weights, layout)
     elif form["level"] == "token" and not value.per_token:
@@ -254,6 +265,7 @@ def _corrected(
 def _policy_loss(value: Values, adv: Values, layout: TokenLayout, aggregation: str) -> Tensor:
     """−A · g, aggregated to [B]. One advantage per sequence multiplies after the sum over tokens, not at each token."""
     if not value.per_token:
+        # A is [B] here: `loss` has taken its mean over the sequence.
         return -adv.x * aggregate.sequences(value.x, layout, aggregation)
     if adv.per_token:
         return -aggregate.tokens(keep_trained(adv.x * value.x, layout), layout, aggregation)
@@ -277,6 +289,7 @@ def _clipped_by_sign(clipped: Values, adv: Values, layout: TokenLayout) -> dict[
     dtype = layout.num_tokens.dtype
     positive = adv.x > 0
     if adv.per_token:
+        # With A per token the ratio is per token, too, so the masks have the same shape.
         high = Values((clipped.x & positive).to(dtype), True).sum(layout)
         low = Values((clipped.x & (adv.x <= 0)).to(dtype), True).sum(layout)
         return {"clipped_low": low, "clipped_high": high}
@@ -303,6 +316,7 @@ def _settings(algorithm: Algorithm, given: Mapping[str, Any]) -> dict[str, Any]:
         "aggregation": algorithm.aggregation,
         "max_new_tokens": None,
     }
+    # Names, then choices, then ranges. None switches a bound off, so it is allowed.
     unknown = [key for key in given if key not in known]
     if unknown:
         raise TypeError(f"{algorithm.name} has no setting {', '.join(unknown)}; it has {', '.join(known)}")
@@ -319,6 +333,7 @@ def _settings(algorithm: Algorithm, given: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"{algorithm.name}: clip_low must be at most 1 (ratios are positive), got {chosen['clip_low']}"
         )
+    # Below 1, the dual clip would remove the gradient at ratio 1, before the policy has moved.
     if chosen.get("dual_clip") is not None and not chosen["dual_clip"] > 1:
         raise ValueError(f"{algorithm.name}: dual_clip must be above 1, got {chosen['dual_clip']}")
     return chosen

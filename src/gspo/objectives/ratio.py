@@ -31,9 +31,11 @@ def sequence_token_log_ratio(logp: Tensor, log_s: Tensor, layout: TokenLayout) -
     a number of the size of log π, and rounded away.
     """
     logp = keep_trained(logp.to(log_s.dtype), layout)
+    # log s is detached: its own gradient would add that of the whole sequence to each token.
     return (logp - logp.detach()) + at_tokens(log_s.detach(), layout)
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
     """log_ratio within ± LOG_RATIO_BOUND, so that exp cannot overflow; ±inf becomes NaN and not a plausible number."""
+    # The clamp alone would map ±inf to a bound; 0 · inf = NaN keeps the error visible. Detached: no extra gradient.
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND) + 0.0 * log_ratio.detach()

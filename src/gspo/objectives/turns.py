@@ -26,8 +26,10 @@ def turn_cuts(turns: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     # [N + 1] True where a turn begins, and at the end
     begins = torch.ones(len(turns) + 1, dtype=torch.bool, device=turns.device)
     begins[1:-1] = turns[1:] != turns[:-1]
+    # Two neighbouring sequences can have the same turn number at their border.
     begins[cu_seqlens] = True
     cuts = begins.nonzero().squeeze(-1)  # [U + 1]
+    # right=True: a cut where a sequence begins belongs to that sequence, and empty sequences are passed over.
     sequence = torch.searchsorted(cu_seqlens, cuts[:-1], right=True) - 1  # [U]
     return cuts, sequence
 
@@ -37,5 +39,6 @@ def fold(values: Tensor, sequence: Tensor, num_sequences: int, weights: Tensor |
     total = values.new_zeros(num_sequences)  # [B]
     if weights is None:
         return total.index_add(0, sequence, values)
+    # clamp: a sequence without turns gives 0/1.
     mass = total.index_add(0, sequence, weights).clamp(min=1)  # [B]
     return total.index_add(0, sequence, values * weights) / mass

@@ -15,6 +15,8 @@ def value_loss(values: Tensor, start_values: Tensor, returns: Tensor, clip: floa
     gradient, both in the shape of `values`.
     """
     start_values, returns = start_values.detach().to(values.dtype), returns.detach().to(values.dtype)
+    # V, moved by at most ε from V_old; the clamp has gradient 0 where it is active.
     near = start_values + (values - start_values).clamp(-clip, clip)
     plain, clipped = (values - returns).square(), (near - returns).square()
+    # clipped > plain only where the clamp is active (else both are equal), so these values have no gradient.
     return torch.maximum(plain, clipped) / 2, (clipped > plain).detach()

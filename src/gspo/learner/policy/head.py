@@ -50,13 +50,15 @@ class ChunkedHead(torch.autograd.Function):
         entropy = torch.empty_like(lse) if form.with_entropy else lse.new_empty(0)  # [U] or [0]
         for rows, mine, row, token in logits.chunks():
             z, _ = logits(rows)  # [c, V]
+            # Read first: z is overwritten in place below.
             chosen = z[row, token]  # [m]
+            # With the largest logit of each row subtracted, exp cannot overflow.
             peak = z.amax(-1, keepdim=True)  # [c, 1]
             z.sub_(peak)
             if form.with_entropy:
-                e = torch.exp(z, out=logits.buffer(1, len(z)))
+                e = torch.exp(z, out=logits.buffer(1, len(z)))  # [c, V]
                 total = e.sum(-1)  # [c]
-                log_total = total.log()
+                log_total = total.log()  # [c]
                 # H = log Σe − Σ e·z / Σe, with z measured from the peak
                 entropy[rows] = log_total - e.mul_(z).sum(-1) / total
             else:
@@ -64,6 +66,7 @@ class ChunkedHead(torch.autograd.Function):
             lse[rows] = log_total + peak[:, 0]
             logp[mine] = chosen - lse[rows][row]
         ctx.targets, ctx.form = targets, form
+        # The log-sum-exp [U] is enough to get p from recomputed logits without another reduction over V.
         ctx.save_for_backward(hidden, weight, bias, lse, entropy)
         if not form.entropy_grad:
             ctx.mark_non_differentiable(entropy)
@@ -90,15 +93,20 @@ class ChunkedHead(torch.autograd.Function):
             row_grad = grad.new_zeros(len(z)).index_add_(0, row, grad)  # [c] Σ over the targets of a row
             z.sub_(lse[rows, None])  # log p
             if form.entropy_grad:
+                # z becomes −p · (h·(log p + H) + Σg)
                 p = torch.exp(z, out=logits.buffer(1, len(z)))
                 z.add_(entropy[rows, None]).mul_(grads[1][rows, None]).add_(row_grad[:, None]).mul_(p).neg_()
             else:
+                # z becomes −p · Σg
                 z.exp_().mul_(row_grad.neg_()[:, None])
+            # Add g · onehot. accumulate: two targets of a row can be the same token.
             z.index_put_((row, token), grad, accumulate=True)  # now d logits/T, [c, V]
+            # Chain rule through the soft cap.
             if slope is not None:
                 z.mul_(slope)
             if d_bias is not None:
                 d_bias.add_(z.sum(0), alpha=targets.scale)
+            # From d logits to the inputs of hidden·Wᵀ + b. The scale is a factor of each gradient.
             z = z.to(logits.weight.dtype)
             if d_hidden is not None:
                 d_hidden[rows] = (z @ logits.weight).mul_(targets.scale).to(hidden.dtype)
@@ -107,6 +115,7 @@ class ChunkedHead(torch.autograd.Function):
                 if d_weight is None:  # made by the first chunk: filling zeros would be one more pass over [V, hidden]
                     d_weight = (z.T @ h).mul_(targets.scale).to(logits.out_dtype)
                 elif h.dtype == d_weight.dtype:
+                    # Multiplies and adds in one call, without a temporary [V, hidden].
                     d_weight.addmm_(z.T, h, alpha=targets.scale)
                 else:
                     d_weight.add_(z.T @ h, alpha=targets.scale)
@@ -128,6 +137,7 @@ class _Logits:
         self.weight, self._hidden = weight.to(dtype), hidden
         self.bias = None if bias is None else bias.to(dtype)
         self._targets = targets
+        # Slices need Python numbers; read once, because each read waits for the device.
         self._begins = targets.begins.tolist()
         self._chunk = min(form.chunk_size, len(hidden))
         self._buffers: dict[int, Tensor] = {}
@@ -154,14 +164,17 @@ class _Logits:
         if self.weight.dtype == self.out_dtype:
             z = torch.mm(h * scale, self.weight.T, out=self.buffer(0, len(h)))
         else:
+            # A 16-bit product cannot be written into the float32 buffer. It is scaled after the conversion.
             z = torch.mm(h, self.weight.T).to(self.out_dtype).mul_(scale)
         if self.bias is not None:
+            # The scale applies to hidden·Wᵀ + b as a whole.
             z.add_(self.bias, alpha=scale)
         slope = None
         if softcap is not None:
             # cap·tanh(x/cap)/T on z = x/T
             bound = softcap / self._targets.temperature
             z.div_(bound).tanh_()
+            # d tanh(x) = 1 − tanh²(x); kept for the backward pass
             slope = 1 - z * z
             z.mul_(bound)
         return z, slope

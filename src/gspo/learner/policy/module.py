@@ -114,6 +114,7 @@ class PolicyModule(nn.Module):
             # A leaf tensor, so that backward() works for a loss over no tokens.
             empty = torch.zeros(0, dtype=output_dtype(head.weight.dtype), device=head.weight.device)
             return PolicyOutput(empty.requires_grad_(torch.is_grad_enabled()), empty.detach())
+        # Several targets can have the same source (the first tokens of a group): its logits are computed once.
         rows, order, begins = packed.by_source  # [U], [M], [U+1]
         hidden = self.hidden(packed).index_select(0, rows)  # [U, hidden]
         scale, softcap = logit_transform(self.model.config)
@@ -125,6 +126,7 @@ class PolicyModule(nn.Module):
             Targets(packed.target[order], begins, scale / temperature, softcap, temperature),
             HeadForm(self.chunk_size, self.fp32_head, with_entropy or entropy_grad, entropy_grad),
         )  # pyright: ignore[reportGeneralTypeIssues]
+        # Undo the sort, and give each target the entropy of its row.
         place = torch.empty_like(order)  # [M] inverse of `order`: back from sorted to the order of `Packed.target`
         place[order] = torch.arange(len(order), device=order.device)
         row_of_target = torch.repeat_interleave(begins.diff())  # [M]
@@ -151,9 +153,11 @@ class PolicyModule(nn.Module):
         weight = self._head().weight
         tolerance = _PROBE_TOLERANCE.get(self.compute_dtype or weight.dtype, 0.1)
         with torch.no_grad():
+            # [M] the reference: the model's own forward, without packing and without the code under test
             plain = self.plain_logp(items)
             causes = []
             ways = [(FLEX, True)] if weight.is_cuda else []
+            # The loop variables are attributes of this module: the first way whose log-probs agree stays selected.
             for self.attention, self.share_prefix in [*ways, (TREE, True), (TREE, False)]:
                 try:
                     packed = pack(items, share_prefix=self.share_prefix).to(weight.device)
@@ -195,6 +199,7 @@ def weight_names(policy: PolicyModule) -> Iterator[tuple[str, Tensor]]:
     adapter is merged into copies of the weights that it changes, so the receiver needs no adapter.
     """
     model = policy.model
+    # A tied weight has two names and one tensor; it is sent and stored once.
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     state = {name: tensor for name, tensor in merged_state(model).items() if name not in tied}
     yield from sorted(revert_weight_conversion(model, state).items())
@@ -208,10 +213,12 @@ def packed_parts(
         return []
     device, world, share_prefix = next(module.parameters()).device, module.world, module.share_prefix
     split = partial(micro_batches, max_tokens=max_tokens, share_prefix=share_prefix)
+    # Every rank computes the split of all ranks: all learn the largest number of micro-batches without communication.
     per_rank = split_over_ranks(items, world.size, share_prefix=share_prefix) if world.size > 1 else [items]
     splits = [split(own, min_batches=min_micro_batches) if own else [] for own in per_rank]
     num, parts = max(len(parts) for parts in splits), splits[world.rank]
     if 0 < len(parts) < num:
+        # Fewer micro-batches than another rank: a finer split of real work needs fewer fillers.
         parts = split(per_rank[world.rank], min_batches=num)
     packs = [pack(part, share_prefix=share_prefix) for part in parts]
     # FSDP all-gathers each layer on all ranks together, so every rank runs the same number of micro-batches.

@@ -74,6 +74,7 @@ class PackItem:
         trained = [c for c in self.completions if c.is_trained]
         if not share_prefix:
             return len(trained) * len(self.prompt) + sum(c.num_inputs for c in trained)
+        # The prompt counts once, or not at all if no completion is trained.
         return min(1, len(trained)) * len(self.prompt) + sum(_inputs(family) for family in families(trained))
 
 
@@ -120,6 +121,7 @@ class Packed:
     @cached_property
     def by_source(self) -> tuple[Tensor, Tensor, Tensor]:
         """[U] distinct sources, [M] indices of targets sorted by source, [U+1] where each source's targets begin."""
+        # stable: targets with the same source keep their order.
         source, order = torch.sort(self.source, stable=True)
         rows, counts = torch.unique_consecutive(source, return_counts=True)
         return rows, order, torch.nn.functional.pad(counts.cumsum(0), (1, 0))
@@ -137,6 +139,7 @@ def families(completions: Sequence[Completion]) -> list[list[Completion]]:
     """The completions grouped by family, in order of first appearance; one without a family is a group of its own."""
     found: dict[Any, list[Completion]] = {}
     for place, completion in enumerate(completions):
+        # The key is (family, None), or (None, place), which no other completion has.
         found.setdefault((completion.family, None if completion.family is not None else place), []).append(completion)
     return list(found.values())
 
@@ -158,9 +161,11 @@ def _tree(family: Sequence[Completion]) -> list[tuple[NDArray[np.integer[Any]], 
         while members:
             first = members[0]
             inputs = family[first].tokens[: family[first].num_inputs]
+            # This completion ends here: nothing of it is left to lay out.
             if len(inputs) == begin:
                 members = members[1:]
                 continue
+            # The next segment: all members with the same next token, up to where the first of them differs or ends.
             same = [m for m in members if family[m].num_inputs > begin and family[m].tokens[begin] == inputs[begin]]
             end = min(_common(inputs, family[m].tokens[: family[m].num_inputs]) for m in same)
             segments.append((inputs[begin:end], parent, same))
@@ -186,6 +191,7 @@ def forest(
     length = np.array([len(tokens) for tokens, _ in segments], dtype=np.int64)  # [S]
     parent = np.array([up for _, up in segments], dtype=np.int64)  # [S]
     start = np.cumsum(length) - length  # [S]
+    # The layout computes the true positions, and checks that parents come before children.
     layout = TreeLayout(start, length, parent)
     lengths = np.array([0, *(len(targets) for _, targets, _ in sequences)])  # [B + 1]
     packed = Packed(
@@ -224,10 +230,12 @@ def pack(items: Sequence[PackItem], *, share_prefix: bool = True, vocab_size: in
         num_prompt = len(item.prompt)
         # A prompt with one trained completion has nothing to share: prompt and completion are one segment.
         share = share_prefix and sum(c.is_trained for c in item.completions) > 1
+        # The prompt: a segment of its own if several completions share it.
         root, prompt_end = -1, 0
         if share:
             root = len(segments)
             prompt_end = append(item.prompt, -1) + num_prompt
+        # Families of several completions (episodes that branch): their inputs are a tree below the prompt.
         branches: dict[int, NDArray[np.int64]] = {}  # by index: row index of each input of a completion in a tree
         for family in families([c for c in item.completions if c.is_trained]) if share else ():
             if len(family) == 1:
@@ -239,16 +247,20 @@ def pack(items: Sequence[PackItem], *, share_prefix: bool = True, vocab_size: in
                     rows[m] = np.concatenate([rows[m], begin + np.arange(len(tokens))])
             branches |= {c.index: row for c, row in zip(family, rows, strict=True)}
         for completion in item.completions:
+            # Sources: the hidden state of the token before a target predicts it.
             trained = np.flatnonzero(completion.mask)  # [trained] positions in the completion
             sources = trained  # [trained] row index of the hidden state that predicts each; set below if there are any
             if completion.is_trained:
                 inputs = completion.tokens[: completion.num_inputs]
                 if not share:
+                    # Prompt and inputs are contiguous in the row.
                     begin = append(np.concatenate([item.prompt, inputs]), -1)
                     sources = trained + (begin + num_prompt - 1)
                 elif completion.index in branches:
+                    # Entry p predicts completion token p: first the last prompt token, then the inputs in their order.
                     sources = np.concatenate([[prompt_end - 1], branches[completion.index]])[trained]
                 else:
+                    # A one-token completion has no input and no segment; its source is the last prompt token.
                     begin = append(inputs, root) if len(inputs) else end
                     sources = np.where(trained == 0, prompt_end - 1, begin + trained - 1)
             sequences.append((sources, completion.tokens[trained], completion.index))
@@ -272,8 +284,10 @@ def micro_batches(
     pieces = [piece for item in items for piece in _cut(item, max_tokens, share_prefix)]
     sizes = [piece.num_tokens(share_prefix=share_prefix) for piece in pieces]
     limit = max_tokens if max_tokens is not None else sum(sizes)
+    # Start with the smallest number that can fit, at most one micro-batch per piece that is not empty.
     num = max(1, min_batches, -(-sum(sizes) // max(1, limit)))
     num = min(num, max(1, sum(size > 0 for size in sizes)))
+    # The loop ends: with one piece per bin `_balance` succeeds, even if a piece exceeds the limit.
     while (bins := _balance(sizes, num, limit)) is None:
         num += 1
     return [[pieces[i] for i in chosen] for chosen in bins if chosen]
@@ -292,8 +306,10 @@ def split_over_ranks(items: Sequence[PackItem], num: int, *, share_prefix: bool 
     smaller. It stays whole if the repeated prompts cost more. A pure function of the arguments, so every rank computes
     the same parts.
     """
+    # The mean size of a part, rounded up.
     share = -(-sum(item.num_tokens(share_prefix=share_prefix) for item in items) // num)
     best: tuple[int, list[list[PackItem]]] | None = None
+    # Try finer and finer cuts of large groups. Each cut repeats prompts, so it must be better by a margin.
     for num_pieces in range(1, num + 1):
         pieces = [piece for item in items for piece in _pieces(item, num_pieces, share, share_prefix)]
         sizes = [piece.num_tokens(share_prefix=share_prefix) for piece in pieces]
@@ -309,6 +325,7 @@ def split_over_ranks(items: Sequence[PackItem], num: int, *, share_prefix: bool 
 def _pieces(item: PackItem, num: int, share: int, share_prefix: bool) -> list[PackItem]:
     """The item, or, if it has more than `share` tokens, its completions in `num` pieces of similar size."""
     together = _together(item, share, share_prefix)
+    # A piece without trained tokens would be empty.
     num = min(num, sum(any(c.is_trained for c in family) for family in together))
     if num < 2 or item.num_tokens(share_prefix=share_prefix) <= share:
         return [item]
@@ -338,8 +355,10 @@ def _balance(sizes: Sequence[int], num: int, limit: int) -> list[list[int]] | No
     """Largest first into the least loaded of `num` bins; None if a bin with more than one piece exceeds `limit`."""
     bins: list[list[int]] = [[] for _ in range(num)]
     loads = [0] * num
+    # Equal sizes in the order of their index, so that every rank gets the same bins.
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         b = loads.index(min(loads))
+        # A piece that exceeds the limit alone is accepted: it cannot be cut further.
         if loads[b] and sizes[i] and loads[b] + sizes[i] > limit:
             return None
         bins[b].append(i)
@@ -356,9 +375,11 @@ def _cut(item: PackItem, max_tokens: int | None, share_prefix: bool) -> list[Pac
     together = _together(item, max_tokens - num_prompt, share_prefix)
     # A part contains its prompt once (shared) or once per completion (plain).
     each = [_cost(family, 0 if share_prefix else num_prompt, share_prefix) for family in together]
+    # Tokens left for completions in a part, after its prompt.
     room = max(1, max_tokens - (num_prompt if share_prefix else 0))
     num = max(2, -(-sum(each) // room))
     trained = sum(any(c.is_trained for c in family) for family in together)
+    # The loop ends at the latest with one trained unit per part.
     while (parts := _balance(each, min(num, trained), room)) is None:
         num += 1
     return [PackItem(item.prompt, tuple(c for i in part for c in together[i])) for part in parts if part]
@@ -383,6 +404,7 @@ def _check(item: PackItem, vocab_size: int | None) -> None:
 
 
 def _flat(parts: Sequence[NDArray[np.integer[Any]]]) -> Tensor:
+    # The empty array allows an empty list of parts.
     return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64, copy=False))
 
 

@@ -40,6 +40,7 @@ def shard(
     mesh = init_device_mesh(world.device.type, (world.size,))
 
     def shard_unit(module: nn.Module, cast: bool = True) -> None:
+        # By default, gradients of 16-bit weights are summed in float32: many ranks add small terms.
         own = next(module.parameters()).dtype
         sums = reduce_dtype or torch.promote_types(own, torch.float32)
         precision = MixedPrecisionPolicy(param_dtype=param_dtype if cast else None, reduce_dtype=sums)
@@ -47,6 +48,7 @@ def shard(
         # not see the optimizer's next update.
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
 
+    # Layers before the root: a root unit takes only the parameters that no inner unit holds.
     for module in policy.model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             shard_unit(module)
@@ -58,12 +60,14 @@ def shard(
     shard_unit(root)
     for module in root.modules():
         if isinstance(module, FSDPModule):
+            # FSDP divides by the number of ranks by default; here gradients are summed (see the module docstring).
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if hasattr(module, "set_reduce_scatter_unused_params"):
                 # An expert that no token of this rank reached contributes zeros.
                 module.set_reduce_scatter_unused_params(True, recurse=False)
     if root is policy:
+        # `plain_logp` runs the model outside `forward`, and needs the root's all-gather as well.
         register_fsdp_forward_method(policy, "plain_logp")
     policy.world = world
     policy.compute_dtype = param_dtype
@@ -95,6 +99,7 @@ def like(sharded: Tensor, tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     model: Any = sharded
+    # src_data_rank None: each rank cuts its shard from its own copy, without communication.
     return distribute_tensor(tensor.to(sharded.device), model.device_mesh, model.placements, src_data_rank=None)
 
 

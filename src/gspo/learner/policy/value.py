@@ -24,6 +24,7 @@ class ValueModule(nn.Module):
         weight = policy.model.get_output_embeddings().weight  # pyright: ignore[reportOptionalMemberAccess]
         # At least float32: differences between returns are below bfloat16's resolution.
         dtype = torch.promote_types(weight.dtype, torch.float32)
+        # weight is [V, hidden]; the new head maps hidden to one value.
         head = nn.Linear(weight.shape[1], 1, dtype=dtype, device=weight.device)
         nn.init.zeros_(head.weight)
         nn.init.zeros_(head.bias)

@@ -29,7 +29,9 @@ def pack_message(content: Mapping[str, Any], arrays: Arrays) -> NDArray[np.uint8
     ({'step': 3}, {'x': array([1.5])})
     """
     text = np.frombuffer(json.dumps(content).encode(), dtype=np.uint8)
+    # safetensors stores arrays only, so the JSON is a byte array with an empty name.
     whole = {"": text, **{name: np.ascontiguousarray(array) for name, array in arrays.items()}}
+    # frombuffer gives a read-only array; a tensor made from it must be writable.
     return np.frombuffer(_save(whole), dtype=np.uint8).copy()
 
 

@@ -35,6 +35,7 @@ class Liveness:
         self._closing = threading.Event()
         self._heard: dict[int, tuple[Any, float]] = {}  # by rank: last heartbeat, when it was read
         self._thread = threading.Thread(target=self._watch, name="ranks", daemon=True)
+        # These keys must exist before any rank reads them: the store's multi_get waits for missing keys.
         store.compare_set("failed", "", "")
         self._send_heartbeat(store)
 
@@ -48,10 +49,12 @@ class Liveness:
     def fail(self, error: BaseException) -> None:
         """Publish the error that ends this rank; raises TrainingError if another rank's failure is the cause."""
         if self._failure is None:
+            # A lost connection is a symptom: report the rank that is missing, not the collective that failed.
             lost = _is_lost_connection(error)
             what = self._missing_ranks(error) if lost else f"{type(error).__name__}: {error}"
             mine = json.dumps([self._rank, what])
             try:
+                # Only the first failure is stored. The result is that one, here or of another rank.
                 first = self._store.compare_set("failed", "", mine).decode()
             except RuntimeError:  # the launcher, which holds the store, has ended
                 first = mine
@@ -111,9 +114,12 @@ class Liveness:
                     self._exit("the launcher that started the ranks has ended")
                 return
             for rank, life in zip(others, lives, strict=True):
+                # A heartbeat is new if its content is. It is timed by this rank's clock, because machines' clocks can
+                # differ.
                 _, beat, what, asked = json.loads(life)
                 if self._heard[rank][0] != life:
                     self._heard[rank] = life, time.monotonic()
+                # Progress of another rank counts here, too: this rank may be waiting for it in a collective.
                 if beats.get(rank) != beat:
                     beats[rank] = beat
                     watchdog.remote_beat(f"{what} (rank {rank})")
@@ -121,6 +127,7 @@ class Liveness:
                     self._stop.ask(asked, f"rank {rank}")
             if failed:
                 self._failure = failed
+                # The main thread has GRACE seconds to raise its own error. If it is blocked, the process ends here.
                 if not self._closing.wait(GRACE):
                     rank, what = json.loads(failed)
                     self._exit(f"rank {rank} failed: {what}")

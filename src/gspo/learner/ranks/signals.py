@@ -31,6 +31,7 @@ class StopRequest:
 
     def ask(self, number: int, by: str = "") -> None:
         """Signal `number` was received, here or on another rank (`by`)."""
+        # Heartbeats repeat the signal of another rank; the message is printed once.
         is_first, self.signal = self.signal is None, number
         if is_first:
             where = f" ({by})" if by else ""

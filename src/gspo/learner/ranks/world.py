@@ -119,6 +119,7 @@ class Ranks(World):
         torch_distributed: Any = distributed  # its type stubs lack the store's names
         store = next(torch_distributed.rendezvous("env://", timeout=timeout))[0]
         self._store: Any = torch_distributed.PrefixStore(f"gspo/{_num_joined}", store)
+        # Before the process group: the first heartbeat is then stored on every rank when the watch starts.
         self.liveness = Liveness(self._store, self.rank, size, stall_timeout, stop)
         try:
             distributed.init_process_group(
@@ -164,6 +165,7 @@ class Ranks(World):
 
         message = torch.from_numpy(pack_message({}, arrays))
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        # Lengths first: messages differ in size between ranks.
         distributed.all_gather(lengths, torch.tensor([len(message)]))
         longest = max(int(length) for length in lengths)  # the collective needs equal sizes: pad, then cut
         parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]

@@ -144,7 +144,7 @@ class Buffer:
     def snapshot(self) -> Snapshot:
         """Groups in flight must be resubmitted; at the end of the stream they count as never submitted."""
         submission, resubmit = self.submission, sorted([*self._in_flight, *self._resubmit])
-        # Open submissions at the end of the stream need no entry: the stream simply resumes at the first of them.
+        # Open submissions at the end of the stream need no entry: the stream resumes at the first of them.
         while resubmit and resubmit[-1] == submission - 1:
             submission = resubmit.pop()
         return Snapshot(submission, tuple(resubmit), tuple(self._pending[i] for i in sorted(self._pending)))

@@ -49,7 +49,7 @@ def reject_by_filter(function: Filter, key: str, group: Group) -> str | None:
     }
     try:
         accepted = function(view)
-        # A filter that forgets to return would otherwise reject every group.
+        # A filter without a return statement would otherwise reject every group.
         if not isinstance(accepted, bool | np.bool_):
             raise TypeError(f"it returned {accepted!r}; a filter returns True (train on the group) or False")
     except Exception as cause:

@@ -285,7 +285,7 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         waiting = self._owner.unauthenticated
         waiting[self] = None
-        # Connections without a key are closed first, so that strangers cannot lock out authenticated clients.
+        # Connections without a key are closed first, so that they cannot lock out authenticated clients.
         if len(self.connections) > self._owner.max_connections:
             next(iter(waiting))._refuse(429, "too_many_connections", "the server has too many connections")
 

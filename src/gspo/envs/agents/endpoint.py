@@ -105,7 +105,7 @@ class Endpoint(HttpServer):
             raise ApiError(503, "stopping", "the trainer is stopping")
         with self._lock:
             episode = request.state.episode = self._episodes.get(name)
-            # An ended episode is told apart from an unknown one, so that an agent knows that it should stop.
+            # An ended episode is told apart from an unknown one, so that its agent can stop.
             if episode is None and name in self._ended:
                 raise _ended()
         if episode is None:

@@ -262,7 +262,7 @@ class HttpSampler:
             self._changed.notify_all()
         if is_closed:
             return
-        # Servers stop sampling for a trainer that is leaving; a short deadline, as the reply does not matter.
+        # Servers stop sampling for a client that closes; a short deadline, as the reply does not matter.
         self._command(busy, "/abort", timeout_s=1.0)
         for thread in self._threads:
             thread.join(timeout=POLL_S * 2)

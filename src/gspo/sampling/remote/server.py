@@ -235,7 +235,7 @@ class SamplerEngine:
             ran_any = self._run_calls(wait=idle)
             if not idle:
                 self._decode()
-            # health() is refreshed at most five times a second while tokens are decoded.
+            # Without calls, health() is read every 0.2 s and not after each slice of decoding.
             if ran_any or idle or time.monotonic() - looked > 0.2:
                 self._view, looked = dict(self._sampler.health()), time.monotonic()
 

@@ -42,10 +42,12 @@ def one_of_each(loaded: Loaded, folder: Path, num_gpus: int, *, with_server: boo
     """
     here = {"fileroot": str(folder), "n_nodes": 1, "n_gpus_per_node": None}
     config = loaded.config.model_copy(update={"cluster": loaded.config.cluster.model_copy(update=here)})
+    # One server shows the same numerical error as many; tensor parallelism is kept, because it changes rounding.
     sampler = layout_of(config, num_gpus).sampler
     if sampler is None:
         backend = "local:d1" if with_server and num_gpus != 1 else "local"
     else:
+        # A list of addresses must have one entry per server, so the number of servers stays.
         given = getattr(config, sampler.name, {}).get("url") if sampler.name != "local" else None
         backend = str(replace(sampler, data=sampler.data if isinstance(given, list) else 1))
     rounds = config.rollout.sampler_precision != "none"  # in process alone

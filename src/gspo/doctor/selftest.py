@@ -70,6 +70,7 @@ def selftest(loaded: Loaded, place: Path, say: Callable[[str], None] = print) ->
     policy, tokenizer = make_policy(config, sequence_level)
     dtype, kind = policy.model.dtype, policy.model.device.type
     sampler = partial(make_sampler, config, policy, tokenizer, 0)
+    # Gradients and packings are compared in float64 where possible: an error of the code then stands out from rounding.
     exact = _exact(loaded, policy, tokenizer)
     where = f"{str(exact.model.dtype).removeprefix('torch.')}, {kind}"
     shares = "shared prefixes" if exact.share_prefix else "plain packing"
@@ -98,6 +99,7 @@ def selftest(loaded: Loaded, place: Path, say: Callable[[str], None] = print) ->
 def _line(name: str, words: str, check: Callable[[], tuple[float, float] | str]) -> Line:
     try:
         found = check()
+    # A failed check becomes a line, so that the remaining checks still run.
     except (GspoError, RuntimeError, ValueError, TypeError) as error:
         return Line(name, words, failure=f"{type(error).__name__}: {error}")
     return Line(name, words, skipped=found) if isinstance(found, str) else Line(name, words, *found)

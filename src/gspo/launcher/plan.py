@@ -175,14 +175,17 @@ def _places(layout: Layout) -> tuple[list[tuple[int, int | None]], list[tuple[in
     """
     per_node, size = layout.gpus_per_node, layout.gpus_per_sampler
     if not per_node:
+        # Without GPUs: spread ranks, then samplers, evenly over the machines.
         spread = [j * layout.num_nodes // (layout.ranks + layout.num_samplers) for j in range(layout.ranks)]
         rest = range(layout.ranks, layout.ranks + layout.num_samplers)
         others = [j * layout.num_nodes // (layout.ranks + layout.num_samplers) for j in rest]
         return [(node, None) for node in spread], [(node, ()) for node in others]
     ranks = [divmod(gpu, per_node) for gpu in range(layout.ranks)]
     samplers: list[tuple[int, tuple[int, ...]]] = []
+    # `begin` counts GPUs over all machines. A colocated sampler shares the trainer's GPU.
     begin = 0 if layout.is_colocated else layout.ranks
     for _ in range(layout.num_samplers):
+        # The sampler would cross the end of a machine: continue on the next one.
         if begin % per_node + size > per_node:
             begin += per_node - begin % per_node
         node, first = divmod(begin, per_node)

@@ -138,6 +138,7 @@ class LivePanel:
         curves = [f for f in FIGURES if f.is_curve and self._seen[f.name]]
         speeds = [f for f in FIGURES if not f.is_curve and self._seen[f.name]]
         parts: list[RenderableType] = [self._head(width), self._progress(width)]
+        # One line per curve; a short terminal shows only the first two.
         label = max((len(f.name) for f in curves), default=0)
         for figure in curves[: 2 if self._console.height < SHORT else None]:
             values = self._seen[figure.name]
@@ -218,9 +219,11 @@ def sparkline(values: list[float], width: int) -> str:
     ('▁▅█', '▁▂▁')
     """
     if len(values) > width:
+        # Column i shows the mean of values[edges[i] : edges[i + 1]].
         edges = [i * len(values) // width for i in range(width + 1)]
         values = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(values), max(values)
+    # At least 20 % of the highest value, so that noise is not drawn as large jumps.
     reach = max(high - low, 0.2 * abs(high))
     scale = (len(_BLOCKS) - 1) / reach if reach > 0 else 0.0
     return "".join(_BLOCKS[round((v - low) * scale)] for v in values)

@@ -19,11 +19,13 @@ def sample_rows(
     batch: Batch, report: StepReport, step: int, decode: Callable[[Sequence[int]], str]
 ) -> list[Mapping[str, Any]]:
     """One object per sequence, for samples/step_*.jsonl."""
+    # Most tokens occur many times in a batch, and decoding is slow.
     piece = cache(lambda token: decode([token]))
     rows: list[Mapping[str, Any]] = []
     index = 0
     for group in batch.groups:
         for sample, text, outcome in zip(group.samples, group.texts, group.outcomes, strict=True):
+            # `index` numbers the sequences as in the arrays of the batch and the report, [n].
             for branch, sequence in enumerate(sample.sequences):
                 clipped = report.clipped_low[index] + report.clipped_high[index]
                 versions = sequence.versions
@@ -72,6 +74,7 @@ def _turns(
         return {}
     spans: list[dict[str, Any]] = []
     # A span is a run of tokens of one turn, all sampled or all from the environment.
+    # marks: [2, T]. A cut is where the turn or the mask changes.
     marks = np.stack([sequence.turns.astype(np.int64), sequence.mask.astype(np.int64)])
     cuts = [0, *(np.flatnonzero((np.diff(marks) != 0).any(0)) + 1).tolist(), len(sequence.tokens)]
     place = np.cumsum(sequence.mask) - 1  # [T] position of a token among the trained ones
@@ -94,6 +97,7 @@ def token_tensors(batch: Batch, report: StepReport) -> dict[str, np.ndarray]:
     out: dict[str, np.ndarray] = {}
     for index in sorted(report.logp):
         sample = batch.samples[index]
+        # All four tensors: [trained tokens of the sequence].
         out[f"{index}/tokens"] = np.ascontiguousarray(sample.tokens[sample.mask])
         out[f"{index}/behavior_logp"] = np.ascontiguousarray(sample.behavior_logp[sample.mask])
         out[f"{index}/logp"] = report.logp[index]

@@ -33,6 +33,7 @@ def clip_story(block: Block, how: ClipSettings = ClipSettings()) -> dict[str, An
 
     `minibatch` has [entered the model, clipped with A ≤ 0, clipped with A > 0] for each mini-batch.
     """
+    # All arrays: [n], one entry per sequence; NaN where a value is missing.
     log_s = np.array([np.nan if v is None else v for v in block["log_s"]], dtype=np.float64)
     advantage = np.array([np.nan if v is None else v for v in block["advantage"]], dtype=np.float64)
     part = np.array([0 if v is None or not 0 <= v < 4096 else v for v in block["minibatch"]], dtype=np.int64)
@@ -41,6 +42,7 @@ def clip_story(block: Block, how: ClipSettings = ClipSettings()) -> dict[str, An
     high = clipped & (advantage > 0)
     kinds = (entered, clipped & ~high, high)
     counts = [[int((kind & (part == k)).sum()) for kind in kinds] for k in range(int(part.max(initial=-1)) + 1)]
+    # Mini-batch 1 is left out: its ratios are 1 before the first update.
     later = entered & ((part > 0) if len(counts) > 1 else True)
     seen = later & (advantage != 0) & np.isfinite(advantage)
     # A rise divided by ε_high/ε_low and a fall are on one scale: both are compared with ε_low.
@@ -68,5 +70,6 @@ def suggest_eps(
     seen = [s["eps_low"] for s in stories if s["eps_low"] is not None][-RECENT:]
     if not seen:
         return None
+    # The median, because single steps can be extreme. At least the noise, at most the bound on ε_high.
     low = min(max(statistics.median(seen), noise or 0.0, 1e-6), how.eps_max / max(1.0, how.high_over_low))
     return float(f"{low:.2g}"), float(f"{low * how.high_over_low:.2g}")

@@ -34,6 +34,7 @@ def sample_steps(run: Path) -> dict[int, Signature]:
             for part in (file, file.with_suffix(".safetensors")):
                 with contextlib.suppress(OSError):
                     stat = part.stat()
+                    # A file that was replaced has another inode, time or size. Every third entry is a size.
                     signature += (stat.st_ino, stat.st_mtime_ns, stat.st_size)
             found[int(number)] = signature
     return dict(sorted(found.items()))
@@ -53,6 +54,7 @@ def choose_steps(sizes: Mapping[int, int], budget: int) -> list[int]:
     def is_too_much(count: int) -> bool:
         return sum(sizes[step] for step in spread(count)) > budget
 
+    # The total size grows with the number of steps, so the largest number that fits is found by bisection.
     return spread(max(bisect_left(range(len(steps) + 1), True, lo=1, key=is_too_much) - 1, 1)) if steps else []
 
 
@@ -65,6 +67,7 @@ def read_block(run: Path, step: int) -> Block:
                 row = json.loads(line)
                 if isinstance(row, dict):
                     rows.append(row)
+    # Values come from files that a user may have edited, so every type is checked.
     prompts: dict[str, int] = {}
     block: Block = {
         "step": step,
@@ -106,6 +109,7 @@ def _tokens(run: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> dict[str
     out: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(name.partition("/")[0] for name in tensors):
         names = [f"{name}/{what}" for what in ("tokens", "behavior_logp", "logp", "entropy")]
+        # Skip incomplete or damaged entries instead of failing the whole page.
         if any(each not in tensors or tensors[each].ndim != 1 for each in names):
             continue
         ids, behavior, logp, entropy = (tensors[each] for each in names)

@@ -93,6 +93,7 @@ def reward_spec(
     for index, entry in enumerate(entries):
         part = _part(entry, f"{key}[{index}]" if len(entries) > 1 else key)
         label, copies = part.label, 2
+        # Labels are keys of Score.parts, so they must be distinct.
         while label in labels:
             label, copies = f"{part.label}#{copies}", copies + 1
         labels.add(label)
@@ -106,6 +107,7 @@ def function_name(function: Callable[..., Any], key: str = "reward") -> str:
     """The name by which a worker process can import a function: `module:function` or `file.py:function`."""
     qualified = getattr(function, "__qualname__", "")
     module = getattr(function, "__module__", None)
+    # "<lambda>" and "<locals>" mark functions that cannot be found by name.
     if not qualified or not module or "<" in qualified:
         raise ConfigError(
             f"{key}: got {function!r}, which a reward worker cannot import (a lambda, or a local or bound function); "
@@ -113,6 +115,7 @@ def function_name(function: Callable[..., Any], key: str = "reward") -> str:
         )
     if module != "__main__":
         return f"{module}:{qualified}"
+    # In a worker `__main__` is another program, so the script's file is named instead.
     path = getattr(sys.modules["__main__"], "__file__", None)
     if path is None:
         raise ConfigError(
@@ -123,6 +126,7 @@ def function_name(function: Callable[..., Any], key: str = "reward") -> str:
 
 def combine(spec: RewardSpec, values: Sequence[float]) -> Score:
     """The weighted sum; `parts` holds the values before weighting."""
+    # fsum: the sum does not depend on the order of the parts.
     total = math.fsum(part.weight * value for part, value in zip(spec, values, strict=True))
     return Score(total, {part.label: value for part, value in zip(spec, values, strict=True)})
 
@@ -170,6 +174,7 @@ def _check_arguments(part: RewardPart, key: str) -> None:
         own = settings_of(part.name)
     else:
         parameters = inspect.signature(BUILTIN[part.name]).parameters.values()
+        # `answer`, `entry` and `num_tokens` come from the row or the sample, not from the config.
         own = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in ("answer", "entry", "num_tokens")]
     if unknown := set(part.kwargs) - {p.name for p in own}:
         takes = ", ".join(p.name for p in own) or "no arguments"

@@ -65,7 +65,6 @@ def evaluate(
     """Sample the first `num_problems` rows of held-out data `num_samples` times each (None: all rows)."""
     reached("eval.begin")
     count = len(data) if num_problems is None else min(num_problems, len(data))
-    # Submission numbers from FIRST on do not occur in training, so evaluation has its own random draws.
     prompts = [(FIRST + row, data.prompt(row)) for row in range(count)]
     groups = sample_groups(
         prompts,

@@ -36,11 +36,13 @@ def evaluate_run(
     """
     start = time.perf_counter()
     set_threads(config)
+    # Load weights and data, and check the lengths of prompts before sampling starts.
     policy, tokenizer = load_policy(config, run, step)
     spec = held_out(config)
     data = load_data(spec, "test", tokenizer, config.seed, "valid_dataset")
     params, num_samples = evaluation_params(config)
     refuse_long_prompts(data, context_length(config, policy), params.max_new_tokens, "eval_gconfig")
+    # The default reward of the held-out data, which may be another data set than that of training.
     reward = None if config.reward.functions or spec.mixture else default_reward(spec.path)
     sampler = make_sampler(config, policy, tokenizer, step)
     rewards = make_rewards(config, reward, None)
@@ -67,6 +69,7 @@ def evaluate_run(
             workflow=watched,
         )
     finally:
+        # Episodes use the sampler and the rewards, so they end first.
         if isinstance(workflow, Episodes):
             workflow.close()
         sampler.close()
@@ -94,6 +97,7 @@ def figures(groups: Sequence[Group], num_samples: int) -> dict[str, Any]:
     marks = [[mark for mark in map(is_correct, group.outcomes) if mark is not None] for group in groups]
     counts = [(len(m), sum(m)) for m in marks if m]
     samples = [sample for group in groups for sample in group.samples]
+    # k = 1, 2, 4, … and num_samples itself.
     powers = {1 << i for i in range(num_samples.bit_length())} | {num_samples}
     return {
         "num_problems": len(groups),

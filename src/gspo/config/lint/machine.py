@@ -16,6 +16,7 @@ def too_few_gpus(f: Facts) -> Iterator[Finding]:
     layout, trainer = layout_of(f.config, f.num_gpus), parse_backend(f.config.actor.backend, TRAINERS)
     cluster, sampler = f.config.cluster, layout.sampler
     is_stated = cluster.n_gpus_per_node is not None
+    # The GPUs of other machines are unknown unless the config states them.
     if layout.is_colocated or (not is_stated and (cluster.n_nodes > 1 or f.config.scheduler.type != "local")):
         return
     is_sized = sampler is not None and f.config.rollout.backend != "auto"
@@ -25,6 +26,7 @@ def too_few_gpus(f: Facts) -> Iterator[Finding]:
         return  # all processes run on the CPU
     if needed > offered:
         key = "actor.backend" if trainer.name == "fsdp" else "rollout.backend"
+        # Only a warning if the number was detected here: the run may be meant for another machine.
         finding = f.error if f.loaded.is_set("cluster.n_gpus_per_node") else f.warn
         yield finding(
             "cluster.n_gpus_per_node" if is_stated else key,

@@ -18,6 +18,7 @@ Unused = tuple[str, str]
 def ineffective(loaded: Loaded, num_gpus: int | None = None) -> list[tuple[str, str]]:
     """(key, reason) for every key that the user set and that has no effect, in the order of the schema."""
     facts = facts_of(loaded, num_gpus)
+    # First collect keys without effect in this config, then report those that the user set.
     idle = [pair for rule in (_objective, _policies, _rewards, _engines, _sampling, _rest) for pair in rule(facts)]
     found: dict[str, str] = {}
     for key in _chosen(loaded):
@@ -30,6 +31,7 @@ def ineffective(loaded: Loaded, num_gpus: int | None = None) -> list[tuple[str, 
 def _chosen(loaded: Loaded) -> list[str]:
     """The keys that the user chose. In a run's config.yaml, which sets every key: those off their default."""
     given = [key for key in loaded.origins if loaded.is_set(key)]
+    # A config.yaml of a run sets every key, so `is_set` does not show what its user chose.
     if len(given) < len(loaded.origins) / 2:
         return given
     defaults = {key: known_keys()[key].default for key in given}

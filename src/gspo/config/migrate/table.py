@@ -43,6 +43,7 @@ def rules() -> Mapping[str, Rule]:
 def migrate(root: Node, problems: list[str], messages: list[str]) -> None:
     """Replace old keys in a tree by present ones, in place; one message for each old key."""
     for rule in rules().values():
+        # The old key is removed first: a translation may put a value back at the same key.
         node = tree.pop(root, rule.key)
         if node is not None and not is_failed(node):
             apply(Move(rule, node, root, problems, messages))

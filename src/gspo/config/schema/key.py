@@ -33,6 +33,7 @@ def key(
     """
     given: dict[str, Any] = {"default": default}
     extra: dict[str, Any] = {}
+    # Defaults that can be changed (sections, lists, mappings) are created anew for every config.
     if isinstance(default, type):
         given = {"default_factory": default}
     elif isinstance(default, (list, dict)):

@@ -24,6 +24,7 @@ def memory_section(f: Facts, source: Source | Unknown) -> dict[str, Any]:
     totals = {}
     for side in ("trainer", "sampler"):
         sizes = [item.num_bytes for item in items if item.side == side]
+        # An unknown item makes the total unknown; a partial sum would look too small.
         totals[side] = None if None in sizes else sum(size for size in sizes if size is not None)
     return {
         "model": f.actor.path,

@@ -19,6 +19,7 @@ from gspo.train.build.compute import device_and_dtype, published_dtype
 def model_folder(config: Config, tmp: Path) -> str:
     """The model that the engine has to load: a folder, or a hub name. Random weights are written to `tmp` first."""
     path = as_folder(config.actor.path)
+    # Only random weights have to be written: an engine cannot create the same ones from our seed.
     if not config.actor.init_from_scratch:
         return path
     model: Any = load_model(config.actor.path, device_and_dtype(config)[1], from_scratch=True, seed=config.seed)

@@ -33,6 +33,7 @@ def serve(config_path: Path, index: int, folder: Path, *, host: str = "127.0.0.1
     identity = identity_for(config, source)
     with tempfile.TemporaryDirectory(prefix="gspo-sglang-") as private:
         if url is None:
+            # SGLang listens on TCP, where every user of the machine could connect, so requests carry a key.
             own_port, key = _free_port(), secrets.token_hex(32)
             address = EngineAddress(f"http://127.0.0.1:{own_port}", key=key)
             start = command(config, layout, source, identity["max_context"], own_port, key_file(Path(private), key))
@@ -50,6 +51,7 @@ def command(config: Config, layout: Layout, source: str, max_context: int, port:
         "context_length": max_context,
         "dtype": str(device_and_dtype(config)[1]).removeprefix("torch."),
     }
+    # The user's flags have priority over these two defaults.
     options |= config.sglang
     argv = [str(engines.python_of("sglang", config.sglang)), "-m", "sglang.launch_server", "--model-path", source]
     if config.tokenizer_path not in (None, config.actor.path):

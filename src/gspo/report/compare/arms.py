@@ -48,6 +48,7 @@ class Arm:
         if not curves:
             return Band(*(np.empty(0) for _ in range(4)))
         first, last = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
+        # steps: [S], all measured steps in the range that every run covers; values: [runs, S].
         steps = np.unique(np.concatenate([x for x, _ in curves]))
         steps = steps[(steps >= first) & (steps <= last)]
         values = np.stack([np.interp(steps, x, y) for x, y in curves])
@@ -65,6 +66,7 @@ def group(runs: Sequence[Run]) -> list[Arm]:
     """Arms in the order of their first run."""
     arms: dict[str, list[Run]] = {}
     for run in runs:
+        # repr: config values may be lists and mappings, which are not hashable.
         arms.setdefault(repr(sorted(_training_keys(run.config).items())), []).append(run)
     names = _arm_names(list(arms.values()))
     return [Arm(name, tuple(members)) for name, members in zip(names, arms.values(), strict=True)]
@@ -85,6 +87,7 @@ def _arm_names(arms: Sequence[Sequence[Run]]) -> list[str]:
         return shared.rstrip("0123456789").removesuffix("seed").rstrip("-_. /=") if len(names) > 1 else shared
 
     short = [common([run.path.name for run in runs]) for runs in arms]
+    # Names of the trials alone are not unique: add the experiment's name.
     if len(set(short)) < len(short) or not all(short):
         short = [common([run.name for run in runs]) or runs[0].name for runs in arms]
     return [f"{name} ({short[:i].count(name) + 1})" if short.count(name) > 1 else name for i, name in enumerate(short)]

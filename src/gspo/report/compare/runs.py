@@ -52,6 +52,7 @@ class Run:
         """The row of numbers that the outcome table is made of; None where nothing was measured."""
         at, accuracy = self.curve("eval/accuracy")
         best = int(np.argmax(accuracy)) if len(accuracy) else None
+        # Without evaluation: runs with other evaluation frequencies stay comparable.
         seconds = [
             value - (value_of(row, "time/eval_s") or 0.0)
             for row in self.rows.values()
@@ -75,6 +76,7 @@ class Run:
         """Samples drawn until an evaluation first reached this accuracy, including resampled groups."""
         at, seen = self.curve("eval/accuracy")
         reached = at[seen >= accuracy]
+        # Runs of earlier versions have the first key, which had priority.
         prompts = self.config.get("rollout.consumer_batch_size") or self.config.get("train_dataset.batch_size")
         group = self.config.get("gconfig.n_samples")
         if not len(reached) or not isinstance(prompts, int) or not isinstance(group, int):
@@ -107,6 +109,7 @@ def find_runs(paths: Sequence[str | Path]) -> list[Path]:
         if not below:
             open_run(matches[0])  # raises: its message says what is missing
         for run in below:
+            # By resolved path: a run that several arguments name appears once.
             found.setdefault(run.resolve(), run)
     return list(found.values())
 

@@ -135,12 +135,14 @@ def config_lines(run: Path) -> list[dict[str, Any]]:
         if found is None:
             continue
         indent, key, rest = len(found[1]), found[2], found[3]
+        # `sections` holds the enclosing sections with their indentation; leave those that have ended.
         while sections and sections[-1][0] >= indent:
             sections.pop()
         if rest is None:
             sections.append((indent, key))
             continue
         name = ".".join([*(section for _, section in sections), key])
+        # `dump` writes the origin behind each value as a comment.
         value, mark, _ = rest.rpartition("  # ")
         kind, detail = _origin(origins.get(name))
         by = _BY.get(kind, "unknown")

@@ -34,6 +34,7 @@ def write_report(run: Path, to: Path | None = None, *, doctor: Any = None, budge
     config = config_of(run)
     how = clip_settings(config, rows)
     stories, blocks = [], []
+    # Each step becomes text at once, so that only one step's samples are in memory as objects.
     for step in chosen:
         block = read_block(run, step)
         stories.append(clip_story(block, how))
@@ -65,6 +66,8 @@ def page(
     """The page in pieces. `connect`: which addresses its script may request, none or its own server."""
     styles = [asset(name) for name in STYLES]
     scripts = [asset(name) for name in scripts]
+    # Content Security Policy: only our own scripts and styles run, identified by their hash. Text of samples is written
+    # by a model and must never be executed.
     policy = "; ".join(
         (
             "default-src 'none'",
@@ -81,6 +84,7 @@ def page(
         "styles": "".join(f"<style>{text}</style>\n" for text in styles),
         "scripts": "".join(f"<script>{text}</script>\n" for text in scripts),
     }
+    # The template has {{name}} placeholders. Pieces are yielded, because the data can be large.
     for piece in asset(template).split("{{"):
         name, mark, rest = piece.partition("}}")
         if not mark:

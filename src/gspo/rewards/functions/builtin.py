@@ -124,6 +124,7 @@ def final_number(text: str) -> Fraction | int | None:
     """
     marked = _marked(text)
     body = text if marked is None else marked
+    # A marked or short text may be one number as a whole (a fraction, a currency); otherwise take the last number.
     number = _plain_number(body) if len(body) <= 64 else None
     return _last_number(body) if number is None else number
 
@@ -135,6 +136,7 @@ def _marked(text: str) -> str | None:
     """The content of the last `\\boxed{…}`, else the rest of the line after the last `####`; None without either."""
     start = text.rfind("\\boxed{")
     if start >= 0:
+        # Find the closing brace: the content may contain braces itself, as in \boxed{\frac{1}{2}}.
         depth = 0
         for position in range(start + len("\\boxed"), len(text)):
             depth += (text[position] == "{") - (text[position] == "}")
@@ -146,6 +148,7 @@ def _marked(text: str) -> str | None:
 
 def _plain_number(text: str) -> Fraction | int | None:
     """The text as a number, if it is one number with only currency signs, percent signs and spaces around it."""
+    # Numbers with very many digits would take long to convert.
     if len(text) > _MAX_DIGITS:
         return None
     text = _DECORATION.sub("", text.replace("−", "-")).rstrip(".")
@@ -194,6 +197,7 @@ def _gold(answer: str) -> list[Any]:
 
     # It would warn that its timeouts are off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
+    # math-verify reads LaTeX only between dollar signs, so that form is tried first.
     for form in (f"${answer}$", answer) if "$" not in answer else (answer,):
         if parsed := math_verify.parse(form, parsing_timeout=_NO_TIMEOUT):
             return parsed

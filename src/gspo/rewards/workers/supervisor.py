@@ -209,13 +209,14 @@ class Supervisor:
             if worker is None:
                 os.waitpid(dead, 0)  # an orphan that reward code left behind and that has ended
                 continue
-            # The worker itself is dead; this kills the rest of its process group and its descendants.
+            # The worker itself is dead; this kills the rest of its process group.
             kill_worker(dead)
             status = os.waitstatus_to_exitcode(os.waitpid(dead, 0)[1])
             # Results that the worker wrote before it died are still in the socket's buffer.
             self.read_worker(worker)
             self.selector.unregister(worker.channel)
             worker.channel.close()
+            # Processes that left the group have become orphans of this process by now.
             self.kill_orphans()
             # Before the page is closed: the page shows which call was running.
             self.settle(worker, status)

@@ -42,7 +42,7 @@ def one_of_each(loaded: Loaded, folder: Path, num_gpus: int, *, with_server: boo
     """
     here = {"fileroot": str(folder), "n_nodes": 1, "n_gpus_per_node": None}
     config = loaded.config.model_copy(update={"cluster": loaded.config.cluster.model_copy(update=here)})
-    # One server shows the same numerical error as many; tensor parallelism is kept, because it changes rounding.
+    # One server is enough for the checks; its tensor parallelism stays as in the run.
     sampler = layout_of(config, num_gpus).sampler
     if sampler is None:
         backend = "local:d1" if with_server and num_gpus != 1 else "local"

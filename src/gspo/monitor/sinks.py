@@ -88,7 +88,7 @@ class WeightsAndBiases:
                 x_save_requirements=False,
             ),
         )
-        # wandb silently uses a temporary folder if it cannot write to `dir`.
+        # wandb uses a temporary folder if it cannot write to `dir`.
         if not Path(self._run.dir).is_relative_to(folder):
             raise OSError(f"{folder} cannot be written; wandb chose {self._run.dir}")
         self.where = self._run.url if mode == "online" else None

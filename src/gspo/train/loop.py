@@ -81,9 +81,9 @@ class Leader(Loop):
         while parts.state.step < parts.total_steps and parts.stop.signal is None:
             with timeline(parts.recorder.profile_file(parts.state.step + 1)):
                 clock = Clock()
+                groups = self.sample(clock)
                 # Every rank must take part in the collectives of assemble, update and publish, so it needs the batch
                 # first.
-                groups = self.sample(clock)
                 self.broadcast(groups)
                 batch = self.assemble(groups, clock)
                 report = self.update(batch, clock)

@@ -1,11 +1,15 @@
 """Reward functions that behave badly, and a few that behave: imported by the workers of the tests."""
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+
+from gspo.rewards.workers import worker
 
 
 def good(completions, **columns):
@@ -107,6 +111,51 @@ def _scribble(data):
     return 1.0
 
 
+def _leave_thread(delay_s):
+    """Return, and leave a thread behind that takes the interpreter and does not give it back."""
+
+    def block(data):
+        def spin():
+            time.sleep(delay_s)
+            re.fullmatch(r"(a+)+b", "a" * 64)
+
+        threading.Thread(target=spin, daemon=True).start()
+        return 1.0
+
+    return block
+
+
+def _mute(when):
+    """Patch the encoder of the worker's messages: those that `when` accepts are never sent."""
+
+    def patch(data):
+        encode = worker._ENCODE
+        worker._ENCODE = lambda message: time.sleep(600) if when(message) else encode(message)
+        return 1.0
+
+    return patch
+
+
+def _no_dumps(data):
+    json.dumps = lambda *args, **kwargs: b"bytes, as orjson gives"
+    return 1.0
+
+
+def _close(data):
+    os.closerange(3, 256)
+    return 1.0
+
+
+def _fork(data):
+    os.fork()
+    return 1.0
+
+
+def _patch_clock(data):
+    time.monotonic = lambda: 0.0
+    return 1.0
+
+
 def _raise(data):
     raise RuntimeError("no luck")
 
@@ -127,4 +176,14 @@ ACTIONS = {
     "segfault": lambda data: os.kill(os.getpid(), signal.SIGSEGV),
     "term": lambda data: os.kill(os.getpid(), signal.SIGTERM),
     "sleep": lambda data: time.sleep(600),
+    "slow": lambda data: [time.sleep(0.4), 1.0][1],
+    "stop parent": lambda data: os.kill(os.getppid(), signal.SIGSTOP),
+    "leave a thread": _leave_thread(0.3),
+    "leave a thread, 0.2": _leave_thread(0.2),
+    "mute": _mute(lambda message: "call" in message),
+    "mute at the end": _mute(lambda message: "done" in message),
+    "no dumps": _no_dumps,
+    "close": _close,
+    "fork": _fork,
+    "patch the clock": _patch_clock,
 }

@@ -26,7 +26,7 @@ from gspo.rewards.call import Pending, bind, call_sample
 from gspo.rewards.functions.builtin import BUILTIN
 from gspo.rewards.functions.scorer import SCORERS
 from gspo.rewards.spec import RewardItem, RewardSpec, combine
-from gspo.rewards.workers.worker import LENGTH
+from gspo.rewards.workers.worker import HEARTBEAT_S, LENGTH
 from gspo.types import Failure, Outcome
 
 # Results of one part by sample, or a Pending to get them from when the group is taken.
@@ -55,7 +55,6 @@ class RewardPool:
         timeout_s: float = 10.0,
         startup_s: float = 60.0,
         memory_mb: int = 4096,
-        supervisor_s: float = 15.0,
         log_path: str | Path | None = None,
         key: str = "reward",
     ):
@@ -64,7 +63,6 @@ class RewardPool:
         timeout_s       limit of each call
         startup_s       limit for a worker to import the reward functions
         memory_mb       limit of each worker; 0: none
-        supervisor_s    a supervisor that sends nothing for longer (it sends a heartbeat every second) is killed
         log_path        file for the output of reward code; None: stderr
         key             config section named in messages
         """
@@ -80,7 +78,8 @@ class RewardPool:
         self._remote = [i for i, part in enumerate(spec) if not part.inline and not part.is_scorer]
         self._scorers = {i: SCORERS[p.name](**p.kwargs, key=key) for i, p in enumerate(spec) if p.is_scorer}
         self._log_path = log_path
-        self._supervisor_s = supervisor_s
+        # The supervisor sends a heartbeat every HEARTBEAT_S; one that sends nothing for longer than this is killed.
+        self._silence_s = max(timeout_s, 0.5) + 0.5
         self._startup_s = startup_s
         self._settings: dict[str, Any] = {
             "parts": [{"name": spec[i].name, "kwargs": dict(spec[i].kwargs)} for i in self._remote],
@@ -99,7 +98,7 @@ class RewardPool:
         self._socket: socket.socket | None = None
         self._incoming = b""
         self._ready = False
-        self._last_message = 0.0
+        self._silent_s, self._last_poll = 0.0, 0.0  # seconds without a message; see `_receive`
         if self._remote:
             self._start()
 
@@ -146,13 +145,12 @@ class RewardPool:
                 return
             # Poll quickly while a finished group waits for its scorer; otherwise the socket wakes this loop.
             wait_s = 1.0 if deadline is None else deadline - time.monotonic()
-            slice_s = max(0.0, min(_POLL_S if self._finished else 1.0, wait_s))
+            slice_s = max(0.0, min(_POLL_S if self._finished else HEARTBEAT_S, wait_s))
             if not self._jobs:
                 time.sleep(slice_s)
             else:
-                # Heartbeats arrive every second, so a longer silence means that the supervisor hangs.
                 alive = self._receive(slice_s)
-                if not alive or time.monotonic() - self._last_message > self._supervisor_s:
+                if not alive or self._silent_s > self._silence_s:
                     why = "the reward supervisor ended" if not alive else "the reward supervisor hangs"
                     self._fail_outstanding(why)
             # The deadline has passed: groups that became ready in the last read are still yielded.
@@ -205,9 +203,9 @@ class RewardPool:
         if frames and self._socket is not None:
             try:
                 # One write for many groups. The supervisor always reads, so this blocks only if it hangs.
-                self._socket.settimeout(self._supervisor_s)
+                self._socket.settimeout(self._silence_s)
                 self._socket.sendall(b"".join(frames))
-                self._last_message = time.monotonic()
+                self._silent_s, self._last_poll = 0.0, time.monotonic()
             except OSError:
                 self._fail_outstanding("the reward supervisor accepted no more groups")
 
@@ -243,12 +241,17 @@ class RewardPool:
         if self._socket is None:
             return False
         alive = True
-        if select.select([self._socket], [], [], max(0.0, timeout_s))[0]:
+        readable = select.select([self._socket], [], [], max(0.0, timeout_s))[0]
+        # Silence counts while this process polls. Time in which it was busy or stopped (SIGSTOP, a suspended job) counts
+        # as one second at most: the supervisor may have been stopped, too.
+        before, self._last_poll = self._last_poll, time.monotonic()
+        self._silent_s += min(self._last_poll - before, 1.0)
+        if readable:
             self._socket.setblocking(False)
             try:
                 while chunk := self._socket.recv(1 << 20):
                     self._incoming += chunk
-                    self._last_message = time.monotonic()
+                    self._silent_s = 0.0
                 alive = False
             except BlockingIOError:
                 pass
@@ -312,7 +315,8 @@ class RewardPool:
             if log:
                 log.close()
         mine.sendall(LENGTH.pack(len(settings)) + settings)
-        self._socket, self._incoming, self._ready, self._last_message = mine, b"", False, time.monotonic()
+        self._socket, self._incoming, self._ready = mine, b"", False
+        self._silent_s, self._last_poll = 0.0, time.monotonic()
 
     def _stop(self, timeout_s: float = 5.0) -> None:
         if self._socket is not None:

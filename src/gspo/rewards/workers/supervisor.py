@@ -1,8 +1,10 @@
 """The supervisor of the reward workers: a small process between the trainer and reward code that may hang.
 
 It forks the workers (it imports little, so a replacement is ready in milliseconds), gives them groups to score, and
-kills a worker and its process group when a call exceeds its deadline (see the clock page in worker.py). Deadlines do
-not depend on the trainer, which may be busy for minutes. When the trainer ends, the supervisor and all workers end.
+kills a worker and its process group when it is late. Every worker that starts or holds a job has a deadline on the
+supervisor's own clock: half the timeout to read the job, then the timeout for each result. What the worker writes into
+the clock page (worker.py) can only shorten it. Deadlines do not depend on the trainer, which may be busy for minutes.
+When the trainer ends, the supervisor and all workers end.
 
 Trainer → supervisor: frames of length + JSON line + pickled group; the supervisor does not unpickle the group.
 Worker → supervisor → trainer: JSON lines only, so data from a process that ran user code is never unpickled.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import selectors
 import signal
@@ -24,12 +27,13 @@ from dataclasses import dataclass, field
 from mmap import mmap
 from typing import Any
 
+from gspo.rewards.call import GRACE_S
 from gspo.rewards.functions.builtin import PRELOAD
-from gspo.rewards.workers.worker import CLOCK, LENGTH, run, set_clock
+from gspo.rewards.workers.worker import CLOCK, HEARTBEAT_S, LENGTH, run, set_clock
 from gspo.system.process import adopt_orphans, all_processes, descendants, describe_exit, kill, kill_group
 
 POLL_S = 0.05
-HEARTBEAT_S = 1.0
+MARGIN_S = 0.1  # what the supervisor's own deadline adds to the one that a worker reports
 # Signals that a scheduler sends to every process of a job: the call is retried and not counted as a crash.
 _EXTERNAL = {signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
 _MAX_RETRIES = 3
@@ -44,6 +48,7 @@ class ScoringJob:
     payload: bytes
     start: int = 0  # first call without a result
     retries: int = 0  # workers that died between calls or by an external signal
+    unread: int = 0  # workers that did not read it in time
     values: list[tuple[int, int, float]] = field(default_factory=list)  # (part, sample, value)
     failures: dict[int, tuple[str, str]] = field(default_factory=dict)  # sample -> (kind, message)
 
@@ -55,11 +60,14 @@ class WorkerProcess:
     pid: int
     channel: socket.socket
     page: mmap
+    deadline: float  # on the supervisor's clock; inf while it is idle
     job: ScoringJob | None = None
     ready: bool = False
+    has_read: bool = False  # whether it has read its job
     killed: bool = False  # by the supervisor, because a call exceeded its deadline
     corrupt: bool = False  # its channel delivered something other than the messages of worker.py
     incoming: bytes = b""
+    outgoing: memoryview = memoryview(b"")  # noqa: RUF009 - immutable; the part of a job that its socket has not taken yet
 
 
 class Supervisor:
@@ -77,6 +85,8 @@ class Supervisor:
         self.last_sent = time.monotonic()
         trainer.setblocking(False)
         self.selector.register(trainer, selectors.EVENT_READ)
+        # Longest time between two results of a worker that has read its job.
+        self.call_s = settings["timeout_s"] + GRACE_S + MARGIN_S
         self.wake_fd = wake_fd  # readable after SIGCHLD, so that the death of a worker is noticed at once
         self.selector.register(wake_fd, selectors.EVENT_READ)
 
@@ -97,6 +107,7 @@ class Supervisor:
                     os.read(self.wake_fd, 4096)
                 elif key.data in self.workers:
                     self.read_worker(self.workers[key.data])
+                    self.write_worker(self.workers[key.data])
             # Results are read first, so a call that has just finished is not killed. Workers that were killed here are
             # collected by `reap`, and `dispatch` uses the replacements.
             self.check_clocks()
@@ -108,6 +119,7 @@ class Supervisor:
         # An anonymous mmap is shared with the child after fork: both processes see the clock page.
         mine, theirs = socket.socketpair()
         page = mmap(-1, 4096)
+        set_clock(page, 0.0)
         pid = os.fork()
         if pid == 0:
             code = 1
@@ -128,9 +140,7 @@ class Supervisor:
                 os._exit(code)
         theirs.close()
         mine.setblocking(False)
-        self.workers[pid] = WorkerProcess(pid, mine, page)
-        # The worker sets it, too, but it may hang before that.
-        set_clock(page, time.monotonic() + self.settings["startup_s"])
+        self.workers[pid] = WorkerProcess(pid, mine, page, time.monotonic() + self.settings["startup_s"])
         self.selector.register(mine, selectors.EVENT_READ, pid)
 
     def read_trainer(self) -> bool:
@@ -161,6 +171,8 @@ class Supervisor:
         try:
             while chunk := worker.channel.recv(1 << 16):
                 worker.incoming += chunk
+            # The worker's end is closed. Without a reader the selector would report it again and again.
+            self.watch(worker, 0)
         except OSError:
             pass
         # The part after the last newline is an incomplete line; it stays in the buffer.
@@ -178,16 +190,18 @@ class Supervisor:
         if "fatal" in message:
             self.send(message)
         elif "ready" in message:
-            worker.ready, self.failed_starts = True, 0
+            worker.ready, worker.deadline, self.failed_starts = True, math.inf, 0
             self.send({"ready": worker.pid})
         # No job is open on this worker, so there is no result to store.
         elif (job := worker.job) is None:
             return
         elif "done" in message:
-            worker.job = None
+            worker.job, worker.deadline = None, math.inf
             self.finish(job)
         else:
-            # One call has finished. A replacement worker would continue with the next one.
+            # One call has finished; the next result has its own time. A replacement worker would continue with the
+            # next call.
+            worker.deadline = time.monotonic() + self.call_s
             job.start = message["call"] + 1
             job.values += [(message["part"], sample, value) for sample, value in message["values"]]
             for sample, kind, text in message["failures"]:
@@ -196,8 +210,10 @@ class Supervisor:
     def check_clocks(self) -> None:
         now = time.monotonic()
         for worker in self.workers.values():
-            deadline = CLOCK.unpack_from(worker.page)[0]
-            if deadline and now > deadline and not worker.killed:
+            reported, job = CLOCK.unpack_from(worker.page)[:2]
+            if worker.job is not None and job == worker.job.id and not worker.has_read:
+                worker.has_read, worker.deadline = True, now + self.call_s
+            if (now > worker.deadline or 0 < reported < now) and not worker.killed:
                 worker.killed = True
                 kill_worker(worker.pid)
 
@@ -214,7 +230,7 @@ class Supervisor:
             status = os.waitstatus_to_exitcode(os.waitpid(dead, 0)[1])
             # Results that the worker wrote before it died are still in the socket's buffer.
             self.read_worker(worker)
-            self.selector.unregister(worker.channel)
+            self.watch(worker, 0)
             worker.channel.close()
             # Processes that left the group have become orphans of this process by now.
             self.kill_orphans()
@@ -226,7 +242,7 @@ class Supervisor:
 
     def settle(self, worker: WorkerProcess, status: int) -> None:
         """Decide what the death of a worker means for its job: a failure, a retry, or nothing."""
-        deadline, call, sample, part = CLOCK.unpack_from(worker.page)
+        reported, job_id, call, sample, part = CLOCK.unpack_from(worker.page)
         job = worker.job
         # A start that fails repeatedly has a permanent cause; the trainer is told when no worker is left.
         if not worker.ready:
@@ -239,23 +255,35 @@ class Supervisor:
         if worker.corrupt:
             self.abandon(job, "reward code wrote into the channel between its worker and the supervisor")
             return
-        # A call was running if the deadline is set and the result of this call has not been received.
-        running = deadline != 0.0 and call >= job.start
+        # A call of this job has begun, and its result has not been received. Without a deadline in the page the call
+        # has returned; if its result did not come in time, it counts as late all the same.
+        running = job_id == job.id and call >= job.start and (reported != 0.0 or worker.killed)
         if running and (worker.killed or -status not in _EXTERNAL):
             kind = "timeout" if worker.killed else "crash"
             text = f"its process {_describe(status)}"
             if worker.killed:
                 text = f"no result after {self.settings['timeout_s']:g} s"
             # sample < 0: the call scored the whole group, so all of its samples fail.
+            name = self.settings["parts"][part]["name"] if part >= 0 else self.names()
             for index in range(job.num) if sample < 0 else (sample,):
-                job.failures.setdefault(index, (kind, f"{self.settings['parts'][part]['name']}: {text}"))
+                job.failures.setdefault(index, (kind, f"{name}: {text}"))
             # The call that hung or crashed is not repeated: it would probably fail again.
             job.start = call + 1
+        elif worker.killed and job_id != job.id:
+            # The worker was blocked before it read the job, so this group is not the cause. Another worker gets the
+            # job once; both waits together take the timeout.
+            job.unread += 1
         else:
             # No call was running, or a signal from outside ended it: the reward code is not the cause, so the job is
             # retried.
             job.retries += 1
-        if job.retries > _MAX_RETRIES:
+        if job.unread > 1:
+            self.abandon(
+                job,
+                f"two workers did not read the group within {self.settings['timeout_s']:g} s; a thread that an "
+                "earlier call left behind may block them",
+            )
+        elif job.retries > _MAX_RETRIES:
             self.abandon(job, f"its worker died {job.retries} times between calls; the last one {_describe(status)}")
         # Every sample has failed already, so the remaining calls cannot change the result.
         elif len(job.failures) == job.num:
@@ -271,19 +299,37 @@ class Supervisor:
         for worker in self.workers.values():
             if self.queue and worker.ready and worker.job is None and not worker.killed:
                 worker.job = job = self.queue.popleft()
-                header = json.dumps({"start": job.start, "num": job.num, "failed": list(job.failures)}).encode()
-                frame = header + b"\n" + job.payload
-                try:
-                    # A large group does not fit into the socket's buffer, so this send blocks, with a timeout.
-                    worker.channel.setblocking(True)
-                    # An idle worker reads at once; reap and check_clocks handle one that has died or hangs.
-                    worker.channel.settimeout(5.0)
-                    worker.channel.sendall(LENGTH.pack(len(frame)) + frame)
-                except OSError:
-                    # A frame that was sent in part makes the channel unusable. `reap` settles the job.
-                    kill_worker(worker.pid)
-                finally:
-                    worker.channel.setblocking(False)
+                worker.has_read = False
+                # The time of the whole wait, whatever the worker reports.
+                worker.deadline = time.monotonic() + self.settings["timeout_s"] / 2
+                content = {"id": job.id, "start": job.start, "num": job.num, "failed": list(job.failures)}
+                frame = json.dumps(content).encode() + b"\n" + job.payload
+                worker.outgoing = memoryview(LENGTH.pack(len(frame)) + frame)
+                self.write_worker(worker)
+
+    def write_worker(self, worker: WorkerProcess) -> None:
+        """Send what the socket takes without blocking: a worker that does not read must not delay the others."""
+        try:
+            while worker.outgoing:
+                worker.outgoing = worker.outgoing[worker.channel.send(worker.outgoing) :]
+        except BlockingIOError:
+            self.watch(worker, selectors.EVENT_READ | selectors.EVENT_WRITE)
+            return
+        except OSError:
+            # A frame that was sent in part makes the channel unusable. `reap` settles the job.
+            worker.outgoing = memoryview(b"")
+            kill_worker(worker.pid)
+        self.watch(worker, selectors.EVENT_READ)
+
+    def watch(self, worker: WorkerProcess, events: int) -> None:
+        """Events of a worker's channel that wake the loop; 0: none, for good."""
+        known = self.selector.get_map().get(worker.channel)
+        if known is None or known.events == events:
+            return
+        if events:
+            self.selector.modify(worker.channel, events, worker.pid)
+        else:
+            self.selector.unregister(worker.channel)
 
     def abandon(self, job: ScoringJob, why: str) -> None:
         for index in range(job.num):

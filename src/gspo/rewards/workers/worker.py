@@ -1,7 +1,8 @@
 """A reward worker: reads groups from its socket, calls the reward functions, and writes one line per call.
 
-The supervisor forks it. Both share the *clock page*, memory in which the worker writes what it is doing and its
-deadline. The supervisor reads the page, so it notices a hang in C code, where Python code in the worker cannot run.
+The supervisor forks it. Both share the *clock page*, memory in which the worker writes what it is doing and until when.
+The supervisor reads the page, so it knows which call hangs in C code, where Python code in the worker cannot run. The
+page can only shorten the time of a call: the supervisor has its own deadline for every job.
 """
 
 from __future__ import annotations
@@ -14,31 +15,31 @@ import resource
 import signal
 import socket
 import struct
-import time
 from mmap import mmap
+from time import monotonic  # by name: reward code may replace time.monotonic
 from typing import Any
 
 from gspo.rewards.call import GRACE_S, Call, bind, call_group, call_sample
 from gspo.system.process import die_with_parent
 
-# deadline (CLOCK_MONOTONIC seconds, 0: idle), number of the call in its job, sample (−1: the whole group), part
-CLOCK = struct.Struct("=dqqq")
+# deadline (CLOCK_MONOTONIC seconds, 0: no call is running), job, number of the call in its job, sample (−1: the whole
+# group), part (−1: before the first call)
+CLOCK = struct.Struct("=dqqqq")
 LENGTH = struct.Struct("=I")
+HEARTBEAT_S = 0.25  # longest time between two messages of a supervisor to its trainer
+_ENCODE = json.JSONEncoder().encode  # not json.dumps, which reward code may replace
 
 
-def set_clock(page: mmap, deadline: float, call: int = -1, sample: int = -1, part: int = -1) -> None:
+def set_clock(page: mmap, deadline: float, job: int = -1, call: int = -1, sample: int = -1, part: int = -1) -> None:
     # The deadline is written last: the supervisor never reads it together with the fields of another call.
-    if deadline:
-        page[8 : CLOCK.size] = CLOCK.pack(0.0, call, sample, part)[8:]
-        page[0:8] = struct.pack("=d", deadline)
-    else:
-        page[0:8] = struct.pack("=d", 0.0)
+    page[8 : CLOCK.size] = CLOCK.pack(0.0, job, call, sample, part)[8:]
+    page[0:8] = struct.pack("=d", deadline)
 
 
 def run(channel: socket.socket, page: mmap, parts: list[dict[str, Any]], settings: dict[str, Any]) -> None:
     """Main function of a worker process; returns when the supervisor closes the channel."""
     # The start has a deadline too: `bind` imports user code, which may hang.
-    set_clock(page, time.monotonic() + settings["startup_s"])
+    set_clock(page, monotonic() + settings["startup_s"])
     _isolate(settings)
     try:
         calls = [bind(part["name"], part["kwargs"]) for part in parts]
@@ -54,6 +55,8 @@ def run(channel: socket.socket, page: mmap, parts: list[dict[str, Any]], setting
         frame = stream.read(LENGTH.unpack(header)[0])
         line, _, payload = frame.partition(b"\n")
         job = json.loads(line)
+        # The supervisor sees that the job has been read; the time of the first call includes unpickling.
+        set_clock(page, monotonic() + settings["timeout_s"] + GRACE_S, job["id"], job["start"])
         try:
             item = pickle.loads(payload)  # written by the trainer
         except Exception as error:
@@ -72,7 +75,7 @@ def _work(
 ) -> None:
     """Make the calls of one group, from number `start` on: an earlier worker may have made the others, and died."""
     # The plan depends only on the group and the parts, so call numbers mean the same in every worker of a job.
-    failed = set(job["failed"])
+    failed, pid = set(job["failed"]), os.getpid()
     num = len(item[1])
     plan = [(p, -1) for p, call in enumerate(calls) if call.per_group]
     plan += [(p, s) for s in range(num) for p, call in enumerate(calls) if not call.per_group]
@@ -84,13 +87,16 @@ def _work(
         # An async call cancels itself at its timeout; the grace time lets it return before the supervisor kills the
         # worker.
         grace_s = GRACE_S if call.is_async else 0.0
-        set_clock(page, time.monotonic() + timeout_s + grace_s, number, sample, part)
+        set_clock(page, monotonic() + timeout_s + grace_s, job["id"], number, sample, part)
         if sample < 0:
             results = list(enumerate(call_group(call, item, timeout_s)))
         else:
             results = [(sample, call_sample(call, item, sample))]
-        # The call has ended. Its deadline must not apply to the send, which may block.
-        set_clock(page, 0.0)
+        # Reward code forked and the copy of this process came back from the call, too: only one may send results.
+        if os.getpid() != pid:
+            os._exit(1)
+        # The call has ended. Its deadline must not apply to the send, which may block; the supervisor's own does.
+        set_clock(page, 0.0, job["id"], number, sample, part)
         # A result is a number, or a tuple (kind, message) after a failure.
         failures = [(s, *r) for s, r in results if isinstance(r, tuple)]
         failed.update(s for s, *_ in failures)
@@ -100,7 +106,7 @@ def _work(
 
 
 def _send(channel: socket.socket, message: dict[str, Any]) -> None:
-    channel.sendall(json.dumps(message).encode() + b"\n")
+    channel.sendall(_ENCODE(message).encode() + b"\n")
 
 
 def _isolate(settings: dict[str, Any]) -> None:

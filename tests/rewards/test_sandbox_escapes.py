@@ -5,6 +5,7 @@
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from gspo.rewards.sandbox import box as sandbox
-from gspo.rewards.sandbox.box import Limits, run
+from gspo.rewards.sandbox.box import Ended, Limits, run
 from gspo.rewards.sandbox.command import NICE
 from gspo.rewards.sandbox.seccomp import DENIED
 
@@ -81,6 +82,29 @@ PROBES = {
     "raise its limits": ("__import__('resource').setrlimit(7, (4096, 4096))", False),
     "set the host name": ("socket.sethostname('mine')", False),
     "set the clock": ("__import__('time').clock_settime(0, 0)", False),
+    "a package of the system's Python": (
+        "(sys.path.append('/usr/lib/python3/dist-packages'), __import__('yaml'))",
+        False,
+    ),
+    "git": ("__import__('subprocess').run(['/usr/lib/git-core/git', '--version'], check=True)", False),
+    "a compiler": ("__import__('glob').glob('/usr/lib/gcc/*/*/cc1')[0]", False),
+    "asynchronous I/O slots": (
+        "call('syscall', 206, 8, ctypes.byref(ctypes.c_long()))",
+        platform.machine() == "x86_64",
+    ),
+    "list mounts": (
+        "call('syscall', 458, ctypes.byref((ctypes.c_uint64 * 3)(24, 2**64 - 1, 0)), (ctypes.c_uint64 * 64)(), 64, 0)",
+        False,
+    ),
+    "lock a shared file": ("__import__('fcntl').flock(open(os.__file__), 2)", True),
+    "lock a record of a shared file": ("__import__('fcntl').lockf(open(os.__file__), 5)", True),
+    "ask for locks on a shared file": ("__import__('fcntl').fcntl(open(os.__file__), 5, bytes(32))", True),
+    "a lease on its own file": ("__import__('fcntl').fcntl(open('/tmp/lease', 'w'), 1024, 1)", True),
+    "watch a shared file": ("call('inotify_add_watch', call('inotify_init1', 0), os.__file__.encode(), 0xfff)", True),
+    "which pages of a shared file are cached": (
+        "call('mincore', ctypes.c_void_p(id(0) // 4096 * 4096), 1, (ctypes.c_ubyte * 1)())",
+        True,
+    ),
     "write to the root": ("open('/x', 'w')", False),
     "write to the interpreter": ("open('/python/lib/x', 'w')", False),
     "write to the libraries": ("open('/usr/lib/x', 'w')", False),
@@ -137,14 +161,105 @@ def test_the_sandbox_blocks(name, place):
 
 def test_every_denied_system_call_is_denied():
     column = {"x86_64": 0, "aarch64": 1}[platform.machine()]
-    numbers = {name: pair[column] for name, pair in DENIED.items()}
+    numbers = {name: pair[column] for name, pair in DENIED.items() if pair[column] is not None}
     ended = run(
         PRELUDE
         + f"for name, number in {numbers}.items():\n"
         + "    ctypes.set_errno(0)\n"
         + "    print(name, libc.syscall(number, -1, -1, -1, -1, -1, -1), ctypes.get_errno())\n"
     )
-    assert ended.output.splitlines() == [f"{name} -1 1" for name in DENIED]
+    assert ended.output.splitlines() == [f"{name} -1 1" for name in numbers]
+
+
+# Every path outside the standard library, and the folders inside it.
+VISIBLE = """
+import os, sys
+for place, folders, files in os.walk('/', followlinks=False):
+    if place == os.path.dirname(os.__file__):
+        print(*(os.path.join(place, f) + '/' for f in folders), sep='\\n')
+        folders[:] = [f for f in folders if f in ('site-packages', 'dist-packages', 'test', 'ensurepip')]
+        continue
+    print(*(os.path.join(place, f) for f in (*folders, *files)), sep='\\n')
+"""
+ALLOWED = re.compile(
+    r"/(dev|lib|lib64|python|tmp|usr)|/dev/(null|zero|random|urandom)|/usr/lib(64)?"
+    r"|/usr/lib/(lib[\w+.-]+\.so[\w.-]*|ld-[\w.-]+)|/python/(bin|lib)|/python/bin/python3|/python/lib/python3\.\d+/?.*/?"
+)
+
+
+def check_visible(listing):
+    paths = listing.split()
+    assert "/python/bin/python3" in paths
+    assert any(path.startswith("/usr/lib/libc.so") for path in paths)
+    assert [path for path in paths if not ALLOWED.fullmatch(path)] == []
+    stdlib = next(path for path in paths if re.fullmatch(r"/python/lib/python3\.\d+", path))
+    hidden = ("site-packages", "dist-packages", "test", "ensurepip")
+    # The folder is there, and nothing is in it.
+    assert [
+        path for path in paths if path.startswith(tuple(f"{stdlib}/{name}/" for name in hidden)) and path[-1] != "/"
+    ] == []
+
+
+def test_only_the_interpreter_and_its_libraries_are_visible():
+    check_visible(run(VISIBLE, Limits(timeout_s=20)).output)
+
+
+def test_the_libraries_of_the_standard_library_are_complete():
+    modules = "ctypes ssl sqlite3 lzma bz2 zlib hashlib uuid decimal readline curses xml.parsers.expat zoneinfo asyncio"
+    ended = run(f"import importlib\nfor name in {modules.split()}: importlib.import_module(name)\nprint('all')")
+    assert ended.output == "all\n", ended
+    threads = (
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\nprint('end')"
+    )
+    assert run(threads) == Ended("end\n", "", pytest.approx(0, abs=5))  # libc loads libgcc_s here
+
+
+def ordinary_python():
+    """An interpreter that the user `nobody` can run; "" if there is none, or the user cannot be changed."""
+    if os.geteuid() != 0 or shutil.which("setpriv") is None:
+        return ""
+    for python in (sys.executable, "/usr/bin/python3"):
+        version = "import sys; sys.exit(sys.version_info < (3, 11))"
+        if subprocess.run([*AS_NOBODY, "env", python, "-c", version], capture_output=True).returncode == 0:
+            return python
+    return ""
+
+
+AS_NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all"]
+
+
+def test_an_ordinary_user_gets_the_same_sandbox(place, tmp_path):
+    python = ordinary_python()
+    if not python:
+        pytest.skip("needs root, setpriv and a Python 3.11 or newer that other users can run")
+    probes = {name: fill(expression, place) for name, (expression, _) in PROBES.items()}
+    inside = (
+        PRELUDE
+        + f"for name, probe in {probes!r}.items():\n    print(name, end=': ')\n    attempt(lambda: eval(probe))\n"
+    )
+    program = (
+        "import json, sys\n"
+        f"sys.path.insert(0, {str(Path(sandbox.__file__).parents[3])!r})\n"
+        "from gspo.rewards.sandbox import box\n"
+        "why = box.unavailable()\n"
+        "if why: print(json.dumps({'why': why})); sys.exit()\n"
+        "runs = [box.run(source, box.Limits(timeout_s=s)) for source, s in json.load(sys.stdin)]\n"
+        "print(json.dumps({'runs': [[r.output, r.reason] for r in runs]}))\n"
+    )
+    bomb = "import os, time\nn = 0\ntry:\n while True:\n  if os.fork() == 0: time.sleep(60); os._exit(0)\n  n += 1\nexcept OSError: print(n)"
+    asked = json.dumps([(VISIBLE, 20), (inside, 30), (bomb, 5), ("while True: pass", 0.3)])
+    command = [*AS_NOBODY, "env", "-i", "PATH=/usr/bin:/bin", python, "-B", "-c", program]
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, cwd="/", timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    if "why" in found:
+        pytest.skip(f"an ordinary user has no sandbox here: {found['why']}")
+    visible, probed, forked, looped = found["runs"]
+    check_visible(visible[0])
+    assert [line for line in probed[0].splitlines() if ": BLOCKED" not in line] == []
+    assert len(probed[0].splitlines()) == len(PROBES)
+    assert int(forked[0]) <= 8
+    assert looped[1] == "over its time of 0.3 s"
 
 
 def test_clone_cannot_make_namespaces_and_threads_still_work():
@@ -246,7 +361,7 @@ def test_no_child_outlives_its_program():
         "    os.setsid()\n"
         "    if os.fork() == 0:\n"
         "        signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        f"        os.execv('/python/bin/python3', ['python3', '-S', '-c', 'import time; print(1, flush=True); time.sleep(60)', '{mark}'])\n"
+        f"        os.execv('/python/bin/python3', ['/python/bin/python3', '-S', '-c', 'import time; print(1, flush=True); time.sleep(60)', '{mark}'])\n"
         "    os._exit(0)\n"
         "time.sleep(60)\n",
         Limits(timeout_s=1.5),
@@ -261,7 +376,7 @@ def test_the_sandbox_dies_with_the_grader():
         "from gspo.rewards.sandbox.box import Box, Limits\n"
         "import time\n"
         "box = Box(Limits(timeout_s=60))\n"
-        "inner = \"import os; os.execv('/python/bin/python3', ['python3', '-S', '-c', "
+        "inner = \"import os; os.execv('/python/bin/python3', ['/python/bin/python3', '-S', '-c', "
         f"'import time; print(1, flush=True); time.sleep(60)', '{mark}'])\"\n"
         "box.send({'code': inner}); print(box.line(), flush=True); time.sleep(60)\n"
     )

@@ -242,7 +242,7 @@ class RewardPool:
             return False
         alive = True
         readable = select.select([self._socket], [], [], max(0.0, timeout_s))[0]
-        # Silence counts while this process polls. Time in which it was busy or stopped (SIGSTOP, a suspended job) counts
+        # Silence counts while this process polls. Time in which it was busy or stopped (SIGSTOP, suspend) counts
         # as one second at most: the supervisor may have been stopped, too.
         before, self._last_poll = self._last_poll, time.monotonic()
         self._silent_s += min(self._last_poll - before, 1.0)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 from dataclasses import dataclass
@@ -13,8 +15,8 @@ from functools import lru_cache
 from pathlib import Path
 
 NICE = 5  # lower priority than the trainer, but high enough that a busy machine does not make a program look slow
-_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 _HIDDEN = ("site-packages", "dist-packages", "test", "idlelib", "ensurepip", "config-*")
+_LOADED = re.compile(r"^\s*(?:(\S+) => )?(/.+) \(0x[0-9a-f]+\)$", re.MULTILINE)  # a line of the dynamic loader's list
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +92,11 @@ def _program() -> str:
 
 @lru_cache(maxsize=1)
 def _root() -> list[str]:
-    """Options for the file system: this interpreter without packages, shared libraries, four devices."""
+    """Options for the file system: this interpreter without packages, the libraries that it loads, four devices."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     stdlib = Path(sysconfig.get_path("stdlib"))
     # Created explicitly: directories that bubblewrap creates by itself are readable only by its own user.
-    folders = ("/python", "/python/bin", "/python/lib", "/usr", "/dev")
+    folders = ("/python", "/python/bin", "/python/lib", "/usr", "/usr/lib", "/dev")
     binds = [word for folder in folders for word in ("--dir", folder)]
     binds += ["--ro-bind", os.path.realpath(sys.executable), "/python/bin/python3"]
     binds += ["--ro-bind", str(stdlib), f"/python/lib/{version}"]
@@ -102,17 +104,33 @@ def _root() -> list[str]:
     for pattern in _HIDDEN:
         for hidden in stdlib.glob(pattern):
             binds += ["--tmpfs", f"/python/lib/{version}/{hidden.name}"]
-    shared = Path(str(sysconfig.get_config_var("LIBDIR"))) / str(sysconfig.get_config_var("INSTSONAME"))
-    # This interpreter may need libpython, which can be outside of the system's library folders.
-    if sysconfig.get_config_var("Py_ENABLE_SHARED") and shared.is_file():
-        binds += ["--ro-bind", str(shared), f"/python/lib/{shared.name}", "--setenv", "LD_LIBRARY_PATH", "/python/lib"]
-    for folder in _LIBRARIES:
-        path = Path(folder)
-        # On many systems /lib is a link to usr/lib; the sandbox needs the same link.
-        if path.is_symlink():
-            binds += ["--symlink", os.readlink(path), folder]
-        elif path.is_dir():
-            binds += ["--ro-bind", folder, folder]
+    # All libraries are in one folder, which every loader searches by default. The links make the loader itself visible
+    # where the interpreter expects it, for example in /lib64.
+    for name, library in _libraries(stdlib).items():
+        binds += ["--ro-bind", library, f"/usr/lib/{name}"]
+    binds += ["--symlink", "usr/lib", "/lib", "--symlink", "usr/lib", "/lib64", "--symlink", "lib", "/usr/lib64"]
     for device in ("null", "zero", "urandom", "random"):
         binds += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     return binds
+
+
+def _libraries(stdlib: Path) -> dict[str, str]:
+    """Shared libraries of the interpreter and of the standard library's extension modules: name → file."""
+    folder = stdlib / "lib-dynload"
+    # tkinter needs the libraries of X, and a program has no screen.
+    modules = [f"./{file.name}" for file in sorted(folder.glob("*.so")) if not file.name.startswith("_tkinter")]
+    # With this variable the dynamic loader lists what it would load and runs nothing. Relative names, because a path
+    # with a space or a colon would be read as two.
+    listed = subprocess.run(
+        [os.path.realpath(sys.executable)],
+        env={"LD_TRACE_LOADED_OBJECTS": "1", "LD_PRELOAD": ":".join(modules)},
+        cwd=folder if folder.is_dir() else None,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    ).stdout
+    found = {name or os.path.basename(file): file for name, file in _LOADED.findall(listed)}
+    # libc loads it at the end of a thread, so no list has it.
+    if "libc.so.6" in found and (unwinder := Path(found["libc.so.6"]).with_name("libgcc_s.so.1")).is_file():
+        found[unwinder.name] = str(unwinder)
+    return found

@@ -1,7 +1,9 @@
 """The seccomp filter: system calls that a candidate program may not use, in the format that bubblewrap takes.
 
 Namespaces already hide files, processes and networks. The filter denies calls that create namespaces, gain privileges,
-reach rarely tested parts of the kernel, or allocate memory that no limit counts (memfd, System V segments).
+reach rarely tested parts of the kernel, allocate memory or slots that no limit counts (memfd, System V segments, AIO),
+list mounts, or let programs that run at the same time signal each other through the files that they share: locks,
+leases, file watches, the page cache.
 """
 
 from __future__ import annotations
@@ -10,8 +12,8 @@ import errno
 import platform
 import struct
 
-# name: number on x86_64, on aarch64
-DENIED = {
+# name: number on x86_64, on aarch64 (None: it has no such call)
+DENIED: dict[str, tuple[int, int | None]] = {
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
@@ -39,6 +41,22 @@ DENIED = {
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
+    "io_setup": (206, 0),
+    "io_destroy": (207, 1),
+    "io_getevents": (208, 4),
+    "io_submit": (209, 2),
+    "io_cancel": (210, 3),
+    "io_pgetevents": (333, 292),
+    "statmount": (457, 457),
+    "listmount": (458, 458),
+    "open_tree_attr": (467, 467),
+    "listns": (470, 470),
+    "flock": (73, 32),
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
+    "inotify_add_watch": (254, 27),
+    "mincore": (27, 232),
+    "cachestat": (451, 451),
     "keyctl": (250, 219),
     "add_key": (248, 217),
     "request_key": (249, 218),
@@ -62,8 +80,11 @@ DENIED = {
     "kexec_load": (246, 104),
     "kexec_file_load": (320, 294),
 }
-# audit architecture, column of DENIED, clone, clone3
-_MACHINES = {"x86_64": (0xC000003E, 0, 56, 435), "aarch64": (0xC00000B7, 1, 220, 435)}
+# Commands of fcntl that lock a file, read its locks, or watch it: GETLK, SETLK, SETLKW, the same for OFD locks (36…38),
+# SETLEASE, GETLEASE, NOTIFY
+DENIED_FCNTL = (5, 6, 7, 36, 37, 38, 1024, 1025, 1026)
+# audit architecture, column of DENIED, clone, clone3, fcntl
+_MACHINES = {"x86_64": (0xC000003E, 0, 56, 435, 72), "aarch64": (0xC00000B7, 1, 220, 435, 25)}
 # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
 _NEW_NAMESPACES = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -79,7 +100,7 @@ def filter_program(machine: str | None = None) -> bytes | None:
     known = _MACHINES.get(machine or platform.machine())
     if known is None:
         return None
-    architecture, column, clone, clone3 = known
+    architecture, column, clone, clone3, fcntl = known
     eperm, enosys = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
     # One instruction: (code, instructions to skip if true, to skip if false, operand). The fields are those of the
     # kernel's struct sock_filter.
@@ -99,8 +120,13 @@ def filter_program(machine: str | None = None) -> bytes | None:
         (_RETURN, 0, 0, eperm),
         # The accumulator no longer holds the call number, so the decision about clone ends here.
         (_RETURN, 0, 0, _ALLOW),
+        (_EQUAL, 0, 2 * len(DENIED_FCNTL) + 2, fcntl),
+        (_LOAD, 0, 0, 24),  # seccomp_data.args[1], low half: the command, an unsigned int
+        *(step for command in DENIED_FCNTL for step in ((_EQUAL, 0, 1, command), (_RETURN, 0, 0, eperm))),
+        (_RETURN, 0, 0, _ALLOW),
     ]
     for numbers in DENIED.values():
-        program += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, eperm)]
+        if (number := numbers[column]) is not None:
+            program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, eperm)]
     program.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)

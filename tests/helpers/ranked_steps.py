@@ -34,7 +34,7 @@ CASES = {
     "centred": {"minibatches": 2, "max_tokens": 30, "proximal": "centred"},  # by a mean over all ranks' tokens
     "one_sequence": {"minibatches": 1, "max_tokens": 8192, "groups": 1},  # fewer sequences than three ranks
     "tied": {"model": "llama_tied", "minibatches": 3, "max_tokens": 25, "proximal": "recompute"},
-    "unshared": {"minibatches": 2, "max_tokens": 40, "share_prefix": False},
+    "unshared": {"minibatches": 2, "max_tokens": 40, "layout": "packed"},
     "checkpointing": {"minibatches": 2, "max_tokens": 30, "checkpointing": True},
     "adapter": {"minibatches": 2, "max_tokens": 30, "lora": True, "reference": True},
     "reference": {"minibatches": 2, "max_tokens": 30, "reference": True},
@@ -73,7 +73,7 @@ def run(case: dict, world=ALONE) -> tuple[dict[str, torch.Tensor], dict]:
                 if "lora_B" in name:
                     p.copy_(torch.from_numpy(np.random.default_rng(i).normal(0, 0.05, tuple(p.shape))))
     policy = PolicyModule(model, gradient_checkpointing=case.get("checkpointing", False))
-    policy.share_prefix = case.get("share_prefix", True)
+    policy.layout = case.get("layout", "shared")
     if world.size > 1:
         shard(policy, policy, world)
     batch = make_batch(groups, case["minibatches"])

@@ -72,8 +72,11 @@ GROUPS = st.lists(
 )
 
 
-@given(groups=GROUPS, max_tokens=st.integers(1, 60), share_prefix=st.booleans(), min_batches=st.integers(1, 3))
-def test_micro_batches_hold_every_sequence_once_within_the_bound(groups, max_tokens, share_prefix, min_batches):
+LAYOUTS = st.sampled_from(["shared", "packed", "padded"])
+
+
+@given(groups=GROUPS, max_tokens=st.integers(1, 60), layout=LAYOUTS, min_batches=st.integers(1, 3))
+def test_micro_batches_hold_every_sequence_once_within_the_bound(groups, max_tokens, layout, min_batches):
     items, index = [], 0
     for num_prompt, lengths in groups:
         completions = []
@@ -81,15 +84,24 @@ def test_micro_batches_hold_every_sequence_once_within_the_bound(groups, max_tok
             completions.append(completion(range(num), [live] * num, index))
             index += 1
         items.append(PackItem(np.arange(num_prompt), tuple(completions)))
-    batches = micro_batches(items, max_tokens, share_prefix=share_prefix, min_batches=min_batches)
+    batches = micro_batches(items, max_tokens, layout=layout, min_batches=min_batches)
+    share_prefix = layout == "shared"
     found = [c.index for batch in batches for item in batch for c in item.completions]
     assert sorted(found) == list(range(index))
     for batch in batches:
         size = sum(item.num_tokens(share_prefix=share_prefix) for item in batch)
-        assert size == pack(batch, share_prefix=share_prefix).num_tokens
+        packed = pack(batch, share_prefix=share_prefix)
+        assert size == packed.num_tokens
         num_live = sum(c.is_trained for item in batch for c in item.completions)
-        assert size <= max_tokens or num_live == 1
-    again = micro_batches(items, max_tokens, share_prefix=share_prefix, min_batches=min_batches)
+        if layout == "padded" and num_live:
+            size = packed.padded[0].numel()
+        # A one-token completion of a shared prompt has no input of its own, so a cut would not make the batch smaller.
+        one_token = sum(c.is_trained and not c.num_inputs for item in batch for c in item.completions)
+        assert size <= max_tokens or num_live - (one_token if share_prefix else 0) <= 1
+    if layout == "padded":
+        num_live = sum(c.is_trained for item in items for c in item.completions)
+        assert len(batches) >= min(min_batches, num_live)
+    again = micro_batches(items, max_tokens, layout=layout, min_batches=min_batches)
     assert found == [c.index for batch in again for item in batch for c in item.completions]
 
 

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gspo.errors import DataError
 from gspo.learner.policy.module import PolicyModule, weight_names
 from gspo.learner.policy.packing import Completion, PackItem, forest, micro_batches, pack
+from gspo.learner.policy.probe import probe
 
 
 @pytest.fixture
@@ -92,11 +93,11 @@ def reference_gradients(model, items, temperature=1.0):
     return out, gradients(model)
 
 
-def policy_gradients(policy, batches, temperature=1.0, share_prefix=True):
+def policy_gradients(policy, batches, temperature=1.0):
     policy.zero_grad()
     logp_of, entropy_of = {}, {}
     for items in batches:
-        packed = pack(items, share_prefix=share_prefix)
+        packed = policy.pack(items)
         out = policy(packed, temperature=temperature)
         logp_of |= by_index(packed, out.logp)
         entropy_of |= by_index(packed, out.entropy)
@@ -134,24 +135,26 @@ def test_the_window_of_the_windowed_models_really_cuts(name):
     assert float(difference.abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize("share_prefix", [True, False])
-def test_plain_packing_on_the_models_own_attention_gives_the_same_gradients(share_prefix, exact):
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_layouts_on_the_models_own_attention_give_the_same_gradients(layout, exact):
     model = model_zoo.build("qwen2_window")
     _, want = reference_gradients(model, UNEVEN)
     policy = PolicyModule(model)
-    policy.share_prefix = share_prefix
-    # Plain packing must be right in either attention; the shared one cannot run in the model's own.
-    _, _, grads = policy_gradients(policy, [UNEVEN], share_prefix=False)
+    policy.layout = layout
+    _, _, grads = policy_gradients(policy, [UNEVEN])
     assert_same_gradients(grads, want)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 20, 31, 45, None])
-def test_micro_batches_sum_to_the_same_gradient(max_tokens, exact):
+@pytest.mark.parametrize("layout", ["shared", "padded"])
+def test_micro_batches_sum_to_the_same_gradient(max_tokens, layout, exact):
     model = model_zoo.build("qwen3_moe")
     _, want = reference_gradients(model, UNEVEN)
-    batches = micro_batches(UNEVEN, max_tokens)
+    batches = micro_batches(UNEVEN, max_tokens, layout=layout)
     assert (len(batches) > 1) == (max_tokens is not None)
-    _, _, grads = policy_gradients(PolicyModule(model), batches)
+    policy = PolicyModule(model)
+    policy.layout = layout
+    _, _, grads = policy_gradients(policy, batches)
     assert_same_gradients(grads, want)
 
 
@@ -165,16 +168,16 @@ def test_the_chunk_size_of_the_head_changes_nothing(name, chunk_size, exact):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mixtral_window", "gemma2"])
-@pytest.mark.parametrize("share_prefix", [True, False])
-def test_gradient_checkpointing_recomputes_with_the_tree(name, share_prefix, exact):
+@pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
+def test_gradient_checkpointing_recomputes_with_the_tree(name, layout, exact):
     model = model_zoo.build(name)
     _, _, want = policy_gradients(PolicyModule(model), [UNEVEN])
     policy = PolicyModule(model, gradient_checkpointing=True)
-    policy.share_prefix = share_prefix
+    policy.layout = layout
     calls = []
     for layer in model.model.layers:
         layer.register_forward_pre_hook(lambda *_: calls.append(1))
-    _, _, grads = policy_gradients(policy, [UNEVEN], share_prefix=share_prefix)
+    _, _, grads = policy_gradients(policy, [UNEVEN])
     assert len(calls) == 2 * len(model.model.layers)  # forward, and again in backward
     assert_same_gradients(grads, want)
     assert model.config._attn_implementation == "eager"
@@ -308,8 +311,11 @@ def test_half_precision_trunks_give_float32_log_probs_near_the_exact_ones(fp32_h
 @pytest.mark.parametrize("name", model_zoo.NAMES)
 def test_the_probe_accepts_the_listed_models_with_shared_prefixes(name):
     policy = PolicyModule(model_zoo.build(name, torch.float32))
-    policy.probe()
-    assert policy.share_prefix
+    found = probe(policy)
+    assert found.layout == policy.layout == "shared"
+    assert found.reason.startswith("shared prefixes: ")
+    assert 0 < found.gradient_gap < 1e-4
+    assert not any(p.grad is not None for p in policy.parameters())
 
 
 @contextlib.contextmanager
@@ -321,14 +327,39 @@ def altered(model, forward):
     yield model
 
 
-def test_the_probe_refuses_a_model_whose_attention_ignores_the_interface():
+def test_the_probe_pads_a_model_whose_attention_ignores_the_interface(exact):
     def blind(original, hidden_states, **kwargs):
         # A running mean over the row: what a linear-attention layer does with packed sequences.
         steps = torch.arange(1, hidden_states.shape[1] + 1, dtype=hidden_states.dtype)[None, :, None]
         return hidden_states.cumsum(1) / steps, None
 
-    with altered(model_zoo.build("llama"), blind) as model, pytest.raises(DataError, match="with plain packing, log"):
-        PolicyModule(model).probe()
+    with altered(model_zoo.build("llama"), blind) as model:
+        policy = PolicyModule(model)
+        assert probe(policy).layout == "padded"
+        _, want = reference_gradients(model, UNEVEN)
+        _, _, grads = policy_gradients(policy, [UNEVEN])
+        assert_same_gradients(grads, want)
+
+
+def test_the_probe_finds_a_leak_that_is_smaller_than_rounding():
+    def leaky(original, hidden_states, **kwargs):
+        out, weights = original(hidden_states, **kwargs)
+        # The tokens before, also those of another sequence, as a short convolution with tiny weights sees them.
+        return out + 1e-9 * hidden_states.roll(1, 1) * (torch.arange(hidden_states.shape[1]) > 0)[
+            None, :, None
+        ], weights
+
+    with altered(model_zoo.build("llama", torch.float32), leaky) as model:
+        found = probe(PolicyModule(model))
+    assert (found.layout, found.reason) == ("padded", "padded rows: LlamaForCausalLM keeps state outside the attention")
+
+
+def test_the_probe_names_weights_that_are_not_finite():
+    model = model_zoo.build("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = float("nan")
+    with pytest.raises(DataError, match=r"LlamaForCausalLM has weights that are NaN.*model\.layers\.1\.mlp\.up_proj"):
+        probe(PolicyModule(model))
 
 
 def test_the_probe_falls_back_to_plain_packing_where_the_tree_is_not_understood(exact):
@@ -339,12 +370,11 @@ def test_the_probe_falls_back_to_plain_packing_where_the_tree_is_not_understood(
 
     with altered(model_zoo.build("llama"), strict) as model:
         policy = PolicyModule(model)
-        policy.probe()
-        assert not policy.share_prefix
-        with pytest.raises(ValueError, match="plain packing"):
+        assert probe(policy).layout == "packed"
+        with pytest.raises(ValueError, match="does not share prefixes"):
             policy(pack(UNEVEN))
         want, _ = reference_gradients(model, UNEVEN)
-        packed = pack(UNEVEN, share_prefix=policy.share_prefix)
+        packed = policy.pack(UNEVEN)
         for index, logp in by_index(packed, policy(packed).logp).items():
             torch.testing.assert_close(logp, want[index][0], rtol=0, atol=1e-10)
 
@@ -360,7 +390,7 @@ def test_the_probe_refuses_logits_changed_in_an_unknown_way():
 
     model.forward = forward
     with pytest.raises(DataError, match="transforms its logits"):
-        PolicyModule(model).probe()
+        probe(PolicyModule(model))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama", "mixtral", "qwen3_moe"])

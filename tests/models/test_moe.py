@@ -151,7 +151,7 @@ def test_gradient_checkpointing_recomputes_on_the_experts_of_its_forward(name, r
     _, _, recorder = gradients(model)
     given = as_tensor(other_routes(recorder.routes())) if replays else None
     _, want, _ = gradients(model, given)
-    PolicyModule(model, gradient_checkpointing=True).share_prefix = False  # the model is called plainly here
+    PolicyModule(model, gradient_checkpointing=True).layout = "packed"  # the model is called plainly here
     seen = []
     experts = [m for m in model.modules() if type(m).__name__.endswith("Experts")]
     handles = [m.register_forward_pre_hook(lambda _, args: seen.append(args[1].clone())) for m in experts]
@@ -174,7 +174,7 @@ def test_gradient_checkpointing_recomputes_on_the_experts_of_its_forward(name, r
 
 def test_a_recomputation_keeps_its_experts_where_the_router_would_choose_anew():
     model = build("qwen3_moe")
-    PolicyModule(model, gradient_checkpointing=True).share_prefix = False  # the model is called plainly here
+    PolicyModule(model, gradient_checkpointing=True).layout = "packed"  # the model is called plainly here
     seen = []
     experts = [m for m in model.modules() if type(m).__name__.endswith("Experts")]
     handles = [m.register_forward_pre_hook(lambda _, args: seen.append(args[1].clone())) for m in experts]

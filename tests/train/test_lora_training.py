@@ -17,6 +17,7 @@ from gspo.cli.main import main
 from gspo.config import load
 from gspo.errors import CheckpointError, ConfigError
 from gspo.learner.policy.module import PolicyModule, weight_names
+from gspo.learner.policy.probe import probe
 from gspo.models import embedded
 from gspo.models.loading import load_model
 from gspo.models.lora import adapter_off, add_adapter
@@ -53,8 +54,7 @@ def test_shared_prefix_gradients_of_an_adapter_equal_the_plain_padded_ones(name,
                 parameter.normal_(std=0.2)
     want, want_grads = reference_gradients(model, UNEVEN, temperature=0.7)
     policy = PolicyModule(model, gradient_checkpointing=checkpointing)
-    policy.probe()
-    assert policy.share_prefix
+    assert probe(policy).layout == "shared"
     logp, _, grads = policy_gradients(policy, [UNEVEN], temperature=0.7)
     assert all(".lora_" in n for n in grads)
     assert len(grads) == sum(p.requires_grad for p in model.parameters())

@@ -72,14 +72,14 @@ def test_every_sequence_is_some_one_ranks_and_loads_are_balanced():
     items = batch.items(batch.trainable)
     total = sum(item.num_tokens(share_prefix=False) for item in items)
     for num in (1, 2, 3, 7, 40):
-        for share_prefix in (True, False):
-            parts = split_over_ranks(items, num, share_prefix=share_prefix)
+        for layout in ("shared", "packed", "padded"):
+            parts = split_over_ranks(items, num, layout=layout)
             assert len(parts) == num
             assert (
                 sorted(c.index for part in parts for i in part for c in i.completions)
                 == np.flatnonzero(batch.trainable).tolist()
             )
-            if not share_prefix:
+            if layout != "shared":
                 longest = max(len(i.prompt) + c.num_inputs for i in items for c in i.completions)
                 loads = [sum(i.num_tokens(share_prefix=False) for i in part) for part in parts]
                 assert max(loads) <= total / num + longest

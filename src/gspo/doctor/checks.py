@@ -18,7 +18,7 @@ from gspo import objectives, rng
 from gspo.config.schema import Config
 from gspo.doctor.probe import answers, trainer_logp
 from gspo.learner.policy.module import PolicyModule
-from gspo.learner.policy.packing import Completion, PackItem, micro_batches, pack
+from gspo.learner.policy.packing import Completion, PackItem, micro_batches
 from gspo.sampling.api import Sampler
 from gspo.sampling.weights import load, probe
 from gspo.sampling.weights.publish import publish
@@ -67,7 +67,7 @@ def gradients(policy: PolicyModule) -> tuple[float, float]:
         return made.loss
 
     # The packed form, as in training: logp is [all completion tokens].
-    packed = pack(items, share_prefix=policy.share_prefix).to(device)
+    packed = policy.pack(items)
     logp = policy(packed, temperature=TEMPERATURE).logp
     per_token = moved(packed.index).repeat_interleave(packed.cu_seqlens.diff())
     got = _gradient(policy, loss_of(logp, packed.index, per_token, cu_seqlens=packed.cu_seqlens))
@@ -116,14 +116,14 @@ def padded_logp(policy: PolicyModule, items: Sequence[PackItem]) -> tuple[Tensor
 @torch.no_grad()
 def packings(policy: PolicyModule) -> tuple[float, float]:
     """Largest |Δ log-prob| of a token between one pack, split ones, another order, and the padded rows."""
-    items, device = made_items(policy.model.config.get_text_config().vocab_size), policy.model.device
+    items = made_items(policy.model.config.get_text_config().vocab_size)
     plain, mask, index = padded_logp(policy, items)
     want = {int(i): row[m] for i, row, m in zip(index, plain, mask, strict=True)}
-    gap, share = 0.0, policy.share_prefix
+    gap, layout = 0.0, policy.layout
     for order in (items, items[::-1]):
-        for parts in ([order], micro_batches(order, 12, share_prefix=share), [[item] for item in order]):
+        for parts in ([order], micro_batches(order, 12, layout=layout), [[item] for item in order]):
             for part in parts:
-                packed = pack(part, share_prefix=share).to(device)
+                packed = policy.pack(part)
                 logp = policy(packed, temperature=TEMPERATURE, with_entropy=False).logp
                 for b, i in enumerate(packed.index.tolist()):
                     low, high = packed.cu_seqlens[b : b + 2].tolist()

@@ -18,6 +18,7 @@ from gspo.doctor.checks import TEMPERATURE, copied, gradients, num_parameters, p
 from gspo.doctor.probe import sampler_words
 from gspo.errors import GspoError
 from gspo.learner.policy.module import PolicyModule
+from gspo.learner.policy.probe import WORDS
 from gspo.models.loading import load_model
 from gspo.sampling.api import Sampler
 from gspo.system.launched import Launched
@@ -73,9 +74,8 @@ def selftest(loaded: Loaded, place: Path, say: Callable[[str], None] = print) ->
     # Gradients and packings are compared in float64 where possible: an error of the code then stands out from rounding.
     exact = _exact(loaded, policy, tokenizer)
     where = f"{str(exact.model.dtype).removeprefix('torch.')}, {kind}"
-    shares = "shared prefixes" if exact.share_prefix else "plain packing"
     checks: list[Check] = [
-        ("gradient", f"gradient by {shares} against padded rows, {where}", partial(gradients, exact)),
+        ("gradient", f"gradient by {WORDS[exact.layout]} against padded rows, {where}", partial(gradients, exact)),
         ("packing", f"log-probs by other packings and splits, {where}", partial(packings, exact)),
     ]
     precision = config.rollout.sampler_precision
@@ -115,7 +115,7 @@ def _exact(loaded: Loaded, policy: PolicyModule, tokenizer: Any) -> PolicyModule
     for parameter in model.parameters():  # an adapter is float32
         parameter.data = parameter.data.double()
     exact = PolicyModule(model, chunk_size=config.actor.logprobs_chunk_size)
-    exact.share_prefix, exact.attention = policy.share_prefix, policy.attention
+    exact.layout, exact.attention = policy.layout, policy.attention
     return exact
 
 

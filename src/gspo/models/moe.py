@@ -64,6 +64,7 @@ class RouteRecorder:
         self.routers, self.replay = routers, replay
         self.chosen: list[Tensor] = [torch.empty(0)] * len(routers)  # the router's own choice, [N, k] per layer
         self.used: list[Tensor] = [torch.empty(0)] * len(routers)  # the same, or the replayed experts
+        self.at: Tensor | None = None  # [N] where the tokens are among the router's rows, if those have padding
 
     def own_routes(self) -> NDArray[Any]:
         """[N, layers, top_k] the routers' own choices; uint8 if it can hold every index, else int16."""
@@ -74,12 +75,17 @@ class RouteRecorder:
         return self._array(self.used)
 
     def _array(self, by_layer: list[Tensor]) -> NDArray[Any]:
-        return torch.stack(by_layer, 1).cpu().numpy().astype(route_shape(self.routers)[2])
+        rows = torch.stack(by_layer, 1)  # [rows, layers, k]
+        rows = rows if self.at is None else rows.index_select(0, self.at)
+        return rows.cpu().numpy().astype(route_shape(self.routers)[2])
 
     def _choose(self, layer: int, router: nn.Module, _: Any, output: Any) -> Any:
         used = chosen = output[2]  # [N, k]
         if self.replay is not None:
             given = self.replay[:, layer]  # [N, k]
+            if self.at is not None:
+                # The router chooses for the padding, whose result is not used.
+                given = torch.full_like(chosen, UNKNOWN).index_copy_(0, self.at, given.to(chosen.dtype))  # [rows, k]
             if given.shape != chosen.shape:
                 raise ValueError(
                     f"replayed routes have shape {tuple(given.shape)}, but the router chose {tuple(chosen.shape)}"
@@ -124,6 +130,15 @@ def routed(routers: Sequence[nn.Module], replay: Tensor | None = None) -> Iterat
             yield recorder
     finally:
         _ACTIVE.reset(before)
+
+
+@contextlib.contextmanager
+def padded_routes(at: Tensor) -> Iterator[None]:
+    """The recorded pass has padded rows: its N tokens are at `at` [N] among the rows that a router sees."""
+    recorder = _ACTIVE.get()
+    if recorder is not None:
+        recorder.at = at
+    yield
 
 
 def recomputing() -> contextlib.AbstractContextManager[None]:

@@ -120,7 +120,7 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
         evaluator=make_evaluator(config, valid, producer, decode, workflow, steps_per_epoch),
         recorder=recorder,
         saver=make_saver(config, run, learner, identity, steps_per_epoch, state.step),
-        opening_messages=opening_messages(loaded, given.warnings, data, valid),
+        opening_messages=opening_messages(loaded, given.warnings, data, valid, learner),
         count_episodes=count_episodes,
     )
 

@@ -18,19 +18,14 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from gspo import rng
 from gspo.errors import DataError
 from gspo.learner.policy.head import ChunkedHead, HeadForm, Targets, logit_transform, output_dtype
-from gspo.learner.policy.packing import Completion, Packed, PackItem, filler, micro_batches, pack, split_over_ranks
+from gspo.learner.policy.packing import Layout, Packed, PackItem, filler, micro_batches, pack, split_over_ranks
 from gspo.learner.policy.sharding import full
 from gspo.learner.ranks.world import ALONE, World
-from gspo.models.flex import FLEX
 from gspo.models.lora import merged_state
-from gspo.models.moe import recomputing
+from gspo.models.moe import padded_routes, recomputing
 from gspo.models.tree_attention import TREE, use_attention
-
-# Largest |log-prob difference| between two correct computations in `probe`; attention across sequences gives far more.
-_PROBE_TOLERANCE = {torch.float64: 1e-8, torch.float32: 5e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
 
 
 class PolicyOutput(NamedTuple):
@@ -43,8 +38,8 @@ class PolicyOutput(NamedTuple):
 class PolicyModule(nn.Module):
     """Trunk and head of a causal language model, called on packed micro-batches.
 
-    `share_prefix` is the layout that `pack` must use; `probe()` sets it by measurement. Dropout is always off: its
-    noise would enter the ratio, which compares two evaluations of the same tokens.
+    `layout` is how sequences enter the model (`packing.py`); `probe.py` chooses it by measurement. Dropout is always
+    off: its noise would enter the ratio, which compares two evaluations of the same tokens.
     """
 
     def __init__(
@@ -59,7 +54,8 @@ class PolicyModule(nn.Module):
         self.model = model
         self.chunk_size = chunk_size
         self.fp32_head = fp32_head
-        self.share_prefix = True
+        self.layout: Layout = "shared"
+        self.layout_reason = ""  # one line for people
         self.attention = TREE  # name of the attention implementation that shares prefixes
         self.world: World = ALONE  # the ranks that hold shards of the weights (`sharding.py`)
         self.compute_dtype: torch.dtype | None = None  # if layers compute in another dtype than the weights'
@@ -91,8 +87,9 @@ class PolicyModule(nn.Module):
         return head
 
     def _attention(self) -> contextlib.AbstractContextManager[None]:
-        # Plain packing uses the model's own attention; transformers derives its masks from positions that restart at 0.
-        return use_attention(self.model, self.attention) if self.share_prefix else contextlib.nullcontext()
+        # The other layouts use the model's own attention. For plain packing transformers derives its masks from
+        # positions that restart at 0.
+        return use_attention(self.model, self.attention) if self.layout == "shared" else contextlib.nullcontext()
 
     def _recomputed(self) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
         """The contexts around a layer's forward pass and around its recomputation in the backward pass."""
@@ -134,45 +131,29 @@ class PolicyModule(nn.Module):
 
     def hidden(self, packed: Packed) -> Tensor:
         """The trunk's last hidden states, [N, hidden]."""
-        extra: dict[str, Any] = {"tree": packed.layout} if self.share_prefix else {}
-        if not self.share_prefix and bool((packed.parent >= 0).any()):
-            raise ValueError("this model runs on plain packing: pack(..., share_prefix=policy.share_prefix)")
+        if self.layout != "shared" and bool((packed.parent >= 0).any()):
+            raise ValueError("this model does not share prefixes: use PolicyModule.pack")
+        trunk = partial(self.trunk, use_cache=False)
+        if self.layout == "padded":
+            ids, at = packed.padded  # [B, T], [N]
+            with padded_routes(at):
+                out = trunk(input_ids=ids).last_hidden_state  # [B, T, hidden]
+            return out.flatten(0, 1).index_select(0, at)
+        extra: dict[str, Any] = {"tree": packed.layout} if self.layout == "shared" else {}
         with self._attention():
-            return self.model.base_model(
-                input_ids=packed.tokens[None], position_ids=packed.positions[None], use_cache=False, **extra
-            ).last_hidden_state[0]
+            return trunk(input_ids=packed.tokens[None], position_ids=packed.positions[None], **extra).last_hidden_state[
+                0
+            ]
 
-    def probe(self) -> None:
-        """Compare packed with plain log-probs on random tokens; choose the packing, or raise DataError.
+    @property
+    def trunk(self) -> nn.Module:
+        """The model without its head. `base_model` is the model itself if the prefix names no attribute (Llama 4)."""
+        base = self.model.base_model
+        return base if base is not self.model else self.model.get_decoder()
 
-        Tries shared prefixes first (on CUDA with the fused kernel, then without it), then plain packing. It detects
-        models that keep state outside the attention (linear-attention hybrids), ignore the attention interface, or
-        transform their logits in a way that `head.py` does not implement.
-        """
-        items = _probe_items(self.model.config.get_text_config().vocab_size)
-        weight = self._head().weight
-        tolerance = _PROBE_TOLERANCE.get(self.compute_dtype or weight.dtype, 0.1)
-        with torch.no_grad():
-            # [M] the reference: the model's own forward, without packing and without the code under test
-            plain = self.plain_logp(items)
-            causes = []
-            ways = [(FLEX, True)] if weight.is_cuda else []
-            # The loop variables are attributes of this module: the first way whose log-probs agree stays selected.
-            for self.attention, self.share_prefix in [*ways, (TREE, True), (TREE, False)]:
-                try:
-                    packed = pack(items, share_prefix=self.share_prefix).to(weight.device)
-                    error = float((self(packed, with_entropy=False).logp - plain).abs().max())
-                except Exception as cause:  # a third-party model may raise anything for an unknown argument
-                    causes.append(f"{type(cause).__name__}: {cause}")
-                    continue
-                if error <= tolerance:
-                    return
-                causes.append(f"log-probs differ by {error:.2g} (allowed {tolerance:.2g})")
-        raise DataError(
-            f"{type(self.model).__name__} cannot be trained on packed sequences: with shared prefixes, {causes[-2]}; "
-            f"with plain packing, {causes[-1]}. The model keeps state outside the attention, or transforms its logits "
-            "in an unknown way; set actor.path to another architecture"
-        )
+    def pack(self, items: Sequence[PackItem]) -> Packed:
+        """One micro-batch in this module's layout, on its device."""
+        return pack(items, share_prefix=self.layout == "shared").to(self._head().weight.device)
 
     def plain_logp(self, items: list[PackItem]) -> Tensor:
         """[M] log-probs of all completion tokens by the model's own forward: one sequence per call, no packing."""
@@ -211,29 +192,15 @@ def packed_parts(
     """This rank's micro-batches of some sequences, packed and on the module's device."""
     if not items:
         return []
-    device, world, share_prefix = next(module.parameters()).device, module.world, module.share_prefix
-    split = partial(micro_batches, max_tokens=max_tokens, share_prefix=share_prefix)
+    world, layout = module.world, module.layout
+    split = partial(micro_batches, max_tokens=max_tokens, layout=layout)
     # Every rank computes the split of all ranks: all learn the largest number of micro-batches without communication.
-    per_rank = split_over_ranks(items, world.size, share_prefix=share_prefix) if world.size > 1 else [items]
+    per_rank = split_over_ranks(items, world.size, layout=layout) if world.size > 1 else [items]
     splits = [split(own, min_batches=min_micro_batches) if own else [] for own in per_rank]
     num, parts = max(len(parts) for parts in splits), splits[world.rank]
     if 0 < len(parts) < num:
         # Fewer micro-batches than another rank: a finer split of real work needs fewer fillers.
         parts = split(per_rank[world.rank], min_batches=num)
-    packs = [pack(part, share_prefix=share_prefix) for part in parts]
+    packs = [module.pack(part) for part in parts]
     # FSDP all-gathers each layer on all ranks together, so every rank runs the same number of micro-batches.
-    packs += [filler() for _ in range(num - len(packs))]
-    return [packed.to(device) for packed in packs]
-
-
-def _probe_items(vocab_size: int) -> list[PackItem]:
-    """Two groups of unequal lengths, one with a one-token completion: all edge cases of the packing."""
-    draw = rng.generator(0, "probe")
-    items, index = [], 0
-    for num_prompt, lengths in ((9, (5, 1, 8)), (4, (7, 3))):
-        completions = []
-        for num in lengths:
-            completions.append(Completion(draw.integers(0, vocab_size, num), np.ones(num, bool), index))
-            index += 1
-        items.append(PackItem(draw.integers(0, vocab_size, num_prompt), tuple(completions)))
-    return items
+    return packs + [filler().to(next(module.parameters()).device) for _ in range(num - len(packs))]

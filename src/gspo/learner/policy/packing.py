@@ -1,5 +1,10 @@
 """From groups of completions to packed micro-batches: no padding, and each prompt is computed once.
 
+A model gets the best of three layouts that it computes right (`probe.py` measures this at load). `shared`: a group's
+prompt is computed once. `packed`: every sequence repeats its prompt; all sequences are in one row. `padded`: as
+`packed`, but the model is called with one sequence per row, [B, T], padded on the right: for models that keep state
+outside the attention. All three are the same `Packed` object below; only the call of the trunk differs.
+
 This file, the attention and the policy share one layout: a packed micro-batch is a *forest of segments*, laid end to
 end in one row of N tokens. A segment has a parent (or −1) that comes before it in the row. A token attends to all
 tokens of its ancestor segments and causally to its own segment; its position is the length of its ancestors plus its
@@ -16,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,6 +30,8 @@ from torch import Tensor
 
 from gspo.errors import DataError
 from gspo.models.tree_attention import TreeLayout
+
+Layout = Literal["shared", "packed", "padded"]
 
 # A group is cut over ranks only if the largest part becomes smaller than this fraction of the uncut one.
 _WORTH = 0.95
@@ -117,6 +124,18 @@ class Packed:
     def layout(self) -> TreeLayout:
         """The attention's view of the segments, with its index plans: made once, used by every layer and pass."""
         return TreeLayout(*(x.cpu().numpy() for x in (self.start, self.length, self.parent)))
+
+    @cached_property
+    def padded(self) -> tuple[Tensor, Tensor]:
+        """One sequence per row, padded on the right: token ids [B, T], and [N] where each token is in [B·T].
+
+        Only for root segments. The padding needs no mask: nothing in a causal model sees what comes after it.
+        """
+        num_rows, width = max(1, len(self.length)), int(self.length.max()) if len(self.length) else 1
+        row = torch.repeat_interleave(self.length)  # [N] the segment of each token
+        at = row * width + self.positions  # [N]
+        ids = self.tokens.new_zeros(num_rows * width).index_copy_(0, at, self.tokens)  # [B·T]
+        return ids.view(num_rows, width), at
 
     @cached_property
     def by_source(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -268,19 +287,22 @@ def pack(items: Sequence[PackItem], *, share_prefix: bool = True, vocab_size: in
 
 
 def micro_batches(
-    items: Sequence[PackItem], max_tokens: int | None, *, min_batches: int = 1, share_prefix: bool = True
+    items: Sequence[PackItem], max_tokens: int | None, *, min_batches: int = 1, layout: Layout = "shared"
 ) -> list[list[PackItem]]:
     """Split a mini-batch into micro-batches of at most `max_tokens` input tokens and of similar size.
 
     A group that fits stays whole; a larger one is cut, and its prompt is repeated. A single sequence longer than
     `max_tokens` (actor.mb_spec.max_tokens_per_mb) cannot be cut and gets its own micro-batch: the limit is a memory
-    target, and the sampler's context limits the sequence. The result is a pure function of the arguments; every
-    sequence index appears in exactly one micro-batch.
+    target, and the sampler's context limits the sequence. Padding counts. The result is a pure function of the
+    arguments; every sequence index appears in exactly one micro-batch.
     """
     if max_tokens is not None and max_tokens < 1:
         raise DataError(
             f"a micro-batch needs at least one token, got {max_tokens}: raise actor.mb_spec.max_tokens_per_mb"
         )
+    if layout == "padded":
+        return _by_length(single_sequences(items), max_tokens, min_batches)
+    share_prefix = layout == "shared"
     pieces = [piece for item in items for piece in _cut(item, max_tokens, share_prefix)]
     sizes = [piece.num_tokens(share_prefix=share_prefix) for piece in pieces]
     limit = max_tokens if max_tokens is not None else sum(sizes)
@@ -293,19 +315,66 @@ def micro_batches(
     return [[pieces[i] for i in chosen] for chosen in bins if chosen]
 
 
+def single_sequences(items: Sequence[PackItem]) -> list[PackItem]:
+    """The items with one completion each."""
+    return [PackItem(item.prompt, (completion,)) for item in items for completion in item.completions]
+
+
+def _by_length(rows: list[PackItem], max_tokens: int | None, min_batches: int) -> list[list[PackItem]]:
+    """Rows of similar length together: a micro-batch of B rows costs B times its longest row."""
+    sizes = [row.num_tokens(share_prefix=False) for row in rows]
+    # Longest first; equal lengths in the order of their index, so that every rank gets the same micro-batches.
+    order = sorted((i for i, size in enumerate(sizes) if size), key=lambda i: (-sizes[i], i))
+    empty = [row for row, size in zip(rows, sizes, strict=True) if not size]  # nothing trained: they cost nothing
+    if not order:
+        return [empty] if empty else []
+
+    def cut(limit: int) -> list[list[int]]:
+        """Consecutive rows, as many as fit. For sorted rows no other cut has fewer micro-batches."""
+        batches: list[list[int]] = []
+        for i in order:
+            # The first row of a micro-batch is its longest.
+            if batches and (len(batches[-1]) + 1) * sizes[batches[-1][0]] <= limit:
+                batches[-1].append(i)
+            else:
+                batches.append([i])
+        return batches
+
+    limit = len(order) * sizes[order[0]]  # of one micro-batch with all rows
+    limit = limit if max_tokens is None else min(max_tokens, limit)
+    num = min(max(len(cut(limit)), min_batches), len(order))
+    # The smallest limit with that many micro-batches makes them similar in size.
+    low, high = 1, limit
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(cut(middle)) <= num else (middle + 1, high)
+    batches = cut(high)
+    # Rows of equal length can jump over the wanted number: halve the longest.
+    while len(batches) < num:
+        most = max(range(len(batches)), key=lambda b: len(batches[b]))
+        half = len(batches[most]) // 2
+        batches[most : most + 1] = [batches[most][:half], batches[most][half:]]
+    made = [[rows[i] for i in batch] for batch in batches]
+    return [*made[:-1], made[-1] + empty]
+
+
 def filler() -> Packed:
     """A dummy one-token micro-batch, so that an idle rank still takes part in FSDP's all-gathers."""
     token = np.zeros(1, dtype=np.int64)
     return pack([PackItem(token, (Completion(token, np.ones(1, dtype=np.bool_), index=-1),))])
 
 
-def split_over_ranks(items: Sequence[PackItem], num: int, *, share_prefix: bool = True) -> list[list[PackItem]]:
+def split_over_ranks(items: Sequence[PackItem], num: int, *, layout: Layout = "shared") -> list[list[PackItem]]:
     """The items in `num` parts, one per rank, with the largest part as small as possible; some may be empty.
 
     A group above the mean size of a part is cut, its prompt repeated in each piece, if that makes the largest part
     smaller. It stays whole if the repeated prompts cost more. A pure function of the arguments, so every rank computes
     the same parts.
     """
+    share_prefix = layout == "shared"
+    if layout == "padded":
+        # Nothing ties the sequences of a group together. Every rank gets rows of all lengths, long ones first.
+        items = single_sequences(items)
     # The mean size of a part, rounded up.
     share = -(-sum(item.num_tokens(share_prefix=share_prefix) for item in items) // num)
     best: tuple[int, list[list[PackItem]]] | None = None

@@ -14,6 +14,7 @@ from gspo.errors import DataError
 from gspo.learner.critic import Critic
 from gspo.learner.learner import Learner
 from gspo.learner.policy.module import PolicyModule
+from gspo.learner.policy.probe import probe
 from gspo.learner.policy.sharding import shard
 from gspo.learner.policy.value import ValueModule
 from gspo.learner.ranks.world import ALONE, World
@@ -108,6 +109,5 @@ def _other_model(config: Config, path: str | None, dtype: str, tokenizer: Any, k
         fp32_head=bool(actor.fp32_lm_head),
         gradient_checkpointing=actor.gradient_checkpointing,
     )
-    module.probe()
-    module.share_prefix = module.share_prefix and actor.share_prefix
+    probe(module, share_prefix=actor.share_prefix)
     return module

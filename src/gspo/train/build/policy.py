@@ -10,6 +10,7 @@ import torch
 from gspo.config.schema import Config
 from gspo.errors import ConfigError
 from gspo.learner.policy.module import PolicyModule
+from gspo.learner.policy.probe import probe
 from gspo.learner.policy.sharding import shard
 from gspo.learner.ranks.world import ALONE, World
 from gspo.models.loading import load_model, load_tokenizer
@@ -42,8 +43,7 @@ def make_policy(config: Config, sequence_level: bool, world: World = ALONE) -> t
         checkpoint.base(policy)
         shard(policy, policy, world, **sharding(config))
     # After sharding, so that the check covers the model in the form in which it trains.
-    policy.probe()
-    policy.share_prefix = policy.share_prefix and actor.share_prefix
+    probe(policy, share_prefix=actor.share_prefix)
     if actor.routing_replay != "none":
         check_replay(policy.model)
     return policy, tokenizer

@@ -163,10 +163,10 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def opening_messages(loaded: Loaded, warnings: Sequence[Any], data: Data, valid: Data) -> list[str]:
-    """What rank 0 logs before the first step: translated keys, warnings, the data."""
+def opening_messages(loaded: Loaded, warnings: Sequence[Any], data: Data, valid: Data, learner: Learner) -> list[str]:
+    """What rank 0 logs before the first step: translated keys, warnings, the data, the layout of micro-batches."""
     lines = [*loaded.messages, *(f"warning: {finding}" for finding in warnings)]
-    lines += [*data.describe().splitlines(), *valid.describe().splitlines()]
+    lines += [*data.describe().splitlines(), *valid.describe().splitlines(), f"layout: {learner.policy.layout_reason}"]
     if valid is data:
         lines.append(f"warning: {len(data)} rows are too few to hold some out; evaluation uses them too. Pass valid=…")
     return lines

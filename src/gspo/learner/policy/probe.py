@@ -1,0 +1,208 @@
+"""Which layout a model gets: each is compared at load with the model's own forward pass, one sequence per call.
+
+Shared prefixes first (on CUDA with the fused kernel, then without it), then plain packing, then padded rows. A layout
+must give the same log-probs and the same gradients, and no gradient from a sequence to the tokens of another one. The
+last test is exact in every dtype: state that leaks over the border of two sequences (linear attention, convolutions)
+can change log-probs by less than the rounding of two correct computations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gspo import rng
+from gspo.errors import DataError
+from gspo.learner.policy.module import PolicyModule
+from gspo.learner.policy.packing import Completion, Layout, Packed, PackItem
+from gspo.models.flex import FLEX
+from gspo.models.tree_attention import TREE
+
+# Largest |log-prob difference| between two correct computations; attention across sequences gives far more.
+LOGP_TOLERANCE = {torch.float64: 1e-8, torch.float32: 5e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
+# Largest ‖a − b‖ / ‖b‖ of two correct gradients. Wide for 16 bits: one token with another expert moves it far.
+GRADIENT_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2, torch.bfloat16: 0.5, torch.float16: 0.3}
+_LEAK = "a sequence depends on tokens of another one"
+WORDS: dict[Layout, str] = {"shared": "shared prefixes", "packed": "plain packing", "padded": "padded rows"}
+
+
+class Probed(NamedTuple):
+    """The layout that was chosen, and its differences from the model's own forward pass."""
+
+    layout: Layout
+    reason: str  # one line: which layout, and why no better one
+    logp_gap: float  # largest |difference| of a log-prob
+    gradient_gap: float | None  # ‖difference‖ / ‖gradient‖; None on several ranks, where it is not measured
+
+
+def probe(policy: PolicyModule, *, share_prefix: bool = True) -> Probed:
+    """Set the layout of `policy` to the first one that agrees with the model's own forward, or raise DataError.
+
+    `share_prefix=False` (actor.share_prefix) leaves out the layout that shares prefixes.
+    """
+    name = type(policy.model).__name__
+    items = probe_items(policy.model.config.get_text_config().vocab_size)
+    with torch.no_grad():
+        # [M] the reference: the model's own forward, without packing and without the code under test
+        plain = policy.plain_logp(items)
+    if not bool(plain.isfinite().all()):
+        raise DataError(_not_finite(policy))
+    # Not measured for models that say so themselves: fused kernels of such layers may accept packed rows on one
+    # machine and not on another.
+    stateful = bool(getattr(policy.model, "_is_stateful", False))
+    on_cuda = policy.model.device.type == "cuda"
+    ways: list[tuple[str, Layout]] = [(TREE, "padded")]
+    if not stateful:
+        ways.insert(0, (TREE, "packed"))
+        if share_prefix:
+            ways[:0] = [(FLEX, "shared"), (TREE, "shared")] if on_cuda else [(TREE, "shared")]
+    causes: dict[Layout, str] = {}
+    training = policy.training
+    policy.eval()  # no gradient checkpointing: one graph is differentiated several times
+    # The loop variables are attributes of the module: the first way that agrees stays selected.
+    for policy.attention, policy.layout in ways:
+        try:
+            logp_gap, gradient_gap = _gaps(policy, items, plain)
+        except _LeakError as cause:
+            causes[policy.layout] = str(cause)
+            continue
+        except Exception as cause:  # a third-party model may raise anything for an unknown argument
+            causes[policy.layout] = f"{type(cause).__name__}: {cause}"
+            continue
+        if failure := _failure(policy, logp_gap, gradient_gap):
+            causes[policy.layout] = failure
+            continue
+        policy.train(training)
+        policy.layout_reason = _reason(name, policy.layout, logp_gap, causes, stateful)
+        return Probed(policy.layout, policy.layout_reason, logp_gap, gradient_gap)
+    found = "; ".join(f"with {WORDS[layout]}, {cause}" for layout, cause in causes.items())
+    raise DataError(
+        f"{name} cannot be trained: its log-probs are not those of its own forward pass: {found}. The model transforms "
+        "its logits in an unknown way, or is not causal; set actor.path to another architecture"
+    )
+
+
+def _reason(name: str, layout: Layout, gap: float, causes: dict[Layout, str], stateful: bool) -> str:
+    words = f"{WORDS[layout]}: {name}"
+    if layout == "shared":
+        return f"{words} computes a group's prompt once; log-probs within {gap:.1g} of the model's own forward"
+    if stateful or causes.get("packed") == _LEAK:
+        return f"{words} keeps state outside the attention"
+    if not causes:
+        return f"{words} repeats the prompt in every sequence, because actor.share_prefix is false"
+    why = "; ".join(f"{WORDS[other]}: {cause}" for other, cause in causes.items())
+    return f"{words} cannot use a faster layout ({why})"
+
+
+def _failure(policy: PolicyModule, logp_gap: float, gradient_gap: float | None) -> str:
+    """Why a layout with these differences is not used; empty if it is."""
+    dtype = policy.compute_dtype or policy.model.dtype
+    allowed = LOGP_TOLERANCE.get(dtype, 0.1)
+    if not logp_gap <= allowed:
+        return f"log-probs differ by {logp_gap:.2g} (allowed {allowed:.2g})"
+    allowed = GRADIENT_TOLERANCE.get(dtype, 0.5)
+    # The gradient of padded rows is that of the model's own code.
+    if policy.layout != "padded" and gradient_gap is not None and not gradient_gap <= allowed:
+        return f"gradients differ by {gradient_gap:.2g} of their size (allowed {allowed:.2g})"
+    return ""
+
+
+def _gaps(policy: PolicyModule, items: list[PackItem], plain: Tensor) -> tuple[float, float | None]:
+    """Largest difference of log-probs, and of the gradient with respect to the embeddings of the tokens, relative.
+
+    Raises _LeakError if a sequence has a gradient at tokens that it does not contain.
+    """
+    packed = policy.pack(items)
+    with torch.no_grad():
+        logp_gap = float((policy(packed, with_entropy=False).logp - plain).abs().max())
+    # Several ranks: FSDP's hooks reduce gradients. The layout does not depend on the number of ranks.
+    if policy.world.size > 1:
+        return logp_gap, None
+    with _embedded(policy.model) as embedded:
+        hidden = policy.hidden(packed).index_select(0, packed.source)  # [M, hidden]
+    if not embedded:  # this model does not call its input embeddings as a module
+        return logp_gap, None
+    gap = 0.0
+    completions = [(item, completion) for item in items for completion in item.completions]
+    for b, (item, completion) in enumerate(completions):
+        low, high = packed.cu_seqlens[b : b + 2].tolist()
+        direction = torch.linspace(-1, 1, hidden[low:high].numel(), device=hidden.device).cos().to(hidden.dtype)
+        direction = direction.view(high - low, -1)  # a different weight for every element
+        (got,) = torch.autograd.grad((hidden[low:high] * direction).sum(), embedded[0], retain_graph=True)
+        # The same sequence alone, by the model's own code: [1, L, hidden]
+        alone = policy.pack([replace(item, completions=(completion,))])
+        with _embedded(policy.model) as own:
+            out = policy.trunk(input_ids=alone.tokens[None], use_cache=False).last_hidden_state[0]
+        (want,) = torch.autograd.grad((out.index_select(0, alone.source) * direction).sum(), own[0])
+        # [N, hidden] in the order of the packed row
+        got = got.flatten(0, 1) if policy.layout != "padded" else got.flatten(0, 1).index_select(0, packed.padded[1])
+        rows = _rows(packed, b)  # [L]
+        gap = max(gap, float((got[rows] - want[0]).norm() / want.norm().clamp_min(1e-30)))
+        got[rows] = 0
+        if bool(got.any()):
+            raise _LeakError(_LEAK)
+    return logp_gap, gap
+
+
+class _LeakError(Exception):
+    """A sequence depends on tokens of another one."""
+
+
+def _rows(packed: Packed, b: int) -> Tensor:
+    """[L] where the input tokens of sequence b are in the packed row, in their order."""
+    start, length, parent = (x.tolist() for x in (packed.start, packed.length, packed.parent))
+    last = int(packed.source[packed.cu_seqlens[b + 1] - 1])
+    segment = next(s for s, begin in enumerate(start) if begin <= last < begin + length[s])
+    parts = [torch.arange(start[segment], last + 1)]
+    while (segment := parent[segment]) >= 0:
+        parts.insert(0, torch.arange(start[segment], start[segment] + length[segment]))
+    return torch.cat(parts).to(packed.tokens.device)
+
+
+@contextlib.contextmanager
+def _embedded(model: nn.Module) -> Iterator[list[Tensor]]:
+    """The outputs of the input embeddings while the block runs, as tensors with a gradient."""
+    found: list[Tensor] = []
+
+    def keep(module: nn.Module, args: object, output: Tensor) -> Tensor:
+        # With an adapter the embeddings are frozen.
+        output = output if output.requires_grad else output.detach().requires_grad_()
+        found.append(output)
+        return output
+
+    handle = model.get_input_embeddings().register_forward_hook(keep)  # pyright: ignore
+    try:
+        with torch.enable_grad():
+            yield found
+    finally:
+        handle.remove()
+
+
+def _not_finite(policy: PolicyModule) -> str:
+    name = type(policy.model).__name__
+    broken = [n for n, p in policy.model.named_parameters() if p.is_floating_point() and not bool(p.isfinite().all())]
+    if broken:
+        more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
+        return (
+            f"{name} has weights that are NaN or infinite: {', '.join(broken[:3])}{more}; check the files of actor.path"
+        )
+    return f"{name} gives log-probs that are not finite in {policy.model.dtype}; set actor.dtype: float32"
+
+
+def probe_items(vocab_size: int) -> list[PackItem]:
+    """Two groups of unequal lengths, one with a one-token completion: all edge cases of the packing."""
+    draw = rng.generator(0, "probe")
+    items, index = [], 0
+    for num_prompt, lengths in ((9, (5, 1, 8)), (4, (7, 3))):
+        completions = []
+        for num in lengths:
+            completions.append(Completion(draw.integers(0, vocab_size, num), np.ones(num, bool), index))
+            index += 1
+        items.append(PackItem(draw.integers(0, vocab_size, num_prompt), tuple(completions)))
+    return items

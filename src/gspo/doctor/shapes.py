@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from gspo.errors import GspoError
+from gspo.models.folder import absurd, read_json
 
-MAX_CONFIG_BYTES = 4_000_000  # a config.json has a few kilobytes
-MAX_REPEATS = 10_000  # layers or experts: a larger number is a mistake, and building them would take forever
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -82,12 +81,9 @@ def find_source(path: str) -> Source | Unknown:
         file = _config_file(path)
         if file is None:
             return Unknown(f"{path}: there is no folder with a config.json, and no snapshot in {hub_cache()}")
-        if file.stat().st_size > MAX_CONFIG_BYTES:
-            return Unknown(f"{file}: too large for a model's config.json")
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except (GspoError, OSError, ValueError, RecursionError) as error:
+        return Source(str(file), read_json(file))
+    except (GspoError, OSError, ValueError) as error:
         return Unknown(f"{path}: {error}")
-    return Source(str(file), fields) if isinstance(fields, dict) else Unknown(f"{file}: not a JSON object")
 
 
 def hub_cache() -> Path:
@@ -132,7 +128,7 @@ def shape_of(source: Source) -> Shape | Unknown:
 def count(source: Source) -> Shape | Unknown:
     """Build the model on the meta device and count; Unknown with the reason where transformers cannot build it."""
     # Even on the meta device a huge number of layers would take memory and minutes.
-    if reason := _absurd(source.fields):
+    if reason := absurd(source.fields):
         return Unknown(f"{source.name}: {reason}")
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -167,17 +163,6 @@ def count(source: Source) -> Shape | Unknown:
     except Exception as error:  # whatever a foreign config.json makes transformers raise
         said = " ".join(str(error).split())
         return Unknown(f"{source.name}: transformers cannot build this model: {type(error).__name__}: {said:.200}")
-
-
-def _absurd(fields: Mapping[str, Any]) -> str | None:
-    """A number of layers or experts that no model has; nested sections are looked at too."""
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            if reason := _absurd(value):
-                return reason
-        elif isinstance(value, int) and re.search("layer|expert|depth|block", name) and value > MAX_REPEATS:
-            return f"{name} is {value:,}, more than any model has"
-    return None
 
 
 def adapter_parameters(shape: Shape, rank: int, target_modules: Sequence[str]) -> int | None:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from gspo.errors import DataError
 from gspo.models import cache
+from gspo.models.folder import Shapes, absurd, check_size
 from gspo.system.files import sha256
 
 SUFFIX = ".gguf"
@@ -74,13 +76,21 @@ def convert(file: Path, to: Path, key: str = "actor.path") -> None:
 def _read(file: Path, key: str) -> tuple[Any, Any]:
     """A new model with the file's weights, and its tokenizer."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True
-        )
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        stored = _shapes(file)
+        # Alone in a folder: transformers must not read what lies beside the file, such as an adapter.
+        with tempfile.TemporaryDirectory(prefix="gspo-gguf-") as alone:
+            (Path(alone) / "model.gguf").symlink_to(file.resolve())
+            how: Any = {"gguf_file": "model.gguf", "trust_remote_code": False}
+            config = AutoConfig.from_pretrained(alone, **how)
+            with torch.device("meta"):
+                check_size(AutoModelForCausalLM.from_config(config, trust_remote_code=False), file.name, stored, 4)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                alone, **how, dtype=torch.float32, output_loading_info=True
+            )
+            tokenizer = AutoTokenizer.from_pretrained(alone, **how)
     except Exception as cause:  # a parser of binary files can raise anything on damaged bytes
         first = str(cause).strip().splitlines()[0] if str(cause).strip() else ""
         raise DataError(
@@ -103,3 +113,14 @@ def _read(file: Path, key: str) -> tuple[Any, Any]:
     model.tie_weights()
     model.generation_config = generation
     return model, tokenizer
+
+
+def _shapes(file: Path) -> Shapes:
+    """The shapes of the file's tensors. The reader of package `gguf` checks that each of them lies inside the file."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(file)
+    numbers = {name: field.contents() for name, field in reader.fields.items() if len(field.types) == 1}
+    if reason := absurd({name: value for name, value in numbers.items() if isinstance(value, int)}):
+        raise ValueError(reason)
+    return {tensor.name: tuple(map(int, tensor.shape)) for tensor in reader.tensors}

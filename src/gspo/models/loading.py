@@ -1,48 +1,91 @@
 """Load models and tokenizers from a local folder, a hub name or a GGUF file, by transformers, from safetensors only.
 
-Nothing in a folder is executed or unpickled, and no weight is silently random: a tensor that is missing, unexpected or
-of another shape is an error that names it. `embedded:*` models are built, not loaded.
+`folder.py` checks a folder before transformers opens it. Nothing in it is executed or unpickled, and no weight is
+silently random: a tensor that is missing, unexpected, of another shape or not finite is an error that names it.
+`embedded:*` models are built, not loaded.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+import contextlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+import transformers
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import IncompleteSnapshotError
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from gspo.errors import DataError
 from gspo.models import cache, gguf, registry
+from gspo.models.folder import CONFIG, Shapes, check_settings, check_size, check_weights, listed, read_json
 
 EMBEDDED = "embedded:"
 # Tensors that older transformers versions stored and newer ones compute; ignoring them loses no weight.
 _COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+_TEXT_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.bpe", "*.spm")  # of a hub repository
 
 
-def locate(path: str, key: str = "actor.path") -> str:
-    """A path that transformers can load: the folder of a fetched model or of a converted .gguf file, else `path`."""
-    if path in registry.MODELS and not Path(path).is_dir():
+@dataclass(frozen=True)
+class ModelFolder:
+    """A model folder that has passed the checks of `folder.py`."""
+
+    path: Path
+    config: Any  # transformers' PreTrainedConfig
+    shapes: Shapes | None  # of the stored weights; None if only the config is used
+
+
+def locate(path: str, key: str = "actor.path", *, weights: bool = True) -> str:
+    """The local folder of a model: fetched, converted from a .gguf file, or downloaded. An embedded name stays one."""
+    if path.startswith(EMBEDDED) or Path(path).is_dir():
+        return path
+    if path in registry.MODELS:
         return str(registry.fetched(path, key))
-    return str(gguf.converted(path, key)) if path.endswith(gguf.SUFFIX) else path
+    if path.endswith(gguf.SUFFIX):
+        return str(gguf.converted(path, key))
+    # A hub name is `owner/name` or `name`; anything else was meant as a path.
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise DataError(f"there is no folder {path!r}: check {key}")
+    # Only files of these kinds are downloaded, so a repository's pickles and code are not even on this machine.
+    wanted = [*_TEXT_FILES, "*.safetensors"] if weights else [*_TEXT_FILES]
+    try:
+        return snapshot_download(path, allow_patterns=wanted, ignore_patterns=["*/*", "consolidated*"])
+    except IncompleteSnapshotError as incomplete:
+        # Offline: the checks of the folder name what is missing and needed.
+        return str(incomplete.snapshot_path)
+    except Exception as cause:  # many types: of the library, the hub and the HTTP client
+        raise DataError(
+            f"the model {path!r} was not found: no such folder, and the hub did not provide it ({_first_line(cause)}). "
+            f"Without network, copy the model to this machine and set {key} to the folder, or use embedded:tiny"
+        ) from cause
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, key: str = "tokenizer_path") -> PreTrainedTokenizerBase:
     """The tokenizer of a folder, a hub name, a .gguf file, a fetched or an embedded model."""
-    path = locate(path, "tokenizer_path")
+    path = locate(path, key, weights=False)
     if path.startswith(EMBEDDED):
         from gspo.models import embedded
 
         return embedded.build(path)[1]
-    _refuse_code(path, "tokenizer_config.json")
+    check_settings(Path(path))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as cause:
-        raise _unreachable(path, "tokenizer", "tokenizer_path", cause) from cause
-    if not len(tokenizer):
-        raise DataError(f"the tokenizer in {path!r} has an empty vocabulary: set tokenizer_path")
+    except Exception as cause:  # the tokenizers library raises plain Exceptions
+        # This names the file if it is not JSON, or nested too deeply.
+        if (file := Path(path) / "tokenizer.json").exists():
+            read_json(file)
+        raise DataError(f"the tokenizer in {path!r} cannot be loaded: {_first_line(cause)}; check {key}") from cause
+    if not isinstance(tokenizer, PreTrainedTokenizerBase) or not len(tokenizer):
+        raise DataError(f"the tokenizer in {path!r} has an empty vocabulary: set {key}")
     return tokenizer
 
 
@@ -60,22 +103,95 @@ def load_model(
     `from_scratch` uses the config only and draws weights from `seed`. With `tokenizer`, a vocabulary that is too small
     for it is an error.
     """
-    path = locate(path)
+    path = locate(path, weights=not from_scratch)
     if path.startswith(EMBEDDED):
         from gspo.models import embedded
 
         model: Any = embedded.build(path)[0]
         model = model.to(dtype)  # pyright: ignore[reportArgumentType]
     else:
-        # Checked before transformers opens the folder.
-        _refuse_code(path, "config.json")
-        if not from_scratch:
-            _refuse_pickles(path)
-        with cache.quiet():
-            model = _from_config(path, dtype, seed) if from_scratch else _from_weights(path, dtype)
+        found = open_folder(path, weights=not from_scratch, dtype=dtype)
+        model = _from_config(found.config, dtype, seed) if from_scratch else _from_weights(found, dtype)
     if tokenizer is not None:
         check_vocabulary(model, tokenizer, path)
     return model.to(device).eval()  # pyright: ignore[reportArgumentType]
+
+
+def open_folder(
+    path: str, key: str = "actor.path", *, weights: bool, dtype: torch.dtype, kind: Any = AutoModelForCausalLM
+) -> ModelFolder:
+    """Check a folder without reading its weights. `kind` is the class of transformers that will load it."""
+    folder = Path(path)
+    content = check_settings(folder)
+    shapes = check_weights(folder, key) if weights else None
+    family = content.get("model_type")
+    if family not in CONFIG_MAPPING:
+        found = f"has model_type {family!r}, which transformers {transformers.__version__} does not have"
+        raise DataError(f"{folder / CONFIG} {found if family else 'has no model_type'}: check {key}")
+    with cache.quiet():
+        try:
+            model = _without_weights(kind, content)
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        except Exception as cause:  # transformers' own code runs on the folder's values, and may raise anything
+            raise _bad_config(kind, folder / CONFIG, content, cause, key) from cause
+    check_size(model, str(folder / CONFIG), shapes, dtype.itemsize)
+    return ModelFolder(folder, config, shapes)
+
+
+def read_weights(
+    found: ModelFolder, dtype: torch.dtype, kind: Any = AutoModelForCausalLM
+) -> tuple[Any, dict[str, Any]]:
+    """The model of a checked folder, and transformers' report of tensors that do not fit. Every weight is finite."""
+    try:
+        with cache.quiet():
+            # ignore_mismatched_sizes: the caller compares shapes, so that an error names every tensor.
+            model, info = kind.from_pretrained(
+                found.path,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+    except Exception as cause:
+        # safetensors raises its own exception type for a damaged file.
+        if type(cause).__name__ == "SafetensorError":
+            raise DataError(f"a safetensors file in {str(found.path)!r} is damaged: {cause}; fetch it again") from cause
+        raise DataError(f"the model in {str(found.path)!r} cannot be loaded: {_first_line(cause)}") from cause
+    if not info["missing_keys"] and (bad := _not_finite(model)):
+        raise DataError(
+            f"the weights in {str(found.path)!r} are not finite: {listed(bad)} hold NaN or inf (read as {dtype}). "
+            "The model is damaged, or its values are too large for this type"
+        )
+    return model, info
+
+
+def _not_finite(model: PreTrainedModel) -> list[str]:
+    # The sum shows NaN and inf in one pass without a copy; finite values whose sum overflows are looked at again.
+    return [
+        name
+        for name, weight in model.named_parameters()
+        if not bool(weight.detach().sum(dtype=torch.float32).isfinite()) and not bool(weight.isfinite().all())
+    ]
+
+
+def _without_weights(kind: Any, fields: dict[str, Any]) -> PreTrainedModel:
+    """The model that a config.json describes, on the meta device: shapes without memory."""
+    config = AutoConfig.for_model(**fields)
+    with torch.device("meta"):
+        return kind.from_config(config, trust_remote_code=False)
+
+
+def _bad_config(kind: Any, file: Path, content: dict[str, Any], cause: Exception, key: str) -> DataError:
+    """Name the setting at fault: without it, or with 1 in its place, transformers can build the model."""
+    others = [(name, {other: content[other] for other in content if other != name}) for name in content]
+    others += [(name, {**content, name: 1}) for name, value in content.items() if isinstance(value, int)]
+    for name, fields in others:
+        with contextlib.suppress(Exception):
+            _without_weights(kind, fields)
+            value = f"{content[name]!r}"
+            return DataError(f"{file}: {name} is {value:.100}: {_first_line(cause)}; check {key}")
+    return DataError(f"{file}: transformers cannot build this model: {_first_line(cause)}; check {key}")
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
@@ -90,41 +206,20 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
         )
 
 
-def _from_config(path: str, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as cause:
-        raise _unreachable(path, "config", "actor.path", cause) from cause
+def _from_config(config: Any, dtype: torch.dtype, seed: int) -> PreTrainedModel:
     # The caller's random state does not change.
-    with torch.random.fork_rng():
+    with cache.quiet(), torch.random.fork_rng():
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
 
 
-def _from_weights(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    try:
-        # ignore_mismatched_sizes: shapes are compared below, so that the error names every tensor, not only the first.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-    except (OSError, ValueError, RuntimeError) as cause:
-        raise _unreachable(path, "model", "actor.path", cause) from cause
-    except Exception as cause:
-        # safetensors raises its own exception type for a damaged file.
-        if type(cause).__name__ != "SafetensorError":
-            raise
-        raise DataError(f"a safetensors file in {path!r} is damaged: {cause}; fetch the model again") from cause
-    model, info = loaded
+def _from_weights(found: ModelFolder, dtype: torch.dtype) -> PreTrainedModel:
+    model, info = read_weights(found, dtype)
     # transformers only logs these differences; here each one is an error.
     unexpected = [name for name in info["unexpected_keys"] if not name.endswith(_COMPUTED)]
     shapes = [f"{name} (file {tuple(got)}, model {tuple(want)})" for name, got, want in info["mismatched_keys"]]
     problems = [
-        f"{what}: {_list(names)}"
+        f"{what}: {listed(names)}"
         for what, names in (
             ("missing tensors", info["missing_keys"]),
             ("unexpected tensors", unexpected),
@@ -135,63 +230,13 @@ def _from_weights(path: str, dtype: torch.dtype) -> PreTrainedModel:
     ]
     if problems:
         raise DataError(
-            f"the weights in {path!r} are not those of {type(model).__name__}; {'; '.join(problems)}. "
+            f"the weights in {str(found.path)!r} are not those of {type(model).__name__}; {'; '.join(problems)}. "
             "Training would start from partly random weights: check actor.path"
         )
     return model
 
 
-def _refuse_code(path: str, file: str) -> None:
-    """DataError for a folder that would run its own Python code, before transformers reads it."""
-    config = Path(path) / file
-    if not config.is_file():
-        return
-    try:
-        content = json.loads(config.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as cause:
-        raise DataError(f"{config} is not readable JSON: {cause}") from cause
-    if isinstance(content, dict) and "auto_map" in content:
-        raise DataError(
-            f"{config} would run the folder's own Python code (auto_map), which is not allowed. "
-            "Use an architecture of transformers, or remove auto_map if transformers has this one"
-        )
-
-
-def _refuse_pickles(path: str) -> None:
-    folder = Path(path)
-    if not folder.is_dir():
-        return
-    # An adapter folder has safetensors, too, so it is recognised by its config file.
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        raise DataError(
-            f"{folder} contains an adapter, not a model: actor.path must be a whole model; export the run with --merge"
-        )
-    if not any(folder.glob("*.safetensors")):
-        pickles = sorted(p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt"})
-        if pickles:
-            raise DataError(
-                f"{folder} has its weights as pickle files ({_list(pickles)}), which can run code and are not allowed. "
-                "Convert them to safetensors first"
-            )
-        raise DataError(
-            f"{folder} has no *.safetensors file: actor.path must be a model folder "
-            "(actor.init_from_scratch=true needs the config only)"
-        )
-
-
-def _unreachable(path: str, what: str, key: str, cause: Exception) -> DataError:
-    first = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
-    if Path(path).is_dir():
-        return DataError(f"the {what} in {path!r} cannot be loaded: {first}; check {key}")
-    # A hub name is `owner/name` or `name`; anything else was meant as a path.
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:
-        return DataError(f"there is no folder {path!r}: check {key}")
-    return DataError(
-        f"the {what} {path!r} was not found: no such folder, and the hub did not provide it ({first}). Without "
-        f"network, copy the model to this machine and set {key} to the folder, or use embedded:tiny"
-    )
-
-
-def _list(names: Iterable[Any], most: int = 8) -> str:
-    names = sorted(map(str, names))
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def _first_line(cause: Exception) -> str:
+    """The error in one line; transformers' validation errors have the reason in the second."""
+    lines = [line.strip() for line in str(cause).strip().splitlines()[:2] if line.strip()]
+    return f"{type(cause).__name__}: {' '.join(lines):.300}" if lines else type(cause).__name__

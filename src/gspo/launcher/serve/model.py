@@ -7,21 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from gspo.config.schema import Config
 from gspo.models import cache
-from gspo.models.loading import EMBEDDED, load_model, load_tokenizer, locate
+from gspo.models.folder import check_settings, check_weights
+from gspo.models.loading import EMBEDDED, load_model, load_tokenizer, locate, open_folder
 from gspo.sampling.remote.identity import context_limit, end_tokens, identity_of
 from gspo.train.build.compute import device_and_dtype, published_dtype
 
 
-def model_folder(config: Config, tmp: Path) -> str:
-    """The model that the engine has to load: a folder, or a hub name. Random weights are written to `tmp` first."""
-    path = as_folder(config.actor.path)
+def model_folder(config: Config, tmp: Path, *, weights: bool = True) -> str:
+    """The folder that the engine has to load. Random weights are written to `tmp` first.
+
+    `weights` is False for an engine that the user runs: it may have its files on another machine.
+    """
     # Only random weights have to be written: an engine cannot create the same ones from our seed.
     if not config.actor.init_from_scratch:
-        return path
+        return as_folder(config.actor.path, weights=weights)
     model: Any = load_model(config.actor.path, device_and_dtype(config)[1], from_scratch=True, seed=config.seed)
     with cache.quiet():
         model.save_pretrained(tmp, safe_serialization=True)
@@ -29,15 +32,18 @@ def model_folder(config: Config, tmp: Path) -> str:
     return str(tmp)
 
 
-def as_folder(path: str) -> str:
-    """The folder of a model on disk; a hub name is returned as it is."""
-    path = locate(path)
-    if not path.startswith(EMBEDDED):
-        return path
-    from gspo.models import embedded
+def as_folder(path: str, key: str = "actor.path", *, weights: bool = False) -> str:
+    """The folder of a model or tokenizer, checked: the engine opens what the trainer may open, and nothing else."""
+    path = locate(path, key, weights=weights)
+    if path.startswith(EMBEDDED):
+        from gspo.models import embedded
 
-    embedded.build(path)
-    return str(embedded.folder(path))
+        embedded.build(path)
+        return str(embedded.folder(path))
+    check_settings(Path(path))
+    if weights:
+        check_weights(Path(path), key)
+    return path
 
 
 def identity_for(config: Config, source: str) -> dict[str, Any]:
@@ -58,5 +64,6 @@ def identity_for(config: Config, source: str) -> dict[str, Any]:
 
 def without_weights(source: str) -> Any:
     """The model on the meta device."""
+    found = open_folder(source, weights=False, dtype=torch.int8)  # int8: no memory is needed for weights here
     with cache.quiet(), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), trust_remote_code=False)
+        return AutoModelForCausalLM.from_config(found.config, trust_remote_code=False)

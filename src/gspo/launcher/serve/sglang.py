@@ -28,8 +28,8 @@ from gspo.train.build.compute import device_and_dtype
 
 def serve(config_path: Path, index: int, folder: Path, *, host: str = "127.0.0.1", port: int = 0) -> None:
     config, layout = engine.read_config(config_path, "sglang")
-    source = model_folder(config, folder / f"sglang_model_{index}")
     url = engines.url_of("sglang", config.sglang, index, layout.num_samplers)
+    source = model_folder(config, folder / f"sglang_model_{index}", weights=url is None)
     identity = identity_for(config, source)
     with tempfile.TemporaryDirectory(prefix="gspo-sglang-") as private:
         if url is None:
@@ -55,7 +55,7 @@ def command(config: Config, layout: Layout, source: str, max_context: int, port:
     options |= config.sglang
     argv = [str(engines.python_of("sglang", config.sglang)), "-m", "sglang.launch_server", "--model-path", source]
     if config.tokenizer_path not in (None, config.actor.path):
-        argv += ["--tokenizer-path", as_folder(str(config.tokenizer_path))]
+        argv += ["--tokenizer-path", as_folder(str(config.tokenizer_path), "tokenizer_path")]
     argv += ["--host", "127.0.0.1", "--port", str(port), "--config", str(key_file)]
     argv += ["--tp-size", str(layout.sampler.tensor), "--max-running-requests", str(engine.max_running(config))]
     argv += engines.flags("sglang", options, config.actor.path)

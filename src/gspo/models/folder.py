@@ -1,0 +1,271 @@
+"""A model folder, checked before transformers opens it: its settings, the names of its files and its weight headers.
+
+A folder is data from a stranger. No path may leave it, no pickle is opened, and a setting that would fetch or run code
+is an error. Torch-free: shapes come from the headers of the safetensors files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from gspo.errors import DataError
+
+CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+# Small JSON files with settings. tokenizer.json has none, and is parsed by the tokenizers library.
+SETTINGS = (CONFIG, "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+MAX_BYTES = {INDEX: 64 * 2**20, "tokenizer.json": 512 * 2**20, "added_tokens.json": 64 * 2**20}
+MAX_SETTINGS_BYTES = 16 * 2**20  # a tokenizer_config.json may list every special token
+MAX_REPEATS = 10_000  # layers or experts: a larger number is a mistake, and building them would take forever
+MAX_NUMBER = 2**40  # of any other size in config.json
+_SLACK = 2**27  # elements by which config.json and the weight files may differ before memory is allocated
+_MAX_BUFFERS = 2**30  # elements of tensors that a model computes from its config, such as masks and positions
+_PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
+_SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*\.safetensors")
+_OWN_SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")  # transformers would read these instead
+_PLAIN = re.compile(r"[A-Za-z0-9_-]+")
+# Names of settings that count parts: transformers makes a Python object for each.
+_REPEATED = re.compile(r"(?!.*(size|dim|length|capacity|window)).*(layer|expert|depth|block)|num_labels")
+# Setting → values that need nothing but torch. Others are fetched from the hub where `kernels` is installed.
+_IMPLEMENTATIONS = {
+    "attn_implementation": ("eager", "sdpa"),
+    "experts_implementation": ("eager", "batched_mm", "grouped_mm"),
+}
+# Setting → why it is refused, if it is set.
+_REFUSED = {
+    "auto_map": "would run the folder's own Python code. Use an architecture of transformers, or remove auto_map if "
+    "transformers has this one",
+    "custom_generate": "would run the folder's own Python code; remove it",
+    "quantization_config": "means quantized weights, which cannot be trained; use the model's unquantized weights",
+    "transformers_weights": f"names another weight file than {WEIGHTS} or {INDEX}; remove it and rename the file",
+    "use_pretrained_backbone": "would load another model from the hub; remove it",
+}
+_NAMES = ("model_type", "tokenizer_class", "processor_class", "feature_extractor_type")  # of classes in transformers
+
+Shapes = dict[str, tuple[int, ...]]  # tensor → shape
+
+
+def check_settings(folder: Path) -> dict[str, Any]:
+    """The content of config.json. DataError if a file with settings is unreadable, or asks for what is not allowed."""
+    # Files that transformers may open without being named: tokenizer files and chat templates.
+    for entry in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
+        _check_place(folder, entry)
+    read = {name: read_json(folder / name) for name in SETTINGS if (folder / name).exists()}
+    for name, content in read.items():
+        if name not in ("added_tokens.json", "special_tokens_map.json"):
+            _check_values(content, folder / name)
+    config = read.get(CONFIG, {})
+    if reason := absurd(config):
+        raise DataError(f"{folder / CONFIG}: {reason}")
+    return config
+
+
+def check_weights(folder: Path, key: str) -> Shapes:
+    """The shapes of the weights that transformers will read: one file, or the shards of an index."""
+    if (folder / "adapter_config.json").exists():
+        what = "an adapter beside its model" if (folder / CONFIG).is_file() else "an adapter, not a model"
+        raise DataError(
+            f"{folder} contains {what}: {key} must be a whole model; export the run with --merge, or remove "
+            "adapter_config.json"
+        )
+    names = sorted(entry.name for entry in folder.iterdir())
+    if own := [name for name in names if _OWN_SHARD.fullmatch(name)]:
+        raise DataError(f"{folder / own[0]} is a part of a distributed checkpoint; save the model as {WEIGHTS} first")
+    shards, in_index = _shards(folder, key)
+    shapes: Shapes = {}
+    place: dict[str, str] = {}
+    for shard in shards:
+        _check_place(folder, folder / shard)
+        for name, shape in _header(folder / shard).items():
+            if name in place:
+                raise DataError(f"tensor {name!r} is in {place[name]} and in {shard} of {folder}: remove one of them")
+            shapes[name], place[name] = shape, shard
+    if wrong := sorted(name for name, shard in in_index.items() if place.get(name) != shard):
+        raise DataError(
+            f"{folder / INDEX}: {listed(wrong)} should be in {in_index[wrong[0]]}, but is not: download the model again"
+        )
+    return shapes
+
+
+def check_size(model: Any, source: str, shapes: Shapes | None, itemsize: int) -> None:
+    """DataError before memory is allocated for sizes in a config that the weight files, or the machine, lack.
+
+    `model` is on the meta device, `source` names the file with its sizes; without `shapes` its weights are random.
+    """
+    needed = sum(parameter.numel() for parameter in model.parameters())
+    computed = sum(buffer.numel() for buffer in model.buffers())
+    if computed > _MAX_BUFFERS + needed:
+        raise DataError(f"{source} describes masks and position tables of {computed:,} numbers; lower its sizes")
+    if shapes is None:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if needed * itemsize > memory:
+            raise DataError(
+                f"{source} describes {needed:,} parameters, which take {needed * itemsize / 1e9:,.0f} GB; this machine "
+                f"has {memory / 1e9:,.0f} GB"
+            )
+        return
+    stored = sum(map(math.prod, shapes.values()))
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    other = {name: shape for name, shape in shapes.items() if name in own and own[name] != shape}
+    if needed > stored + _SLACK or sum(map(math.prod, other.values())) > _SLACK:
+        wrong = [f"{name} (file {shape}, model {own[name]})" for name, shape in other.items()]
+        raise DataError(
+            f"{source} describes {needed:,} parameters, the weight files hold {stored:,}: they are not of the same "
+            f"model. Tensors of another shape: {listed(wrong, 3) or 'none'}"
+        )
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object of bounded size, without duplicate keys; DataError names the file."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            seen = [name for name, _ in pairs]
+            twice = next(name for name in seen if seen.count(name) > 1)
+            raise ValueError(f"the key {twice!r} occurs twice")
+        return found
+
+    try:
+        size, most = file.stat().st_size, MAX_BYTES.get(file.name, MAX_SETTINGS_BYTES)
+        if size > most:
+            raise DataError(f"{file} has {size:,} bytes; such a file has at most {most:,}")
+        content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=unique)
+    except RecursionError:
+        raise DataError(f"{file} is nested too deeply to be a model's file") from None
+    except (ValueError, OSError) as cause:
+        raise DataError(f"{file} is not readable JSON: {cause}") from cause
+    if not isinstance(content, dict):
+        raise DataError(f"{file} must be a JSON object, got {type(content).__name__}")
+    return content
+
+
+def absurd(fields: Mapping[str, Any]) -> str | None:
+    """A number in a config.json that no model has; nested sections are looked at too."""
+    for name, value in _settings(fields):
+        if isinstance(value, float) and value != value:
+            return f"{name} is NaN"
+        if not isinstance(value, int):
+            continue
+        if _REPEATED.match(name) and value > MAX_REPEATS:
+            return f"{name} is {value:,}, more than any model has"
+        if abs(value) > MAX_NUMBER:
+            return f"{name} is a number of {len(str(abs(value)))} digits, more than any model has"
+    return None
+
+
+def listed(names: Iterable[Any], most: int = 8) -> str:
+    names = sorted(map(str, names))
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _shards(folder: Path, key: str) -> tuple[list[str], dict[str, str]]:
+    """The names of the weight files, and tensor → file of the index; without an index it is empty."""
+    single, index = (folder / WEIGHTS).exists(), folder / INDEX
+    if not index.exists():
+        if single:
+            return [WEIGHTS], {}
+        raise _no_weights(folder, key)
+    content = read_json(index)
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise DataError(f"{index}: weight_map must be an object from tensor names to file names")
+    if not isinstance(content.get("metadata"), dict):
+        raise DataError(f'{index}: metadata must be an object; add "metadata": {{}}')
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or not _SHARD.fullmatch(name):
+            is_pickle = isinstance(name, str) and Path(name).suffix in _PICKLES
+            why = "a pickle file can run code" if is_pickle else "only *.safetensors names in this folder are allowed"
+            raise DataError(f"{index}: weight_map[{tensor!r}] is {name!r}: {why}; convert the model to safetensors")
+    shards = sorted(set(weight_map.values()))
+    if len({name.casefold() for name in shards}) != len(shards):
+        raise DataError(f"{index} has file names that differ in upper and lower case only: rename the files")
+    # transformers would take the single file, an inference engine the shards.
+    if single and shards != [WEIGHTS]:
+        raise DataError(f"{folder} has both {WEIGHTS} and {INDEX} with other files: remove one of the two")
+    if missing := [name for name in shards if not (folder / name).exists()]:
+        raise DataError(f"{index} names {listed(missing)}, which is not in the folder: download the model again")
+    return shards, weight_map
+
+
+def _no_weights(folder: Path, key: str) -> DataError:
+    pickles = sorted(entry.name for entry in folder.iterdir() if entry.suffix in _PICKLES)
+    if pickles:
+        return DataError(
+            f"{folder} has its weights as pickle files ({listed(pickles)}), which can run code and are not allowed. "
+            "Convert them to safetensors first"
+        )
+    others = sorted(entry.name for entry in folder.glob("*.safetensors"))
+    found = f"no {WEIGHTS} and no {INDEX}, only {listed(others)}" if others else "no *.safetensors file"
+    return DataError(
+        f"{folder} has {found}: {key} must be a model folder (actor.init_from_scratch=true needs the config only)"
+    )
+
+
+def _header(file: Path) -> Shapes:
+    """Shapes from the header alone. The library checks that every tensor lies inside the file and none overlap."""
+    with open(file, "rb") as stream:
+        if stream.read(11) == b"version htt":
+            raise DataError(f"{file} is a Git LFS pointer, not the weights: run `git lfs pull`")
+    try:
+        with safe_open(file, framework="numpy") as tensors:
+            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as cause:
+        raise DataError(f"{file} is damaged: {str(cause)[:200]}; download the model again") from cause
+
+
+def _check_place(folder: Path, entry: Path) -> None:
+    """DataError for a special file, and for a link that leaves the folder (the hub cache's own links may)."""
+    try:
+        target, root = entry.resolve(strict=True), folder.resolve()
+        mode = target.stat().st_mode
+    except (OSError, RuntimeError) as cause:
+        raise DataError(f"{entry} cannot be read: {cause}") from cause
+    # Reading a pipe or a device may never end.
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise DataError(f"{entry} is neither a file nor a folder: remove it")
+    allowed = [root]
+    # Layout of the hub cache: models--NAME/snapshots/REVISION/FILE → models--NAME/blobs/HASH → blobs/…/HASH
+    if root.parent.name == "snapshots" and (repository := root.parent.parent).name.startswith("models--"):
+        allowed += [repository / "blobs", repository.parent / "blobs"]
+    if not any(target.is_relative_to(place) for place in allowed):
+        raise DataError(f"{entry} is a link to {target}, outside of the folder: copy the file into the folder")
+
+
+def _check_values(content: Mapping[str, Any], file: Path) -> None:
+    for name, value in _settings(content):
+        if name in _REFUSED and value:
+            method = (
+                f" ({value.get('quant_method')!r})" if name == "quantization_config" and type(value) is dict else ""
+            )
+            raise DataError(f"{file}: {name}{method} {_REFUSED[name]}")
+        if name in _NAMES and value is not None and not (isinstance(value, str) and _PLAIN.fullmatch(value)):
+            raise DataError(f"{file}: {name} is {value!r}; it must be the name of a class or model of transformers")
+        kind = name.removeprefix("_").removesuffix("_internal")
+        for one in value.values() if isinstance(value, dict) else [value]:
+            if kind in _IMPLEMENTATIONS and one is not None and one not in _IMPLEMENTATIONS[kind]:
+                raise DataError(
+                    f"{file}: {name} is {one!r}, and a folder cannot choose which code is fetched or run; remove it, "
+                    f"or set {' or '.join(_IMPLEMENTATIONS[kind])}"
+                )
+
+
+def _settings(content: Any) -> Iterator[tuple[str, Any]]:
+    """Every (name, value), also of nested objects; the entries of a list come under the list's name."""
+    todo: list[tuple[str, Any]] = [("", content)]
+    while todo:
+        name, value = todo.pop()
+        if name:
+            yield name, value
+        if isinstance(value, Mapping):
+            todo += value.items()
+        elif isinstance(value, list):
+            todo += [(name, entry) for entry in value if isinstance(entry, Mapping | list | int | float)]

@@ -11,6 +11,7 @@ The same training without a script is `gspo train examples/tools/calculator.yaml
 import sys
 
 from gspo.config import load
+from gspo.report.read import read_metrics
 from gspo.train import Trainer
 from gspo.train.evaluate_run import evaluate_run
 
@@ -26,6 +27,6 @@ def accuracy(*overrides):
 if __name__ == "__main__":
     alone = accuracy("env.path=null")
     before = accuracy()
-    trainer = Trainer(CONFIG, overrides=sys.argv[1:])
-    trainer.train()
-    print(f"without the tool {alone:.1%}, with it {before:.1%}, after training {trainer.state.best_accuracy:.1%}")
+    run = Trainer(CONFIG, overrides=sys.argv[1:]).train().path
+    after = max(row["eval/accuracy"] for row in read_metrics(run) if "eval/accuracy" in row)
+    print(f"without the tool {alone:.1%}, with it {before:.1%}, after training {after:.1%}")

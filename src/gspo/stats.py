@@ -53,6 +53,20 @@ def share_interval(values: Sequence[float]) -> tuple[float, float, float]:
     return mean, max(mean - half, 0.0), min(mean + half, 1.0)
 
 
+def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean of independent problems' rewards, and the ends of its 95 % interval; rewards need not be in 0…1.
+
+    Wilson's interval where every reward is 0 or 1, else mean ± t s/√n.
+
+    >>> [round(x, 3) for x in mean_interval([-1.0, 0.0, 4.0])], mean_interval([0.0, 1.0]) == share_interval([0.0, 1.0])
+    ([1.0, -5.572, 7.572], True)
+    """
+    if set(values) <= {0.0, 1.0}:
+        return share_interval(values)
+    mean, half = sum(values) / len(values), float(t_half(values))
+    return mean, mean - half, mean + half
+
+
 def pass_at_k(total: int, right: int, k: int) -> float:
     """Chance that k of `total` samples, `right` of them correct, hold a correct one: 1 − C(n−c, k)/C(n, k).
 

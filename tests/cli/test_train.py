@@ -1,5 +1,6 @@
 """A run through the command line: train, summary, resume, eval, export, checkpoints, and the names it writes."""
 
+import io
 import json
 import os
 import re
@@ -7,13 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from gspo.cli import main as cli
 from gspo.cli.train import show_run
 from gspo.report.read import best_step, read_metrics
+from gspo.report.terminal import evaluation_view
 from gspo.stats import pass_at_k
 from gspo.train.evaluate_run import figures
 from gspo.types import Failure, Group, Prompt, Sample, SampleId, Score
@@ -119,6 +123,8 @@ def test_eval_draws_several_samples_and_writes_what_it_found(trained, capsys):
     assert (written["num_problems"], written["num_samples"], written["step"]) == (8, 4, 2)
     assert list(written["pass"]) == ["1", "2", "4"]
     rights = [p["num_correct"] for p in written["problems"]]
+    assert [sum(s["correct"] for s in p["samples"]) for p in written["problems"]] == rights
+    assert (written["reward"]["value"], written["graded"]) == (pytest.approx(written["avg"]["value"]), 0.0)
     assert written["avg"]["value"] == pytest.approx(sum(rights) / 32)
     assert written["pass"]["4"]["value"] == pytest.approx(sum(r > 0 for r in rights) / 8)
     for name, share in (("avg@4", written["avg"]), ("pass@2", written["pass"]["2"])):
@@ -188,6 +194,21 @@ def test_a_folder_that_is_no_run_names_the_runs_below_it(trained, capsys):
     assert str(trained[0]) in capsys.readouterr().err
 
 
+def test_eval_of_graded_rewards_shows_the_reward_and_no_accuracy_of_zero():
+    found = figures([replace(group(False), outcomes=(Score(r),)) for r in (-0.5, 0.5, 0.3)], 1)
+    assert found["graded"] == 1.0
+    out = io.StringIO()
+    console = Console(file=out, width=100)
+    console.print(evaluation_view("head", {**found, "seconds": 1.0}))
+    text = out.getvalue()
+    assert re.search(r"reward +0\.100 +-1\.214 … 1\.414", text)
+    assert "avg@1" not in text
+    plain = figures([group(True), group(False)], 1)
+    console.print(evaluation_view("head", {**plain, "seconds": 1.0}))
+    assert "avg@1" in out.getvalue()
+    assert "pass@1" not in out.getvalue()
+
+
 # What the documents promise
 
 
@@ -196,10 +217,16 @@ def test_every_metric_of_a_run_is_documented_and_every_documented_one_is_written
     written = {
         re.sub(r"^reward/part_.*", "reward/part_<name>", name) for row in read_metrics(trained[0]) for name in row
     }
-    # These exist where a run has a reference, a critic, experts, a correction or episodes
+    # These exist where a run has a reference, a mixture, a critic, experts, a correction or episodes
     # (tests/train/test_variants.py, test_critic.py, test_moe_training.py, test_correction_step.py,
     # test_agent_training.py).
-    of_variants = {"policy/kl_reference", "reward/kl_penalty", "time/reference_s", "time/critic_s"}
+    of_variants = {
+        "policy/kl_reference",
+        "reward/kl_penalty",
+        "time/reference_s",
+        "time/critic_s",
+        "eval/<source>/<name>",
+    }
     of_variants |= {
         name for name in documented if name.startswith(("critic/", "moe/", "correction/", "episode/", "agent/"))
     }

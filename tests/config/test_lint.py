@@ -52,6 +52,13 @@ ERRORS = [
     ("actor.kl_ctl", ["actor.kl_ctl=0.1"], ["actor.kl_ctl=0.1", REF]),
     ("gconfig.n_samples", ["gconfig.n_samples=1"], ["gconfig.n_samples=2"]),
     ("env.path", ["env.path=toolz"], ["env.path=tools"]),
+    ("evaluator.best", ["evaluator.best=eval/length"], ["evaluator.best=eval/math/accuracy"]),
+    ("evaluator.best", ["evaluator.best=reward"], ["evaluator.best=eval/reward"]),
+    (
+        "evaluator.freq_steps",
+        ["evaluator.freq_steps=0", "evaluator.freq_epochs=1"],
+        ["evaluator.freq_epochs=1"],
+    ),
     (
         "env.max_turns",
         ["env.path=tools", "env.options.max_turns=20"],
@@ -372,6 +379,7 @@ UNUSED = [
     (["total_train_epochs=2", "total_train_steps=9"], "total_train_epochs", ["total_train_steps=null"]),
     (["stats_logger.wandb.project=x"], "stats_logger.wandb.project", ["stats_logger.wandb.mode=offline"]),
     (["actor.adv_norm.eps=0.1"], "actor.adv_norm.eps", ["actor.adv_norm.std_level=batch"]),
+    (["evaluator.size=9", "evaluator.freq_steps=0"], "evaluator.size", ["evaluator.freq_steps=5"]),
     (["env.timeout=5"], "env.timeout", ["env.path=tools"]),
     (["actor.sequence_unit=turn"], "actor.sequence_unit", ["env.path=tools"]),
     (["actor.sequence_unit=turn", "env.path=tools", "algorithm=grpo"], "actor.sequence_unit", ["algorithm=gspo"]),

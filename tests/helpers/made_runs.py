@@ -20,6 +20,11 @@ def eval_row(accuracy: float, problems: int = 512, k: int = 1) -> dict:
     return {"eval/accuracy": accuracy, "eval/accuracy_ci": 0.02, "eval/k": k, "eval/problems": problems}
 
 
+def graded_row(reward: float, ci: float) -> dict:
+    """An evaluation whose rewards are not 0 or 1: no answer is correct."""
+    return eval_row(0.0) | {"eval/reward": reward, "eval/reward_ci": ci, "eval/graded": 1.0}
+
+
 def make_run(path, rows, steps=(), config="algorithm: gspo\n", origins=None):
     path.mkdir(parents=True, exist_ok=True)
     if origins is not None:  # key → (kind, detail)

@@ -65,10 +65,12 @@ def digests(path: Path) -> dict:
     state = json.loads((newest / "state.json").read_text())
     state.pop("seconds")
     files = [*newest.glob("*.safetensors"), *(path / "samples").iterdir()]
+    evals = {f"evals/{file.name}": hashlib.sha256(file.read_bytes()).hexdigest() for file in path.glob("evals/*")}
     return {
         "checkpoint": newest.name,
         "state": state,
         "metrics": [without_clocks(row) for row in metrics(path)],
+        **evals,
         **{file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files},
     }
 

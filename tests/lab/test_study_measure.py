@@ -66,6 +66,13 @@ def test_curves_start_where_training_does():
     assert curves(ROWS, **SHAPE)["reward"][0] == [16, 0.3]
 
 
+def test_a_run_with_graded_rewards_is_measured_by_its_held_out_reward():
+    rows = [
+        {**row, "eval/reward": row["eval/accuracy"] - 1, "eval/graded": 1.0} for row in ROWS if "eval/accuracy" in row
+    ]
+    assert [score for _, _, score in evaluations(rows, **SHAPE)] == pytest.approx([-0.8, -0.4, 0.0])
+
+
 def test_the_coin_is_fair_repeatable_and_blind_to_being_right():
     texts = [f"7+8+0=15,3+4+1=08>{i}" for i in range(2000)]
     thrown = [coin(text, answer="85") for text in texts]

@@ -152,6 +152,18 @@ def test_a_pipe_gets_every_figure_and_a_dumb_terminal_what_a_line_holds(capsys):
         assert len(line) <= width
 
 
+def test_graded_rewards_are_shown_as_held_out_reward_with_its_interval(capsys):
+    graded = {"step": 7, "eval/accuracy": 0.0, "eval/reward": 0.3125, "eval/reward_ci": 0.02, "eval/graded": 0.9}
+    Lines(60).step(graded, None)
+    assert capsys.readouterr().out == "step  7/60  held-out reward 0.312 ± 0.020\n"
+    out = io.StringIO()
+    panel = LivePanel(Console(file=out, force_terminal=True, width=100, color_system=None), "gspo", 9)
+    panel.step({"step": 0, "eval/accuracy": 0.0, "eval/reward": 0.0, "eval/graded": 0.0}, None)
+    panel.step(graded, None)
+    panel.close()
+    assert "0.0% → reward 0.312 ± 0.020" in out.getvalue()
+
+
 def test_the_time_left_is_reckoned_from_the_last_steps(capsys):
     lines = Lines(100)
     for step in range(1, 51):  # the first steps of a run are slow

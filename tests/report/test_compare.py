@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 import pytest
-from made_runs import eval_row, make_run, step_row
+from made_runs import eval_row, graded_row, make_run, step_row
 from rich.console import Console
 
 from gspo.cli.main import main
@@ -17,7 +17,7 @@ from gspo.errors import ConfigError
 from gspo.report.compare.arms import MISSING
 from gspo.report.compare.compare import compare
 from gspo.report.compare.page import write_page
-from gspo.report.compare.runs import find_runs
+from gspo.report.compare.runs import find_runs, started
 from gspo.report.compare.terminal import compare_view, show_value
 from gspo.system.text import inert
 
@@ -67,6 +67,30 @@ def test_runs_that_differ_in_seed_and_names_alone_are_one_arm(runs):
     assert found.config == (("algorithm", ("gspo", "grpo")),)
 
 
+def test_graded_runs_are_compared_by_held_out_reward(tmp_path):
+    for name, end, seed in (("a", 0.5, 1), ("b", -0.25, 2)):
+        made = [{"step": 0, **graded_row(-1.0, 0.1)}, step_row(1, **graded_row(end, 0.1))]
+        make_run(tmp_path / name, made, config=config(seed, name, steps=1, strict="true", algorithm=name))
+    found = compare([tmp_path / "a", tmp_path / "b"])
+    assert cells(found, "held-out reward, end") == ("0.500 (0.400 … 0.600)", "-0.250 (-0.350 … -0.150)")
+    assert cells(found, "end, against a") == ("", "-0.750")
+    assert found.metrics[0] == "eval/reward"
+    assert not any(name.startswith(("accuracy", "samples to")) for name, _ in found.outcome)
+
+
+def test_the_runs_of_a_folder_are_in_the_order_of_their_age(tmp_path):
+    for name, second in (("z", 1), ("a", 2), ("m", 3)):
+        run = make_run(tmp_path / name, [step_row(1)])
+        (run / "log.txt").write_text(
+            f"2026-01-01 00:00:0{second} train_dataset: 3 problems\n2027-01-01 00:00:00 later\n"
+        )
+    (tmp_path / "m" / "log.txt").write_text("torn")  # then the time of config.yaml
+    assert [run.name for run in find_runs([tmp_path])] == ["z", "a", "m"]
+    assert [run.name for run in find_runs([f"{tmp_path}/*"])] == ["z", "a", "m"]
+    assert [run.name for run in find_runs([tmp_path / "m", tmp_path / "z"])] == ["m", "z"]  # as they were given
+    assert started(tmp_path / "z") < started(tmp_path / "a")
+
+
 def test_keys_that_only_watch_do_not_part_an_arm_and_a_key_of_one_run_does(tmp_path):
     watched = {"stats_logger": "{tensorboard: true}", "saver": "{freq_steps: 3}"}
     a = make_run(tmp_path / "e/a", rows([0.1, 0.2]), config=config(1))
@@ -79,7 +103,7 @@ def test_keys_that_only_watch_do_not_part_an_arm_and_a_key_of_one_run_does(tmp_p
 
 def test_bands_are_t_intervals_over_seeds(runs):
     """Two runs 0.9 and 0.8: mean 0.85, s = 0.0707, half = 12.706 · s / √2 = 0.6353."""
-    band = compare([runs]).arms[1].band("eval/accuracy")
+    band = compare([runs]).arms[0].band("eval/accuracy")
     assert band.steps.tolist() == [0, 2, 4]
     assert band.mean[-1] == pytest.approx(0.85)
     assert (band.high - band.mean)[-1] == pytest.approx(0.6353, abs=1e-4)

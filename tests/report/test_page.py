@@ -9,15 +9,16 @@ import time
 
 import numpy as np
 import pytest
-from made_runs import HOSTILE, append_metrics, eval_row, make_run, sample_row, step_row, write_samples
+from made_runs import HOSTILE, append_metrics, eval_row, graded_row, make_run, sample_row, step_row, write_samples
 
 from gspo.config.loaded import Origin, read_origins
-from gspo.report.answers import time_parts
+from gspo.report.answers import answers, time_parts
 from gspo.report.clip import ClipSettings, clip_story, suggest_eps
 from gspo.report.page.data import config_lines, table
 from gspo.report.page.page import SCRIPTS, STYLES, asset, inert_json, write_report
 from gspo.report.read import read_metrics
 from gspo.report.samples import choose_steps, read_block, sample_steps
+from gspo.report.summary import summary_of
 
 
 @pytest.fixture
@@ -180,8 +181,8 @@ def test_answers_say_what_was_measured(run):
 def test_a_run_whose_accuracy_did_not_change_is_told_so(tmp_path):
     rows = [{"step": 0, **eval_row(0.25)}, step_row(1, **eval_row(0.25))]
     said = answers_of(write_report(make_run(tmp_path / "same", rows)))["Did it learn?"]
-    assert (said["verdict"], "25.0\xa0% → 25.0\xa0%" in said["text"]) == ("note", True)
-    assert said["more"].startswith("No change.")
+    assert said["verdict"] == "bad"
+    assert said["text"] == "No: held-out accuracy 25.0\xa0% → 25.0\xa0% on 512 problems."
     once = answers_of(write_report(make_run(tmp_path / "once", rows[:1])))["Did it learn?"]
     assert once["more"].startswith("Only one evaluation.")
 
@@ -192,6 +193,22 @@ def test_a_run_that_got_worse_or_whose_eps_is_noise_is_told_so(tmp_path):
     said = answers_of(write_report(make_run(tmp_path, rows)))
     assert said["Did it learn?"]["verdict"] == "bad"
     assert said["Is my ε sensible?"]["verdict"] == "bad"
+
+
+def test_graded_rewards_are_told_as_reward(tmp_path):
+    rows = [{"step": 0, **graded_row(-0.5, 0.1)}, step_row(1, **graded_row(0.5, 0.1))]
+    page = write_report(make_run(tmp_path, rows))
+    said = answers_of(page)["Did it learn?"]
+    assert (said["verdict"], said["text"]) == ("good", "Held-out reward -0.500 → 0.500 on 512 problems.")
+
+
+def test_an_eps_far_from_the_suggested_one_deserves_a_look():
+    rows = [step_row(s) for s in range(1, 4)]
+    summary = summary_of(rows, by_sequence=True)
+    verdicts = [answers(summary, rows, [], (low, 1.25 * low))[3] for low in (0.002, 0.0059, 0.0061, 0.0006)]
+    assert [v["verdict"] for v in verdicts] == ["good", "good", "note", "note"]
+    assert "3.1 times wider" in verdicts[2]["more"]
+    assert "3.3 times narrower" in verdicts[3]["more"]
 
 
 def test_parts_of_a_part_are_not_counted_twice():

@@ -4,10 +4,10 @@ import subprocess
 import sys
 
 import pytest
-from made_runs import eval_row, make_run, step_row
+from made_runs import eval_row, graded_row, make_run, step_row
 
 from gspo.errors import ConfigError
-from gspo.report.read import accuracy_interval, best_step, choose_step, open_run, read_checkpoints, read_metrics
+from gspo.report.read import best_step, choose_step, open_run, read_checkpoints, read_metrics, score_interval
 from gspo.report.summary import _rate, summarise, summary_rows
 
 
@@ -19,7 +19,12 @@ def test_a_torn_last_line_is_left_out(tmp_path):
     assert read_metrics(tmp_path / "nothing") == []
 
 
-def test_the_best_step_is_the_first_of_the_highest_accuracy(tmp_path):
+def test_the_best_step_is_the_one_that_the_trainer_recorded(tmp_path):
+    rows = [{"step": 0, **eval_row(0.9), "eval/best_step": 0}, step_row(1, **eval_row(0.1), **{"eval/best_step": 1})]
+    assert best_step(make_run(tmp_path, rows)) == 1
+
+
+def test_the_best_step_of_an_older_run_is_the_first_of_the_highest_accuracy(tmp_path):
     rows = [{"step": 0, **eval_row(0.3)}, step_row(1, **eval_row(0.9)), step_row(2), step_row(3, **eval_row(0.9))]
     run = make_run(tmp_path, rows, steps=(1, 3))
     assert best_step(run) == 1
@@ -57,8 +62,8 @@ def test_a_folder_above_the_run_names_it(tmp_path):
 
 def test_intervals_of_shares_are_wilsons_and_of_several_samples_the_rows_own():
     # Newcombe 1998, table I, 81 of 263: 0.2553 to 0.3662
-    assert accuracy_interval(eval_row(81 / 263, 263)) == pytest.approx((0.3080, 0.2553, 0.3662), abs=5e-5)
-    assert accuracy_interval(eval_row(0.99, 100, k=4)) == pytest.approx((0.99, 0.97, 1.0))
+    assert score_interval(eval_row(81 / 263, 263), False) == pytest.approx((0.3080, 0.2553, 0.3662), abs=5e-5)
+    assert score_interval(eval_row(0.99, 100, k=4), False) == pytest.approx((0.99, 0.97, 1.0))
 
 
 def test_the_summary_says_start_and_end(tmp_path):
@@ -72,6 +77,16 @@ def test_the_summary_says_start_and_end(tmp_path):
     assert text["held-out accuracy"].startswith("25.0% (21.4–28.9) → 75.0% (71.1–78.6)")
     assert text["clipped"] == "10.0% low + 5.0% high, of sequences  at ε 0.002 / 0.0025"
     assert text["steps"] == "10 in 20.0 s"
+
+
+def test_the_summary_of_graded_rewards_has_the_reward_and_each_source(tmp_path):
+    sourced = {"eval/a/reward": 0.1, "eval/a/reward_ci": 0.1, "eval/a/problems": 4, "eval/a/accuracy": 0.0}
+    first = graded_row(-0.5, 0.25) | sourced
+    rows = [{"step": 0, **first}, step_row(1, **(graded_row(0.5, 0.25) | sourced | {"eval/a/reward": 0.3}))]
+    text = dict(summary_rows(summarise(make_run(tmp_path, rows))))
+    assert text["held-out reward"] == "-0.500 (-0.750 … -0.250) → 0.500 (0.250 … 0.750)  on 512 problems"
+    assert text["  a"] == "0.100 (0.000 … 0.200) → 0.300 (0.200 … 0.400)"
+    assert "held-out accuracy" not in text
 
 
 def test_tokens_per_second_of_servers_that_sample_beside_the_trainer_are_over_whole_steps():

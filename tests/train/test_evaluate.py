@@ -1,9 +1,10 @@
 import math
+from dataclasses import replace
 
 import pytest
 from made_batches import FAILED, make_group
 
-from gspo.train.evaluate import is_correct, summarise
+from gspo.train.evaluate import answer_rows, is_correct, problem_of, summarise
 from gspo.types import Score
 
 pytestmark = pytest.mark.run
@@ -58,6 +59,40 @@ def test_correct_means_full_marks_of_the_first_part_whatever_the_weights():
 
 def test_the_metrics_have_their_documented_names():
     names = summarise([make_group(0, [1])], 1).metrics()
-    assert set(names) == {f"eval/{n}" for n in ("accuracy", "accuracy_ci", "pass_at_k", "k", "problems", "length")} | {
-        "eval/reward_failures"
-    }
+    plain = {"accuracy", "accuracy_ci", "reward", "reward_ci", "graded", "pass_at_k", "k", "problems", "length"}
+    assert set(names) == {f"eval/{name}" for name in {*plain, "reward_failures"}}
+
+
+def test_graded_rewards_have_a_mean_over_problems_with_students_interval():
+    """Problems score −1, 0.5 and 2: mean 0.5, s = 1.5, t(2) = 4.3027."""
+    result = summarise([make_group(i, [r, r]) for i, r in enumerate((-1.0, 0.5, 2.0))], 2)
+    assert (result.reward, result.graded) == (pytest.approx(0.5), 1.0)
+    assert result.reward_ci == pytest.approx(4.3027 * 1.5 / math.sqrt(3), rel=1e-4)
+    plain = summarise([make_group(0, [1, 0]), make_group(1, [1, 1])], 2)
+    assert (plain.reward, plain.graded) == (plain.accuracy, 0.0)
+
+
+def test_a_format_term_does_not_make_the_rewards_of_a_right_or_wrong_task_graded():
+    group = make_group(0, [1, 0])
+    scores = (Score(1.1, {"math": 1.0, "format": 0.5}), Score(0.1, {"math": 0.0, "format": 0.5}))
+    result = summarise([replace(group, outcomes=scores)], 2)
+    assert (result.graded, result.accuracy, result.reward) == (0.0, 0.5, pytest.approx(0.6))
+
+
+def test_the_sources_of_a_mixture_have_their_own_scores():
+    groups = [make_group(i, [float(i < 2)]) for i in range(4)]
+    groups = [replace(g, prompt=replace(g.prompt, source="ab"[i % 2])) for i, g in enumerate(groups)]
+    names = summarise(groups, 1).metrics()
+    assert (names["eval/a/accuracy"], names["eval/b/reward"], names["eval/a/problems"]) == (0.5, 0.5, 2)
+    assert names["eval/accuracy"] == 0.5
+
+
+def test_every_answer_is_kept_with_its_reward():
+    group = make_group(3, [0.25, FAILED])
+    right, failed = answer_rows(replace(group, texts=("x", "y")), decode=str)
+    assert (right["completion"], right["reward"], right["correct"], right["length"]) == ("x", 0.25, False, 2)
+    assert (failed["reward"], failed["correct"]) == (None, None)
+    assert failed["failure"].startswith("timeout") or ":" in failed["failure"]
+    chat = replace(group.prompt, text="<user>2+2<assistant>", messages=({"role": "user", "content": "2+2"},))
+    assert problem_of(replace(group, prompt=chat))["question"] == "2+2"
+    assert "question" not in problem_of(group)

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import loop_rewards
 import numpy as np
@@ -20,12 +21,14 @@ from gspo.monitor.alarms import PATIENCE
 from gspo.monitor.display import Lines, LivePanel
 from gspo.rollout.workflow import single_turn
 from gspo.runs import checkpoint
+from gspo.system.files import read_jsonl
 from gspo.train import Trainer
 from gspo.train.evaluate import FIRST
 from gspo.train.loop import Leader
 
 pytestmark = [pytest.mark.usefixtures("tiny"), pytest.mark.run]
 
+ROOT = Path(__file__).parents[2]
 FOUR = ("total_train_steps=4", "evaluator.freq_steps=2", "saver.freq_steps=2")
 
 
@@ -193,9 +196,10 @@ TIMES = {
     "time/proximal_s", "time/forward_backward_s", "time/optimizer_s",
     "throughput/rollout_tokens", "throughput/rollout_tokens_s", "throughput/train_tokens_s",
 }  # fmt: skip
-EVAL = {f"eval/{name}" for name in ("accuracy", "accuracy_ci", "pass_at_k", "k", "problems", "length")} | {
-    "eval/reward_failures"
-}
+EVAL = {
+    f"eval/{name}"
+    for name in ("accuracy", "accuracy_ci", "reward", "reward_ci", "graded", "pass_at_k", "k", "problems", "length")
+} | {"eval/reward_failures", "eval/best_step"}
 
 
 def test_the_run_directory_holds_what_the_contract_says(straight):
@@ -206,6 +210,7 @@ def test_the_run_directory_holds_what_the_contract_says(straight):
         "origins.json",
         "metrics.jsonl",
         "samples",
+        "evals",
         "checkpoints",
         "environment.json",
         "log.txt",
@@ -214,6 +219,7 @@ def test_the_run_directory_holds_what_the_contract_says(straight):
     assert {p.name for p in (path / "samples").iterdir()} == {
         f"step_00000{i}.{kind}" for i in (1, 2, 3, 4) for kind in ("jsonl", "safetensors")
     }
+    assert {p.name for p in (path / "evals").iterdir()} == {f"step_00000{i}.jsonl" for i in (0, 2, 4)}
     assert strict((path / "environment.json").read_text())["threads"] == 1
     resolved = load(path / "config.yaml").config
     assert (resolved.actor.eps_clip, resolved.actor.eps_clip_higher) == (0.002, 0.002)
@@ -270,8 +276,9 @@ def test_the_checkpoints_weights_are_the_trained_ones_and_the_best_is_kept(strai
     assert state["submission"] == 4 * 8
     assert state["update"] == 4 * 2
     measured = {row["step"]: row["eval/accuracy"] for row in metrics(path) if "eval/accuracy" in row}
-    assert state["best_accuracy"] == max(measured.values())
-    assert state["best_step"] == min(s for s, a in measured.items() if a == max(measured.values()))
+    assert state["best"]["eval/accuracy"] == max(measured.values())
+    assert state["best_step"] == max(s for s, a in measured.items() if a == max(measured.values()))
+    assert metrics(path)[-1]["eval/best_step"] == state["best_step"]
     stored = load_file(path / "checkpoints/step_000004/model.safetensors")
     for name, p in trainer.parts.learner.policy.named_parameters():
         assert torch.equal(p.detach(), torch.from_numpy(stored[name]))
@@ -293,6 +300,36 @@ def test_held_out_accuracy_of_the_untrained_model_is_measured_at_step_0(straight
     assert 0 < first["eval/accuracy"] < 1
     _, quiet = train(tmp_path, "evaluator.at_start=false", "total_train_steps=1")
     assert [row["step"] for row in metrics(quiet)] == [1]
+
+
+def test_a_graded_run_keeps_its_best_step_by_reward_and_every_held_out_answer(tmp_path):
+    """Wrong answers with right digits have a reward: accuracy alone would not tell the steps apart."""
+    how = ("reward.functions=[loop_rewards:digits]", "total_train_steps=2", "evaluator.freq_steps=1", "saver.keep=1")
+    _, path = train(tmp_path, *how)
+    rows = [row for row in metrics(path) if "eval/reward" in row]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(0 < row["eval/graded"] <= 1 for row in rows)
+    best = max(rows, key=lambda row: (row["eval/reward"], row["step"]))["step"]
+    assert rows[-1]["eval/best_step"] == best
+    assert set(checkpoint.steps(path / "checkpoints")) == {step for step in (best, 2) if step}
+    for row in rows:
+        answers = read_jsonl(path / "evals" / f"step_{row['step']:06d}.jsonl")
+        assert [a["row"] for a in answers] == list(range(16))
+        assert sum(a["reward"] for a in answers) / 16 == pytest.approx(row["eval/reward"])
+        assert sum(a["correct"] for a in answers) / 16 == pytest.approx(row["eval/accuracy"])
+    documented = (ROOT / "docs" / "run-directory.md").read_text()
+    assert all(f"`{name}`" in documented for name in answers[0])
+
+
+def test_without_evaluation_no_held_out_problem_is_needed(tmp_path):
+    rows = tmp_path / "train.jsonl"
+    rows.write_text("".join(json.dumps({"question": f"{a}+1=", "answer": str(a + 1)}) + "\n" for a in range(10, 50)))
+    gone = ("valid_dataset.path=gone.jsonl", f"train_dataset.path={rows}", "train_dataset.size=null")
+    _, path = train(tmp_path, "evaluator.freq_steps=0", "total_train_steps=1", "reward.functions=[numeric]", *gone)
+    assert [row["step"] for row in metrics(path)] == [1]
+    assert not any(name.startswith("eval/") for name in metrics(path)[0])
+    assert "no evaluation (evaluator.freq_steps: 0)" in (path / "log.txt").read_text()
+    assert not (path / "evals").exists()
 
 
 # Whose directory is it

@@ -142,7 +142,7 @@ def export(args: argparse.Namespace) -> int:
     if step == 0:
         raise ConfigError(
             f"{run}: nothing to export: step 0 is the model before training"
-            f"{', and it has the best held-out accuracy' if args.step == 'best' else ''}. Pass --step last"
+            f"{', and it has the best held-out score' if args.step == 'best' else ''}. Pass --step last"
         )
     config = load(run / "config.yaml").config
     is_adapter = config.actor.use_lora and not args.merge

@@ -106,6 +106,7 @@ class LivePanel:
         self._console, self._title, self._total = console, inert(title), total_steps
         self._pace, self._done, self._step = Pace(total_steps), False, 0
         self._seen: dict[str, list[float]] = {figure.name: [] for figure in FIGURES}
+        self._texts: dict[str, tuple[str, str]] = {}  # first and last value of a figure as text
         self._example: Example | None = None
         self._phase, self._since = "starting", time.monotonic()
         # Twice a second: steps of a tiny model can be faster, and the time of a long phase must be seen to run.
@@ -126,8 +127,11 @@ class LivePanel:
         self._pace.add(metrics)
         self._step, self._example = metrics["step"], example or self._example
         for figure in FIGURES:
-            if (value := figure.value(metrics)) is not None:
+            value, text = figure.value(metrics), figure.text(metrics)
+            if value is not None and text is not None:
                 self._seen[figure.name].append(value)
+                first, _ = self._texts.get(figure.name, (text.partition(" ±")[0], ""))
+                self._texts[figure.name] = first, text
 
     def close(self) -> None:
         self._done = True
@@ -142,7 +146,8 @@ class LivePanel:
         label = max((len(f.name) for f in curves), default=0)
         for figure in curves[: 2 if self._console.height < SHORT else None]:
             values = self._seen[figure.name]
-            first, now = figure.form.format(values[0]), f"{figure.form.format(values[-1]):<7}"
+            first, now = self._texts[figure.name]
+            now = f"{now:<7}"
             # First value, last value and curve; on a narrow terminal the last value and the curve.
             from_ = f"{first:>7} → " if width >= 60 else ""
             room = min(60, width - label - len(from_ + now) - 4)
@@ -150,7 +155,7 @@ class LivePanel:
             line = Text.assemble((f"{figure.name:<{label}}  {from_}", "dim"), (now, "bold"), "  ", (curve, "cyan"))
             parts.append(_one_line(line))
         if speeds:
-            texts = (f"{figure.name} {figure.form.format(self._seen[figure.name][-1])}" for figure in speeds)
+            texts = (f"{figure.name} {self._texts[figure.name][1]}" for figure in speeds)
             parts.append(_one_line(Text(" · ".join(texts), style="dim")))
         if self._example is not None:
             parts.append(_one_line(_shown(*self._example, width)))
@@ -189,6 +194,8 @@ class Figure(NamedTuple):
     is_curve: bool = True
 
     def value(self, metrics: Mapping[str, Any]) -> float | None:
+        if self.metric == "eval/":
+            return metrics.get("eval/reward" if _is_graded(metrics) else "eval/accuracy")
         if self.metric != "clip/sequences":
             return metrics.get(self.metric)
         low, high = metrics.get("clip/sequences_low"), metrics.get("clip/sequences_high")
@@ -196,13 +203,21 @@ class Figure(NamedTuple):
 
     def text(self, metrics: Mapping[str, Any]) -> str | None:
         value = self.value(metrics)
-        return None if value is None else self.form.format(value)
+        if value is None:
+            return None
+        if self.metric == "eval/" and _is_graded(metrics):
+            return f"reward {value:.3f} ± {metrics.get('eval/reward_ci') or 0.0:.3f}"
+        return self.form.format(value)
+
+
+def _is_graded(metrics: Mapping[str, Any]) -> bool:
+    return (metrics.get("eval/graded") or 0.0) > 0
 
 
 # In order of importance: if there is no room, the last ones are left out.
 FIGURES = (
     Figure("reward", "reward/mean", "{:.3f}"),
-    Figure("held-out", "eval/accuracy", "{:.1%}"),
+    Figure("held-out", "eval/", "{:.1%}"),  # accuracy; with graded rewards the reward and its interval
     Figure("clipped", "clip/sequences", "{:.1%}"),
     Figure("length", "length/mean", "{:,.1f}"),
     Figure("s/step", "time/step_s", "{:.2f}", False),

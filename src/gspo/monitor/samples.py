@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from gspo.learner.batch import Batch
 from gspo.learner.step import StepReport
-from gspo.types import Sample, Score
+from gspo.types import Prompt, Sample, Score
 
 
 def sample_rows(
@@ -54,14 +54,21 @@ def sample_rows(
                         "pieces": [piece(t) for t in sequence.tokens[sequence.mask].tolist()]
                         if index in report.logp
                         else None,
-                        **_turns(sample, sequence, branch, batch.token_advantages, index, decode),
+                        **question_of(group.prompt),
+                        **turns_of(sample, sequence, branch, batch.token_advantages, index, decode),
                     }
                 )
                 index += 1
     return rows
 
 
-def _turns(
+def question_of(prompt: Prompt) -> dict[str, str]:
+    """The last message of a prompt that a chat template rendered; empty for plain text."""
+    content = prompt.messages[-1].get("content") if prompt.messages else None
+    return {"question": content} if isinstance(content, str) and content != prompt.text else {}
+
+
+def turns_of(
     sample: Sample,
     sequence: Sample,
     branch: int,

@@ -8,8 +8,9 @@ from typing import Any
 from gspo.report.clip import RECENT, TARGET
 from gspo.report.read import Row
 from gspo.report.samples import number
-from gspo.report.summary import Summary, duration
+from gspo.report.summary import Summary, duration, score_name
 
+FAR = 3  # an ε that differs from the suggested one by more than this factor deserves a look
 Answer = dict[str, Any]  # question, verdict (good, note, bad or none), text, more, section
 
 # Times that are part of another time; every other time/…_s is a part of the step.
@@ -55,18 +56,22 @@ def _learned(s: Summary) -> Answer:
     reward = ""
     if s.reward is not None and s.reward_end is not None:
         reward = f"Reward of the samples {s.reward:.3f} → {s.reward_end:.3f}."
-    if s.accuracy is None or s.accuracy_end is None or s.evaluations < 2:
+    if s.score is None or s.score_end is None or s.evaluations < 2:
         evaluated = "There was no evaluation on held-out problems." if not s.evaluations else "Only one evaluation."
         return _answer(question, section, None, reward or "No step yet.", f"{evaluated} See evaluator.freq_steps.")
-    (start, low, high), (end, low_end, high_end) = s.accuracy, s.accuracy_end
-    text = f"Held-out accuracy {percent(start)} → {percent(end)} on {s.problems or 0:,} problems."
+    (start, low, high), (end, low_end, high_end) = s.score, s.score_end
+    text = f"{score_name(s)} {shown(start, s.graded)} → {shown(end, s.graded)} on {s.problems or 0:,} problems."
+    if start == end:
+        return _answer(question, section, "bad", f"No: {text}", reward)
+    text = f"{text[0].upper()}{text[1:]}"
     # Intervals that do not overlap are a conservative test for a difference.
     if low_end > high:
         return _answer(question, section, "good", text, f"The 95 % intervals do not overlap. {reward}")
     if high_end < low:
         return _answer(question, section, "bad", text, f"It got worse: the 95 % intervals do not overlap. {reward}")
-    same = "No change" if start == end else "The 95 % intervals overlap, so the change may be chance"
-    return _answer(question, section, "note", text, f"{same}. {reward}")
+    return _answer(
+        question, section, "note", text, f"The 95 % intervals overlap, so the change may be chance. {reward}"
+    )
 
 
 def _clipped(s: Summary, stories: Sequence[Mapping[str, Any]]) -> Answer:
@@ -146,6 +151,10 @@ def _eps(s: Summary, steps: Sequence[Row], suggested: tuple[float, float] | None
             question, section, "bad", f"ε is not far above the error of the sampler's log-probs.{floor}", proposal
         )
     verdict = None if share is None else "note" if share == 0 or not 0.03 <= share <= 0.5 else "good"
+    if verdict == "good" and suggested is not None and not 1 / FAR <= suggested[0] / s.eps[0] <= FAR:
+        wider = suggested[0] > s.eps[0]
+        times = suggested[0] / s.eps[0] if wider else s.eps[0] / suggested[0]
+        verdict, proposal = "note", f"{proposal} That is {times:.1f} times {'wider' if wider else 'narrower'}."
     return _answer(question, section, verdict, text, proposal + floor)
 
 
@@ -194,6 +203,11 @@ def time_parts(steps: Sequence[Row]) -> list[dict[str, Any]]:
 def last(rows: Sequence[Row], name: str) -> float | None:
     """The last number of a metric."""
     return next((v for row in reversed(rows) if (v := number(row.get(name))) is not None), None)
+
+
+def shown(score: float, graded: bool) -> str:
+    """A held-out score: an accuracy in percent, a reward as a number."""
+    return f"{score:.3f}" if graded else percent(score)
 
 
 def percent(share: float, digits: int = 1) -> str:

@@ -1,4 +1,4 @@
-"""The figure of a run, `training.png`: reward and accuracy, clipping, log s, lengths, entropy.
+"""The figure of a run, `training.png`: reward and held-out score, clipping, log s, lengths, entropy.
 
 Needs matplotlib (`pip install 'gspo[plot]'`). It uses its own figure objects: no display, no global state.
 """
@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo.report.read import Row, accuracy_interval, by_sequence, read_config, read_metrics
+from gspo.report.read import (
+    Row,
+    by_sequence,
+    evaluations,
+    is_graded,
+    read_config,
+    read_metrics,
+    score_interval,
+    score_text,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,26 +102,27 @@ def _title(run: Path, rows: Sequence[Row]) -> str:
     with contextlib.suppress(Exception):  # the algorithm's name is optional
         if algorithm := read_config(run).get("algorithm"):
             parts.append(str(algorithm).replace("$", r"\$"))
-    seen = [row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None]
-    if seen:
-        parts.append(f"held-out accuracy {seen[0]:.1%} → {seen[-1]:.1%}")
+    graded = is_graded(rows)
+    if seen := [score_text(score_interval(row, graded)[0], graded) for row in evaluations(rows, graded)]:
+        parts.append(f"held-out {'reward' if graded else 'accuracy'} {seen[0]} → {seen[-1]}")
     parts.append(f"{rows[-1]['step']:,} steps")
     return "   ·   ".join(parts)
 
 
 def _learning(axes: Axes, steps: Sequence[Row], rows: Sequence[Row]) -> None:
-    _head(axes, "Does it learn?", "reward of the samples; accuracy on held-out problems, 95 % interval")
+    graded = is_graded(rows)
+    what = "reward" if graded else "accuracy"
+    _head(axes, "Does it learn?", f"reward of the samples; {what} on held-out problems, 95 % interval")
     x, reward = _curve(steps, "reward/mean")
     _smoothed(axes, x, reward, BLUE, "reward, mean of the batch")
-    evals = [row for row in rows if row.get("eval/accuracy") is not None]
+    evals = evaluations(rows, graded)
     if evals:
-        at, accuracy = _curve(evals, "eval/accuracy")
-        # [evals, 2] → two arrays [evals].
-        low, high = np.array([accuracy_interval(row)[1:] for row in evals]).T
-        arms = [accuracy - low, high - accuracy]
+        # [evals, 3] → three arrays [evals].
+        score, low, high = np.array([score_interval(row, graded) for row in evals]).T
+        arms = [score - low, high - score]
         axes.errorbar(
-            at, accuracy, yerr=arms, color=RED, marker="o", markersize=3.5, linewidth=1.4, elinewidth=1, capsize=2,
-            label="held-out accuracy", zorder=4,
+            [row["step"] for row in evals], score, yerr=arms, color=RED, marker="o", markersize=3.5, linewidth=1.4,
+            elinewidth=1, capsize=2, label=f"held-out {what}", zorder=4,
         )  # fmt: skip
         if np.nanmin(reward) >= 0 and np.nanmax(reward) <= 1:
             axes.set_ylim(0, 1.04)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ class Checkpoint:
     step: int
     bytes: int
     written: float  # seconds since 1970
-    best: bool  # highest held-out accuracy of the run
+    best: bool  # best held-out score of the run
 
 
 def is_run(path: Path) -> bool:
@@ -71,20 +71,52 @@ def read_config(run: Path) -> Row:
     return config if isinstance(config, dict) else {}
 
 
-def accuracy_interval(row: Row) -> tuple[float, float, float]:
-    """Held-out accuracy of a row with one, and the ends of its 95 % interval.
+def is_graded(rows: Iterable[Row]) -> bool:
+    """Whether held-out rewards other than 0 and 1 were seen: then the reward is the score of the run, not accuracy."""
+    return any(isinstance(share := row.get("eval/graded"), int | float) and share > 0 for row in rows)
 
-    With one sample per problem it is a share of n trials: Wilson's interval. Several samples of one problem are not
-    independent: the interval is the one that the row has.
 
-    >>> [round(x, 3) for x in accuracy_interval({"eval/accuracy": 1.0, "eval/k": 1, "eval/problems": 512})]
+def evaluations(rows: Iterable[Row], graded: bool) -> list[Row]:
+    """The rows that have the held-out score."""
+    name = "eval/reward" if graded else "eval/accuracy"
+    return [row for row in rows if isinstance(row.get(name), int | float)]
+
+
+def score_interval(row: Row, graded: bool, prefix: str = "eval/") -> tuple[float, float, float]:
+    """Held-out score of a row with one, and the ends of its 95 % interval: reward if `graded`, else accuracy.
+
+    Accuracy with one sample per problem is a share of n trials: Wilson's interval. Several samples of one problem are
+    not independent: the interval is the one that the row has. `prefix`: `eval/<source>/` for a source of a mixture.
+
+    >>> [round(x, 3) for x in score_interval({"eval/accuracy": 1.0, "eval/k": 1, "eval/problems": 512}, False)]
     [1.0, 0.993, 1.0]
+    >>> score_interval({"eval/reward": -0.5, "eval/reward_ci": 0.25}, True)
+    (-0.5, -0.75, -0.25)
     """
-    share, n = row["eval/accuracy"], row.get("eval/problems") or 0
-    if row.get("eval/k") != 1 or not n:
-        half = row.get("eval/accuracy_ci") or 0.0
+    if graded:
+        reward, half = row[f"{prefix}reward"], row.get(f"{prefix}reward_ci") or 0.0
+        return reward, reward - half, reward + half
+    share, n = row[f"{prefix}accuracy"], row.get(f"{prefix}problems") or 0
+    if row.get(f"{prefix}k") != 1 or not n:
+        half = row.get(f"{prefix}accuracy_ci") or 0.0
         return share, max(share - half, 0.0), min(share + half, 1.0)
     return share, *wilson(share, n)
+
+
+def score_text(score: float, graded: bool) -> str:
+    """A held-out score as text.
+
+    >>> score_text(0.25, False), score_text(0.25, True)
+    ('25.0%', '0.250')
+    """
+    return f"{score:.3f}" if graded else f"{score:.1%}"
+
+
+def sources_of(rows: Iterable[Row]) -> list[str]:
+    """The sources of a mixture that were evaluated, from `eval/<source>/problems`."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    head, tail = "eval/", "/problems"
+    return [name[len(head) : -len(tail)] for name in names if name.startswith(head) and name.endswith(tail)]
 
 
 def by_sequence(run: Path) -> bool:
@@ -101,15 +133,18 @@ def is_by_sequence(config: Row) -> bool:
 
 
 def best_step(run: Path) -> int | None:
-    """The step of the highest held-out accuracy, the earliest of equals; 0 is the model before training."""
+    """The step with the best held-out score; 0 is the model before training."""
     return best_of(read_metrics(run))
 
 
 def best_of(rows: Sequence[Row]) -> int | None:
-    """`best_step` of rows that are already read."""
-    seen = [(row["eval/accuracy"], row["step"]) for row in rows if row.get("eval/accuracy") is not None]
-    # −step: of equal accuracies the earliest step is chosen, as the trainer does.
-    return max(seen, key=lambda pair: (pair[0], -pair[1]))[1] if seen else None
+    """`best_step` of rows that are already read: the trainer's choice, which every evaluation records."""
+    chosen = [row["eval/best_step"] for row in rows if isinstance(row.get("eval/best_step"), int)]
+    if chosen:
+        return chosen[-1]
+    # Runs from before `eval/best_step`: the earliest step of the highest accuracy.
+    seen = [(row["eval/accuracy"], -row["step"]) for row in evaluations(rows, False)]
+    return -max(seen)[1] if seen else None
 
 
 def read_checkpoints(run: Path) -> list[Checkpoint]:

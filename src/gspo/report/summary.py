@@ -7,9 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from gspo.report.read import Row, accuracy_interval, best_of, by_sequence, read_metrics
+from gspo.report.read import (
+    Row,
+    best_of,
+    by_sequence,
+    evaluations,
+    is_graded,
+    read_metrics,
+    score_interval,
+    score_text,
+    sources_of,
+)
 
 ENDS = 5  # steps averaged at both ends of a curve, because one batch is noisy; fewer for runs under 10 steps
+
+
+Interval = tuple[float, float, float]  # a score and the ends of its 95 % interval
 
 
 @dataclass(frozen=True)
@@ -18,9 +31,11 @@ class Summary:
 
     steps: int
     seconds: float
-    accuracy: tuple[float, float, float] | None  # before training (or at the first evaluation), with its 95 % interval
-    accuracy_end: tuple[float, float, float] | None
-    accuracy_step: int | None  # of the first figure; 0 is before training
+    graded: bool  # the held-out score is the reward; False: the accuracy
+    score: Interval | None  # held-out, before training (or at the first evaluation)
+    score_end: Interval | None
+    score_step: int | None  # of the first figure; 0 is before training
+    sources: dict[str, tuple[Interval, Interval]]  # the same by source of a mixture, first and last
     evaluations: int
     problems: int | None
     best_step: int | None
@@ -45,7 +60,8 @@ def summary_of(rows: Sequence[Row], by_sequence: bool) -> Summary:
     """`summarise` of rows that are already read."""
     # Step 0 is the evaluation before training and has no training metrics.
     steps = [row for row in rows if row["step"] > 0]
-    evals = [row for row in rows if row.get("eval/accuracy") is not None]
+    graded = is_graded(rows)
+    evals = evaluations(rows, graded)
     reward, entropy = _values(steps, "reward/mean"), _values(steps, "policy/entropy")
     last: Row = steps[-1] if steps else {}
     eps = (last.get("clip/eps_low"), last.get("clip/eps_high"))
@@ -53,9 +69,11 @@ def summary_of(rows: Sequence[Row], by_sequence: bool) -> Summary:
     return Summary(
         steps=max((row["step"] for row in rows), default=0),
         seconds=sum(_values(steps, "time/step_s")),
-        accuracy=accuracy_interval(evals[0]) if evals else None,
-        accuracy_end=accuracy_interval(evals[-1]) if evals else None,
-        accuracy_step=evals[0]["step"] if evals else None,
+        graded=graded,
+        score=score_interval(evals[0], graded) if evals else None,
+        score_end=score_interval(evals[-1], graded) if evals else None,
+        score_step=evals[0]["step"] if evals else None,
+        sources=_by_source(evals, graded),
         evaluations=len(evals),
         problems=evals[-1].get("eval/problems") if evals else None,
         best_step=best_of(rows),
@@ -75,11 +93,12 @@ def summary_of(rows: Sequence[Row], by_sequence: bool) -> Summary:
 def summary_rows(s: Summary) -> list[tuple[str, str]]:
     """The measured numbers as (name, text)."""
     rows: list[tuple[str, str]] = [("steps", f"{s.steps:,} in {duration(s.seconds)}")]
-    if s.accuracy and s.accuracy_end:
-        since = "" if s.accuracy_step == 0 else f" (first measured at step {s.accuracy_step})"
-        rows.append(
-            ("held-out accuracy", f"{_share(s.accuracy)} → {_share(s.accuracy_end)}  on {s.problems:,} problems{since}")
-        )
+    if s.score and s.score_end:
+        since = "" if s.score_step == 0 else f" (first measured at step {s.score_step})"
+        change = f"{interval_text(s.score, s.graded)} → {interval_text(s.score_end, s.graded)}"
+        rows.append((score_name(s), f"{change}  on {s.problems:,} problems{since}"))
+        for name, (first, last) in s.sources.items():
+            rows.append((f"  {name}", f"{interval_text(first, s.graded)} → {interval_text(last, s.graded)}"))
     if s.best_step is not None:
         rows.append(("best", "before training (step 0)" if s.best_step == 0 else f"step {s.best_step}"))
     if s.reward is not None and s.reward_end is not None:
@@ -119,8 +138,31 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def _share(ends: tuple[float, float, float]) -> str:
-    return f"{ends[0]:.1%} ({100 * ends[1]:.1f}–{100 * ends[2]:.1f})"
+def score_name(s: Summary) -> str:
+    return f"held-out {'reward' if s.graded else 'accuracy'}"
+
+
+def interval_text(ends: Interval, graded: bool) -> str:
+    """A held-out score with its 95 % interval.
+
+    >>> interval_text((0.25, 0.2, 0.3), False), interval_text((-0.25, -0.3, -0.2), True)
+    ('25.0% (20.0–30.0)', '-0.250 (-0.300 … -0.200)')
+    """
+    value, low, high = ends
+    text = score_text(value, graded)
+    return f"{text} ({low:.3f} … {high:.3f})" if graded else f"{text} ({100 * low:.1f}–{100 * high:.1f})"
+
+
+def _by_source(evals: Sequence[Row], graded: bool) -> dict[str, tuple[Interval, Interval]]:
+    """First and last score by source; the reward for all if one source is graded, so that they have one unit."""
+    found: dict[str, tuple[Interval, Interval]] = {}
+    for source in sources_of(evals):
+        prefix = f"eval/{source}/"
+        name = f"{prefix}{'reward' if graded else 'accuracy'}"
+        seen = [row for row in evals if row.get(name) is not None]
+        if seen:
+            found[source] = score_interval(seen[0], graded, prefix), score_interval(seen[-1], graded, prefix)
+    return found
 
 
 def _values(rows: Sequence[Row], name: str) -> list[float]:

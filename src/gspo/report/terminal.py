@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gspo.report.read import Checkpoint
+from gspo.report.read import Checkpoint, score_text
 from gspo.report.summary import Summary, duration, summary_rows
 
 
@@ -23,24 +23,39 @@ def run_view(said: str, summary: Summary, places: Mapping[str, str]) -> Renderab
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, text in (*summary_rows(summary), *places.items()):
-        table.add_row(Text(name), Text(text, style="bold" if name == "held-out accuracy" else ""))
+        table.add_row(Text(name), Text(text, style="bold" if name.startswith("held-out") else ""))
     return Group(Text(said, style="bold"), table)
 
 
 def evaluation_view(head: str, result: Mapping[str, Any]) -> RenderableType:
-    """avg@n and pass@k of `gspo eval`, one line each."""
-    n = result["num_samples"]
-    shares = {f"avg@{n}": result["avg"]} | {f"pass@{k}": share for k, share in result["pass"].items() if k != "1"}
+    """Reward, avg@n and pass@k of `gspo eval`, one line each, then the same for each source of a mixture.
+
+    Accuracies are shown if the rewards are 0 or 1, or if an answer was correct.
+    """
     table = Table.grid(padding=(0, 2))
-    for name, share in shares.items():
-        if share["value"] is not None:
-            ends = f"{share['low']:.1%} … {share['high']:.1%}"
-            table.add_row(Text(name, style="dim"), Text(f"{share['value']:.1%}", style="bold"), Text(ends, style="dim"))
+    for source, figures in (("", result), *result["sources"].items()):
+        if source:
+            table.add_row(Text(source))
+        for name, share, graded in _scores(figures):
+            if share["value"] is not None:
+                ends = f"{score_text(share['low'], graded)} … {score_text(share['high'], graded)}"
+                value = score_text(share["value"], graded)
+                table.add_row(Text(name, style="dim"), Text(value, style="bold"), Text(ends, style="dim"))
     tail = f"95 % intervals over problems; {result['mean_tokens']:.1f} tokens per completion, "
     tail += f"{result['truncated']:.1%} truncated; {duration(result['seconds'])}"
     if result["reward_failures"]:
         tail += f"; {result['reward_failures']} rewards failed and are not counted"
     return Group(Text(head, style="bold"), table, Text(tail, style="dim"))
+
+
+def _scores(figures: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], bool]]:
+    """(name, interval, whether it is a reward); with one sample per problem, avg@1 and pass@1 are one line."""
+    n, graded = figures["num_samples"], figures["graded"] > 0
+    shares = {f"avg@{n}": figures["avg"]} | {f"pass@{k}": share for k, share in figures["pass"].items() if k != "1"}
+    found = [("reward", figures["reward"], True)]
+    if not graded or figures["avg"]["value"]:
+        found += [(name, share, False) for name, share in shares.items()]
+    return found
 
 
 def probe_view(result: Mapping[str, Any]) -> RenderableType:

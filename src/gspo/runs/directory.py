@@ -73,9 +73,15 @@ class RunDir:
             with write_run_file(self.path / "samples" / f"{name}.safetensors") as tmp:
                 save_file(dict(tokens), tmp)
 
+    def evaluation(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """The held-out answers of a step."""
+        (self.path / "evals").mkdir(exist_ok=True)
+        with write_run_file(self.path / "evals" / f"{step_name(step)}.jsonl") as tmp:
+            tmp.write_text("".join(to_json(row) + "\n" for row in rows), encoding="utf-8")
+
     def delete_samples(self, up_to: int) -> None:
-        """Delete the sample files of step `up_to` and of all steps before it."""
-        for file in (self.path / "samples").glob("step_*"):
+        """Delete the samples and held-out answers of step `up_to` and of all steps before it."""
+        for file in self._step_files():
             if (step := step_of(file.name)) is not None and step <= up_to:
                 file.unlink()
 
@@ -87,11 +93,14 @@ class RunDir:
             kept = [row for row in read_jsonl(file) if row.get("step", 0) <= step]
             with write_run_file(file) as tmp:
                 tmp.write_text("".join(to_json(row) + "\n" for row in kept), encoding="utf-8")
-        for sample in (self.path / "samples").glob("step_*"):
+        for sample in self._step_files():
             written = step_of(sample.name)
             # Other suffixes are temporary files that a killed process left.
             if written is None or written > step or sample.suffix not in (".jsonl", ".safetensors"):
                 sample.unlink()
+
+    def _step_files(self) -> list[Path]:
+        return [file for folder in ("samples", "evals") for file in (self.path / folder).glob("step_*")]
 
     def log(self, line: str) -> None:
         # The display has shown the line already, so a full disk must not hide the error behind another one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -28,10 +29,29 @@ class State:
     noise: float | None = None  # last measured p95 |log s|, sampler against trainer at the same weights
     auto_eps: float | None = None  # ε_low of `eps_clip: auto`, before its bounds
     nonfinite_in_row: dict[str, int] = field(default_factory=dict)  # skipped updates in a row, by model
-    best_accuracy: float | None = None
     best_step: int | None = None
+    best: dict[str, float] = field(default_factory=dict)  # the held-out scores of that step, by metric
+    graded: bool = False  # an evaluation had rewards other than 0 and 1
     seconds: float = 0.0  # spent training, over all sessions
     alarm_counts: dict[str, int] = field(default_factory=dict)
+
+    def compare_best(self, scores: Mapping[str, float], metric: str | None) -> None:
+        """Compare the current step with the best step so far; of equal ones the later is the best.
+
+        scores: metrics of an evaluation; metric: the one to compare, None: accuracy while all rewards were 0 or 1, else
+        reward. The best step's scores are all kept, so that the metric may change during a run.
+
+        >>> state = State(step=5, best_step=0, best={"eval/accuracy": 0.0, "eval/reward": 0.4})
+        >>> state.compare_best({"eval/accuracy": 0.0, "eval/reward": 0.3, "eval/graded": 1.0}, None)
+        >>> state.best_step
+        0
+        """
+        self.graded = self.graded or scores["eval/graded"] > 0
+        metric = metric or ("eval/reward" if self.graded else "eval/accuracy")
+        now, before = scores.get(metric, math.nan), self.best.get(metric)
+        # A source whose rewards all failed has no score: it is never the best.
+        if self.best_step is None or (math.isfinite(now) and (before is None or now >= before)):
+            self.best_step, self.best = self.step, {k: v for k, v in scores.items() if math.isfinite(v)}
 
     def to_json(self) -> dict[str, Any]:
         return {_STORED.get(name, name): value for name, value in asdict(self).items()}
@@ -39,4 +59,8 @@ class State:
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> State:
         names = {theirs: ours for ours, theirs in _STORED.items()}
-        return cls(**{names.get(name, name): value for name, value in stored.items()})
+        fields = {names.get(name, name): value for name, value in stored.items()}
+        # Checkpoints from before there was `best` have the accuracy alone.
+        if (accuracy := fields.pop("best_accuracy", None)) is not None:
+            fields["best"] = {"eval/accuracy": accuracy}
+        return cls(**fields)

@@ -1,54 +1,54 @@
-"""Held-out accuracy: avg@k and pass@k with intervals, from the same sampler and rewards as training."""
+"""Held-out accuracy and reward with intervals, from the same sampler and rewards as training."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from gspo.data.mixture import Data
 from gspo.faults import reached
+from gspo.monitor.samples import question_of, turns_of
 from gspo.rewards.route import Rewards
 from gspo.rollout.groups import refuse_failures, sample_groups
 from gspo.rollout.workflow import Workflow, single_turn
 from gspo.sampling.api import Sampler
-from gspo.stats import share_interval
+from gspo.stats import mean_interval, share_interval
 from gspo.system.clock import Every
 from gspo.types import Group, Outcome, SamplingParams, Score
 
 # The first submission index of evaluations: no training prompt gets there, so no draw is shared with training.
 FIRST = 1 << 40
+EPS = 1e-9  # rounding of rewards that should be 0 or 1
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """avg@k and pass@k over `problems`, each with the half-width of its 95 % interval.
-
-    >>> Evaluation(500, 1, 0.9, 0.026, 0.9, 0.026, 20.1, 0).accuracy
-    0.9
-    """
+    """Scores of `problems` with k samples each; each `_ci` is the longer side of a 95 % interval over problems."""
 
     problems: int
     k: int
     accuracy: float  # avg@k: share of correct samples
     accuracy_ci: float
+    reward: float  # mean of the problems' mean rewards
+    reward_ci: float
+    graded: float  # share of scored samples whose first reward is neither 0 nor 1; above 0, accuracy says little
     pass_at_k: float
-    pass_at_k_ci: float
     length: float  # mean completion, tokens
     failures: int  # rewards that failed; they do not count in the shares
+    sources: Mapping[str, Evaluation] = field(default_factory=dict)  # the sources of a mixture, by name
 
     def metrics(self) -> dict[str, float]:
         """Names as in docs/metrics.md."""
-        return {
-            "eval/accuracy": self.accuracy,
-            "eval/accuracy_ci": self.accuracy_ci,
-            "eval/pass_at_k": self.pass_at_k,
-            "eval/k": self.k,
-            "eval/problems": self.problems,
-            "eval/length": self.length,
-            "eval/reward_failures": self.failures,
-        }
+        found = self._metrics("eval/")
+        for name, source in self.sources.items():
+            found |= source._metrics(f"eval/{name}/")
+        return found
+
+    def _metrics(self, prefix: str) -> dict[str, float]:
+        names = ("accuracy", "accuracy_ci", "reward", "reward_ci", "graded", "pass_at_k", "k", "problems", "length")
+        return {**{f"{prefix}{name}": getattr(self, name) for name in names}, f"{prefix}reward_failures": self.failures}
 
 
 def evaluate(
@@ -81,47 +81,115 @@ def evaluate(
 class Evaluator:
     """Evaluates a run in training, with the sampler and the rewards of training.
 
-    how: keywords of `evaluate`; every: when; max_failure_fraction: the share of failed rewards that ends the run.
+    how: keywords of `evaluate`; every: when; max_failure_fraction: the share of failed rewards that ends the run; best:
+    the metric of the best checkpoint, None: chosen by `State.compare_best`.
     """
 
-    def __init__(self, data: Data, *, at_start: bool, every: Every, max_failure_fraction: float, **how: Any) -> None:
+    def __init__(
+        self,
+        data: Data,
+        *,
+        at_start: bool,
+        every: Every,
+        best: str | None,
+        max_failure_fraction: float,
+        **how: Any,
+    ) -> None:
         self._data, self._how, self._every = data, how, every
         self._max_failure_fraction = max_failure_fraction
         self._last_time = time.monotonic()
-        self.at_start = at_start
+        self.at_start, self.best = at_start, best
 
     def is_due(self, step: int) -> bool:
         return self._every.is_due(step, time.monotonic() - self._last_time)
 
-    def evaluate(self) -> Evaluation:
+    def evaluate(self) -> tuple[Evaluation, list[Group]]:
         self._last_time = time.monotonic()
         result, groups = evaluate(self._data, **self._how)
-        # An accuracy over few scored samples would be misleading, so many failures raise an error.
+        # Scores over few scored samples would be misleading, so many failures raise an error.
         refuse_failures(groups, self._max_failure_fraction)
-        return result
+        return result, groups
+
+
+def first_reward(outcome: Score) -> float:
+    """The value of the first reward function, which is the task's own; later ones add format or length terms."""
+    return next(iter(outcome.parts.values()), outcome.value)
 
 
 def is_correct(outcome: Outcome) -> bool | None:
     """Whether the first reward function gave 1 or more; None where the reward failed."""
-    if not isinstance(outcome, Score):
-        return None
-    # The first part is the task's correctness; a weighted sum with format or length rewards would not be.
-    return next(iter(outcome.parts.values()), outcome.value) >= 1 - 1e-9
+    return first_reward(outcome) >= 1 - EPS if isinstance(outcome, Score) else None
+
+
+def is_graded(outcome: Score) -> bool:
+    """Whether the first reward function gave another value than 0 and 1."""
+    value = first_reward(outcome)
+    return abs(value) > EPS and abs(value - 1) > EPS
 
 
 def summarise(groups: Sequence[Group], k: int) -> Evaluation:
-    """Shares with 95 % intervals over problems (samples of one problem are not independent)."""
-    # marks[i]: one boolean per scored sample of problem i; failed rewards are left out.
-    marks = [[m for m in map(is_correct, group.outcomes) if m is not None] for group in groups]
-    answered = [m for m in marks if m]
-    avg, avg_ci = _mean([sum(m) / len(m) for m in answered])
-    best, best_ci = _mean([float(any(m)) for m in answered])
+    """Scores with 95 % intervals over problems (samples of one problem are not independent)."""
+    # One list per problem with a score; failed rewards are left out.
+    scored = [[o for o in group.outcomes if isinstance(o, Score)] for group in groups]
+    answered = [scores for scores in scored if scores]
+    every = [score for scores in answered for score in scores]
+    correct = [[bool(is_correct(score)) for score in scores] for scores in answered]
+    accuracy, accuracy_ci = _with_ci(share_interval([sum(marks) / len(marks) for marks in correct]))
+    reward, reward_ci = _with_ci(mean_interval([sum(s.value for s in scores) / len(scores) for scores in answered]))
     lengths = [sum(int(s.mask.sum()) for s in t.sequences) for group in groups for t in group.samples]
-    failures = sum(len(group.outcomes) for group in groups) - sum(map(len, marks))
-    return Evaluation(len(groups), k, avg, avg_ci, best, best_ci, sum(lengths) / max(len(lengths), 1), failures)
+    names = list(dict.fromkeys(group.prompt.source for group in groups))
+    return Evaluation(
+        problems=len(groups),
+        k=k,
+        accuracy=accuracy,
+        accuracy_ci=accuracy_ci,
+        reward=reward,
+        reward_ci=reward_ci,
+        graded=sum(map(is_graded, every)) / max(len(every), 1),
+        pass_at_k=share_interval([float(any(marks)) for marks in correct])[0],
+        length=sum(lengths) / max(len(lengths), 1),
+        failures=sum(len(group.outcomes) for group in groups) - len(every),
+        sources={name: summarise([g for g in groups if g.prompt.source == name], k) for name in names}
+        if len(names) > 1
+        else {},
+    )
 
 
-def _mean(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and the longer arm of its 95 % interval."""
-    mean, low, high = share_interval(values)
+def _with_ci(ends: tuple[float, float, float]) -> tuple[float, float]:
+    """Mean, and the longer side of its interval."""
+    mean, low, high = ends
     return mean, max(mean - low, high - mean)
+
+
+def answer_rows(group: Group, decode: Callable[[Sequence[int]], str]) -> list[dict[str, Any]]:
+    """The answers to one held-out problem, one object per sample; fields as in docs/run-directory.md."""
+    rows = []
+    for sample, text, outcome in zip(group.samples, group.texts, group.outcomes, strict=True):
+        # An episode is shown by its last sequence, whose prompt holds what came before it.
+        last = sample.sequences[-1]
+        rows.append(
+            {
+                "sample": sample.id.sample,
+                "completion": text if not sample.is_episode else decode(last.tokens.tolist()),
+                "reward": outcome.value if isinstance(outcome, Score) else None,
+                "reward_parts": dict(outcome.parts) if isinstance(outcome, Score) else None,
+                "failure": None if isinstance(outcome, Score) else f"{outcome.kind}: {outcome.message}",
+                "correct": is_correct(outcome),
+                "length": sum(int(s.mask.sum()) for s in sample.sequences),
+                "finish": sample.ending,
+                **turns_of(sample, last, len(sample.rest), None, 0, decode),
+            }
+        )
+    return rows
+
+
+def problem_of(group: Group) -> dict[str, Any]:
+    """A held-out problem: its row, source, prompt and answer."""
+    prompt = group.prompt
+    return {
+        "row": prompt.row,
+        "source": prompt.source,
+        "prompt": prompt.text,
+        **question_of(prompt),
+        "answer": prompt.data.get("answer"),
+    }

@@ -1,4 +1,4 @@
-"""`gspo eval`: a run or a model answers held-out problems, each several times; avg@n and pass@k with intervals."""
+"""`gspo eval`: a run or a model answers held-out problems; mean reward, avg@n and pass@k with intervals."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from gspo.rewards.route import GivenRewards
 from gspo.rollout.groups import refuse_failures
 from gspo.rollout.workflow import Workflow, single_turn
 from gspo.sampling.api import Sampler
-from gspo.stats import pass_at_k, share_interval
+from gspo.stats import mean_interval, pass_at_k, share_interval
 from gspo.train.build.compute import set_threads
 from gspo.train.build.data import held_out, load_data, refuse_long_prompts
 from gspo.train.build.episodes import make_environment, make_episodes
 from gspo.train.build.policy import context_length, load_policy
 from gspo.train.build.rewards import make_rewards
 from gspo.train.build.sampler import decoder, evaluation_params, make_sampler
-from gspo.train.evaluate import evaluate, is_correct
-from gspo.types import Group, Request, Sample
+from gspo.train.evaluate import answer_rows, evaluate, is_correct, problem_of, summarise
+from gspo.types import Group, Request, Sample, Score
 
 
 def evaluate_run(
@@ -44,6 +44,7 @@ def evaluate_run(
     refuse_long_prompts(data, context_length(config, policy), params.max_new_tokens, "eval_gconfig")
     # The default reward of the held-out data, which may be another data set than that of training.
     reward = None if config.reward.functions or spec.mixture else default_reward(spec.path)
+    decode = decoder(tokenizer)
     sampler = make_sampler(config, policy, tokenizer, step)
     rewards = make_rewards(config, reward, None)
     environment = make_environment(config, None)
@@ -65,7 +66,7 @@ def evaluate_run(
             params=params,
             sampler=sampler,
             rewards=rewards,
-            decode=decoder(tokenizer),
+            decode=decode,
             workflow=watched,
         )
     finally:
@@ -84,49 +85,59 @@ def evaluate_run(
         "sampling": asdict(params),
         "seconds": time.perf_counter() - start,
         **figures(groups, num_samples),
-        "problems": [_problem(group) for group in groups],
+        "problems": [_problem(group, decode) for group in groups],
     }
 
 
 def figures(groups: Sequence[Group], num_samples: int) -> dict[str, Any]:
-    """avg@n and pass@k for k = 1, 2, 4, … n, each with its 95 % interval over problems.
+    """Mean reward, avg@n and pass@k for k = 1, 2, 4, … n, each with its 95 % interval over problems; also by source.
 
     A failed reward does not count as a wrong answer: its problem has fewer samples, and pass@k uses the problems with
     at least k.
     """
-    marks = [[mark for mark in map(is_correct, group.outcomes) if mark is not None] for group in groups]
-    counts = [(len(m), sum(m)) for m in marks if m]
+    scored = [[outcome for outcome in group.outcomes if isinstance(outcome, Score)] for group in groups]
+    answered = [scores for scores in scored if scores]
+    counts = [(len(scores), sum(bool(is_correct(score)) for score in scores)) for scores in answered]
     samples = [sample for group in groups for sample in group.samples]
     # k = 1, 2, 4, … and num_samples itself.
     powers = {1 << i for i in range(num_samples.bit_length())} | {num_samples}
+    names = list(dict.fromkeys(group.prompt.source for group in groups))
+    whole = summarise(groups, num_samples)
     return {
         "num_problems": len(groups),
         "num_samples": num_samples,
-        "avg": _share([right / total for total, right in counts]),
-        "pass": {
-            str(k): _share([pass_at_k(total, right, k) for total, right in counts if total >= k])
-            for k in sorted(k for k in powers if k <= num_samples)
-        },
-        "mean_tokens": sum(int(s.mask.sum()) for t in samples for s in t.sequences) / max(len(samples), 1),
+        "avg": _interval(share_interval([right / total for total, right in counts]), len(counts)),
+        "pass": {str(k): _pass(counts, k) for k in sorted(k for k in powers if k <= num_samples)},
+        "reward": _interval(
+            mean_interval([sum(s.value for s in each) / len(each) for each in answered]), len(answered)
+        ),
+        "graded": whole.graded,
+        "mean_tokens": whole.length,
         "truncated": sum(s.ending == "length" for s in samples) / max(len(samples), 1),
-        "reward_failures": sum(len(group.outcomes) for group in groups) - sum(map(len, marks)),
+        "reward_failures": whole.failures,
+        "sources": {
+            name: figures([group for group in groups if group.prompt.source == name], num_samples) for name in names
+        }
+        if len(names) > 1
+        else {},
     }
 
 
-def _share(values: Sequence[float]) -> dict[str, Any]:
-    mean, low, high = share_interval(values)
-    if not values:
-        return {"value": None, "low": None, "high": None, "problems": 0}
-    return {"value": mean, "low": low, "high": high, "problems": len(values)}
+def _pass(counts: Sequence[tuple[int, int]], k: int) -> dict[str, Any]:
+    seen = [pass_at_k(total, right, k) for total, right in counts if total >= k]
+    return _interval(share_interval(seen), len(seen))
 
 
-def _problem(group: Group) -> dict[str, Any]:
-    marks = [is_correct(outcome) for outcome in group.outcomes]
+def _interval(ends: tuple[float, float, float], problems: int) -> dict[str, Any]:
+    value, low, high = ends if problems else (None, None, None)
+    return {"value": value, "low": low, "high": high, "problems": problems}
+
+
+def _problem(group: Group, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    answers = answer_rows(group, decode)
     return {
-        "row": group.prompt.row,
-        "prompt": group.prompt.text,
-        "answer": group.prompt.data.get("answer"),
-        "completion": group.texts[0] if group.texts else None,  # of the first sample
-        "num_correct": sum(mark is True for mark in marks),
-        "num_answered": sum(mark is not None for mark in marks),
+        **problem_of(group),
+        "num_correct": sum(answer["correct"] is True for answer in answers),
+        "num_answered": sum(answer["correct"] is not None for answer in answers),
+        "samples": answers,
     }

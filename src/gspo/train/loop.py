@@ -21,6 +21,7 @@ from gspo.rollout.storage import pack_batch, unpack_batch
 from gspo.runs import checkpoint
 from gspo.runs.state import State
 from gspo.system.clock import Clock, timeline
+from gspo.train.evaluate import Evaluator
 from gspo.train.parts import LeaderParts, Parts
 from gspo.types import Group
 
@@ -96,8 +97,8 @@ class Leader(Loop):
         parts = self.parts
         for message in parts.opening_messages:
             parts.say(message)
-        if parts.state.step == 0 and parts.evaluator.at_start:
-            parts.recorder.write({"step": 0, **self.evaluate(), **parts.count_episodes()}, None)
+        if parts.state.step == 0 and parts.evaluator is not None and parts.evaluator.at_start:
+            parts.recorder.write({"step": 0, **self.evaluate(parts.evaluator), **parts.count_episodes()}, None)
 
     def sample(self, clock: Clock) -> list[Group]:
         """A rollout batch of scored groups: sampled now, or ahead of time within rollout.max_head_offpolicyness."""
@@ -126,9 +127,9 @@ class Leader(Loop):
                 recorder.save_samples(batch, report, step)
         is_last = step == parts.total_steps
         # A signal does not cause an evaluation: a resumed run has the same evaluations as an uninterrupted one.
-        if is_last or parts.evaluator.is_due(step):
+        if parts.evaluator is not None and (is_last or parts.evaluator.is_due(step)):
             with clock("eval"):
-                metrics |= self.evaluate()
+                metrics |= self.evaluate(parts.evaluator)
         # Before the checkpoint, so that the stored time includes this step.
         parts.state.seconds += clock.total()
         metrics |= recorder.time_metrics(batch, report, clock, parts.producer)
@@ -142,13 +143,15 @@ class Leader(Loop):
         if is_last or is_best or parts.stop.signal is not None or parts.saver.is_due(step):
             self.save()
 
-    def evaluate(self) -> dict[str, float]:
-        """Held-out accuracy as metrics; the state remembers the best step."""
+    def evaluate(self, evaluator: Evaluator) -> dict[str, float | int | None]:
+        """Held-out scores as metrics, with the best step so far, which the state remembers."""
         self.parts.display.phase("evaluating")
-        result, state = self.parts.evaluator.evaluate(), self.parts.state
-        if state.best_accuracy is None or result.accuracy > state.best_accuracy:
-            state.best_accuracy, state.best_step = result.accuracy, state.step
-        return result.metrics()
+        result, groups = evaluator.evaluate()
+        scores, state = result.metrics(), self.parts.state
+        state.compare_best(scores, evaluator.best)
+        if self.parts.recorder.saves_samples:
+            self.parts.recorder.save_evaluation(groups, state.step)
+        return {**scores, "eval/best_step": state.best_step}
 
     def save(self) -> None:
         """Publish a checkpoint of the finished step."""

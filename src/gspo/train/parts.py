@@ -68,13 +68,13 @@ class LeaderParts(Parts):
 
     producer: RolloutProducer
     data: Data
-    valid: Data
+    valid: Data | None  # None: no evaluation (evaluator.freq_steps: 0)
     sampler: Sampler
     rewards: Rewards
     workflow: Workflow
     decode: Callable[[Sequence[int]], str]
     prompt_of: Callable[[int], Prompt]
-    evaluator: Evaluator
+    evaluator: Evaluator | None
     recorder: Recorder
     saver: Saver
     opening_messages: Sequence[str]

@@ -1,4 +1,4 @@
-"""What rank 0 writes of every step: metrics, samples, log lines, alarms; to the run directory, loggers and display."""
+"""What rank 0 writes of every step: metrics, samples, held-out answers, log lines and alarms."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from gspo.rollout.producer import RolloutProducer
 from gspo.runs.directory import RunDir
 from gspo.system.clock import PROFILED_STEPS, Clock
 from gspo.system.files import step_name
+from gspo.train.evaluate import answer_rows, problem_of
+from gspo.types import Group
 
 
 class Recorder:
@@ -64,6 +66,15 @@ class Recorder:
     def save_samples(self, batch: Batch, report: StepReport, step: int) -> None:
         """Every sample of a step, and values per token of some."""
         self._run.samples(step, sample_rows(batch, report, step, self._decode), token_tensors(batch, report))
+
+    def save_evaluation(self, groups: Sequence[Group], step: int) -> None:
+        """Every held-out answer of an evaluation after `step`."""
+        rows = (
+            {"step": step, **problem_of(group), **answer}
+            for group in groups
+            for answer in answer_rows(group, self._decode)
+        )
+        self._run.evaluation(step, rows)
 
     def alarm(self, metrics: Mapping[str, Any], counts: dict[str, int]) -> str | None:
         """Print the alarms of a step; returns the one that must stop the run (on_alarm: stop), if any."""

@@ -1,7 +1,8 @@
-"""Lint rules for data sets and reward functions."""
+"""Lint rules for data sets, reward functions and evaluation."""
 
 from __future__ import annotations
 
+import difflib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from gspo.config.lint.facts import Facts, Finding
 
 FILE_ENDINGS = frozenset({".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt"})
+BEST = ("accuracy", "reward", "pass_at_k")  # higher is better; train/evaluate.py records them
 SANDBOX_SECONDS = 2  # that the sandbox of `code` may take beyond the program itself
 
 
@@ -72,6 +74,29 @@ def validation_on_training_data(f: Facts) -> Iterator[Finding]:
         )
 
 
+def best_names_a_metric(f: Facts) -> Iterator[Finding]:
+    best = f.config.evaluator.best
+    if best is None or (best.startswith("eval/") and best.rpartition("/")[2] in BEST):
+        return
+    near = difflib.get_close_matches(best, [f"eval/{name}" for name in BEST], 1, 0.3)
+    yield f.error(
+        "evaluator.best",
+        f"{best!r} is not a metric by which checkpoints can be compared",
+        f"set {near[0] if near else 'eval/reward'}, or eval/<source>/reward for one source of a mixture",
+    )
+
+
+def evaluation_off_and_on(f: Facts) -> Iterator[Finding]:
+    keys = f.config.evaluator
+    also = [name for name in ("freq_epochs", "freq_secs") if getattr(keys, name) is not None]
+    if keys.freq_steps == 0 and also:
+        yield f.error(
+            "evaluator.freq_steps",
+            f"0 switches evaluation off, but evaluator.{also[0]} is set",
+            f"remove evaluator.freq_steps, or evaluator.{also[0]}",
+        )
+
+
 def program_longer_than_its_reward(f: Facts) -> Iterator[Finding]:
     limit = f.config.reward.timeout
     for entry in f.code_rewards:
@@ -108,6 +133,8 @@ RULES = (
     source_without_a_path,
     reward_without_a_name,
     validation_on_training_data,
+    best_names_a_metric,
+    evaluation_off_and_on,
     program_longer_than_its_reward,
     code_without_a_sandbox,
 )

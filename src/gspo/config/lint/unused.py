@@ -173,5 +173,8 @@ def _rest(f: Facts) -> Iterator[Unused]:
         yield "env.model", "there is no agent (env.agent, env.command)"
     if config.env.command:
         yield "env.options", "a command receives the row only"
+    if config.evaluator.freq_steps == 0:
+        for key in ("evaluator.at_start", "evaluator.size", "evaluator.best"):
+            yield key, "evaluation is switched off (evaluator.freq_steps is 0)"
     if config.stats_logger.wandb.mode == "disabled":
         yield "stats_logger.wandb.project", "stats_logger.wandb.mode is disabled"

@@ -131,7 +131,7 @@ NEEDLESS: tuple[tuple[str, str], ...] = (
     ),
     (
         "load_best_model_at_end metric_for_best_model greater_is_better",
-        "the checkpoint with the best held-out accuracy is always kept",
+        "evaluator.best: the checkpoint with the best held-out score is always kept",
     ),
     ("full_determinism", "runs are deterministic: every random number is a function of the seed and its position"),
     (

@@ -15,7 +15,7 @@ from gspo.config.schema.key import Key, Section, keys_of
 from gspo.config.schema.optimizer import MicroBatch, Optimizer
 from gspo.config.schema.reward import Reward
 from gspo.config.schema.rollout import EvalGeneration, Generation, Rollout
-from gspo.config.schema.saver import Evaluator, Frequency, Recover, Saver
+from gspo.config.schema.saver import Evaluator, Recover, Saver
 from gspo.config.schema.stats_logger import StatsLogger, WandB
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "Environment",
     "EvalGeneration",
     "Evaluator",
-    "Frequency",
     "Generation",
     "Key",
     "MicroBatch",

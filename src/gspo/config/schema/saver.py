@@ -7,20 +7,28 @@ from typing import Literal
 from gspo.config.schema.key import Section, key
 
 
-class Frequency(Section):
-    freq_epochs: int | None = key(None, "Run every N epochs.", low=1)
-    freq_steps: int | None = key(None, "Run every N steps.", low=1)
-    freq_secs: float | None = key(None, "Run every N seconds.", above=0)
-
-
 class Saver(Section):
     freq_epochs: int | None = key(None, "Write a checkpoint every N epochs.", low=1)
     freq_steps: int | None = key(None, "Write a checkpoint every N steps.", low=1)
     keep: int = key(2, "Number of checkpoints to keep, besides the best one.", low=1)
 
 
-class Evaluator(Frequency):
+class Evaluator(Section):
+    freq_epochs: int | None = key(None, "Evaluate every N epochs.", low=1)
+    freq_steps: int | None = key(
+        None,
+        "Evaluate every N steps; the last step is always evaluated. 0: no evaluation at all",
+        unset="ten times in a run, at least 10 steps apart, unless freq_epochs or freq_secs is set",
+        low=0,
+    )
+    freq_secs: float | None = key(None, "Evaluate every N seconds.", above=0)
     at_start: bool = key(True, "Evaluate before the first step.")
+    best: str | None = key(
+        None,
+        "Metric of the best checkpoint, the highest value: eval/accuracy, eval/reward or eval/pass_at_k; of one source "
+        "of a mixture: eval/<source>/reward",
+        unset="eval/accuracy if every reward is 0 or 1, otherwise eval/reward",
+    )
     size: int | None = key(512, "Number of held-out problems per evaluation; null: all.", low=1)
 
 

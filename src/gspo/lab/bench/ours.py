@@ -33,8 +33,7 @@ def measure(w: Workload, folder: str, overrides: Sequence[str] = ()) -> dict[str
             f"train_dataset.batch_size={w.num_prompts}",
             f"total_train_steps={w.steps}",
             f"cluster.fileroot={root}",
-            "evaluator.at_start=false",
-            "evaluator.size=1",
+            "evaluator.freq_steps=0",
             *overrides,
         ]
         data = rows(w, w.num_prompts * w.steps)

@@ -99,13 +99,14 @@ def curves(rows: Sequence[Row], *, samples_per_group: int, groups_per_step: int)
 
 
 def evaluations(rows: Sequence[Row], *, samples_per_group: int, groups_per_step: int) -> list[tuple[int, float, float]]:
-    """(samples drawn, seconds of training, held-out accuracy) at each evaluation."""
+    """(samples drawn, seconds of training, held-out accuracy) at each evaluation; with graded rewards, the reward."""
+    metric = "eval/reward" if any((row.get("eval/graded") or 0) > 0 for row in rows) else "eval/accuracy"
     found, samples, seconds = [], 0, 0.0
     for row in rows:
         samples += _samples(row, samples_per_group, groups_per_step)
         seconds += _train_seconds(row) if row["step"] > 0 else 0.0
-        if row.get("eval/accuracy") is not None:
-            found.append((samples, seconds, float(row["eval/accuracy"])))
+        if row.get(metric) is not None:
+            found.append((samples, seconds, float(row[metric])))
     return found
 
 

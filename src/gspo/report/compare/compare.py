@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ from gspo.errors import ConfigError
 from gspo.report.compare.arms import Arm, differences, group
 from gspo.report.compare.outcome import outcome, step_range
 from gspo.report.compare.runs import Run, find_runs, flat, value_of
-from gspo.report.read import read_config, read_metrics
+from gspo.report.read import is_graded, read_config, read_metrics
 
+# Drawn besides the held-out score.
 CURVES = (
-    "eval/accuracy", "reward/mean", "clip/sequences", "policy/entropy", "length/mean", "policy/kl_behavior",
+    "reward/mean", "clip/sequences", "policy/entropy", "length/mean", "policy/kl_behavior",
     "grad/norm", "time/step_s",
 )  # fmt: skip
 
@@ -50,6 +51,9 @@ def compare(paths: Sequence[str | Path], metrics: Sequence[str] = ()) -> Compari
         raise ConfigError(
             f"nothing to compare: {only}. Pass two run directories or more, or a folder that contains them"
         )
+    # One unit for all: the reward if the rewards of one run are graded.
+    if any(is_graded(run.rows.values()) for run in runs):
+        runs = [replace(run, graded=True) for run in runs]
     arms = tuple(group(runs))
     shown, missing = choose_metrics(runs, metrics)
     return Comparison(arms, differences(arms), outcome(arms), shown, (*notes, *_length_notes(arms), *missing))
@@ -69,7 +73,7 @@ def choose_metrics(runs: Sequence[Run], asked: Sequence[str]) -> tuple[tuple[str
         lacking = [run.name for run in runs if not len(run.curve(name)[0])]
         if lacking:
             notes.append(f"{name} was not measured in {', '.join(lacking)}")
-    return tuple(dict.fromkeys(asked)) or tuple(name for name in CURVES if name in known), notes
+    return tuple(dict.fromkeys(asked)) or tuple(name for name in (runs[0].score, *CURVES) if name in known), notes
 
 
 def _length_notes(arms: Sequence[Arm]) -> list[str]:

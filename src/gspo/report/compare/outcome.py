@@ -14,20 +14,22 @@ from gspo.stats import Floats, t_half, welch_half
 
 def outcome(arms: Sequence[Arm]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Rows of (name, one cell per arm); rows that no arm has measured are left out."""
+    graded = arms[0].runs[0].graded
+    score, form = ("held-out reward", "{:.3f}".format) if graded else ("accuracy", "{:.1%}".format)
     rows: list[tuple[str, Callable[[Arm], str]]] = [
         ("runs", lambda arm: f"{len(arm.runs)}"),
         ("steps", lambda arm: step_range([run.steps for run in arm.runs])),
-        ("accuracy, start", lambda arm: spread(arm.figures["accuracy_start"], "{:.1%}".format)),
-        ("accuracy, end", _accuracy_end),
+        (f"{score}, start", lambda arm: spread(arm.figures["score_start"], form)),
+        (f"{score}, end", _score_end),
     ]
     ends = [run.steps for arm in arms for run in arm.runs]
     if len(set(ends)) > 1:  # runs of unequal length: also compare at the last step that all have reached
         step = min(ends)
-        rows.append((f"accuracy at step {step:,}", lambda arm: spread(_accuracies_at(arm, step), "{:.1%}".format)))
+        rows.append((f"{score} at step {step:,}", lambda arm: spread(_scores_at(arm, step), form)))
     rows += [
         (f"end, against {arms[0].name}", lambda arm: "" if arm is arms[0] else gain(arms[0], arm)),
-        ("accuracy, best", _best),
-        (f"samples to {GOAL:.0%}", _samples_to_goal),
+        (f"{score}, best", lambda arm: _best(arm, form)),
+        (f"samples to {GOAL:.0%}", lambda arm: "—" if graded else _samples_to_goal(arm)),
         (f"reward, last {ENDS} steps", lambda arm: spread(arm.figures["reward_end"], "{:.3f}".format)),
         ("clipped low", lambda arm: spread(arm.figures["clipped_low"], "{:.1%}".format)),
         ("clipped high", lambda arm: spread(arm.figures["clipped_high"], "{:.1%}".format)),
@@ -54,14 +56,17 @@ def spread(values: Floats, form: Callable[[float], str]) -> str:
 
 
 def gain(base: Arm, arm: Arm) -> str:
-    """Difference of final accuracy to the first arm; Welch's 95 % interval where both have two runs or more."""
-    a, b = base.figures["accuracy_end"], arm.figures["accuracy_end"]
+    """Difference of the final score to the first arm; Welch's 95 % interval where both have two runs or more."""
+    a, b = base.figures["score_end"], arm.figures["score_end"]
     if not len(a) or not len(b):
         return "—"
-    text = f"{100 * (b.mean() - a.mean()):+.1f} points"
+    graded = base.runs[0].graded
+    gained = b.mean() - a.mean()
+    text = f"{gained:+.3f}" if graded else f"{100 * gained:+.1f} points"
     if len(a) < 2 or len(b) < 2:
         return text
-    return f"{text} ± {100 * welch_half(a, b):.1f}"
+    half = welch_half(a, b)
+    return f"{text} ± {half:.3f}" if graded else f"{text} ± {100 * half:.1f}"
 
 
 def step_range(values: Sequence[int]) -> str:
@@ -69,26 +74,29 @@ def step_range(values: Sequence[int]) -> str:
     return f"{low:,}" if low == high else f"{low:,}–{high:,}"
 
 
-def _accuracy_end(arm: Arm) -> str:
-    text = spread(arm.figures["accuracy_end"], "{:.1%}".format)
-    ends = arm.runs[0].accuracy_ends() if len(arm.runs) == 1 else None
-    return f"{text} ({100 * ends[0]:.1f}–{100 * ends[1]:.1f})" if ends else text
+def _score_end(arm: Arm) -> str:
+    graded = arm.runs[0].graded
+    text = spread(arm.figures["score_end"], "{:.3f}".format if graded else "{:.1%}".format)
+    ends = arm.runs[0].score_ends() if len(arm.runs) == 1 else None
+    if ends is None:
+        return text
+    return f"{text} ({ends[0]:.3f} … {ends[1]:.3f})" if graded else f"{text} ({100 * ends[0]:.1f}–{100 * ends[1]:.1f})"
 
 
-def _accuracies_at(arm: Arm, step: int) -> Floats:
-    seen = [run.accuracy_at(step) for run in arm.runs]
+def _scores_at(arm: Arm, step: int) -> Floats:
+    seen = [run.score_at(step) for run in arm.runs]
     return np.array([value for value in seen if value is not None], dtype=np.float64)
 
 
-def _best(arm: Arm) -> str:
-    text = spread(arm.figures["accuracy_best"], "{:.1%}".format)
+def _best(arm: Arm, form: Callable[[float], str]) -> str:
+    text = spread(arm.figures["score_best"], form)
     steps = arm.figures["best_step"]
     return f"{text}, step {step_range([int(s) for s in steps])}" if len(steps) else text
 
 
 def _samples_to_goal(arm: Arm) -> str:
     reached = arm.figures["samples_to_goal"]
-    if not len(arm.figures["accuracy_end"]):
+    if not len(arm.figures["score_end"]):
         return "—"
     if not len(reached):
         return "not reached"

@@ -22,6 +22,7 @@ SHARES = frozenset(
 )
 WORDS = {
     "eval/accuracy": "held-out problems",
+    "eval/reward": "held-out problems",
     "reward/mean": "mean of the batch",
     "clip/sequences": "share of the sequences of mini-batches ≥ 2, low and high together",
     "policy/entropy": "nats per token",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from gspo.errors import ConfigError
-from gspo.report.read import Row, accuracy_interval, is_run, open_run
+from gspo.report.read import Row, evaluations, is_run, open_run, score_interval
 from gspo.report.summary import ENDS
 from gspo.stats import Floats
 
@@ -27,6 +28,12 @@ class Run:
     path: Path
     config: Mapping[str, Any]
     rows: Mapping[int, Row]
+    graded: bool = False  # the held-out score is the reward; False: the accuracy
+
+    @property
+    def score(self) -> str:
+        """The metric of the held-out score."""
+        return "eval/reward" if self.graded else "eval/accuracy"
 
     @property
     def name(self) -> str:
@@ -50,8 +57,8 @@ class Run:
 
     def figures(self) -> dict[str, float | None]:
         """The row of numbers that the outcome table is made of; None where nothing was measured."""
-        at, accuracy = self.curve("eval/accuracy")
-        best = int(np.argmax(accuracy)) if len(accuracy) else None
+        at, score = self.curve(self.score)
+        best = int(np.flatnonzero(score == score.max())[-1]) if len(score) else None
         # Without evaluation: runs with other evaluation frequencies stay comparable.
         seconds = [
             value - (value_of(row, "time/eval_s") or 0.0)
@@ -59,9 +66,9 @@ class Run:
             if (value := value_of(row, "time/step_s")) is not None
         ]
         return {
-            "accuracy_start": _first(accuracy),
-            "accuracy_end": _first(accuracy[::-1]),
-            "accuracy_best": None if best is None else float(accuracy[best]),
+            "score_start": _first(score),
+            "score_end": _first(score[::-1]),
+            "score_best": None if best is None else float(score[best]),
             "best_step": None if best is None else float(at[best]),
             "samples_to_goal": self.samples_to(GOAL),
             "reward_end": _mean(self.curve("reward/mean")[1][-ENDS:]),
@@ -85,15 +92,15 @@ class Run:
         refilled = sum(value_of(row, "reward/refilled_groups") or 0 for at, row in self.rows.items() if at <= step)
         return float((step * prompts + refilled) * group)
 
-    def accuracy_at(self, step: int) -> float | None:
-        """Accuracy at the last evaluation up to `step`."""
-        at, seen = self.curve("eval/accuracy")
+    def score_at(self, step: int) -> float | None:
+        """Score at the last evaluation up to `step`."""
+        at, seen = self.curve(self.score)
         return _first(seen[at <= step][::-1])
 
-    def accuracy_ends(self) -> tuple[float, float] | None:
+    def score_ends(self) -> tuple[float, float] | None:
         """95 % interval of the last evaluation, over problems."""
-        rows = [row for row in self.rows.values() if value_of(row, "eval/accuracy") is not None]
-        return accuracy_interval(rows[-1])[1:] if rows else None
+        rows = evaluations(self.rows.values(), self.graded)
+        return score_interval(rows[-1], self.graded)[1:] if rows else None
 
 
 def find_runs(paths: Sequence[str | Path]) -> list[Path]:
@@ -103,6 +110,7 @@ def find_runs(paths: Sequence[str | Path]) -> list[Path]:
         matches = [Path(given)]
         if glob.has_magic(given) and not Path(given).exists():
             matches = [Path(match) for match in sorted(glob.glob(given)) if Path(match).is_dir()]
+            matches.sort(key=started)
             if not matches:
                 raise ConfigError(f"no folder matches {given}")
         below = [run for match in matches for run in ([match] if is_run(match) else _below(match))]
@@ -117,7 +125,17 @@ def find_runs(paths: Sequence[str | Path]) -> list[Path]:
 def _below(folder: Path) -> list[Path]:
     levels = ("*", "*/*", "*/*/*")
     found = {file.parent for level in levels for file in folder.glob(f"{level}/config.yaml")}
-    return sorted(run for run in found if not found & set(run.parents))  # a folder inside a run is part of that run
+    # A folder inside a run is part of that run. Oldest first, so that new runs are compared with the older one.
+    return sorted((run for run in found if not found & set(run.parents)), key=lambda run: (started(run), run))
+
+
+def started(run: Path) -> float:
+    """When a run was first started, in seconds: the time of the first line of log.txt, which a resume keeps."""
+    with contextlib.suppress(OSError, ValueError), open(run / "log.txt", encoding="utf-8", errors="replace") as file:
+        return time.mktime(time.strptime(file.readline()[:19], "%Y-%m-%d %H:%M:%S"))
+    with contextlib.suppress(OSError):
+        return (run / "config.yaml").stat().st_mtime
+    return 0.0
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

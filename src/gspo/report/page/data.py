@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from gspo.errors import ConfigError
-from gspo.report.answers import answers, last, percent, time_parts
+from gspo.report.answers import answers, last, shown, time_parts
 from gspo.report.clip import TARGET, ClipSettings, suggest_eps
 from gspo.report.read import Row, is_by_sequence, read_config
 from gspo.report.samples import number
-from gspo.report.summary import Summary, duration, ends_words, summary_of
+from gspo.report.summary import Summary, duration, ends_words, score_name, summary_of
 
 LOG_LINES = 200  # the last lines of log.txt that the page carries
 
@@ -40,6 +40,8 @@ def overview(
         "figures": _figures(summary, steps, planned),
         "answers": answers(summary, steps, stories, suggested, how.target),
         "by_sequence": summary.by_sequence,
+        "graded": summary.graded,
+        "sources": list(summary.sources),
         "eps": summary.eps,
         "suggested": suggested,
         "target": how.target,
@@ -91,11 +93,12 @@ def _figures(summary: Summary, steps: Sequence[Row], planned: int | None) -> lis
     def figure(name: str, value: str, note: str = "") -> None:
         figures.append({"name": name, "value": value, "note": note})
 
-    if summary.accuracy and summary.accuracy_end:
-        (start, _, _), (end, low, high) = summary.accuracy, summary.accuracy_end
-        figure(
-            "held-out accuracy", f"{percent(start)} → {percent(end)}", f"95 % interval {100 * low:.1f}–{100 * high:.1f}"
-        )
+    if summary.score and summary.score_end:
+        graded, (end, low, high) = summary.graded, summary.score_end
+        ends = f"{low:.3f} … {high:.3f}" if graded else f"{100 * low:.1f}–{100 * high:.1f}"
+        best = "" if summary.best_step is None else f"; best: step {summary.best_step:,}"
+        change = f"{shown(summary.score[0], graded)} → {shown(end, graded)}"
+        figure(score_name(summary), change, f"95 % interval {ends}{best}")
     if summary.reward is not None and summary.reward_end is not None:
         figure("reward", f"{summary.reward:.3f} → {summary.reward_end:.3f}", ends_words(summary.ends))
     figure("steps", f"{summary.steps:,}" + (f" of {planned:,}" if planned and planned > summary.steps else ""))

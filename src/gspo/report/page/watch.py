@@ -26,7 +26,7 @@ from gspo.errors import ConfigError
 from gspo.report.clip import clip_story
 from gspo.report.page.data import clip_settings, config_of, overview, table
 from gspo.report.page.page import BUDGET, inert_json, page
-from gspo.report.read import Row, is_by_sequence, is_run
+from gspo.report.read import Row, is_by_sequence, is_run, score_text
 from gspo.report.samples import Signature, choose_steps, read_block, sample_steps
 from gspo.report.summary import summary_of
 from gspo.system.http import HttpServer, route
@@ -169,7 +169,9 @@ class Follower:
                 "id": name,
                 "algorithm": algorithm if isinstance(algorithm, str) else None,
                 "steps": s.steps,
-                "accuracy": f"{s.accuracy[0]:.1%} → {s.accuracy_end[0]:.1%}" if s.accuracy and s.accuracy_end else None,
+                "held_out": f"{score_text(s.score[0], s.graded)} → {score_text(s.score_end[0], s.graded)}"
+                if s.score and s.score_end
+                else None,
                 "reward": None if s.reward is None else f"{s.reward:.3f} → {s.reward_end:.3f}",
                 "clipped": None if clipped is None else f"{clipped:.1%}",
                 "age": self._age(),

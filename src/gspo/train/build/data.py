@@ -8,34 +8,44 @@ from typing import Any
 
 from gspo.config.schema import Config, DatasetSpec, MixtureSource
 from gspo.data.dataset import Dataset, DataSettings, load_dataset, make_dataset
-from gspo.data.mixture import DATA_TYPES, Data, make_mixture
+from gspo.data.mixture import DATA_TYPES, Data, Mixture, make_mixture
 from gspo.data.split import in_held_out
 from gspo.errors import ConfigError, DataError
 from gspo.rollout.producer import RolloutProducer
 from gspo.rollout.workflow import Workflow
+from gspo.system.clock import Every
 from gspo.train.build.run import make_every
 from gspo.train.build.sampler import evaluation_params
 from gspo.train.evaluate import Evaluator
 from gspo.types import Prompt
 
 
-def make_data(config: Config, given: Any, given_valid: Any, tokenizer: Any) -> tuple[Data, Data]:
+def make_data(config: Config, given: Any, given_valid: Any, tokenizer: Any) -> tuple[Data, Data | None]:
     """Training and held-out problems: the caller's data sets or rows, else those the config names.
 
-    Without explicit held-out problems, the held-out part of the training data is used: its test split, or 5 % of the
-    caller's rows. If there are too few rows to hold any out, both results are the same object.
+    Held-out problems are None if evaluation is switched off. Without explicit held-out problems, the held-out part of
+    the training data is used: its test split, or 5 % of the caller's rows. If there are too few rows to hold any out,
+    both results are the same object.
     """
+    is_off = config.evaluator.freq_steps == 0
     data = _one(given, config.train_dataset, "train", tokenizer, config.seed, "train_dataset")
     if given_valid is None and config.valid_dataset is None and given is not None:
-        return _divide(data)
+        # Also without evaluation: which rows are trained on must not depend on evaluator, which a resume may change.
+        data, valid = _divide(data)
+        return data, None if is_off else valid
+    if is_off:
+        return data, None
     return data, _one(given_valid, held_out(config), "test", tokenizer, config.seed, "valid_dataset")
 
 
-def open_data(config: Config, given: Any, given_valid: Any, tokenizer: Any, max_context: int) -> tuple[Data, Data]:
+def open_data(
+    config: Config, given: Any, given_valid: Any, tokenizer: Any, max_context: int
+) -> tuple[Data, Data | None]:
     """`make_data`, after a check that every prompt leaves room for its completion."""
     data, valid = make_data(config, given, given_valid, tokenizer)
     refuse_long_prompts(data, max_context, config.gconfig.max_new_tokens)
-    refuse_long_prompts(valid, max_context, evaluation_params(config)[0].max_new_tokens, "eval_gconfig")
+    if valid is not None:
+        refuse_long_prompts(valid, max_context, evaluation_params(config)[0].max_new_tokens, "eval_gconfig")
     return data, valid
 
 
@@ -47,18 +57,23 @@ def prompt_stream(config: Config, data: Data) -> Callable[[int], Prompt]:
 
 def make_evaluator(
     config: Config,
-    valid: Data,
+    valid: Data | None,
     producer: RolloutProducer,
     decode: Callable[[Sequence[int]], str],
     workflow: Workflow,
+    *,
+    total_steps: int,
     steps_per_epoch: int,
-) -> Evaluator:
-    """Evaluation during training, by the sampler and the rewards of training."""
+) -> Evaluator | None:
+    """Evaluation during training, by the sampler and the rewards of training; None: it is switched off."""
+    if valid is None:
+        return None
     params, num_samples = evaluation_params(config)
     return Evaluator(
         valid,
         at_start=config.evaluator.at_start,
-        every=make_every(config.evaluator, config.evaluator.freq_secs, steps_per_epoch),
+        every=_evaluation_steps(config, total_steps, steps_per_epoch),
+        best=_best_metric(config.evaluator.best, valid),
         max_failure_fraction=config.reward.max_failure_fraction,
         num_problems=config.evaluator.size,
         num_samples=num_samples,
@@ -68,6 +83,25 @@ def make_evaluator(
         decode=decode,
         workflow=workflow,
     )
+
+
+def _evaluation_steps(config: Config, total_steps: int, steps_per_epoch: int) -> Every:
+    keys = config.evaluator
+    if keys.freq_steps is keys.freq_epochs is keys.freq_secs is None:
+        # A curve of about ten points. Not more often than every 10 steps, so that evaluation stays a small part of the
+        # time: by default it samples 512 completions, and a step 256.
+        return Every(steps=max(total_steps // 10, 10))
+    return make_every(keys, keys.freq_secs, steps_per_epoch)
+
+
+def _best_metric(metric: str | None, valid: Data) -> str | None:
+    """The metric that evaluator.best names; ConfigError for a source that is not in the held-out data."""
+    source = (metric or "").removeprefix("eval/").rpartition("/")[0]
+    names = valid.names if isinstance(valid, Mixture) else ()
+    if source and source not in names:
+        known = f"its sources are {', '.join(names)}" if names else "the held-out data are not a mixture"
+        raise ConfigError(f"evaluator.best is {metric}, but there is no source {source!r}: {known}; set eval/reward")
+    return metric
 
 
 def held_out(config: Config) -> DatasetSpec:

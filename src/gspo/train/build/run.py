@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from gspo.config import Loaded, digest, dump, load, write_origins
-from gspo.config.schema import Config, Frequency
+from gspo.config.schema import Config
+from gspo.config.schema.saver import Evaluator as EvaluatorKeys
 from gspo.config.schema.saver import Saver as SaverKeys
 from gspo.data.mixture import Data
 from gspo.learner.learner import Learner
@@ -45,7 +46,7 @@ def length_of(config: Config, num_rows: int) -> tuple[int, int]:
     return config.total_train_steps or config.total_train_epochs * steps_per_epoch, steps_per_epoch
 
 
-def make_every(key: Frequency | SaverKeys, seconds: float | None, steps_per_epoch: int) -> Every:
+def make_every(key: EvaluatorKeys | SaverKeys, seconds: float | None, steps_per_epoch: int) -> Every:
     return Every(key.freq_steps, key.freq_epochs and key.freq_epochs * steps_per_epoch, seconds)
 
 
@@ -163,10 +164,14 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def opening_messages(loaded: Loaded, warnings: Sequence[Any], data: Data, valid: Data, learner: Learner) -> list[str]:
+def opening_messages(
+    loaded: Loaded, warnings: Sequence[Any], data: Data, valid: Data | None, learner: Learner
+) -> list[str]:
     """What rank 0 logs before the first step: translated keys, warnings, the data, the layout of micro-batches."""
     lines = [*loaded.messages, *(f"warning: {finding}" for finding in warnings)]
-    lines += [*data.describe().splitlines(), *valid.describe().splitlines(), f"layout: {learner.policy.layout_reason}"]
+    lines += data.describe().splitlines()
+    lines += ["no evaluation (evaluator.freq_steps: 0)"] if valid is None else valid.describe().splitlines()
+    lines.append(f"layout: {learner.policy.layout_reason}")
     if valid is data:
         lines.append(f"warning: {len(data)} rows are too few to hold some out; evaluation uses them too. Pass valid=…")
     return lines

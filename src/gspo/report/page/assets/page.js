@@ -42,17 +42,24 @@ function showCurves() {
   const x = state.steps, w = state.weight, place = $("curve-charts");
   const percent = { format: share };
   const learning = [...curve("reward", values("reward/mean"), "blue", w)];
-  if (has("eval/accuracy")) {
-    const accuracy = values("eval/accuracy"), k = values("eval/k"), n = values("eval/problems"), ci = values("eval/accuracy_ci");
-    const ends = accuracy.map((p, i) => (p == null ? [null, null] : interval(p, n[i], k[i], ci[i])));
+  const graded = state.run.graded, what = graded ? "reward" : "accuracy";
+  const held = scoreOf("eval/", graded);
+  if (held) {
     const red = cssColor("red");
     learning.push(
-      { label: "accuracy, low end", values: ends.map((e) => e[0]), color: red, stroke: "transparent", width: 0, quiet: true, points: false, spanGaps: true },
-      { label: "accuracy, high end", values: ends.map((e) => e[1]), color: red, stroke: "transparent", width: 0, quiet: true, points: false, spanGaps: true },
-      { label: "held-out accuracy", values: accuracy, color: red, points: true, text: (i) => `${share(accuracy[i])} (${(100 * ends[i][0]).toFixed(1)}–${(100 * ends[i][1]).toFixed(1)})` });
+      { label: "low end", values: held.ends.map((e) => e[0]), color: red, stroke: "transparent", width: 0, quiet: true, points: false, spanGaps: true },
+      { label: "high end", values: held.ends.map((e) => e[1]), color: red, stroke: "transparent", width: 0, quiet: true, points: false, spanGaps: true },
+      { label: "held-out " + what, values: held.score, color: red, points: true, text: (i) => scoreText(held, i, graded) });
   }
   const parts = [...state.columns.keys()].filter((name) => name.startsWith("reward/part_"));
-  draw(place, x, learning, { title: "Does it learn?", note: "reward of the samples; accuracy on held-out problems with its 95 % interval", big: true, height: 260, y: has("eval/accuracy") && within(values("reward/mean"), 0, 1) ? { min: 0, max: 1.02 } : {}, bands: [["accuracy, high end", "accuracy, low end", alpha(cssColor("red"), 0.16)]] });
+  draw(place, x, learning, { title: "Does it learn?", note: `reward of the samples; ${what} on held-out problems with its 95 % interval`, big: true, height: 260, y: held && within(values("reward/mean"), 0, 1) && (!graded || within(held.score, 0, 1)) ? { min: 0, max: 1.02 } : {}, bands: [["high end", "low end", alpha(cssColor("red"), 0.16)]] });
+  if (state.run.sources.length) {
+    const lines = state.run.sources.map((name, i) => {
+      const own = scoreOf(`eval/${name}/`, graded);
+      return { label: inertLine(name), values: own.score, color: cssColor(PALETTE[i % PALETTE.length]), points: true, text: (at) => scoreText(own, at, graded) };
+    });
+    draw(place, x, lines, { title: `Held-out ${what} by source`, note: "sources of the mixture", y: graded ? {} : { ...percent, min: 0, max: 1.02 } });
+  }
   const single = (title, note, lines, y) => draw(place, x, lines, { title, note, y });
   draw(place, x, curve("entropy", values("policy/entropy"), "blue", w), { title: "Entropy", note: "nats per token; near 0 the policy no longer explores", y: { min: 0 }, height: 276 });
   if (parts.length > 1) single("Parts of the reward", "each function before weights", parts.flatMap((name, i) => curve(inertLine(name.slice(12)), values(name), PALETTE[i % PALETTE.length], w)));
@@ -67,6 +74,17 @@ function showCurves() {
 
 const PALETTE = ["blue", "orange", "green", "red", "purple", "sky", "gray"];
 const within = (list, low, high) => list.every((v) => v == null || (v >= low && v <= high));
+
+// The held-out score and the ends of its interval, by step; `prefix` is "eval/", or that of a source of a mixture.
+function scoreOf(prefix, graded) {
+  const name = prefix + (graded ? "reward" : "accuracy");
+  if (!has(name)) return null;
+  const score = values(name), k = values(prefix + "k"), n = values(prefix + "problems"), ci = values(name + "_ci");
+  const ends = score.map((p, i) => (p == null ? [null, null] : graded ? [p - (ci[i] || 0), p + (ci[i] || 0)] : interval(p, n[i], k[i], ci[i])));
+  return { score, ends };
+}
+
+const scoreText = (held, i, graded) => (graded ? `${held.score[i].toFixed(3)} (${held.ends[i].map((v) => v.toFixed(3)).join(" … ")})` : `${share(held.score[i])} (${held.ends[i].map((v) => (100 * v).toFixed(1)).join("–")})`);
 
 function interval(p, n, k, ci) {
   if (k !== 1 || !n) return [Math.max(0, p - (ci || 0)), Math.min(1, p + (ci || 0))];
@@ -395,7 +413,7 @@ async function followRuns() {
       if (!document.hidden) {
         const { runs } = await ask("runs");
         $("runs-note").textContent = runs.length ? `${runs.length} under ${inertLine(boot.path)}, the newest first.` : `No run under ${inertLine(boot.path)} yet.`;
-        $("runs").tBodies[0].replaceChildren(...runs.map((r) => el("tr", {}, el("td", {}, el("a", { href: "page?run=" + encodeURIComponent(r.id) }, inertLine(r.id))), el("td", {}, inertLine(r.algorithm ?? "–")), el("td", { class: "num" }, r.steps), el("td", { class: "num" }, r.accuracy ?? "–"), el("td", { class: "num" }, r.reward ?? "–"), el("td", { class: "num" }, r.clipped ?? "–"), el("td", {}, r.age == null ? "no step yet" : ago(r.age)))));
+        $("runs").tBodies[0].replaceChildren(...runs.map((r) => el("tr", {}, el("td", {}, el("a", { href: "page?run=" + encodeURIComponent(r.id) }, inertLine(r.id))), el("td", {}, inertLine(r.algorithm ?? "–")), el("td", { class: "num" }, r.steps), el("td", { class: "num" }, r.held_out ?? "–"), el("td", { class: "num" }, r.reward ?? "–"), el("td", { class: "num" }, r.clipped ?? "–"), el("td", {}, r.age == null ? "no step yet" : ago(r.age)))));
       }
     } catch (problem) {
       $("runs-note").textContent = "No answer from gspo watch; what is shown stays.";

@@ -19,6 +19,10 @@ from typing import NamedTuple
 from gspo.errors import ConfigError
 
 SITES = {
+    "start.import": "before `gspo train` imports torch",
+    "start.model": "before the models are loaded",
+    "start.data": "before the data is loaded and rendered",
+    "start.sampler": "before the sampler is made",
     "rollout.token": "before the next token of all running rows is sampled",
     "reward.submit": "before a complete group is submitted to the rewards",
     "reward.wait": "before the trainer waits for outstanding rewards",
@@ -39,6 +43,8 @@ SITES = {
     "checkpoint.replace": "before an older checkpoint of the same step is removed",
     "checkpoint.rename": "before a checkpoint is published",
     "checkpoint.prune": "before each removal of an old checkpoint",
+    "end.close": "after the last step, before the parts of the run are closed",
+    "end.report": "before the results are printed, and the plot and the page are written",
 }
 _SIGNALS = {"term": signal.SIGTERM, "int": signal.SIGINT, "usr1": signal.SIGUSR1, "stop": signal.SIGSTOP}
 ACTIONS = ("kill", "full", "hang", *_SIGNALS)

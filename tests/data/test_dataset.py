@@ -13,11 +13,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from gspo.data.dataset import default_reward, load_dataset, make_dataset, parse_gsm8k
+from gspo.data.mixture import make_mixture
 from gspo.data.order import order
 from gspo.data.sources import in_held_out
 from gspo.errors import DataError
 from gspo.rewards.pool import RewardPool
 from gspo.rewards.spec import RewardItem, reward_spec
+from gspo.train.build.data import refuse_long_prompts
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 needs_gsm8k = pytest.mark.skipif(not GSM8K.is_dir(), reason="skipped: no GSM8K in ../shared/data/gsm8k")
@@ -183,6 +185,66 @@ def test_a_template_that_refuses_and_a_missing_one_are_data_errors(tmp_path, tok
     refusing = load_dataset(path, "all", tokenizer=tokenizer, chat_template="{{ raise_exception('no system') }}")
     with pytest.raises(DataError, match="no system"):
         refusing.prompt(0)
+
+
+class Counting:
+    """A tokenizer that counts the texts and characters it tokenizes."""
+
+    chat_template = None
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self.texts, self.characters = tokenizer, 0, 0
+
+    def encode(self, text, **options):
+        self.texts, self.characters = self.texts + 1, self.characters + len(text)
+        return self._tokenizer.encode(text, **options)
+
+    def apply_chat_template(self, messages, **options):
+        return self._tokenizer.apply_chat_template(messages, **options)
+
+
+def test_a_huge_row_is_dropped_or_refused_without_being_tokenized(tokenizer):
+    huge = {"question": "x" * 50_000_000, "answer": "0"}
+    counting = Counting(tokenizer)
+    data = make_dataset([*ROWS[:5], huge], tokenizer=counting, max_length=64)
+    assert (len(data), data.num_too_long) == (5, 1)
+    assert counting.characters < 100
+    data = make_dataset([*ROWS[:5], huge], tokenizer=counting)
+    with pytest.raises(DataError, match=r"row 5: the prompt has 50000000 characters.*max_length=44"):
+        refuse_long_prompts(data, 64, 20)
+    with pytest.raises(DataError, match=r"max_length is 64, but the shortest of 1 prompts .* has 50000000 characters"):
+        make_dataset([huge], tokenizer=counting, max_length=64)
+    assert counting.characters < 200
+
+
+def test_a_template_that_makes_a_huge_prompt_is_refused_without_being_tokenized(tokenizer):
+    counting = Counting(tokenizer)
+    data = make_dataset(ROWS[:3], tokenizer=counting, chat_template="{{ messages[0]['content'] * 9999999 }}")
+    with pytest.raises(DataError, match=r"row 0: the prompt has \d+ characters"):
+        refuse_long_prompts(data, 64, 20)
+    assert counting.texts == 0
+
+
+def test_rows_that_fit_by_their_size_are_tokenized_when_they_are_used(tokenizer):
+    counting = Counting(tokenizer)
+    data = make_dataset(ROWS, tokenizer=counting)
+    refuse_long_prompts(data, 4096, 1024)
+    mixed = make_mixture([data], [1.0])
+    refuse_long_prompts(mixed, 4096, 1024)
+    kept = make_dataset(ROWS, tokenizer=counting, max_length=2000)
+    assert counting.texts == 0
+    # A limit near the lengths is decided by tokens, as ever: "[bos]99+99=" is 7.
+    with pytest.raises(DataError, match="row 10: the prompt has 7 tokens"):
+        refuse_long_prompts(data, 10, 4)
+    assert counting.texts == 11
+    assert kept.prompt(3).tokens == data.prompt(3).tokens
+    assert len(kept) == len(ROWS)
+
+
+def test_a_prompt_with_a_lone_surrogate_is_refused_by_its_row(tokenizer):
+    data = make_dataset([*ROWS[:2], {"question": "1+\ud800=", "answer": "1"}], tokenizer=tokenizer)
+    with pytest.raises(DataError, match="row 2: the prompt has a lone surrogate at character 2"):
+        refuse_long_prompts(data, 4096, 20)
 
 
 def test_prompts_beyond_max_length_are_dropped_and_counted(tmp_path, tokenizer):

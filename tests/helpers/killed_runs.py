@@ -74,6 +74,8 @@ def serve() -> None:
                     opening.make_sampler = _forgetful(opening.make_sampler)
                 summary = training_runs.make_trainer(root, *RUN, *asked["overrides"]).train()
                 code = 0 if summary.finished else 3
+            except KeyboardInterrupt:
+                code = 130
             except BaseException:
                 import traceback
 

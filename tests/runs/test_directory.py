@@ -1,11 +1,16 @@
+import errno
+import fcntl
 import json
+import os
 import resource
+import stat
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from gspo.errors import CheckpointError, ConfigError
+from gspo.report.read import read_metrics
 from gspo.runs.directory import RunDir, environment
 from gspo.system.files import read_jsonl, to_json, write_run_file
 
@@ -98,6 +103,82 @@ def test_two_trainers_in_one_directory_are_refused_until_the_first_is_done(run):
         RunDir(run.path)
     run.close()
     RunDir(run.path).close()
+
+
+def test_the_lock_holds_after_its_file_was_deleted(run):
+    (run.path / ".lock").unlink()
+    with pytest.raises(ConfigError, match="in use by another trainer"):
+        RunDir(run.path)
+    run.metrics({"step": 1})  # the first trainer goes on
+
+
+def test_without_locks_on_directories_the_first_trainer_writes_nothing_once_another_has_the_lock(run, monkeypatch):
+    """Some network file systems lock files only."""
+    flock = fcntl.flock
+
+    def files_only(handle, how):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EBADF, "no locks on directories")
+        flock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", files_only)
+    first = RunDir(run.path.parent / "other")
+    with pytest.raises(ConfigError, match="in use by another trainer"):
+        RunDir(first.path)
+    (first.path / ".lock").unlink()
+    first.metrics({"step": 1})  # nobody else is there: it takes the lock again
+    with pytest.raises(ConfigError, match="in use by another trainer"):
+        RunDir(first.path)
+    (first.path / ".lock").unlink()
+    second = RunDir(first.path)
+    for write in (lambda: first.metrics({"step": 2}), lambda: first.samples(2, [{"step": 2}], {})):
+        with pytest.raises(CheckpointError, match=r"another trainer uses the directory.*trial_name"):
+            write()
+    assert read_jsonl(first.path / "metrics.jsonl") == [{"step": 1}]
+    assert not list((first.path / "samples").iterdir())
+    first.close()
+    second.metrics({"step": 2})
+    second.close()
+
+
+@pytest.mark.parametrize("how", ["moved", "replaced"])
+def test_a_directory_that_was_moved_or_replaced_while_the_trainer_runs_gets_nothing_more(run, how):
+    run.metrics({"step": 1})
+    moved = run.path.rename(run.path.with_name("moved"))
+    if how == "replaced":
+        run.path.mkdir()
+    with pytest.raises(CheckpointError, match=r"was moved, removed or replaced.*trial_name"):
+        run.metrics({"step": 2})
+    with pytest.raises(CheckpointError, match="was moved, removed or replaced"):
+        run.lock.check()  # as before every checkpoint
+    assert read_jsonl(moved / "metrics.jsonl") == [{"step": 1}]
+    assert not run.path.exists() or not list(run.path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "log.txt", "config.yaml", ".lock", "samples/step_000001.jsonl"])
+@pytest.mark.parametrize("kind", ["directory", "fifo"])
+def test_a_directory_or_a_fifo_where_a_file_belongs_is_an_error_that_names_it(tmp_path, name, kind):
+    """Opening a FIFO would wait for its other end."""
+    RunDir(tmp_path).close()
+    (tmp_path / name).unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(tmp_path / name)
+    else:
+        (tmp_path / name).mkdir()
+    # The lock's own file is opened first; the operating system names the reason.
+    with pytest.raises(ConfigError, match=rf"{name}.* (is|move)|cannot be written: Is a directory"):
+        RunDir(tmp_path)
+    (tmp_path / name).rmdir() if kind == "directory" else (tmp_path / name).unlink()
+    RunDir(tmp_path).close()  # the lock was released
+
+
+@pytest.mark.parametrize("read", [read_metrics, lambda run: read_jsonl(run / "metrics.jsonl")])
+def test_metrics_that_are_a_directory_or_a_fifo_are_not_read(tmp_path, read):
+    for make, remove in ((os.mkfifo, os.unlink), (os.mkdir, os.rmdir)):
+        make(tmp_path / "metrics.jsonl")
+        with pytest.raises((ConfigError, OSError), match="not a regular file; move it away"):
+            read(tmp_path)
+        remove(tmp_path / "metrics.jsonl")
 
 
 def test_a_root_that_cannot_be_written_is_a_config_error(tmp_path):

@@ -1,8 +1,6 @@
 """Kill it anywhere, run it again: the run is the uninterrupted one, bit for bit (promise P1, test 1; P2, test 2)."""
 
 import json
-import subprocess
-import sys
 import time
 
 import pytest
@@ -19,7 +17,8 @@ pytestmark = [pytest.mark.usefixtures("tiny"), pytest.mark.run]
 VISITS = {
     "rollout.token": 400, "reward.submit": 80, "reward.wait": 20, "train.backward": 12, "train.optimizer": 40,
     "train.updated": 40, "record.samples": 20, "record.metrics": 20, "eval.begin": 4, "checkpoint.file": 28,
-    "checkpoint.sync": 42, "checkpoint.rename": 7, "checkpoint.prune": 4,
+    "checkpoint.sync": 42, "checkpoint.rename": 7, "checkpoint.prune": 4, "start.model": 1, "start.data": 1,
+    "start.sampler": 1, "end.close": 1,
 }  # fmt: skip
 
 
@@ -56,7 +55,8 @@ def moments(count, seed):
 
 def test_every_site_of_the_injector_is_killed_at_or_has_a_test_of_its_own():
     servers = {site for site in SITES if site.startswith(("sampler.", "weights."))}  # test_sampler_faults.py
-    assert set(SITES) == {*VISITS, *servers, "checkpoint.replace"}
+    command = {"start.import", "end.report"}  # tests/cli/test_train_signals.py
+    assert set(SITES) == {*VISITS, *servers, *command, "checkpoint.replace"}
 
 
 @pytest.mark.parametrize(
@@ -212,18 +212,75 @@ def test_a_run_that_stands_still_ends_itself_names_the_phase_and_dumps_its_stack
     assert digests(path_of(tmp_path)) == straight
 
 
-def test_a_process_whose_interpreter_is_stuck_in_c_is_ended_all_the_same(tmp_path):
-    """A sleep in C that keeps the interpreter's lock: no thread of Python can run."""
-    code = (
-        "import ctypes, sys, pathlib\n"
-        "from gspo.system import heartbeat\n"
-        "heartbeat.GRACE = 0.5\n"
-        "with heartbeat.watched(1.0, pathlib.Path(sys.argv[1]), print):\n"
-        "    import time; time.sleep(0.6)\n"
-        "    ctypes.PyDLL(None).sleep(60)\n"
-    )
-    begin = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "log.txt")], capture_output=True, timeout=50)
-    assert done.returncode == 1
-    assert time.monotonic() - begin < 40
-    assert "most recent call first" in (tmp_path / "log.txt").read_text()
+@pytest.mark.parametrize(
+    ("site", "what"),
+    [
+        ("start.data", "loading the data (train_dataset, valid_dataset)"),
+        pytest.param("start.model", "loading the model (actor.path)", marks=FULL),
+        pytest.param("start.sampler", "starting the sampler", marks=FULL),
+        pytest.param("end.close", "end of bookkeeping", marks=FULL),
+    ],
+)
+def test_a_run_that_hangs_while_it_starts_or_ends_ends_itself_and_names_what_it_did(runs, tmp_path, site, what):
+    overrides = ("stall_timeout=5", "total_train_steps=1", "evaluator.size=4")
+    assert runs.run(tmp_path, *overrides, fault=f"{site}:1:hang") == 1
+    assert fired(tmp_path) == [f"{site}:1:hang"]
+    said, log = (tmp_path / "out.txt").read_text(), (path_of(tmp_path) / "log.txt").read_text()
+    assert f"stalled: no progress for 5 s after {what!r}" in said
+    assert "stall_timeout" in said
+    assert "faults.py" in log  # where it stood
+
+
+def test_a_chat_template_that_never_ends_is_ended_and_the_row_is_named(runs, tmp_path):
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x"
+    code = runs.run(tmp_path, "stall_timeout=5", f"train_dataset.chat_template='{loops}'")
+    assert code == 1
+    said = (tmp_path / "out.txt").read_text()
+    assert "stalled: no progress for 5 s after 'rendering row 0 of train_dataset'" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "site"),
+    [
+        pytest.param(name, site, marks=() if (name, site) == ("usr1", "start.data") else FULL)
+        for name in ("term", "int", "usr1")
+        for site in ("start.model", "start.data", "start.sampler")
+    ],
+)
+def test_a_signal_while_the_run_starts_ends_it_at_once_and_the_same_command_runs_it(
+    runs, straight, tmp_path, site, name
+):
+    assert runs.run(tmp_path, fault=f"{site}:1:{name}") == 130
+    assert fired(tmp_path) == [f"{site}:1:{name}"]
+    assert runs.run(tmp_path) == 0
+    assert digests(path_of(tmp_path)) == straight
+
+
+@pytest.mark.full
+def test_a_signal_after_the_last_step_leaves_the_run_finished(runs, straight, tmp_path):
+    assert runs.run(tmp_path, fault="end.close:1:term") == 0
+    assert fired(tmp_path) == ["end.close:1:term"]
+    assert digests(path_of(tmp_path)) == straight
+
+
+@pytest.mark.full
+def test_a_renamed_run_directory_goes_on_under_its_new_name(runs, straight, tmp_path):
+    assert runs.run(tmp_path, fault="train.backward:9:kill") == -9
+    (tmp_path / "other").mkdir()
+    path_of(tmp_path).rename(tmp_path / "other" / "renamed")
+    assert runs.run(tmp_path, "experiment_name=other", "trial_name=renamed") == 0
+    assert digests(tmp_path / "other" / "renamed") == straight
+
+
+@pytest.mark.full
+def test_a_second_trainer_is_refused_although_the_lock_file_was_deleted(runs, straight, tmp_path):
+    """A trainer that is busy, its `.lock` deleted as people do with stale locks, and another trainer."""
+    from gspo.runs.directory import RunDir
+
+    first = RunDir(path_of(tmp_path))
+    (path_of(tmp_path) / ".lock").unlink()
+    assert runs.run(tmp_path) == 1
+    assert "in use by another trainer" in (tmp_path / "out.txt").read_text()
+    first.close()
+    assert runs.run(tmp_path) == 0
+    assert digests(path_of(tmp_path)) == straight

@@ -186,7 +186,8 @@ def test_one_process_is_a_world_of_its_own_and_starts_nothing(monkeypatch):
 def test_a_signal_is_said_once_whoever_got_it():
     said = []
     stop = StopRequest()
-    stop.listen(said.append)
+    stop.listen()
+    stop.defer(said.append)
     stop.ask(signal.SIGTERM, "rank 3")
     stop.ask(signal.SIGTERM, "rank 3")
     stop.restore()

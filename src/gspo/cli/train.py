@@ -8,9 +8,17 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gspo.cli.common import config_arguments, console, load_config
 from gspo.cli.reports import write_report_of
+from gspo.faults import reached
+from gspo.system.heartbeat import beat, watched
+
+if TYPE_CHECKING:
+    from gspo.config.load import Loaded
+
+MIN_TIMEOUT_S = 600.0  # the least stall timeout outside of training
 
 
 def train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,11 +30,19 @@ def train_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def train(args: argparse.Namespace) -> int:
-    from gspo.config.lint import check
-    from gspo.launcher.launch import launch, with_scheduler
-    from gspo.train.relaunch import is_launched
+    from gspo.launcher.launch import with_scheduler
 
     loaded = with_scheduler(load_config(args), args.on)
+    # Imports and the report may take long on a slow disk; the trainer sets the exact limit for its own part.
+    with watched(max(loaded.config.stall_timeout, MIN_TIMEOUT_S)):
+        return _train(args, loaded)
+
+
+def _train(args: argparse.Namespace, loaded: Loaded) -> int:
+    from gspo.config.lint import check
+    from gspo.launcher.launch import launch
+    from gspo.train.relaunch import is_launched
+
     given = [*(["--config", args.config] if args.config else []), *args.words, *(["--on", args.on] if args.on else [])]
     if args.dry_run or not is_launched():
         code = launch(loaded, [sys.executable, "-m", "gspo", "train", *given], dry_run=args.dry_run)
@@ -36,6 +52,8 @@ def train(args: argparse.Namespace) -> int:
     config = loaded.config
     path = Path(config.cluster.fileroot) / config.experiment_name / config.trial_name
     again = shlex.join(["gspo", "train", *given])
+    beat("importing torch")
+    reached("start.import")
     from gspo.report.read import best_step, read_metrics
     from gspo.train import run
 
@@ -65,6 +83,8 @@ def show_run(path: Path, said: str, commands: Mapping[str, str]) -> None:
     from gspo.report.terminal import run_view
     from gspo.system.text import inert
 
+    beat("writing the plot and the report")
+    reached("end.report")
     try:
         drawn = str(plot_run(path) or "no step yet")
     except ImportError:

@@ -12,7 +12,14 @@ from gspo.data import arithmetic
 from gspo.data.order import order
 from gspo.data.sources import Row, rows_of
 from gspo.errors import DataError
+from gspo.system.heartbeat import beat
 from gspo.types import Prompt
+
+# Bounds on the number of tokens of a text. The longest tokens of common vocabularies have 128 to 512 characters.
+MAX_CHARACTERS_PER_TOKEN = 1024
+# A token holds at least one byte, and Unicode normalization makes a text at most 11 times longer (NFKC).
+MAX_TOKENS_PER_BYTE = 11
+NUM_SPECIAL_TOKENS = 16  # that a tokenizer may add
 
 _PROMPT_COLUMNS = ("prompt", "question", "problem", "messages", "instruction", "input", "query")
 _ANSWER_COLUMNS = ("answer", "final_answer", "ground_truth", "target", "solution", "label", "output", "response")
@@ -90,41 +97,72 @@ class Dataset:
             total.update(repr((row.get(self.prompt_column), row["answer"])).encode("utf-8", "surrogatepass"))
         return total.hexdigest()
 
+    def text(self, row: int) -> str:
+        """The prompt of a row as the tokenizer gets it."""
+        return self._prompts[row].text if row in self._prompts else self._text(row)[0]
+
+    def excess(self, row: int, limit: int) -> str:
+        """How long the prompt of a row is if it has more than `limit` tokens, in words; "" if it has not.
+
+        A text is tokenized only if its size leaves the answer open, so 300 MB in one row cost nothing.
+        """
+        beat(f"rendering row {row} of {self.key}")
+        if row in self._prompts:
+            length = len(self._prompts[row].tokens)
+        else:
+            text = self._text(row)[0]
+            if len(text) > max(limit, 1) * MAX_CHARACTERS_PER_TOKEN:
+                return f"{len(text)} characters"
+            try:
+                num_bytes = len(text.encode())
+            except UnicodeEncodeError as error:
+                raise DataError(
+                    f"{self.source}, row {row}: the prompt has a lone surrogate at character {error.start}, which is "
+                    "not valid text; remove it"
+                ) from None
+            if num_bytes * MAX_TOKENS_PER_BYTE + NUM_SPECIAL_TOKENS <= limit:
+                return ""
+            length = len(self.prompt(row).tokens)
+        return f"{length} tokens" if length > limit else ""
+
     def _render(self, row: int) -> Prompt:
+        text, messages = self._text(row)
         columns = self.rows[row]
-        content = _column(columns, self.prompt_column)
-        messages = _messages(content, self.system_prompt)
         data = dict(columns)
-        if not isinstance(content, str):
+        if not isinstance(_column(columns, self.prompt_column), str):
             data["messages"] = messages  # marks a conversational row, also for rewards with TRL's signature
+        # A template adds the special tokens itself.
+        special = {} if self.chat is False else {"add_special_tokens": False}
+        tokens = self.tokenizer.encode(text, **special)
+        if not len(tokens):
+            raise DataError(f"{self.source}, row {row}: the prompt {text!r} has no tokens")
+        return Prompt(tuple(int(t) for t in tokens), text, data, self.source, row, tuple(messages))
+
+    def _text(self, row: int) -> tuple[str, list[dict[str, Any]]]:
+        """The rendered prompt of a row, and its messages."""
+        content = _column(self.rows[row], self.prompt_column)
+        messages = _messages(content, self.system_prompt)
         if self.chat is False:
             if not isinstance(content, str):
                 raise DataError(
                     f"{self.source}, row {row}: the prompt is a list of messages, but no chat template is used; "
                     f"set {self.key}.chat_template, or use plain text"
                 )
-            text = content if self.system_prompt is None else f"{self.system_prompt}\n\n{content}"
-            tokens = self.tokenizer.encode(text)
-        else:
-            template = self.chat if isinstance(self.chat, str) else None
-            try:
-                text = self.tokenizer.apply_chat_template(
-                    messages,
-                    chat_template=template,
-                    add_generation_prompt=True,
-                    tokenize=False,
-                    **self.template_kwargs,
-                )
-            except Exception as error:  # a template is a program and may raise anything
-                raise DataError(
-                    f"{self.source}, row {row}: the chat template cannot render the messages ({error}); "
-                    f"set {self.key}.chat_template or {self.key}.system_prompt"
-                ) from error
-            # The template adds the special tokens itself.
-            tokens = self.tokenizer.encode(text, add_special_tokens=False)
-        if not len(tokens):
-            raise DataError(f"{self.source}, row {row}: the prompt {text!r} has no tokens")
-        return Prompt(tuple(int(t) for t in tokens), text, data, self.source, row, tuple(messages))
+            return content if self.system_prompt is None else f"{self.system_prompt}\n\n{content}", messages
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages,
+                chat_template=self.chat if isinstance(self.chat, str) else None,
+                add_generation_prompt=True,
+                tokenize=False,
+                **self.template_kwargs,
+            )
+        except Exception as error:  # a template is a program and may raise anything
+            raise DataError(
+                f"{self.source}, row {row}: the chat template cannot render the messages ({error}); "
+                f"set {self.key}.chat_template or {self.key}.system_prompt"
+            ) from error
+        return text, messages
 
 
 def load_dataset(
@@ -196,15 +234,15 @@ def make_dataset(
 
 
 def _without_long_prompts(data: Dataset, max_length: int) -> Dataset:
-    lengths = [len(data.prompt(row).tokens) for row in range(len(data))]
-    kept = [row for row, length in enumerate(lengths) if length <= max_length]
+    kept = [row for row in range(len(data)) if not data.excess(row, max_length)]
     if not kept:
+        shortest = min(range(len(data)), key=lambda row: len(data.text(row)))
         raise DataError(
             f"{data.key}.max_length is {max_length}, but the shortest of {len(data)} prompts of {data.source} has "
-            f"{min(lengths)} tokens; raise it"
+            f"{data.excess(shortest, max_length)}; raise it"
         )
     # Rows are renumbered, and the rendered prompts are kept, so that they are not tokenized twice.
-    prompts = {new: replace(data.prompt(row), row=new) for new, row in enumerate(kept)}
+    prompts = {new: replace(data._prompts[row], row=new) for new, row in enumerate(kept) if row in data._prompts}
     rows = [data.rows[row] for row in kept]
     return replace(data, rows=rows, num_too_long=len(data) - len(kept), _prompts=prompts)
 

@@ -55,6 +55,11 @@ class Mixture:
             self._prompts[row] = replace(self.sources[source].prompt(own), source=self.names[source])
         return self._prompts[row]
 
+    def excess(self, row: int, limit: int) -> str:
+        """As `Dataset.excess`."""
+        source, own = (int(x) for x in self._places[row])
+        return self.sources[source].excess(own, limit)
+
     def row_of(self, seed: int, submission: int, *, shuffle: bool = True) -> int:
         """The row of submission number `submission`; the stream of submissions is endless."""
         source, position = draw_source(seed, self.weights, submission)

@@ -11,6 +11,7 @@ import sys
 from gspo.config import load
 from gspo.errors import ConfigError, GspoError
 from gspo.launcher.launch import LAUNCHERS, launch, run_here, with_scheduler
+from gspo.system import program
 
 
 def main() -> int:
@@ -31,4 +32,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

@@ -12,7 +12,6 @@ Imports are inside the functions so that `--help` and `--dry-run` start without 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -81,17 +80,12 @@ def _require_engine(config: Config, plan: LaunchPlan) -> None:
 def _write_launch_files(loaded: Loaded, plan: LaunchPlan) -> None:
     """Create the folders and write the resolved config, which samplers and Slurm jobs read."""
     from gspo.config import dump
-    from gspo.errors import ConfigError
+    from gspo.runs.lock import RunLock
 
     plan.path.mkdir(parents=True, exist_ok=True)
-    # The lock is only tested here and released at once; the trainer takes it when it starts.
-    with open(plan.path / ".lock", "a") as lock:  # held by a running trainer, whose samplers must stay registered
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as cause:
-            raise ConfigError(
-                f"{plan.path} is in use by another trainer; wait for it to end, or set another trial_name"
-            ) from cause
+    # Only tested here and released at once: a running trainer's samplers must stay registered. The trainer takes the
+    # lock when it starts.
+    RunLock(plan.path).close()
     # 0700: the files name addresses of servers of this run.
     for folder in (plan.folder, plan.sampler_folder) if plan.samplers else (plan.folder,):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

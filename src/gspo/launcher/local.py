@@ -6,13 +6,14 @@ import os
 import secrets
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import IO
 
 from gspo.launcher.launch import main
 from gspo.launcher.plan import LaunchPlan, Process
 from gspo.launcher.supervise import Say, Start, environment, supervise
+from gspo.system import program
+from gspo.system.heartbeat import AwakeClock
 from gspo.system.launched import Launched
 from gspo.system.process import dying_with_parent, is_stopped, shell_code, stop_group
 
@@ -76,11 +77,13 @@ class StopLimit:
 
     def __init__(self, process: Process) -> None:
         self._name, self._limit_s = process.name, process.max_stopped_s
-        self._checked = self._running = time.monotonic()
+        # If the launcher is stopped as well (a suspended job), that time does not count.
+        self._clock = AwakeClock()
+        self._checked = self._running = 0.0
 
     def enforce(self, process: subprocess.Popen[bytes]) -> str:
         """Check at most once per second; returns a message if the process was killed, else ""."""
-        now = time.monotonic()
+        now = self._clock.seconds()
         if now - self._checked < 1.0:
             return ""
         self._checked = now
@@ -104,4 +107,4 @@ def gpu_ids(gpus: tuple[int, ...], visible: str | None) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main("local"))
+    program.run(lambda: main("local"))

@@ -13,9 +13,8 @@ import signal
 import sys
 from pathlib import Path
 
+from gspo.system import program
 from gspo.system.process import describe_exit, dying_with_parent, last_lines, own_children, shell_code
-
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def main() -> int:
@@ -32,13 +31,21 @@ def main() -> int:
 
 
 def run(command: list[str], ranks: int, nodes: int, rendezvous: str, is_host: bool, logs: Path) -> int:
+    stopped_by: list[int] = []
+
+    def forward(number: int, _: object) -> None:
+        stopped_by.append(number)
+        for pid in own_children():
+            os.kill(pid, number)
+
+    # Before torch is imported, which takes seconds.
+    for number in program.STOP_SIGNALS:
+        signal.signal(number, forward)
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # a rank's own error is shown instead
-    for number in FORWARDED:
-        signal.signal(number, _forward)
     logs.mkdir(parents=True, exist_ok=True)
     config = LaunchConfig(
         min_nodes=nodes,
@@ -55,22 +62,21 @@ def run(command: list[str], ranks: int, nodes: int, rendezvous: str, is_host: bo
         logs_specs=DefaultLogsSpecs(str(logs), redirects=dict.fromkeys(range(1, ranks), Std.ALL)),
         signals_to_handle="SIGHUP",  # the other signals are forwarded, and the ranks then end by themselves
     )
+    if stopped_by:
+        return program.INTERRUPTED
     entry, *arguments = dying_with_parent(command)
     try:
         elastic_launch(config, entry)(*arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
-        if code not in (0, 130):
+        if -code in stopped_by:  # the signal came before the rank could handle it
+            return program.INTERRUPTED
+        if code not in (0, program.INTERRUPTED):
             log = _end_of_log(failure.local_rank, logs)
             print(f"gspo: rank {rank} {describe_exit(code)}{log}", file=sys.stderr)
         return shell_code(code)
     return 0
-
-
-def _forward(number: int, _: object) -> None:
-    for pid in own_children():
-        os.kill(pid, number)
 
 
 def _end_of_log(local_rank: int, logs: Path) -> str:

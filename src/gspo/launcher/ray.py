@@ -20,6 +20,8 @@ from gspo.launcher.launch import main
 from gspo.launcher.plan import ADDRESS, RENDEZVOUS, LaunchPlan, Process
 from gspo.launcher.ray_actor import ProcessActor
 from gspo.launcher.supervise import LOST_CODE, Say, Start, environment, supervise
+from gspo.system import program
+from gspo.system.heartbeat import beat
 from gspo.system.launched import Launched
 from gspo.system.process import kill, own_children
 
@@ -78,15 +80,17 @@ def _connect(plan: LaunchPlan, timeout: float) -> Any:
         options |= {"num_cpus": cores, "num_gpus": plan.layout.gpus_per_node}
         options |= {"include_dashboard": False, "object_store_memory": STORE_BYTES}
     until = time.monotonic() + timeout
+    others = set(own_children())
     if address is not None:
         _wait_for_port(address, until, timeout)
     while True:  # the cluster may still be starting, and a busy machine may miss Ray's own timeouts
         try:
+            beat("connecting to Ray")
             ray.init(**options)
             return ray
         except Exception as error:  # Ray raises many types, a bare Exception among them
             ray.shutdown()
-            for pid in own_children():  # daemons of a cluster that has not come up
+            for pid in set(own_children()) - others:  # daemons of a cluster that has not come up
                 kill(pid)
             if time.monotonic() > until:
                 where = f"the Ray cluster at {address} (RAY_ADDRESS)" if address else "a Ray cluster on this machine"
@@ -109,6 +113,7 @@ def _wait_for_port(address: str, until: float, timeout: float) -> None:
                     f"the Ray cluster at {address} (RAY_ADDRESS) cannot be reached: {error}; waited {timeout:g} s "
                     "(scheduler.start_timeout)"
                 ) from error
+            beat("connecting to Ray")
             time.sleep(0.5)
 
 
@@ -123,6 +128,7 @@ def _reserve(ray: Any, plan: LaunchPlan, timeout: float) -> tuple[Any, dict[int,
     ]
     # STRICT_SPREAD: every bundle on a machine of its own, as the plan assumes.
     group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "STRICT_PACK")
+    beat("reserving machines on Ray")
     if not group.wait(timeout_seconds=timeout):
         offered = [{k: v for k, v in n["Resources"].items() if k in ("CPU", "GPU")} for n in ray.nodes() if n["Alive"]]
         raise GspoError(
@@ -205,4 +211,4 @@ class RayProcess:
 
 
 if __name__ == "__main__":
-    sys.exit(main("ray"))
+    program.run(lambda: main("ray"))

@@ -21,6 +21,8 @@ from gspo.launcher.launch import main
 from gspo.launcher.plan import LaunchPlan
 from gspo.launcher.ray import STORE_BYTES
 from gspo.launcher.supervise import Say
+from gspo.system import program
+from gspo.system.heartbeat import beat
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
 ENDED += ("REVOKED", "PREEMPTED")
@@ -86,6 +88,7 @@ def run(plan: LaunchPlan, slurm: Slurm, command: Sequence[str], *, restarts: int
             except GspoError:  # the controller may be restarting; the job does not need it
                 if time.monotonic() - answered > CONTROLLER_TIMEOUT_S:
                     raise
+                beat("a call of the Slurm controller")
                 time.sleep(5)
                 continue
             position = _print_log(log, position)
@@ -96,6 +99,7 @@ def run(plan: LaunchPlan, slurm: Slurm, command: Sequence[str], *, restarts: int
                     say(f"job {job} ended as {state}; run the same command again to resume from the last checkpoint")
                 return code
             before = state
+            beat("the state of the job")
             time.sleep(0.5)
         except KeyboardInterrupt:
             # The second Ctrl-C cancels the job whatever its state is.
@@ -148,4 +152,4 @@ def _slurm(*command: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main("slurm"))
+    program.run(lambda: main("slurm"))

@@ -1,8 +1,8 @@
 """Run the processes of a plan to the end: restarts, signals, exit code. The same rules for the local launcher and Ray.
 
-If the trainer ends with exit code 0, 1, 2 or 130, the run ends with that code. If it is killed, all its ranks are
-restarted together and resume from the last checkpoint. A sampler that ends is restarted alone. The number of restarts
-is limited. Signals are passed to the trainer, which saves and ends; the samplers are stopped after the trainer.
+If the trainer ends with exit code 0, 1, 2 or 130, or stalled, the run ends with that code. If it is killed, all its
+ranks are restarted together and resume from the last checkpoint. A sampler that ends is restarted alone. The number of
+restarts is limited. Signals are passed to the trainer, which saves and ends; the samplers are stopped after it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ from typing import Protocol
 
 from gspo.launcher.plan import LaunchPlan, Process
 from gspo.sampling.remote.discovery import forget, give_up
+from gspo.system import program
+from gspo.system.heartbeat import END_SIGNAL, beat
 from gspo.system.process import describe_exit, last_lines
 
 # Exit codes of our commands: finished, failed, wrong usage, interrupted and saved. The process is not restarted.
-FINAL_CODES = (0, 1, 2, 130)
+# The last one is a stall of which only the supervising process of `system/heartbeat.py` noticed.
+FINAL_CODES = (0, 1, 2, program.INTERRUPTED, 128 + END_SIGNAL)
+KILLED_BY_STOP = [128 + number for number in program.STOP_SIGNALS]
 LOST_CODE = 137  # for a process whose machine or actor is gone: as if it had been killed
 STOP_TIMEOUT_S = 10.0  # between SIGTERM and SIGKILL
 
@@ -111,8 +115,12 @@ def supervise(plan: LaunchPlan, prepare: Callable[[], Start], *, restarts: int, 
                 running = [unit for unit in running if _keep_running(unit, prepare, plan.folder, say)]
                 code = trainer.poll()
                 if code is None:
+                    beat("a check of the processes")  # the trainer has a stall timeout of its own
                     time.sleep(0.05)
                     continue
+                # Python needs a moment before it can handle a signal; one that came earlier has killed the trainer.
+                if stopping and code in KILLED_BY_STOP:
+                    return program.INTERRUPTED
                 # After a signal the trainer is not restarted, even if it was killed while it saved.
                 if code in FINAL_CODES or stopping:
                     return code
@@ -172,7 +180,7 @@ def environment(process: Process, inherited: Mapping[str, str], shared: Mapping[
 def _received_signals() -> Iterator[list[int]]:
     """A list of received signals. The loop passes them on, because a signal handler must not call into Ray."""
     received: list[int] = []
-    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+    numbers = [*program.STOP_SIGNALS]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup SIGHUP stays ignored
         numbers.append(signal.SIGHUP)
 

@@ -13,6 +13,7 @@ import yaml
 
 from gspo.errors import ConfigError
 from gspo.stats import wilson
+from gspo.system.files import read_regular
 
 Row = dict[str, Any]
 
@@ -52,13 +53,19 @@ def open_run(path: str | Path) -> Path:
 def read_metrics(run: Path) -> list[Row]:
     """The rows of metrics.jsonl by step, without a last line that is still being written."""
     rows: list[Row] = []
-    with contextlib.suppress(FileNotFoundError):
+    file = run / "metrics.jsonl"
+    try:
         # Bytes, because the last line may end inside a UTF-8 character.
-        for line in (run / "metrics.jsonl").read_bytes().split(b"\n"):
-            with contextlib.suppress(ValueError):
-                row = json.loads(line)
-                if isinstance(row, dict) and isinstance(row.get("step"), int):
-                    rows.append(row)
+        content = read_regular(file)
+    except FileNotFoundError:
+        return []
+    except OSError as cause:
+        raise ConfigError(f"{file} cannot be read: {cause.strerror}") from cause
+    for line in content.split(b"\n"):
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                rows.append(row)
     return rows
 
 

@@ -30,7 +30,7 @@ from gspo.errors import CheckpointError
 from gspo.faults import reached
 from gspo.learner.policy.sharding import like, put, whole
 from gspo.models.lora import base_digest
-from gspo.system.files import fsync, sha256, step_name, step_of, write_errors
+from gspo.system.files import fsync, read_regular, sha256, step_name, step_of, write_errors
 
 FORMAT = 1
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
@@ -126,7 +126,7 @@ def verify(folder: Path) -> dict[str, Any]:
     """The manifest, if every file has the recorded size and sha256; else a CheckpointError that names the file."""
     file = folder / "manifest.json"
     try:
-        manifest = json.loads(file.read_bytes())
+        manifest = json.loads(read_regular(file))
         if manifest["format"] != FORMAT:
             raise CheckpointError(f"{folder}: format {manifest['format']}, this version reads {FORMAT}")
         # The manifest's own sha256 covers all of it except this entry.

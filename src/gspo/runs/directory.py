@@ -7,7 +7,6 @@ resume every file is cut back to the checkpoint's step.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import platform
 import subprocess
@@ -22,6 +21,7 @@ import numpy as np
 
 from gspo.errors import ConfigError
 from gspo.faults import reached
+from gspo.runs.lock import RunLock
 from gspo.system.files import read_jsonl, step_name, step_of, to_json, write_errors, write_run_file
 from gspo.system.text import inert
 
@@ -33,17 +33,14 @@ class RunDir:
         self.path = path
         try:
             (path / "samples").mkdir(parents=True, exist_ok=True)
-            self._lock = open(path / ".lock", "w")  # noqa: SIM115 - held until close
+            self.lock = RunLock(path)
         except OSError as cause:
             raise ConfigError(f"{path} cannot be written: {cause.strerror}; set cluster.fileroot") from cause
         try:
-            # The kernel releases the lock when the process ends, even after SIGKILL, so no stale lock can remain.
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as cause:
-            self._lock.close()
-            raise ConfigError(
-                f"{path} is in use by another trainer; wait for it, or set trial_name to start another run"
-            ) from cause
+            _refuse_special_files(path)
+        except ConfigError:
+            self.lock.close()
+            raise
         self._metrics: IO[str] | None = None
 
     @property
@@ -53,6 +50,7 @@ class RunDir:
     def metrics(self, row: Mapping[str, Any]) -> None:
         """Append one step's metrics."""
         file = self.path / "metrics.jsonl"
+        self.lock.check()
         with write_errors(file):
             reached("record.metrics")
             if self._metrics is None:
@@ -65,6 +63,7 @@ class RunDir:
         """Every sample of a step, and the per-token values of the kept ones."""
         from safetensors.numpy import save_file
 
+        self.lock.check()
         name = step_name(step)
         with write_run_file(self.path / "samples" / f"{name}.jsonl") as tmp:
             reached("record.samples")
@@ -117,7 +116,24 @@ class RunDir:
                 self._metrics.close()
             self._metrics = None
         # Last: another trainer may open the directory as soon as the lock is released.
-        self._lock.close()
+        self.lock.close()
+
+
+# Files that a run opens by name. A directory in their place would be an error of the operating system half way.
+_FILES = ("metrics.jsonl", "log.txt", "config.yaml", "origins.json", "environment.json", "rewards.log", "loggers.log")
+
+
+def _refuse_special_files(run: Path) -> None:
+    """ConfigError for a FIFO, socket or device in a run directory: opening a FIFO waits for its other end."""
+    for folder in (run, run / "samples"):
+        for entry in folder.iterdir():
+            is_directory = entry.is_dir()
+            if entry.is_file() or (is_directory and folder == run and entry.name not in _FILES):
+                continue
+            # A broken link is replaced or reported when it is written.
+            if entry.exists():
+                kind = "a directory" if is_directory else "not a regular file (a FIFO, socket or device)"
+                raise ConfigError(f"{entry} is {kind}, but the run needs a file there; move it away")
 
 
 def environment(device: str, threads: int) -> dict[str, Any]:

@@ -52,6 +52,7 @@ class Saver:
         stored = {**state.to_json(), "identity": self._identity}
         groups = pack(pending.groups) if pending.groups else None
         folder = self._run.checkpoints
+        self._run.lock.check()
         checkpoint.save(folder, state.step, *self._trained, stored, self._config, self._critic, groups)
         # After the new checkpoint is published: a failed save never reduces the number of valid checkpoints.
         checkpoint.prune(folder, state.step, self._keep, state.best_step)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -92,11 +94,21 @@ def to_json(value: Any) -> str:
     return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
 
 
+def read_regular(file: Path) -> bytes:
+    """The content of a regular file; OSError for anything else, because reading a FIFO may wait forever."""
+    handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is not a regular file; move it away", str(file))
+    with open(handle, "rb") as stream:
+        return stream.read()
+
+
 def read_jsonl(file: Path) -> list[dict[str, Any]]:
     """The objects of a file, one per line; a last line that a kill cut off is skipped."""
     rows = []
     # Split at newlines only: str.splitlines() also splits at characters that JSON strings may contain.
-    for line in file.read_bytes().split(b"\n"):
+    for line in read_regular(file).split(b"\n"):
         with contextlib.suppress(ValueError):
             row = json.loads(line)
             if isinstance(row, dict):

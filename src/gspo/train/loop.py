@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from gspo.errors import GspoError, TrainingError
+from gspo.faults import reached
 from gspo.learner.batch import Batch
 from gspo.learner.credit import batch_with_advantages, with_token_advantages
 from gspo.learner.critic import token_values
@@ -97,7 +98,9 @@ class Leader(Loop):
         parts = self.parts
         for message in parts.opening_messages:
             parts.say(message)
-        if parts.state.step == 0 and parts.evaluator is not None and parts.evaluator.at_start:
+        # A signal while the parts were opened ends the run before its first evaluation.
+        is_first = parts.state.step == 0 and parts.stop.signal is None
+        if is_first and parts.evaluator is not None and parts.evaluator.at_start:
             parts.recorder.write({"step": 0, **self.evaluate(parts.evaluator), **parts.count_episodes()}, None)
 
     def sample(self, clock: Clock) -> list[Group]:
@@ -170,6 +173,7 @@ class Leader(Loop):
         if step < parts.total_steps:
             self.save_unsaved_step()  # the signal may have arrived after `record` looked for it
             parts.say(f"stopped after step {step}; run the same command again to resume")
+        reached("end.close")
         return Summary(parts.path, step, parts.state.seconds, finished=step >= parts.total_steps)
 
 

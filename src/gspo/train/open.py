@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from gspo.faults import reached
 from gspo.learner.ranks.signals import StopRequest
 from gspo.learner.ranks.world import World
 from gspo.monitor.display import Silent, make_display
 from gspo.rewards.route import GivenRewards
 from gspo.rollout.producer import NullProducer
 from gspo.runs.directory import RunDir
+from gspo.system.heartbeat import beat, stalls_logged
 from gspo.train.build.data import make_evaluator, open_data, prompt_stream
 from gspo.train.build.episodes import make_episodes
 from gspo.train.build.learner import make_learner
@@ -37,10 +39,11 @@ def open_parts(given: Given, world: World, stop: StopRequest) -> Iterator[Parts]
     """The parts of this rank; errors in the config or the data are raised before any training."""
     # Two stacks: the producer must close after the episodes that it runs, though it opens after them.
     with ExitStack() as outer, ExitStack() as inner:
-        parts = _open_leader(given, world, stop, outer, inner) if world.is_first else _open_follower(given, world, stop)
-        if world.size == 1:  # several ranks end together, and may be signalled while they do
-            inner.callback(stop.restore)
-        yield parts
+        yield (
+            _open_leader(given, world, stop, outer, inner)
+            if world.is_first
+            else _open_follower(given, world, stop, outer)
+        )
 
 
 def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack, inner: ExitStack) -> LeaderParts:
@@ -48,13 +51,18 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
     # The lock of the run directory comes first, so that a second trainer fails before it loads a model.
     run = RunDir(run_path(config))
     outer.callback(run.close)
+    outer.enter_context(stalls_logged(run.path / "log.txt"))
     # Reward workers start before the model is loaded and import their libraries in the meantime.
     rewards = make_rewards(config, given.reward, str(run.path / "rewards.log"))
     outer.callback(rewards.close)
     # Models, then data: the tokenizer and the context length decide which prompts fit.
+    beat("loading the model (actor.path)")
+    reached("start.model")
     learner = make_learner(loaded, world)
     policy, decode = learner.policy, decoder(learner.tokenizer)
     max_context = context_length(config, policy)
+    beat("loading the data (train_dataset, valid_dataset)")
+    reached("start.data")
     data, valid = open_data(config, given.dataset, given.valid, learner.tokenizer, max_context)
     workflow, count_episodes = given.workflow, dict[str, float]
     if given.environment is not None:
@@ -70,13 +78,18 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
         display.say(message)
         run.log(message)
 
+    outer.enter_context(stalls_logged(run.path / "log.txt", say))
+
     # Resume before the sampler is made, because the sampler gets the resumed weights.
+    beat("looking for a checkpoint to resume")
     identity = identity_of(learner, data, world)
     state = resume_run(config, run, learner, identity, say)
     display.start_at(state.step)
     # The other ranks wait for this command: only rank 0 knows which checkpoint is valid.
     opened = {"step": state.step, "total_steps": total_steps, "in_process": samples_in_process()}
     world.broadcast_command("open", opened)
+    beat("starting the sampler")
+    reached("start.sampler")
     sampler = make_sampler(config, policy, learner.tokenizer, state.step, run.path, say)
     outer.callback(sampler.close)
     prompt_of = prompt_stream(config, data)
@@ -95,8 +108,8 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
     outer.callback(producer.close)
     recorder = make_recorder(loaded, run, learner, display, say, decode)
     inner.callback(recorder.close)
-    # Last: before this point there is nothing to save, and a signal ends the process as usual.
-    stop.listen(say)
+    # Last: before this point there is nothing to save, and a signal ends the run at once.
+    stop.defer(say)
     return LeaderParts(
         path=run.path,
         world=world,
@@ -109,7 +122,6 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
         publish=lambda version: producer.publish(version, weights_for(config, sampler, policy)),
         producer=producer,
         say=say,
-        stall_timeout=config.stall_timeout,
         data=data,
         valid=valid,
         sampler=sampler,
@@ -133,10 +145,9 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
     )
 
 
-def _open_follower(given: Given, world: World, stop: StopRequest) -> Parts:
+def _open_follower(given: Given, world: World, stop: StopRequest, outer: ExitStack) -> Parts:
     """The other ranks have their shard of the models, at the step where rank 0 starts or resumes."""
     config, display = given.loaded.config, Silent()
-    stop.listen(display.say)
     learner = make_learner(given.loaded, world)
     opened = next(world.commands()).content
     producer = NullProducer(opened["in_process"])
@@ -151,8 +162,9 @@ def _open_follower(given: Given, world: World, stop: StopRequest) -> Parts:
         display=display,
         publish=lambda version: producer.publish(version, weights_for(config, producer, learner.policy)),
         say=display.say,
-        stall_timeout=config.stall_timeout,
     )
     # Rank 0 sends the weights to its sampler in `make_sampler`; gathering them needs every rank.
     parts.publish(opened["step"])
+    outer.enter_context(stalls_logged(run_path(config) / "log.txt", display.say))
+    stop.defer(display.say)
     return parts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from gspo.rollout.workflow import RejectReason, Workflow
 from gspo.runs.saver import Saver
 from gspo.runs.state import State
 from gspo.sampling.api import Sampler
-from gspo.system.heartbeat import watched
 from gspo.train.evaluate import Evaluator
 from gspo.train.record import Recorder
 from gspo.train.update import Updater
@@ -55,11 +53,6 @@ class Parts:
     display: Display
     publish: Callable[[int], None]  # sends the current weights to the sampler as this version
     say: Callable[[str], None]
-    stall_timeout: float
-
-    def watchdog(self) -> AbstractContextManager[None]:
-        """Ends the process if there is no heartbeat for stall_timeout seconds."""
-        return watched(self.stall_timeout + self.world.margin, self.path / "log.txt", self.say)
 
 
 @dataclass

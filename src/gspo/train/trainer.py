@@ -79,7 +79,7 @@ class Trainer:
         # return.
         relaunch(self.loaded)
         with join_ranks(self.config, self.stop) as world:
-            with self.open(world) as loop, loop.parts.watchdog():
+            with self.open(world) as loop:
                 summary = loop.run()
             # After rank 0 has closed its parts. The other ranks wait for this command and return the same summary.
             end = {"steps": summary.steps, "seconds": summary.seconds, "finished": summary.finished}

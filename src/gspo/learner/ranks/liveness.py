@@ -18,11 +18,13 @@ from typing import Any
 from gspo.errors import GspoError, TrainingError
 from gspo.learner.ranks.signals import StopRequest
 from gspo.system import heartbeat as watchdog
+from gspo.system import program
 
 PERIOD = 1.0  # seconds between two heartbeats
 # Seconds that a rank has to end by itself after another one failed. Also the time that a silent rank 0 gets once the
 # launcher has asked this rank to stop.
 GRACE = 5.0
+INTERRUPTED = "a signal stopped it before the first step"  # the failure of a rank that KeyboardInterrupt ended
 
 
 class Liveness:
@@ -34,6 +36,7 @@ class Liveness:
         self._failure: str | None = None  # JSON [rank, message]
         self._closing = threading.Event()
         self._heard: dict[int, tuple[Any, float]] = {}  # by rank: last heartbeat, when it was read
+        self._now = 0.0  # the time of the last read, without the time in which this process was stopped
         self._thread = threading.Thread(target=self._watch, name="ranks", daemon=True)
         # These keys must exist before any rank reads them: the store's multi_get waits for missing keys.
         store.compare_set("failed", "", "")
@@ -44,7 +47,7 @@ class Liveness:
 
     def close(self) -> None:
         self._closing.set()
-        self._thread.join()
+        self._thread.join(GRACE)  # a daemon: it may be blocked in the store of a launcher that was stopped
 
     def fail(self, error: BaseException) -> None:
         """Publish the error that ends this rank; raises TrainingError if another rank's failure is the cause."""
@@ -52,6 +55,7 @@ class Liveness:
             # A lost connection is a symptom: report the rank that is missing, not the collective that failed.
             lost = _is_lost_connection(error)
             what = self._missing_ranks(error) if lost else f"{type(error).__name__}: {error}"
+            what = INTERRUPTED if isinstance(error, KeyboardInterrupt) else what
             mine = json.dumps([self._rank, what])
             try:
                 # Only the first failure is stored. The result is that one, here or of another rank.
@@ -64,6 +68,8 @@ class Liveness:
                 return
             self._failure = first
         rank, what = json.loads(str(self._failure))
+        if rank != self._rank and what == INTERRUPTED:
+            raise KeyboardInterrupt from None
         if rank != self._rank:
             raise TrainingError(f"rank {self._rank} ends because rank {rank} failed: {what}") from None
 
@@ -92,8 +98,7 @@ class Liveness:
 
     def _silent(self, seconds: float) -> list[int]:
         """Ranks without a new heartbeat for `seconds`."""
-        now = time.monotonic()
-        return [rank for rank, (_, at) in sorted(self._heard.items()) if now - at > seconds]
+        return [rank for rank, (_, at) in sorted(self._heard.items()) if self._now - at > seconds]
 
     def _send_heartbeat(self, store: Any) -> None:
         store.set(f"life/{self._rank}", json.dumps([time.time(), *watchdog.progress(), self._stop.signal]))
@@ -102,8 +107,10 @@ class Liveness:
         store = self._store.clone()  # its own connection: the other one may be blocked in a wait
         others = [rank for rank in range(self._size) if rank != self._rank]
         beats: dict[int, int] = {}
-        self._heard = {rank: (None, time.monotonic()) for rank in others}
+        clock = watchdog.AwakeClock(PERIOD)
+        self._heard = dict.fromkeys(others, (None, self._now))
         while not self._closing.wait(PERIOD):
+            self._now = clock.seconds()
             try:
                 self._send_heartbeat(store)
                 failed, *lives = (
@@ -118,7 +125,7 @@ class Liveness:
                 # differ.
                 _, beat, what, asked = json.loads(life)
                 if self._heard[rank][0] != life:
-                    self._heard[rank] = life, time.monotonic()
+                    self._heard[rank] = life, self._now
                 # Progress of another rank counts here, too: this rank may be waiting for it in a collective.
                 if beats.get(rank) != beat:
                     beats[rank] = beat
@@ -130,12 +137,13 @@ class Liveness:
                 # The main thread has GRACE seconds to raise its own error. If it is blocked, the process ends here.
                 if not self._closing.wait(GRACE):
                     rank, what = json.loads(failed)
-                    self._exit(f"rank {rank} failed: {what}")
+                    code = program.INTERRUPTED if what == INTERRUPTED else watchdog.EXIT_CODE
+                    self._exit(f"rank {rank} failed: {what}", code)
 
-    def _exit(self, why: str) -> None:
+    def _exit(self, why: str, code: int = watchdog.EXIT_CODE) -> None:
         """End this process: its main thread is blocked in a collective that will never complete."""
         print(f"gspo: rank {self._rank} ends because {why}", file=sys.stderr, flush=True)
-        os._exit(watchdog.EXIT_CODE)
+        os._exit(code)
 
 
 def _is_lost_connection(error: BaseException) -> bool:

@@ -37,7 +37,6 @@ class World:
     rank = 0
     size = 1
     local_size = 1  # ranks on this machine
-    margin = 0.0  # seconds that a stalled collective gets to raise its own error before the watchdog ends the process
 
     @property
     def is_first(self) -> bool:
@@ -77,7 +76,8 @@ ALONE = World()
 def joined(num_ranks: int | None, stall_timeout: float, stop: StopRequest) -> Iterator[World]:
     """The world that this process was started in. An error that ends the block on one rank ends it on all.
 
-    `num_ranks` is the number in the config; None: as many as were started.
+    In the block, signals go to `stop` and the stall timeout is on. `num_ranks` is the number in the config; None: as
+    many as were started.
     """
     size = int(os.environ.get("WORLD_SIZE") or 1)
     if num_ranks is not None and num_ranks != size:
@@ -86,23 +86,29 @@ def joined(num_ranks: int | None, stall_timeout: float, stop: StopRequest) -> It
             f"start them with `gspo train`, or `python -m torch.distributed.run --nproc-per-node {num_ranks} -m gspo "
             f"train …`, or set actor.backend=fsdp:d{size}"
         )
+    stop.listen()
     if size == 1:
-        yield ALONE
+        try:
+            with watchdog.watched(stall_timeout):
+                yield ALONE
+        finally:
+            stop.restore()
         return
-    ranks = Ranks(size, stall_timeout, stop)
-    try:
-        yield ranks
-    except BaseException as error:
-        ranks.liveness.fail(error)  # raises if another rank's failure is the cause
-        raise
-    finally:
-        ranks.close()
+    with watchdog.watched(stall_timeout + Ranks.margin):
+        ranks = Ranks(size, stall_timeout, stop)
+        try:
+            yield ranks
+        except BaseException as error:
+            ranks.liveness.fail(error)  # raises if another rank's failure is the cause
+            raise
+        finally:
+            ranks.close()
 
 
 class Ranks(World):
     """This process among several, connected by gloo on CPU and NCCL on CUDA."""
 
-    margin = 3 * GRACE
+    margin = 3 * GRACE  # seconds that a stalled collective gets to raise its own error before the watchdog acts
 
     def __init__(self, size: int, stall_timeout: float, stop: StopRequest) -> None:
         from torch import distributed

@@ -128,7 +128,7 @@ def _divide(data: Data) -> tuple[Data, Data]:
     sides: tuple[list[Any], list[Any]] = [], []
     # A hash of the prompt's text decides, so equal prompts are on the same side and the order of rows does not matter.
     for index, row in enumerate(data.rows):
-        sides[in_held_out(data.prompt(index).text, 0.05)].append(row)
+        sides[in_held_out(data.text(index), 0.05)].append(row)
     # Too few rows: one side is empty, so both use all rows.
     if not all(sides):
         return data, data
@@ -140,9 +140,9 @@ def refuse_long_prompts(data: Data, limit: int, max_new_tokens: int, section: st
     """Raise DataError for a prompt that leaves no room for its completion, before training starts."""
     room = limit - max_new_tokens
     for row in range(len(data)):
-        if (length := len(data.prompt(row).tokens)) > room:
+        if length := data.excess(row, max(room, 0)):
             raise DataError(
-                f"{data.key}, row {row}: the prompt has {length} tokens; with {section}.max_new_tokens = "
+                f"{data.key}, row {row}: the prompt has {length}; with {section}.max_new_tokens = "
                 f"{max_new_tokens} the context of {limit} leaves {max(room, 0)}. Set {section}.max_new_tokens lower, "
                 f"or {data.key}.max_length={max(room, 1)} to drop such rows"
             )

@@ -25,9 +25,10 @@ from gspo.system.files import step_name, to_json, write_run_file
 from gspo.train.build.objective import first_proximal_source
 from gspo.train.record import Recorder
 
-# Keys that may change between a run and its resumption: they decide when to evaluate, what to show and where to run,
-# not what is learnt.
+# Keys that may change between a run and its resumption: they decide when to evaluate, what to show, where to run and
+# what the run is called, not what is learnt.
 FREE = (
+    "experiment_name", "trial_name",
     "total_train_steps", "total_train_epochs", "strict", "on_alarm", "stall_timeout", "profile", "saver", "recover",
     "evaluator", "stats_logger", "rollout.dump_to_file", "rollout.request_timeout", "rollout.request_retries",
     "reward.timeout", "reward.workers", "cluster", "scheduler", "actor.backend",

@@ -1,0 +1,46 @@
+"""A command that trains, from its first line to the end of the process: signals and the stall timeout."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import NoReturn
+
+from gspo.system.heartbeat import watch_for_life
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+INTERRUPTED = 130  # exit code after a stop signal
+START_TIMEOUT_S = 7200.0  # the stall timeout until the config, which has its own, is loaded
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Run `main`, then exit with its code. SIGINT, SIGTERM and SIGUSR1 raise KeyboardInterrupt in it: exit code 130.
+
+    The stall timeout also covers the end of the process, where Python waits for threads.
+    """
+    received: list[int] = []
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    for number in STOP_SIGNALS:
+        # nohup and shells start background commands with SIGINT ignored.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, interrupt)
+    watch_for_life(START_TIMEOUT_S)
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except Exception:
+        # A library may turn the interrupt into an error of its own, such as a failed import.
+        if not received:
+            raise
+        code = INTERRUPTED
+    # The exit code is decided; a signal must not change it any more.
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(INTERRUPTED if received and code == 1 else code)

@@ -1,0 +1,52 @@
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytestmark = pytest.mark.run
+
+PROGRAM = """
+import os, signal, sys, threading, time
+from gspo.system import program
+def ask(number):
+    os.kill(os.getpid(), number)
+    time.sleep(0.5)
+def swallowed():
+    try:
+        ask(signal.SIGTERM)
+    except KeyboardInterrupt:
+        raise ImportError("a library turned the interrupt into its own error")
+def at_exit():
+    threading.Timer(1.0, lambda: None).start()  # Python waits for this thread at the end
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+    return 0
+def fails():
+    raise ValueError("real")
+main = {
+    "term": lambda: ask(signal.SIGTERM), "int": lambda: ask(signal.SIGINT), "usr1": lambda: ask(signal.SIGUSR1),
+    "swallowed": swallowed, "done": lambda: 0, "failed": lambda: 2, "at_exit": at_exit, "fails": fails,
+}[sys.argv[1]]
+program.run(main)
+"""
+
+
+def test_a_command_ends_with_its_documented_exit_code_whenever_a_signal_comes():
+    want = {"term": 130, "int": 130, "usr1": 130, "swallowed": 130, "done": 0, "failed": 2, "at_exit": 0, "fails": 1}
+    started = {name: subprocess.Popen([sys.executable, "-c", PROGRAM, name]) for name in want}
+    assert {name: process.wait(60) for name, process in started.items()} == want
+
+
+def test_a_command_that_waits_for_a_thread_at_its_end_is_watched_there():
+    code = (
+        "import threading, time\n"
+        "from gspo.system import heartbeat, program\n"
+        "program.START_TIMEOUT_S, heartbeat.GRACE = 1.0, 0.5\n"
+        "program.run(lambda: threading.Thread(target=time.sleep, args=(60,)).start() or 0)\n"
+    )
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert time.monotonic() - begin < 40
+    assert done.returncode in (1, -signal.SIGUSR2)
+    assert "stalled" in done.stderr

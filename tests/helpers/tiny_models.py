@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.gemma.configuration_gemma import GemmaConfig
 from transformers.models.gemma2.configuration_gemma2 import Gemma2Config
 from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
@@ -53,7 +53,93 @@ CONFIGS = {
 }
 
 
-def build(name: str, seed: int = 0) -> PreTrainedModel:
+# Models that continuous batching cannot serve, or serves with unusual shapes: by model type, built when needed.
+_HYBRID = ["linear_attention", "full_attention", "linear_attention"]
+_DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": _HYBRID,
+    "head_dim": 8,
+    "initializer_range": 0.1,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8, "initializer_range": 0.1}
+_MLA = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_GPT = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+OTHERS = {
+    "qwen3_5_text": _DELTA,
+    "qwen3_next": {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 16},
+    "olmo_hybrid": {**_DELTA, "linear_num_key_heads": 4},
+    "falcon_h1": {**_MAMBA, "mamba_n_heads": 4, "mamba_d_ssm": 32, "head_dim": 8},
+    "mamba": {"state_size": 8, "time_step_rank": 4},
+    "mamba2": {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 8},
+    "recurrent_gemma": {
+        "lru_width": 32,
+        "attention_window_size": WINDOW,
+        "block_types": ["recurrent", "recurrent", "attention"],
+    },
+    "minimax": {**_LOCAL, "block_size": 4, "layer_types": _HYBRID, "initializer_range": 0.1},
+    "jamba": {
+        **_EXPERTS,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+        "use_mamba_kernels": False,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "initializer_range": 0.1,
+    },
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid", "mamba"],
+        "mamba_d_state": 8,
+        "n_mamba_heads": 8,
+        "mamba_headdim": 8,
+        "chunk_size": 8,
+        "num_mem_blocks": 1,
+        "adapter_rank": 4,
+        "use_mem_rope": True,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8},
+    "llama4_text": {
+        **_LOCAL,
+        "num_experts_per_tok": 1,
+        "attention_chunk_size": 8,
+        "intermediate_size_mlp": 48,
+        "layer_types": ["chunked_attention", "chunked_attention", "full_attention"],
+        "no_rope_layers": [1, 1, 0],
+        "head_dim": 8,
+    },
+    "bloom": {"n_layer": 3, "n_head": 4},
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 64},
+    "falcon": {"alibi": True, "new_decoder_architecture": False, "multi_query": False},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "xglm": {"d_model": 32, "ffn_dim": 48, "num_layers": 3, "attention_heads": 4},
+    "openai-gpt": _GPT,
+    "deepseek_v2": _MLA,
+    "deepseek_v3": _MLA,
+}
+
+
+def build(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     torch.manual_seed(seed)
-    config = copy.deepcopy(CONFIGS[name])
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    config = CONFIG_MAPPING[name](**{**_SIZE, **OTHERS[name]}) if name in OTHERS else copy.deepcopy(CONFIGS[name])
+    # The experts' grouped product has no float64 kernel.
+    experts = {} if dtype == torch.float32 else {"experts_implementation": "eager"}
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype, **experts).eval()

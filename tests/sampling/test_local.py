@@ -25,6 +25,12 @@ def model():
     return build("llama")
 
 
+@pytest.fixture(scope="module", params=["llama", "lfm2"])
+def any_model(request):
+    """One model of continuous batching, one of transformers' cache."""
+    return build(request.param)
+
+
 def sampler(model, **kwargs):
     return LocalSampler(model, **{"seed": 5, "eos_token_ids": [EOS], **kwargs})
 
@@ -114,7 +120,7 @@ def test_greedy_is_transformers_generate(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.full) for name in ("llama", "gemma3"))]
+    "name", ["qwen3_moe", "lfm2", *(pytest.param(name, marks=pytest.mark.full) for name in ("llama", "gemma3"))]
 )
 def test_tokens_do_not_depend_on_neighbours_order_or_number_of_rows(name):
     model = build(name)
@@ -128,27 +134,27 @@ def test_tokens_do_not_depend_on_neighbours_order_or_number_of_rows(name):
     assert_same(alone, {id: reference[id] for id in alone})
 
 
-def test_another_seed_attempt_turn_or_sample_draws_other_tokens(model):
+def test_another_seed_attempt_turn_or_sample_draws_other_tokens(any_model):
     def tokens(seed=5, **key):
         id = SampleId(**{"submission": 1, "sample": 0, **key})
-        return tuple(run(sampler(model, seed=seed), [Request(id, prompt_of(1), PLAIN)])[id].tokens.tolist())
+        return tuple(run(sampler(any_model, seed=seed), [Request(id, prompt_of(1), PLAIN)])[id].tokens.tolist())
 
     drawn = [tokens(), tokens(seed=6), tokens(attempt=1), tokens(turn=1), tokens(sample=1), tokens(submission=2)]
     assert len(set(drawn)) == len(drawn)
     assert tokens() == drawn[0]
 
 
-def test_a_prompt_is_prefilled_once_for_its_group_however_its_requests_arrive(model):
+def test_a_prompt_is_prefilled_once_for_its_group_however_its_requests_arrive(any_model):
     requests = group_requests(6, 8)
-    engine = sampler(model, max_rows=10)  # a group joins in pieces
+    engine = sampler(any_model, max_rows=10)  # a group joins in pieces
     run(engine, requests)
     assert engine.health()["prefill_tokens"] == sum(len(prompt_of(g)) for g in range(6))
 
 
-def test_a_request_that_arrives_while_its_group_runs_joins_it_without_a_prefill(model):
+def test_a_request_that_arrives_while_its_group_runs_joins_it_without_a_prefill(any_model):
     requests = group_requests(1, 6, SamplingParams(10, min_new_tokens=10))
-    reference = run(sampler(model), requests)
-    engine = sampler(model)
+    reference = run(sampler(any_model), requests)
+    engine = sampler(any_model)
     engine.submit(requests[:2])
     assert list(engine.completed(deadline_s=0)) == []
     assert_same(run_more(engine, requests[2:]), reference)
@@ -175,12 +181,12 @@ def test_rows_fed_are_padded_to_a_multiple_and_shrink_as_rows_finish(model):
     assert engine.health()["decode_rows"] == 7 * 16 + 8 * 8
 
 
-def test_frequencies_of_whole_completions_match_their_probabilities(model):
+def test_frequencies_of_whole_completions_match_their_probabilities(any_model):
     """Enumerates the completions of two tokens over the four likeliest tokens."""
     params = SamplingParams(2, top_k=4, ignore_eos=True)
     num = 3000
     requests = [Request(SampleId(i, 0), prompt_of(2), params) for i in range(num)]
-    samples = run(sampler(model, max_rows=512), requests)
+    samples = run(sampler(any_model, max_rows=512), requests)
     seen = Counter(tuple(s.tokens.tolist()) for s in samples.values())
     probability = {tuple(s.tokens.tolist()): np.exp(s.behavior_logp.sum()) for s in samples.values()}
     assert sum(probability.values()) == pytest.approx(1.0, abs=0.02)
@@ -188,7 +194,7 @@ def test_frequencies_of_whole_completions_match_their_probabilities(model):
     assert chi_square < 37.7  # at most 15 degrees of freedom: exceeded once in a thousand seeds
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "lfm2", "recurrent_gemma"])
 def test_an_aborted_sample_continues_as_if_it_had_not_been_interrupted(name):
     model = build(name)
     requests = group_requests(5, 3, SamplingParams(14, min_new_tokens=9))
@@ -212,7 +218,7 @@ def test_an_aborted_sample_continues_as_if_it_had_not_been_interrupted(name):
         assert finished[id].behavior_logp[:num].tolist() == sample.behavior_logp.tolist()
 
 
-def test_a_prefix_keeps_its_mask_and_turns_and_counts_towards_the_limit(model):
+def test_a_prefix_keeps_its_mask_and_turns_and_counts_towards_the_limit(any_model):
     prefix = Sample(
         SampleId(0, 0),
         np.array([4, 5, 6], dtype=np.int32),
@@ -223,18 +229,18 @@ def test_a_prefix_keeps_its_mask_and_turns_and_counts_towards_the_limit(model):
         "abort",
     )
     request = Request(SampleId(0, 0, turn=1), prompt_of(0), SamplingParams(6, ignore_eos=True), prefix)
-    sample = run(sampler(model), [request])[request.id]
+    sample = run(sampler(any_model), [request])[request.id]
     assert sample.mask.tolist() == [True, False, True, True, True, True]
     assert sample.turns.tolist() == [0, 0, 1, 1, 1, 1]
-    np.testing.assert_allclose(sample.behavior_logp[3:], teacher_forced(model, request, sample)[3:], atol=1e-5)
+    np.testing.assert_allclose(sample.behavior_logp[3:], teacher_forced(any_model, request, sample)[3:], atol=1e-5)
     full = Request(SampleId(1, 0), prompt_of(0), SamplingParams(3), prefix)
-    assert run(sampler(model), [full])[full.id].finish == "length"
+    assert run(sampler(any_model), [full])[full.id].finish == "length"
 
 
-def test_pause_stops_between_tokens_and_resume_loses_nothing(model):
+def test_pause_stops_between_tokens_and_resume_loses_nothing(any_model):
     requests = group_requests(6, 2)
-    reference = run(sampler(model), requests)
-    engine, samples = sampler(model), {}
+    reference = run(sampler(any_model), requests)
+    engine, samples = sampler(any_model), {}
     engine.submit(requests)
     for sample in engine.completed():
         samples[sample.id] = sample
@@ -247,10 +253,10 @@ def test_pause_stops_between_tokens_and_resume_loses_nothing(model):
     assert_same(samples, reference)
 
 
-def test_sleep_gives_up_the_cache_and_wake_goes_on(model):
+def test_sleep_gives_up_the_cache_and_wake_goes_on(any_model):
     requests = group_requests(4, 2)
-    reference = run(sampler(model), requests)
-    engine = sampler(model)
+    reference = run(sampler(any_model), requests)
+    engine = sampler(any_model)
     engine.submit(requests)
     samples = {s.id: s for s in engine.completed(deadline_s=0)}
     assert engine.health()["cache_bytes"] > 0
@@ -365,13 +371,13 @@ def text(tokens):
     return "".join(chr(ord("a") + t % 26) if t < 40 else "" for t in tokens)
 
 
-def test_a_stop_string_ends_a_sample_at_the_token_that_completes_it(model):
-    free = run(sampler(model), group_requests(6, 4, SamplingParams(30, ignore_eos=True)))
+def test_a_stop_string_ends_a_sample_at_the_token_that_completes_it(any_model):
+    free = run(sampler(any_model), group_requests(6, 4, SamplingParams(30, ignore_eos=True)))
     pairs = Counter(text(s.tokens.tolist())[i : i + 2] for s in free.values() for i in range(5, 25))
     stop = max((p for p in pairs if len(p) == 2), key=lambda p: pairs[p])
     for min_new in (0, 12):
         params = SamplingParams(30, ignore_eos=True, stop=(stop, "§"), min_new_tokens=min_new)
-        stopped = run(sampler(model, decode=text), group_requests(6, 4, params))
+        stopped = run(sampler(any_model, decode=text), group_requests(6, 4, params))
         ended = 0
         for id, sample in stopped.items():
             whole = free[id].tokens.tolist()
@@ -393,9 +399,9 @@ def test_half_a_character_before_its_stop_string_is_no_obstacle(model):
         assert utf8(sample.tokens.tolist()).count("é") == 1
 
 
-def test_a_sampled_eos_or_stop_token_belongs_to_the_sample(model):
+def test_a_sampled_eos_or_stop_token_belongs_to_the_sample(any_model):
     params = SamplingParams(40, stop_token_ids=(9, 11), temperature=1.5)
-    samples = run(sampler(model), group_requests(8, 4, params)).values()
+    samples = run(sampler(any_model), group_requests(8, 4, params)).values()
     assert {int(s.tokens[-1]) for s in samples if s.finish == "stop"} == {EOS, 9, 11}
     for sample in samples:
         assert not set(sample.tokens[:-1].tolist()) & {EOS, 9, 11}
@@ -431,26 +437,6 @@ def test_a_request_that_cannot_be_sampled_is_refused_by_name_and_queues_nothing(
     assert engine.health()["waiting"] == 0
 
 
-def test_a_model_whose_attention_is_not_what_it_tells_us_is_refused():
-    model = build("llama")
-    plain = model.model.layers[1].self_attn.forward
-
-    def scaled_by_neighbours(hidden_states, **kwargs):  # state that leaks between the rows of a packed forward
-        out, weights = plain(hidden_states=hidden_states, **kwargs)
-        return out + hidden_states.cumsum(dim=1), weights
-
-    model.model.layers[1].self_attn.forward = scaled_by_neighbours
-    with pytest.raises(RolloutError, match="differ from a plain one"):
-        sampler(model)
-
-
-def test_layers_that_are_not_attention_are_refused_by_kind():
-    model = build("gemma3")
-    model.config.layer_types = ["full_attention", "linear_attention", "full_attention"]
-    with pytest.raises(RolloutError, match="linear_attention"):
-        sampler(model)
-
-
 def test_a_closed_sampler_refuses_work(model):
     engine = sampler(model)
     engine.submit(group_requests(1, 2))
@@ -460,9 +446,9 @@ def test_a_closed_sampler_refuses_work(model):
         engine.submit(group_requests(1, 1))
 
 
-def test_samples_finished_but_not_yet_taken_survive_a_consumer_that_stops_reading(model):
+def test_samples_finished_but_not_yet_taken_survive_a_consumer_that_stops_reading(any_model):
     requests = [Request(SampleId(0, i), prompt_of(0), SamplingParams(1)) for i in range(4)]
-    engine = sampler(model)
+    engine = sampler(any_model)
     engine.submit(requests)
     first = next(engine.completed())
     assert {first.id} | {s.id for s in engine.completed()} == {r.id for r in requests}

@@ -29,7 +29,11 @@ from gspo.errors import DataError
 
 # Routers that return (logits, scores, indices); a test covers each. Other mixtures train without recording.
 RECORDABLE = frozenset(
-    f"{family}TopKRouter" for family in ("Qwen3Moe", "Mixtral", "Olmoe", "Qwen2Moe", "FlexOlmo", "GptOss")
+    f"{family}TopKRouter"
+    for family in (
+        *("Qwen3Moe", "Mixtral", "Olmoe", "Qwen2Moe", "FlexOlmo", "GptOss"),
+        *("Qwen3Next", "Qwen3_5Moe", "MiniMax", "Jamba", "GraniteMoeHybrid"),
+    )
 )
 UNKNOWN = -1  # no route is given for this row: the router chooses
 

@@ -141,6 +141,7 @@ class KVStore:
         self.num_groups = self.prompt_len = self.num_rows = self.own_len = 0
         self.prompt: dict[int, tuple[Tensor, Tensor]] = {}
         self.own: dict[int, tuple[Tensor, Tensor]] = {}
+        self.windows: dict[int, int | None] = {}  # the sliding window that each layer asked for
 
     def reserve(self, *, groups: int = 0, prompt_len: int = 0, rows: int = 0, own_len: int = 0) -> None:
         """Grow to at least these numbers of slots and lengths; stored keys and values stay."""
@@ -233,6 +234,7 @@ def _attention(
         raise RolloutError(f"{type(module).__name__} adds a mask or bias of its own to attention: not supported")
     store, plan = found
     layer: Any = module.layer_idx
+    store.windows[layer] = sliding_window
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     rule = _Rule(scale, sliding_window, softcap, s_aux)
     match plan:

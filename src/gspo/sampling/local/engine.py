@@ -1,10 +1,12 @@
-"""The in-process sampler: continuous batching with the model that is trained.
+"""The in-process sampler: it samples with the model that is trained.
 
-A prompt is prefilled and stored once for its group. Between two tokens, finished rows leave and waiting requests join.
-The weights are the trainer's own tensors, not a copy; attention implementation and train mode are changed for a call
-and restored after it. Which token is drawn depends on the request's key and the weights, not on other requests.
+This file schedules requests, draws tokens and applies stop rules. A stepper (`stepper.py`) runs the model; which one is
+measured at load (`choose.py`). A prompt is computed once for its group. Between two tokens, finished rows leave and
+waiting requests join. The weights are the trainer's own tensors, not a copy; attention implementation and train mode
+are changed for a call and restored after it. Which token is drawn depends on the request's key and the weights, not on
+other requests.
 
-Shapes: N rows of a forward, V vocabulary, P prompt tokens.
+Shapes: N rows of a forward, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,48 +14,26 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from gspo import rng
-from gspo.errors import RolloutError
+from gspo.errors import GspoError, RolloutError
 from gspo.faults import reached
-from gspo.models.moe import route_shape, routed, routers
-from gspo.sampling.local.cache import (
-    ATTENTION,
-    DecodePlan,
-    ExtendPlan,
-    Grid,
-    KVStore,
-    Plan,
-    PrefillPlan,
-    active,
-    make_grid,
-)
+from gspo.models.moe import route_shape, routers
+from gspo.sampling.local.borrow import Borrowed
+from gspo.sampling.local.choose import choose, engines, refuse_encoder_decoder
 from gspo.sampling.local.draw import draw, warp
 from gspo.sampling.local.rows import Rows
+from gspo.sampling.local.stepper import Engine, Tokens
 from gspo.sampling.requests import validate_request
 from gspo.sampling.weights.load import copy_weights
 from gspo.types import FinishReason, Request, Sample, SampleId, SamplingParams
-
-Tokens = tuple[int, ...]
-
-
-@dataclass(slots=True)
-class _Group:
-    """A prompt whose keys and values are stored."""
-
-    slot: int
-    logits: Tensor  # [V] at its last token; the first token of every row is drawn from them
-    routes: NDArray | None  # [P, layers, top_k] experts of its positions; None for a dense model
 
 
 @dataclass(slots=True)
@@ -67,10 +47,10 @@ class _Rule:
 
 
 class LocalSampler:
-    """Implements `gspo.sampling.api.Sampler` for any decoder-only transformers model with an attention interface.
+    """Implements `gspo.sampling.api.Sampler` for any decoder-only transformers model.
 
     `decode` turns token ids into text; only stop strings need it. `max_context` defaults to the model's limit.
-    `verify` compares a few log-probs with a plain forward, and refuses a model for which a packed forward is wrong.
+    `verify` chooses the engine by a comparison with a plain forward; without it, continuous batching is used unchecked.
     """
 
     def __init__(
@@ -86,38 +66,35 @@ class LocalSampler:
         prefill_tokens: int = 8192,
         version: int = 0,
         verify: bool = True,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         if max_rows < 1:
             raise RolloutError(f"max_rows is {max_rows}: the sampler needs at least one row")
         self.version = version
-        self._model, self._seed, self._decode_text = model, seed, decode
+        self._model, self._seed, self._decode_text, self._say = model, seed, decode, say
         self._eos = frozenset(eos_token_ids)
-        self._max_rows, self._prefill_tokens = max_rows, prefill_tokens
+        self._max_rows, self._pad_rows = max_rows, pad_rows
         # Of a multimodal model, only the language part matters here.
         config = model.config.get_text_config()
         self._num_vocab = int(config.vocab_size)
         limit = getattr(config, "max_position_embeddings", None)
-        self._max_context = max_context or limit or 2**31
-        # A part of the model may have its own config object: the attention implementation is set on each of them.
-        self._configs = list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
-        # Plain nn.Linear only: adapters and quantised layers keep their own forward.
-        linears = [m for m in model.modules() if type(m) is nn.Linear and m.weight.device.type == "cpu"]
-        self._linears = [m for m in linears if m.weight.numel() >= _MANY_WEIGHTS]
+        self._model_context = limit or 2**31
+        self._max_context = max_context or self._model_context
         self._waiting: deque[Request] = deque()
         self._done: deque[Sample] = deque()
         self._references: Counter[Tokens] = Counter()  # outstanding requests of each prompt
         self._rules: dict[SamplingParams, int] = {}
         self._rule_list: list[_Rule] = []
         self._routers = routers(model)
-        self._routes: NDArray | None = None  # [N, layers, top_k] of the last forward
         self._paused = self._asleep = self._closed = False
         self._counts: Counter[str] = Counter()
-        self._pad_rows = pad_rows
-        # The tables need the routers, and the check below needs the tables.
+        refuse_encoder_decoder(model)
+        self._borrowed = Borrowed(model)
+        self._engines = engines(model, self._routers, prefill_tokens)
+        self._engine = self._engines[0]
         self._clear()
-        _refuse_unsupported(model)
-        if verify and self._max_context >= 8:
-            self._verify()
+        if verify:
+            self._choose_engine()
 
     def submit(self, requests: Sequence[Request]) -> None:
         if self._closed:
@@ -189,7 +166,8 @@ class LocalSampler:
             "paused": self._paused,
             "asleep": self._asleep,
             "closed": self._closed,
-            "cache_bytes": self._store.num_bytes(),
+            "engine": self._engine.name,
+            "cache_bytes": self._stepper.num_bytes(),
             **{name: self._counts[name] for name in _COUNTERS},
         }
 
@@ -207,9 +185,8 @@ class LocalSampler:
         return _Rule(params, temperature, ends, max((len(s.encode()) for s in params.stop), default=0))
 
     def _clear(self) -> None:
-        self._store, self._rows = KVStore(), Rows(self._pad_rows, route_shape(self._routers))
-        self._groups: dict[Tokens, _Group] = {}
-        self._grid: Grid | None = None
+        self._rows = Rows(self._pad_rows, route_shape(self._routers))
+        self._stepper = self._engine.start(self._rows, self._counts)
 
     def _requeue(self) -> None:
         """Put running rows back to the front of the queue, with their tokens as prefix, and drop all caches."""
@@ -224,84 +201,72 @@ class LocalSampler:
     def _stopped(self) -> bool:
         return self._paused or self._asleep or self._closed or not (self._waiting or self._rows.alive.any())
 
-    @contextmanager
-    def _engaged(self, attention: str = ATTENTION) -> Iterator[None]:
-        """The model in eval mode with this attention and without gradients; everything is restored afterwards."""
-        training = [m for m in self._model.modules() if m.training] if self._model.training else []
-        before = [config._attn_implementation for config in self._configs]
-        try:
-            for module in training:
-                vars(module)["training"] = False  # .eval() uses Module.__setattr__, which is 30 times slower
-            for config in self._configs:
-                config._attn_implementation = attention
-            for module in self._linears:
-                vars(module)["forward"] = partial(_linear, module)
-            with torch.no_grad():
-                yield
-        finally:
-            for module in self._linears:
-                vars(module).pop("forward", None)
-            for config, implementation in zip(self._configs, before, strict=True):
-                config._attn_implementation = implementation
-            for module in training:  # not .train(): some modules may have been in eval mode
-                vars(module)["training"] = True
+    def _choose_engine(self) -> None:
+        # A model whose context is too short for the comparison is left to continuous batching.
+        if self._model_context < 10:
+            return
+        self._engine = choose(self._model, self._engines, self._measure, self._say)
+        self._clear()
 
-    def _verify(self) -> None:
-        """Sample a few greedy tokens of two prompts, with new and continued rows, and compare with a plain forward."""
+    def _measure(self, engine: Engine) -> float:
+        """The largest difference of sampled log-probs from a plain forward.
+
+        Rows of two lengths, two rows of one prompt, a continued row, and rows that end before others.
+        """
+        self._engine = engine
+        self._clear()
         # Any fixed tokens will do; the factor spreads them over the vocabulary.
         tokens = [int(i) for i in np.arange(1, 9) * 7919 % self._num_vocab]
-        params = SamplingParams(3, greedy=True, ignore_eos=True)
-        # The prefix covers `_extend`. Its log-probs are not compared: only the last token of each sample is.
+        # A high temperature: a difference hardly shows in the log-prob of a token that is nearly certain.
+        params = SamplingParams(3, temperature=2.0, ignore_eos=True)
+        # A continued row. Its given log-probs are not compared.
         prefix = Sample.of(SampleId(0, 2), tokens[:2], [0.0, 0.0], self.version, "abort")
         requests = [
-            Request(SampleId(0, 0), tuple(tokens[:5]), params),
+            Request(SampleId(0, 0), tuple(tokens[:4]), params),
             Request(SampleId(0, 1), tuple(tokens[5:]), params),
-            Request(SampleId(0, 2), tuple(tokens[:5]), params, prefix),
+            Request(SampleId(0, 2), tuple(tokens[:4]), replace(params, max_new_tokens=6), prefix),
+            Request(SampleId(0, 3), tuple(tokens[:4]), replace(params, max_new_tokens=6)),
         ]
-        self.submit(requests)
-        prompt_of, gap = {r.id: r.prompt for r in requests}, 0.0
-        for sample in self.completed():
-            ids = torch.tensor([[*prompt_of[sample.id], *sample.tokens.tolist()]], device=self._model.device)
-            with self._engaged("eager"):
-                logits = self._model(input_ids=ids, use_cache=False).logits[0, -2]  # [V]; predicts the last token
-            expected = float(torch.log_softmax(logits.double(), -1)[int(sample.tokens[-1])])
-            gap = max(gap, abs(expected - float(sample.behavior_logp[-1])))
-        # health() must not count the tokens of this check.
-        self._counts.clear()
-        tolerance = 0.2 if self._model.dtype in (torch.bfloat16, torch.float16) else 5e-3
-        if not gap <= tolerance:
-            raise RolloutError(
-                f"{type(self._model).__name__}: log-probs of a packed forward differ from a plain one by {gap:.2g} "
-                f"(allowed {tolerance}), so the in-process sampler would not sample from the policy that is trained; "
-                "use a server (rollout.backend: vllm)"
-            )
+        # The limit of a run may be below what this comparison needs.
+        limit, self._max_context = self._max_context, self._model_context
+        try:
+            self.submit(requests)
+            samples = list(self.completed())
+        finally:
+            self._max_context = limit
+            self.abort()
+            self._done.clear()
+            self._counts.clear()  # health() must not count the tokens of this comparison
+        prompt_of, gaps = {r.id: r.prompt for r in requests}, []
+        for sample in samples:
+            prompt, new = prompt_of[sample.id], sample.tokens.tolist()
+            ids = torch.tensor([[*prompt, *new]], device=self._model.device)
+            with self._borrowed.engaged("eager"):
+                logits = self._model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]  # [new, V]
+            expected = torch.log_softmax(logits.double() / params.temperature, -1).cpu().numpy()[range(len(new)), new]
+            first = 2 if sample.id == prefix.id else 0
+            gaps.append(np.abs(expected - sample.behavior_logp)[first:].max())
+        return float(np.max(gaps))  # NaN if any is
 
     def _advance(self, deadline: float | None) -> None:
         """Decode until a sample finishes or the deadline passes."""
         try:
-            with self._engaged():
+            with self._borrowed.engaged(self._engine.attention):
                 while not self._done and not self._stopped():
                     # Waiting requests join before the next token is decoded, so that the batch is as full as possible.
                     if not self._admit():
                         self._decode()
                     if deadline is not None and time.monotonic() >= deadline:
                         return
-        except BaseException:
+        except BaseException as error:
             self._requeue()  # caches may be incomplete; outstanding requests must not be lost
-            raise
-
-    def _forward(self, tokens: NDArray, positions: NDArray, plan: Plan, keep: int | Tensor) -> Tensor:
-        """Logits [kept, V] of one packed forward of tokens [N] at positions [N]; `keep`: which of them get logits."""
-        device = self._model.device
-        with active(self._store, plan), routed(self._routers) if self._routers else nullcontext() as recorder:
-            output = self._model(
-                input_ids=torch.from_numpy(tokens.astype(np.int64))[None].to(device),
-                position_ids=torch.from_numpy(positions.astype(np.int64))[None].to(device),
-                use_cache=False,
-                logits_to_keep=keep,
-            )
-        self._routes = None if recorder is None else recorder.routes()
-        return output.logits[0]  # [kept, V]
+            # What a model's own code raises says nothing about the sampler: name both.
+            if isinstance(error, GspoError | OSError | torch.OutOfMemoryError) or not isinstance(error, Exception):
+                raise
+            raise RolloutError(
+                f"{type(self._model).__name__} failed while it was sampled in process with {self._engine.name}: "
+                f"{type(error).__name__}: {error}; use a server (rollout.backend: vllm:d1)"
+            ) from error
 
     def _admit(self) -> bool:
         """Move waiting requests into free rows, prefill new prompts, draw first tokens; True if any request joined."""
@@ -311,106 +276,31 @@ class LocalSampler:
         requests = [self._waiting.popleft() for _ in range(num)]
         try:
             # The requests of a group share one prefill; a prompt that is stored already needs none.
-            self._prefill(list(dict.fromkeys(r.prompt for r in requests if r.prompt not in self._groups)))
+            self._stepper.prefill(requests)
         except BaseException:
             # A failed prefill must not lose requests: put them back in their order.
             self._waiting.extendleft(reversed(requests))
             raise
-        groups = [self._groups[r.prompt] for r in requests]
-        slots = self._rows.join(requests, [g.slot for g in groups], [self._rules[r.params] for r in requests])
-        for slot, group in zip(slots, groups, strict=True):
-            self._rows.prompt_routes[slot] = group.routes
-        # The layout of groups has changed.
-        self._grid = None
-        self._extend(slots)
+        slots = self._rows.join(requests, [self._rules[r.params] for r in requests])
+        prompts = [self._stepper.prompts.get(r.prompt) for r in requests]
+        for slot, prompt in zip(slots, prompts, strict=True):
+            self._rows.prompt_routes[slot] = None if prompt is None else prompt.routes
+        self._stepper.join(slots)
         # A continued row feeds its last token next; a new row draws its first token from the prompt's logits.
-        fresh = np.flatnonzero(self._rows.count[slots] == 0)
-        if len(fresh):
-            routes = np.stack([groups[i].routes[-1] for i in fresh]) if self._routers else None  # pyright: ignore[reportOptionalSubscript]
+        fresh = [
+            (slot, p) for slot, p in zip(slots, prompts, strict=True) if p is not None and not self._rows.count[slot]
+        ]
+        if fresh:
+            routes = np.stack([p.routes[-1] for _, p in fresh]) if self._routers else None  # pyright: ignore[reportOptionalSubscript]
             # torch.stack copies: `draw` overwrites its input, and later rows of the group need the prompt's logits.
-            self._sample(slots[fresh], torch.stack([groups[i].logits for i in fresh]), routes)
+            self._sample(np.array([slot for slot, _ in fresh]), torch.stack([p.logits for _, p in fresh]), routes)
         return True
-
-    def _prefill(self, prompts: list[Tokens]) -> None:
-        """Store keys and values of whole prompts, several per forward; logits only at their last positions."""
-        if not prompts:
-            return
-        # New prompts take the lowest free group slots.
-        taken = {g.slot for g in self._groups.values()}
-        free = [slot for slot in range(len(taken) + len(prompts)) if slot not in taken]
-        self._store.reserve(groups=max([*taken, *free]) + 1, prompt_len=max(map(len, prompts)))
-        # `PrefillPlan` needs prompts of equal length next to each other.
-        prompts = sorted(prompts, key=len)
-        while prompts:
-            # Each forward takes at least one prompt, and more of them up to the limit of tokens.
-            num, total = 1, len(prompts[0])
-            while num < len(prompts) and total + len(prompts[num]) <= self._prefill_tokens:
-                total += len(prompts[num])
-                num += 1
-            part, prompts = prompts[:num], prompts[num:]
-            slots, free = free[:num], free[num:]
-            lengths = np.array([len(p) for p in part])
-            ends = np.cumsum(lengths)  # [prompts]
-            # One run per distinct length: (first token, number of prompts, length).
-            values, first, counts = np.unique(lengths, return_index=True, return_counts=True)
-            runs = [(int(ends[i] - lengths[i]), int(c), int(n)) for n, i, c in zip(values, first, counts, strict=True)]
-            # Logits are computed at the last token of each prompt only.
-            logits = self._forward(
-                np.concatenate([np.array(p) for p in part]),
-                np.concatenate([np.arange(n) for n in lengths]),
-                PrefillPlan(runs, slots),
-                torch.from_numpy(ends - 1).to(self._model.device),
-            )
-            self._counts["prefill_forwards"] += 1
-            self._counts["prefill_tokens"] += total
-            # [P, layers, top_k] per prompt
-            routes = [None] * num if self._routes is None else np.split(self._routes, ends[:-1])
-            for prompt, slot, row, chosen in zip(part, slots, logits, routes, strict=True):
-                self._groups[prompt] = _Group(slot, row, chosen)
-
-    def _extend(self, slots: NDArray[np.int64]) -> None:
-        """Prefill the completion tokens of continued rows, except the last, which is their next input."""
-        rows = self._rows
-        most = int(rows.count[slots].max())
-        # Room for some tokens at once: the store grows by half, so starting from one token would mean many copies.
-        self._store.reserve(rows=rows.used, own_len=max(most, min(int(rows.tokens.shape[1]), 32)))
-        continued = [int(s) for s in slots if rows.count[s] > 1]
-        while continued:
-            segments, tokens, positions, start = [], [], [], 0
-            while continued and (not segments or start + rows.count[continued[0]] <= self._prefill_tokens):
-                slot = continued.pop(0)
-                length, prompt_len = int(rows.count[slot]) - 1, int(rows.prompt_len[slot])
-                segments.append((start, length, slot, int(rows.group[slot]), prompt_len))
-                tokens.append(rows.tokens[slot, :length])
-                positions.append(prompt_len + np.arange(length))
-                start += length
-            # The logits are not used. 1 keeps those of one position; 0 would keep all.
-            self._forward(np.concatenate(tokens), np.concatenate(positions), ExtendPlan(segments), 1)
-            self._counts["prefill_forwards"] += 1
-            self._counts["prefill_tokens"] += start
 
     def _decode(self) -> None:
         """Draw one token for every live row."""
         reached("rollout.token")
-        rows, used = self._rows, self._rows.used
-        living, alive = rows.living(), rows.alive[:used]
-        # The grid is valid until rows join, leave or move.
-        if self._grid is None:
-            self._grid = make_grid(rows.group[:used], alive)
-        count, prompt_len = rows.count[:used], rows.prompt_len[:used]  # [N] each
-        # Free slots get the length of the longest row, so that they need no mask. Their output is not used.
-        own_len = np.where(alive, count, count[living].max()) - 1  # [N] stored own tokens
-        prompt_len = np.where(alive, prompt_len, prompt_len[living].max())  # [N]
-        tokens = np.where(alive, rows.tokens[np.arange(used), own_len], 0)  # [N]
-        self._store.reserve(own_len=int(own_len.max()) + 1)
-        # `keep` 0: logits of every position.
-        logits = self._forward(tokens, prompt_len + own_len, DecodePlan(self._grid, prompt_len, own_len), 0)  # [N, V]
-        self._counts["decode_forwards"] += 1
-        self._counts["decode_rows"] += used
-        routes = None if self._routes is None else self._routes[living]
-        # Only running rows draw a token; padding slots do not.
-        logits = logits if len(living) == used else logits[torch.from_numpy(living).to(logits.device)]
-        self._sample(living, logits, routes)
+        step = self._stepper.step()
+        self._sample(step.slots, step.logits, step.routes)
 
     def _sample(self, slots: NDArray[np.int64], logits_n_v: Tensor, routes: NDArray | None) -> None:
         """Draw a token for each row from its logits [N, V]; finished rows leave."""
@@ -478,69 +368,23 @@ class LocalSampler:
 
     def _retire(self, slots: NDArray[np.int64], ended: NDArray[np.bool_], full: NDArray[np.bool_]) -> None:
         """Remove finished rows and prompts without outstanding requests, then compact the tables."""
-        rows = self._rows
-        for i in np.flatnonzero(ended | full):
+        rows, dropped = self._rows, list[Tokens]()
+        finished = np.flatnonzero(ended | full)
+        for i in finished:
             request = rows.requests[slots[i]]
             assert request is not None
             finish: FinishReason = "stop" if ended[i] else "length"
             self._done.append(rows.take(int(slots[i]), finish))
-            # The prompt's cache is dropped with the last request that needs it.
+            # A prompt is dropped with the last request that needs it.
             self._references[request.prompt] -= 1
             if self._references[request.prompt] == 0:
                 del self._references[request.prompt]
-                del self._groups[request.prompt]
-        self._grid = None
+                dropped.append(request.prompt)
         # Nothing runs and no prompt is stored: free all memory.
-        if not rows.alive.any() and not self._groups:
+        if not rows.alive.any() and not self._stepper.prompts.keys() - dropped:
             self._clear()
             return
-        source, target = rows.compact()
-        if source:
-            self._store.move_rows(source, target, int(rows.count[target].max()))
-        self._compact_groups()
-
-    def _compact_groups(self) -> None:
-        """Compact the table of groups when half of it is empty: an empty group slot still costs a matrix product."""
-        groups = sorted(self._groups.values(), key=lambda g: g.slot)
-        if not groups or groups[-1].slot + 1 < 2 * len(groups):
-            return
-        # Groups at slots ≥ len(groups) move into the holes below.
-        holes = sorted(set(range(len(groups))) - {g.slot for g in groups})
-        moving = [g for g in groups if g.slot >= len(groups)]
-        source = [g.slot for g in moving]
-        self._store.move_groups(source, holes)
-        new_slot = np.arange(max(source, default=0) + 1)  # new slot of each old slot
-        new_slot[source] = holes
-        for group, slot in zip(moving, holes, strict=True):
-            group.slot = slot
-        living = self._rows.living()
-        self._rows.group[living] = new_slot[self._rows.group[living]] if len(moving) else self._rows.group[living]
+        self._stepper.leave(slots[finished], rows.compact(), dropped)
 
 
 _COUNTERS = ("prefill_forwards", "prefill_tokens", "decode_forwards", "decode_rows", "sampled_tokens")
-_FEW_ROWS, _MANY_WEIGHTS = 64, 2**18  # for fewer rows and more weights, `_linear` is faster than F.linear
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
-
-
-def _linear(module: nn.Linear, x: Tensor) -> Tensor:
-    """x·Wᵀ + b, computed as (W·xᵀ)ᵀ for few rows: x [1, N, in] → [1, N, out].
-
-    A GEMM repacks its right operand, which is the weights in F.linear. For 32 rows on a CPU the repacking costs a
-    quarter of the time (80 → 100 GFLOP/s without it; for a head of 49k words 57 → 79).
-    """
-    if x.dim() != 3 or x.shape[0] != 1 or x.shape[1] > _FEW_ROWS:  # a packed forward is one batch row
-        return F.linear(x, module.weight, module.bias)
-    columns = x[0].t()  # [in, N]
-    if module.bias is None:
-        return torch.mm(module.weight, columns).t().unsqueeze(0)
-    return torch.addmm(module.bias[:, None], module.weight, columns).t().unsqueeze(0)
-
-
-def _refuse_unsupported(model: Any) -> None:
-    """RolloutError if layers keep state outside the attention interface: it would leak between packed rows."""
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _LAYER_TYPES
-    if kinds:
-        raise RolloutError(
-            f"{type(model).__name__} has layers of kind {sorted(kinds)}: the in-process sampler supports only "
-            f"{sorted(_LAYER_TYPES)}; use a server (rollout.backend: vllm)"
-        )

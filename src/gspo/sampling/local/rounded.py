@@ -46,7 +46,7 @@ class RoundedSampler(LocalSampler):
         # The check needs rounded weights, so it runs after the first load.
         super().__init__(copy.deepcopy(model).requires_grad_(False), **settings, verify=False)
         self.load_weights(self.version, None)
-        self._verify()
+        self._choose_engine()
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]] | None) -> None:
         if tensors is None:

@@ -22,7 +22,7 @@ class Rows:
         self.requests: list[Request | None] = []
         # One entry per row slot: [R]. Below, one entry per slot and token: [R, T].
         self.alive = np.zeros(0, dtype=np.bool_)
-        self.group = np.zeros(0, dtype=np.int64)  # group slot
+        self.group = np.zeros(0, dtype=np.int64)  # group slot of its prompt (`packed` only)
         self.prompt_len = np.zeros(0, dtype=np.int64)
         self.count = np.zeros(0, dtype=np.int64)  # completion tokens, a prefix included
         self.rule = np.zeros(0, dtype=np.int64)  # index of its sampling rule
@@ -57,7 +57,7 @@ class Rows:
             self.requests += [None] * (rows - have)
             self.prompt_routes += [None] * (rows - have)
 
-    def join(self, requests: list[Request], groups: list[int], rules: list[int]) -> NDArray[np.int64]:
+    def join(self, requests: list[Request], rules: list[int]) -> NDArray[np.int64]:
         """Put requests into free slots, lowest first. A prefix becomes the first tokens of its row."""
         # Each row gets room for its longest completion, so `append` never has to grow the table.
         self.reserve(int(self.alive.sum()) + len(requests), max(r.params.max_new_tokens for r in requests))
@@ -72,7 +72,7 @@ class Rows:
                 if request.prefix.routes is not None:
                     self.routes[slot, :num] = request.prefix.routes
         self.alive[slots] = True
-        self.group[slots], self.rule[slots] = groups, rules
+        self.rule[slots] = rules
         self.prompt_len[slots] = [len(r.prompt) for r in requests]
         self.count[slots] = [0 if r.prefix is None else len(r.prefix.tokens) for r in requests]
         self.key[slots] = [(r.id.submission, r.id.sample, r.id.turn, r.id.attempt) for r in requests]

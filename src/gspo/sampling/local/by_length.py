@@ -1,0 +1,193 @@
+"""The stepper of batches of equal length: transformers' own cache, or no cache at all.
+
+Rows with equally many tokens share a forward [rows, tokens], so nothing is padded and no state leaks between rows. A
+prompt is computed once, and its cache is repeated for the rows of its group; finished rows leave the cache. Without a
+cache every token computes whole sequences: slow, but right for any causal model.
+
+Shapes: B rows of a batch, L tokens of a forward, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from gspo.errors import RolloutError
+from gspo.models.moe import routed
+from gspo.sampling.local.cache_rows import CacheLayout, Part, tensors_of
+from gspo.sampling.local.rows import Rows
+from gspo.sampling.local.stepper import Step, StoredPrompt, Tokens
+from gspo.types import Request
+
+_CACHE_NAMES = ("past_key_values", "cache_params", "state")  # of outputs and arguments
+
+
+@dataclass(slots=True)
+class _Batch:
+    slots: NDArray[np.int64]  # [B] row slots
+    length: int  # tokens in the cache
+    cache: Any
+
+
+class LengthStepper:
+    """Implements `stepper.Stepper`. `layout` describes the model's cache; None: compute without a cache."""
+
+    def __init__(
+        self,
+        model: Any,
+        routers: Sequence[nn.Module],
+        prefill_tokens: int,
+        layout: CacheLayout | None,
+        rows: Rows,
+        counts: Counter[str],
+    ) -> None:
+        self._model, self._routers, self._prefill_tokens = model, routers, prefill_tokens
+        self._layout, self._rows, self._counts = layout, rows, counts
+        self._accepts = inspect.signature(model.forward).parameters
+        self.prompts: dict[Tokens, StoredPrompt] = {}
+        self._batches: list[_Batch] = []
+        self._fresh: list[int] = []  # slots of rows whose cache is still that of their prompt
+
+    def num_bytes(self) -> int:
+        caches = [*(batch.cache for batch in self._batches), *(p.cache for p in self.prompts.values())]
+        # Several prompts may share a cache.
+        return sum(t.nbytes for cache in {id(c): c for c in caches}.values() for _, t in tensors_of(cache))
+
+    def _forward(self, tokens: NDArray, cache: Any = None, start: int = 0) -> tuple[Tensor, NDArray | None, Any]:
+        """Feed tokens [B, L] that follow `start` cached ones: logits [B, V] of the last, routes [B, L, …], cache."""
+        device = self._model.device
+        options: dict[str, Any] = {"use_cache": self._layout is not None}
+        # Passed even where a model could derive them: some derive wrong ones from a cache without keys.
+        if "position_ids" in self._accepts:
+            positions = torch.arange(start, start + tokens.shape[1], device=device)
+            options["position_ids"] = positions[None].expand(len(tokens), -1)
+        if "logits_to_keep" in self._accepts:
+            options["logits_to_keep"] = 1
+        if cache is not None:
+            options[next(name for name in _CACHE_NAMES if name in self._accepts)] = cache
+        ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
+        with routed(self._routers) if self._routers else nullcontext() as recorder:
+            output = self._model(input_ids=ids, **options)
+        routes = None if recorder is None else recorder.routes().reshape(*tokens.shape, *recorder.routes().shape[1:])
+        if self._layout is not None:
+            cache = next((output[name] for name in _CACHE_NAMES if name in output), None)
+            if cache is None:
+                raise RolloutError("the model returns no cache")
+        return output.logits[:, -1], routes, cache
+
+    def _whole(self, sequences: Sequence[NDArray]) -> Iterator[tuple[list[int], NDArray]]:
+        """Batches of whole sequences of equal length: their indices and tokens [B, L], at most `prefill_tokens`."""
+        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
+        while order:
+            length = len(sequences[order[0]])
+            most = max(1, self._prefill_tokens // length)
+            part = [i for i in order[:most] if len(sequences[i]) == length]
+            order = order[len(part) :]
+            self._counts["prefill_forwards"] += 1
+            self._counts["prefill_tokens"] += len(part) * length
+            yield part, np.stack([sequences[i] for i in part])
+
+    def prefill(self, requests: Sequence[Request]) -> None:
+        if self._layout is not None and not self._layout.is_known:
+            self._layout.learn(self._probe_cache)
+        # A continued row computes its prompt and its tokens together: not every cache takes several tokens at once.
+        fresh = [r.prompt for r in requests if r.prefix is None or not len(r.prefix.tokens)]
+        prompts = list(dict.fromkeys(prompt for prompt in fresh if prompt not in self.prompts))
+        for part, tokens in self._whole([np.array(prompt) for prompt in prompts]):
+            logits, routes, cache = self._forward(tokens)
+            for row, index in enumerate(part):
+                chosen = None if routes is None else routes[row]
+                self.prompts[prompts[index]] = StoredPrompt(logits[row], chosen, cache=cache, index=row)
+
+    def _probe_cache(self, num_rows: int, cache: Any) -> Any:
+        tokens = np.full((num_rows, 4 if cache is None else 1), 1)
+        return self._forward(tokens, cache, 0 if cache is None else 4)[2]
+
+    def join(self, slots: NDArray) -> None:
+        if self._layout is None:
+            return
+        self._fresh += [int(s) for s in slots if self._rows.count[s] == 0]
+        continued = [int(s) for s in slots if self._rows.count[s] > 0]
+        # The last token of a row is its next input.
+        sequences = [self._tokens(slot)[:-1] for slot in continued]
+        for part, tokens in self._whole(sequences):
+            cache = self._forward(tokens)[2]
+            self._add(_Batch(np.array([continued[i] for i in part]), tokens.shape[1], cache))
+
+    def _tokens(self, slot: int) -> NDArray:
+        request = self._rows.requests[slot]
+        assert request is not None
+        return np.concatenate([request.prompt, self._rows.tokens[slot, : self._rows.count[slot]]])
+
+    def _add(self, batch: _Batch) -> None:
+        """Batches of equal length become one."""
+        for other in self._batches:
+            if other.length == batch.length:
+                other.cache = self._gather([(b.cache, np.arange(len(b.slots))) for b in (other, batch)])
+                other.slots = np.concatenate([other.slots, batch.slots])
+                return
+        self._batches.append(batch)
+
+    def _gather(self, parts: Sequence[tuple[Any, NDArray]]) -> Any:
+        assert self._layout is not None
+        on_device: list[Part] = [(cache, torch.from_numpy(at).to(self._model.device)) for cache, at in parts]
+        return self._layout.gather(on_device)
+
+    def _start_fresh(self) -> None:
+        """Repeat the caches of prompts for the rows that have drawn their first token."""
+        by_cache: dict[int, list[tuple[int, StoredPrompt]]] = {}
+        for slot in self._fresh:
+            request = self._rows.requests[slot]
+            assert request is not None
+            stored = self.prompts[request.prompt]
+            by_cache.setdefault(id(stored.cache), []).append((slot, stored))
+        for members in by_cache.values():
+            slots = np.array([slot for slot, _ in members])
+            cache = self._gather([(members[0][1].cache, np.array([stored.index for _, stored in members]))])
+            self._add(_Batch(slots, int(self._rows.prompt_len[slots[0]]), cache))
+        self._fresh = []
+
+    def step(self) -> Step:
+        rows, steps = self._rows, list[Step]()
+        if self._layout is None:
+            living = rows.living()
+            for part, tokens in self._whole([self._tokens(int(slot)) for slot in living]):
+                logits, routes, _ = self._forward(tokens)
+                steps.append(Step(living[part], logits, None if routes is None else routes[:, -1]))
+        else:
+            self._start_fresh()
+            for batch in self._batches:
+                last = rows.tokens[batch.slots, rows.count[batch.slots] - 1]  # [B]
+                logits, routes, batch.cache = self._forward(last[:, None], batch.cache, batch.length)
+                batch.length += 1
+                steps.append(Step(batch.slots, logits, None if routes is None else routes[:, 0]))
+        self._counts["decode_forwards"] += len(steps)
+        self._counts["decode_rows"] += sum(len(step.slots) for step in steps)
+        routes = [step.routes for step in steps if step.routes is not None]
+        return Step(
+            np.concatenate([step.slots for step in steps]),
+            torch.cat([step.logits for step in steps]),
+            np.concatenate(routes) if routes else None,
+        )
+
+    def leave(self, slots: NDArray, moves: tuple[list[int], list[int]], dropped: Sequence[Tokens]) -> None:
+        for prompt in dropped:
+            self.prompts.pop(prompt, None)  # a prompt of continued rows only is not stored
+        target_of = dict(zip(*moves, strict=True))
+        finished = set(slots.tolist())
+        self._fresh = [target_of.get(slot, slot) for slot in self._fresh if slot not in finished]
+        for batch in self._batches:
+            stay = np.flatnonzero(~np.isin(batch.slots, slots))
+            if len(stay) and len(stay) < len(batch.slots):
+                batch.cache = self._gather([(batch.cache, stay)])
+            batch.slots = np.array([target_of.get(slot, slot) for slot in batch.slots[stay].tolist()])
+        self._batches = [batch for batch in self._batches if len(batch.slots)]

@@ -1,0 +1,72 @@
+"""What the scheduler (`engine.py`) needs of a stepper: the part of an in-process engine that runs the model.
+
+A stepper computes the logits of the next token of every running row, in its own way: `packed.py` stores keys and values
+itself, `by_length.py` uses transformers' caches or none. The scheduler owns requests, draws and stop rules.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gspo.sampling.local.rows import Rows
+from gspo.types import Request
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(slots=True)
+class StoredPrompt:
+    """A prompt that was computed once for all of its rows."""
+
+    logits: Tensor  # [V] at its last token; the first token of every row is drawn from them
+    routes: NDArray | None  # [P, layers, top_k] experts of its positions; None for a dense model
+    slot: int = 0  # `packed`: its group slot
+    cache: Any = None  # `by_length`: the cache that holds it
+    index: int = 0  # `by_length`: its row in that cache
+
+
+class Step(NamedTuple):
+    """The result of one token: N rows."""
+
+    slots: NDArray  # [N] row slots
+    logits: Tensor  # [N, V]
+    routes: NDArray | None  # [N, layers, top_k]
+
+
+class Stepper(Protocol):
+    """The state of a stepper belongs to one table of rows; a new table gets a new stepper."""
+
+    prompts: dict[Tokens, StoredPrompt]
+
+    def prefill(self, requests: Sequence[Request]) -> None:
+        """Compute the prompts of these requests that are needed and not stored yet."""
+        ...
+
+    def join(self, slots: NDArray) -> None:
+        """These rows run from now on. Those that continue have tokens already."""
+        ...
+
+    def step(self) -> Step:
+        """Feed the last token of every running row."""
+        ...
+
+    def leave(self, slots: NDArray, moves: tuple[list[int], list[int]], dropped: Sequence[Tokens]) -> None:
+        """These rows are finished; then rows moved (from, to) in the table; no request needs the dropped prompts."""
+        ...
+
+    def num_bytes(self) -> int: ...
+
+
+class Engine(NamedTuple):
+    """A stepper that may be chosen for a model."""
+
+    name: str
+    attention: str  # the attention implementation while it runs
+    start: Callable[[Rows, Counter[str]], Stepper]  # for a table of rows; counts what it computes
+    is_packed: bool = False  # a forward is one sequence [1, tokens]

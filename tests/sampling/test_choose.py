@@ -1,0 +1,215 @@
+"""The engine of a model is chosen by measurement: families of each kind against plain transformers."""
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import OTHERS, VOCAB, build
+from transformers import T5Config, T5ForConditionalGeneration
+
+from gspo.errors import RolloutError
+from gspo.models import moe
+from gspo.sampling.local.choose import choose, engines
+from gspo.sampling.local.engine import LocalSampler
+from gspo.types import Request, SampleId, SamplingParams
+
+pytestmark = pytest.mark.run
+
+PACKED, CACHE, NO_CACHE = "continuous batching", "transformers' cache", "no cache"
+# Transformers computes a decoded token of Zamba2 without the lower limit of the time step, unlike a prompt; the states
+# of RecurrentGemma are inside its modules; GPT-1 has no cache.
+ENGINE_OF = dict.fromkeys(OTHERS, CACHE)
+ENGINE_OF |= dict.fromkeys(("recurrent_gemma", "zamba2", "openai-gpt"), NO_CACHE)
+ENGINE_OF |= dict.fromkeys(("deepseek_v2", "deepseek_v3", "opt"), PACKED)
+QUICK = ("qwen3_5_text", "recurrent_gemma", "deepseek_v3")
+
+
+def prompt_of(index):
+    return tuple(np.random.default_rng(index).integers(3, VOCAB, size=(5, 9, 5, 6)[index]).tolist())
+
+
+def requests(num_new=12, **params):
+    return [
+        Request(SampleId(g, i), prompt_of(g), SamplingParams(num_new - 2 * i, **params))
+        for g in range(4)
+        for i in range(3)
+    ]
+
+
+class Recording(LocalSampler):
+    """Keeps the logits of every drawn token in the model's precision; a sample's log-probs are float32."""
+
+    def __init__(self, *args, **kwargs):
+        self.logits, self.lines = {}, []
+        super().__init__(*args, **kwargs, say=self.lines.append)
+        self.logits = {}
+
+    def _sample(self, slots, logits_n_v, routes):
+        for slot, row in zip(slots, logits_n_v, strict=True):
+            self.logits[self._rows.requests[slot].id, int(self._rows.count[slot])] = row.clone()
+        super()._sample(slots, logits_n_v, routes)
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in ENGINE_OF])
+def test_sampled_log_probs_are_those_of_a_plain_forward(name):
+    model = build(name)
+    sampler = Recording(model, seed=5, eos_token_ids=[2], max_rows=7)
+    assert sampler.health()["engine"] == ENGINE_OF[name]
+    assert len(sampler.lines) == 1
+    assert type(model).__name__ in sampler.lines[0]
+    assert ENGINE_OF[name] in sampler.lines[0]
+    asked = requests(temperature=1.3)
+    sampler.submit(asked)
+    samples = {s.id: s for s in sampler.completed()}
+    for request in asked:
+        sample, start = samples[request.id], len(request.prompt)
+        tokens = sample.tokens.tolist()
+        with torch.no_grad():
+            logits = model(torch.tensor([[*request.prompt, *tokens]]), use_cache=False).logits[0, start - 1 : -1]
+        expected = torch.log_softmax(logits.double() / 1.3, -1)[range(len(tokens)), tokens]
+        np.testing.assert_allclose(sample.behavior_logp, expected, atol=1e-5, rtol=1e-5)
+
+
+# Norms, softmax or routers of some models are float32 whatever the model: the looser bound.
+BOUND = {"falcon": 1e-9, "openai-gpt": 1e-9, "lfm2": 5e-6, "llama4_text": 5e-6, "bloom": 5e-6, "deepseek_v2": 5e-6}
+
+
+@pytest.mark.parametrize("name", [n if n == "falcon" else pytest.param(n, marks=pytest.mark.full) for n in BOUND])
+def test_logits_of_a_float64_model_are_those_of_a_plain_forward(name):
+    model = build(name, dtype=torch.float64)
+    sampler = Recording(model, seed=5, eos_token_ids=[2], max_rows=7)
+    asked = requests()
+    sampler.submit(asked)
+    samples = {s.id: s for s in sampler.completed()}
+    for request in asked:
+        tokens = samples[request.id].tokens.tolist()
+        with torch.no_grad():
+            plain = model(torch.tensor([[*request.prompt, *tokens]]), use_cache=False).logits[0]
+        for at in range(len(tokens)):
+            np.testing.assert_allclose(
+                sampler.logits[request.id, at], plain[len(request.prompt) - 1 + at], atol=BOUND[name], rtol=0
+            )
+
+
+def test_experts_of_a_hybrid_are_recorded_as_a_plain_forward_chooses_them():
+    model = build("qwen3_next")
+    sampler = LocalSampler(model, seed=1, eos_token_ids=[2], max_rows=5)
+    asked = requests(6)
+    sampler.submit(asked)
+    for sample in sampler.completed():
+        prompt = prompt_of(sample.id.submission)
+        with torch.no_grad(), moe.routed(moe.routers(model)) as recorder:
+            model(torch.tensor([[*prompt, *sample.tokens[:-1].tolist()]]), use_cache=False)
+        whole = np.concatenate([sample.prompt_routes[:-1], sample.routes])
+        assert np.array_equal(sample.prompt_routes[-1], sample.routes[0])
+        assert not moe.routes_mismatch(whole, recorder.routes()).any()
+
+
+def test_rows_of_equal_length_share_a_forward_and_leave_it_when_they_finish():
+    sampler = LocalSampler(build("lfm2"), seed=1, eos_token_ids=[])
+    asked = [Request(SampleId(g, i), prompt_of(g), SamplingParams(3 + 2 * i)) for g in (0, 2) for i in range(2)]
+    sampler.submit(asked)
+    assert [len(s.tokens) for s in sorted(sampler.completed(), key=lambda s: s.id)] == [3, 5, 3, 5]
+    health = sampler.health()
+    assert health["prefill_forwards"] == 1  # both prompts have five tokens
+    assert health["decode_forwards"] == 4
+    assert health["decode_rows"] == 2 * 4 + 2 * 2
+    assert health["cache_bytes"] == 0
+
+
+def test_other_weights_draw_from_other_states():
+    target, source = build("lfm2"), build("lfm2", seed=1)
+    sampler, other = (LocalSampler(m, seed=1, eos_token_ids=[2]) for m in (target, source))
+    other.submit(requests())
+    expected = {s.id: s.tokens.tolist() for s in other.completed()}
+    sampler.submit(requests())
+    before = {s.id: s.tokens.tolist() for s in sampler.completed()}
+    assert before != expected
+    sampler.load_weights(1, source.state_dict().items())
+    sampler.submit(requests())
+    samples = list(sampler.completed())
+    assert {s.id: s.tokens.tolist() for s in samples} == expected
+    assert {v for s in samples for v in s.versions.tolist()} == {1}
+
+
+def leaking(model):
+    """State that packed rows would pass on to each other, and that no cache holds."""
+    plain = model.model.layers[1].self_attn.forward
+
+    def with_all_before(hidden_states, **kwargs):
+        out, weights = plain(hidden_states=hidden_states, **kwargs)
+        return out + hidden_states.cumsum(dim=1), weights
+
+    model.model.layers[1].self_attn.forward = with_all_before
+    return model
+
+
+def test_state_that_no_engine_knows_of_is_found_by_measurement():
+    sampler = Recording(leaking(build("llama")), seed=1, eos_token_ids=[2])
+    assert sampler.health()["engine"] == NO_CACHE
+    assert f"{PACKED} differs from a plain forward by" in sampler.lines[0]
+    assert f"{CACHE} differs from a plain forward by" in sampler.lines[0]
+    assert "rollout.backend: vllm:d1" in sampler.lines[0]
+
+
+def test_a_window_that_is_only_in_the_mask_is_not_left_to_continuous_batching():
+    model = build("mistral")
+    for layer in model.model.layers:
+        plain = layer.self_attn.forward
+
+        def without_window(*args, plain=plain, module=layer.self_attn, **kwargs):
+            window, module.config.sliding_window = module.config.sliding_window, None
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                module.config.sliding_window = window
+
+        layer.self_attn.forward = without_window
+    sampler = Recording(model, seed=1, eos_token_ids=[2])
+    assert sampler.health()["engine"] == CACHE
+    assert "sliding window" in sampler.lines[0]
+
+
+def test_a_model_that_no_engine_can_run_is_refused_with_name_reason_and_remedy():
+    model = build("lfm2")
+    del model.model.layers[0].conv
+    with pytest.raises(RolloutError, match=r"Lfm2ForCausalLM cannot be sampled.*'conv'.*rollout\.backend: vllm:d1"):
+        LocalSampler(model, seed=1, eos_token_ids=[2])
+
+
+def test_log_probs_that_are_not_numbers_are_no_agreement():
+    model = build("llama")
+    with pytest.raises(RolloutError, match="differs from a plain forward by nan"):
+        choose(model, engines(model, [], 99), lambda _: float("nan"), print)
+
+
+def test_of_engines_above_rounding_the_first_that_is_nearly_the_best_is_chosen():
+    model = build("llama")
+    found = engines(model, [], 99)
+
+    def chosen(gaps):
+        return found.index(choose(model, found, lambda engine: gaps[found.index(engine)], lambda _: None))
+
+    assert chosen([3e-3, 2e-3, 2e-3, 2e-3]) == 0
+    assert chosen([3e-3, 2e-4, 2e-4, 2e-4]) == 1
+    assert chosen([3e-3, 9e-5, 0.0, 0.0]) == 1
+    with pytest.raises(RolloutError, match=r"allowed 0\.005"):
+        chosen([1.0, 1.0, 6e-3, 6e-3])
+
+
+def test_an_error_inside_the_model_names_it_and_loses_no_request():
+    model = build("lfm2")
+    sampler = LocalSampler(model, seed=1, eos_token_ids=[2])
+    asked = requests()
+    sampler.submit(asked)
+    assert list(sampler.completed(deadline_s=0)) == []
+    conv, model.model.layers[0].conv = model.model.layers[0].conv, None
+    with pytest.raises(RolloutError, match=r"Lfm2ForCausalLM failed while .*TypeError.*rollout\.backend"):
+        list(sampler.completed())
+    model.model.layers[0].conv = conv
+    assert {s.id for s in sampler.completed()} == {r.id for r in asked}
+
+
+def test_encoder_decoder_models_are_refused_by_name():
+    model = T5ForConditionalGeneration(T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=VOCAB))
+    with pytest.raises(RolloutError, match="T5ForConditionalGeneration is an encoder-decoder model"):
+        LocalSampler(model, seed=1, eos_token_ids=[2])

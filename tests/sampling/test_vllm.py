@@ -19,6 +19,7 @@ from vllm_lookalike import Lookalike
 
 from gspo.errors import ConfigError, DataError, RolloutError, WeightSyncError
 from gspo.launcher.serve import engine as serve_engine
+from gspo.sampling.engines import base
 from gspo.sampling.engines.base import EngineAddress
 from gspo.sampling.engines.vllm import VllmSampler
 from gspo.sampling.remote.discovery import register
@@ -141,6 +142,29 @@ def test_a_paused_sampler_samples_nothing_until_it_is_resumed(started):
     assert server.made == made
     sampler.resume()
     assert [len(sample.tokens) for sample in sampler.completed(20)] == [20, 20]
+
+
+def test_a_request_that_did_not_come_back_from_an_interruption_is_sent_once_more_and_not_twice(monkeypatch):
+    class Deaf(Lookalike):
+        epoch = property(lambda _: 0, lambda *_: None)  # a /pause changes nothing
+
+    monkeypatch.setattr(base, "INTERRUPT_S", 0.2)
+    server = Deaf(build("llama_mha", 1), pace_s=0.15)
+    sampler = VllmSampler(server.endpoint, seed=5, num_vocab=VOCAB, max_context=64, eos_token_ids=[EOS], version=0)
+    try:
+        sampler.submit(group_requests(1, 2, SamplingParams(15, ignore_eos=True)))
+        time.sleep(0.1)
+        sampler.pause()
+        assert sampler.health()["waiting"] == 2  # the fault: both were given up
+        sampler.resume()
+        assert [len(sample.tokens) for sample in sampler.completed(20)] == [15, 15]
+        assert {name: sampler.health()[name] for name in ("requests", "lost_replies")} == {
+            "requests": 4,
+            "lost_replies": 0,
+        }
+    finally:
+        sampler.close()
+        server.close()
 
 
 def test_a_sample_that_somebody_else_has_interrupted_goes_on(started):

@@ -56,7 +56,7 @@ def serve(
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
     model = whole_model(config, tokenizer, published_dtype(config), with_adapter=sends_adapter(config))
     # Version −1: the weights of the policy arrive from the trainer.
-    sampler = local_sampler(config, model, tokenizer, -1)
+    sampler = local_sampler(config, model, tokenizer, -1, partial(print, flush=True))
     identity = identity_of(
         model,
         seed=config.seed,

@@ -105,7 +105,7 @@ class EngineSampler(ABC):
         self._invalid_reason = partial(invalid_reason, num_vocab=num_vocab, ends=self._ends, aborting=True)
         self._waiting: deque[Request] = deque()
         self._in_flight: dict[SampleId, InFlight] = {}
-        self._arrived: queue.SimpleQueue[SampleId] = queue.SimpleQueue()  # requests whose reply is there
+        self._arrived: queue.SimpleQueue[InFlight] = queue.SimpleQueue()  # requests whose reply is there
         self._done: deque[Sample] = deque()
         self._failures: Counter[SampleId] = Counter()
         self._failures_in_a_row = 0
@@ -248,11 +248,11 @@ class EngineSampler(ABC):
     def _send(self) -> None:
         while self._waiting and not self._is_stopped():
             request = self._waiting.popleft()
-            reply = self._http.run(self._sample(self._body(request)))
-            self._in_flight[request.id] = InFlight(request, reply, self.version)
+            flight = InFlight(request, self._http.run(self._sample(self._body(request))), self.version)
+            self._in_flight[request.id] = flight
             self._counts["requests"] += 1
-            # The HTTP thread only queues the id; the caller's thread handles the reply, so no lock is needed.
-            reply.add_done_callback(lambda _, id=request.id: self._arrived.put(id))
+            # The HTTP thread only queues the flight; the caller's thread handles the reply, so no lock is needed.
+            flight.reply.add_done_callback(lambda _, flight=flight: self._arrived.put(flight))
 
     async def _sample(self, body: dict[str, Any]) -> dict[str, Any] | None:
         """The reply to a sampling request; there is no deadline. None: not sent, as requests are being interrupted."""
@@ -262,12 +262,12 @@ class EngineSampler(ABC):
                 return None
             return parse_json(await self._http.request("POST", self.route, json.dumps(body).encode()))
 
-    def _receive(self, id: SampleId) -> None:
+    def _receive(self, flight: InFlight) -> None:
         """Handle a reply: a sample, a part of one, or a failure."""
-        flight = self._in_flight.pop(id, None)
-        # An interruption has removed the request from the table.
-        if flight is None:
+        # An interruption has cancelled it; the same request may be in flight again.
+        if self._in_flight.get(flight.request.id) is not flight:
             return
+        del self._in_flight[flight.request.id]
         try:
             reply = flight.reply.result(0)
             if reply is None:

@@ -37,16 +37,16 @@ def make_sampler(
     tokenizer: Any,
     version: int,
     run: Path | None = None,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Sampler:
     """The sampler servers that the launcher started for this run, else the in-process one on the policy's weights."""
     # Sampling in this process. One rank samples from the policy's own tensors; with several ranks the policy is
     # sharded, so the sampler needs a whole copy of the model.
     if run is None or not Launched.read().num_samplers:
         if policy.world.size == 1:
-            return local_sampler(config, policy.model, tokenizer, version)
+            return local_sampler(config, policy.model, tokenizer, version, say)
         model = whole_model(config, tokenizer, policy.compute_dtype, with_adapter=True)
-        local = local_sampler(config, model, tokenizer, version)
+        local = local_sampler(config, model, tokenizer, version, say)
         local.load_weights(version, weights_for(config, local, policy))
         return local
     # Sampler servers load the weights of `version` before the first request.
@@ -96,7 +96,10 @@ def sampler_dtype(config: Config) -> torch.dtype | None:
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
-def local_sampler(config: Config, model: Any, tokenizer: Any, version: int) -> LocalSampler:
+def local_sampler(
+    config: Config, model: Any, tokenizer: Any, version: int, say: Callable[[str], None] = lambda _: None
+) -> LocalSampler:
+    """The in-process sampler on this model; `say` gets one line about the engine that was chosen for it."""
     precision = config.rollout.sampler_precision
     make = LocalSampler if precision == "none" else partial(RoundedSampler, precision=precision)
     return make(
@@ -107,6 +110,7 @@ def local_sampler(config: Config, model: Any, tokenizer: Any, version: int) -> L
         max_rows=config.rollout.max_concurrent_rollouts or 256,
         max_context=config.gconfig.max_tokens,
         version=version,
+        say=say,
     )
 
 

@@ -1,58 +1,21 @@
 """The built-in environments and how they are named, against scripted answers of a model."""
 
 import asyncio
-import json
 import re
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import talkers
+from scripted_client import call, last_prompt, play, scripted
 
 from gspo.envs.builtin.self_correct import SelfCorrect
 from gspo.envs.builtin.tools import Tools
-from gspo.envs.client import Client, OutOfRoomError
+from gspo.envs.client import OutOfRoomError
 from gspo.envs.find import find_environment
 from gspo.errors import ConfigError
 from gspo.rewards.sandbox import box as sandbox
-from gspo.types import Prompt, Request, Sample, SampleId, SamplingParams
 
 needs_sandbox = pytest.mark.skipif(bool(sandbox.unavailable()), reason=sandbox.unavailable() or "it works")
-
-
-def scripted(*answers, template=None, data=None, context=4096, question="12*34="):
-    """A client whose model says these texts, one after the other; what it is asked is in `client.asked`."""
-    talk = talkers.chat(template)
-    tokens = talk.render([{"role": "user", "content": question}])
-    origin = Prompt(tokens, question, data or {}, messages=({"role": "user", "content": question},))
-    said, asked = iter(answers), []
-
-    def ask(request):
-        asked.append(request)
-        text = next(said)
-        ids = talk.tokenizer.encode(text, add_special_tokens=False)[: request.params.max_new_tokens]
-        future = Future()
-        future.set_result(Sample.of(request.id, ids, [-0.5] * len(ids), version=0))
-        return future
-
-    params = SamplingParams(max_new_tokens=400)
-    client = Client(
-        Request(SampleId(0, 0), tokens, params, origin=origin), chat=talk, submit=ask, max_turns=9, max_context=context
-    )
-    client.asked, client.talk = asked, talk
-    return client
-
-
-def play(environment, client):
-    return asyncio.run(environment(client, client.prompt.data))
-
-
-def last_prompt(client):
-    return client.talk.tokenizer.decode(client.asked[-1].prompt)
-
-
-def call(name, **arguments):
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>{talkers.END}"
 
 
 def test_in_plain_text_a_result_stands_behind_its_call():

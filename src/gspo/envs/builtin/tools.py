@@ -1,4 +1,4 @@
-"""The environment `tools`: the model may call a calculator, or run Python in the sandbox, before it answers.
+"""The environment `tools`: the model may call a calculator, Python in the sandbox, or MCP servers before it answers.
 
 A call and its result are one turn; the configured reward scores the last answer. If a call fails, the model reads
 "error: …" and the episode continues; the sample fails only if the machine cannot run the tool. A changed word in these
@@ -11,17 +11,17 @@ Without one: brackets, followed by the result: `[calculator 12*34]408`, or with 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gspo.envs.adapters.mcp import Arguments, McpTools, Tool
 from gspo.envs.builtin.calculator import CalculatorError, calculate
 from gspo.envs.client import Client, EpisodeError, OutOfRoomError
 from gspo.errors import ConfigError
 from gspo.rewards.sandbox import box as sandbox
-
-Tool = Callable[[str], Awaitable[str]]
 
 OPEN, CLOSE = "[", "]"
 _ARGUMENT = {"calculator": "expression", "python": "code"}
@@ -35,25 +35,27 @@ _BOX = threading.Lock()
 
 
 class Tools:
-    """The environment; `tools` are the names of the tools that may be called.
+    """The environment; `tools` are the names of the tools that may be called, `mcp` the MCP servers whose tools may be.
 
     max_turns    answers of the model, calls included; a call in the last one is not run
     max_output   maximum number of characters of a result
-    timeout      seconds that a program may run
+    timeout      seconds that a program or a call of an MCP server may run
     """
 
     def __init__(
         self,
-        tools: Sequence[str] = ("calculator",),
+        tools: Sequence[str] | None = None,
         *,
+        mcp: Any = (),
         max_turns: int = 4,
         max_output: int = 500,
         timeout: float = 5.0,
         allow_unsandboxed: bool = False,
     ) -> None:
-        names = [tools] if isinstance(tools, str) else list(tools)
+        default = () if mcp else ("calculator",)
+        names = [tools] if isinstance(tools, str) else list(default if tools is None else tools)
         unknown = sorted(set(map(str, names)) - set(_ARGUMENT))
-        if not names or unknown:
+        if unknown or not (names or mcp):
             found = f"there is no tool {unknown[0]!r}" if unknown else "the list is empty"
             raise ConfigError(f"env.options.tools: {found}; available tools are {', '.join(_ARGUMENT)}")
         if max_turns < 1 or max_output < 1 or not timeout > 0:
@@ -67,13 +69,18 @@ class Tools:
         self._max_turns, self._max_output = max_turns, max_output
         self._limits = sandbox.Limits(timeout_s=timeout)
         self._allow_unsandboxed = allow_unsandboxed
-        known: Mapping[str, Tool] = {"calculator": self._calculator, "python": self._python}
-        self._tools = {name: known[name] for name in names}
+        known = {"calculator": self._calculator, "python": self._python}
+        self._tools = {name: Tool(_schema(name), known[name]) for name in names}
+        self._mcp = McpTools(mcp, timeout, taken=names)
 
     async def __call__(self, client: Client, data: Mapping[str, Any]) -> None:
+        with self._mcp.episode() as more:
+            await self._play(client, {**self._tools, **more})
+
+    async def _play(self, client: Client, tools: Mapping[str, Tool]) -> None:
         messages, plain = client.messages, client.is_plain
         # Without a template, sampling stops at the closing bracket, so that the result can follow.
-        asked: dict[str, Any] = {"stop": CLOSE} if plain else {"tools": self.schemas}
+        asked: dict[str, Any] = {"stop": CLOSE} if plain else {"tools": [tool.schema for tool in tools.values()]}
         for turn in range(self._max_turns):
             try:
                 answer = await client.chat(messages, **asked)
@@ -82,63 +89,40 @@ class Tools:
                 if turn == 0:
                     raise
                 return
-            calls = self._inline(answer["content"]) if plain else _calls(answer)
+            calls = _inline(answer["content"], tools) if plain else _calls(answer)
             # No call: this is the final answer.
             if not calls:
                 return
-            results = [await self.call(name, argument) for name, argument in calls]
+            results = [await self._call(tools, name, argument) for name, argument in calls]
             messages += [answer, *({"role": "tool", "content": result} for result in results)]
-
-    @property
-    def schemas(self) -> list[dict[str, Any]]:
-        """The tools as the OpenAI API describes them."""
-        return [
-            {
-                "type": "function",
-                "function": {
-                    "name": name,
-                    "description": _SAYS[name],
-                    "parameters": {
-                        "type": "object",
-                        "properties": {_ARGUMENT[name]: {"type": "string", "description": _TEXT[name]}},
-                        "required": [_ARGUMENT[name]],
-                    },
-                },
-            }
-            for name in self._tools
-        ]
 
     async def call(self, name: str, argument: Any) -> str:
         """The result of a tool, or an error message for the model."""
-        if name not in self._tools:
-            return f"error: there is no tool {str(name)[:40]!r}; there are {', '.join(self._tools)}"
-        # The template's format has named arguments; the bracket format has only a string.
-        if isinstance(argument, Mapping):
-            argument = argument.get(_ARGUMENT[name])
-        if not isinstance(argument, str):
-            return f"error: {name} takes {_ARGUMENT[name]!r}, a text"
-        result = await self._tools[name](argument)
+        with self._mcp.episode() as more:
+            return await self._call({**self._tools, **more}, name, argument)
+
+    async def _call(self, tools: Mapping[str, Tool], name: str, argument: Any) -> str:
+        if name not in tools:
+            return f"error: there is no tool {str(name)[:40]!r}; there are {', '.join(tools)}"
+        result = await tools[name].call(_arguments(tools[name], argument))
         return (
             result if len(result) <= self._max_output else f"{result[: self._max_output]}… ({len(result)} characters)"
         )
 
-    def _inline(self, text: str) -> list[tuple[str, str]]:
-        """The call at the end of a text."""
-        if not text.endswith(CLOSE):
-            return []
-        inside = text[:-1].rpartition(OPEN)[2]
-        if len(self._tools) == 1:
-            return [(next(iter(self._tools)), inside)]
-        name, _, argument = inside.partition(" ")
-        return [(name, argument)]
+    def close(self) -> None:
+        self._mcp.close()
 
-    async def _calculator(self, expression: str) -> str:
+    async def _calculator(self, arguments: Arguments) -> str:
+        if not isinstance(expression := arguments.get("expression"), str):
+            return "error: calculator takes 'expression', a text"
         try:
             return calculate(expression)
         except CalculatorError as error:
             return f"error: {error}"
 
-    async def _python(self, code: str) -> str:
+    async def _python(self, arguments: Arguments) -> str:
+        if not isinstance(code := arguments.get("code"), str):
+            return "error: python takes 'code', a text"
         # In a thread: the event loop serves all other episodes meanwhile.
         ended = await asyncio.to_thread(self._run, code)
         return f"{ended.output}error: {ended.reason}" if ended.reason else ended.output
@@ -157,5 +141,44 @@ class ToolUnavailableError(EpisodeError):
     kind = "infra"
 
 
+def _schema(name: str) -> dict[str, Any]:
+    """A built-in tool as the OpenAI API describes it."""
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": _SAYS[name],
+            "parameters": {
+                "type": "object",
+                "properties": {_ARGUMENT[name]: {"type": "string", "description": _TEXT[name]}},
+                "required": [_ARGUMENT[name]],
+            },
+        },
+    }
+
+
 def _calls(answer: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in answer.get("tool_calls") or ()]
+
+
+def _inline(text: str, tools: Mapping[str, Tool]) -> list[tuple[str, str]]:
+    """The call in brackets at the end of a plain text."""
+    if not text.endswith(CLOSE):
+        return []
+    inside = text[:-1].rpartition(OPEN)[2]
+    if len(tools) == 1:
+        return [(next(iter(tools)), inside)]
+    name, _, argument = inside.partition(" ")
+    return [(name, argument)]
+
+
+def _arguments(tool: Tool, given: Any) -> Arguments:
+    """Named arguments. A plain text is the tool's only argument, or a JSON object of several."""
+    if isinstance(given, Mapping):
+        return given
+    if isinstance(given, str) and tool.only_argument is not None:
+        return {tool.only_argument: given}
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        if isinstance(named := json.loads(given), dict):
+            return named
+    return {}

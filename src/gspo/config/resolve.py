@@ -18,9 +18,11 @@ from gspo.config.layout import layout_of
 from gspo.config.loaded import Origin
 from gspo.config.objective import clip_range, level_of, proximal_policy
 from gspo.config.schema import Config, Correction, EvalGeneration, Section
+from gspo.config.schema.dataset import ENVIRONMENT_ROWS
 from gspo.system.gpus import visible_gpus
 
 DEFAULT = Origin("default")
+WITH_ROWS = ("gymnasium:", "openenv:", "verifiers:")  # environments that bring their own problems
 
 
 def resolve(config: Config, origins: dict[str, Origin], problems: list[str], messages: list[str]) -> Config:
@@ -210,6 +212,8 @@ class _Resolver:
         self.fill("rollout.queue_size", ahead, Origin("derived", "from rollout.max_head_offpolicyness"))
         self.fill("scheduler.type", "local", DEFAULT)
         self.fill("train_dataset.split", "train", DEFAULT)
+        if (config.env.path or "").startswith(WITH_ROWS) and not self.is_set("train_dataset.path"):
+            self.put("train_dataset.path", ENVIRONMENT_ROWS, Origin("derived", "from env.path"))
         self.fill_from("stats_logger.wandb.project", "experiment_name")
         if config.valid_dataset is not None:
             self.fill("valid_dataset.split", "test", DEFAULT)

@@ -16,6 +16,8 @@ from gspo.system.imports import find_function
 ENVIRONMENTS: Mapping[str, Callable[..., Any]] = {"tools": Tools, "self_correct": SelfCorrect}
 # `env.path: kind:what` is ADAPTERS[kind](what, **options). Imported when it is used: each needs other packages.
 ADAPTERS: Mapping[str, str] = {
+    "gymnasium": "gspo.envs.adapters.gymnasium:Gymnasium",
+    "openenv": "gspo.envs.adapters.openenv:OpenEnv",
     "trl": "gspo.envs.adapters.trl:TrlEnvironment",
 }
 

@@ -39,7 +39,8 @@ def evaluate_run(
     # Load weights and data, and check the lengths of prompts before sampling starts.
     policy, tokenizer = load_policy(config, run, step)
     spec = held_out(config)
-    data = load_data(spec, "test", tokenizer, config.seed, "valid_dataset")
+    environment = make_environment(config, None)
+    data = load_data(spec, "test", tokenizer, config.seed, "valid_dataset", environment)
     params, num_samples = evaluation_params(config)
     refuse_long_prompts(data, context_length(config, policy), params.max_new_tokens, "eval_gconfig")
     # The default reward of the held-out data, which may be another data set than that of training.
@@ -47,7 +48,6 @@ def evaluate_run(
     decode = decoder(tokenizer)
     sampler = make_sampler(config, policy, tokenizer, step)
     rewards = make_rewards(config, reward, None)
-    environment = make_environment(config, None)
     workflow: Workflow = single_turn
     if environment is not None:
         rewards = GivenRewards(rewards)

@@ -63,7 +63,7 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
     max_context = context_length(config, policy)
     beat("loading the data (train_dataset, valid_dataset)")
     reached("start.data")
-    data, valid = open_data(config, given.dataset, given.valid, learner.tokenizer, max_context)
+    data, valid = open_data(config, given.dataset, given.valid, learner.tokenizer, max_context, given.environment)
     workflow, count_episodes = given.workflow, dict[str, float]
     if given.environment is not None:
         rewards = GivenRewards(rewards)

@@ -6,11 +6,17 @@ from typing import Any
 
 from gspo.config.schema.key import Section, key
 
+ENVIRONMENT_ROWS = "env"  # as a path: the rows of the environment itself
+
 
 class Source(Section):
     """The keys that a data set and a source of a mixture share."""
 
-    path: str = key("embedded:arithmetic", "embedded:arithmetic, reasoning_gym:<task>, a hub name, a file or a folder.")
+    path: str = key(
+        "embedded:arithmetic",
+        "embedded:arithmetic, reasoning_gym:<task>, a hub name, a file or a folder; env: the rows of the environment, "
+        "the default with env.path gymnasium:…, openenv:… and verifiers:….",
+    )
     split: str | None = key(
         None, "Split to read.", unset="train for training, test for validation; in a mixture, the data set's"
     )

@@ -11,7 +11,8 @@ class Environment(Section):
     path: str | None = key(
         None,
         "Environment of multi-turn episodes: tools, self_correct, module:function or file.py:function "
-        "(docs/episodes.md).",
+        "(docs/episodes.md); or of another system: gymnasium:<id>, openenv:<url or package>, trl:<module:Class>, "
+        "verifiers:<environment> (docs/environments.md).",
         unset="one completion per prompt",
     )
     options: dict[str, Any] = key({}, "Settings of the environment, as keyword arguments: {tools: [calculator]}.")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from gspo.config.schema import Config, DatasetSpec, MixtureSource
+from gspo.config.schema.dataset import ENVIRONMENT_ROWS
 from gspo.data.dataset import Dataset, DataSettings, load_dataset, make_dataset
 from gspo.data.mixture import DATA_TYPES, Data, Mixture, make_mixture
 from gspo.data.split import in_held_out
@@ -20,7 +21,9 @@ from gspo.train.evaluate import Evaluator
 from gspo.types import Prompt
 
 
-def make_data(config: Config, given: Any, given_valid: Any, tokenizer: Any) -> tuple[Data, Data | None]:
+def make_data(
+    config: Config, given: Any, given_valid: Any, tokenizer: Any, environment: Any = None
+) -> tuple[Data, Data | None]:
     """Training and held-out problems: the caller's data sets or rows, else those the config names.
 
     Held-out problems are None if evaluation is switched off. Without explicit held-out problems, the held-out part of
@@ -28,21 +31,21 @@ def make_data(config: Config, given: Any, given_valid: Any, tokenizer: Any) -> t
     both results are the same object.
     """
     is_off = config.evaluator.freq_steps == 0
-    data = _one(given, config.train_dataset, "train", tokenizer, config.seed, "train_dataset")
+    data = _one(given, config.train_dataset, "train", tokenizer, config.seed, "train_dataset", environment)
     if given_valid is None and config.valid_dataset is None and given is not None:
         # Also without evaluation: which rows are trained on must not depend on evaluator, which a resume may change.
         data, valid = _divide(data)
         return data, None if is_off else valid
     if is_off:
         return data, None
-    return data, _one(given_valid, held_out(config), "test", tokenizer, config.seed, "valid_dataset")
+    return data, _one(given_valid, held_out(config), "test", tokenizer, config.seed, "valid_dataset", environment)
 
 
 def open_data(
-    config: Config, given: Any, given_valid: Any, tokenizer: Any, max_context: int
+    config: Config, given: Any, given_valid: Any, tokenizer: Any, max_context: int, environment: Any = None
 ) -> tuple[Data, Data | None]:
     """`make_data`, after a check that every prompt leaves room for its completion."""
-    data, valid = make_data(config, given, given_valid, tokenizer)
+    data, valid = make_data(config, given, given_valid, tokenizer, environment)
     refuse_long_prompts(data, max_context, config.gconfig.max_new_tokens)
     if valid is not None:
         refuse_long_prompts(valid, max_context, evaluation_params(config)[0].max_new_tokens, "eval_gconfig")
@@ -113,13 +116,15 @@ def held_out(config: Config) -> DatasetSpec:
     return config.valid_dataset or train.model_copy(update={**whole, "mixture": sources})
 
 
-def _one(given: Any, spec: DatasetSpec, split: str, tokenizer: Any, seed: int, key: str) -> Data:
+def _one(
+    given: Any, spec: DatasetSpec, split: str, tokenizer: Any, seed: int, key: str, environment: Any = None
+) -> Data:
     if isinstance(given, DATA_TYPES):
         return given
     if given is not None:
         # Rows of the caller, for example a list of dicts.
         return make_dataset(given, tokenizer=tokenizer, source="the caller's rows", split=split, key=key)
-    return load_data(spec, split, tokenizer, seed, key)
+    return load_data(spec, split, tokenizer, seed, key, environment)
 
 
 def _divide(data: Data) -> tuple[Data, Data]:
@@ -148,19 +153,25 @@ def refuse_long_prompts(data: Data, limit: int, max_new_tokens: int, section: st
             )
 
 
-def load_data(spec: DatasetSpec, split: str, tokenizer: Any, seed: int, key: str) -> Data:
+def load_data(spec: DatasetSpec, split: str, tokenizer: Any, seed: int, key: str, environment: Any = None) -> Data:
     """The data set of a config section, or its mixture; a source inherits the shared keys that it does not set."""
     if not spec.mixture:
-        return _load_source(spec, spec, split, tokenizer, seed, key)
+        return _load_source(spec, spec, split, tokenizer, seed, key, environment)
     sources = [
-        _load_source(source, spec, split, tokenizer, seed, f"{key}.mixture[{number}]")
+        _load_source(source, spec, split, tokenizer, seed, f"{key}.mixture[{number}]", environment)
         for number, source in enumerate(spec.mixture)
     ]
     return make_mixture(sources, [s.weight for s in spec.mixture], [s.name for s in spec.mixture], key)
 
 
 def _load_source(
-    source: DatasetSpec | MixtureSource, shared: DatasetSpec, split: str, tokenizer: Any, seed: int, key: str
+    source: DatasetSpec | MixtureSource,
+    shared: DatasetSpec,
+    split: str,
+    tokenizer: Any,
+    seed: int,
+    key: str,
+    environment: Any,
 ) -> Dataset:
     settings = DataSettings(
         max_length=source.max_length or shared.max_length,
@@ -175,4 +186,16 @@ def _load_source(
         options=source.options,
     )
     split = source.split or shared.split or split
+    if source.path == ENVIRONMENT_ROWS:
+        rows = _rows_of_environment(environment, split, source.size, key)
+        return make_dataset(rows, settings, tokenizer=tokenizer, source="the environment", split=split, key=key)
     return load_dataset(source.path, split, settings, tokenizer=tokenizer, key=key)
+
+
+def _rows_of_environment(environment: Any, split: str, size: int | None, key: str) -> list[dict[str, Any]]:
+    if not callable(rows := getattr(environment, "rows", None)):
+        raise ConfigError(
+            f"{key}.path is env, but the environment has no rows of its own: name a data set in {key}.path, or give "
+            "the environment a method rows(split, size)"
+        )
+    return list(rows(split, size))

@@ -1,0 +1,214 @@
+"""OpenEnv servers over their websocket protocol: a small server here, and one made with the real package."""
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import talkers
+from scripted_client import call, last_prompt, play, scripted
+
+from gspo.envs.adapters.openenv import OpenEnvError
+from gspo.envs.find import find_environment
+from gspo.errors import ConfigError
+
+# The wire format of openenv 0.10: one JSON object per message; a session is a websocket. `OPEN` counts sessions.
+SERVER = """
+import asyncio, json, os, sys
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route, WebSocketRoute
+
+KIND = os.environ.get("KIND", "")
+OPEN = 0
+fields = {"metadata": {"type": "object"}, "number": {"type": "integer"}}
+if KIND == "json":
+    fields["colour"] = {"type": "string"}
+action = {"title": "CallToolAction"} if KIND == "tools" else {
+    "title": "Guess", "properties": fields, "required": [n for n in fields if n != "metadata"]}
+SCHEMA = {"action": action, "observation": {"properties": {"hint": {}, "reward": {}, "done": {}}}}
+
+async def talk(ws):
+    global OPEN
+    await ws.accept()
+    if OPEN >= 2:
+        await ws.receive_text()
+        await ws.send_json({"type": "error", "data": {"code": "CAPACITY_REACHED", "message": "1 session"}})
+        return await ws.close()
+    OPEN += 1
+    try:
+        secret = 0
+        async for text in ws.iter_text():
+            m = json.loads(text); data = m["data"]
+            def see(hint, reward, done): return {"type": "observation", "data": {
+                "observation": {"hint": hint, "metadata": {}}, "reward": reward, "done": done}}
+            if m["type"] == "reset":
+                secret = data["seed"] % 10
+                reply = see("guess 0-9", None, False)
+            elif data.get("type") == "list_tools":
+                reply = {"type": "observation", "data": {"observation": {"tools": [
+                    {"name": "add", "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}]}}}
+            elif data.get("type") == "call_tool":
+                ok = data["tool_name"] == "add"
+                result = {"result": {"content": [{"type": "text", "text": "7"}]}} if ok else {
+                    "error": {"error_type": "tool_not_found", "message": "no such tool"}}
+                reply = {"type": "observation", "data": {"observation": result, "reward": 0.5 * ok, "done": False}}
+            elif not isinstance(data.get("number"), int) or data["number"] > 9:
+                reply = {"type": "error", "data": {"code": "VALIDATION_ERROR", "message": "number: must be 0 to 9"}}
+            elif KIND == "die": os._exit(3)
+            elif KIND == "hang": await asyncio.sleep(60)
+            elif KIND == "nonsense": await ws.send_text("hello"); continue
+            elif KIND == "large": await ws.send_text("x" * 2**21); continue
+            else:
+                n = data["number"]
+                hint = "right" if n == secret else "low" if n < secret else "high"
+                reply = see(hint, float(n == secret), n == secret)
+            await ws.send_json(reply)
+    finally:
+        OPEN -= 1
+
+app = Starlette(routes=[
+    Route("/health", lambda r: JSONResponse({"status": "healthy"})),
+    Route("/open", lambda r: JSONResponse(OPEN)),
+    Route("/metadata", lambda r: JSONResponse({"description": "Guess the number."})),
+    Route("/schema", lambda r: JSONResponse(SCHEMA)),
+    WebSocketRoute("/ws", talk)])
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "server").mkdir()
+    (tmp_path / "server" / "app.py").write_text(SERVER)
+    return tmp_path
+
+
+@pytest.fixture
+def make(folder, monkeypatch):
+    made = []
+
+    def make(kind="", **options):
+        monkeypatch.setenv("KIND", kind)
+        made.append(find_environment(f"openenv:{folder}", {"timeout": 3, **options}))
+        return made[-1]
+
+    yield make
+    for env in made:
+        env.close()
+
+
+def client(*answers, template=None):
+    return scripted(*answers, data={"seed": 17}, question="Guess the number.", template=template)
+
+
+@pytest.mark.run
+def test_observations_are_read_answers_are_actions_and_rewards_belong_to_turns(make):
+    env = make(observation="hint")
+    asked = client("3", "many", "99", "7")
+    assert play(env, asked) == 0.0
+    assert asked.turn_rewards == {0: 0.0, 3: 1.0}
+    text = last_prompt(asked)
+    assert text.startswith("Guess the number.\n\nguess 0-93low")
+    assert "error: the answer must be one integer" in text
+    assert "error: number: must be 0 to 9" in text
+    rows = env.rows("train", 3)
+    assert [row["seed"] for row in rows] == [0, 1, 2]
+    assert rows[0]["prompt"] == "Guess the number."
+    # The same server, as a user's own one, by its address.
+    other = find_environment(f"openenv:{env._url}", {"observation": "hint", "action": "number"})
+    assert play(other, client("7")) == 0.0
+    import httpx
+
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and httpx.get(f"{env._url}/open").json():
+        time.sleep(0.05)
+    assert httpx.get(f"{env._url}/open").json() == 0  # every session was closed
+    with pytest.raises(ConfigError, match=r"env\.options\.action: the server has no field 'nothing'; it has number"):
+        find_environment(f"openenv:{env._url}", {"action": "nothing"})
+
+
+@pytest.mark.run
+def test_an_action_with_several_fields_is_json(make):
+    env = make("json")
+    asked = client('{"number": 3, "colour": "red"}', "3", '{"number": 7}')
+    play(env, asked)
+    assert asked.turn_rewards == {0: 0.0, 2: 1.0}
+    assert "error: the answer must be a JSON object with number, colour" in last_prompt(asked)
+
+
+@pytest.mark.run
+def test_tools_of_an_environment_are_called(make):
+    env = make("tools")
+    asked = client(call("add", a=3), call("sub", a=1), f"7{talkers.END}", template=talkers.CHATML)
+    play(env, asked)
+    assert asked.turn_rewards == {0: 0.5, 1: 0.0}
+    assert f"{talkers.START}tool\n7{talkers.END}" in last_prompt(asked)
+    assert "error: no such tool" in last_prompt(asked)
+
+
+@pytest.mark.run
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("die", "step: ConnectionClosed"),
+        ("hang", "did not answer step within 1 s"),
+        ("nonsense", "step: JSONDecodeError"),
+        ("large", "step: ConnectionClosed"),
+    ],
+)
+def test_a_server_that_misbehaves_costs_one_sample(make, kind, why):
+    env = make(kind, timeout=1)
+    with pytest.raises(OpenEnvError, match=why) as error:
+        play(env, client("3"))
+    assert error.value.kind == "infra"
+
+
+@pytest.mark.run
+def test_a_server_that_is_full_says_which_number_to_set(make):
+    import asyncio
+
+    from websockets.asyncio.client import connect
+
+    env = make()
+
+    async def crowd():
+        url = env._url.replace("http", "ws") + "/ws"
+        async with connect(url), connect(url):
+            await env(client("3"), {"seed": 1})
+
+    with pytest.raises(OpenEnvError, match=r"CAPACITY_REACHED.*env\.options\.sessions"):
+        asyncio.run(crowd())
+
+
+@pytest.mark.run
+def test_what_is_no_server_is_refused_before_the_run(tmp_path):
+    with pytest.raises(ConfigError, match=r"has no server/app\.py"):
+        find_environment(f"openenv:{tmp_path}")
+    with pytest.raises(ConfigError, match="did not answer as an OpenEnv server"):
+        find_environment("openenv:http://127.0.0.1:1")
+    with pytest.raises(ConfigError, match=r"env\.path: the OpenEnv server no_such_package ended with exit code 1"):
+        find_environment("openenv:no_such_package")
+    with pytest.raises(ConfigError, match="must be at least 1"):
+        find_environment("openenv:http://127.0.0.1:1", {"sessions": 0})
+
+
+REAL = Path(__file__).parents[3] / ".venv-openenv" / "bin" / "python"
+needs_openenv = pytest.mark.skipif(not REAL.exists(), reason="no .venv-openenv: run `make setup-envs`")
+
+
+@pytest.mark.full
+@needs_openenv
+def test_a_server_made_with_openenv_itself_is_played(tmp_path):
+    done = subprocess.run(
+        [str(REAL.with_name("openenv")), "init", "echo_env"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    env = find_environment(f"openenv:{tmp_path / 'echo_env'}", {"python": str(REAL), "sessions": 1, "timeout": 20})
+    try:
+        asked = scripted("hello", "ab", data={"seed": 1}, question="Say something.")
+        env._max_steps = 2
+        play(env, asked)
+        assert "hello" in last_prompt(asked).split("hello", 1)[1]  # the echo of the answer
+        assert asked.turn_rewards[0] > 0
+    finally:
+        env.close()

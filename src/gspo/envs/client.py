@@ -154,12 +154,16 @@ class Client:
         """As `chat`, but returns the tokens, too."""
         # Copies: the environment may change its list of messages while it waits.
         messages = tuple(dict(m) for m in messages)
-        key = json.dumps(list(tools), sort_keys=True, default=str) if tools else ""
+        key = _tools_key(tools)
         exchange = await self._exchange(self._render(messages, tools, key), sampling)
         message = self._chat.parse(exchange.sample.tokens.tolist())
         with self._lock:
             self._conversations.append(_Conversation((*messages, message), key, exchange))
         return ChatAnswer(message, exchange)
+
+    def count_tokens(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> int:
+        """The tokens of a conversation up to where the next answer begins."""
+        return len(self._render(tuple(messages), tools, _tools_key(tools)))
 
     async def complete(self, tokens: Sequence[int], **sampling: Any) -> Sample:
         """The model's completion of these tokens."""
@@ -281,3 +285,7 @@ class Client:
             raise OutOfRoomError(
                 f"a message of {characters} characters cannot fit a context of {self._max_context} tokens"
             )
+
+
+def _tools_key(tools: Sequence[Any] | None) -> str:
+    return json.dumps(list(tools), sort_keys=True, default=str) if tools else ""

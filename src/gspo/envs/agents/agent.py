@@ -58,9 +58,7 @@ class Agents:
         client.by_content = True  # the order of an agent's calls depends on timing
         errors: list[EpisodeError] = []
         # API requests arrive in the server's thread; they are answered in the event loop of this episode.
-        line = OpenEpisode(
-            _name(client), lambda request: _answered(client, request, errors), asyncio.get_running_loop()
-        )
+        line = open_episode(client, errors)
         row = {**data, "messages": client.messages}
         base_url, api_key = self.endpoint.open(line)
         try:
@@ -113,6 +111,8 @@ class Agents:
                 )
             return await _in_thread(self._agent, (base_url, api_key, row), self._abandoned)
         variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": self._model}
+        # Anthropic's clients add /v1 themselves.
+        variables |= {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": api_key}
         lifeline = Lifeline()
         try:
             return await _in_thread(run_command, (self._agent, row, variables, lifeline), self._abandoned)
@@ -132,6 +132,16 @@ def find_agent(name: str, options: Mapping[str, Any] | None = None) -> Agent:
     except TypeError as error:
         raise ConfigError(f"env.agent: {name} must take (base_url, api_key, data) and env.options: {error}") from error
     return partial(found, **options) if options else found
+
+
+def open_episode(client: Client, errors: list[EpisodeError]) -> OpenEpisode:
+    """The episode as the endpoint serves it, in the running event loop; `errors` collects the refused requests."""
+    return OpenEpisode(
+        _name(client),
+        lambda request: _answered(client, request, errors),
+        asyncio.get_running_loop(),
+        lambda request: client.count_tokens(request.messages, request.tools or None),
+    )
 
 
 async def _answered(client: Client, request: ApiRequest, errors: list[EpisodeError]) -> Answer:

@@ -1,6 +1,7 @@
-"""The HTTP server of agents: OpenAI's API on loopback, with one address and one key for each episode.
+"""The HTTP server of agents on loopback, with one address and one key for each episode.
 
-    http://127.0.0.1:PORT/e/EPISODE/v1/chat/completions   (also /v1/completions, /v1/models), and /e/EPISODE/reward
+    http://127.0.0.1:PORT/e/EPISODE/v1/chat/completions   (also /v1/completions, /v1/responses, /v1/models of OpenAI and
+    /v1/messages of Anthropic), and /e/EPISODE/reward
 
 An episode's key is a digest of its name under a secret of this process, so an agent reaches only its own episode. A
 wrong request is answered in OpenAI's error format, counted, and changes nothing (docs/agents.md has the table).
@@ -14,13 +15,15 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import CancelledError, Future
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from gspo.envs.agents import messages_api, responses_api
 from gspo.envs.agents import openai_api as api
 from gspo.envs.agents.openai_api import Answer, ApiError, ApiRequest
 from gspo.system.http import HttpServer, Json, RefusedCallError, bearer_key, finished, route
@@ -30,15 +33,48 @@ MAX_PARALLEL = 8  # calls of one episode at a time; further ones get 429, and cl
 CONNECTIONS = 1024
 IDLE_S = 60.0  # a connection may be silent this long between two calls
 REMEMBERED = 4096  # ended episodes that are answered with 410
+SHARED = "shared"  # the address of episodes that a header tells apart
+_SESSION = "x-session-id"
+
+
+class Dialect(NamedTuple):
+    """A format of requests and replies: how it is read, and how an answer is written, whole or as events."""
+
+    prefix: str  # of the ids of replies
+    read: Callable[[Mapping[str, Any], str], ApiRequest]
+    body: Callable[..., dict[str, Any]]
+    events: Callable[..., Iterable[bytes]]
+
+
+DIALECTS: Mapping[str, Dialect] = {
+    "/v1/chat/completions": Dialect("chatcmpl", api.read_chat, api.chat_body, api.chunks),
+    "/v1/completions": Dialect("cmpl", api.read_completion, api.completion_body, api.chunks),
+    "/v1/responses": Dialect(
+        "resp", responses_api.read_response, responses_api.response_body, responses_api.response_events
+    ),
+    "/v1/messages": Dialect("msg", messages_api.read_messages, messages_api.message_body, messages_api.message_events),
+}
+# Below /e/EPISODE
+ROUTES = (
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{model:path}"),
+    *(("POST", path) for path in DIALECTS),
+    ("POST", "/v1/messages/count_tokens"),
+    ("POST", "/reward"),
+)
 
 
 class OpenEpisode:
     """One episode at the endpoint, from `Endpoint.open` to `Endpoint.end`."""
 
     def __init__(
-        self, name: str, answer: Callable[[ApiRequest], Awaitable[Answer]], loop: asyncio.AbstractEventLoop
+        self,
+        name: str,
+        answer: Callable[[ApiRequest], Awaitable[Answer]],
+        loop: asyncio.AbstractEventLoop,
+        count_tokens: Callable[[ApiRequest], int] | None = None,
     ) -> None:
-        self.name, self.answer, self.loop = name, answer, loop
+        self.name, self.answer, self.loop, self.count_tokens = name, answer, loop, count_tokens
         self.reward: float | None = None
         self.counts: Counter[str] = Counter()  # calls; refused calls by code; requests whose settings were replaced
         self.in_flight: set[Future[Answer]] = set()
@@ -55,14 +91,13 @@ class Endpoint(HttpServer):
         self._secret = secrets.token_bytes(32)
         self._episodes: dict[str, OpenEpisode] = {}
         self._ended: deque[str] = deque(maxlen=REMEMBERED)
+        self._sessions: dict[str, OpenEpisode] = {}  # of the shared address
         self._lock = threading.Lock()
         # In the order of ROUTES.
-        endpoints = (self._models, self._one_model, self._generate, self._generate, self._reward)
+        generate = [partial(self._generate, dialect) for dialect in DIALECTS.values()]
+        calls = (self._models, self._one_model, *generate, self._count_tokens, self._reward)
         super().__init__(
-            [
-                route(method, f"/e/{{episode}}{path}", call)
-                for (method, path), call in zip(ROUTES, endpoints, strict=True)
-            ],
+            [route(method, f"/e/{{episode}}{path}", call) for (method, path), call in zip(ROUTES, calls, strict=True)],
             max_connections=CONNECTIONS,
             max_body=MAX_BODY,
             idle_s=IDLE_S,
@@ -72,7 +107,15 @@ class Endpoint(HttpServer):
         """Serve an episode from now on; its base URL and its key."""
         with self._lock:
             self._episodes[episode.name] = episode
-        return f"http://127.0.0.1:{self.port}/e/{episode.name}/v1", self.key(episode.name)
+        return self.address(episode.name), self.key(episode.name)
+
+    def address(self, name: str = SHARED) -> str:
+        return f"http://127.0.0.1:{self.port}/e/{name}/v1"
+
+    def share(self, session: str, episode: OpenEpisode) -> None:
+        """Calls of the shared address with the header X-Session-ID: `session` belong to this episode, which is open."""
+        with self._lock:
+            self._sessions[session] = episode
 
     def end(self, episode: OpenEpisode) -> None:
         """Answer 410 to the episode's calls in flight, and to all later ones."""
@@ -82,6 +125,9 @@ class Endpoint(HttpServer):
             if self._episodes.get(episode.name) is episode:  # the episode may have been started again
                 del self._episodes[episode.name]
             self._ended.append(episode.name)
+            for session in [session for session, of in self._sessions.items() if of is episode]:
+                del self._sessions[session]
+                self._ended.append(session)
         # A copy: the server's thread changes the set.
         for future in list(episode.in_flight):
             future.cancel()
@@ -97,14 +143,24 @@ class Endpoint(HttpServer):
         super().close()
 
     def authorize(self, request: Request) -> None:
+        try:
+            self._find_episode(request)
+        except ApiError as error:
+            raise messages_api.MessagesError(error) if "/v1/messages" in request.scope["path"] else error from None
+
+    def _find_episode(self, request: Request) -> None:
         """Check the key first, so that a reply reveals nothing about an episode to a caller without its key."""
         name = request.scope["path"].removeprefix("/e/").partition("/")[0]
-        if not hmac.compare_digest(bearer_key(request), self.key(name).encode()):
+        # Anthropic's older clients send their key in a header of its own.
+        key = bearer_key(request) or request.headers.get("x-api-key", "").encode("utf-8", "replace")
+        if not hmac.compare_digest(key, self.key(name).encode()):
             raise ApiError(401, "invalid_api_key", "the api key is missing, or of another episode")
         if self.stopping:
             raise ApiError(503, "stopping", "the trainer is stopping")
         with self._lock:
-            episode = request.state.episode = self._episodes.get(name)
+            if name == SHARED:
+                name = request.headers.get(_SESSION, "")
+            episode = request.state.episode = (self._sessions if name in self._sessions else self._episodes).get(name)
             # An ended episode is told apart from an unknown one, so that its agent can stop.
             if episode is None and name in self._ended:
                 raise _ended()
@@ -134,18 +190,27 @@ class Endpoint(HttpServer):
         request.state.episode.reward = api.read_reward(api.loads(await request.body()))
         return Json({"reward": request.state.episode.reward})
 
-    async def _generate(self, request: Request) -> Response:
+    async def _count_tokens(self, request: Request) -> Response:
         episode, body = request.state.episode, api.loads(await request.body())
-        is_chat = request.scope["path"].endswith("/chat/completions")
-        api_request = (api.read_chat if is_chat else api.read_completion)(body, self.model)
-        answer, number = await self._sample(episode, api_request)
+        api_request = messages_api.read_messages(body, self.model, needs_max_tokens=False)
+        if episode.count_tokens is None:
+            raise ApiError(404, "no_such_route", "this episode does not count tokens")
+        return Json({"input_tokens": episode.count_tokens(api_request)})
+
+    async def _generate(self, dialect: Dialect, request: Request) -> Response:
+        episode, body = request.state.episode, api.loads(await request.body())
+        api_request = dialect.read(body, self.model)
+        try:
+            answer, number = await self._sample(episode, api_request)
+        except ApiError as error:
+            raise messages_api.MessagesError(error) if dialect.prefix == "msg" else error from error.__cause__
         names: dict[str, Any] = {"model": self.model, "created": int(time.time())}
-        names["id"] = f"{'chatcmpl' if is_chat else 'cmpl'}-{episode.name}-{number}"
+        names["id"] = f"{dialect.prefix}-{episode.name}-{number}"
         # A streamed reply has the same content; it is sent after the sample is complete.
         if api_request.stream:
             headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
-            return StreamingResponse(_sent(api.chunks(answer, api_request, **names)), headers=headers)
-        return Json((api.chat_body if is_chat else api.completion_body)(answer, api_request, **names))
+            return StreamingResponse(_sent(dialect.events(answer, api_request, **names)), headers=headers)
+        return Json(dialect.body(answer, api_request, **names))
 
     async def _sample(self, episode: OpenEpisode, api_request: ApiRequest) -> tuple[Answer, int]:
         """The policy's answer, computed in the event loop of the episode; a disconnect or a timeout cancels it."""
@@ -177,16 +242,6 @@ class Endpoint(HttpServer):
             # After a timeout or a disconnect, the sample is not needed any more.
             future.cancel()
             episode.in_flight.discard(future)
-
-
-# Below /e/EPISODE
-ROUTES = (
-    ("GET", "/v1/models"),
-    ("GET", "/v1/models/{model:path}"),
-    ("POST", "/v1/chat/completions"),
-    ("POST", "/v1/completions"),
-    ("POST", "/reward"),
-)
 
 
 def _ended() -> ApiError:

@@ -28,7 +28,7 @@ class MessagesError(ApiError):
         self._details = details
 
     def body(self) -> dict[str, Any]:
-        error = {"type": _KINDS.get(self.status, "api_error"), "message": str(self)}
+        error = super().body()["error"] | {"type": _KINDS.get(self.status, "api_error")}
         return {"type": "error", "error": error | ({"details": self._details} if self._details else {})}
 
 

@@ -48,7 +48,7 @@ $(TRAIN_STAMP): pyproject.toml
 
 # Everything that the tests need: TRL, Ray, loggers, the browser's driver, the type checker.
 $(STAMP): $(TRAIN_STAMP)
-	$(PY) -m pip install --quiet -e ".[plot,tasks,models,lora,agent,ray,tensorboard,wandb,trackio,test,dev]"
+	$(PY) -m pip install --quiet -e ".[plot,tasks,models,lora,agent,envs,ray,tensorboard,wandb,trackio,test,dev]"
 	touch $@
 
 # vLLM for CPUs, in an environment of its own: it wants another transformers. Beside torch's own, its audio and video

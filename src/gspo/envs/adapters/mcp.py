@@ -176,7 +176,7 @@ class McpServer:
         self._stdin.settimeout(_SEND_S)
         with theirs:
             self._process = subprocess.Popen(
-                dying_with_parent(list(spec.command)), stdin=theirs, stdout=subprocess.PIPE,
+                dying_with_parent(list(spec.command)), stdin=theirs.fileno(), stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE, env={**inherited, **spec.env}, start_new_session=True,
                 cwd=self._folder.name if self._folder else None,
             )  # fmt: skip

@@ -132,7 +132,7 @@ def _create(factory: Callable[[], Any]) -> Any:
 
 def _schemas(cls: type) -> dict[str, dict[str, Any]]:
     """The public functions of the class, as JSON schemas; made from type hints and docstrings as TRL does."""
-    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import get_json_schema
 
     found: dict[str, dict[str, Any]] = {}
     for name, function in inspect.getmembers(cls, inspect.isfunction):

@@ -193,9 +193,10 @@ def _load_source(
 
 
 def _rows_of_environment(environment: Any, split: str, size: int | None, key: str) -> list[dict[str, Any]]:
-    if not callable(rows := getattr(environment, "rows", None)):
+    rows: Any = getattr(environment, "rows", None)
+    if not callable(rows):
         raise ConfigError(
             f"{key}.path is env, but the environment has no rows of its own: name a data set in {key}.path, or give "
             "the environment a method rows(split, size)"
         )
-    return list(rows(split, size))
+    return [dict(row) for row in rows(split, size)]

@@ -77,7 +77,7 @@ class ActionCodec:
                 raise ConfigError(f"env.options.action.levels is for Box action spaces; this one is {self._kind}")
             self._low, self._high = _bounds(options, space, "env.options.action")
         # Sampling parameters: with levels an answer has exactly one token per number.
-        self.limits = {"max_new_tokens": self._num, "min_new_tokens": self._num} if self._levels else {}
+        self.limits: dict[str, Any] = {"max_new_tokens": self._num, "min_new_tokens": self._num} if self._levels else {}
 
     def read(self, text: str) -> Any:
         """The action of an answer; raises InvalidActionError."""

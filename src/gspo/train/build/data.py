@@ -199,4 +199,5 @@ def _rows_of_environment(environment: Any, split: str, size: int | None, key: st
             f"{key}.path is env, but the environment has no rows of its own: name a data set in {key}.path, or give "
             "the environment a method rows(split, size)"
         )
-    return [dict(row) for row in rows(split, size)]
+    found: Any = rows(split, size)
+    return [dict(row) for row in found]

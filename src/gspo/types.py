@@ -42,10 +42,16 @@ class Prompt:
 
     tokens: tuple[int, ...]
     text: str
-    data: Mapping[str, Any] = field(default_factory=dict)  # the row's columns, passed to rewards
+    data: Mapping[str, Any] = field(default_factory=dict)  # the row's columns as they are, passed to rewards
     source: str = ""  # the data set it came from
     row: int = 0  # its row there
     messages: tuple[Mapping[str, Any], ...] = ()  # the conversation before rendering, for judges and reward models
+    reference: Any = None  # the final answer, which built-in rewards compare with; None: the row has no answer
+
+    @property
+    def answer(self) -> Any:
+        """The right answer, to be shown."""
+        return self.data.get("answer") if self.reference is None else self.reference
 
 
 @dataclass(frozen=True, slots=True)

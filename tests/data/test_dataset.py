@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from gspo.data.dataset import default_reward, load_dataset, make_dataset, parse_gsm8k
+from gspo.data.dataset import default_reward, load_dataset, make_dataset
 from gspo.data.mixture import make_mixture
 from gspo.data.order import order
 from gspo.data.sources import in_held_out
@@ -106,10 +106,21 @@ def test_a_file_that_is_held_out_by_name_is_not_trained_on_by_accident(tmp_path,
         load_dataset(path, "train", tokenizer=tokenizer)
 
 
-def test_gsm8k_answers_are_what_follows_the_marks_without_commas():
-    assert parse_gsm8k("a\n#### 1,234") == ("1234", "a\n#### 1,234")
-    assert parse_gsm8k("#### -5 ")[0] == "-5"
-    assert parse_gsm8k("plain") is None
+def test_rows_are_not_rewritten_and_the_final_answer_has_its_own_name(tokenizer):
+    rows = [
+        {"question": "1", "answer": "a\n#### 1,234", "gold": "9", "reference": "mine"},
+        {"question": "2", "answer": "#### -5 ", "gold": "8", "reference": "mine"},
+        {"question": "3", "answer": "plain", "gold": "7", "reference": "mine"},
+    ]
+    data = make_dataset(rows, tokenizer=tokenizer)
+    assert [data.prompt(i).data for i in range(3)] == rows
+    assert [data.prompt(i).reference for i in range(3)] == ["1234", "-5", "plain"]
+    chosen = make_dataset(rows, tokenizer=tokenizer, answer_column="gold")
+    assert chosen.prompt(0).data == rows[0]
+    assert chosen.prompt(0).reference == "9"
+    other_name = make_dataset([{"question": "1", "target": "x #### 3"}], tokenizer=tokenizer).prompt(0)
+    assert other_name.data == {"question": "1", "target": "x #### 3", "answer": "x #### 3"}
+    assert make_dataset([{"question": "1"}], tokenizer=tokenizer).prompt(0).reference is None
 
 
 @needs_gsm8k
@@ -118,11 +129,18 @@ def test_real_gsm8k_is_found_by_its_hub_name_and_every_reference_scores_itself(t
     train = load_dataset("openai/gsm8k", "train", tokenizer=tokenizer)
     test = load_dataset("openai/gsm8k", "test", tokenizer=tokenizer, key="valid_dataset")
     assert (len(train), len(test)) == (7473, 1319)
-    assert train.rows[0]["answer"] == "72"
-    assert train.rows[0]["solution"].endswith("#### 72")
+    assert train.prompt(0).reference == "72"
+    assert train.rows[0]["answer"].endswith("#### 72")
+    # The digest that runs before this column was kept as it is have recorded.
+    assert train.digest().startswith("b669d122b97e70f0")
     assert not {row["question"] for row in train.rows} & {row["question"] for row in test.rows}
     with RewardPool(reward_spec("numeric")) as pool:
-        items = [RewardItem("", (row["solution"], row["solution"] + "1"), data=row) for row in test.rows]
+        prompts = [test.prompt(row) for row in range(len(test))]
+        texts = [prompt.data["answer"] for prompt in prompts]
+        items = [
+            RewardItem("", (text, text + "1"), data=prompt.data, reference=prompt.reference)
+            for text, prompt in zip(texts, prompts, strict=True)
+        ]
         outcomes = pool.score(items)
     assert all(right.value == 1.0 and wrong.value == 0.0 for right, wrong in outcomes)
     assert load_dataset(str(GSM8K), "test", tokenizer=tokenizer).rows[5] == test.rows[5]
@@ -243,8 +261,10 @@ def test_rows_that_fit_by_their_size_are_tokenized_when_they_are_used(tokenizer)
 
 def test_a_prompt_with_a_lone_surrogate_is_refused_by_its_row(tokenizer):
     data = make_dataset([*ROWS[:2], {"question": "1+\ud800=", "answer": "1"}], tokenizer=tokenizer)
-    with pytest.raises(DataError, match="row 2: the prompt has a lone surrogate at character 2"):
+    with pytest.raises(DataError, match=r"row 2: the prompt has a lone surrogate \(U\+D800\) at character 2"):
         refuse_long_prompts(data, 4096, 20)
+    with pytest.raises(DataError, match=r"row 2: the prompt has a lone surrogate"):
+        data.prompt(2)
 
 
 def test_prompts_beyond_max_length_are_dropped_and_counted(tmp_path, tokenizer):
@@ -267,6 +287,15 @@ def test_prompts_beyond_max_length_are_dropped_and_counted(tmp_path, tokenizer):
         ('{"text": "a"}\n', "prompt_column"),
         ('{"question": "a", "answer": 1}\n{"question": "", "answer": 1}\n', "row 1"),
         ('{"question": "a", "answer": 1}\n{"question": "b"}\n', "answer_column"),
+        ('{"question": "a", "answer": 1}\n{"question": "b", "answer": NaN}\n', "row 1.*null"),
+        ('{"question": "a"}\n{"question": "\\ud800 1+1="}\n', r"d\.jsonl:2 .*surrogate \(\\ud800\)"),
+        ('{"question": "a"}\n{"question": "b", "x": ["\\uDFFF"]}\n', r"d\.jsonl:2 .*surrogate"),
+        ('{"question": "a"}\n{"question": "b", "x": ' + "[" * 100_000 + "]" * 100_000 + "}\n", r"d\.jsonl:2 .*deeper"),
+        ('{"question": "a"}\n{"question": "b", "x": ' + "[" * 200 + "]" * 200 + "}\n", r"d\.jsonl:2 .*deeper"),
+        ('{"question": "a"}\n{"question": "b", "question": "c"}\n', r"d\.jsonl:2 .*'question' appears twice"),
+        ('{"question": "a"}\n{"question": "b", "x": [{"y": 1, "y": 1}]}\n', r"d\.jsonl:2 .*'y' appears twice"),
+        ('{"question": "a"}\n{"question": ' + "1" * 5000 + "}\n", r"d\.jsonl:2 .*digits"),
+        ('{"question": "a"}\n{"question": 7}\n', "row 1.*must be a string"),
     ],
 )
 def test_bad_rows_are_named(tmp_path, tokenizer, content, says):
@@ -274,6 +303,44 @@ def test_bad_rows_are_named(tmp_path, tokenizer, content, says):
     path.write_text(content)
     with pytest.raises(DataError, match=says):
         load_dataset(str(path), "all", tokenizer=tokenizer)
+
+
+def test_odd_but_right_files_are_read(tmp_path, tokenizer):
+    content = '{"question": "a \\ud83d\\ude00", "x": %s}\r\n\r\n{"question": "b", "x": NaN}\r\n' % ("[" * 90 + "]" * 90)
+    (tmp_path / "d.jsonl").write_bytes(b"\xef\xbb\xbf" + content.encode())
+    data = load_dataset(str(tmp_path / "d.jsonl"), "all", tokenizer=tokenizer)
+    assert [row["question"] for row in data.rows] == ["a \U0001f600", "b"]
+
+
+def test_bad_files_are_named_with_their_line(tmp_path, tokenizer):
+    (tmp_path / "deep.json").write_text("[" * 100_000 + "]" * 100_000)
+    (tmp_path / "twice.json").write_text('[{"question": "a", "question": "b"}]')
+    (tmp_path / "twice.csv").write_text("question,answer,answer\n1,2,3\n")
+    (tmp_path / "short.csv").write_text("question,answer\n1,2\n3\n")
+    (tmp_path / "latin.csv").write_bytes("question,answer\n1,2\né,2\n".encode("latin-1"))
+    (tmp_path / "latin.jsonl").write_bytes(b'{"question": "a"}\n{"question": "\xed\xa0\x80"}\n')
+    (tmp_path / "d.jsonl.gz").write_bytes(b"\x1f\x8b")
+    for name, says in [
+        ("deep.json", "deeper than 100"),
+        ("twice.json", "'question' appears twice"),
+        ("twice.csv", "twice.csv:1 has two columns named 'answer'"),
+        ("short.csv", "short.csv:3"),
+        ("latin.csv", "latin.csv:3 is not UTF-8"),
+        ("latin.jsonl", "latin.jsonl:2 is not UTF-8"),
+        ("d.jsonl.gz", "compressed"),
+    ]:
+        with pytest.raises(DataError, match=says):
+            load_dataset(str(tmp_path / name), "all", tokenizer=tokenizer)
+
+
+def test_a_parquet_file_of_billions_of_rows_is_refused_before_they_are_made(tmp_path, tokenizer):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 1_000_000, pyarrow.int8()), ["1+1="])
+    table = pyarrow.table({"question": pyarrow.chunked_array([column] * 51)})
+    parquet.write_table(table, tmp_path / "bomb.parquet")
+    assert (tmp_path / "bomb.parquet").stat().st_size < 1_000_000
+    with pytest.raises(DataError, match="51,000,000 rows"):
+        load_dataset(str(tmp_path / "bomb.parquet"), "all", tokenizer=tokenizer)
 
 
 def test_bad_names_are_named(tmp_path, tokenizer):

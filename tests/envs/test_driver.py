@@ -12,7 +12,7 @@ import pytest
 import talkers
 
 from gspo.envs.client import EpisodeError, OutOfRoomError, TooManyTurnsError
-from gspo.envs.driver import Episodes
+from gspo.envs.driver import Episodes, outcome_of
 from gspo.errors import RolloutError
 from gspo.types import Failure, SampleId, Score
 
@@ -349,3 +349,27 @@ def test_attempts_and_submissions_key_the_draws(talk, sampler):
     first, again, other = tokens(0), tokens(0), tokens(1)
     assert first == again
     assert all(a != b for a, b in itertools.zip_longest(first, other))
+
+
+async def changes_its_row(client, data):
+    await client.chat(client.messages)
+    data["answer"] += "!"
+    data["deep"]["list"].append(1)
+    return float(len(data["deep"]["list"]) + len(data["answer"]))
+
+
+def test_an_environment_cannot_change_what_the_next_episode_sees(talk, sampler):
+    episodes = Episodes(changes_its_row, talk, max_context=CONTEXT, timeout_s=20.0)
+    row = {"answer": "1", "deep": {"list": []}}
+    asked = [replace(request, origin=replace(request.origin, data=row)) for request in talkers.requests(talk, 1, 3)]
+    try:
+        assert [sample.outcome for sample in episodes(asked, sampler)] == [Score(3.0)] * 3
+    finally:
+        episodes.close()
+    assert row == {"answer": "1", "deep": {"list": []}}
+
+
+@pytest.mark.parametrize(("returned", "turns"), [(1e308, {0: 1e308}), (None, {0: 1e308, 1: 1e308})])
+def test_a_sum_of_rewards_that_is_not_finite_is_an_error(returned, turns):
+    with pytest.raises(EpisodeError, match="finite"):
+        outcome_of(returned, turns)

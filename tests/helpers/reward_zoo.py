@@ -43,6 +43,23 @@ def plain(text, answer, bonus=0.0):
     return float(text == answer) + bonus
 
 
+def changes(prompt, completions, prompt_ids, completion_ids, answer, deep, messages, kept):
+    found = len(answer) + len(deep["a"]) + len(messages) + len(kept) + len(prompt_ids) + len(completion_ids)
+    for value in (answer, deep["a"], messages, kept, prompt_ids, completion_ids):
+        value.append("changed")
+    deep["a"][0]["b"] = "changed"
+    return float(found)
+
+
+def changes_group(completions, prompt_ids, completion_ids, answer, deep, messages, kept):
+    group = zip(prompt_ids, completion_ids, answer, deep, messages, strict=True)
+    return [changes("", "", p, c, a, d, m, ["k"]) + 0.0 * len(kept) for p, c, a, d, m in group]
+
+
+def sees_marks(text, answer, reference):
+    return float("####" in answer and reference == "72")
+
+
 async def awaited(prompt, completions, prompt_ids, completion_ids, **data):
     import asyncio
 

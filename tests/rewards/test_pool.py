@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from gspo.errors import ConfigError, DataError, RewardError
+from gspo.rewards.functions.builtin import BUILTIN
 from gspo.rewards.pool import RewardPool
-from gspo.rewards.spec import RewardItem, reward_spec
+from gspo.rewards.spec import RewardItem, combine, reward_spec
 from gspo.types import Failure, Score
 
 pytestmark = pytest.mark.run
@@ -29,7 +30,7 @@ def item(*completions, **data):
 
 @contextmanager
 def pool_of(*functions, log_path=None, **kwargs):
-    spec = reward_spec([f if isinstance(f, dict) else {"name": f"{ZOO}:{f}"} for f in functions])
+    spec = reward_spec([f if isinstance(f, dict) or f in BUILTIN else f"{ZOO}:{f}" for f in functions])
     with RewardPool(spec, **{"workers": 2, "timeout_s": 1.0, "log_path": log_path or "/dev/null", **kwargs}) as pool:
         yield pool
 
@@ -241,6 +242,38 @@ def test_parts_are_logged_unweighted_and_summed_with_their_weights():
         ids = RewardItem("q", ("abc",), [7, 8], [np.arange(3)], {"answer": "abc"})
         ((outcome,),) = pool.score([ids])
         assert outcome == Score(2.0 * 1.5 + 0.5 * -0.5, {"plain": 1.5, "length": -0.5})
+
+
+def test_a_sum_that_is_not_finite_is_a_failure():
+    finite, huge = {"name": "final", "label": "a"}, {"name": "format", "label": "b"}
+    spec = reward_spec([finite, huge], weights=[10.0, -10.0])
+    assert combine(spec, [1.0, 0.5]) == Score(5.0, {"a": 1.0, "b": 0.5})
+    for values in ([1e308, 0.0], [1e308, 1e308], [0.0, 1e308]):
+        outcome = combine(spec, values)
+        assert outcome.kind == "crash"
+        assert "10 × " in outcome.message
+    assert combine(reward_spec([finite, huge], weights=[1.0, 1.0]), [1e308, 1e308]).kind == "crash"  # fsum raises
+    with pytest.raises(ConfigError, match="finite"):
+        reward_spec([finite], weights=[10**400])
+
+
+def test_a_reward_cannot_change_what_the_next_call_sees():
+    changes = [{"name": f"{ZOO}:{name}", "kept": ["k"]} for name in ("changes", "changes_group", "changes")]
+    with pool_of(*changes, workers=1, timeout_s=10.0) as pool:
+        row = {"answer": [1], "deep": {"a": [{"b": 1}]}, "messages": [{"role": "user", "content": "q"}]}
+        (outcomes,) = pool.score([item("a", "b", **row)])
+        assert [o.parts for o in outcomes] == [{"changes": 7.0, "changes_group": 7.0, "changes#2": 7.0}] * 2
+
+
+def test_columns_reach_functions_as_they_are_and_built_ins_compare_with_the_final_answer():
+    solution = "6 * 12 = 72\n#### 72"
+    with pool_of("sees_marks", "numeric", {"name": "final", "marker": "="}, "math", timeout_s=30.0) as pool:
+        asked = RewardItem("q", ("x =72", "#### 7"), [7, 8], [[1], [2]], {"answer": solution}, reference="72")
+        (outcomes,) = pool.score([asked])
+        assert [o.parts for o in outcomes] == [
+            {"sees_marks": 1.0, "numeric": 1.0, "final": 1.0, "math": 1.0},
+            {"sees_marks": 1.0, "numeric": 0.0, "final": 0.0, "math": 0.0},
+        ]
 
 
 def test_a_regex_of_the_user_that_backtracks_forever_is_a_timeout():

@@ -284,7 +284,8 @@ _SYSTEMS = (
         "From TRL",
         """All fields of `GRPOConfig` (TRL 1.16). GSPO in TRL is `importance_sampling_level="sequence"` with `epsilon`
 and `epsilon_high` by hand; here `algorithm: gspo` brings all three. A reward function moves as it is:
-`reward.functions: [my_rewards:accuracy]`, or `Trainer(config, reward=accuracy)`.""",
+`reward.functions: [my_rewards:accuracy]`, or `Trainer(config, reward=accuracy)`. Columns reach it as they are: for
+GSM8K, `answer` is the whole solution with `####`, and `reference` is the final number ([data.md](data.md#columns)).""",
     ),
     (
         "verl",

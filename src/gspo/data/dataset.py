@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from gspo.data import arithmetic
 from gspo.data.order import order
+from gspo.data.reference import final_answer
 from gspo.data.sources import Row, rows_of
 from gspo.errors import DataError
 from gspo.system.heartbeat import beat
@@ -61,11 +63,12 @@ class Dataset:
 
     source: str
     split: str
-    rows: Sequence[Row]  # the source's columns, 'answer', and for answers in GSM8K's form 'solution'
+    rows: Sequence[Row]  # the source's columns as they are; 'answer' is added if the answer has another name
     tokenizer: Any
     system_prompt: str | None = None
     prompt_column: str = "question"
     chat: bool | str = False  # False: plain text; True: the tokenizer's chat template; a string: that template
+    answer_column: str | None = None
     num_too_long: int = 0
     key: str = "train_dataset"
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -94,7 +97,7 @@ class Dataset:
         total = hashlib.sha256()
         for row in self.rows:
             # Only what decides training: other columns may change without making the run another one.
-            total.update(repr((row.get(self.prompt_column), row["answer"])).encode("utf-8", "surrogatepass"))
+            total.update(repr((row.get(self.prompt_column), self._reference(row))).encode("utf-8", "surrogatepass"))
         return total.hexdigest()
 
     def text(self, row: int) -> str:
@@ -113,17 +116,20 @@ class Dataset:
             text = self._text(row)[0]
             if len(text) > max(limit, 1) * MAX_CHARACTERS_PER_TOKEN:
                 return f"{len(text)} characters"
-            try:
-                num_bytes = len(text.encode())
-            except UnicodeEncodeError as error:
-                raise DataError(
-                    f"{self.source}, row {row}: the prompt has a lone surrogate at character {error.start}, which is "
-                    "not valid text; remove it"
-                ) from None
-            if num_bytes * MAX_TOKENS_PER_BYTE + NUM_SPECIAL_TOKENS <= limit:
+            if self._num_bytes(row, text) * MAX_TOKENS_PER_BYTE + NUM_SPECIAL_TOKENS <= limit:
                 return ""
             length = len(self.prompt(row).tokens)
         return f"{length} tokens" if length > limit else ""
+
+    @property
+    def has_references(self) -> bool:
+        """Whether rows have an answer that built-in rewards can compare with."""
+        return self.answer_column is not None
+
+    def _reference(self, row: Row) -> Any:
+        """The final answer of a row: of an answer in GSM8K's form, what follows `####`; otherwise the answer."""
+        answer = None if self.answer_column is None else _column(row, self.answer_column)
+        return final_answer(answer) if isinstance(answer, str) else answer
 
     def _render(self, row: int) -> Prompt:
         text, messages = self._text(row)
@@ -133,10 +139,22 @@ class Dataset:
             data["messages"] = messages  # marks a conversational row, also for rewards with TRL's signature
         # A template adds the special tokens itself.
         special = {} if self.chat is False else {"add_special_tokens": False}
+        self._num_bytes(row, text)
         tokens = self.tokenizer.encode(text, **special)
         if not len(tokens):
             raise DataError(f"{self.source}, row {row}: the prompt {text!r} has no tokens")
-        return Prompt(tuple(int(t) for t in tokens), text, data, self.source, row, tuple(messages))
+        reference = self._reference(columns)
+        return Prompt(tuple(int(t) for t in tokens), text, data, self.source, row, tuple(messages), reference)
+
+    def _num_bytes(self, row: int, text: str) -> int:
+        """The size of a prompt's text; DataError if it cannot be encoded."""
+        try:
+            return len(text.encode())
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{self.source}, row {row}: the prompt has a lone surrogate (U+{ord(text[error.start]):04X}) at "
+                f"character {error.start}, which is not valid text; remove it"
+            ) from None
 
     def _text(self, row: int) -> tuple[str, list[dict[str, Any]]]:
         """The rendered prompt of a row, and its messages."""
@@ -227,6 +245,7 @@ def make_dataset(
         settings.system_prompt,
         prompt_name,
         chat=_chat(settings.chat_template, tokenizer, key),
+        answer_column=answer_name,
         key=key,
         template_kwargs=settings.template_kwargs,
     )
@@ -282,16 +301,6 @@ def default_reward(path: str) -> dict[str, Any]:
     return {"name": "reasoning_gym" if path.startswith("reasoning_gym:") else "math"}
 
 
-def parse_gsm8k(answer: str) -> tuple[str, str] | None:
-    """(final answer, whole solution) of a text in GSM8K's form; None for other texts.
-
-    >>> parse_gsm8k("600 x 2 = 1200.\\n#### 1,200")
-    ('1200', '600 x 2 = 1200.\\n#### 1,200')
-    """
-    _, mark, tail = answer.rpartition("####")
-    return (tail.strip().replace(",", ""), answer) if mark else None
-
-
 def _with_answer(row: Row, index: int, prompt_name: str, answer_name: str | None, path: str, key: str) -> Row:
     content = _column(row, prompt_name)
     if not isinstance(content, list | str) or not content or (isinstance(content, str) and not content.strip()):
@@ -299,11 +308,10 @@ def _with_answer(row: Row, index: int, prompt_name: str, answer_name: str | None
             f"{path}, row {index}: column {prompt_name!r} must be a string or a list of messages, got {content!r}"
         )
     answer = None if answer_name is None else _column(row, answer_name)
-    if answer_name is not None and answer is None:
+    # NaN is how tables store a missing value.
+    if answer_name is not None and (answer is None or (isinstance(answer, float) and math.isnan(answer))):
         raise DataError(f"{path}, row {index}: column {answer_name!r} is missing or null; set {key}.answer_column")
-    if isinstance(answer, str) and (parsed := parse_gsm8k(answer)):
-        return {**row, "answer": parsed[0], "solution": parsed[1]}
-    return {**row, "answer": answer}
+    return row if row.get("answer") is not None else {**row, "answer": answer}
 
 
 def _prompt_column(row: Row, given: str | None, path: str, key: str) -> str:

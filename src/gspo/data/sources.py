@@ -22,6 +22,10 @@ from gspo.errors import DataError
 Row = gym.Row
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 _SPLIT_NAME = re.compile(r"(train|" + "|".join(HELD_OUT) + r")(?:[-_.].*)?", re.IGNORECASE)
+_PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
+_MAX_ROWS = 50_000_000  # rows are Python objects; more would not fit into memory
+_MAX_DEPTH = 100
+_TOO_DEEP = f"lists and objects are nested deeper than {_MAX_DEPTH}"
 _HUB_CONFIG = {"openai/gsm8k": "main", "gsm8k": "main"}  # data sets that need a config name
 
 
@@ -81,37 +85,95 @@ def read_file(path: Path, key: str = "train_dataset") -> list[Row]:
         if path.suffix == ".jsonl":
             return list(_read_jsonl(path))
         if path.suffix == ".json":
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = parse_json(path.read_text(encoding="utf-8-sig"))
             rows = content if isinstance(content, list) else content.get("data") if isinstance(content, dict) else None
             return [_row(row, f"{path}: entry {i}") for i, row in enumerate(_listed(rows, path))]
         if path.suffix == ".csv":
             # newline="" is required by csv for line breaks inside fields; utf-8-sig removes a byte order mark.
             with path.open(newline="", encoding="utf-8-sig") as file:
-                reader = csv.DictReader(file, strict=True)
-                rows = [_row(row, f"{path}:{reader.line_num}") for row in reader]
-            # DictReader stores surplus fields under None, and fills missing fields with None.
-            if any(None in row or None in row.values() for row in rows):
-                raise DataError(f"{path}: a line has more or fewer fields than the header {reader.fieldnames}")
-            return rows
+                return list(_read_csv(csv.DictReader(file, strict=True), path))
         if path.suffix == ".parquet":
             return _read_parquet(path)
     except DataError:
         raise
     except FileNotFoundError:
         raise DataError(f"{key}.path: there is no file {path}") from None
-    except (OSError, ValueError, RecursionError, csv.Error) as error:
+    except UnicodeDecodeError:
+        raise DataError(f"{path}:{_first_bad_line(path)} is not UTF-8; convert the file") from None
+    except (OSError, ValueError, csv.Error) as error:
         raise DataError(f"{key}.path: {path} cannot be read: {error}") from error
     raise DataError(f"{key}.path: {path} is not a {', '.join(_SUFFIXES)} file")
 
 
+def parse_json(text: str) -> Any:
+    """The value of a JSON text; ValueError for duplicate keys, lone surrogates, and values nested too deep.
+
+    >>> parse_json('{"a": [1]}')
+    {'a': [1]}
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    # Both checks walk the whole value, so they are made only where a cheap look at the text does not exclude it.
+    if text.count("[") + text.count("{") > _MAX_DEPTH and _depth(value) > _MAX_DEPTH:
+        raise ValueError(_TOO_DEEP)
+    if "\\ud" in text or "\\uD" in text:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            found = ord(error.object[error.start])
+            raise ValueError(f"a string has a lone surrogate (\\u{found:04x}), which is not a character") from None
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} appears twice in one object")
+    return made
+
+
+def _depth(value: Any) -> int:
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        inner = [v for v in level if isinstance(v, list | dict)]
+        level = [item for v in inner for item in (v.values() if isinstance(v, dict) else v)]
+    return depth - 1
+
+
 def _read_jsonl(path: Path) -> Iterable[Row]:
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
-                    yield _row(json.loads(line), f"{path}:{number}")
-                except (ValueError, RecursionError) as error:
+                    yield _row(parse_json(line), f"{path}:{number}")
+                except UnicodeDecodeError:
+                    raise
+                except ValueError as error:
                     raise DataError(f"{path}:{number} is not valid JSON: {error}") from None
+
+
+def _read_csv(reader: csv.DictReader[str], path: Path) -> Iterable[Row]:
+    names = list(reader.fieldnames or ())
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise DataError(f"{path}:1 has two columns named {twice[0]!r}; rename one of them")
+    for row in reader:
+        # DictReader stores surplus fields under None, and fills missing fields with None.
+        if None in row or None in row.values():
+            raise DataError(f"{path}:{reader.line_num}: the line has more or fewer fields than the header {names}")
+        yield dict(row)
+
+
+def _first_bad_line(path: Path) -> int:
+    content = path.read_bytes()
+    try:
+        content.decode()
+    except UnicodeDecodeError as error:
+        return content.count(b"\n", 0, error.start) + 1
+    return 1
 
 
 def _read_parquet(path: Path) -> list[Row]:
@@ -121,6 +183,10 @@ def _read_parquet(path: Path) -> list[Row]:
     except ImportError:
         raise DataError(f"{path}: reading Parquet needs pyarrow: pip install 'gspo[tasks]'") from None
     try:
+        # A few bytes can describe billions of equal rows: look before they are made.
+        num_rows = pyarrow.parquet.read_metadata(path).num_rows
+        if num_rows > _MAX_ROWS:
+            raise DataError(f"{path} has {num_rows:,} rows; at most {_MAX_ROWS:,} are read. Use a smaller file")
         return pyarrow.parquet.read_table(path).to_pylist()
     except pyarrow.ArrowException as error:
         raise DataError(f"{path} cannot be read as Parquet: {error}") from error
@@ -148,6 +214,8 @@ def _local(path: str, key: str) -> Parts | None:
         if not here.is_file():
             raise DataError(f"{key}.path: there is no file {path} (looked in {Path.cwd()})")
         return _parts([here], key)
+    if here.suffix in _PACKED:
+        raise DataError(f"{key}.path: {path} is compressed; unpack it first, for example with gunzip")
     folders = [here]
     if root := os.environ.get("GSPO_DATA"):
         folders += [Path(root) / path, Path(root) / here.name]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import math
 import queue
 import threading
@@ -209,8 +210,10 @@ class _Call:
     async def _play(self, episode: _Episode) -> None:
         """Run one environment to its end; its outcome is always put into the inbox, and nothing is raised."""
         try:
-            # A copy of the row: an environment may change it.
-            returned = await self._how._environment(episode.client, dict(episode.client.prompt.data))
+            # A copy of the row: an environment may change it, also inside its lists.
+            prompt = episode.client.prompt
+            row = copy.deepcopy({"reference": prompt.reference, **prompt.data})
+            returned = await self._how._environment(episode.client, row)
             outcome = outcome_of(returned, episode.client.turn_rewards)
         except EpisodeError as error:
             outcome = Failure(error.kind, f"environment: {error}"[:_LONGEST])
@@ -417,7 +420,9 @@ def outcome_of(returned: Any, turn_rewards: Mapping[int, float]) -> Outcome | No
     """
     if returned is None:
         # Only turn rewards: their sum is the reward. None at all: the configured reward scores the episode.
-        return Score(sum(turn_rewards.values())) if turn_rewards else None
+        if not turn_rewards:
+            return None
+        returned, turn_rewards = sum(turn_rewards.values()), {}
     if not isinstance(returned, Mapping):
         returned = {"reward": returned}
     parts = {str(name): _number(value, str(name)) for name, value in returned.items()}
@@ -426,6 +431,8 @@ def outcome_of(returned: Any, turn_rewards: Mapping[int, float]) -> Outcome | No
     # `reward` becomes the first part, in whatever order the environment listed the parts.
     parts = {"reward": parts["reward"], **parts}
     value = parts["reward"] + sum(turn_rewards.values())
+    if not math.isfinite(value):
+        raise EpisodeError(f"the sum of the rewards is {value}; it must be a finite number")
     return Score(value, {} if len(parts) == 1 and not turn_rewards else parts)
 
 

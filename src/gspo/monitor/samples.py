@@ -39,7 +39,7 @@ def sample_rows(
                         "completion": text
                         if sequence.mask.all() and not sample.rest
                         else decode(sequence.tokens.tolist()),
-                        "answer": group.prompt.data.get("answer"),
+                        "answer": group.prompt.answer,
                         "reward": batch.rewards[index],
                         "reward_parts": dict(outcome.parts) if isinstance(outcome, Score) else None,
                         "failure": None if isinstance(outcome, Score) else f"{outcome.kind}: {outcome.message}",

@@ -14,15 +14,16 @@ Imports only the standard library and the built-ins, so that a worker starts fas
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from gspo.rewards.functions.builtin import BUILTIN
+from gspo.rewards.functions.builtin import BUILTIN, COMPARING
 from gspo.rewards.sandbox.box import SandboxError
 from gspo.system.imports import find_function
 
@@ -46,7 +47,8 @@ class Call:
         return self.shape == TRL or self.is_async
 
 
-Item = tuple[str, Sequence[str], Sequence[int], Sequence[Sequence[int]], dict[str, Any]]
+# prompt, completions, prompt ids, completion ids, columns, reference
+Item = tuple[str, Sequence[str], Sequence[int], Sequence[Sequence[int]], Mapping[str, Any], Any]
 Result = float | tuple[str, str]  # a value, or (kind of failure, message)
 
 
@@ -149,15 +151,31 @@ def checked(name: str, value: Any) -> Result:
 def _columns(call: Call, columns: dict[str, Any], taken: Sequence[str]) -> dict[str, Any]:
     # Arguments of the config have priority over columns with the same name. Only accepted names are passed.
     merged = {**columns, **call.kwargs}
-    return {k: v for k, v in merged.items() if k not in taken and (call.accepts is None or k in call.accepts)}
+    passed = {k: v for k, v in merged.items() if k not in taken and (call.accepts is None or k in call.accepts)}
+    # Built-in rewards change no argument.
+    return passed if call.name in BUILTIN else {k: _copied(v) for k, v in passed.items()}
+
+
+def _copied(value: Any) -> Any:
+    """A copy, so that a reward that changes its arguments does not change those of the next call."""
+    return value if type(value) in (str, int, float, bool, type(None)) else copy.deepcopy(value)
+
+
+def _data(call: Call, item: Item) -> dict[str, Any]:
+    """The row's columns as they are. Rewards that compare get the final answer as `answer`; functions of the user can
+    read it as `reference`, unless the row has a column of this name."""
+    data, reference = item[4:]
+    if reference is None:
+        return dict(data)
+    return {**data, "answer": reference} if call.name in COMPARING else {"reference": reference, **data}
 
 
 def _invoke_sample(call: Call, item: Item, index: int) -> Any:
-    prompt, completions, prompt_ids, completion_ids, data = item
-    ids = completion_ids[index] if len(completion_ids) else []
+    prompt, completions, prompt_ids, completion_ids = item[:4]
+    data, ids = _data(call, item), completion_ids[index] if len(completion_ids) else []
     if call.shape == AREAL:
         taken = ("prompt", "completions", "prompt_ids", "completion_ids")
-        return call.function(prompt, completions[index], prompt_ids, ids, **_columns(call, data, taken))
+        return call.function(prompt, completions[index], list(prompt_ids), list(ids), **_columns(call, data, taken))
     columns = {**data, "prompt": prompt}
     if len(completion_ids):  # without ids a length reward must fail instead of using 0
         columns["num_tokens"] = len(ids)
@@ -165,13 +183,13 @@ def _invoke_sample(call: Call, item: Item, index: int) -> Any:
 
 
 def _invoke_group(call: Call, item: Item) -> Any:
-    prompt, completions, prompt_ids, completion_ids, data = item
-    num = len(completions)
+    prompt, completions, prompt_ids, completion_ids = item[:4]
+    data, num = _data(call, item), len(completions)
     messages = data.get("messages")
-    # TRL's convention: every argument is a list with one entry per completion.
-    columns: dict[str, Any] = {key: [value] * num for key, value in data.items()}
-    columns["prompts"] = [messages if messages else prompt] * num
-    columns["prompt_ids"] = [prompt_ids] * num
+    # TRL's convention: every argument is a list with one entry per completion, each with its own copy.
+    columns: dict[str, Any] = {key: [_copied(value) for _ in range(num)] for key, value in data.items()}
+    columns["prompts"] = [_copied(messages) if messages else prompt for _ in range(num)]
+    columns["prompt_ids"] = [list(prompt_ids) for _ in range(num)]
     columns["completion_ids"] = completion_ids
     texts: list[Any] = list(completions)
     # For conversational rows TRL passes each completion as a list of messages.

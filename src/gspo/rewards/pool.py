@@ -187,7 +187,7 @@ class RewardPool:
             self.wait_ready()
         for key, item in keyed:
             num = len(item.completions)
-            plain = (item.prompt, item.completions, item.prompt_ids, item.completion_ids, dict(item.data))
+            plain = (item.prompt, item.completions, item.prompt_ids, item.completion_ids, item.data, item.reference)
             results: dict[int, Results] = {
                 part: [call_sample(call, plain, s) for s in range(num)] for part, call in self._inline
             }
@@ -215,7 +215,9 @@ class RewardPool:
             prompt_ids = _plain_ids(item.prompt_ids)
             completion_ids = [_plain_ids(ids) for ids in item.completion_ids]
         try:
-            payload = pickle.dumps((item.prompt, list(item.completions), prompt_ids, completion_ids, dict(item.data)))
+            payload = pickle.dumps(
+                (item.prompt, list(item.completions), prompt_ids, completion_ids, dict(item.data), item.reference)
+            )
         except Exception as error:
             raise DataError(
                 f"a row of the data set has a value that cannot be sent to a reward worker ({error}); "

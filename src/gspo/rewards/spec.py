@@ -18,7 +18,7 @@ from typing import Any
 from gspo.errors import ConfigError
 from gspo.rewards.functions.builtin import BUILTIN, INLINE
 from gspo.rewards.functions.scorer import SCORERS, settings_of
-from gspo.types import Outcome, Score
+from gspo.types import Failure, Outcome, Score
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,7 @@ class RewardItem:
     prompt_ids: Sequence[int] = ()
     completion_ids: Sequence[Sequence[int]] = ()  # their lengths are used by length rewards
     data: Mapping[str, Any] = field(default_factory=dict)  # the row's columns
+    reference: Any = None  # the final answer for built-in rewards; None: the column `answer`
     messages: Sequence[Mapping[str, Any]] = ()  # the prompt before the chat template, for judges and reward models
     source: str = ""  # name of its data set in a mixture (`route.RewardRouter`)
     given: Sequence[Outcome | None] = ()  # outcomes that an environment has given (`route.GivenRewards`)
@@ -124,11 +125,18 @@ def function_name(function: Callable[..., Any], key: str = "reward") -> str:
     return f"{Path(path).resolve()}:{qualified}"
 
 
-def combine(spec: RewardSpec, values: Sequence[float]) -> Score:
-    """The weighted sum; `parts` holds the values before weighting."""
-    # fsum: the sum does not depend on the order of the parts.
-    total = math.fsum(part.weight * value for part, value in zip(spec, values, strict=True))
-    return Score(total, {part.label: value for part, value in zip(spec, values, strict=True)})
+def combine(spec: RewardSpec, values: Sequence[float]) -> Outcome:
+    """The weighted sum; `parts` holds the values before weighting. A sum that is not finite is a failure."""
+    parts = {part.label: value for part, value in zip(spec, values, strict=True)}
+    try:
+        # fsum: the sum does not depend on the order of the parts.
+        total = math.fsum(part.weight * value for part, value in zip(spec, values, strict=True))
+    except (OverflowError, ValueError):  # the sum overflows, or is inf − inf
+        total = math.nan
+    if not math.isfinite(total):
+        terms = " + ".join(f"{part.weight:g} × {parts[part.label]:g} ({part.label})" for part in spec)
+        return Failure("crash", f"the sum of the rewards is not finite: {terms}")
+    return Score(total, parts)
 
 
 def _part(entry: Any, key: str) -> RewardPart:
@@ -164,7 +172,8 @@ def _part(entry: Any, key: str) -> RewardPart:
 
 
 def _check_weight(weight: Any, key: str) -> None:
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+    # A float's range also for integers: 10**400 has no float.
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not abs(weight) <= sys.float_info.max:
         raise ConfigError(f"{key}: a weight must be a finite number, got {weight!r}")
 
 

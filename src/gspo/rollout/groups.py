@@ -76,6 +76,7 @@ def submit_rewards(rewards: Rewards, group: Group) -> None:
         prompt_ids=prompt.tokens,
         completion_ids=tuple(s.last_turn.tolist() for s in group.samples),
         data=prompt.data,
+        reference=prompt.reference,
         messages=prompt.messages,
         source=prompt.source,
         given=tuple(s.outcome for s in group.samples),

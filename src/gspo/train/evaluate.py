@@ -191,5 +191,5 @@ def problem_of(group: Group) -> dict[str, Any]:
         "source": prompt.source,
         "prompt": prompt.text,
         **question_of(prompt),
-        "answer": prompt.data.get("answer"),
+        "answer": prompt.answer,
     }

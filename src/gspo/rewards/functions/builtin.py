@@ -14,6 +14,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
+from gspo.data.reference import final_answer
 from gspo.rewards.functions.code import code
 
 # A sign belongs to the number only if no operand comes before it: "5-3" ends in 3, "= -3" in -3.
@@ -47,7 +48,7 @@ def final(text: str, *, answer: Any, marker: str = ">", **_: Any) -> float:
     (1.0, 0.0)
     """
     mark, tail = text.rpartition(marker)[1:]
-    return float(bool(mark) and tail.strip() == str(answer).strip())
+    return float(bool(mark) and tail.strip() == final_answer(str(answer)).strip())
 
 
 def format(text: str, *, tags: tuple[str, ...] = ("think", "answer"), **_: Any) -> float:
@@ -99,13 +100,15 @@ def math(text: str, *, answer: Any, **_: Any) -> float:
 
     math-verify's timeouts are off: they use SIGALRM, which does not interrupt C code. The worker's timeout applies.
     """
-    reference, candidate = _plain_number(str(answer)), _marked(text)
+    solution = final_answer(str(answer))
+    reference, candidate = _plain_number(solution), _marked(text)
     if reference is not None and candidate is not None and (number := _plain_number(candidate)) is not None:
         return float(number == reference)
+    gold = _gold(solution)
     import math_verify
 
     target = math_verify.parse(text, parsing_timeout=_NO_TIMEOUT)
-    return float(math_verify.verify(_gold(str(answer)), target, timeout_seconds=None))
+    return float(math_verify.verify(gold, target, timeout_seconds=None))
 
 
 def reasoning_gym(text: str, *, entry: Mapping[str, Any], task: str | None = None, **_: Any) -> float:
@@ -222,6 +225,8 @@ BUILTIN: dict[str, Callable[..., float]] = {
     "code": code,
 }
 # Fast for every input: these run in the trainer's process, where 256 samples take milliseconds.
+# These compare the completion with the reference (`Prompt.reference`), so the row must have one.
+COMPARING = frozenset({"numeric", "final", "math"})
 INLINE = frozenset({"numeric", "final", "format", "overlong"})
 # Libraries that the supervisor imports before it forks workers: reward → (module, package to install).
 PRELOAD = {"math": ("math_verify", "math-verify[antlr4_13_2]"), "reasoning_gym": ("reasoning_gym", "reasoning-gym")}

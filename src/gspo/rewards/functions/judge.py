@@ -31,7 +31,7 @@ Question:
 {prompt}
 
 Reference answer (may be empty):
-{answer}
+{reference}
 
 Answer to grade:
 {completion}
@@ -122,6 +122,7 @@ class Judge:
     def _request(self, item: Any, completion: str) -> bytes:
         values = {**item.data, "prompt": question(item.messages, item.prompt), "completion": completion}
         values.setdefault("answer", "")
+        values.setdefault("reference", values["answer"] if item.reference is None else item.reference)
         # One pass, so that braces inside a completion are not filled in.
         text = _FIELD.sub(lambda m: _shown(values[m[1]]) if m[1] in values else m[0], self._prompt)
         messages = [{"role": "user", "content": text}]

@@ -22,6 +22,7 @@ from gspo.models.lora import add_adapter
 from gspo.models.moe import num_experts, route_shape, routers
 from gspo.sampling.remote.discovery import give_up, register
 from gspo.sampling.remote.protocol import WireError, pack_request, pack_sample, unpack_request, unpack_sample
+from gspo.sampling.remote.session import FILE, Session, order
 from gspo.sampling.verify import Experts
 from gspo.sampling.weights.broadcast import Broadcaster
 from gspo.sampling.weights.load import fetch
@@ -485,6 +486,37 @@ def test_a_newer_trainer_takes_the_server_from_an_older_one(house, trainer):
         list(old.completed(20))
     requests = group_requests(2, 2)
     assert_same(collect(new, requests), run(local(trainer), requests))
+
+
+def test_a_restarted_trainer_takes_its_servers_over_whatever_the_clock_says(house, trainer, monkeypatch):
+    """The session of the trainer before came from a clock that was a day ahead; one of two servers has restarted."""
+    ahead = f"{time.time_ns() + 86400 * 10**9:020d}-dead"
+    asyncio.run(house.serve(0).engine.attach({"session": ahead}))
+    house.serve(1)
+    monkeypatch.setattr(time, "time_ns", lambda: 10**18)
+    monkeypatch.setattr(time, "time", lambda: 1e9)
+    new = house.client(2, timeout_s=5.0)
+    new.load_weights(0, trainer.named_parameters())
+    assert [server["serving"] for server in new.health()["servers"]] == [True, True]
+    newest = house.client(2, timeout_s=5.0, weight_store=lambda _: house.folder / "weights2")
+    newest.load_weights(0, trainer.named_parameters())
+    new.submit(group_requests(1, 1))
+    with pytest.raises(RolloutError, match="newer trainer"):
+        list(new.completed(20))
+    assert newest.health()["disconnects"] == 0
+
+
+def test_the_count_of_trainers_is_in_the_run_and_may_be_lost_or_damaged(tmp_path):
+    first, second = Session(tmp_path), Session(tmp_path)
+    assert order(first.id) < order(second.id)
+    assert not first.outbid(second.id)  # the file says that it is not the newest
+    for damage in ("", "-5", "x" * 100, "9" * 30, "\x00"):
+        (tmp_path / FILE).write_text(damage)
+        third = Session(tmp_path)
+        assert third.outbid(second.id)
+        assert order(third.id) > order(second.id)
+    assert not third.outbid("9" * 20 + "-x")
+    assert order("zz") < order(first.id)  # an id without a number never locks a server
 
 
 # On the wire

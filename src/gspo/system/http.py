@@ -38,14 +38,14 @@ GRACE_S = 0.25  # from a client's end of file to closing: a client that only hal
 
 
 class RefusedCallError(GspoError):
-    """A request that is answered with an HTTP error status."""
+    """A request that is answered with an HTTP error status. `details` are further fields of the reply."""
 
-    def __init__(self, status: int, code: str, message: str) -> None:
+    def __init__(self, status: int, code: str, message: str, **details: Any) -> None:
         super().__init__(message)
-        self.status, self.code = status, code
+        self.status, self.code, self.details = status, code, details
 
     def body(self) -> dict[str, Any]:
-        return {"error": str(self), "kind": self.code}
+        return {"error": str(self), "kind": self.code, **self.details}
 
 
 class Json(Response):

@@ -29,8 +29,8 @@ from gspo.sampling.remote.link import (
     RefusedError,
     Server,
     State,
-    new_session,
 )
+from gspo.sampling.remote.session import Session
 from gspo.sampling.requests import validate_request
 from gspo.sampling.verify import Experts, invalid_reason
 from gspo.sampling.weights.probe import ProbeCheck, ScoreSequences
@@ -105,9 +105,9 @@ class HttpSampler:
         self._counts: Counter[str] = Counter()
         self._notes: deque[str] = deque()  # log messages of the servers' threads
         self._http = HttpClient(headers={"Authorization": f"Bearer {token}"})
-        session = new_session()
+        trainer = Session(folder)
         self._servers = [
-            Server(i, folder, self._http, session, answer_s=self._answer_s, timeout_s=timeout_s, closed=self._closed)
+            Server(i, folder, self._http, trainer, answer_s=self._answer_s, timeout_s=timeout_s, closed=self._closed)
             for i in range(count)
         ]
         self._threads = [

@@ -7,7 +7,6 @@ deadline, and every call may be repeated after a lost reply.
 from __future__ import annotations
 
 import json
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 
 from gspo.sampling.remote import protocol
 from gspo.sampling.remote.discovery import Address, registered
+from gspo.sampling.remote.session import Session
 from gspo.sampling.weights.store import Published
 from gspo.system.http_client import HttpClient, Reply, ReplyTooLargeError
 from gspo.types import Request, Sample
@@ -38,14 +38,10 @@ class InvalidResponseError(DisconnectedError):
 class RefusedError(Exception):
     """The server answered with an error status."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, holder: Any = None) -> None:
         super().__init__(f"it refused ({status}): {message}")
         self.message = message
-
-
-def new_session() -> str:
-    """The id of a trainer. Ids grow with time: a server works for the trainer that started last."""
-    return f"{time.time_ns():020d}-{secrets.token_hex(4)}"
+        self.holder = holder  # session of the trainer that the server works for, if that is the reason
 
 
 class State(Enum):
@@ -70,7 +66,7 @@ class Server:
     """One sampler server.
 
     http        sends the token with every request
-    session     id of this trainer (`new_session`)
+    trainer     this trainer's session: a server works for the newest trainer
     answer_s    deadline of one call
     timeout_s   a server that samples nothing, or stays busy, for so long is disconnected (rollout.request_timeout)
     closed      set when the client ends
@@ -81,7 +77,7 @@ class Server:
         index: int,
         folder: Path,
         http: HttpClient,
-        session: str,
+        trainer: Session,
         *,
         answer_s: float,
         timeout_s: float,
@@ -94,7 +90,8 @@ class Server:
         self.settled_version = -1  # the version that it loaded, or failed to load, last
         self.requests: dict[str, PendingRequest] = {}
         self.invalid_responses = self.refused_loads = 0
-        self._folder, self._http, self._session = folder, http, session
+        self._folder, self._http, self._trainer = folder, http, trainer
+        self._session = trainer.id  # as this server knows it
         self._answer_s, self._timeout_s, self._closed = answer_s, timeout_s, closed
         self._received: list[str] = []  # keys of samples to confirm with the next /collect
         self._turns, self._progress_at = -1, 0.0
@@ -115,7 +112,13 @@ class Server:
         self.address = registered(self._folder, self.index)
         if self.address is None:
             raise DisconnectedError(f"it has not registered in {self._folder}")
-        reply = self._call("/attach")
+        try:
+            reply = self._call("/attach")
+        except RefusedError as refusal:
+            if not isinstance(refusal.holder, str) or not self._trainer.outbid(refusal.holder):
+                raise
+            self._session = self._trainer.id
+            reply = self._call("/attach")
         # The boot id tells a restarted process from the one before.
         boot = protocol.field(reply, "boot", str)
         is_restarted = bool(self.boot) and boot != self.boot
@@ -248,5 +251,5 @@ class Server:
                 return value
             # A busy server is in a long prefill; a repeated call is safe.
             if value.get("kind") != "busy" or time.monotonic() > deadline:
-                raise RefusedError(reply.status, str(value.get("error"))[:500])
+                raise RefusedError(reply.status, str(value.get("error"))[:500], value.get("session"))
         raise DisconnectedError("the client is closed")

@@ -31,6 +31,7 @@ from gspo.faults import reached
 from gspo.sampling.api import Sampler
 from gspo.sampling.engines.inside_vllm import gspo_collective as collective
 from gspo.sampling.remote import protocol as wire
+from gspo.sampling.remote.session import order
 from gspo.sampling.weights.load import fetch
 from gspo.sampling.weights.probe import ScoreSequences
 from gspo.system.http import HttpServer, Json, RefusedCallError, bearer_key, finished, route
@@ -88,9 +89,10 @@ class SamplerEngine:
         session = wire.field(body, "session", str)
 
         def take() -> None:
-            # Session ids grow with time: an older trainer must not take the server back.
-            if session < self._session:
-                raise RefusedCallError(409, "session", "a newer trainer has taken this server")
+            # An older trainer must not take the server back. The reply has the holder's id, so that a trainer whose
+            # run has lost its count can take a higher number.
+            if order(session) < order(self._session):
+                raise RefusedCallError(409, "session", "a newer trainer has taken this server", session=self._session)
             # The sampler returns to its initial state, whatever the earlier trainer left.
             self._sampler.abort()
             self._sampler.wake()

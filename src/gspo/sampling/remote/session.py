@@ -1,0 +1,70 @@
+"""Which trainer is the newest: a number per trainer of a run, counted in the folder where its servers register.
+
+A server works for the trainer with the highest number. The wall clock has no part in it, because a clock may step back
+between two trainers while the servers live on. Torch-free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+from pathlib import Path
+
+from gspo.system.files import atomic_write
+
+FILE = "session"  # in the folder of the registrations
+_DIGITS = 20
+
+
+def order(session: str) -> tuple[int, str]:
+    """The key by which sessions are compared. An id without a number is older than every other.
+
+    >>> order("00000000000000000007-ab") < order("10-cd"), order("zz")
+    (True, (0, 'zz'))
+    """
+    number = session.partition("-")[0]
+    return (int(number) if number.isascii() and number.isdigit() and len(number) <= _DIGITS else 0, session)
+
+
+class Session:
+    """The id of one trainer. Its threads share it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file, self._lock = folder / FILE, threading.Lock()
+        self._suffix = secrets.token_hex(4)
+        self._take(self._newest() + 1)
+
+    @property
+    def id(self) -> str:
+        return f"{self._number:0{_DIGITS}d}-{self._suffix}"
+
+    def outbid(self, other: str) -> bool:
+        """Take a number above that of the session `other`, which a server works for. False if a newer trainer exists.
+
+        The file decides which trainer is the newest. A server may know a higher number if the file was lost, or from a
+        trainer of an earlier version, which took its number from the clock.
+        """
+        with self._lock:
+            if self._newest() > self._number:
+                return False
+            number = order(other)[0]
+            if number >= 10**_DIGITS - 1:
+                return False
+            if number >= self._number:
+                self._take(number + 1)
+            return True
+
+    def _newest(self) -> int:
+        try:
+            return order(self._file.read_text(encoding="ascii")[:64].strip())[0]
+        except (OSError, ValueError):
+            return 0
+
+    def _take(self, number: int) -> None:
+        self._number = number
+        # If it cannot be written, servers that know a higher number are outbid one by one.
+        with contextlib.suppress(OSError):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(self._file) as tmp:
+                tmp.write_text(str(number), encoding="ascii")

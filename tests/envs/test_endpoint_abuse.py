@@ -1,7 +1,6 @@
 """HTTP abuse of the agents' endpoint: refused with 4xx before any work, and other episodes go on."""
 
 import asyncio
-import contextlib
 import json
 import socket
 import threading
@@ -9,7 +8,7 @@ import time
 
 import pytest
 from endpoints import Policy, endpoint, head, said
-from raw_http import JUNK, WRONG_BODIES, WRONG_HEADS, begin_and_stall, talk, until_hung_up
+from raw_http import WRONG_BODIES, talk
 
 from gspo.envs.agents.endpoint import MAX_PARALLEL, ROUTES, OpenEpisode
 
@@ -46,20 +45,12 @@ def test_no_route_answers_without_the_key_of_its_episode(served, method, path, s
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "*", "/e", "/e/", "/e/7-0/../8-0/v1/models", "/health", "http://evil.example/e/7-0/x"]
+    "path",
+    ["/", "*", "/e", "/e/", "/e/7-0/../8-0/v1/models", "/health", "/e/7-0/v1/embeddings", "/e/7-0/chat/completions"],
 )
 def test_what_is_below_no_episode_has_no_key(served, path):
     server, _, key = served
     assert talk(server.port, head(server.port, key, "GET", path))[0] in (401, 404)
-
-
-@pytest.mark.parametrize(
-    ("status", "change"),
-    [*WRONG_HEADS, (404, {"path": "/e/7-0/v1/embeddings"}), (404, {"path": "/e/7-0/chat/completions"})],
-)
-def test_a_wrong_head_is_refused(served, status, change):
-    server, _, key = served
-    assert talk(server.port, head(server.port, key, **change), b"{}")[0] == status
 
 
 @pytest.mark.parametrize("body", [*WRONG_BODIES, b"{}", b'{"model": 3}', b'"\\ud8"'])
@@ -70,20 +61,6 @@ def test_a_wrong_body_is_refused_in_openais_words(served, path, body):
     error = json.loads(reply)["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
-
-
-def test_a_slow_head_and_a_slow_body_end_in_time(served):
-    server, _, key = served
-    begin = time.monotonic()
-    assert talk(server.port, head(server.port, key, **{"Content-Length": "50"}), b"{")[0] == 408
-    reply = begin_and_stall(server.port, b"GET /e/7-0/v1/models HTTP/1.1\r\nHost: x")
-    assert not reply or reply.split()[1].startswith(b"4")  # whatever it says, it hangs up
-    assert time.monotonic() - begin < 8
-
-
-@pytest.mark.parametrize("junk", JUNK)
-def test_what_is_not_http_is_no_server_error(served, junk):
-    assert b" 5" not in until_hung_up(served[0].port, junk).partition(b"\r\n")[0]
 
 
 def test_refusals_are_counted_where_they_belong(served):
@@ -105,21 +82,6 @@ def test_an_unknown_episode_is_not_found_and_an_ended_one_is_gone(served):
     server.end(line)
     status, reply = post(served, CHAT, "/e/8-3/v1/chat/completions", server.key("8-3"))
     assert (status, json.loads(reply)["error"]["code"]) == (410, "episode_ended")
-
-
-@pytest.mark.parametrize("path", ["/e/7-0/v1/models", "/e/7-0/v1/nothing", "/e/9-9/v1/models", "/e/7-0/v1/completions"])
-def test_a_body_that_nobody_reads_is_no_next_request(served, path):
-    server, _, key = served
-    key = server.key("9-9") if "9-9" in path else key
-    hidden = f"GET /e/7-0/v1/models HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nAuthorization: Bearer {key}\r\n\r\n"
-    first = head(server.port, key, "GET", path, **{"Content-Length": str(len(hidden))})
-    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
-        connection.sendall((first + "\r\n" + hidden).encode())
-        reply = b""
-        with contextlib.suppress(ConnectionError):  # it hangs up on what it does not want to read
-            while part := connection.recv(65536):
-                reply += part
-    assert reply.count(b"HTTP/1.1") == 1
 
 
 def test_a_connection_is_used_again(served):

@@ -7,12 +7,18 @@ def talk(port, head, body=b"", wait_s=5.0):
     """Send bytes as they are; status and the rest of the reply."""
     with socket.create_connection(("127.0.0.1", port), timeout=wait_s) as connection:
         connection.sendall(head.encode() + b"\r\n" + body)
-        reply = b""
-        while part := connection.recv(65536):
-            reply += part
-            if b"\r\n\r\n" in reply and len(reply.partition(b"\r\n\r\n")[2]) >= _length(reply):
-                break
+        reply = receive(connection)
     return int(reply.split()[1]), reply.partition(b"\r\n\r\n")[2]
+
+
+def receive(connection):
+    """One reply, head and body, which may arrive in several pieces; less if the server closes the connection."""
+    reply = b""
+    while part := connection.recv(65536):
+        reply += part
+        if b"\r\n\r\n" in reply and len(reply.partition(b"\r\n\r\n")[2]) >= _length(reply):
+            break
+    return reply
 
 
 def _length(reply):
@@ -51,10 +57,7 @@ def begin_and_stall(port, data):
         return connection.recv(1000)
 
 
-# What comes to an open port, and is not HTTP.
-JUNK = (b"\r\n\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET\r\n\r\n")
-
-# (status, change of a right head) that both servers refuse.
+# (status, change of a right head) that servers with routes for POST refuse.
 WRONG_HEADS = (
     (403, {"Host": "evil.example"}),
     (403, {"Host": "127.0.0.1:1"}),

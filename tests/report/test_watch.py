@@ -204,18 +204,10 @@ def test_what_is_no_route_is_not_found(query, tmp_path, run, serve):
     assert ask(watch, f"/{watch.token}/{query}")[0] in (400, 404)
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {"Host": "evil.example"}, {"Host": "evil.example:80"}, {"Host": ""}, {"Host": "127.0.0.1"},
-        {"Origin": "http://evil.example"}, {"Origin": "null"}, {"Origin": "https://127.0.0.1"},
-    ],
-)  # fmt: skip
-def test_another_host_or_origin_is_refused(headers, run, serve):
+def test_its_own_pages_and_names_are_served(run, serve):
     watch = serve(run)
-    assert ask(watch, f"/{watch.token}/", headers=headers)[0] == 403
-    assert ask(watch, f"/{watch.token}/", headers={"Origin": f"http://127.0.0.1:{watch.port}"})[0] == 200
-    assert ask(watch, f"/{watch.token}/", headers={"Host": f"localhost:{watch.port}"})[0] == 200
+    for headers in ({"Origin": f"http://127.0.0.1:{watch.port}"}, {"Host": f"localhost:{watch.port}"}):
+        assert ask(watch, f"/{watch.token}/", headers=headers)[0] == 200
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "CONNECT", "BREW"])
@@ -225,51 +217,6 @@ def test_get_is_the_only_method(method, run, serve):
     status, _, _ = ask(watch, f"/{watch.token}/", method=method, body=b"x" if method == "POST" else None)
     assert status == (400 if method == "BREW" else 405)
     assert {file: file.stat().st_mtime_ns for file in run.rglob("*")} == before
-
-
-def raw(watch, data, wait=20.0):
-    """The first line of the answer to bytes, or b'' where the connection was closed."""
-    with socket.create_connection(("127.0.0.1", watch.port), timeout=wait) as connection:
-        connection.sendall(data)
-        return connection.recv(65536).split(b"\r\n")[0]
-
-
-def test_bodies_and_garbage_are_refused_and_the_next_is_served(run, serve):
-    watch = serve(run)
-    head = f"GET /{watch.token}/ HTTP/1.1\r\nHost: 127.0.0.1:{watch.port}\r\n".encode()
-    for data in (
-        head + b"Content-Length: 1000000000000\r\n\r\n",
-        head + b"Transfer-Encoding: chunked\r\n\r\n",
-        head + b"Content-Length: -1\r\n\r\n",
-        head + b"Host: evil.example\r\n\r\n",
-        b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n",
-        head + b"".join(b"X-%d: y\r\n" % i for i in range(200)) + b"\r\n",
-        head + b"X: " + b"y" * 70_000 + b"\r\n\r\n",
-        b"GET http://[::1 HTTP/1.1\r\nHost: 127.0.0.1:%d\r\n\r\n" % watch.port,
-        b"GET / HTTP/9.9\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n",
-        b"NONSENSE\r\n\r\n",
-    ):
-        line = raw(watch, data)
-        assert b" 4" in line or line.startswith(b"<!DOCTYPE") or b"Error code: 4" in line, (data[:60], line)
-    assert ask(watch, f"/{watch.token}/")[0] == 200
-
-
-def test_slow_connections_hold_up_nobody_and_are_closed(run, serve, monkeypatch):
-    from gspo.report.page import watch as module
-
-    monkeypatch.setattr(module, "IDLE_S", 0.5)
-    watch = serve(run)
-    slow = [socket.create_connection(("127.0.0.1", watch.port), timeout=20) for _ in range(20)]
-    try:
-        for connection in slow:
-            connection.sendall(b"GET / HT")
-        assert ask(watch, f"/{watch.token}/")[0] == 200
-        for connection in slow:
-            assert connection.recv(1000) == b""  # closed by the server
-    finally:
-        for connection in slow:
-            connection.close()
 
 
 def test_it_listens_on_this_machine_alone(run, serve):

@@ -2,11 +2,10 @@
 
 import json
 import socket
-import time
 
 import pytest
 import raw_http
-from raw_http import JUNK, WRONG_BODIES, WRONG_HEADS, begin_and_stall, until_hung_up
+from raw_http import WRONG_BODIES
 from served import TOKEN, House, local
 from test_local import assert_same, group_requests, run
 from tiny_models import build
@@ -60,11 +59,6 @@ def test_no_route_answers_without_the_token(server, method, path, secret):
     assert TOKEN.encode() not in reply
 
 
-@pytest.mark.parametrize(("status", "change"), [*WRONG_HEADS, (404, {"path": "/../health"})])
-def test_a_wrong_head_is_refused(server, status, change):
-    assert talk(server, head(server, **change), b"{}")[0] == status
-
-
 @pytest.mark.parametrize("body", [*WRONG_BODIES, b'{"session": 1}', b'{"session": "s"}'])
 @pytest.mark.parametrize("path", POST)
 def test_a_wrong_body_is_refused(server, path, body):
@@ -73,28 +67,6 @@ def test_a_wrong_body_is_refused(server, path, body):
     status, reply = talk(server, head(server, path=path, **{"Content-Length": str(len(body))}), body)
     assert status in (400, 409)
     assert json.loads(reply)["error"]
-
-
-def test_a_slow_head_and_a_slow_body_end_in_time(server):
-    begin = time.monotonic()
-    status, _ = talk(server, head(server, **{"Content-Length": "50"}), b"{")
-    assert status == 408
-    reply = begin_and_stall(server.port, b"GET /health HTTP/1.1\r\nHost: x")
-    assert not reply or reply.split()[1].startswith(b"4")  # whatever it says, it hangs up
-    assert time.monotonic() - begin < 8
-
-
-@pytest.mark.parametrize("path", ["/health", "/x"])
-def test_the_body_of_a_call_that_takes_none_is_no_next_call(server, path):
-    inner = head(server, "GET", "/version", **{"Content-Length": None}).encode() + b"\r\n"
-    outer = head(server, "GET", path, **{"Content-Length": str(len(inner))}).encode() + b"\r\n"
-    assert until_hung_up(server.port, outer + inner).count(b"HTTP/1.1 ") == 1
-    assert until_hung_up(server.port, inner + inner).count(b"HTTP/1.1 200") == 2  # two calls are two calls
-
-
-@pytest.mark.parametrize("junk", JUNK)
-def test_what_is_not_http_is_no_server_error(server, junk):
-    assert b" 5" not in until_hung_up(server.port, junk).partition(b"\r\n")[0]
 
 
 def test_sampling_is_unaffected_by_all_of_it(tmp_path):

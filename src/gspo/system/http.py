@@ -242,6 +242,9 @@ class Guard:
         hosts = headers.getlist("host")
         if len(hosts) != 1 or hosts[0].lower() not in server.hosts:
             raise server.refusal(403, "wrong_host", "this server has another name")
+        # `GET http://other/path` names a host beside the Host field.
+        if not request.scope["state"]["is_plain_path"]:
+            raise server.refusal(400, "malformed_request", "the request must name a path, not an address")
         if headers.get("origin", None) not in {None, *server.origins}:
             raise server.refusal(403, "wrong_origin", "this server does not answer to other web pages")
         server.authorize(request)
@@ -318,6 +321,8 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        # In the scope, because `url` is already that of the next request if a client sends several at once.
+        self.scope["state"]["is_plain_path"] = self.url.startswith((b"/", b"*"))  # pyright: ignore[reportTypedDictNotRequiredAccess]
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:

@@ -30,7 +30,7 @@ from gspo.system.http import HttpServer, Json, RefusedCallError, bearer_key, fin
 
 MAX_BODY = 2 * 2**20  # half a million tokens of English text; no chat is longer
 MAX_PARALLEL = 8  # calls of one episode at a time; further ones get 429, and clients retry
-CONNECTIONS = 1024
+CONNECTIONS, PER_EPISODE = 1024, 64  # one agent must not take the places of all
 IDLE_S = 60.0  # a connection may be silent this long between two calls
 REMEMBERED = 4096  # ended episodes that are answered with 410
 SHARED = "shared"  # the address of episodes that a header tells apart
@@ -92,6 +92,7 @@ class Endpoint(HttpServer):
         self._episodes: dict[str, OpenEpisode] = {}
         self._ended: deque[str] = deque(maxlen=REMEMBERED)
         self._sessions: dict[str, OpenEpisode] = {}  # of the shared address
+        self._connections: dict[str, set[Any]] = {}  # by episode; only the server's thread adds and counts
         self._lock = threading.Lock()
         # In the order of ROUTES.
         generate = [partial(self._generate, dialect) for dialect in DIALECTS.values()]
@@ -128,6 +129,7 @@ class Endpoint(HttpServer):
             for session in [session for session, of in self._sessions.items() if of is episode]:
                 del self._sessions[session]
                 self._ended.append(session)
+            self._connections.pop(episode.name, None)
         # A copy: the server's thread changes the set.
         for future in list(episode.in_flight):
             future.cancel()
@@ -166,6 +168,12 @@ class Endpoint(HttpServer):
                 raise _ended()
         if episode is None:
             raise ApiError(404, "no_such_episode", "there is no such episode")
+        connection = request.scope["state"]["connection"]
+        held = self._connections.setdefault(episode.name, set())
+        held &= connection.connections  # those that are still open
+        if len(held | {connection}) > PER_EPISODE:
+            raise ApiError(429, "too_many_connections", f"an episode has at most {PER_EPISODE} connections")
+        held.add(connection)
 
     def refusal(self, status: int, code: str, message: str) -> ApiError:
         return ApiError(status, code, message + ("; base_url must end with /v1" if code == "no_such_route" else ""))

@@ -8,6 +8,7 @@ import pytest
 
 from gspo.algorithms import ALGORITHMS, COMMON_SETTINGS, CORRECTIONS, GATE_SETTINGS
 from gspo.config import effective_objective, load, proximal_policy
+from gspo.config.objective import default_algorithm_note, objective_words
 from gspo.errors import ConfigError
 
 
@@ -280,3 +281,23 @@ def test_the_objective_library_accepts_every_effective_objective():
                 **objective["settings"],
             )
             assert torch.isfinite(out.loss)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words", "has_note"),
+    [
+        (["algorithm=gspo"], "GSPO (one ratio per completion), clip 3e-4/4e-4, 4 updates per batch", False),
+        (
+            ["actor.importance_sampling_level=sequence", "actor.ppo_n_minibatches=1"],
+            "GSPO (one ratio per completion)",
+            False,
+        ),
+        ([], "GRPO (one ratio per token), clip 0.2/0.2", True),
+        (["algorithm=gspo", "actor.eps_clip=auto"], "GSPO (one ratio per completion), automatic clip range", False),
+        (["algorithm=cispo"], "CISPO (one ratio per token)", False),
+    ],
+)
+def test_the_objective_is_named_in_a_newcomers_words(overrides, words, has_note):
+    loaded = load(None, overrides)
+    assert objective_words(loaded).startswith(words)
+    assert (default_algorithm_note(loaded) is not None) == has_note

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from gspo.data.dataset import default_reward, load_dataset, make_dataset
 from gspo.data.mixture import make_mixture
 from gspo.data.order import order
-from gspo.data.sources import in_held_out
+from gspo.data.split import in_held_out
 from gspo.errors import DataError
 from gspo.rewards.pool import RewardPool
 from gspo.rewards.spec import RewardItem, reward_spec
@@ -97,6 +97,17 @@ def test_a_source_without_held_out_data_is_divided_by_problem_not_by_row(tmp_pat
     assert not train & test
     assert train | test == {row["question"] for row in ROWS}
     assert 2 <= len(test) <= 25
+
+
+def test_the_user_is_told_how_rows_were_divided(tmp_path, tokenizer):
+    path = write(tmp_path / "guess.jsonl", [{"prompt": "Guess.", "answer": str(i)} for i in range(60)])
+    train, test = (load_dataset(path, split, tokenizer=tokenizer) for split in ("train", "test"))
+    assert train.describe().endswith("57 problems of " + path + " (train); 3 of 60 rows are held out")
+    assert test.describe().endswith("60 rows have one prompt: 3 rows are held out by position, not by prompt")
+    assert {r["answer"] for r in train.rows} | {r["answer"] for r in test.rows} == {str(i) for i in range(60)}
+    two = write(tmp_path / "two.csv", [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}])
+    assert len(load_dataset(two, "train", tokenizer=tokenizer)) == 2
+    assert "too few to hold some out" in load_dataset(two, "test", tokenizer=tokenizer).describe()
 
 
 def test_a_file_that_is_held_out_by_name_is_not_trained_on_by_accident(tmp_path, tokenizer):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypedDict
 from gspo.algorithms import ALGORITHMS, LEVEL_DEFAULTS, Algorithm
 from gspo.config.loaded import Loaded
 from gspo.config.schema import Correction, Norm
+from gspo.system.text import number
 
 
 class ProximalPolicy(NamedTuple):
@@ -84,6 +85,39 @@ def effective_objective(loaded: Loaded) -> Objective:
         proximal=proximal.method,
         corrected=proximal.corrected,
     )
+
+
+def same_as(objective: Objective) -> str | None:
+    """The preset with exactly these parts: grpo with level sequence is gspo."""
+    for algorithm in ALGORITHMS.values():
+        if all(getattr(algorithm, part) == objective[part] for part in ("level", "gate", "advantage", "aggregation")):
+            return algorithm.name
+    return None
+
+
+def objective_words(loaded: Loaded) -> str:
+    """The objective in one line, for the first line of a run.
+
+    >>> from gspo.config import load
+    >>> objective_words(load(None, ["algorithm=gspo", "actor.ppo_n_minibatches=2"]))
+    'GSPO (one ratio per completion), clip 3e-4/4e-4, 2 updates per batch'
+    """
+    objective, updates = effective_objective(loaded), loaded.config.actor.ppo_n_minibatches or 1
+    settings, name = objective["settings"], same_as(objective) or objective["name"]
+    ratio = "one ratio per token" if objective["level"] == "token" else "one ratio per completion"
+    parts = [f"{name.upper()} ({ratio})"]
+    if objective["eps_auto"]:
+        parts.append("automatic clip range")
+    elif objective["gate"] == "clip":
+        parts.append(f"clip {number(settings['clip_low'])}/{number(settings['clip_high'])}")
+    return ", ".join([*parts, f"{updates} update{'s' * (updates > 1)} per batch"])
+
+
+def default_algorithm_note(loaded: Loaded) -> str | None:
+    """A note for configs that leave the algorithm to the default, which is AReaL's and not GSPO."""
+    if loaded.is_set("algorithm") or loaded.is_set("actor.importance_sampling_level"):
+        return None
+    return f"algorithm is not set, so it is {loaded.config.algorithm}; set algorithm: gspo to train with GSPO"
 
 
 def level_of(algorithm: Algorithm, chosen: str | None) -> str:

@@ -70,6 +70,7 @@ class Dataset:
     chat: bool | str = False  # False: plain text; True: the tokenizer's chat template; a string: that template
     answer_column: str | None = None
     num_too_long: int = 0
+    note: str = ""  # how the source was divided into training and held-out rows, if a user should know it
     key: str = "train_dataset"
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     _prompts: dict[int, Prompt] = field(default_factory=dict, repr=False)
@@ -90,7 +91,8 @@ class Dataset:
     def describe(self) -> str:
         """A line for the user: source, split and number of rows."""
         dropped = f", {self.num_too_long} longer prompts dropped ({self.key}.max_length)" if self.num_too_long else ""
-        return f"{self.key}: {len(self)} problems of {self.source} ({self.split}){dropped}"
+        note = f"; {self.note}" if self.note else ""
+        return f"{self.key}: {len(self)} problems of {self.source} ({self.split}){dropped}{note}"
 
     def digest(self) -> str:
         """A hash of prompts and answers, which a resumed run compares."""
@@ -209,10 +211,19 @@ def load_dataset(
         content = _column(row, column[0])
         return content if isinstance(content, str) else repr(content)
 
+    notes: list[str] = []
     rows = rows_of(
-        path, split, size=settings.size, seed=settings.seed, options=settings.options, text_of=prompt_text, key=key
+        path,
+        split,
+        size=settings.size,
+        seed=settings.seed,
+        options=settings.options,
+        text_of=prompt_text,
+        key=key,
+        notes=notes,
     )
-    return make_dataset(rows, settings, tokenizer=tokenizer, source=path, split=split or "all", key=key)
+    made = make_dataset(rows, settings, tokenizer=tokenizer, source=path, split=split or "all", key=key)
+    return replace(made, note="; ".join(notes))
 
 
 def make_dataset(

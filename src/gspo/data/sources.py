@@ -16,7 +16,7 @@ from typing import Any
 
 from gspo.data import arithmetic
 from gspo.data import reasoning_gym as gym
-from gspo.data.split import HELD_OUT, in_held_out
+from gspo.data.split import HELD_OUT, divide
 from gspo.errors import DataError
 
 Row = gym.Row
@@ -38,8 +38,12 @@ def rows_of(
     options: Mapping[str, Any],
     text_of: Callable[[Row], str],
     key: str,
+    notes: list[str],
 ) -> list[Row]:
-    """The rows of a split (None or 'all': every row), at most `size`. `text_of` gives the text that is hashed."""
+    """The rows of a split (None or 'all': every row), at most `size`. `text_of` gives the text that is hashed.
+
+    `notes` receives what a user should know about how the rows were divided.
+    """
     if split not in (None, "all", "train", *HELD_OUT):
         raise DataError(f"{key}.split must be train, all, or one of {', '.join(HELD_OUT)}; got {split!r}")
     held_out = split in HELD_OUT
@@ -75,7 +79,14 @@ def rows_of(
         rows = train()
     else:
         # No held-out split: 5 % of the training rows, by a hash of their text. Training leaves the same rows out.
-        rows = [row for row in train() if in_held_out(text_of(row), 0.05) == held_out]
+        rows = train()
+        division = divide([text_of(row) for row in rows])
+        if held_out and division.note:
+            notes.append(division.note)
+        if division.held_out is not None:
+            if not held_out:
+                notes.append(f"{sum(division.held_out):,} of {len(rows):,} rows are held out")
+            rows = [row for row, held in zip(rows, division.held_out, strict=True) if held == held_out]
     return rows if size is None else rows[:size]
 
 

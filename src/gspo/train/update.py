@@ -152,10 +152,11 @@ class Updater:
         source = choose_proximal_source(measured, eps, state.proximal)
         # Log the first decision and every change.
         if measured is not None and (first or source != state.proximal):
+            what = "uses the sampler's log-probs" if source == "sampler" else "computes the log-probs again"
+            parts = "update 2" if plan.num_minibatches == 2 else f"updates 2 to {plan.num_minibatches}"
             self._say(
-                f"π_old of mini-batches 2…{plan.num_minibatches} comes from the "
-                f"{'sampler' if source == 'sampler' else 'trainer, recomputed'}: noise p95 |log s| = {measured:.1e}"
-                + (f", clip range {eps:.1e}" if eps else "")
+                f"{parts} of a batch {what} as old policy: the sampler's error is {measured:.1e}"
+                + (f", the clip range {eps:.1e}" if eps else "")
             )
         state.proximal = source
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from gspo.algorithms import ALGORITHMS
 from gspo.config.lint.facts import Facts
-from gspo.config.objective import Objective
+from gspo.config.objective import Objective, default_algorithm_note, same_as
 from gspo.config.schema import Critic, Norm
 from gspo.system.text import number
 
@@ -90,9 +90,9 @@ def objective_section(f: Facts) -> dict[str, Any]:
         "title": algorithm.title,
         "paper": algorithm.paper,
         "as_published": as_published,
-        "same_as": None if as_published else _same_as(objective),
+        "same_as": None if as_published else same_as(objective),
         "formula": formula(objective, penalised=actor.kl_ctl > 0),
-        "words": _words(f),
+        "words": [*_words(f), *([f"note: {note}"] if (note := default_algorithm_note(f.loaded)) else [])],
         "level": objective["level"],
         "gate": objective["gate"],
         "advantage": objective["advantage"],
@@ -103,15 +103,6 @@ def objective_section(f: Facts) -> dict[str, Any]:
             {"key": key, "value": value, "where": f.where(key)} for key, value in _decisions(f) if value is not None
         ],
     }
-
-
-def _same_as(objective: Objective) -> str | None:
-    """The preset with exactly these parts: grpo with level sequence is gspo."""
-    for algorithm in ALGORITHMS.values():
-        parts = ("level", "gate", "advantage", "aggregation")
-        if all(getattr(algorithm, part) == objective[part] for part in parts):
-            return algorithm.name
-    return None
 
 
 def _words(f: Facts) -> list[str]:

@@ -10,7 +10,7 @@ from gspo.config.schema import Config, DatasetSpec, MixtureSource
 from gspo.config.schema.dataset import ENVIRONMENT_ROWS
 from gspo.data.dataset import Dataset, DataSettings, load_dataset, make_dataset
 from gspo.data.mixture import DATA_TYPES, Data, Mixture, make_mixture
-from gspo.data.split import in_held_out
+from gspo.data.split import divide
 from gspo.errors import ConfigError, DataError
 from gspo.rollout.producer import RolloutProducer
 from gspo.rollout.workflow import Workflow
@@ -27,8 +27,7 @@ def make_data(
     """Training and held-out problems: the caller's data sets or rows, else those the config names.
 
     Held-out problems are None if evaluation is switched off. Without explicit held-out problems, the held-out part of
-    the training data is used: its test split, or 5 % of the caller's rows. If there are too few rows to hold any out,
-    both results are the same object.
+    the training data is used: its test split, or 5 % of the caller's rows.
     """
     is_off = config.evaluator.freq_steps == 0
     data = _one(given, config.train_dataset, "train", tokenizer, config.seed, "train_dataset", environment)
@@ -130,15 +129,13 @@ def _one(
 def _divide(data: Data) -> tuple[Data, Data]:
     if not isinstance(data, Dataset):
         raise ConfigError("a mixture given as dataset= has no held-out part of its own; give valid=… too")
-    sides: tuple[list[Any], list[Any]] = [], []
-    # A hash of the prompt's text decides, so equal prompts are on the same side and the order of rows does not matter.
-    for index, row in enumerate(data.rows):
-        sides[in_held_out(data.text(index), 0.05)].append(row)
-    # Too few rows: one side is empty, so both use all rows.
-    if not all(sides):
-        return data, data
-    train, valid = (replace(data, rows=rows, _prompts={}) for rows in sides)
-    return train, replace(valid, split="test", key="valid_dataset")
+    held, note = divide([data.text(row) for row in range(len(data))])
+    valid = replace(data, split="test", key="valid_dataset", note=note)
+    if held is None:
+        return data, valid
+    sides = [[row for row, out in zip(data.rows, held, strict=True) if out == side] for side in (False, True)]
+    train = replace(data, rows=sides[0], _prompts={}, note=f"{len(sides[1]):,} of {len(data):,} rows are held out")
+    return train, replace(valid, rows=sides[1], _prompts={})
 
 
 def refuse_long_prompts(data: Data, limit: int, max_new_tokens: int, section: str = "gconfig") -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.config import Loaded, digest, dump, load, write_origins
+from gspo.config.objective import default_algorithm_note, objective_words
 from gspo.config.schema import Config
 from gspo.config.schema.saver import Evaluator as EvaluatorKeys
 from gspo.config.schema.saver import Saver as SaverKeys
@@ -22,6 +23,7 @@ from gspo.runs.saver import Saver
 from gspo.runs.state import State
 from gspo.system.clock import Every
 from gspo.system.files import step_name, to_json, write_run_file
+from gspo.train.build.compute import device_and_dtype
 from gspo.train.build.objective import first_proximal_source
 from gspo.train.record import Recorder
 
@@ -165,14 +167,24 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
+def _headline(loaded: Loaded) -> str:
+    """Objective, model, batch and device in one line."""
+    config = loaded.config
+    model = config.actor.path + (f" with LoRA of rank {config.actor.lora_rank}" if config.actor.use_lora else "")
+    batch = f"{config.train_dataset.batch_size} prompts × {config.gconfig.n_samples} completions"
+    device, dtype = device_and_dtype(config)
+    return f"{objective_words(loaded)}, {model}, {batch}, {device.type} {str(dtype).removeprefix('torch.')}"
+
+
 def opening_messages(
     loaded: Loaded, warnings: Sequence[Any], data: Data, valid: Data | None, learner: Learner
 ) -> list[str]:
-    """What rank 0 logs before the first step: translated keys, warnings, the data, the layout of micro-batches."""
-    lines = [*loaded.messages, *(f"warning: {finding}" for finding in warnings)]
+    """What rank 0 logs before the first step: objective, model and batch, translated keys, warnings, data, layout."""
+    lines = [_headline(loaded)]
+    if note := default_algorithm_note(loaded):
+        lines.append(note)
+    lines += [*loaded.messages, *(f"warning: {finding}" for finding in warnings)]
     lines += data.describe().splitlines()
     lines += ["no evaluation (evaluator.freq_steps: 0)"] if valid is None else valid.describe().splitlines()
     lines.append(f"layout: {learner.policy.layout_reason}")
-    if valid is data:
-        lines.append(f"warning: {len(data)} rows are too few to hold some out; evaluation uses them too. Pass valid=…")
     return lines

@@ -55,7 +55,7 @@ def test_version(capsys):
 @pytest.mark.run
 def test_doctor_explains_in_well_under_two_seconds_in_a_process_of_its_own():
     start = time.perf_counter()
-    done = run("doctor", GSPO_YAML)
+    done = run("doctor", "--quick", GSPO_YAML)
     assert time.perf_counter() - start < 2
     assert (done.returncode, done.stderr) == (0, "")
     assert "clip(sᵢ, 1−3e-4, 1+4e-4)" in done.stdout
@@ -67,7 +67,7 @@ def test_doctor_takes_overrides_and_options_in_any_order(capsys):
     grpo = str(EXAMPLES / "gsm8k_grpo.yaml")
     answers = []
     for args in ([grpo, level, "--json"], ["--json", grpo, level], [level, "--config", grpo, "--json"]):
-        assert cli.main(["doctor", *args]) == 0
+        assert cli.main(["doctor", "--quick", *args]) == 0
         answers.append(json.loads(capsys.readouterr().out))
     assert answers[0] == answers[1] == answers[2]
     assert answers[0]["objective"]["same_as"] == "gspo"
@@ -76,8 +76,8 @@ def test_doctor_takes_overrides_and_options_in_any_order(capsys):
 def test_doctor_exits_2_for_the_impossible_and_for_warnings_when_strict(capsys):
     assert cli.main(["doctor", GSPO_YAML, "gconfig.n_samples=1"]) == 2
     assert "cannot run" in capsys.readouterr().out
-    assert cli.main(["doctor", GSPO_YAML, "actor.eps_clip=0.2"]) == 0
-    assert "1 warning." in capsys.readouterr().out
+    assert cli.main(["doctor", "--quick", GSPO_YAML, "actor.eps_clip=0.2"]) == 0
+    assert "Config: 1 warning." in capsys.readouterr().out
     assert cli.main(["doctor", GSPO_YAML, "actor.eps_clip=0.2", "strict=true", "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["exit_code"] == 2
 
@@ -103,6 +103,11 @@ def test_an_unreadable_config_is_json_too(capsys):
 def test_a_verb_without_a_config_says_what_it_wants(verb, capsys):
     assert cli.main([verb]) == 2
     assert "no config given" in capsys.readouterr().err
+
+
+def test_an_override_in_the_place_of_the_config_is_explained(capsys):
+    assert cli.main(["doctor", "total_train_steps=2"]) == 2
+    assert "'total_train_steps=2' sets a key; pass the YAML file first" in capsys.readouterr().err
 
 
 def test_an_unknown_verb_is_told_the_nearest(capsys):
@@ -210,7 +215,9 @@ def test_no_color_is_respected_on_a_terminal():
         leader, follower = pty.openpty()
         clean = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
         process = subprocess.Popen(
-            [sys.executable, "-m", "gspo", "doctor", GSPO_YAML], stdout=follower, env={**clean, "TERM": "xterm", **env}
+            [sys.executable, "-m", "gspo", "doctor", "--quick", GSPO_YAML],
+            stdout=follower,
+            env={**clean, "TERM": "xterm", **env},
         )
         os.close(follower)
         read = b""

@@ -156,7 +156,7 @@ def test_exit_codes():
 def test_json_has_the_same_content():
     report = report_of("algorithm=gspo", "actor.eps_clip=0.4", "gconfig.n_samples=1")
     data = json.loads(to_json(report))
-    assert data == json.loads(json.dumps(report.sections))
+    assert data == {**json.loads(json.dumps(report.sections)), "exit_code": report.exit_code}
     assert {"objective", "batch", "policies", "memory", "messages", "warnings", "errors", "without_effect"} <= set(data)
     assert data["exit_code"] == 2
     assert data["errors"][0]["remedy"]

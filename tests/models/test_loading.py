@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from gspo.errors import DataError
 from gspo.models.loading import load_model, load_tokenizer
+from gspo.models.locate import locate
 
 
 @pytest.fixture(autouse=True)
@@ -128,3 +129,26 @@ def test_an_adapters_folder_is_no_model(tmp_path):
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     with pytest.raises(DataError, match=r"an adapter, not a model: actor\.path .*--merge"):
         load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("key", ["actor.path", "ref.path", "critic.path"])
+def test_a_model_of_another_vocabulary_is_refused_by_its_key(key):
+    tokenizer = load_tokenizer("embedded:tiny-tools")
+    load_model("embedded:tiny-tools", tokenizer=tokenizer, key=key)
+    with pytest.raises(DataError, match=rf"{key}: 'embedded:tiny' has another vocabulary .*: 16 tokens and 18 tokens"):
+        load_model("embedded:tiny", tokenizer=tokenizer, key=key)
+
+
+def test_a_model_whose_vocabulary_holds_the_tokenizers_passes():
+    load_model("embedded:tiny-tools", tokenizer=load_tokenizer("embedded:tiny"))
+
+
+def test_a_hub_name_is_asked_for_once_and_a_snapshot_is_used_without_network(folder, tmp_path, monkeypatch):
+    place = tmp_path / "hub" / "models--owner--name" / "snapshots" / "abc"
+    place.parent.mkdir(parents=True)
+    place.symlink_to(folder)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert locate("owner/name") == str(place)
+    with pytest.raises(DataError, match=r"ref\.path: the model 'owner/other' was not found"):
+        locate("owner/other", "ref.path")

@@ -1,13 +1,11 @@
-"""Shared by the verbs: loading a config from arguments, width and colour of the terminal, a progress bar."""
+"""Shared by the verbs: loading a config from arguments, width and colour of the terminal."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import os
 import sys
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gspo.errors import ConfigError
@@ -36,6 +34,10 @@ def load_config(args: argparse.Namespace) -> Loaded:
         if not words:
             raise ConfigError("no config given: pass a YAML file, for example examples/math/gsm8k_gspo.yaml")
         path = words.pop(0)
+        if "=" in path and not os.path.exists(path):
+            raise ConfigError(
+                f"no config given: {path!r} sets a key; pass the YAML file first: gspo VERB run.yaml {path}"
+            )
     return load(path, words)
 
 
@@ -55,20 +57,6 @@ def console() -> Console:
 
     how = display()
     return Console(width=how["width"], no_color=not how["styled"], highlight=False, markup=False, emoji=False)
-
-
-@contextlib.contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr if it is a terminal; else nothing."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def nearest(word: str, known: Any) -> str:

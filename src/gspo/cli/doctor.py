@@ -19,6 +19,9 @@ def doctor_arguments(parser: argparse.ArgumentParser) -> None:
     config_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument(
+        "--quick", action="store_true", help="the config only: do not look at data, model, rewards and this machine"
+    )
+    parser.add_argument(
         "--probe",
         action="store_true",
         help="for a config or RUN: measure the error of the sampler's log-probs and compare it with ε; loads the model",
@@ -37,7 +40,7 @@ def doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 def doctor(args: argparse.Namespace) -> int:
     from gspo.doctor.explain import explain, to_json
-    from gspo.doctor.render import to_text
+    from gspo.doctor.render import machine_text, to_text
 
     if args.probe or args.selftest:
         return _measure(args)
@@ -50,7 +53,18 @@ def doctor(args: argparse.Namespace) -> int:
             print(json.dumps({"exit_code": 2, "unreadable": str(error).splitlines()}))
         raise
     report = explain(loaded)
-    print(to_json(report) if args.json else to_text(report, **display()))
+    if not args.json:
+        print(to_text(report, **display()), flush=True)
+    # A config with errors is not examined further: the checks below rely on a consistent one.
+    if not args.quick and report.exit_code == 0:
+        from gspo.doctor.ready import examine
+
+        report = report.with_machine(examine(loaded, report.sections["memory"]))
+    print(
+        to_json(report)
+        if args.json
+        else "\n" * (report.sections["machine"] is not None) + machine_text(report, **display())
+    )
     return report.exit_code
 
 

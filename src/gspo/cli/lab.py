@@ -10,6 +10,7 @@ from typing import Any
 
 from gspo.cli.common import console
 from gspo.errors import ConfigError
+from gspo.system.imports import install_command
 
 
 def bench_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +40,7 @@ def bench(args: argparse.Namespace) -> int:
 
     peer = not args.no_peer
     if peer and not compare.has_peer():
-        raise ConfigError("TRL is not installed: run pip install 'gspo[bench]', or leave TRL out with --no-peer")
+        raise ConfigError(f"TRL is not installed: run {install_command('bench')}, or leave TRL out with --no-peer")
     if (args.steps is not None and args.steps < 2) or (args.rounds is not None and args.rounds < 1):
         raise ConfigError("--steps must be 2 or more (the first is not counted), --rounds 1 or more")
 

@@ -158,8 +158,8 @@ VERBS: dict[str, Verb] = {
         reports.compare,
     ),
     "doctor": Verb(
-        "doctor CONFIG [key=value …] [--json] | --probe RUN|CONFIG [--step N] | --selftest [CONFIG]",
-        "explain a config; --probe measures the sampler's error; --selftest tests this machine",
+        "doctor CONFIG [key=value …] [--quick] [--json] | --probe RUN|CONFIG [--step N] | --selftest [CONFIG]",
+        "explain a config and check that it can run here; --probe and --selftest measure",
         doctor.doctor_arguments,
         doctor.doctor,
     ),

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gspo.cli.common import console, progress
+from gspo.cli.common import console
 from gspo.errors import ConfigError
+from gspo.system.progress import progress
 
 if TYPE_CHECKING:
     from gspo.config.load import Loaded
@@ -110,9 +111,22 @@ def _examined(args: argparse.Namespace) -> tuple[str, Loaded, Path | None]:
     is_gguf = target.endswith(".gguf") and not folder.is_dir()
     if (folder.is_dir() or looks_like_a_path) and not is_gguf and not (folder / "config.json").is_file():
         open_run(folder)  # raises: its message says what is missing and which runs are nearby
+    if not is_gguf:
+        _require_model(target)
     if not any(word.startswith(("valid_dataset.path=", "train_dataset.path=")) for word in overrides):
         raise ConfigError(f"no problems given for {target}: pass --data with a file, a hub name or embedded:arithmetic")
     return target, load(None, [f"actor.path={json.dumps(target)}", *overrides]), None
+
+
+def _require_model(target: str) -> None:
+    """ConfigError if a name is neither a run nor a model."""
+    from gspo.errors import DataError
+    from gspo.models.locate import find_here
+
+    try:
+        find_here(target, target)
+    except DataError as error:
+        raise ConfigError(f"{target} is not a run directory and not a model. {error}") from error
 
 
 def _heading(target: str, result: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from gspo.cli.common import config_arguments, console, load_config
 from gspo.cli.reports import write_report_of
 from gspo.faults import reached
 from gspo.system.heartbeat import beat, watched
+from gspo.system.imports import install_command
 
 if TYPE_CHECKING:
     from gspo.config.load import Loaded
@@ -50,6 +51,7 @@ def _train(args: argparse.Namespace, loaded: Loaded) -> int:
             return code
     check(loaded)  # errors are raised here, before torch is imported; the loop prints the warnings
     config = loaded.config
+    _announce_build(config.actor.path)
     path = Path(config.cluster.fileroot) / config.experiment_name / config.trial_name
     again = shlex.join(["gspo", "train", *given])
     beat("importing torch")
@@ -76,6 +78,14 @@ def _train(args: argparse.Namespace, loaded: Loaded) -> int:
     return 0
 
 
+def _announce_build(model: str) -> None:
+    """Say at once that a model is built first: importing torch alone takes seconds."""
+    from gspo.models import cache, embedded
+
+    if model in embedded.RECIPES and not cache.is_whole(embedded.folder(model)):
+        print(f"gspo: first start: {model} is built on this machine, then training begins", file=sys.stderr, flush=True)
+
+
 def show_run(path: Path, said: str, commands: Mapping[str, str]) -> None:
     """Print the results of a run, write its plot and page, and suggest the next commands."""
     from gspo.report.plot import plot_run
@@ -88,7 +98,7 @@ def show_run(path: Path, said: str, commands: Mapping[str, str]) -> None:
     try:
         drawn = str(plot_run(path) or "no step yet")
     except ImportError:
-        drawn = "training.png needs matplotlib: pip install 'gspo[plot]'"
+        drawn = f"training.png needs matplotlib: {install_command('plot')}"
     look = f"gspo report {shlex.quote(str(path))} --open"
     try:
         write_report_of(path)

@@ -24,6 +24,7 @@ from typing import Any
 
 from gspo.data.split import HELD_OUT, in_held_out
 from gspo.errors import DataError
+from gspo.system.imports import install_command
 
 _SHARE = 0.2  # held-out part of a task
 _ROUNDS = 4
@@ -74,7 +75,7 @@ def _check(task: str, options: Mapping[str, Any], key: str) -> None:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError:
-        raise DataError(f"{key}.path: reasoning_gym:{task} needs reasoning-gym: pip install 'gspo[tasks]'") from None
+        raise DataError(f"{key}.path: reasoning_gym:{task} needs reasoning-gym: {install_command('tasks')}") from None
     if task not in DATASETS:
         near = get_close_matches(task, DATASETS, n=3) or sorted(DATASETS)[:8]
         raise DataError(f"{key}.path: reasoning_gym has no task {task!r}; similar names: {', '.join(near)}")

@@ -18,6 +18,7 @@ from gspo.data import arithmetic
 from gspo.data import reasoning_gym as gym
 from gspo.data.split import HELD_OUT, divide
 from gspo.errors import DataError
+from gspo.system.imports import install_command
 
 Row = gym.Row
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -88,6 +89,11 @@ def rows_of(
                 notes.append(f"{sum(division.held_out):,} of {len(rows):,} rows are held out")
             rows = [row for row, held in zip(rows, division.held_out, strict=True) if held == held_out]
     return rows if size is None else rows[:size]
+
+
+def is_on_hub(path: str, key: str = "train_dataset") -> bool:
+    """Whether `rows_of` would ask the hub: the path is no task, and there is no file or folder of that name here."""
+    return not path.startswith(("embedded:", "reasoning_gym:")) and _local(path, key) is None
 
 
 def read_file(path: Path, key: str = "train_dataset") -> list[Row]:
@@ -192,7 +198,7 @@ def _read_parquet(path: Path) -> list[Row]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise DataError(f"{path}: reading Parquet needs pyarrow: pip install 'gspo[tasks]'") from None
+        raise DataError(f"{path}: reading Parquet needs pyarrow: {install_command('tasks')}") from None
     try:
         # A few bytes can describe billions of equal rows: look before they are made.
         num_rows = pyarrow.parquet.read_metadata(path).num_rows
@@ -263,7 +269,7 @@ def _hub(path: str, key: str) -> Parts:
         import datasets
     except ImportError:
         raise DataError(
-            f"{key}.path: {path} was not found locally; loading it from the hub needs: pip install 'gspo[tasks]'"
+            f"{key}.path: {path} was not found locally; loading it from the hub needs: {install_command('tasks')}"
         ) from None
     try:
         loaded = datasets.load_dataset(name, config or _HUB_CONFIG.get(name))

@@ -20,7 +20,6 @@ from gspo.doctor.explain.objective import ADVANTAGE_WORDS, AGGREGATION_WORDS, RA
 from gspo.system.text import count, human, inert, number
 
 NARROWEST = 40
-NOT_CHECKED = "Not checked: data, model files, free memory."
 
 
 def to_text(report: Report, *, width: int = 100, styled: bool = False) -> str:
@@ -210,11 +209,33 @@ def _findings(data: dict[str, Any]) -> Iterable[RenderableType]:
 def _verdict(data: dict[str, Any]) -> str:
     errors, warnings = len(data["errors"]), len(data["warnings"])
     if errors:
-        return f"This config cannot run: {errors} error{'s' if errors > 1 else ''}."
-    if not warnings:
-        return f"No problems found in the config. {NOT_CHECKED} Run directory: {data['run_directory']}."
-    found = f"{warnings} warning{'s' if warnings > 1 else ''}"
-    return f"{found}; strict: true turns warnings into errors." if data["strict"] else f"{found}. {NOT_CHECKED}"
+        return f"Config: it cannot run: {_plural(errors, 'error')}."
+    if warnings and data["strict"]:
+        return f"Config: it cannot run: {_plural(warnings, 'warning')}, and strict: true turns warnings into errors."
+    found = _plural(warnings, "warning") if warnings else "no problems found"
+    return f"Config: {found}. Run directory: {data['run_directory']}"
+
+
+def machine_text(report: Report, *, width: int = 100, styled: bool = False) -> str:
+    """The checks of this machine, and whether the config can run on it."""
+    checks = report.sections["machine"]
+    if checks is None:
+        return "This machine: not checked (data, model, rewards, packages, GPUs, memory)."
+    marks = {"ok": "✓", "failed": "✗", "unknown": "?"}
+    rows = [
+        (f"{marks[check['state']]} {check['what']}", check["text"].removeprefix(f"{check['what']}: "))
+        for check in checks
+    ]
+    failed = [check for check in checks if check["state"] == "failed"]
+    unknown = ", ".join(check["what"] for check in checks if check["state"] == "unknown")
+    verdict = f"it cannot run here: {_plural(len(failed), 'problem')} (✗)" if failed else "it can run here"
+    tail = f". Not checked: {unknown}" if unknown else ""
+    blocks = [_heading("This machine"), _pairs(rows), Text(), _text(f"This machine: {verdict}{tail}.", "bold")]
+    return _render(Group(*blocks), width, styled)
+
+
+def _plural(num: int, noun: str) -> str:
+    return f"{num} {noun}{'' if num == 1 else 's'}"
 
 
 def _heading(title: str, detail: str = "", style: str = "bold") -> RenderableType:

@@ -19,6 +19,7 @@ from typing import Any
 
 from gspo.errors import GspoError
 from gspo.models.folder import absurd, read_json
+from gspo.models.locate import hub_cache, snapshot
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -86,35 +87,9 @@ def find_source(path: str) -> Source | Unknown:
         return Unknown(f"{path}: {error}")
 
 
-def hub_cache() -> Path:
-    """The folder of huggingface_hub's snapshots, by the environment variables that it reads."""
-    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        if os.environ.get(name):
-            return Path(os.environ[name]).expanduser()
-    if os.environ.get("HF_HOME"):
-        return Path(os.environ["HF_HOME"]).expanduser() / "hub"
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface" / "hub"
-
-
 def _config_file(path: str) -> Path | None:
-    try:
-        folder = Path(path).expanduser()
-        if folder.is_dir():
-            return folder / "config.json" if (folder / "config.json").is_file() else None
-        # Only a hub name may become part of a path below the cache.
-        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) or ".." in path:
-            return None
-        repository = hub_cache() / ("models--" + path.replace("/", "--"))
-        # The snapshot of `main` is the one that would be loaded; without it, take the newest.
-        main = repository / "refs" / "main"
-        if main.is_file():
-            named = repository / "snapshots" / main.read_text(encoding="utf-8").strip() / "config.json"
-            if named.is_file():
-                return named
-        found = list((repository / "snapshots").glob("*/config.json"))
-        return max(found, key=lambda file: file.stat().st_mtime) if found else None
-    except (OSError, ValueError, RuntimeError):  # RuntimeError: expanduser without a home
-        return None
+    folder = Path(path).expanduser() if os.path.isdir(os.path.expanduser(path)) else snapshot(path)
+    return folder / "config.json" if folder is not None and (folder / "config.json").is_file() else None
 
 
 def shape_of(source: Source) -> Shape | Unknown:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gspo.config import Loaded
+    from gspo.config.layout import Layout
     from gspo.config.schema import Config
     from gspo.launcher.plan import LaunchPlan
 
@@ -42,7 +43,7 @@ def launch(loaded: Loaded, command: Sequence[str], *, dry_run: bool = False) -> 
     on, restarts = config.scheduler.type or "local", config.scheduler.restarts
     plan = make_launch_plan(config, command, visible_gpus())
     if not dry_run and on == "local":
-        _require_engine(config, plan)
+        require_machine(config, plan.layout, visible_gpus())
     if dry_run:
         print(to_text(plan, on))
         if on == "slurm":
@@ -67,14 +68,21 @@ def launch(loaded: Loaded, command: Sequence[str], *, dry_run: bool = False) -> 
     return slurm.run(plan, config.scheduler.slurm, command, restarts=restarts, say=_say)
 
 
-def _require_engine(config: Config, plan: LaunchPlan) -> None:
-    """ConfigError if the inference engine is not installed on this machine, before any process is started."""
+def require_machine(config: Config, layout: Layout, num_gpus: int) -> None:
+    """ConfigError if this machine lacks GPUs or the inference engine, before any process is started."""
     from gspo.config import engine_flags as engines
+    from gspo.errors import ConfigError
 
-    sampler = plan.layout.sampler
+    stated, sampler = config.cluster.n_gpus_per_node, layout.sampler
     if sampler is not None and sampler.name in engines.DECIDED:
-        options, on_cpu = getattr(config, sampler.name), not plan.layout.gpus_per_node
+        options, on_cpu = getattr(config, sampler.name), not layout.gpus_per_node
         engines.check(sampler.name, options, config.actor.path, on_cpu=on_cpu, count=sampler.data)
+    if stated is not None and stated > num_gpus:
+        raise ConfigError(
+            f"cluster.n_gpus_per_node is {stated}, but this machine has {num_gpus} GPUs; remove the key (the number is "
+            "detected), or set scheduler.type to ray or slurm. For several processes without GPUs set "
+            "rollout.backend: local:d1 and actor.backend: fsdp:d2"
+        )
 
 
 def _write_launch_files(loaded: Loaded, plan: LaunchPlan) -> None:

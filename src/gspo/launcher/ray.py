@@ -22,6 +22,7 @@ from gspo.launcher.ray_actor import ProcessActor
 from gspo.launcher.supervise import LOST_CODE, Say, Start, environment, supervise
 from gspo.system import program
 from gspo.system.heartbeat import beat
+from gspo.system.imports import install_command
 from gspo.system.launched import Launched
 from gspo.system.process import kill, own_children
 
@@ -72,7 +73,7 @@ def _connect(plan: LaunchPlan, timeout: float) -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ConfigError("Ray is not installed: pip install 'gspo[ray]', or set scheduler.type: local") from error
+        raise ConfigError(f"Ray is not installed: {install_command('ray')}, or set scheduler.type: local") from error
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "address": address or "local"}
     if address is None:
         # Every process reserves one CPU, so a small machine must offer at least as many as there are processes.

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from gspo import rng
 from gspo.data import arithmetic
 from gspo.errors import DataError
 from gspo.models import cache
+from gspo.system.progress import progress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -132,7 +134,8 @@ def build(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
     path = folder(name)
     if not cache.is_whole(path):
-        cache.publish(path, lambda tmp: _write(name, tmp))
+        with progress(f"building {name}, only once: about half a minute on 2 cores", lines=True) as tell:
+            cache.publish(path, lambda tmp: _write(name, tmp, tell))
     with cache.quiet():
         model = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True)
     return model, tokenizer(name)
@@ -151,7 +154,7 @@ def tokenizer(name: str = "embedded:tiny") -> PreTrainedTokenizerBase:
     )
 
 
-def warm_start(name: str) -> PreTrainedModel:
+def warm_start(name: str, tell: Callable[[int, int], None] = lambda done, total: None) -> PreTrainedModel:
     """Random weights, then supervised steps on the `warm` problems, which are not in the RL or test data."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -168,6 +171,7 @@ def warm_start(name: str) -> PreTrainedModel:
     optimizer = torch.optim.AdamW(model.parameters(), lr=warm["lr"], weight_decay=0.0, fused=True)
     model.train()
     for step in range(warm["steps"]):
+        tell(step, warm["steps"])
         # Data: question + solution + EOS, padded on the right.
         drawn = [teach(p, step, i, warm) for i, p in enumerate(islice(stream, warm["batch"]))]
         rows = [[encode[c] for c in p.question + p.solution] + [encode[EOS]] for p in drawn]
@@ -236,13 +240,21 @@ def _model_type(name: str) -> str:
     return _recipe(name).get("model_type", "qwen3")
 
 
-def _recipe(name: str) -> Mapping[str, Any]:
+def require_known(name: str, key: str = "actor.path") -> None:
     if name not in RECIPES:
-        raise DataError(f"actor.path {name!r}: the embedded models are {', '.join(RECIPES)}")
+        near = get_close_matches(name, RECIPES, n=1)
+        raise DataError(
+            f"{key}: there is no model {name!r}.{f' Did you mean {near[0]}?' if near else ''} The embedded models are "
+            f"{', '.join(RECIPES)}"
+        )
+
+
+def _recipe(name: str) -> Mapping[str, Any]:
+    require_known(name)
     return RECIPES[name]
 
 
-def _write(name: str, to: Path) -> None:
+def _write(name: str, to: Path, tell: Callable[[int, int], None]) -> None:
     with cache.quiet():
-        warm_start(name).save_pretrained(to, safe_serialization=True)
+        warm_start(name, tell).save_pretrained(to, safe_serialization=True)
         tokenizer(name).save_pretrained(to)

@@ -19,6 +19,7 @@ from gspo.errors import DataError
 from gspo.models import cache
 from gspo.models.folder import Shapes, absurd, check_size
 from gspo.system.files import sha256
+from gspo.system.imports import install_command
 
 SUFFIX = ".gguf"
 VERSION = 1  # of the conversion; part of the cache folder's name
@@ -30,10 +31,7 @@ def _to_stderr(text: str) -> None:
 
 def converted(path: str, key: str = "actor.path", say: Callable[[str], None] = _to_stderr) -> Path:
     """The model folder of a .gguf file; converted now if it is not in the cache."""
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise DataError(f"{key}: there is no file {path} (looked in {Path.cwd()})")
-    refuse_foreign(file, key)
+    file = Path(require_file(path, key))
     # Size and time of change are the key of `_digest`'s cache, so a file that changes is hashed again.
     stat = file.stat()
     folder = cache.root() / f"gguf-{file.stem}-{_digest(file, stat.st_size, stat.st_mtime_ns)[:12]}-{VERSION}"
@@ -43,6 +41,15 @@ def converted(path: str, key: str = "actor.path", say: Callable[[str], None] = _
         cache.publish(folder, lambda tmp: convert(file, tmp, key))
         say(f"converted into {folder}")
     return folder
+
+
+def require_file(path: str, key: str) -> str:
+    """The path of a .gguf file; DataError if there is none, or it has another content."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise DataError(f"{key}: there is no file {path} (looked in {Path.cwd()})")
+    refuse_foreign(file, key)
+    return str(file)
 
 
 @functools.lru_cache
@@ -62,7 +69,7 @@ def refuse_foreign(file: Path, key: str) -> None:
 def require_package(key: str) -> None:
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
-        raise DataError(f"{key}: a GGUF file needs {' and '.join(missing)}: pip install 'gspo[models]'")
+        raise DataError(f"{key}: a GGUF file needs {' and '.join(missing)}: {install_command('models')}")
 
 
 def convert(file: Path, to: Path, key: str = "actor.path") -> None:

@@ -14,8 +14,6 @@ from typing import Any, cast
 
 import torch
 import transformers
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import IncompleteSnapshotError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -26,13 +24,12 @@ from transformers import (
 )
 
 from gspo.errors import DataError
-from gspo.models import cache, gguf, registry
+from gspo.models import cache
 from gspo.models.folder import CONFIG, Shapes, check_settings, check_size, check_weights, listed, read_json
+from gspo.models.locate import EMBEDDED, locate
 
-EMBEDDED = "embedded:"
 # Tensors that older transformers versions stored and newer ones compute; ignoring them loses no weight.
 _COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
-_TEXT_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.bpe", "*.spm")  # of a hub repository
 
 
 @dataclass(frozen=True)
@@ -44,38 +41,13 @@ class ModelFolder:
     shapes: Shapes | None  # of the stored weights; None if only the config is used
 
 
-def locate(path: str, key: str = "actor.path", *, weights: bool = True) -> str:
-    """The local folder of a model: fetched, converted from a .gguf file, or downloaded. An embedded name stays one."""
-    if path.startswith(EMBEDDED) or Path(path).is_dir():
-        return path
-    if path in registry.MODELS:
-        return str(registry.fetched(path, key))
-    if path.endswith(gguf.SUFFIX):
-        return str(gguf.converted(path, key))
-    # A hub name is `owner/name` or `name`; anything else was meant as a path.
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise DataError(f"there is no folder {path!r}: check {key}")
-    # Only files of these kinds are downloaded, so a repository's pickles and code are not even on this machine.
-    wanted = [*_TEXT_FILES, "*.safetensors"] if weights else [*_TEXT_FILES]
-    try:
-        return snapshot_download(path, allow_patterns=wanted, ignore_patterns=["*/*", "consolidated*"])
-    except IncompleteSnapshotError as incomplete:
-        # Offline: the checks of the folder name what is missing and needed.
-        return str(incomplete.snapshot_path)
-    except Exception as cause:  # many types: of the library, the hub and the HTTP client
-        raise DataError(
-            f"the model {path!r} was not found: no such folder, and the hub did not provide it ({_first_line(cause)}). "
-            f"Without network, copy the model to this machine and set {key} to the folder, or use embedded:tiny"
-        ) from cause
-
-
 def load_tokenizer(path: str, key: str = "tokenizer_path") -> PreTrainedTokenizerBase:
     """The tokenizer of a folder, a hub name, a .gguf file, a fetched or an embedded model."""
     path = locate(path, key, weights=False)
     if path.startswith(EMBEDDED):
         from gspo.models import embedded
 
-        return embedded.build(path)[1]
+        return embedded.tokenizer(path)
     check_settings(Path(path))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
@@ -83,7 +55,7 @@ def load_tokenizer(path: str, key: str = "tokenizer_path") -> PreTrainedTokenize
         # This names the file if it is not JSON, or nested too deeply.
         if (file := Path(path) / "tokenizer.json").exists():
             read_json(file)
-        raise DataError(f"the tokenizer in {path!r} cannot be loaded: {_first_line(cause)}; check {key}") from cause
+        raise DataError(f"{key}: the tokenizer in {path!r} cannot be loaded: {_first_line(cause)}") from cause
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or not len(tokenizer):
         raise DataError(f"the tokenizer in {path!r} has an empty vocabulary: set {key}")
     return tokenizer
@@ -97,23 +69,24 @@ def load_model(
     from_scratch: bool = False,
     seed: int = 0,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    key: str = "actor.path",
 ) -> PreTrainedModel:
     """The causal language model of a folder, a hub name, a .gguf file, a fetched or an embedded model; in eval mode.
 
-    `from_scratch` uses the config only and draws weights from `seed`. With `tokenizer`, a vocabulary that is too small
-    for it is an error.
+    `from_scratch` uses the config only and draws weights from `seed`. With `tokenizer`, a model of another vocabulary
+    is an error. Errors name `key`.
     """
-    path = locate(path, weights=not from_scratch)
+    name, path = path, locate(path, key, weights=not from_scratch)
     if path.startswith(EMBEDDED):
         from gspo.models import embedded
 
         model: Any = embedded.build(path)[0]
         model = model.to(dtype)  # pyright: ignore[reportArgumentType]
     else:
-        found = open_folder(path, weights=not from_scratch, dtype=dtype)
-        model = _from_config(found.config, dtype, seed) if from_scratch else _from_weights(found, dtype)
+        found = open_folder(path, key, weights=not from_scratch, dtype=dtype)
+        model = _from_config(found.config, dtype, seed) if from_scratch else _from_weights(found, dtype, key)
     if tokenizer is not None:
-        check_vocabulary(model, tokenizer, path)
+        check_vocabulary(model, tokenizer, name, key)
     return model.to(device).eval()  # pyright: ignore[reportArgumentType]
 
 
@@ -194,15 +167,37 @@ def _bad_config(kind: Any, file: Path, content: dict[str, Any], cause: Exception
     return DataError(f"{file}: transformers cannot build this model: {_first_line(cause)}; check {key}")
 
 
-def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """DataError if the tokenizer has ids without an embedding in the model."""
+def check_vocabulary(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str, key: str = "actor.path"
+) -> None:
+    """DataError if the tokenizer is not that of the model: ids without an embedding, or ids of other tokens."""
     # The matrix may have more rows than the tokenizer has tokens (padding to a multiple), but not fewer.
     num_rows = len(cast("torch.nn.Embedding", model.get_input_embeddings()).weight)
     highest = max(tokenizer.get_vocab().values(), default=-1)
     if highest >= num_rows:
         raise DataError(
-            f"the tokenizer has token ids up to {highest} but {path!r} has embeddings for {num_rows}: "
+            f"{key}: the tokenizer has token ids up to {highest} but {path!r} has embeddings for {num_rows}: "
             "they do not fit together; set tokenizer_path to the model's own tokenizer"
+        )
+    refuse_foreign_vocabulary(tokenizer, path, key)
+
+
+def refuse_foreign_vocabulary(tokenizer: PreTrainedTokenizerBase, path: str, key: str) -> None:
+    """DataError if the model in `path` was trained with another vocabulary; a folder without a tokenizer passes."""
+    if path == getattr(tokenizer, "name_or_path", None):
+        return
+    try:
+        own, used = load_tokenizer(path, key).get_vocab(), tokenizer.get_vocab()
+    except DataError:
+        return
+    same = sum(own.get(token) == number for token, number in used.items())
+    # Models of one family may differ in a few special tokens.
+    if same < 0.99 * len(used):
+        raise DataError(
+            f"{key}: {path!r} has another vocabulary than the tokenizer of this run: {len(own):,} tokens and "
+            f"{len(used):,} tokens, and only {same:,} tokens have the same id in both, so token ids would mean other "
+            f"tokens to this model. Set {key} to a model with the vocabulary of the tokenizer"
+            + ("" if key != "actor.path" else ", or tokenizer_path to the model's own tokenizer")
         )
 
 
@@ -213,7 +208,7 @@ def _from_config(config: Any, dtype: torch.dtype, seed: int) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
 
 
-def _from_weights(found: ModelFolder, dtype: torch.dtype) -> PreTrainedModel:
+def _from_weights(found: ModelFolder, dtype: torch.dtype, key: str) -> PreTrainedModel:
     model, info = read_weights(found, dtype)
     # transformers only logs these differences; here each one is an error.
     unexpected = [name for name in info["unexpected_keys"] if not name.endswith(_COMPUTED)]
@@ -231,7 +226,7 @@ def _from_weights(found: ModelFolder, dtype: torch.dtype) -> PreTrainedModel:
     if problems:
         raise DataError(
             f"the weights in {str(found.path)!r} are not those of {type(model).__name__}; {'; '.join(problems)}. "
-            "Training would start from partly random weights: check actor.path"
+            f"Training would start from partly random weights: check {key}"
         )
     return model
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gspo.errors import ConfigError
+from gspo.system.imports import install_command
 
 ALL_LINEAR = "all-linear"
 _NAME = "default"  # peft's name of the only adapter
@@ -36,7 +37,7 @@ def add_adapter(model: PreTrainedModel, *, rank: int, alpha: int, target_modules
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
-        raise ConfigError("actor.use_lora needs peft: pip install 'gspo[lora]'") from None
+        raise ConfigError(f"actor.use_lora needs peft: {install_command('lora')}") from None
     targets = _targets(model, list(target_modules))
     config: Any = LoraConfig(
         r=rank, lora_alpha=alpha, lora_dropout=0.0, bias="none", target_modules=targets, task_type="CAUSAL_LM"

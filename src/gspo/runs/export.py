@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from gspo.errors import CheckpointError, ConfigError
 from gspo.learner.policy.module import PolicyModule, weight_names
 from gspo.models import embedded
-from gspo.models.loading import EMBEDDED, locate
+from gspo.models.locate import EMBEDDED, is_hub_name, locate
 from gspo.models.lora import save_adapter
 
 SHARD = "5GB"
@@ -24,6 +24,8 @@ SHARD = "5GB"
 
 def base_name(path: str) -> str:
     """Where a reader of the adapter finds its base model: an absolute folder, or a name on the hub."""
+    if is_hub_name(path):
+        return path
     found = str(embedded.folder(path)) if path.startswith(EMBEDDED) else locate(path)
     return str(Path(found).expanduser().resolve()) if Path(found).expanduser().is_dir() else found
 

@@ -1,9 +1,11 @@
-"""Functions by name: `package.module:function` or `path/to/file.py:function`, as a config names them."""
+"""Functions by name, as a config names them: `package.module:function` or `file.py:function`; packages to install."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,3 +42,21 @@ def find_function(name: str) -> Callable[..., Any]:
     if not callable(function):
         raise ValueError(f"{name}: {where} has no function {attribute}")
     return function
+
+
+def install_command(extra: str) -> str:
+    """The pip command that installs an optional dependency (`extra`), for a wheel and for a clone of the repository.
+
+    In a clone `pip install 'gspo[…]'` would look for a package of that name in the registry.
+    """
+    root = Path(__file__).resolve().parents[3]
+    try:
+        distribution = importlib.metadata.distribution("gspo")
+        origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+        is_clone = bool(origin.get("dir_info", {}).get("editable"))
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        is_clone = True
+    if is_clone and (root / "pyproject.toml").is_file():
+        here = "." if root == Path.cwd() else str(root)
+        return f"pip install -e '{here}[{extra}]'"
+    return f"pip install 'gspo[{extra}]'"

@@ -10,6 +10,7 @@ from gspo.config.backends import TRAINERS, parse_backend
 from gspo.config.layout import layout_of
 from gspo.config.lint.facts import Facts, Finding
 from gspo.errors import ConfigError
+from gspo.system.imports import install_command
 
 
 def too_few_gpus(f: Facts) -> Iterator[Finding]:
@@ -88,7 +89,7 @@ def missing_loggers(f: Facts) -> Iterator[Finding]:
     )
     for key, is_requested, package, off in requested:
         if is_requested and importlib.util.find_spec(package) is None:
-            yield f.error(key, f"{package} is not installed", f"pip install 'gspo[{package}]', or set {key}: {off}")
+            yield f.error(key, f"{package} is not installed", f"{install_command(package)}, or set {key}: {off}")
 
 
 RULES = (

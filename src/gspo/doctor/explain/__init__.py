@@ -7,7 +7,8 @@ Torch-free, except for the memory of a model that must be counted.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gspo.config import lint
@@ -32,7 +33,14 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        return 2 if any(f.severity == "error" or self.strict for f in self.findings) else 0
+        """2: the config contradicts itself; 1: this machine cannot run it; 0: neither."""
+        if any(f.severity == "error" or self.strict for f in self.findings):
+            return 2
+        return int(any(check["state"] == "failed" for check in self.sections["machine"] or ()))
+
+    def with_machine(self, checks: Sequence[Any]) -> Report:
+        """The report with the checks of this machine (`doctor.ready.examine`)."""
+        return replace(self, sections={**self.sections, "machine": [asdict(check) for check in checks]})
 
 
 def explain(loaded: Loaded, *, num_gpus: int | None = None, with_memory: bool = True) -> Report:
@@ -57,12 +65,11 @@ def explain(loaded: Loaded, *, num_gpus: int | None = None, with_memory: bool = 
             {"key": key, "where": facts.where(key), "why": why} for key, why in ineffective(loaded, facts.num_gpus)
         ],
         "strict": config.strict,
+        "machine": None,  # not looked at
     }
-    report = Report(sections, tuple(findings), config.strict)
-    sections["exit_code"] = report.exit_code
-    return report
+    return Report(sections, tuple(findings), config.strict)
 
 
 def to_json(report: Report) -> str:
     # ASCII only: no text of a config can act on a terminal.
-    return json.dumps(report.sections, indent=2, ensure_ascii=True, allow_nan=False)
+    return json.dumps({**report.sections, "exit_code": report.exit_code}, indent=2, ensure_ascii=True, allow_nan=False)

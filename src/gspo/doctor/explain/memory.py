@@ -14,6 +14,8 @@ from gspo.doctor.memory import Item
 from gspo.doctor.shapes import Shape, Source, Unknown, adapter_parameters, find_source, shape_of
 from gspo.system.text import count
 
+MAX_ROWS = 256  # of `train.build.sampler.local_sampler`
+
 
 def memory_section(f: Facts, source: Source | Unknown) -> dict[str, Any]:
     shape = source if isinstance(source, Unknown) else shape_of(source)
@@ -96,6 +98,8 @@ def _shape_at(path: str) -> Shape | Unknown:
 def _sampler_memory(f: Facts, shape: Shape) -> list[Item]:
     sampler, generation = parse_backend(f.config.rollout.backend, SAMPLERS), f.config.gconfig
     items = []
+    # Our own sampler decodes at most this many sequences at a time.
+    concurrent = f.config.rollout.max_concurrent_rollouts or (f.num_sequences if f.external_sampler else MAX_ROWS)
     if f.external_sampler:
         gpus = sampler.tensor * sampler.pipeline
         size = memory.BYTES[f.dtype] if f.dtype != "float64" else 4
@@ -110,7 +114,7 @@ def _sampler_memory(f: Facts, shape: Shape) -> list[Item]:
     items.append(
         memory.cache_item(
             shape,
-            num_sequences=min(f.config.rollout.max_concurrent_rollouts or f.num_sequences, f.num_sequences),
+            num_sequences=min(concurrent, f.num_sequences),
             group_size=generation.n_samples,
             prompt_tokens=f.config.train_dataset.max_length,
             max_new_tokens=generation.max_new_tokens,

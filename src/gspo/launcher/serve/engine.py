@@ -23,11 +23,11 @@ from gspo.config.schema import Config
 from gspo.errors import ConfigError, GspoError, RolloutError
 from gspo.faults import reached
 from gspo.launcher.serve.local import register_and_serve
-from gspo.models.loading import load_tokenizer
 from gspo.sampling.engines.base import EngineAddress, EngineSampler
 from gspo.sampling.remote.server import SamplerEngine
 from gspo.system.launched import TOKEN, Launched
 from gspo.system.process import describe_exit, dying_with_parent, stop
+from gspo.train.build.policy import make_tokenizer
 from gspo.train.build.sampler import decoder
 
 CHECK_S = 1.0  # between two checks of the child process
@@ -107,7 +107,7 @@ def make_sampler(
         num_vocab=identity["num_vocab"],
         max_context=identity["max_context"],
         eos_token_ids=identity["ends"],
-        decode=decoder(load_tokenizer(config.tokenizer_path or config.actor.path)),
+        decode=decoder(make_tokenizer(config)),
         concurrent=max_running(config),
         retries=config.rollout.request_retries,
         can_sleep=can_sleep,

@@ -21,7 +21,6 @@ from gspo.config import load
 from gspo.config.layout import layout_of
 from gspo.errors import ConfigError, GspoError
 from gspo.faults import reached
-from gspo.models.loading import load_tokenizer
 from gspo.sampling.remote.discovery import register, unregister
 from gspo.sampling.remote.identity import context_limit, end_tokens, identity_of
 from gspo.sampling.remote.server import SamplerEngine, SamplerServer
@@ -29,7 +28,7 @@ from gspo.sampling.weights.probe import sequence_logp
 from gspo.system.launched import Launched
 from gspo.system.process import die_with_parent
 from gspo.train.build.compute import published_dtype
-from gspo.train.build.policy import whole_model
+from gspo.train.build.policy import make_tokenizer, whole_model
 from gspo.train.build.sampler import local_sampler, sends_adapter
 
 
@@ -53,7 +52,7 @@ def serve(
     # On CPU all servers share the cores of this machine.
     servers_here = 1 if torch.cuda.is_available() else max(layout_of(config, 0).num_samplers, 1)
     torch.set_num_threads(threads or config.threads or max(cores // servers_here, 1))
-    tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
+    tokenizer = make_tokenizer(config)
     model = whole_model(config, tokenizer, published_dtype(config), with_adapter=sends_adapter(config))
     # Version −1: the weights of the policy arrive from the trainer.
     sampler = local_sampler(config, model, tokenizer, -1, partial(print, flush=True))

@@ -12,9 +12,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from gspo.config.schema import Config
 from gspo.models import cache
 from gspo.models.folder import check_settings, check_weights
-from gspo.models.loading import EMBEDDED, load_model, load_tokenizer, locate, open_folder
+from gspo.models.loading import load_model, open_folder
+from gspo.models.locate import EMBEDDED, locate
 from gspo.sampling.remote.identity import context_limit, end_tokens, identity_of
 from gspo.train.build.compute import device_and_dtype, published_dtype
+from gspo.train.build.policy import make_tokenizer
 
 
 def model_folder(config: Config, tmp: Path, *, weights: bool = True) -> str:
@@ -28,7 +30,7 @@ def model_folder(config: Config, tmp: Path, *, weights: bool = True) -> str:
     model: Any = load_model(config.actor.path, device_and_dtype(config)[1], from_scratch=True, seed=config.seed)
     with cache.quiet():
         model.save_pretrained(tmp, safe_serialization=True)
-        load_tokenizer(config.tokenizer_path or config.actor.path).save_pretrained(tmp)
+        make_tokenizer(config).save_pretrained(tmp)
     return str(tmp)
 
 
@@ -49,7 +51,7 @@ def as_folder(path: str, key: str = "actor.path", *, weights: bool = False) -> s
 def identity_for(config: Config, source: str) -> dict[str, Any]:
     """`identity_of` from the model's config: this process does not load the weights."""
     dtype = published_dtype(config) or device_and_dtype(config)[1]
-    tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
+    tokenizer = make_tokenizer(config)
     model = without_weights(source)
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(source)

@@ -24,7 +24,7 @@ from gspo.errors import ConfigError, WeightSyncError
 from gspo.launcher.serve import engine
 from gspo.launcher.serve.local import make_parser, run_server
 from gspo.launcher.serve.model import as_folder, identity_for, model_folder, without_weights
-from gspo.models.loading import EMBEDDED, locate
+from gspo.models.locate import EMBEDDED, locate
 from gspo.models.lora import write_adapter
 from gspo.sampling.engines.base import EngineAddress
 from gspo.sampling.engines.vllm import EXTENSION, NAME, WORKER_FOLDER, VllmSampler

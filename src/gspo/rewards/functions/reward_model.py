@@ -167,20 +167,15 @@ def _load(path: str, dtype: Any, device: Any, key: str) -> tuple[Any, Any]:
     """The classifier and its tokenizer; DataError if the folder holds something else."""
     from transformers import AutoModelForSequenceClassification
 
-    from gspo.models.loading import load_tokenizer, locate, open_folder, read_weights
+    from gspo.models.loading import load_tokenizer, read_weights
 
-    place, own = Path(path).expanduser(), "reward_model.path"
-    if not place.is_dir() and (place.exists() or path.count("/") > 1 or path.startswith((".", "/", "~"))):
-        raise DataError(f"{key}: {own}: there is no folder {path}")
+    # Before the weights are read, which can take minutes.
+    folder = check_classifier(path, dtype, key)
     try:
-        source = locate(str(place) if place.is_dir() else path, own)
-        folder = open_folder(source, own, weights=True, dtype=dtype, kind=AutoModelForSequenceClassification)
-        # Before the weights are read, which can take minutes.
-        _check_labels(folder.config, path, key)
         model, found = read_weights(folder, dtype, AutoModelForSequenceClassification)
-        tokenizer = load_tokenizer(source, own)
+        tokenizer = load_tokenizer(str(folder.path), "reward_model.path")
     except DataError as error:
-        raise error if str(error).startswith(f"{key}:") else DataError(f"{key}: {own}: {error}") from error
+        raise DataError(f"{key}: reward_model.path: {error}") from error
     # transformers fills missing weights with random values and only warns.
     if found["missing_keys"]:
         without = ", ".join(sorted(found["missing_keys"])[:3])
@@ -194,6 +189,23 @@ def _load(path: str, dtype: Any, device: Any, key: str) -> tuple[Any, Any]:
             f"{model.config.get_text_config().vocab_size}; the tokenizer is of another model"
         )
     return model.to(device).eval().requires_grad_(False), tokenizer
+
+
+def check_classifier(path: str, dtype: Any, key: str) -> Any:
+    """The folder of a classifier with one label (a ModelFolder); DataError if it is not one. No weights are read."""
+    from transformers import AutoModelForSequenceClassification
+
+    from gspo.models.loading import open_folder
+    from gspo.models.locate import locate
+
+    place, own = Path(path).expanduser(), f"{key}: reward_model.path"
+    try:
+        source = locate(str(place) if place.is_dir() else path, own)
+        folder = open_folder(source, own, weights=True, dtype=dtype, kind=AutoModelForSequenceClassification)
+    except DataError as error:
+        raise error if str(error).startswith(f"{key}:") else DataError(f"{own}: {error}") from error
+    _check_labels(folder.config, path, key)
+    return folder
 
 
 def _check_labels(config: Any, path: str, key: str) -> None:

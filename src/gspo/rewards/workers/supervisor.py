@@ -30,6 +30,7 @@ from typing import Any
 from gspo.rewards.call import GRACE_S
 from gspo.rewards.functions.builtin import PRELOAD
 from gspo.rewards.workers.worker import CLOCK, HEARTBEAT_S, LENGTH, run, set_clock
+from gspo.system.imports import install_command
 from gspo.system.process import adopt_orphans, all_processes, descendants, describe_exit, kill, kill_group
 
 POLL_S = 0.05
@@ -418,7 +419,7 @@ def _preload(parts: list[dict[str, Any]]) -> str | None:
             try:
                 importlib.import_module(module)
             except ImportError as error:
-                return f"the reward {part['name']!r} needs {package}: pip install 'gspo[tasks]' ({error})"
+                return f"the reward {part['name']!r} needs {package}: {install_command('tasks')} ({error})"
     return None
 
 

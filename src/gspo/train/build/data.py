@@ -138,15 +138,22 @@ def _divide(data: Data) -> tuple[Data, Data]:
     return train, replace(valid, rows=sides[1], _prompts={})
 
 
-def refuse_long_prompts(data: Data, limit: int, max_new_tokens: int, section: str = "gconfig") -> None:
-    """Raise DataError for a prompt that leaves no room for its completion, before training starts."""
+def refuse_long_prompts(
+    data: Data, limit: int, max_new_tokens: int, section: str = "gconfig", *, most: int | None = None
+) -> None:
+    """DataError if one of the first `most` prompts (None: all) leaves no room for its completion."""
     room = limit - max_new_tokens
-    for row in range(len(data)):
-        if length := data.excess(row, max(room, 0)):
+    if room < 1:
+        raise DataError(
+            f"{section}.max_new_tokens is {max_new_tokens}, but the context is {limit} tokens for prompt and "
+            f"completion together; lower {section}.max_new_tokens"
+        )
+    for row in range(min(len(data), len(data) if most is None else most)):
+        if length := data.excess(row, room):
             raise DataError(
                 f"{data.key}, row {row}: the prompt has {length}; with {section}.max_new_tokens = "
-                f"{max_new_tokens} the context of {limit} leaves {max(room, 0)}. Set {section}.max_new_tokens lower, "
-                f"or {data.key}.max_length={max(room, 1)} to drop such rows"
+                f"{max_new_tokens} the context of {limit} leaves {room}. Lower {section}.max_new_tokens, "
+                f"or set {data.key}.max_length={room} to drop such rows"
             )
 
 

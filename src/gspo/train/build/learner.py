@@ -10,7 +10,6 @@ import torch
 from gspo.algorithms import ALGORITHMS
 from gspo.config import Loaded
 from gspo.config.schema import Config
-from gspo.errors import DataError
 from gspo.learner.critic import Critic
 from gspo.learner.learner import Learner
 from gspo.learner.policy.module import PolicyModule
@@ -92,17 +91,15 @@ def _other_model(config: Config, path: str | None, dtype: str, tokenizer: Any, k
     actor = config.actor
     device, own_dtype = device_and_dtype(config)
     own = path in (None, actor.path)
-    try:
-        model = load_model(
-            path or actor.path,
-            own_dtype if dtype == "auto" else getattr(torch, dtype),
-            device,
-            from_scratch=actor.init_from_scratch and own,
-            seed=config.seed,
-            tokenizer=tokenizer,
-        )
-    except DataError as error:
-        raise DataError(f"{key}: {error}") from error
+    model = load_model(
+        path or actor.path,
+        own_dtype if dtype == "auto" else getattr(torch, dtype),
+        device,
+        from_scratch=actor.init_from_scratch and own,
+        seed=config.seed,
+        tokenizer=tokenizer,
+        key=key,
+    )
     module = PolicyModule(
         model,
         chunk_size=actor.logprobs_chunk_size,

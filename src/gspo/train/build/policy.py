@@ -25,7 +25,7 @@ def make_policy(config: Config, sequence_level: bool, world: World = ALONE) -> t
     """The policy and its tokenizer, checked against a plain forward pass."""
     actor = config.actor
     device, dtype = device_and_dtype(config)
-    tokenizer = load_tokenizer(config.tokenizer_path or actor.path)
+    tokenizer = make_tokenizer(config)
     # What is to be cut is read into the host's memory, and placed layer by layer.
     at_first = device if world.size == 1 else torch.device("cpu")
     model = load_model(
@@ -49,6 +49,13 @@ def make_policy(config: Config, sequence_level: bool, world: World = ALONE) -> t
     return policy, tokenizer
 
 
+def make_tokenizer(config: Config) -> Any:
+    """The tokenizer of the run; an error names the key that was set."""
+    if config.tokenizer_path is None:
+        return load_tokenizer(config.actor.path, "actor.path")
+    return load_tokenizer(config.tokenizer_path, "tokenizer_path")
+
+
 def load_policy(config: Config, run: Path | None, step: int) -> tuple[PolicyModule, Any]:
     """The policy after `step` and its tokenizer; step 0 is the model that training started from.
 
@@ -59,7 +66,7 @@ def load_policy(config: Config, run: Path | None, step: int) -> tuple[PolicyModu
     if step and run is not None:
         folder = run / "checkpoints" / step_name(step)
         dtype = checkpoint.stored_dtype(folder, dtype)
-    tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
+    tokenizer = make_tokenizer(config)
     actor = config.actor
     model = load_model(
         actor.path, dtype, device, from_scratch=actor.init_from_scratch, seed=config.seed, tokenizer=tokenizer
@@ -109,8 +116,12 @@ def whole_model(config: Config, tokenizer: Any, compute_dtype: torch.dtype | Non
 
 def context_length(config: Config, policy: PolicyModule) -> int:
     """Longest prompt + completion: the model's context, or gconfig.max_tokens if that is set."""
-    own = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
-    asked = config.gconfig.max_tokens
+    return limit_context(config, getattr(policy.model.config.get_text_config(), "max_position_embeddings", None))
+
+
+def limit_context(config: Config, own: int | None) -> int:
+    """gconfig.max_tokens, else the model's own context; None: it has no limit."""
+    own, asked = own or 2**31, config.gconfig.max_tokens
     if asked is not None and asked > own:
         raise ConfigError(f"gconfig.max_tokens is {asked}, but the context of {config.actor.path} is {own}; set {own}")
     return asked or own

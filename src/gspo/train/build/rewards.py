@@ -15,22 +15,32 @@ from gspo.rewards.route import RewardRouter, Rewards
 from gspo.rewards.spec import RewardSpec, reward_spec
 from gspo.train.build.data import held_out
 
+ANY_SOURCE = ""
+
 
 def make_rewards(config: Config, given: Any, log_path: str | None) -> Rewards:
     """The reward functions of the caller, of the config, or of the task; for a mixture, one set per source."""
     reward = config.reward
+    settings = {"workers": reward.workers, "timeout_s": reward.timeout, "log_path": log_path}
+    specs = reward_specs(config, given)
+    # One data set for training and one for evaluation need one pool of workers.
+    if ANY_SOURCE in specs:
+        return RewardPool(specs[ANY_SOURCE], key="reward", **settings)
+    return RewardRouter(specs, **settings)
+
+
+def reward_specs(config: Config, given: Any = None) -> dict[str, RewardSpec]:
+    """The rewards by name of their source; ANY_SOURCE is the only name if there is no mixture."""
+    reward, train = config.reward, config.train_dataset
     # Priority: the caller's functions, then reward.functions, then the default of each data set.
     common: RewardSpec | None = None
     if given is not None:
         common = reward_spec(given)
     elif reward.functions:
         common = reward_spec(reward.functions, weights=reward.weights, key="reward.functions")
-    train, settings = config.train_dataset, {"workers": reward.workers, "timeout_s": reward.timeout}
     ready = partial(prepare, allow_unsandboxed=reward.allow_unsandboxed_code, timeout_s=reward.timeout)
-    # One data set for training and one for evaluation need one pool of workers.
     if not (train.mixture or held_out(config).mixture):
-        spec = common or reward_spec(default_reward(train.path))
-        return RewardPool(ready(spec), log_path=log_path, key="reward", **settings)
+        return {ANY_SOURCE: ready(common or reward_spec(default_reward(train.path)))}
     # Rewards are selected by the source's name, so a name must mean one reward in both mixtures.
     specs, others = _rewards_by_source(train, "train_dataset"), _rewards_by_source(held_out(config), "valid_dataset")
     if common is None and (twice := [name for name in specs if others.get(name, specs[name]) != specs[name]]):
@@ -39,7 +49,7 @@ def make_rewards(config: Config, given: Any, log_path: str | None) -> Rewards:
             "otherwise"
         )
     specs |= others
-    return RewardRouter({name: ready(common or spec) for name, spec in specs.items()}, log_path=log_path, **settings)
+    return {name: ready(common or spec) for name, spec in specs.items()}
 
 
 def _rewards_by_source(spec: DatasetSpec, key: str) -> dict[str, RewardSpec]:

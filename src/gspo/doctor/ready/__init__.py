@@ -1,0 +1,34 @@
+"""Whether a config can run on this machine: the checks that `gspo train` makes before its first step, by the same code.
+
+Nothing is trained and no weights are loaded. Hub names cost one request each. What cannot be checked is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gspo.config import Loaded
+from gspo.doctor.ready.check import Check, attempt
+from gspo.doctor.ready.data import check_data, look_at_environment, look_at_rewards
+from gspo.doctor.ready.machine import check_memory, check_packages, look_at_processes
+from gspo.doctor.ready.models import check_models, check_vocabularies, find_tokenizer
+
+
+def examine(loaded: Loaded, memory: Mapping[str, Any] | None = None) -> list[Check]:
+    """Every check, in the order in which a run needs the things. `memory`: the section of `gspo doctor`."""
+    config = loaded.config
+    checks = [attempt("processes", lambda: look_at_processes(config)), *check_packages(config)]
+    models = list(check_models(config))
+    checks += models
+    tokenizer = None
+    if all(check.state == "ok" for check in models if check.what in ("actor.path", "tokenizer_path")):
+        tokenizer = find_tokenizer(config, checks)
+    if tokenizer is not None:
+        checks += check_vocabularies(config, tokenizer, {check.what for check in models if check.state == "ok"})
+    checks.append(attempt("rewards", lambda: look_at_rewards(config)))
+    checks.append(attempt("environment", lambda: look_at_environment(config)))
+    checks += check_data(config, tokenizer)
+    if memory is not None:
+        checks.append(check_memory(loaded, memory))
+    return [check for check in checks if check.text]

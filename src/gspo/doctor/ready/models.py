@@ -1,0 +1,80 @@
+"""Whether the models are on this machine and share one vocabulary; no weights are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from gspo.config.schema import Config
+from gspo.doctor.ready.check import Check, attempt
+from gspo.errors import GspoError
+from gspo.models import cache, embedded, gguf
+from gspo.models.folder import check_settings, check_weights
+from gspo.models.locate import find_here
+
+
+def check_models(config: Config) -> Iterator[Check]:
+    """A check for each model that the run loads, named by its key."""
+    actor, ref, critic = config.actor, config.ref, config.critic
+    wanted = {"actor.path": actor.path, "tokenizer_path": config.tokenizer_path}
+    if ref is not None and (actor.kl_loss_coef or actor.kl_ctl):
+        wanted["ref.path"] = ref.path
+    if critic is not None:
+        wanted["critic.path"] = critic.path
+    seen: set[str] = set()
+    for key, path in wanted.items():
+        if path is not None and path not in seen:
+            seen.add(path)
+            yield _model(
+                path, key, weights=key != "tokenizer_path" and not (path == actor.path and actor.init_from_scratch)
+            )
+
+
+def _model(path: str, key: str, *, weights: bool) -> Check:
+    """Whether a model is on this machine; a GGUF file is not converted here."""
+    if path.endswith(gguf.SUFFIX) and not Path(path).is_dir():
+        return attempt(key, lambda: gguf.require_file(path, key))
+    try:
+        found = find_here(path, key)
+    except GspoError as error:
+        return Check(key, "failed", str(error))
+    if found is None:
+        return Check(key, "unknown", f"{path} is on the hub; its files are downloaded when the run starts")
+    if found.startswith("embedded:"):
+        is_built = cache.is_whole(embedded.folder(found))
+        return Check(key, "ok", found if is_built else f"{found}, built at the first start in about half a minute")
+    try:
+        check_settings(Path(found))
+        if weights:
+            check_weights(Path(found), key)
+    except GspoError as error:
+        return Check(key, "failed", f"{key}: {error}")
+    return Check(key, "ok", f"{path} in {found}" if path != found else found)
+
+
+def find_tokenizer(config: Config, checks: list[Check]) -> Any:
+    """The tokenizer of the run; None, with a failed check, if it cannot be loaded."""
+    from gspo.train.build.policy import make_tokenizer
+
+    if any(path.endswith(".gguf") for path in (config.actor.path, config.tokenizer_path or "")):
+        return None
+    try:
+        return make_tokenizer(config)
+    except GspoError as error:
+        checks.append(Check("tokenizer", "failed", str(error)))
+        return None
+
+
+def check_vocabularies(config: Config, tokenizer: Any, present: set[str]) -> Iterator[Check]:
+    """A failed check for each present model whose token ids mean other tokens."""
+    from gspo.models.loading import refuse_foreign_vocabulary
+
+    ref, critic = config.ref, config.critic
+    others = {"actor.path": config.actor.path, "ref.path": ref and ref.path, "critic.path": critic and critic.path}
+    for key, path in others.items():
+        if path and key in present:
+            try:
+                refuse_foreign_vocabulary(tokenizer, path, key)
+            except GspoError as error:
+                yield Check(key, "failed", str(error))

@@ -1,0 +1,84 @@
+"""`gspo doctor` refuses what cannot run on this machine, by the checks that a run makes before its first step."""
+
+import json
+
+import pytest
+
+from gspo.cli import main as cli
+from gspo.config import load
+from gspo.doctor.explain import explain
+from gspo.doctor.ready import examine
+
+TINY = ["actor.path=embedded:tiny", "train_dataset.path=embedded:arithmetic", "train_dataset.batch_size=4"]
+
+
+def failed(*overrides):
+    """The failed checks of a tiny config: key → message."""
+    loaded = load(None, [*TINY, *overrides])
+    return {c.what: c.text for c in examine(loaded, explain(loaded).sections["memory"]) if c.state == "failed"}
+
+
+def test_the_tiny_config_can_run():
+    assert failed() == {}
+
+
+def test_a_missing_file_a_missing_column_and_a_long_prompt_are_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "words.csv").write_text("task,gold\n1+1=,2\n" * 40)
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "1" * 3000, "answer": "1"}) + "\n")
+    rows = "reward.functions=[numeric]"
+    assert "there is no file nosuch.jsonl" in failed(rows, "train_dataset.path=nosuch.jsonl")["train_dataset.path"]
+    assert "train_dataset.prompt_column" in failed(rows, "train_dataset.path=words.csv")["data"]
+    long = failed(rows, "train_dataset.path=long.jsonl", "train_dataset.split=all", "valid_dataset.path=long.jsonl",
+                  "valid_dataset.split=all")  # fmt: skip
+    assert "the prompt has 3000 tokens" in long["data"]
+
+
+def test_a_missing_key_of_a_judge_and_a_function_that_cannot_be_imported_are_found(tmp_path, monkeypatch):
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    judge = 'reward.functions=[{name: judge, url: "http://127.0.0.1:9/v1", model: m, api_key_env: JUDGE_KEY}]'
+    assert "JUDGE_KEY is not set" in failed(judge)["rewards"]
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    assert failed(judge) == {}
+
+
+@pytest.mark.run
+def test_a_users_function_is_imported_as_a_run_would(tmp_path):
+    (tmp_path / "mine.py").write_text("import no_such_module\ndef f(text): return 1.0\n")
+    assert "no_such_module" in failed(f"reward.functions=[{tmp_path}/mine.py:f]")["rewards"]
+
+
+def test_an_engine_gpus_and_memory_that_are_not_here_are_found(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert "sglang" in failed("rollout.backend=sglang:d4", "cluster.n_gpus_per_node=8")["processes"]
+    assert "this machine has 0 GPUs" in failed("cluster.n_gpus_per_node=8")["processes"]
+    big = ["actor.path=smollm2-135m", "gconfig.max_new_tokens=8000", "gconfig.n_samples=64",
+           "train_dataset.batch_size=512", "rollout.max_concurrent_rollouts=100000"]  # fmt: skip
+    assert "TiB" in failed(*big)["memory"]
+
+
+def test_a_wrong_model_names_its_key_and_the_nearest_name():
+    assert "Did you mean smollm2-135m?" in failed("actor.path=smolm2-135m")["actor.path"]
+    assert failed("actor.path=./models/qwen")["actor.path"].startswith("actor.path: there is no folder")
+    assert "Did you mean embedded:tiny?" in failed("actor.path=embedded:tny")["actor.path"]
+
+
+def test_another_vocabulary_is_found():
+    other = failed("actor.path=embedded:tiny-tools", "ref.path=embedded:tiny", "actor.kl_loss_coef=0.1")["ref.path"]
+    assert "another vocabulary" in other
+    assert "16 tokens and 18 tokens" in other
+
+
+def test_the_exit_code_and_the_last_line_separate_config_and_machine(capsys):
+    words = ["doctor", *(f"{word}" for word in TINY)]
+    config = ["--config", "examples/quickstart.yaml"]
+    assert cli.main([*words, *config]) == 0
+    assert capsys.readouterr().out.endswith("This machine: it can run here.\n")
+    assert cli.main([*words, *config, "train_dataset.path=nosuch.jsonl"]) == 1
+    out = capsys.readouterr().out
+    assert "Config: 1 warning." in out
+    assert out.endswith("This machine: it cannot run here: 1 problem (✗).\n")
+    assert cli.main([*words, *config, "train_dataset.path=nosuch.jsonl", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["exit_code"] == 1
+    assert cli.main([*words, *config, "--quick"]) == 0
+    assert "This machine: not checked" in capsys.readouterr().out

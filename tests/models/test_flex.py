@@ -5,7 +5,7 @@ import torch
 import transformers as tf
 
 from gspo.models.flex import FLEX, flex_tree_attention
-from gspo.models.tree_attention import TREE, TreeLayout, tree_attention, use_attention
+from gspo.models.tree_attention import TREE, Reach, TreeLayout, tree_attention, use_attention
 
 # Lengths and parents: two groups, a chain, a branching turn, a lone segment; more than one block of 128.
 FORESTS = {
@@ -23,12 +23,16 @@ def layout_of(lengths, parents):
 
 
 @pytest.mark.parametrize("forest", FORESTS)
-@pytest.mark.parametrize(("window", "softcap", "heads"), [(None, None, (4, 2)), (6, None, (3, 3)), (None, 1.5, (4, 1))])
-def test_flex_attention_sees_what_the_tree_sees(forest, window, softcap, heads):
+@pytest.mark.parametrize(
+    ("reach", "softcap", "heads"),
+    [(Reach(), None, (4, 2)), (Reach(6), None, (3, 3)), (Reach(), 1.5, (4, 1)), (Reach(chunk=4), None, (4, 2))],
+)
+def test_flex_attention_sees_what_the_tree_sees(forest, reach, softcap, heads):
     layout = layout_of(*FORESTS[forest])
     num = len(layout.positions)
     q, k, v = (2 * torch.randn(h, num, 16, dtype=torch.float64) for h in (heads[0], heads[1], heads[1]))
-    how = {"scale": 0.3, "window": window, "softcap": softcap}
+    sinks = torch.randn(heads[0], dtype=torch.float64) if reach.chunk else None
+    how = {"scale": 0.3, "reach": reach, "softcap": softcap, "sinks": sinks}
     with torch.no_grad():
         got = flex_tree_attention(q, k, v, layout, **how)
     torch.testing.assert_close(got, tree_attention(q, k, v, layout, **how), rtol=0, atol=1e-12)
@@ -42,11 +46,10 @@ def test_a_model_runs_with_it_through_the_attention_interface():
     given = {
         "input_ids": torch.randint(32, (1, num)),
         "position_ids": torch.from_numpy(layout.positions)[None],
-        "tree": layout,
         "use_cache": False,
     }
     logits = []
     for name in (TREE, FLEX):
-        with use_attention(model, name), torch.no_grad():
+        with use_attention(model, name, layout), torch.no_grad():
             logits.append(model(**given).logits)
     torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=1e-10)

@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo.models import tree_attention as attention
-from gspo.models.tree_attention import TREE, TreeLayout, tree_attention, use_attention
+from gspo.models.tree_attention import EVERYTHING, TREE, Reach, TreeLayout, tree_attention, use_attention
 
 
-def visibility(layout, window):
+def visibility(layout, reach):
     """[N, N] by walking up the tree, token by token: nothing of the plan's cleverness."""
     num = len(layout.positions)
     seen = torch.zeros(num, num, dtype=torch.bool)
@@ -19,28 +19,40 @@ def visibility(layout, window):
             while (up := int(layout.parent[up])) >= 0:
                 seen[row, layout.start[up] : layout.start[up] + layout.length[up]] = True
     positions = torch.from_numpy(layout.positions)
-    return seen if window is None else seen & (positions[:, None] - positions[None, :] < window)
+    if reach.window is not None:
+        seen &= positions[:, None] - positions[None, :] < reach.window
+    if reach.chunk is not None:
+        seen &= positions[:, None] // reach.chunk == positions[None, :] // reach.chunk
+    return seen
 
 
-def dense(q, k, v, layout, scale, window, softcap):
+def dense(q, k, v, sinks, layout, scale, reach, softcap):
     rep = q.shape[0] // k.shape[0]
     scores = q @ k.repeat_interleave(rep, 0).transpose(1, 2) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visibility(layout, window), -torch.inf)
-    return (scores.softmax(-1) @ v.repeat_interleave(rep, 0)).transpose(0, 1)
+    scores = scores.masked_fill(~visibility(layout, reach), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, scores.shape[1], 1)], -1)
+    weights = scores.softmax(-1)[..., : k.shape[1]]
+    return (weights @ v.repeat_interleave(rep, 0)).transpose(0, 1)
 
 
-def assert_equal_to_dense(lengths, parents, *, heads=(4, 2), dims=(6, 6), scale=0.3, window=None, softcap=None):
+def assert_equal_to_dense(
+    lengths, parents, *, heads=(4, 2), dims=(6, 6), scale=0.3, reach=EVERYTHING, softcap=None, with_sinks=False
+):
     start = [sum(lengths[:i]) for i in range(len(lengths))]
     layout = TreeLayout(start, lengths, parents)
     num = sum(lengths)
     shapes = (heads[0], num, dims[0]), (heads[1], num, dims[0]), (heads[1], num, dims[1])
     ours = [(2 * torch.randn(shape, dtype=torch.float64)).requires_grad_() for shape in shapes]
+    if with_sinks:
+        ours.append((3 * torch.randn(heads[0], dtype=torch.float64)).requires_grad_())
     plain = [x.detach().clone().requires_grad_() for x in ours]
+    ours_sinks, plain_sinks = (ours[3], plain[3]) if with_sinks else (None, None)
     upstream = torch.randn(num, heads[0], dims[1], dtype=torch.float64)
-    got = tree_attention(*ours, layout, scale=scale, window=window, softcap=softcap)
-    want = dense(*plain, layout, scale, window, softcap)
+    got = tree_attention(*ours[:3], layout, scale=scale, reach=reach, softcap=softcap, sinks=ours_sinks)
+    want = dense(*plain[:3], plain_sinks, layout, scale, reach, softcap)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
     got.backward(upstream)
     want.backward(upstream)
@@ -56,20 +68,21 @@ TREES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 99)), min_size=1, m
 @given(
     tree=TREES.filter(lambda t: sum(t[0]) > 0),
     heads=st.sampled_from([(1, 1), (4, 2), (6, 2), (3, 3)]),
-    window=st.none() | st.integers(1, 12),
+    reach=st.builds(Reach, st.none() | st.integers(1, 12), st.none() | st.integers(1, 12)),
     softcap=st.none() | st.just(1.5),
+    with_sinks=st.booleans(),
     scale=st.sampled_from([0.3, 5.0]),  # 5: one side of a merge may outweigh the other by e^20 and more
 )
-def test_any_tree_equals_dense_attention_over_the_visible_tokens(tree, heads, window, softcap, scale):
-    assert_equal_to_dense(*tree, heads=heads, window=window, softcap=softcap, scale=scale)
+def test_any_tree_equals_dense_attention_over_the_visible_tokens(tree, heads, reach, softcap, scale, with_sinks):
+    assert_equal_to_dense(*tree, heads=heads, reach=reach, softcap=softcap, scale=scale, with_sinks=with_sinks)
 
 
-@pytest.mark.parametrize("window", [None, 40])
-def test_tiles_and_split_calls_change_nothing(monkeypatch, window):
+@pytest.mark.parametrize("reach", [Reach(), Reach(40), Reach(chunk=23)])
+def test_tiles_and_split_calls_change_nothing(monkeypatch, reach):
     monkeypatch.setattr(attention, "_TILE_ROWS", 8)
     monkeypatch.setattr(attention, "_CALL_SCORES", 200)
     lengths, parents = [50, 9, 17, 30, 5, 21], [-1, 0, 0, -1, 2, 3]
-    assert_equal_to_dense(lengths, parents, dims=(6, 10), window=window)
+    assert_equal_to_dense(lengths, parents, dims=(6, 10), reach=reach)
 
 
 def test_a_prefix_that_outweighs_the_own_segment_neither_overflows_nor_vanishes():
@@ -132,22 +145,22 @@ def test_the_attention_of_a_model_is_switched_within_a_scope_only():
 def test_what_the_tree_cannot_honour_is_refused():
     ids = torch.arange(4)[None]
     layout = TreeLayout([0], [4], [-1])
-    with use_attention(model := tiny_llama(), TREE):
-        model(input_ids=ids, use_cache=False, tree=layout)
-        with pytest.raises(ValueError, match="needs the layout"):
-            model(input_ids=ids, use_cache=False)
+    with use_attention(model := tiny_llama(), TREE), pytest.raises(ValueError, match="needs the layout"):
+        model(input_ids=ids, use_cache=False)
+    with use_attention(model, TREE, layout):
+        model(input_ids=ids, use_cache=False)
         with pytest.raises(ValueError, match="one packed row"):
-            model(input_ids=ids.repeat(2, 1), use_cache=False, tree=layout)
+            model(input_ids=ids.repeat(2, 1), use_cache=False)
     with (
-        use_attention(model := tiny_llama(attention_dropout=0.1).train(), TREE),
+        use_attention(model := tiny_llama(attention_dropout=0.1).train(), TREE, layout),
         pytest.raises(ValueError, match="dropout"),
     ):
-        model(input_ids=ids, use_cache=False, tree=layout)
-    with use_attention(model := tiny_llama(), TREE):
+        model(input_ids=ids, use_cache=False)
+    with use_attention(model := tiny_llama(), TREE, layout):
         for kind, message in (
-            ("chunked_attention", "chunked_attention"),
+            ("hybrid_attention", "hybrid_attention"),
             ("sliding_attention", "no sliding_window"),
         ):
             model.config.layer_types = [kind]
             with pytest.raises(ValueError, match=message):
-                model(input_ids=ids, use_cache=False, tree=layout)
+                model(input_ids=ids, use_cache=False)

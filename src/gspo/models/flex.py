@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 from transformers import AttentionInterface
 
-from gspo.models.tree_attention import TreeLayout, tree_call
+from gspo.models.tree_attention import EVERYTHING, Reach, TreeLayout, tree_call, with_sinks
 
 FLEX = "gspo_tree_flex"
 
@@ -45,18 +45,19 @@ def intervals(parent: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return enter, enter + size
 
 
-def block_mask(layout: TreeLayout, window: int | None, device: torch.device) -> BlockMask:
-    """Which token attends to which, made once per layout, window and device."""
-    key = ("flex", window, device)
+def block_mask(layout: TreeLayout, reach: Reach, device: torch.device) -> BlockMask:
+    """Which token attends to which, made once per layout, reach and device."""
+    key = ("flex", reach, device)
     if key not in layout.cache:
         # [N] each: the interval of a token's segment
         enter, leave = (torch.from_numpy(np.repeat(x, layout.length)).to(device) for x in intervals(layout.parent))
         position = torch.from_numpy(layout.positions).to(device)  # [N]
+        first = torch.from_numpy(reach.first(layout.positions)).to(device)  # [N]
 
         def is_visible(b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Tensor:
             # Not later than the row, and in the row's own segment or an ancestor of it.
             seen = (position[col] <= position[row]) & (enter[col] <= enter[row]) & (enter[row] < leave[col])
-            return seen if window is None else seen & (position[row] - position[col] < window)
+            return seen if reach == EVERYTHING else seen & (first[row] <= position[col])
 
         num = len(layout.positions)
         layout.cache[key] = create_block_mask(is_visible, None, None, num, num, device=device)
@@ -76,8 +77,9 @@ def flex_tree_attention(
     layout: TreeLayout,
     *,
     scale: float | None = None,
-    window: int | None = None,
+    reach: Reach = EVERYTHING,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """As `tree_attention.tree_attention`: q [H, N, D], k [J, N, D], v [J, N, E] → [N, H, E]."""
     bound = softcap or 1.0
@@ -90,11 +92,15 @@ def flex_tree_attention(
         k[None],  # [1, J, N, D]
         v[None],  # [1, J, N, E]
         score_mod=cap if softcap is not None else None,
-        block_mask=block_mask(layout, window, q.device),
+        block_mask=block_mask(layout, reach, q.device),
         scale=scale,
         enable_gqa=q.shape[0] != k.shape[0],
+        return_aux=None if sinks is None else AuxRequest(lse=True),
     )
-    return out[0].transpose(0, 1)  # [N, H, E]
+    if sinks is None:
+        return out[0].transpose(0, 1)  # [N, H, E]
+    out, aux = out  # [1, H, N, E]; lse is [1, H, N]
+    return with_sinks(out[0].transpose(0, 1), aux.lse[0].T, sinks)
 
 
 def _forward(

@@ -1,8 +1,8 @@
 """Attention over a forest of segments: a shared prefix is computed once for all sequences that continue it.
 
-Registered with transformers as `gspo_tree`. The model is called with one row [1, N] of tokens, their true positions,
-and the layout as the forward argument `tree`, so that a checkpointed layer is recomputed with the same layout. A token
-attends to every token of its ancestor segments and causally to its own segment.
+Registered with transformers as `gspo_tree`. The model is called with one row [1, N] of tokens and their true positions,
+inside `use_attention(model, TREE, layout)`. A token attends to every token of its ancestor segments and causally to its
+own segment; a window or a chunk of the layer limits both.
 
 How it is computed. The visible (query, key) pairs form rectangles. Each segment's causal triangle is cut into tiles of
 rows, so that a long prompt does not compute its masked half. Each segment that has children gives one rectangle: the
@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,6 +41,27 @@ _CALL_SCORES = 1 << 17
 _PAD_RATIO, _PAD_FREE = 1.2, 1 << 12
 
 
+@dataclass(frozen=True)
+class Reach:
+    """How far back a layer's tokens see, in true positions. `window`: less than so many back. `chunk`: positions are
+    cut into chunks of this length, and a token sees its own chunk only (Llama 4)."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def first(self, position: Any) -> Any:
+        """The first position that a token at `position` sees."""
+        first = position * 0
+        if self.window is not None:
+            first = np.maximum(first, position - self.window + 1)
+        if self.chunk is not None:
+            first = np.maximum(first, position - position % self.chunk)
+        return first
+
+
+EVERYTHING = Reach()  # no limit
+
+
 @dataclass(frozen=True, eq=False)
 class _Call:
     """One batch of rectangles. Padded rows and columns are masked, so they add exactly zero."""
@@ -52,7 +74,7 @@ class _Call:
 
 
 class TreeLayout:
-    """Segments of one packed row, and the plans (one per window, head count, dtype and device) made from them.
+    """Segments of one packed row, and the plans (one per reach, head count, dtype and device) made from them.
 
     start, length, parent: [S]; parent −1 is a root, parents come before children, segments cover the row.
 
@@ -82,30 +104,31 @@ class TreeLayout:
         )
         self.cache: dict[Any, Any] = {}  # plans and block masks made from this layout
 
-    def plan(self, window: int | None, num_kv_heads: int, dtype: torch.dtype, device: torch.device) -> list[_Call]:
+    def plan(self, reach: Reach, num_kv_heads: int, dtype: torch.dtype, device: torch.device) -> list[_Call]:
         """Triangles first, then path rectangles: the merge needs the result of the triangles."""
-        key = (window, num_kv_heads, dtype, device)
+        key = (reach, num_kv_heads, dtype, device)
         if key not in self.cache:
             self.cache[key] = [
-                _call(path, batch, self.positions, window, num_kv_heads, dtype, device)
-                for path, rectangles in ((False, self._triangles(window)), (True, self._path_rectangles(window)))
+                _call(path, batch, self.positions, reach, num_kv_heads, dtype, device)
+                for path, rectangles in ((False, self._triangles(reach)), (True, self._path_rectangles(reach)))
                 for batch in _batches(rectangles)
             ]
         return self.cache[key]
 
-    def _triangles(self, window: int | None) -> list[_Rectangle]:
+    def _triangles(self, reach: Reach) -> list[_Rectangle]:
         rectangles: list[_Rectangle] = []
         for begin, num in zip(self.start.tolist(), self.length.tolist(), strict=True):
             # Tiles of nearly equal height; a tile has the columns up to its own last row.
             num_tiles = max(1, round(num / _TILE_ROWS))
             edges = [num * i // num_tiles for i in range(num_tiles + 1)]
             for low, high in itertools.pairwise(edges):
-                # Columns before this one are outside the window of every row of the tile.
-                first = 0 if window is None else max(0, low - window + 1)
+                # Columns before this one are out of reach of every row of the tile.
+                offset = int(self.positions[begin]) if num else 0
+                first = max(0, int(reach.first(np.int64(offset + low))) - offset)
                 rectangles.append((np.arange(begin + low, begin + high), np.arange(begin + first, begin + high)))
         return [r for r in rectangles if len(r[0])]
 
-    def _path_rectangles(self, window: int | None) -> list[_Rectangle]:
+    def _path_rectangles(self, reach: Reach) -> list[_Rectangle]:
         rectangles: list[_Rectangle] = []
         children: dict[int, list[int]] = {}
         for s, up in enumerate(self.parent.tolist()):
@@ -114,11 +137,10 @@ class TreeLayout:
         for up, kids in children.items():
             cols = self._paths[up]
             rows = np.concatenate([np.arange(self.start[s], self.start[s] + self.length[s]) for s in kids])
-            if window is not None:
-                # The first row after the path sees its last window − 1 tokens. A row sees none of the path if it does
-                # not see the last one.
-                cols = cols[max(0, len(cols) - window + 1) :]
-                rows = rows[self.positions[rows] - window < len(self._paths[up]) - 1]
+            # Column c is at position c. The first row after the path sees most of it; a row that does not see the last
+            # column sees none.
+            rows = rows[reach.first(self.positions[rows]) < len(cols)]
+            cols = cols[int(reach.first(np.int64(len(cols)))) :]
             if not len(rows) or not len(cols):
                 continue
             # All rows have the same columns, so the rectangle can be cut between any two rows.
@@ -154,7 +176,7 @@ def _call(
     path: bool,
     batch: Sequence[_Rectangle],
     positions: NDArray[np.int64],
-    window: int | None,
+    reach: Reach,
     num_kv_heads: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -167,8 +189,7 @@ def _call(
     row_position, col_position = positions[rows][:, :, None], positions[cols][:, None, :]  # [B, Q, 1], [B, 1, C]
     # Ancestors are always before a row, so one comparison of true positions is right for triangles and paths.
     visible = (col_position <= row_position) & (rows >= 0)[:, :, None] & (cols >= 0)[:, None, :]  # [B, Q, C]
-    if window is not None:
-        visible &= row_position - col_position < window
+    visible &= col_position >= reach.first(row_position)
     mask = None
     # No mask if every pair is visible, and one for the whole batch if all rectangles have the same.
     if not visible.all():
@@ -216,10 +237,13 @@ class _Form:
 
 
 class _TreeAttention(torch.autograd.Function):
-    """softmax(q·kᵀ·scale + visibility)·v, with q [N·J, R·D], k [N·J, D], v [N·J, E] → [N·J, R·E]."""
+    """softmax(q·kᵀ·scale + visibility)·v, with q [N·J, R·D], k [N·J, D], v [N·J, E] → [N·J, R·E].
+
+    The second result is the log-sum-exp of the scores, [N·J, R].
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, form: _Form) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, form: _Form) -> tuple[Tensor, Tensor]:
         num_rep = q.shape[1] // k.shape[1]  # R
         out = q.new_zeros(q.shape[0], num_rep, v.shape[1])  # [N·J, R, E]
         lse = q.new_zeros(q.shape[0], num_rep)  # [N·J, R] log-sum-exp of the scores so far
@@ -249,7 +273,8 @@ class _TreeAttention(torch.autograd.Function):
         out = out.view(q.shape[0], -1)
         ctx.form = form
         ctx.save_for_backward(q, k, v, out, lse)
-        return out
+        ctx.set_materialize_grads(False)  # only attention sinks use the log-sum-exp
+        return out, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -261,6 +286,8 @@ class _TreeAttention(torch.autograd.Function):
         grad = grads[0].contiguous()  # [N·J, R·E]
         num_rep = lse.shape[1]
         delta = (grad * out).view(*lse.shape, -1).sum(-1)  # [N·J, R] Σ_e dO·O, for the softmax gradient
+        if grads[1] is not None:
+            delta = delta - grads[1]  # the gradient of the log-sum-exp is p
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for call in form.calls:
             # `lse` is over all visible keys of a token, so p is its final softmax in tiles and in paths.
@@ -288,23 +315,31 @@ def tree_attention(
     layout: TreeLayout,
     *,
     scale: float | None = None,
-    window: int | None = None,
+    reach: Reach = EVERYTHING,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of one packed row: q [H, N, D], k [J, N, D], v [J, N, E] → [N, H, E].
 
-    `window`: a token attends to keys less than `window` true positions back. `softcap`: c·tanh(scores/c).
+    `softcap`: c·tanh(scores/c). `sinks` [H]: the score of one more key per head, whose value is 0.
     """
     (num_heads, num_tokens, head_dim), num_kv = q.shape, k.shape[0]
     # Inputs and outputs keep half precision; the scores of a whole prefix are summed in float32.
     dtype = torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
     form = _Form(
-        layout.plan(window, num_kv, dtype, q.device), num_kv, head_dim**-0.5 if scale is None else scale, softcap
+        layout.plan(reach, num_kv, dtype, q.device), num_kv, head_dim**-0.5 if scale is None else scale, softcap
     )
     # [N·J, R·D], [N·J, D], [N·J, E]: the R query heads of a key/value head are next to each other
     rows = [x.transpose(0, 1).reshape(num_tokens * num_kv, -1).to(dtype) for x in (q, k, v)]
-    out: Tensor = _TreeAttention.apply(*rows, form)  # pyright: ignore[reportAssignmentType]
-    return out.view(num_tokens, num_heads, -1).to(q.dtype)
+    out, lse = _TreeAttention.apply(*rows, form)  # pyright: ignore[reportGeneralTypeIssues]
+    out = out.view(num_tokens, num_heads, -1)
+    return (out if sinks is None else with_sinks(out, lse.view(num_tokens, num_heads), sinks)).to(q.dtype)
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The attention's output [N, H, E] after one more key of score `sinks` [H] and value 0; lse is [N, H]."""
+    # e^lse / (e^lse + e^sink) is the share of the real keys.
+    return out * (lse - sinks.to(lse.dtype)).sigmoid()[:, :, None].to(out.dtype)
 
 
 def tree_call(
@@ -318,27 +353,43 @@ def tree_call(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    tree: TreeLayout | None = None,
+    s_aux: Tensor | None = None,  # [H] attention sinks (gpt-oss)
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """One layer with `attention`, by transformers' interface. Raises for arguments it cannot apply."""
     # An argument that this attention cannot apply is an error: ignored, it would only show as wrong log-probs.
+    tree = current_layout()
     if tree is None:
-        raise ValueError(f"attention {TREE!r} needs the layout: call the model with tree=TreeLayout(…)")
+        raise ValueError(f"attention {TREE!r} needs the layout: use_attention(model, {TREE!r}, layout)")
     if attention_mask is not None or query.shape[0] != 1:
         raise ValueError(f"attention {TREE!r} takes one packed row and no mask; got batch {query.shape[0]}")
     if dropout:
         raise ValueError(f"attention dropout is {dropout}; it must be 0: the ratio compares two evaluations")
-    unsupported = [name for name in ("s_aux", "position_bias", "cu_seq_lens_q") if kwargs.get(name) is not None]
+    unsupported = [name for name in ("position_bias", "cu_seq_lens_q") if kwargs.get(name) is not None]
     if unsupported:
         raise ValueError(f"attention {TREE!r} does not support the argument {', '.join(unsupported)} of this model")
     kind = _layer_type(module)
-    if kind not in (None, "full_attention", "sliding_attention"):
+    if kind not in (None, "full_attention", "sliding_attention", "chunked_attention"):
         raise ValueError(f"attention {TREE!r} does not support the layer type {kind!r}")
     if kind == "sliding_attention" and sliding_window is None:
         raise ValueError("a sliding-window layer passed no sliding_window")
-    out = attention(query[0], key[0], value[0], tree, scale=scaling, window=sliding_window, softcap=softcap)
+    if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+        query = _true_temperature(module, query, tree)
+    # Chunks are a matter of the mask in transformers: no argument has their length.
+    config: Any = getattr(module, "config", None)
+    reach = Reach(sliding_window, config.attention_chunk_size if kind == "chunked_attention" else None)
+    out = attention(query[0], key[0], value[0], tree, scale=scaling, reach=reach, softcap=softcap, sinks=s_aux)
     return out.unsqueeze(0), None  # [1, N, H, E]
+
+
+def _true_temperature(module: Any, query: Tensor, tree: TreeLayout) -> Tensor:
+    """Llama 4 scales the queries of its layers without positions by their index in the row, not by their position."""
+
+    def factor(positions: Tensor) -> Tensor:
+        return torch.log1p(torch.floor((positions.double() + 1) / module.floor_scale)) * module.attn_scale + 1
+
+    ratio = factor(torch.from_numpy(tree.positions)) / factor(torch.arange(len(tree.positions)))  # [N]
+    return query * ratio.to(query.device, query.dtype)[:, None]
 
 
 def _layer_type(module: nn.Module) -> str | None:
@@ -351,9 +402,18 @@ def _layer_type(module: nn.Module) -> str | None:
 AttentionInterface.register(TREE, partial(tree_call, tree_attention))
 
 
+# The layout of the pass that runs. Not an argument of the model: some models do not pass arguments on to the attention.
+_LAYOUT: ContextVar[TreeLayout | None] = ContextVar("layout of the packed row", default=None)
+
+
+def current_layout() -> TreeLayout | None:
+    """The layout of the pass that runs, so that a checkpointed layer can be recomputed with it."""
+    return _LAYOUT.get()
+
+
 @contextlib.contextmanager
-def use_attention(model: nn.Module, name: str) -> Iterator[None]:
-    """Run `model` with the attention implementation `name`, then restore the previous one.
+def use_attention(model: nn.Module, name: str, layout: TreeLayout | None = None) -> Iterator[None]:
+    """Run `model` with the attention implementation `name` on `layout`, then restore the previous one.
 
     Trainer and sampler share one model and use different implementations, so neither sets one permanently.
     """
@@ -362,8 +422,10 @@ def use_attention(model: nn.Module, name: str) -> Iterator[None]:
     before = [config._attn_implementation for config in configs]
     for config in configs:
         config._attn_implementation = name
+    token = _LAYOUT.set(layout)
     try:
         yield
     finally:
+        _LAYOUT.reset(token)
         for config, value in zip(configs, before, strict=True):
             config._attn_implementation = value

@@ -186,8 +186,34 @@ def output_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def logit_transform(config: Any) -> tuple[float, float | None]:
-    """(factor, soft cap) that a model applies to hidden·Wᵀ (Cohere, Granite; Gemma 2). `probe` checks the result."""
+    """(factor, soft cap) that a model applies to hidden·Wᵀ: each family has its own name. `probe` checks the result."""
     text = config.get_text_config()
-    scale = float(getattr(text, "logit_scale", None) or 1.0) / float(getattr(text, "logits_scaling", None) or 1.0)
-    softcap = getattr(text, "final_logit_softcapping", None)
+    scale = 1.0
+    for name in ("logit_scale", "lm_head_multiplier"):  # Cohere, Falcon-H1
+        scale *= float(getattr(text, name, None) or 1.0)
+    scale /= float(getattr(text, "logits_scaling", None) or 1.0)  # Granite
+    caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma 2, RecurrentGemma, xLSTM
+    softcap = next((cap for name in caps if (cap := getattr(text, name, None))), None)
     return scale, float(softcap) if softcap else None
+
+
+def measured_form(made: Tensor, logits: Tensor, expected: tuple[float, float | None]) -> tuple[float, float | None]:
+    """(factor, soft cap) between the head's output and the model's logits: the expected one if it fits them.
+
+    Else a factor without a cap if that fits: families use the same name in a config with another meaning (Granite
+    divides by logits_scaling, HyperCLOVA X multiplies). If nothing fits, `probe` refuses the model.
+    """
+    z, want = made.double(), logits.double()
+
+    def fits(scale: float, softcap: float | None) -> bool:
+        x = z * scale
+        x = x if softcap is None else softcap * torch.tanh(x / softcap)
+        close = {torch.float64: 1e-6, torch.float32: 1e-4}.get(made.dtype, 0.03)
+        return z.shape == want.shape and bool((x - want).abs().max() <= close * want.abs().max())
+
+    if fits(*expected) or z.shape != want.shape:
+        return expected
+    scale = float((z * want).sum() / (z * z).sum())
+    # Six digits: the factor of a config, not its rounding error.
+    scale = float(f"{scale:.6g}")
+    return (scale, None) if fits(scale, None) else expected

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,13 +19,13 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gspo.errors import DataError
-from gspo.learner.policy.head import ChunkedHead, HeadForm, Targets, logit_transform, output_dtype
+from gspo.learner.policy.head import ChunkedHead, HeadForm, Targets, logit_transform, measured_form, output_dtype
 from gspo.learner.policy.packing import Layout, Packed, PackItem, filler, micro_batches, pack, split_over_ranks
 from gspo.learner.policy.sharding import full
 from gspo.learner.ranks.world import ALONE, World
 from gspo.models.lora import merged_state
 from gspo.models.moe import padded_routes, recomputing
-from gspo.models.tree_attention import TREE, use_attention
+from gspo.models.tree_attention import TREE, TreeLayout, current_layout, use_attention
 
 
 class PolicyOutput(NamedTuple):
@@ -33,6 +33,14 @@ class PolicyOutput(NamedTuple):
 
     logp: Tensor  # [M]
     entropy: Tensor  # [M]; detached unless entropy_grad; empty if not computed
+
+
+class _AtHead(Exception):  # noqa: N818 - not an error
+    """The forward pass has reached the head."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
 
 
 class PolicyModule(nn.Module):
@@ -56,6 +64,8 @@ class PolicyModule(nn.Module):
         self.fp32_head = fp32_head
         self.layout: Layout = "shared"
         self.layout_reason = ""  # one line for people
+        self.logit_form = logit_transform(model.config)  # factor and soft cap of the logits
+        self.stop_at_head = False  # whether something between `base_model` and the head changes the hidden states
         self.attention = TREE  # name of the attention implementation that shares prefixes
         self.world: World = ALONE  # the ranks that hold shards of the weights (`sharding.py`)
         self.compute_dtype: torch.dtype | None = None  # if layers compute in another dtype than the weights'
@@ -67,9 +77,15 @@ class PolicyModule(nn.Module):
             )
         if gradient_checkpointing:
             # The backward pass recomputes a layer after `forward` has restored the attention implementation, so the
-            # recomputation must select it again. The packed layout is an argument of the layer. Experts are replayed
-            # from the forward pass: a router near a tie could choose others.
+            # recomputation must select it and its layout again. Experts are replayed from the forward pass: a router
+            # near a tie could choose others.
             model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": self._recomputed})
+        for module in self.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                # These layers are in training mode (see `train`), and some apply dropout themselves (OPT, BART).
+                for name, value in vars(module).items():
+                    if "drop" in name and isinstance(value, float):
+                        setattr(module, name, 0.0)
         self.train()
 
     def train(self, mode: bool = True) -> PolicyModule:
@@ -86,14 +102,16 @@ class PolicyModule(nn.Module):
         assert isinstance(head, nn.Linear)  # checked in __init__
         return head
 
-    def _attention(self) -> contextlib.AbstractContextManager[None]:
+    def _attention(self, layout: TreeLayout | None) -> contextlib.AbstractContextManager[None]:
         # The other layouts use the model's own attention. For plain packing transformers derives its masks from
         # positions that restart at 0.
-        return use_attention(self.model, self.attention) if self.layout == "shared" else contextlib.nullcontext()
+        return (
+            use_attention(self.model, self.attention, layout) if self.layout == "shared" else contextlib.nullcontext()
+        )
 
     def _recomputed(self) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
         """The contexts around a layer's forward pass and around its recomputation in the backward pass."""
-        attention, experts = self._attention(), recomputing()
+        attention, experts = self._attention(current_layout()), recomputing()
 
         @contextlib.contextmanager
         def both() -> Iterator[None]:
@@ -114,7 +132,7 @@ class PolicyModule(nn.Module):
         # Several targets can have the same source (the first tokens of a group): its logits are computed once.
         rows, order, begins = packed.by_source  # [U], [M], [U+1]
         hidden = self.hidden(packed).index_select(0, rows)  # [U, hidden]
-        scale, softcap = logit_transform(self.model.config)
+        scale, softcap = self.logit_form
         # Sorted by source: log-probs [M] per target, entropy [U] per hidden row.
         logp, entropy = ChunkedHead.apply(
             hidden,
@@ -133,23 +151,51 @@ class PolicyModule(nn.Module):
         """The trunk's last hidden states, [N, hidden]."""
         if self.layout != "shared" and bool((packed.parent >= 0).any()):
             raise ValueError("this model does not share prefixes: use PolicyModule.pack")
-        trunk = partial(self.trunk, use_cache=False)
         if self.layout == "padded":
             ids, at = packed.padded  # [B, T], [N]
             with padded_routes(at):
-                out = trunk(input_ids=ids).last_hidden_state  # [B, T, hidden]
+                out = self.trunk(input_ids=ids)  # [B, T, hidden]
             return out.flatten(0, 1).index_select(0, at)
-        extra: dict[str, Any] = {"tree": packed.layout} if self.layout == "shared" else {}
-        with self._attention():
-            return trunk(input_ids=packed.tokens[None], position_ids=packed.positions[None], **extra).last_hidden_state[
-                0
-            ]
+        with self._attention(packed.layout):
+            return self.trunk(input_ids=packed.tokens[None], position_ids=packed.positions[None])[0]
 
-    @property
-    def trunk(self) -> nn.Module:
-        """The model without its head. `base_model` is the model itself if the prefix names no attribute (Llama 4)."""
-        base = self.model.base_model
-        return base if base is not self.model else self.model.get_decoder()
+    def trunk(self, **inputs: Tensor) -> Tensor:
+        """The hidden states that enter the head, [B, T, hidden]."""
+        if not self.stop_at_head:
+            return self.model.base_model(use_cache=False, **inputs).last_hidden_state
+
+        def stop(module: nn.Module, args: tuple[Tensor]) -> None:
+            raise _AtHead(args[0])
+
+        # The model's own forward up to the head: the exception saves the logits of all positions.
+        handle = self._head().register_forward_pre_hook(stop)
+        try:
+            self.model(use_cache=False, **inputs)
+        except _AtHead as reached:
+            return reached.hidden
+        finally:
+            handle.remove()
+        raise AssertionError("the model did not call its head")  # `inspect_head` has checked it
+
+    def inspect_head(self, items: list[PackItem]) -> None:
+        """Set `stop_at_head` if `base_model` does not give what the head reads, and `logit_form` by measurement."""
+        ids = torch.from_numpy(items[0].prompt).to(self.model.device)[None]  # [1, P]
+        inputs, outputs = [], []
+        handle = self._head().register_forward_hook(
+            lambda _, read, made: (inputs.append(read[0]), outputs.append(made), None)[-1]
+        )
+        try:
+            logits = self.model(input_ids=ids, use_cache=False).logits
+        finally:
+            handle.remove()
+        if not outputs:
+            raise DataError(f"{type(self.model).__name__} does not call its own output embeddings")
+        self.logit_form = measured_form(outputs[0], logits, self.logit_form)
+        self.stop_at_head = False
+        try:
+            self.stop_at_head = not torch.equal(self.trunk(input_ids=ids), inputs[0])
+        except (AttributeError, TypeError):  # `base_model` is the model itself, or has another output
+            self.stop_at_head = True
 
     def pack(self, items: Sequence[PackItem]) -> Packed:
         """One micro-batch in this module's layout, on its device."""

@@ -48,9 +48,12 @@ def probe(policy: PolicyModule, *, share_prefix: bool = True) -> Probed:
     """
     name = type(policy.model).__name__
     items = probe_items(policy.model.config.get_text_config().vocab_size)
+    training = policy.training
+    policy.eval()  # no gradient checkpointing: one graph is differentiated several times
     with torch.no_grad():
         # [M] the reference: the model's own forward, without packing and without the code under test
         plain = policy.plain_logp(items)
+        policy.inspect_head(items)
     if not bool(plain.isfinite().all()):
         raise DataError(_not_finite(policy))
     # Not measured for models that say so themselves: fused kernels of such layers may accept packed rows on one
@@ -63,8 +66,6 @@ def probe(policy: PolicyModule, *, share_prefix: bool = True) -> Probed:
         if share_prefix:
             ways[:0] = [(FLEX, "shared"), (TREE, "shared")] if on_cuda else [(TREE, "shared")]
     causes: dict[Layout, str] = {}
-    training = policy.training
-    policy.eval()  # no gradient checkpointing: one graph is differentiated several times
     # The loop variables are attributes of the module: the first way that agrees stays selected.
     for policy.attention, policy.layout in ways:
         try:
@@ -92,7 +93,7 @@ def _reason(name: str, layout: Layout, gap: float, causes: dict[Layout, str], st
     words = f"{WORDS[layout]}: {name}"
     if layout == "shared":
         return f"{words} computes a group's prompt once; log-probs within {gap:.1g} of the model's own forward"
-    if stateful or causes.get("packed") == _LEAK:
+    if stateful:
         return f"{words} keeps state outside the attention"
     if not causes:
         return f"{words} repeats the prompt in every sequence, because actor.share_prefix is false"
@@ -138,7 +139,7 @@ def _gaps(policy: PolicyModule, items: list[PackItem], plain: Tensor) -> tuple[f
         # The same sequence alone, by the model's own code: [1, L, hidden]
         alone = policy.pack([replace(item, completions=(completion,))])
         with _embedded(policy.model) as own:
-            out = policy.trunk(input_ids=alone.tokens[None], use_cache=False).last_hidden_state[0]
+            out = policy.trunk(input_ids=alone.tokens[None])[0]
         (want,) = torch.autograd.grad((out.index_select(0, alone.source) * direction).sum(), own[0])
         # [N, hidden] in the order of the packed row
         got = got.flatten(0, 1) if policy.layout != "padded" else got.flatten(0, 1).index_select(0, packed.padded[1])

@@ -67,8 +67,9 @@ def shard(
                 # An expert that no token of this rank reached contributes zeros.
                 module.set_reduce_scatter_unused_params(True, recurse=False)
     if root is policy:
-        # `plain_logp` runs the model outside `forward`, and needs the root's all-gather as well.
+        # These run the model outside `forward`, and need the root's all-gather as well.
         register_fsdp_forward_method(policy, "plain_logp")
+        register_fsdp_forward_method(policy, "inspect_head")
     policy.world = world
     policy.compute_dtype = param_dtype
 

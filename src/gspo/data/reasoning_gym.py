@@ -25,6 +25,7 @@ from typing import Any
 from gspo.data.split import HELD_OUT, in_held_out
 from gspo.errors import DataError
 from gspo.system.imports import install_command
+from gspo.system.process import dying_with_parent
 
 _SHARE = 0.2  # held-out part of a task
 _ROUNDS = 4
@@ -136,7 +137,8 @@ def _in_parallel(task: str, seed: int, count: int, options: dict[str, Any], firs
         data = _create(task, seed, count, options)
         return [dict(data[i]) for i in range(first, count)]
     # Separate programs, because multiprocessing would run the user's script again in every child.
-    command = [sys.executable, "-c", _START, json.dumps(sys.path)]
+    # They end with this process: the stall timeout may end it while they work.
+    command = dying_with_parent([sys.executable, "-c", _START, json.dumps(sys.path)])
     started = []
     for worker in range(workers):
         job = json.dumps([task, seed, count, options, first + worker, workers])

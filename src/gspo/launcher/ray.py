@@ -189,7 +189,7 @@ class RayProcess:
                     self._code = LOST_CODE
                 break
             try:
-                output, self._code = self._ray.get(self._reply)
+                output, self._code = self._ray.get(self._reply, timeout=ACTOR_TIMEOUT_S)
             except self._ray.exceptions.RayError:
                 self._code = LOST_CODE
                 break

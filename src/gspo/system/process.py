@@ -15,7 +15,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+KILLED_S = 10.0  # for a process to end after SIGKILL
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -49,7 +51,13 @@ def stop(process: subprocess.Popen[bytes], timeout_s: float) -> None:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
+            await_killed(process)
+
+
+def await_killed(process: subprocess.Popen[Any]) -> None:
+    """Collect a process after SIGKILL. One that is stuck in the kernel (a dead network disk) is left behind."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(KILLED_S)
 
 
 def stop_group(process: subprocess.Popen[bytes], timeout_s: float) -> None:

@@ -242,7 +242,7 @@ class Endpoint(HttpServer):
             if not await finished(future, self.request_timeout_s):
                 late = f"the policy did not answer within {self.request_timeout_s:g} s"
                 raise ApiError(408, "request_timeout", late)
-            return future.result(), number
+            return future.result(0), number
         except CancelledError:
             # `end` or `close` has cancelled the future.
             raise ApiError(503, "stopping", "the trainer is stopping") if self.stopping else _ended() from None

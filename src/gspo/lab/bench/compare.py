@@ -22,6 +22,7 @@ from gspo.lab.bench.workloads import Workload, write_model
 
 Say = Callable[[str], None]
 # TRL's default per_device_train_batch_size.
+_WORKLOAD_S = 7200.0  # limit for one workload
 DEFAULT_DEVICE_BATCH = 8
 
 
@@ -113,7 +114,10 @@ def machine() -> dict[str, Any]:
 
 def _run(side: str, workload: Workload, folder: str, extra: Sequence[str] = ()) -> dict[str, Any]:
     command = [sys.executable, "-m", f"gspo.lab.bench.{side}", json.dumps(asdict(workload)), folder, *extra]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_WORKLOAD_S)
+    except subprocess.TimeoutExpired:
+        raise GspoError(f"bench: {side} of workload {workload.name} did not end within {_WORKLOAD_S:g} s") from None
     if done.returncode:
         tail = "\n".join(done.stderr.strip().splitlines()[-8:])
         raise GspoError(f"bench: {side} of workload {workload.name} ended with exit code {done.returncode}:\n{tail}")

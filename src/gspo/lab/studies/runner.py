@@ -23,6 +23,7 @@ from pathlib import Path
 from gspo.errors import ConfigError
 from gspo.lab.studies import plan, results
 from gspo.lab.studies.plan import Job, Study
+from gspo.system.process import await_killed
 
 Progress = Callable[[int, int, str], None]  # (finished jobs, all jobs, name of the job that has just ended)
 
@@ -142,7 +143,7 @@ def _stop(running: Sequence[_Running]) -> None:
             one.process.wait(max(deadline - time.monotonic(), 0.1))
         except subprocess.TimeoutExpired:
             one.process.kill()
-            one.process.wait()
+            await_killed(one.process)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from gspo.errors import ConfigError
 from gspo.report.read import Row, evaluations, is_run, open_run, score_interval
 from gspo.report.summary import ENDS
 from gspo.stats import Floats
+from gspo.system.files import read_regular
 
 GOAL = 0.8  # held-out accuracy; the table says how many samples a run needed to reach it
 
@@ -131,8 +132,8 @@ def _below(folder: Path) -> list[Path]:
 
 def started(run: Path) -> float:
     """When a run was first started, in seconds: the time of the first line of log.txt, which a resume keeps."""
-    with contextlib.suppress(OSError, ValueError), open(run / "log.txt", encoding="utf-8", errors="replace") as file:
-        return time.mktime(time.strptime(file.readline()[:19], "%Y-%m-%d %H:%M:%S"))
+    with contextlib.suppress(OSError, ValueError):
+        return time.mktime(time.strptime(read_regular(run / "log.txt")[:19].decode(), "%Y-%m-%d %H:%M:%S"))
     with contextlib.suppress(OSError):
         return (run / "config.yaml").stat().st_mtime
     return 0.0

@@ -104,6 +104,8 @@ class Follower:
 
     def _follow_metrics(self) -> None:
         try:
+            if not (self.run / "metrics.jsonl").is_file():
+                raise FileNotFoundError  # also for a FIFO, which would block this thread
             with open(self.run / "metrics.jsonl", "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 if self._read:

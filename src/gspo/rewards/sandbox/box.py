@@ -25,7 +25,7 @@ from typing import Any
 from gspo.errors import RewardError
 from gspo.rewards.sandbox.command import DEFAULT_LIMITS, Limits, boxed_command, unboxed_command
 from gspo.rewards.sandbox.seccomp import filter_program
-from gspo.system.process import describe_exit, kill_group
+from gspo.system.process import await_killed, describe_exit, kill_group
 
 START_S = 10.0  # limit for the start of the sandbox
 END_S = 1.0  # limit for the end of all processes after the kill
@@ -173,7 +173,7 @@ class Box:
             self._process.wait(END_S if gone else 0.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            await_killed(self._process)
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
             if stream is not None:
                 with contextlib.suppress(OSError):

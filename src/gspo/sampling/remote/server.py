@@ -208,7 +208,7 @@ class SamplerEngine:
                 self._loading = None
         if current != wanted:  # the load that ended was for another weight version
             return {"loading": True, **self.state()}
-        return {"loading": False, "probe": job.result(), **self.state()}
+        return {"loading": False, "probe": job.result(0), **self.state()}
 
     def state(self) -> dict[str, Any]:
         """The sampler's thread updates these values, so they can be read while it is busy or stuck."""
@@ -343,7 +343,7 @@ class SamplerEngine:
         try:
             if not await finished(reply, LONGEST_WAIT_S):
                 raise RefusedCallError(408, "busy", f"the sampler was busy for {LONGEST_WAIT_S:g} s")
-            return reply.result()
+            return reply.result(0)
         finally:
             # A call that timed out must not run later: the client repeats it.
             reply.cancel()

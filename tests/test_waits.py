@@ -96,7 +96,11 @@ def is_bounded(call: ast.Call) -> bool | None:
     if method == "join" and call.args:
         return True if any(word in owner for word in ("thread", "feed", "reader")) else None
     if len(call.args) <= METHODS[method]:
-        return False if method in ("recv", "recv_into", "recvfrom", "communicate") or not (call.args or given - DEADLINES) else None
+        return (
+            False
+            if method in ("recv", "recv_into", "recvfrom", "communicate") or not (call.args or given - DEADLINES)
+            else None
+        )
     return True if method in ("wait", "result", "select") else None
 
 

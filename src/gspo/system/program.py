@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
@@ -12,13 +14,14 @@ from gspo.system.heartbeat import watch_for_life
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 INTERRUPTED = 130  # exit code after a stop signal
+EXIT_S = 10.0  # for threads to end after the command's work
 START_TIMEOUT_S = 7200.0  # the stall timeout until the config, which has its own, is loaded
 
 
 def run(main: Callable[[], int]) -> NoReturn:
     """Run `main`, then exit with its code. SIGINT, SIGTERM and SIGUSR1 raise KeyboardInterrupt in it: exit code 130.
 
-    The stall timeout also covers the end of the process, where Python waits for threads.
+    The stall timeout also covers the end of the process.
     """
     received: list[int] = []
 
@@ -40,7 +43,19 @@ def run(main: Callable[[], int]) -> NoReturn:
         if not received:
             raise
         code = INTERRUPTED
+    code = INTERRUPTED if received and code == 1 else code
     # The exit code is decided; a signal must not change it any more.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    sys.exit(INTERRUPTED if received and code == 1 else code)
+    # Python waits for threads at exit; a tool or a reward that hangs in one must not hold the process.
+    limit = threading.Timer(EXIT_S, _leave, (code,))
+    limit.daemon = True
+    limit.start()
+    sys.exit(code)
+
+
+def _leave(code: int) -> None:
+    names = ", ".join(t.name for t in threading.enumerate() if t.is_alive() and not t.daemon)
+    print(f"gspo: threads did not end within {EXIT_S:g} s ({names}); exit without them", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(code)

@@ -29,11 +29,11 @@ def test_a_whole_value_keeps_its_type(tmp_path):
 
 def test_references_may_be_chained_and_name_whole_sections(tmp_path):
     text = "critic: {optimizer: '${actor.optimizer}'}\nactor: {optimizer: {lr: '${seed}'}}\nseed: 77\n"
+    text += "eval_gconfig: '${gconfig}'\ngconfig: {n_samples: 3}\n"
     config = loaded(tmp_path, text).config
     assert config.critic is not None
-    assert config.critic.optimizer.lr == 77
-    assert config.critic.optimizer == config.actor.optimizer
-    assert config.critic.optimizer is not config.actor.optimizer
+    assert config.eval_gconfig is not None
+    assert (config.critic.optimizer.lr, config.eval_gconfig.n_samples) == (77, 3)
 
 
 def test_a_reference_may_look_through_a_section_that_is_a_reference(tmp_path):

@@ -65,15 +65,15 @@ def test_a_key_of_a_null_section_brings_the_section_to_life(tmp_path):
 
 def test_a_key_inside_a_referred_section_can_be_set_alone(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("actor: {optimizer: {beta1: 0.8, beta2: 0.9}}\ncritic: {optimizer: '${actor.optimizer}'}\n")
-    config = load(path, ["critic.optimizer.beta2=0.7"]).config
-    assert (config.critic.optimizer.beta1, config.critic.optimizer.beta2) == (0.8, 0.7)
-    assert config.actor.optimizer.beta2 == 0.9
+    path.write_text("gconfig: {top_p: 0.8, n_samples: 6}\neval_gconfig: ${gconfig}\n")
+    config = load(path, ["eval_gconfig.n_samples=2"]).config
+    assert (config.eval_gconfig.top_p, config.eval_gconfig.n_samples) == (0.8, 2)
+    assert config.gconfig.n_samples == 6
 
 
 def test_values_may_refer_to_keys_and_be_empty_or_hold_equals_signs():
-    config = load(None, ["seed=${gconfig.n_samples}", "train_dataset.system_prompt=a=b", "env.model="]).config
-    assert (config.seed, config.train_dataset.system_prompt, config.env.model) == (8, "a=b", "")
+    config = load(None, ["seed=${gconfig.n_samples}", "train_dataset.system_prompt=a=b", "tokenizer_path="]).config
+    assert (config.seed, config.train_dataset.system_prompt, config.tokenizer_path) == (8, "a=b", "")
 
 
 def test_origins_tell_who_decided(tmp_path):

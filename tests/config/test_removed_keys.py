@@ -11,8 +11,15 @@ from gspo.config.migrate.table import rules
 from gspo.config.schema import known_keys
 from gspo.errors import ConfigError
 
-# config.yaml of a run of the version with 242 keys, and the command line that it came from.
-OLD_RUN = Path(__file__).parent / "files" / "config_of_version_0.1.yaml"
+# config.yaml of runs of the versions with 242 and 203 keys, and the command lines that they came from.
+FILES = Path(__file__).parent / "files"
+OLD_RUN, NEWER_RUN = FILES / "config_of_version_0.1.yaml", FILES / "config_of_203_keys.yaml"
+NEWER_COMMAND_LINE = (
+    "experiment_name=old", "trial_name=full", "algorithm=ppo", "critic={}", "ref={}", "actor.kl_loss_coef=0.1",
+    "valid_dataset.path=embedded:arithmetic", "actor.rejection_sampling.preset=sequence_mask",
+    "actor.reward_norm.mean_level=group", "actor.adv_norm.std_level=batch", "rollout.max_head_offpolicyness=1",
+    "rollout.backend=local", "actor.backend=fsdp",
+)  # fmt: skip
 COMMAND_LINE = (
     "experiment_name=old", "trial_name=full", "algorithm=ppo", "critic={}", "ref={}", "actor.kl_loss_coef=0.1",
     "valid_dataset.path=embedded:arithmetic", "eval_gconfig.n_samples=2", "actor.rejection_sampling.preset=tis",
@@ -32,15 +39,22 @@ def refusal(*overrides):
     return str(caught.value)
 
 
-def test_the_config_of_an_old_run_is_the_config_of_its_command_line_today():
-    assert load(OLD_RUN).config == load(None, COMMAND_LINE).config
+@pytest.mark.parametrize(("file", "words"), [(OLD_RUN, COMMAND_LINE), (NEWER_RUN, NEWER_COMMAND_LINE)])
+def test_the_config_of_an_old_run_is_the_config_of_its_command_line_today(file, words):
+    """So the run resumes: no key has changed."""
+    assert load(file).config == load(None, words).config
 
 
-def test_the_config_of_an_old_run_has_one_message_for_each_removed_key():
-    messages = load(OLD_RUN).messages
+@pytest.mark.parametrize("file", [OLD_RUN, NEWER_RUN])
+def test_the_config_of_an_old_run_has_one_message_for_each_removed_key(file):
+    messages = load(file).messages
     named = [line.split(": ", 1)[1].split(" ")[0] for line in messages]
     assert len(named) == len(set(named))
-    assert {"allocation_mode", "cluster.name_resolve", "actor.use_sapo_loss", "critic.value_loss_coef"} <= set(named)
+    old = {name for name in named if name not in known_keys()}
+    if file == OLD_RUN:
+        assert {"allocation_mode", "cluster.name_resolve", "actor.use_sapo_loss", "critic.value_loss_coef"} <= old
+    else:
+        assert len(old) == 49  # 203 − 154
 
 
 @pytest.mark.parametrize(
@@ -62,7 +76,27 @@ def test_the_config_of_an_old_run_has_one_message_for_each_removed_key():
         ("actor.temperature=1.0", "gconfig.temperature", 1.0),
         ("eval_gconfig.stop=[]", "gconfig.stop", []),
         ("train_dataset.type=rl", "train_dataset.path", "embedded:arithmetic"),
-        ("valid_dataset.batch_size=7", "valid_dataset.path", "embedded:arithmetic"),
+        ("valid_dataset.batch_size=7", "valid_dataset.split", "test"),
+        ("valid_dataset.size=16", "evaluator.size", 16),
+        ("valid_dataset.size=5000", "evaluator.size", 512),
+        ("valid_dataset.system_prompt=null", "train_dataset.system_prompt", None),
+        ("eval_gconfig.greedy=true", "eval_gconfig.temperature", 0),
+        ("eval_gconfig.greedy=false", "eval_gconfig.temperature", 1.0),
+        ("gconfig.greedy=false", "gconfig.temperature", 1.0),
+        ("actor.reward_norm.eps=1e-5", "actor.reward_norm.std_level", None),
+        ("actor.adv_norm.std_unbiased=true", "actor.adv_norm.std_level", None),
+        ("rollout.queue_size=16", "rollout.max_head_offpolicyness", 0),
+        ("rollout.request_retries=3", "rollout.backend", "local"),
+        ("critic.dtype=auto", "actor.dtype", "auto"),
+        ("critic.optimizer.beta2=0.999", "actor.optimizer.beta2", 0.999),
+        ("actor.mb_spec.n_mbs=4", "actor.mb_spec.max_tokens_per_mb", 8192),
+        ("actor.logprobs_chunk_size=1024", "actor.dtype", "auto"),
+        ("actor.eps_clip_auto.decay=0.8", "actor.eps_clip_auto.target_fraction", 0.15),
+        ("scheduler.slurm.time=1:00:00", "scheduler.slurm.sbatch", ["--time=1:00:00"]),
+        ("scheduler.slurm.cpus_per_node=8", "scheduler.slurm.sbatch", ["--cpus-per-task=8"]),
+        ("stats_logger.wandb.project=p", "stats_logger.wandb.mode", "disabled"),
+        ("stats_logger.keep_token_samples=16", "rollout.dump_to_file", True),
+        ("env.model=policy", "env.path", None),
     ],
 )
 def test_a_removed_key_is_translated_or_ignored_with_one_message(override, key, value):
@@ -74,7 +108,7 @@ def test_a_removed_key_is_translated_or_ignored_with_one_message(override, key, 
 def test_the_higher_of_two_frequencies_wins():
     both = load(None, ["saver.freq_steps=4", "recover.freq_steps=9"])
     assert both.config.saver.freq_steps == 4
-    assert "at least as frequent" in told(both, "recover.freq_steps")[0]
+    assert "4 is not larger" in told(both, "recover.freq_steps")[0]
     assert load(None, ["saver.freq_steps=9", "recover.freq_steps=4"]).config.saver.freq_steps == 4
 
 
@@ -99,10 +133,40 @@ def test_a_format_pattern_becomes_an_entry_of_the_functions():
         ("actor.disable_dropout=false", "remove it"),
         ("critic.value_loss_coef=0.5", "critic.optimizer.lr"),
         ("train_dataset.type=sft", "remove it"),
+        ("valid_dataset.answer_column=x", "valid_dataset.mixture"),
+        ("valid_dataset.max_length=9", "train_dataset.max_length"),
+        ("gconfig.greedy=7", "must be true or false"),
+        ("actor.reward_norm={std_level: group, eps: 0.1}", "remove it"),
+        ("actor.adv_norm.mean_leave1out=true", "actor.reward_norm.mean_leave1out"),
+        ("critic.optimizer.weight_decay=0.5", "actor.optimizer.weight_decay"),
+        ("ref.dtype=float64", "actor.dtype"),
+        ("actor.eps_clip_auto.decay=0.5", "actor.eps_clip_auto.target_fraction"),
+        ("actor.rejection_sampling.only_negative=true", "sequence_mask"),
+        ("actor.optimizer.min_lr_ratio=0.1", "remove it"),
+        ("actor.gmpo_log_clip=0.3", "gspo.objectives.loss"),
+        ("rollout.request_retries=7", "remove it"),
+        ("stats_logger.keep_token_samples=0", "rollout.dump_to_file"),
+        ("scheduler.slurm.save_before=90", "120 s"),
+        ("evaluator.freq_secs=60", "evaluator.freq_steps"),
+        ("env.model=gpt", "$OPENAI_MODEL"),
     ],
 )
 def test_a_value_that_means_something_else_is_refused_with_the_remedy(override, remedy):
     assert remedy in refusal(override)
+
+
+def test_a_queue_is_refused_where_it_limited_what_staleness_allows():
+    stale = ("rollout.max_head_offpolicyness=1", "train_dataset.batch_size=8")
+    assert load(None, [*stale, "rollout.queue_size=16"]).config.rollout.max_head_offpolicyness == 1
+    assert "rollout.max_concurrent_rollouts" in refusal(*stale, "rollout.queue_size=15")
+
+
+def test_an_override_of_the_temperature_wins_over_greedy_in_an_old_file(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("eval_gconfig: {n_samples: 1, greedy: true, temperature: 1.0}\ngconfig: {temperature: 0.8}\n")
+    temperatures = [load(file, words).config.eval_gconfig.temperature
+                    for words in ([], ["eval_gconfig.temperature=0.5"], ["~eval_gconfig.temperature"])]  # fmt: skip
+    assert temperatures == [0, 0.5, 0.8]
 
 
 def test_no_removed_key_is_in_the_schema():

@@ -113,7 +113,7 @@ def test_eps_clip_auto_starts_from_the_levels_scale():
     assert objective["eps_auto"]
     assert (objective["settings"]["clip_low"], objective["settings"]["clip_high"]) == (3e-4, 4e-4)
     assert actor("algorithm=gspo", "actor.eps_clip=auto").eps_clip == "auto"
-    assert "high_over_low" in refusal("actor.eps_clip=auto", "actor.eps_clip_higher=0.1")
+    assert "remove one of them" in refusal("actor.eps_clip=auto", "actor.eps_clip_higher=0.1")
 
 
 def test_gmpo_has_no_token_level():
@@ -127,8 +127,6 @@ def test_nulls_that_need_no_device_become_concrete():
     assert config.actor.overlong_tokens == 20
     assert config.actor.optimizer.lr == 1e-6
     assert (config.tokenizer_path, config.ref.path, config.critic.path) == ("m", "m", "m")
-    assert config.critic.ppo_n_minibatches == config.actor.ppo_n_minibatches
-    assert config.rollout.queue_size == 32
     assert (config.scheduler.type, config.train_dataset.split) == ("local", "train")
     assert (config.actor.dtype, config.rollout.backend, config.actor.backend) == ("auto", "auto", "auto")
     assert actor("actor.use_lora=true").optimizer.lr == 1e-5
@@ -136,11 +134,11 @@ def test_nulls_that_need_no_device_become_concrete():
 
 def test_evaluation_is_one_greedy_sample_unless_its_section_says_how_to_sample():
     usual = load(None, ["gconfig.max_new_tokens=77"]).config.eval_gconfig
-    assert (usual.n_samples, usual.greedy, usual.max_new_tokens) == (1, True, 77)
+    assert (usual.n_samples, usual.temperature, usual.max_new_tokens) == (1, 0, 77)
     longer = load(None, ["eval_gconfig.max_new_tokens=99"]).config.eval_gconfig
-    assert (longer.greedy, longer.max_new_tokens) == (True, 99)
+    assert (longer.temperature, longer.max_new_tokens) == (0, 99)
     sampled = load(None, ["eval_gconfig.n_samples=4", "gconfig.temperature=0.6"]).config.eval_gconfig
-    assert (sampled.n_samples, sampled.greedy, sampled.temperature) == (4, False, 0.6)
+    assert (sampled.n_samples, sampled.temperature) == (4, 0.6)
 
 
 def test_backend_auto_is_said_once():
@@ -257,7 +255,6 @@ def test_an_impossible_correction_is_refused(overrides, word):
         ("{mean_level: group, mean_leave1out: true}", "leave_one_out"),
         ("{mean_level: batch, std_level: batch}", "batch"),
         ("{mean_level: group, std_level: batch}", "reward_norm"),
-        ("{mean_level: group, std_level: group, eps: 1e-5}", "reward_norm"),
     ],
 )
 def test_a_reward_norm_is_called_by_the_advantage_it_amounts_to(norm, name):

@@ -39,10 +39,10 @@ def test_integers_serve_where_a_number_is_wanted_and_become_floats(tmp_path):
 
 
 def test_anchors_and_merge_keys_work_and_own_keys_win(tmp_path):
-    text = "train_dataset: &data\n  path: a.jsonl\n  size: 16\nvalid_dataset:\n  <<: *data\n  size: 4\n"
+    text = "train_dataset: &data\n  path: a.jsonl\n  split: train\nvalid_dataset:\n  <<: *data\n  split: dev\n"
     config = load(write(tmp_path, text)).config
     assert config.valid_dataset is not None
-    assert (config.valid_dataset.path, config.valid_dataset.size) == ("a.jsonl", 4)
+    assert (config.valid_dataset.path, config.valid_dataset.split) == ("a.jsonl", "dev")
 
 
 def test_a_number_that_names_a_trial_keeps_its_zeros(tmp_path):

@@ -213,8 +213,8 @@ def test_the_memory_section_counts_adapter_reference_and_critic():
     assert lora["adapter optimizer state"] == 8 * adapter
     assert "actor gradients" not in lora
     assert items("algorithm=gspo", "actor.kl_loss_coef=1", "ref.path=embedded:tiny")["reference parameters"] == 2 * n
-    critic = items("algorithm=ppo", "critic.path=embedded:tiny", "critic.dtype=float32")
-    assert critic["critic parameters"] == 4 * (n + hidden + 1)
+    critic = items("algorithm=ppo", "critic.path=embedded:tiny")
+    assert critic["critic parameters"] == 2 * (n + hidden + 1)
     assert items("algorithm=gspo", "actor.use_lora=true", "actor.target_modules=[wrong]")["adapter"] is None
 
 

@@ -24,7 +24,7 @@ def make_plan(name="gspo", *, num_minibatches=1, max_tokens=8192, temperature=0.
     settings |= {"max_new_tokens": 11} if algorithm.aggregation == "token_sum" else {}
     settings |= changes.pop("settings", {})
     return replace(
-        Plan(name, settings, num_minibatches, temperature, max_tokens, 1, max_norm=0.0, max_new_tokens=11), **changes
+        Plan(name, settings, num_minibatches, temperature, max_tokens, max_norm=0.0, max_new_tokens=11), **changes
     )
 
 

@@ -197,15 +197,15 @@ def script_of(*overrides: str) -> str:
 @pytest.mark.run
 def test_the_job_script_is_valid_bash_and_asks_for_what_the_config_says(tmp_path):
     text = script_of(
-        "cluster.n_nodes=2", "cluster.n_gpus_per_node=4", "scheduler.slurm.time=1:00:00",
-        "scheduler.slurm.sbatch=[--partition=long, --account=us, --mem=8G, --exclusive]",
-        "scheduler.slurm.setup=[module load cuda]", "scheduler.slurm.save_before=90",
+        "cluster.n_nodes=2", "cluster.n_gpus_per_node=4",
+        "scheduler.slurm.sbatch=[--time=1:00:00, --partition=long, --account=us, --mem=8G, --exclusive]",
+        "scheduler.slurm.setup=[module load cuda]",
         f"cluster.fileroot={tmp_path}/a b",
     )  # fmt: skip
     asked = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
     assert {
         "--nodes=2", "--gpus-per-node=4", "--partition=long", "--time=1:00:00", "--account=us", "--mem=8G",
-        "--exclusive", "--requeue", "--signal=B:USR1@90", "--cpus-per-task=4",
+        "--exclusive", "--requeue", "--signal=B:USR1@120", "--cpus-per-task=4",
     } <= set(asked)  # fmt: skip
     assert "\nmodule load cuda\n" in text
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0

@@ -35,11 +35,11 @@ def test_other_normalisations_leave_the_failed_out_too(norm):
 
 
 def test_an_explicit_normalisation_is_used_as_given_and_adv_norm_comes_after_it():
-    centred = {"mean_level": "group", "std_level": None, "leave_one_out": False, "unbiased": True, "eps": 0.0}
-    biased = {"mean_level": None, "std_level": "batch", "leave_one_out": False, "unbiased": False, "eps": 0.0}
-    batch = make_batch([make_group(0, [0, 2]), make_group(1, [10, 14])], norm=centred, adv_norm=biased)
-    # centred: −1, 1, −2, 2; their biased std is √2.5
-    np.testing.assert_allclose(batch.advantages, np.array([-1, 1, -2, 2]) / np.sqrt(2.5), atol=1e-12)
+    centred = {"mean_level": "group", "std_level": None, "leave_one_out": False}
+    divided = {"mean_level": None, "std_level": "batch", "leave_one_out": False}
+    batch = make_batch([make_group(0, [0, 2]), make_group(1, [10, 14])], norm=centred, adv_norm=divided)
+    # centred: −1, 1, −2, 2; their std is √(10/3)
+    np.testing.assert_allclose(batch.advantages, np.array([-1, 1, -2, 2]) / np.sqrt(10 / 3), atol=1e-12)
 
 
 def test_shaping_is_penalty_then_bias_then_scaling_then_clip():

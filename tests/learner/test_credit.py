@@ -91,7 +91,7 @@ def test_a_mean_of_0_does_not_make_a_sequence_dead():
 
 
 def test_adv_norm_is_over_tokens_and_truncation_comes_after_it():
-    norm = {"mean_level": "batch", "std_level": "batch", "leave_one_out": False, "unbiased": False, "eps": 0.0}
+    norm = {"mean_level": "batch", "std_level": "batch", "leave_one_out": False}
     group = make_group(0, [1, 0], [3, 2], finish="stop")
     longer = make_group(1, [0, 1], [2, 2], finish="length")
     reference = {**REFERENCE, 2: np.array([-1.0, -4.0]), 3: np.array([-1.0, -1.0])}
@@ -99,7 +99,7 @@ def test_adv_norm_is_over_tokens_and_truncation_comes_after_it():
     raw = penalised(Credit(kl_coef=0.1), [group, longer], reference)
     tokens = np.concatenate(list(raw.token_advantages.values()))
     for i in (0, 1):
-        want = (raw.token_advantages[i] - tokens.mean()) / tokens.std()
+        want = (raw.token_advantages[i] - tokens.mean()) / tokens.std(ddof=1)
         np.testing.assert_allclose(batch.token_advantages[i], want, atol=1e-12)
     assert not np.concatenate([batch.token_advantages[2], batch.token_advantages[3]]).any()
 

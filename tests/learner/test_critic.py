@@ -133,7 +133,7 @@ def test_a_nan_in_the_critic_touches_nothing_and_is_reported():
 
 def make_plan(level="token", aggregation="token_mean", **changes):
     settings = {"level": level, "aggregation": aggregation, "clip_low": 0.02, "clip_high": 0.03}
-    return replace(Plan("ppo", settings, 1, 0.8, 8192, 1, max_norm=0.0, max_new_tokens=11), **changes)
+    return replace(Plan("ppo", settings, 1, 0.8, 8192, max_norm=0.0, max_new_tokens=11), **changes)
 
 
 def stepped(model, batch, plan, proximal="recompute"):

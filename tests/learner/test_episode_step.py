@@ -129,7 +129,7 @@ def test_sequences_of_a_trajectory_share_what_they_begin_with(exact):
     batch = make_batch(episode_groups(apart=True))
     everything = np.ones(batch.num_sequences, bool)
     policy = PolicyModule(model_zoo.build("qwen3"))
-    (shared,) = packed_parts(policy, batch.items(everything), 8192, 1)
+    (shared,) = packed_parts(policy, batch.items(everything), 8192)
     # By hand, for each group: the prompt once; 5; 3 + 1 + 2 + 2 (the last of an answer enters where it is gone on
     # from); 4 + 1 + 3 + 1 + 2 + 3; 2 + 2 + 1 + 4 + 4.
     assert shared.num_tokens == 2 * (3 + 5 + 8 + 14 + 13)

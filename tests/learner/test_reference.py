@@ -38,7 +38,7 @@ def with_reference(batch, model):
 
 def make_plan(coefficient, estimator="k3", **changes):
     settings = {"level": "sequence", "aggregation": "sequence_mean", "kl_coef": coefficient, "kl_estimator": estimator}
-    plan = Plan("gspo", settings, 1, TEMPERATURE, 8192, 1, 0.0, 11, skip_zero_advantage=not coefficient)
+    plan = Plan("gspo", settings, 1, TEMPERATURE, 8192, 0.0, 11, skip_zero_advantage=not coefficient)
     return replace(plan, **changes)
 
 

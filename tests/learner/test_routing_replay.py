@@ -51,7 +51,7 @@ def plan(replay="none", num_minibatches=2, **changes):
         "level": algorithm.level, "aggregation": algorithm.aggregation, "clip_low": 0.5, "clip_high": 0.5
     }  # fmt: skip
     return replace(
-        Plan("gspo", settings, num_minibatches, 1.0, 8192, 1, max_norm=0.0, max_new_tokens=9, routing_replay=replay),
+        Plan("gspo", settings, num_minibatches, 1.0, 8192, max_norm=0.0, max_new_tokens=9, routing_replay=replay),
         **changes,
     )
 

@@ -43,7 +43,7 @@ def test_batch_b_is_submitted_at_version_b_minus_the_bound():
 
 
 @pytest.mark.parametrize(("bounds", "sent"), [
-    ({"queue_size": 5}, [0, 1, 2, 3, 4]), ({"max_in_flight": 3}, [0, 1, 2]), ({"num_batches": 1}, [0, 1]),
+    ({"max_in_flight": 3}, [0, 1, 2]), ({"num_batches": 1}, [0, 1]),
     ({}, [0, 1, 2, 3, 4, 5]),
 ])  # fmt: skip
 def test_the_narrowest_of_the_bounds_decides(bounds, sent):
@@ -51,7 +51,7 @@ def test_the_narrowest_of_the_bounds_decides(bounds, sent):
 
 
 def test_a_finished_group_makes_room_in_flight_and_not_in_the_queue():
-    buffer = Buffer(2, max_staleness=2, queue_size=4, max_in_flight=3)
+    buffer = Buffer(2, max_staleness=1, max_in_flight=3)
     assert buffer.submit(0) == [0, 1, 2]
     buffer.accept(group(2))
     assert buffer.submit(0) == [3]

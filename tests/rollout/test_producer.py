@@ -25,7 +25,7 @@ from gspo.errors import RolloutError, TrainingError
 from gspo.rewards.pool import RewardPool
 from gspo.rewards.route import GivenRewards
 from gspo.rewards.spec import reward_spec
-from gspo.rollout.buffer import Buffer, Snapshot
+from gspo.rollout.buffer import Buffer
 from gspo.rollout.groups import GroupAssembler, refuse_failures, sample_groups
 from gspo.rollout.producer import RolloutProducer
 from gspo.rollout.workflow import single_turn
@@ -33,7 +33,6 @@ from gspo.runs import checkpoint
 from gspo.sampling.local.engine import LocalSampler
 from gspo.system.clock import Clock
 from gspo.train import open as opening
-from gspo.train.build.rollout import make_producer
 from gspo.train.build.sampler import local_sampler, sampling_params
 from gspo.train.loop import Leader
 from gspo.types import Prompt, SampleId, SamplingParams
@@ -357,7 +356,7 @@ def test_a_judge_that_thinks_stops_neither_sampling_nor_new_weights_nor_an_evalu
     thought = threading.Event()
     judge.score = lambda text: float(thought.wait(30))
     with judged_by(judge) as rewards:
-        producer, sampler = make_background(model, rewards, Buffer(2, 1, queue_size=6))
+        producer, sampler = make_background(model, rewards, Buffer(2, 1))
         while producer._iterate() or sampler.health()["running"]:
             pass
         assert len(producer._unscored) == 4  # all that the bound admits is sampled and handed in
@@ -476,18 +475,6 @@ def test_a_sampler_that_keeps_old_weights_is_found_out(model, rewards):
     assert (left.submission, left.resubmit, left.groups) == (4, (), ())
     sampler.version = 2
     assert [group.submission for group in producer.next(2, Clock())[0]] == [4, 5]
-
-
-@pytest.mark.parametrize(("eta", "sent"), [(0, 4), (1, 2)])
-def test_a_queue_smaller_than_a_batch_does_not_stall_a_synchronous_run(model, rewards, eta, sent):
-    config = load(None, ["train_dataset.batch_size=4", "rollout.queue_size=2",
-                         f"rollout.max_head_offpolicyness={eta}"]).config  # fmt: skip
-    sampler = LocalSampler(model, seed=1, eos_token_ids=[0], max_rows=64)
-    producer = make_producer(
-        config, Snapshot(0, (), ()), sampler=sampler, rewards=rewards, prompt_of=lambda i: Prompt((1, 2), "?"),
-        decode=decode, workflow=single_turn, reject_reason=None, step=0, total_steps=3,
-    )  # fmt: skip
-    assert producer.buffer.submit(0) == list(range(sent))
 
 
 def test_a_filter_that_rejects_everything_ends_the_run_beside_the_trainer_too(model, rewards):

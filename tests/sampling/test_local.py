@@ -420,7 +420,7 @@ def request(prompt=(5, 6), prefix=None, **params):
         (request(prompt=(-1,)), "token -1 is outside"),
         (request(max_new_tokens=63), r"= 65 exceeds the context of 64; lower gconfig.max_new_tokens or train_dataset"),
         (request(max_new_tokens=0), "gconfig.max_new_tokens is 0"),
-        (request(temperature=0.0), "set gconfig.greedy"),
+        (request(temperature=0.0), "greedy decoding"),
         (request(top_p=0.0), "gconfig.top_p"),
         (request(top_k=-1), "gconfig.top_k"),
         (request(min_new_tokens=5), "gconfig.min_new_tokens 5 exceeds"),

@@ -11,6 +11,7 @@ from training_runs import digests, make_trainer, metrics, path_of, samples, trai
 from gspo.config import load
 from gspo.doctor.explain import explain
 from gspo.errors import CheckpointError, ConfigError, DataError, TrainingError
+from gspo.models.loading import load_model
 from gspo.runs import checkpoint
 from gspo.train.build.policy import load_policy
 
@@ -104,11 +105,10 @@ def test_a_reference_of_its_own_is_another_model_and_a_missing_one_names_its_key
     trainer = make_trainer(tmp_path, "actor.kl_loss_coef=0.1", "ref.path=/nowhere/at/all")
     with pytest.raises(DataError, match=r"ref\.path: there is no folder '/nowhere/at/all'"):
         trainer.train()
-    other = make_trainer(tmp_path / "o", "actor.kl_loss_coef=0.1", *REF, "ref.dtype=float64", "total_train_steps=1")
+    other = make_trainer(tmp_path / "o", "actor.kl_loss_coef=0.1", *REF, "total_train_steps=1")
     other.train()
-    weights = next(other.parts.learner.reference.policy.parameters())
-    assert weights.dtype == torch.float64
-    assert not weights.requires_grad
+    assert other.parts.learner.reference.policy is not other.parts.learner.policy
+    assert not next(other.parts.learner.reference.policy.parameters()).requires_grad
 
 
 def test_of_an_adapter_the_reference_is_the_policy_with_its_adapter_off(tmp_path):
@@ -120,7 +120,8 @@ def test_of_an_adapter_the_reference_is_the_policy_with_its_adapter_off(tmp_path
     assert rows[0]["policy/kl_reference"] < 1e-3
     assert rows[-1]["policy/kl_reference"] > 1e-5
     # The same run against a loaded copy of the base model: the same numbers up to rounding.
-    _, loaded = train(tmp_path / "copy", *lora, "total_train_steps=2", "ref.dtype=float32", "actor.dtype=auto")
+    load_model("embedded:tiny", torch.float32, torch.device("cpu")).save_pretrained(tmp_path / "base")
+    _, loaded = train(tmp_path / "copy", *lora, "total_train_steps=2", f"ref.path={tmp_path / 'base'}")
     for row, other in zip(rows, metrics(loaded)[1:], strict=True):
         assert row["policy/kl_reference"] == pytest.approx(other["policy/kl_reference"], rel=0.05, abs=1e-6)
 

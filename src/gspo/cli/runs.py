@@ -37,7 +37,7 @@ def eval_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="samples per problem; more than one: sampled, not greedy (eval_gconfig.n_samples)",
     )
-    parser.add_argument("--greedy", action="store_true", help="take the most likely token (eval_gconfig.greedy)")
+    parser.add_argument("--greedy", action="store_true", help="take the most likely token (eval_gconfig.temperature 0)")
     parser.add_argument("--temperature", metavar="T", help="sample at this temperature (eval_gconfig.temperature)")
     parser.add_argument(
         "--max-new-tokens", metavar="N", help="maximum length of a completion (eval_gconfig.max_new_tokens)"
@@ -97,11 +97,12 @@ def _examined(args: argparse.Namespace) -> tuple[str, Loaded, Path | None]:
         "valid_dataset.split": args.split,
         "evaluator.size": "null" if args.problems == "all" else args.problems,
         "eval_gconfig.n_samples": args.samples,
-        "eval_gconfig.temperature": args.temperature,
-        "eval_gconfig.greedy": "true" if args.greedy else "false" if several else None,
+        "eval_gconfig.temperature": "0" if args.greedy else args.temperature,
         "eval_gconfig.max_new_tokens": args.max_new_tokens,
     }
     overrides = [f"{key}={value}" for key, value in given.items() if value is not None] + words
+    if several and args.temperature is None:
+        overrides.insert(0, "~eval_gconfig.temperature")  # that of gconfig, not the 0 of a run that evaluates greedily
     folder = Path(target)
     if is_run(folder):
         if args.data and not args.split:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, TypedDict
 
-from gspo.algorithms import ALGORITHMS, LEVEL_DEFAULTS, Algorithm
+from gspo.algorithms import ALGORITHMS, CORRECTIONS, LEVEL_DEFAULTS, Algorithm
 from gspo.config.loaded import Loaded
-from gspo.config.schema import Correction, Norm
+from gspo.config.schema import Correction, RewardNorm
 from gspo.system.text import number
 
 
@@ -61,12 +61,10 @@ def effective_objective(loaded: Loaded) -> Objective:
         settings["clip_low"] = low if auto else actor.eps_clip
         settings["clip_high"] = high if auto else actor.eps_clip_higher
         settings["dual_clip"] = actor.c_clip
-    elif algorithm.gate == "cispo":
-        settings["weight_max"] = actor.cispo_weight_max
     elif algorithm.gate == "sapo":
         settings |= {"tau_pos": actor.sapo_tau_pos, "tau_neg": actor.sapo_tau_neg}
-    elif algorithm.gate == "gmpo":
-        settings |= {"log_clip_low": actor.gmpo_log_clip, "log_clip_high": actor.gmpo_log_clip}
+    else:
+        settings |= algorithm.settings
     proximal = proximal_policy(actor.use_decoupled_loss, actor.prox_logp_method)
     settings["kl_coef"] = actor.kl_loss_coef
     settings["kl_estimator"] = actor.kl_estimator or "k3"
@@ -143,7 +141,9 @@ def _correction_settings(correction: Correction | None, level: str) -> dict[str,
     # over tokens, like the ratio; a product of token ratios shrinks with length.
     own = "token" if level == "token" else "sequence"
     form = correction if correction is not None else Correction(level=own, action="clamp", upper=None)
-    return form.model_dump(exclude={"preset"})  # resolve has copied the values of a preset to the other keys
+    # resolve has copied the values of a preset to the keys; `only_negative` is not a key.
+    only_negative = CORRECTIONS.get(form.preset or "", {}).get("only_negative", False)
+    return {**form.model_dump(exclude={"preset"}), "only_negative": only_negative}
 
 
 _NAMED_NORMS = {
@@ -154,13 +154,8 @@ _NAMED_NORMS = {
 }
 
 
-def _advantage(algorithm: Algorithm, norm: Norm | None) -> str:
+def _advantage(algorithm: Algorithm, norm: RewardNorm | None) -> str:
     if norm is None or algorithm.advantage == "gae":
         return algorithm.advantage
-    # A known norm is shown by its name; only exact matches count.
-    if norm.eps == 0 and (norm.std_unbiased or norm.std_level is None):
-        shape = {name: getattr(norm, name) for name in ("mean_level", "mean_leave1out", "std_level")}
-        for name, named in _NAMED_NORMS.items():
-            if shape == named:
-                return name
-    return "reward_norm"
+    # A known norm is shown by its name.
+    return next((name for name, named in _NAMED_NORMS.items() if norm.model_dump() == named), "reward_norm")

@@ -135,7 +135,7 @@ class _Resolver:
             if self.get("actor.eps_clip_higher") is not None:
                 self.problems.append(
                     f"{self.place('actor.eps_clip_higher')}: actor.eps_clip_higher cannot be set with actor.eps_clip: "
-                    "auto, which adjusts both; set actor.eps_clip_auto.high_over_low instead"
+                    "auto, which adjusts both; remove one of them"
                 )
         # The user set one ε only: the range is symmetric, and the algorithm's upper ε does not apply.
         elif eps is not None:
@@ -179,7 +179,7 @@ class _Resolver:
         prefix = "actor.rejection_sampling."
         # The preset fills in only what the user did not set.
         for name, value in CORRECTIONS.get(correction.preset or "", {}).items():
-            if not self.is_set(prefix + name):
+            if name in Correction.model_fields and not self.is_set(prefix + name):
                 self.put(prefix + name, value, Origin("derived", f"preset {correction.preset}"))
         action, metric, low, high = (self.get(prefix + name) for name in ("action", "metric", "lower", "upper"))
         # Then check the combination of preset and user values.
@@ -208,20 +208,16 @@ class _Resolver:
     def fill_sections(self) -> None:
         config = self.config
         self.fill_from("tokenizer_path", "actor.path")
-        ahead = (config.rollout.max_head_offpolicyness + 1) * config.train_dataset.batch_size
-        self.fill("rollout.queue_size", ahead, Origin("derived", "from rollout.max_head_offpolicyness"))
         self.fill("scheduler.type", "local", DEFAULT)
         self.fill("train_dataset.split", "train", DEFAULT)
         if (config.env.path or "").startswith(WITH_ROWS) and not self.is_set("train_dataset.path"):
             self.put("train_dataset.path", ENVIRONMENT_ROWS, Origin("derived", "from env.path"))
-        self.fill_from("stats_logger.wandb.project", "experiment_name")
         if config.valid_dataset is not None:
             self.fill("valid_dataset.split", "test", DEFAULT)
         if config.ref is not None:
             self.fill_from("ref.path", "actor.path")
         if config.critic is not None:
             self.fill_from("critic.path", "actor.path")
-            self.fill_from("critic.ppo_n_minibatches", "actor.ppo_n_minibatches")
             self.fill("critic.optimizer.lr", 1e-5, DEFAULT)
 
     def fill_evaluation(self) -> None:
@@ -231,8 +227,8 @@ class _Resolver:
         if self.config.eval_gconfig is None:
             self.values["eval_gconfig"] = EvalGeneration()
             self.origins.pop("eval_gconfig", None)
-        # A user who sets any sampling parameter wants sampling, so greedy is off then.
-        own = {"n_samples": 1, "greedy": not given & {"n_samples", "temperature", "top_p", "top_k"}}
+        # A user who sets any sampling parameter wants sampling; otherwise decoding is greedy.
+        own = {"n_samples": 1} | ({} if given & {"n_samples", "top_p", "top_k"} else {"temperature": 0.0})
         for name in names:
             if name in given:
                 continue

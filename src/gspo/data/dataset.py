@@ -27,6 +27,11 @@ _PROMPT_COLUMNS = ("prompt", "question", "problem", "messages", "instruction", "
 _ANSWER_COLUMNS = ("answer", "final_answer", "ground_truth", "target", "solution", "label", "output", "response")
 
 
+def owner_of(section: str) -> str:
+    """The section with the keys that say how rows are read: valid_dataset has only its path, split and mixture."""
+    return "train_dataset" if section == "valid_dataset" else section
+
+
 @dataclass(frozen=True)
 class DataSettings:
     """How the rows of a data set are selected, read and rendered.
@@ -90,7 +95,8 @@ class Dataset:
 
     def describe(self) -> str:
         """A line for the user: source, split and number of rows."""
-        dropped = f", {self.num_too_long} longer prompts dropped ({self.key}.max_length)" if self.num_too_long else ""
+        key = f"{owner_of(self.key)}.max_length"
+        dropped = f", {self.num_too_long} longer prompts dropped ({key})" if self.num_too_long else ""
         note = f"; {self.note}" if self.note else ""
         return f"{self.key}: {len(self)} problems of {self.source} ({self.split}){dropped}{note}"
 
@@ -166,7 +172,7 @@ class Dataset:
             if not isinstance(content, str):
                 raise DataError(
                     f"{self.source}, row {row}: the prompt is a list of messages, but no chat template is used; "
-                    f"set {self.key}.chat_template, or use plain text"
+                    f"set {owner_of(self.key)}.chat_template, or use plain text"
                 )
             return content if self.system_prompt is None else f"{self.system_prompt}\n\n{content}", messages
         try:
@@ -180,7 +186,7 @@ class Dataset:
         except Exception as error:  # a template is a program and may raise anything
             raise DataError(
                 f"{self.source}, row {row}: the chat template cannot render the messages ({error}); "
-                f"set {self.key}.chat_template or {self.key}.system_prompt"
+                f"set {owner_of(self.key)}.chat_template or system_prompt"
             ) from error
         return text, messages
 
@@ -207,7 +213,7 @@ def load_dataset(
     # The column is found at the first row and then reused.
     def prompt_text(row: Row) -> str:
         if not column:
-            column.append(_prompt_column(row, settings.prompt_column, path, key))
+            column.append(_prompt_column(row, settings.prompt_column, path, owner_of(key)))
         content = _column(row, column[0])
         return content if isinstance(content, str) else repr(content)
 
@@ -241,13 +247,14 @@ def make_dataset(
     rows = [dict(row) for row in rows]
     if not rows:
         raise DataError(f"{key}.path: {source} (split {split}) has no rows; check {key}.split and {key}.size")
+    owner = owner_of(key)
     # Renamed columns first: they may be the prompt or the answer.
     for new, name in settings.columns.items():
-        _require(rows[0], str(name), f"columns.{new}", source, key)
+        _require(rows[0], str(name), f"columns.{new}", source, owner)
         rows = [{**row, new: _column(row, str(name))} for row in rows]
-    prompt_name = _prompt_column(rows[0], settings.prompt_column, source, key)
-    answer_name = _answer_column(rows[0], settings.answer_column, source, key)
-    parsed = [_with_answer(row, index, prompt_name, answer_name, source, key) for index, row in enumerate(rows)]
+    prompt_name = _prompt_column(rows[0], settings.prompt_column, source, owner)
+    answer_name = _answer_column(rows[0], settings.answer_column, source, owner)
+    parsed = [_with_answer(row, index, prompt_name, answer_name, source, owner) for index, row in enumerate(rows)]
     whole = Dataset(
         source,
         split,
@@ -255,7 +262,7 @@ def make_dataset(
         tokenizer,
         settings.system_prompt,
         prompt_name,
-        chat=_chat(settings.chat_template, tokenizer, key),
+        chat=_chat(settings.chat_template, tokenizer, owner),
         answer_column=answer_name,
         key=key,
         template_kwargs=settings.template_kwargs,
@@ -268,8 +275,8 @@ def _without_long_prompts(data: Dataset, max_length: int) -> Dataset:
     if not kept:
         shortest = min(range(len(data)), key=lambda row: len(data.text(row)))
         raise DataError(
-            f"{data.key}.max_length is {max_length}, but the shortest of {len(data)} prompts of {data.source} has "
-            f"{data.excess(shortest, max_length)}; raise it"
+            f"{owner_of(data.key)}.max_length is {max_length}, but the shortest of {len(data)} prompts of "
+            f"{data.source} has {data.excess(shortest, max_length)}; raise it"
         )
     # Rows are renumbered, and the rendered prompts are kept, so that they are not tokenized twice.
     prompts = {new: replace(data._prompts[row], row=new) for new, row in enumerate(kept) if row in data._prompts}
@@ -348,7 +355,10 @@ def _answer_column(row: Row, given: str | None, path: str, key: str) -> str | No
 
 def _require(row: Row, name: str, what: str, path: str, key: str) -> None:
     if _column(row, name) is None:
-        raise DataError(f"{key}.{what} is {name!r}, but the columns of {path} are {', '.join(row)}")
+        raise DataError(
+            f"{key}.{what} is {name!r}, but the columns of {path} are {', '.join(row)}; "
+            "a source of a mixture may have its own columns"
+        )
 
 
 def _column(row: Mapping[str, Any], name: str) -> Any:

@@ -124,7 +124,7 @@ def trainer_logp(
         groups.setdefault(request.prompt, []).append(Completion(sample.tokens, sample.mask, number))
     items = [PackItem(np.asarray(prompt), tuple(each)) for prompt, each in groups.items()]
     found: dict[int, NDArray[Any]] = {}
-    for packed in packed_parts(policy, items, max_tokens, 1):
+    for packed in packed_parts(policy, items, max_tokens):
         found |= by_sequence(packed, policy(packed, temperature=temperature, with_entropy=False).logp)
     return [found[i].astype(np.float64) for i in range(len(samples))]
 

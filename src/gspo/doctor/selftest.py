@@ -114,7 +114,7 @@ def _exact(loaded: Loaded, policy: PolicyModule, tokenizer: Any) -> PolicyModule
     add_configured_adapter(config, model)
     for parameter in model.parameters():  # an adapter is float32
         parameter.data = parameter.data.double()
-    exact = PolicyModule(model, chunk_size=config.actor.logprobs_chunk_size)
+    exact = PolicyModule(model)
     exact.layout, exact.attention = policy.layout, policy.attention
     return exact
 

@@ -62,7 +62,7 @@ def launch(loaded: Loaded, command: Sequence[str], *, dry_run: bool = False) -> 
     if on == "ray":
         from gspo.launcher import ray
 
-        return ray.run(plan, restarts=restarts, start_timeout=config.scheduler.start_timeout, say=_say)
+        return ray.run(plan, restarts=restarts, say=_say)
     from gspo.launcher import slurm
 
     return slurm.run(plan, config.scheduler.slurm, command, restarts=restarts, say=_say)

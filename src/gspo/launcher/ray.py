@@ -34,10 +34,11 @@ QUIET |= {"RAY_worker_niceness": "0"}  # Ray's default of 15 would give every ot
 LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0" binds Ray to 127.0.0.1, its default on Windows and macOS
 STORE_BYTES = 100 * 2**20  # of Ray's object store, which is not used; Ray's minimum is 75 MiB
 POLL_S = 5.0  # an actor answers a poll at least this often
+START_TIMEOUT_S = 300.0  # the run fails if the cluster does not answer or has no room for this long
 ACTOR_TIMEOUT_S = 60.0  # an actor that does not answer for longer is treated as lost
 
 
-def run(plan: LaunchPlan, *, restarts: int, start_timeout: float, say: Say) -> int:
+def run(plan: LaunchPlan, *, restarts: int, say: Say, start_timeout: float = START_TIMEOUT_S) -> int:
     """Run a plan to its end; returns the trainer's exit code."""
     ray = _connect(plan, start_timeout)
     try:
@@ -96,9 +97,7 @@ def _connect(plan: LaunchPlan, timeout: float) -> Any:
             if time.monotonic() > until:
                 where = f"the Ray cluster at {address} (RAY_ADDRESS)" if address else "a Ray cluster on this machine"
                 why = str(error).strip().splitlines()[0]
-                raise GspoError(
-                    f"{where} cannot be reached: {why}; waited {timeout:g} s (scheduler.start_timeout)"
-                ) from error
+                raise GspoError(f"{where} cannot be reached: {why}; waited {timeout:g} s") from error
 
 
 def _wait_for_port(address: str, until: float, timeout: float) -> None:
@@ -111,8 +110,7 @@ def _wait_for_port(address: str, until: float, timeout: float) -> None:
         except OSError as error:
             if time.monotonic() > until:
                 raise GspoError(
-                    f"the Ray cluster at {address} (RAY_ADDRESS) cannot be reached: {error}; waited {timeout:g} s "
-                    "(scheduler.start_timeout)"
+                    f"the Ray cluster at {address} (RAY_ADDRESS) cannot be reached: {error}; waited {timeout:g} s"
                 ) from error
             beat("connecting to Ray")
             time.sleep(0.5)
@@ -134,7 +132,7 @@ def _reserve(ray: Any, plan: LaunchPlan, timeout: float) -> tuple[Any, dict[int,
         offered = [{k: v for k, v in n["Resources"].items() if k in ("CPU", "GPU")} for n in ray.nodes() if n["Alive"]]
         raise GspoError(
             f"Ray could not reserve the machines in {timeout:g} s: the plan needs {bundles} on separate machines, the "
-            f"cluster has {offered}; lower cluster.n_nodes or the backends, or raise scheduler.start_timeout"
+            f"cluster has {offered}; lower cluster.n_nodes or the backends, or start again when it has room"
         )
     return group, {node: index for index, node in enumerate(need)}
 

@@ -26,6 +26,7 @@ from gspo.system.heartbeat import beat
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
 ENDED += ("REVOKED", "PREEMPTED")
+SAVE_BEFORE_S = 120  # the run saves and queues itself again this long before its time limit
 CONTROLLER_TIMEOUT_S = 600.0  # Slurm's controller may be unreachable for this long
 # Lines between these two are in the script only if the job has several machines.
 _SEVERAL = re.compile(r"^#if several machines\n(.*?)^#endif\n", re.MULTILINE | re.DOTALL)
@@ -34,7 +35,7 @@ _SEVERAL = re.compile(r"^#if several machines\n(.*?)^#endif\n", re.MULTILINE | r
 def render(plan: LaunchPlan, slurm: Slurm, command: Sequence[str], restarts: int) -> str:
     """The sbatch script: job.sbatch with @NAME@ replaced by values of this run."""
     layout, log = plan.layout, plan.folder / "slurm.log"
-    cpus = slurm.cpus_per_node or max(sum(p.node == node for p in plan.processes) for node in plan.nodes)
+    cpus = max(sum(p.node == node for p in plan.processes) for node in plan.nodes)
     # One task per machine. B:USR1 signals the batch script before the time limit, so that the trainer can save.
     # open-mode=append keeps the log when the job is requeued.
     flags = {
@@ -43,10 +44,9 @@ def render(plan: LaunchPlan, slurm: Slurm, command: Sequence[str], restarts: int
         "ntasks-per-node": 1,
         "cpus-per-task": cpus,
         "gpus-per-node": layout.gpus_per_node or None,
-        "time": slurm.time,
         "output": log,
         "open-mode": "append",
-        "signal": f"B:USR1@{slurm.save_before}",
+        "signal": f"B:USR1@{SAVE_BEFORE_S}",
     }
     options = [f"--{name}={value}" for name, value in flags.items() if value is not None]
     options += ["--requeue", *slurm.sbatch]

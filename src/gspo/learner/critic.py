@@ -27,7 +27,6 @@ class Critic:
     optimizer: torch.optim.Optimizer
     num_minibatches: int
     max_tokens: int  # per micro-batch
-    min_micro_batches: int = 1
     max_norm: float = 0.0
     eps_clip: float = 0.2
 
@@ -130,4 +129,4 @@ def _backward(
 
 
 def _parts(critic: Critic, batch: Batch, which: NDArray[np.bool_]) -> list[Packed]:
-    return packed_parts(critic.module.policy, batch.items(which), critic.max_tokens, critic.min_micro_batches)
+    return packed_parts(critic.module.policy, batch.items(which), critic.max_tokens)

@@ -75,9 +75,7 @@ class HalfAdamW(torch.optim.AdamW):
                 p.copy_(copy)
 
 
-def learning_rate(
-    update: int, total: int, *, peak: float, schedule: str, warmup_proportion: float, min_ratio: float = 0.0
-) -> float:
+def learning_rate(update: int, total: int, *, peak: float, schedule: str, warmup_proportion: float) -> float:
     """The learning rate of update number `update` (from 0) of `total`: linear warm-up, then the schedule.
 
     >>> [learning_rate(u, 10, peak=1.0, schedule="linear", warmup_proportion=0.2) for u in (0, 1, 2, 9)]
@@ -94,7 +92,7 @@ def learning_rate(
         factor = 0.5 * (1 + math.cos(math.pi * progress))
     else:
         return peak
-    return peak * (min_ratio + (1 - min_ratio) * factor)
+    return peak * factor
 
 
 def apply_update(

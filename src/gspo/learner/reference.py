@@ -27,7 +27,6 @@ class Reference:
     policy: PolicyModule
     temperature: float  # the sampler's: KL is between the two tempered distributions
     max_tokens: int  # per micro-batch
-    min_micro_batches: int = 1
     context: Callable[[], AbstractContextManager[Any]] = nullcontext  # switches the adapter off
 
 
@@ -40,7 +39,7 @@ def reference_logp(reference: Reference, batch: Batch) -> dict[int, NDArray[Any]
     stored: dict[int, NDArray[Any]] = {}
     items = batch.items(batch.trainable)
     with reference.context():
-        for packed in packed_parts(reference.policy, items, reference.max_tokens, reference.min_micro_batches):
+        for packed in packed_parts(reference.policy, items, reference.max_tokens):
             out = reference.policy(packed, temperature=reference.temperature, with_entropy=False)
             stored |= by_sequence(packed, out.logp)
     # Each rank has computed its own part of the sequences.

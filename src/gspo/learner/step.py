@@ -39,7 +39,6 @@ class Plan:
     num_minibatches: int
     temperature: float
     max_tokens: int  # input tokens per micro-batch
-    min_micro_batches: int
     max_norm: float
     max_new_tokens: int
     skip_zero_advantage: bool = True  # False if another loss term (KL) needs every sequence
@@ -120,7 +119,7 @@ def train_step(
     behavior = {int(i): batch.samples[i].behavior_logp[batch.samples[i].mask] for i in np.flatnonzero(enters)}
     # Packed once, for π_old and for training: the same computation with the same weights gives a ratio of exactly 1.
     packs = [
-        packed_parts(policy, batch.items(enters & (batch.minibatch == k)), plan.max_tokens, plan.min_micro_batches)
+        packed_parts(policy, batch.items(enters & (batch.minibatch == k)), plan.max_tokens)
         for k in range(plan.num_minibatches)
     ]
     routing = Routing(policy, batch, plan.routing_replay)

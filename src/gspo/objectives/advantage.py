@@ -57,10 +57,8 @@ def normalize(
     mean_level: SetOf,
     std_level: SetOf,
     leave_one_out: bool = False,
-    unbiased: bool = True,
-    eps: float = 0.0,
 ) -> Tensor:
-    """(x − mean) / (std + eps), [n]; mean and std over the batch, over the element's group, or not used (None).
+    """(x − mean) / std, [n]; mean and std over the batch, over the element's group, or not used (None).
 
     If the values of a set are all equal (range ≤ SAME · max(1, |x|)), the centred value and the quotient are exactly 0.
     """
@@ -80,7 +78,7 @@ def normalize(
         out = torch.where(same, 0.0, out)
     if std_level is not None:
         # The std is that of x, not of the centred values: with leave_one_out these are larger by G/(G − 1).
-        out = _divided(out, x.to(torch.float64), groups if std_level == "group" else whole_batch, unbiased, eps)
+        out = _divided(out, x.to(torch.float64), groups if std_level == "group" else whole_batch)
     return out.to(compute_dtype(x.dtype))
 
 
@@ -95,8 +93,6 @@ def by_turn(
     mean_level: SetOf = "group",
     std_level: SetOf = "group",
     leave_one_out: bool = False,
-    unbiased: bool = True,
-    eps: float = 0.0,
 ) -> Tensor:
     """One advantage per turn of an episode, [K]:
 
@@ -132,7 +128,7 @@ def by_turn(
     # Step 3: divide. The std is that of the undiscounted R, so all turns of a trajectory have the same scale.
     total = final.index_add(0, trajectory, turn_rewards)  # [n] R
     ids = groups if std_level == "group" else torch.zeros_like(groups)
-    scale = _divided(torch.ones_like(total), total, ids, unbiased, eps)  # [n] 1 / std R
+    scale = _divided(torch.ones_like(total), total, ids)  # [n] 1 / std R
     return out * scale[trajectory]
 
 
@@ -171,13 +167,13 @@ def gae(
     return advantages, keep_trained(advantages + values, layout)
 
 
-def _divided(out: Tensor, x: Tensor, ids: Tensor, unbiased: bool, eps: float) -> Tensor:
-    """out / (std of x over each set + eps), exactly 0 if the values of the set are all equal."""
+def _divided(out: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    """out / (unbiased std of x over each set), exactly 0 if the values of the set are all equal."""
     count, mean, same = _set_statistics(x, ids)
     # clamp: one sample has no unbiased std. Its set counts as `same`, so the value is not used.
-    std = (_set_sum((x - mean).square(), ids) / (count - int(unbiased)).clamp(min=1)).sqrt()  # [n]
+    std = (_set_sum((x - mean).square(), ids) / (count - 1).clamp(min=1)).sqrt()  # [n]
     # The inner where avoids a division by 0, the outer one gives exactly 0.
-    return torch.where(same, 0.0, out / torch.where(same, 1.0, std + eps))
+    return torch.where(same, 0.0, out / torch.where(same, 1.0, std))
 
 
 def _set_sum(x: Tensor, ids: Tensor) -> Tensor:

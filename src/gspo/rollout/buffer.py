@@ -39,21 +39,18 @@ class Buffer:
         batch_size: int,
         max_staleness: int = 0,
         *,
-        queue_size: int | None = None,
         max_in_flight: int | None = None,
         num_batches: int | None = None,
         taken: int = 0,
         begin: Snapshot | None = None,
     ) -> None:
-        """queue_size: most groups in flight or pending (None: as staleness allows); max_in_flight: most groups being
-        sampled; num_batches: length of the run; taken: batches that the trainer has taken; begin: a checkpoint's
-        snapshot."""
+        """max_in_flight: most groups being sampled; num_batches: length of the run; taken: batches that the trainer
+        has taken; begin: a checkpoint's snapshot."""
         self.batch_size, self.max_staleness = batch_size, max_staleness
         self.num_batches = num_batches
         self.taken = taken
         self.submission, resubmit, groups = begin or (0, (), ())
         self.rejected: Counter[str] = Counter()  # by reason, since the last batch was taken
-        self._queue_size = queue_size or (max_staleness + 1) * batch_size
         self._max_in_flight = max_in_flight
         self._resubmit: list[int] = sorted(resubmit)
         self._in_flight: dict[int, int] = {}  # submission → how many groups were rejected in its place
@@ -89,7 +86,7 @@ class Buffer:
         # Batches up to version + η may be sampled now, but none beyond the end of the run.
         last = version + self.max_staleness + 1
         last = last if self.num_batches is None else min(last, self.num_batches)
-        room = min((last - self.taken) * self.batch_size, self._queue_size) - self.held
+        room = (last - self.taken) * self.batch_size - self.held
         # Groups to be resubmitted are already counted in `held`, so they are always allowed.
         room = len(self._resubmit) + max(room, 0)
         return room if self._max_in_flight is None else min(room, max(self._max_in_flight - len(self._in_flight), 0))

@@ -32,7 +32,8 @@ def validate_request(request: Request, *, num_vocab: int, max_context: int, sees
         )
     if not params.greedy and not params.temperature > 0:
         raise DataError(
-            f"{who}: gconfig.temperature is {params.temperature}; it must be > 0 (for argmax set gconfig.greedy: true)"
+            f"{who}: gconfig.temperature is {params.temperature}; it must be > 0 "
+            "(eval_gconfig.temperature: 0 is greedy decoding)"
         )
     if not 0 < params.top_p <= 1 or params.top_k < 0:
         raise DataError(f"{who}: gconfig.top_p {params.top_p} must be in (0, 1], gconfig.top_k {params.top_k} ≥ 0")

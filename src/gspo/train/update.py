@@ -28,6 +28,9 @@ from gspo.runs.state import State
 from gspo.system.clock import Clock
 from gspo.system.files import step_name
 
+MAX_NONFINITE = 3  # the run ends after this many skipped updates of a model in a row
+TOKEN_SAMPLES = 16  # sequences per step whose values per token are recorded
+
 Rates = Callable[[int], list[float]]  # the learning rates of one step's updates, from the number of its first update
 
 
@@ -39,8 +42,7 @@ class UpdateSettings:
     choose_proximal: bool  # actor.prox_logp_method: auto
     narrowest_clip: Callable[[Mapping[str, Any]], float | None]  # the ε that sampler noise is compared with
     allow_noise: bool  # actor.prox_logp_force
-    max_nonfinite: int  # actor.max_nonfinite_updates
-    num_token_samples: int  # sequences per step whose values per token are recorded
+    keeps_token_values: bool  # rollout.dump_to_file: record values per token of TOKEN_SAMPLES sequences
 
 
 class Updater:
@@ -177,10 +179,10 @@ class Updater:
                     f"step {step}, mini-batch {k + 1} of the {model}: non-finite gradient, update skipped; "
                     f"its batch is samples/{step_name(step)}.jsonl"
                 )
-            if in_row[model] >= self._settings.max_nonfinite:
+            if in_row[model] >= MAX_NONFINITE:
                 raise TrainingError(
-                    f"{in_row[model]} updates of the {model} in a row had a non-finite gradient "
-                    f"(actor.max_nonfinite_updates); the last checkpoint is in {self._checkpoints}. "
+                    f"{in_row[model]} updates of the {model} in a row had a non-finite gradient; "
+                    f"the last checkpoint is in {self._checkpoints}. "
                     "Lower actor.optimizer.lr, or look at samples/ for broken rewards"
                 )
 
@@ -188,5 +190,5 @@ class Updater:
         """Sequences whose values per token are recorded: evenly spread over those with a gradient."""
         # [m] indices of sequences with a gradient; `count` of them at equal distances.
         trained = np.flatnonzero(batch.has_gradient)
-        count = min(self._settings.num_token_samples, len(trained))
+        count = min(TOKEN_SAMPLES if self._settings.keeps_token_values else 0, len(trained))
         return frozenset(trained[np.arange(count) * len(trained) // max(count, 1)].tolist())

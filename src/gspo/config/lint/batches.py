@@ -1,4 +1,4 @@
-"""Lint rules for the sizes of batches, mini-batches, micro-batches and the queue."""
+"""Lint rules for the sizes of batches, mini-batches and micro-batches."""
 
 from __future__ import annotations
 
@@ -10,23 +10,18 @@ from gspo.config.lint.facts import Facts, Finding
 
 def undividable_batch(f: Facts) -> Iterator[Finding]:
     total, group = f.num_sequences, f.config.gconfig.n_samples
-    owners = {"actor.ppo_n_minibatches": f.num_minibatches}
-    if f.config.critic is not None and f.objective["advantage"] == "gae" and f.config.critic.ppo_n_minibatches:
-        owners["critic.ppo_n_minibatches"] = f.config.critic.ppo_n_minibatches
-    seen: set[int] = set()
-    for key, parts in owners.items():
-        if total % parts == 0 or parts in seen:
-            continue
-        seen.add(parts)
-        divisors = _around([n for n in range(1, min(total, 4096) + 1) if total % n == 0], parts)
-        unit = parts // math.gcd(group, parts)
-        prompts = [n for n in (f.num_prompts // unit * unit, (f.num_prompts // unit + 1) * unit) if n > 0]
-        yield f.error(
-            key,
-            f"{f.num_prompts:,} prompts × {group:,} samples = {total:,} sequences cannot be divided into {parts:,} "
-            "mini-batches of equal size; sequences are not split",
-            f"set {key}: {_either(divisors)}, or train_dataset.batch_size: {_either(prompts)}",
-        )
+    parts = f.num_minibatches
+    if total % parts == 0:
+        return
+    divisors = _around([n for n in range(1, min(total, 4096) + 1) if total % n == 0], parts)
+    unit = parts // math.gcd(group, parts)
+    prompts = [n for n in (f.num_prompts // unit * unit, (f.num_prompts // unit + 1) * unit) if n > 0]
+    yield f.error(
+        "actor.ppo_n_minibatches",
+        f"{f.num_prompts:,} prompts × {group:,} samples = {total:,} sequences cannot be divided into {parts:,} "
+        "mini-batches of equal size; sequences are not split",
+        f"set actor.ppo_n_minibatches: {_either(divisors)}, or train_dataset.batch_size: {_either(prompts)}",
+    )
 
 
 def _around(choices: list[int], target: int) -> list[int]:
@@ -50,14 +45,4 @@ def micro_batch_below_a_sequence(f: Facts) -> Iterator[Finding]:
         )
 
 
-def queue_below_a_batch(f: Facts) -> Iterator[Finding]:
-    queue, stale = f.config.rollout.queue_size, f.max_staleness
-    if stale > 0 and queue is not None and queue < f.num_prompts:
-        yield f.error(
-            "rollout.queue_size",
-            f"a queue of {queue:,} groups is smaller than one batch of {f.num_prompts:,} groups",
-            f"set rollout.queue_size: {(stale + 1) * f.num_prompts}, or remove it",
-        )
-
-
-RULES = (undividable_batch, micro_batch_below_a_sequence, queue_below_a_batch)
+RULES = (undividable_batch, micro_batch_below_a_sequence)

@@ -66,7 +66,7 @@ def validation_on_training_data(f: Facts) -> Iterator[Finding]:
     train, valid = f.config.train_dataset, f.config.valid_dataset
     if valid is None or train.mixture or valid.mixture:
         return
-    if (valid.path, valid.split) == (train.path, train.split):
+    if (valid.path or train.path, valid.split) == (train.path, train.split):
         yield f.warn(
             "valid_dataset.split" if f.loaded.is_set("valid_dataset.split") else "valid_dataset.path",
             f"evaluation uses the training problems ({train.path}, split {train.split}), so it cannot show overfitting",
@@ -87,13 +87,11 @@ def best_names_a_metric(f: Facts) -> Iterator[Finding]:
 
 
 def evaluation_off_and_on(f: Facts) -> Iterator[Finding]:
-    keys = f.config.evaluator
-    also = [name for name in ("freq_epochs", "freq_secs") if getattr(keys, name) is not None]
-    if keys.freq_steps == 0 and also:
+    if f.config.evaluator.freq_steps == 0 and f.config.evaluator.freq_epochs is not None:
         yield f.error(
             "evaluator.freq_steps",
-            f"0 switches evaluation off, but evaluator.{also[0]} is set",
-            f"remove evaluator.freq_steps, or evaluator.{also[0]}",
+            "0 switches evaluation off, but evaluator.freq_epochs is set",
+            "remove evaluator.freq_steps, or evaluator.freq_epochs",
         )
 
 

@@ -22,12 +22,11 @@ def shortest_above_longest(f: Facts) -> Iterator[Finding]:
 
 
 def no_randomness(f: Facts) -> Iterator[Finding]:
-    gconfig = f.config.gconfig
-    if gconfig.greedy or gconfig.temperature == 0:
-        yield (f.warn if gconfig.greedy else f.error)(
-            "gconfig.greedy" if gconfig.greedy else "gconfig.temperature",
+    if f.config.gconfig.temperature == 0:
+        yield f.error(
+            "gconfig.temperature",
             "training samples without randomness: all completions of a prompt are equal and all advantages are 0",
-            "set gconfig.greedy: false and gconfig.temperature: 1.0",
+            "set gconfig.temperature: 1.0 (eval_gconfig.temperature: 0 is for evaluations)",
         )
 
 

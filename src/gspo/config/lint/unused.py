@@ -9,7 +9,7 @@ from gspo.config.backends import TRAINERS, parse_backend
 from gspo.config.lint.facts import Facts, facts_of
 from gspo.config.loaded import Loaded
 from gspo.config.resolve import value_of
-from gspo.config.schema import Norm, Optimizer, known_keys
+from gspo.config.schema import known_keys
 
 # (key or section, why it has no effect)
 Unused = tuple[str, str]
@@ -46,13 +46,9 @@ def _objective(f: Facts) -> Iterator[Unused]:
                 yield f"actor.{key}", f"{name} does not clip the ratio"
     if not f.objective["eps_auto"]:
         yield "actor.eps_clip_auto", "actor.eps_clip is not auto"
-    for owner, keys in (
-        ("sapo", ("sapo_tau_pos", "sapo_tau_neg")),
-        ("cispo", ("cispo_weight_max",)),
-        ("gmpo", ("gmpo_log_clip",)),
-    ):
-        if gate != owner:
-            yield from ((f"actor.{key}", f"the algorithm is {name}, not {owner}") for key in keys)
+    if gate != "sapo":
+        for key in ("actor.sapo_tau_pos", "actor.sapo_tau_neg"):
+            yield key, f"the algorithm is {name}, not sapo"
     if actor.zero_variance_groups != "refill" and f.config.rollout.dynamic_filter_fn is None:
         yield "actor.max_refills", f"actor.zero_variance_groups is {actor.zero_variance_groups}, not refill"
 
@@ -79,8 +75,6 @@ def _policies(f: Facts) -> Iterator[Unused]:
             if not (key == "actor.discount" and actor.kl_ctl > 0):
                 yield key, f"{f.objective['name']} does not use GAE"
         yield "critic", f"{f.objective['name']} does not use GAE"
-    if f.config.rollout.max_head_offpolicyness == 0:
-        yield "rollout.queue_size", "training is synchronous (rollout.max_head_offpolicyness is 0)"
 
 
 def _rewards(f: Facts) -> Iterator[Unused]:
@@ -88,9 +82,8 @@ def _rewards(f: Facts) -> Iterator[Unused]:
     if not actor.overlong_reward_penalty:
         for key in ("overlong_tokens", "overlong_penalty_factor"):
             yield f"actor.{key}", "actor.overlong_reward_penalty is off"
-    for name, norm in (("reward_norm", actor.reward_norm), ("adv_norm", actor.adv_norm)):
-        if norm is not None:
-            yield from _norm(f"actor.{name}", norm)
+    if actor.reward_norm is not None and actor.reward_norm.mean_level is None:
+        yield "actor.reward_norm.mean_leave1out", "actor.reward_norm.mean_level is null"
     if reward.functions:
         for key, data in (("train_dataset", f.config.train_dataset), ("valid_dataset", f.config.valid_dataset)):
             if data is not None and any(source.reward for source in data.mixture):
@@ -104,14 +97,6 @@ def _rewards(f: Facts) -> Iterator[Unused]:
         yield "reward.allow_unsandboxed_code", "no reward runs model-written code (`code`)"
 
 
-def _norm(key: str, norm: Norm) -> Iterator[Unused]:
-    if norm.mean_level is None:
-        yield f"{key}.mean_leave1out", f"{key}.mean_level is null"
-    if norm.std_level is None:
-        yield f"{key}.std_unbiased", f"{key}.std_level is null"
-        yield f"{key}.eps", f"{key}.std_level is null"
-
-
 def _engines(f: Facts) -> Iterator[Unused]:
     actor, config = f.actor, f.config
     if not actor.use_lora:
@@ -122,34 +107,24 @@ def _engines(f: Facts) -> Iterator[Unused]:
     alone = f.num_gpus * config.cluster.n_nodes <= 1 if trainer.name == "auto" else trainer.world == 1
     if alone and os.environ.get("WORLD_SIZE", "1") == "1":
         yield "actor.fsdp", "there is only one rank, which computes in actor.dtype"
-    yield from _optimizer("actor.optimizer", actor.optimizer)
-    if config.critic is not None:
-        yield from _optimizer("critic.optimizer", config.critic.optimizer)
+    if actor.optimizer.type == "sgd":
+        for name in ("beta1", "beta2", "eps"):
+            yield f"actor.optimizer.{name}", "actor.optimizer.type is sgd"
     for engine in ("vllm", "sglang"):
         if f.external_sampler != engine:
             yield engine, f"rollout.backend is {config.rollout.backend}, not {engine}"
     if f.in_process:
-        for key in ("actor.weight_update_mode", "rollout.request_retries"):
-            yield key, "the sampler runs in the trainer's process"
+        yield "actor.weight_update_mode", "the sampler runs in the trainer's process"
     if (on := config.scheduler.type) != "slurm":
         yield "scheduler.slurm", f"scheduler.type is {on}, not slurm"
-    if on == "local":
-        yield "scheduler.start_timeout", "scheduler.type is local"
-        if f.in_process:
-            yield "scheduler.restarts", "the local launcher restarts sampler servers only, and there are none"
-
-
-def _optimizer(key: str, optimizer: Optimizer) -> Iterator[Unused]:
-    if optimizer.type == "sgd":
-        yield from ((f"{key}.{name}", f"{key}.type is sgd") for name in ("beta1", "beta2", "eps"))
-    if optimizer.lr_scheduler_type == "constant":
-        yield f"{key}.min_lr_ratio", f"{key}.lr_scheduler_type is constant"
+    if on == "local" and f.in_process:
+        yield "scheduler.restarts", "the local launcher restarts sampler servers only, and there are none"
 
 
 def _sampling(f: Facts) -> Iterator[Unused]:
     for section, values in (("gconfig", f.config.gconfig), ("eval_gconfig", f.config.eval_gconfig)):
-        if values is not None and values.greedy:
-            why = f"{section}.greedy always takes the most likely token"
+        if values is not None and values.temperature == 0:
+            why = f"{section}.temperature is 0, which takes the most likely token"
             yield from ((f"{section}.{key}", why) for key in ("top_p", "top_k"))
     if f.config.gconfig.min_new_tokens == f.config.gconfig.max_new_tokens:
         for key in ("stop_token_ids", "ignore_eos"):
@@ -160,21 +135,18 @@ def _rest(f: Facts) -> Iterator[Unused]:
     config = f.config
     if config.total_train_steps is not None:
         yield "total_train_epochs", "total_train_steps is set"
-    for section, data in (("train_dataset", config.train_dataset), ("valid_dataset", config.valid_dataset)):
-        if data is not None and data.mixture:
-            for key in ("path", "size", "prompt_column", "answer_column", "columns", "options"):
-                yield f"{section}.{key}", f"the sources of {section}.mixture replace it"
+    if config.train_dataset.mixture:
+        for key in ("path", "size", "prompt_column", "answer_column", "columns", "options"):
+            yield f"train_dataset.{key}", "the sources of train_dataset.mixture replace it"
+    if config.valid_dataset is not None and config.valid_dataset.mixture:
+        yield "valid_dataset.path", "the sources of valid_dataset.mixture replace it"
     if not (config.env.path or config.env.agent or config.env.command):
         for key in ("env.options", "env.max_turns", "env.timeout", "env.turn_discount", "actor.sequence_unit"):
             yield key, "the config has no environment (env.path); only Trainer(env=…) would use it"
     if not f.sequence_level:
         yield "actor.sequence_unit", "every token has its own ratio"
-    if not (config.env.agent or config.env.command):
-        yield "env.model", "there is no agent (env.agent, env.command)"
     if config.env.command:
         yield "env.options", "a command receives the row only"
     if config.evaluator.freq_steps == 0:
         for key in ("evaluator.at_start", "evaluator.size", "evaluator.best"):
             yield key, "evaluation is switched off (evaluator.freq_steps is 0)"
-    if config.stats_logger.wandb.mode == "disabled":
-        yield "stats_logger.wandb.project", "stats_logger.wandb.mode is disabled"

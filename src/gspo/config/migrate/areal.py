@@ -65,6 +65,13 @@ def _objective_rules() -> Iterable[list[Rule]]:
             "accepted if it is equal to `gconfig.n_samples`; ignored without a group level",
             translate.norm_group_size,
         ),
+        only("actor.{reward_norm,adv_norm}.std_unbiased", (None, True), "the variance divides by n − 1; remove it"),
+        only(
+            "actor.{reward_norm,adv_norm}.eps",
+            lambda move: move.node.value is None or (move.is_number and 0 <= move.node.value <= 1e-4),
+            "nothing is added to a std, and equal rewards have advantage 0; remove it",
+        ),
+        only("actor.adv_norm.mean_leave1out", _OFF, "set actor.reward_norm.mean_leave1out, or algorithm: rloo"),
         translates("actor.overlong_penalty_factor", "null becomes the default", translate.values_of({}, True)),
         renames("critic.eps_clip", "critic.value_eps_clip"),
         renames("actor.enable_tree_training", "actor.share_prefix"),
@@ -87,10 +94,20 @@ def _engine_rules() -> Iterable[list[Rule]]:
         ),
         translates("actor.mb_spec.max_tokens_per_mb", "null becomes the default", translate.values_of({}, True)),
         drops(
-            "actor.mb_spec.{n_mbs_divisor,granularity,packing_algorithm}",
+            "actor.mb_spec.{n_mbs,n_mbs_divisor,granularity,packing_algorithm}",
             "it changes speed only; gspo packs micro-batches up to max_tokens_per_mb",
         ),
         drops(_OTHERS + ".mb_spec", "it changes memory and speed only; micro-batches follow actor.mb_spec"),
+        drops("actor.logprobs_chunk_size", "it changes memory only; the LM head computes 256 positions at a time"),
+        only(
+            _OTHERS + ".dtype",
+            lambda move: move.node.value in (None, "auto", move.value_of("actor.dtype")),
+            "it is actor.dtype; remove it",
+        ),
+        repeats("critic.ppo_n_minibatches", "actor.ppo_n_minibatches"),
+        only(_OPTIMIZERS + ".min_lr_ratio", (None, 0), "linear and cosine schedules end at 0; remove it"),
+        repeats("critic.optimizer.{type,weight_decay,gradient_clipping,lr_scheduler_type}", "actor.optimizer."),
+        repeats("critic.optimizer.{warmup_steps_proportion,beta1,beta2,eps}", "actor.optimizer."),
         drops("actor.attn_impl", "gspo chooses the attention kernel: sdpa, or flex attention on CUDA"),
         only("actor.disable_dropout", (None, True), "with dropout the ratio of a policy to itself is not 1; remove it"),
         drops(
@@ -114,7 +131,8 @@ def _engine_rules() -> Iterable[list[Rule]]:
         drops(_MODELS + ".pad_to_maximum", "sequences are packed without padding"),
         drops(_OTHERS + ".enable_tree_training", "only the actor has it"),
         only(_MODELS + ".use_kernels", _OFF, "custom kernels are not supported; remove it"),
-        only(_MODELS + ".grad_reduce_dtype", (None, "float32"), "set actor.fsdp.reduce_dtype instead"),
+        only(_MODELS + ".grad_reduce_dtype", (None, "float32"), "gradients are summed in float32; remove it"),
+        only("actor.fsdp.reduce_dtype", (None, "float32"), "gradients are summed in float32; remove it"),
         only("actor.peft_type", (None, "lora"), "LoRA is the only adapter; set actor.use_lora"),
         only("{enable_offload,actor.offload,ref.offload,critic.offload}", _OFF, _MORE_RANKS),
         only(_MODELS + ".fsdp.{offload_params,per_layer_optim_step,shard_vision_across_sp}", _OFF, _MORE_RANKS),
@@ -132,6 +150,13 @@ def _sampling_rules() -> Iterable[list[Rule]]:
         repeats("eval_gconfig.stop_token_ids", "gconfig.stop_token_ids"),
         drops("eval_gconfig.max_tokens", "gconfig.max_tokens applies to evaluation too"),
         translates("rollout.consumer_batch_size", "`train_dataset.batch_size`", translate.consumer_batch_size),
+        only(
+            "rollout.queue_size",
+            translate.adds_no_limit,
+            "lower rollout.max_head_offpolicyness, or set rollout.max_concurrent_rollouts, and remove it",
+        ),
+        only("rollout.request_retries", (None, 3), "a request is retried 3 times; remove it"),
+        translates(_SAMPLING + ".greedy", "true: temperature 0", translate.greedy),
         drops(_SAMPLING + ".skip_special_tokens", "rewards get the decoded completion; training uses its tokens"),
         drops(_SAMPLING + ".lora_name", "samplers use the adapter of the actor"),
         only(_SAMPLING + ".frequency_penalty", (None, 0), "the log-probs would not be those of the policy; remove it"),
@@ -152,7 +177,7 @@ def _sampling_rules() -> Iterable[list[Rule]]:
 
 def _run_rules() -> Iterable[list[Rule]]:
     modes = {True: "auto", False: "disabled", "on": "auto", "off": "disabled", "resume": "auto", "fault": "auto"}
-    wandb = "{wandb_base_url,wandb_api_key,entity,name,job_type,group,notes,tags,config,id_suffix}"
+    wandb = "{wandb_base_url,wandb_api_key,entity,project,name,job_type,group,notes,tags,config,id_suffix}"
     services = "{endpoint,deploy_mode,functioncall_service_domain,reward_functioncall_config,reward_model_service_url}"
     return (
         repeats("{rollout,actor,ref,critic,saver,recover,evaluator,stats_logger}.experiment_name", "experiment_name"),
@@ -172,17 +197,19 @@ def _run_rules() -> Iterable[list[Rule]]:
         drops(_DATA + ".drop_last", "prompts form an endless stream of full batches"),
         only(_DATA + ".type", (None, "rl"), "the data sets are prompts for RL; remove it"),
         drops("valid_dataset.{batch_size,shuffle}", "evaluation uses the first evaluator.size problems in file order"),
+        only("valid_dataset.max_length", translate.is_as_in_training, "it is train_dataset.max_length; remove it"),
         only(_DATA + ".dataset_kwargs", (None, {}), "write the rows to a file and set path to that file"),
         only("total_train_n_seqs", (None,), "set total_train_steps instead"),
         translates(
-            "saver.freq_secs", "`recover.freq_secs`, the smaller value", translate.frequency("recover.freq_secs")
+            "saver.freq_secs", "`recover.freq_secs`, the smaller value", translate.smaller_of("recover.freq_secs")
         ),
         translates(
-            "recover.freq_steps", "`saver.freq_steps`, the smaller value", translate.frequency("saver.freq_steps")
+            "recover.freq_steps", "`saver.freq_steps`, the smaller value", translate.smaller_of("saver.freq_steps")
         ),
         translates(
-            "recover.freq_epochs", "`saver.freq_epochs`, the smaller value", translate.frequency("saver.freq_epochs")
+            "recover.freq_epochs", "`saver.freq_epochs`, the smaller value", translate.smaller_of("saver.freq_epochs")
         ),
+        only("evaluator.freq_secs", (None,), "set evaluator.freq_steps or evaluator.freq_epochs"),
         drops("saver.mode", "checkpoints have one format, complete and verified"),
         drops(
             "recover.retries",

@@ -7,17 +7,24 @@ from collections.abc import Iterable
 from gspo.config.migrate import translate
 from gspo.config.migrate.rule import Rule, only, translates
 
+_DATA_KEYS = "{prompt_column,answer_column,columns,system_prompt,chat_template,chat_template_kwargs,options}"
+
 
 def rules() -> Iterable[Rule]:
     """The table, in the order of application."""
-    groups = (
-        translates(
-            "scheduler.slurm.partition",
-            "`scheduler.slurm.sbatch: [--partition=…]`",
-            translate.sbatch_option("partition"),
-        ),
-        translates(
-            "scheduler.slurm.account", "`scheduler.slurm.sbatch: [--account=…]`", translate.sbatch_option("account")
+    return (rule for group in (*_moved(), *_constants()) for rule in group)
+
+
+def _moved() -> Iterable[list[Rule]]:
+    options = {"partition": "partition", "account": "account", "time": "time", "cpus_per_node": "cpus-per-task"}
+    return (
+        *(
+            translates(
+                f"scheduler.slurm.{name}",
+                f"`scheduler.slurm.sbatch: [--{option}=…]`",
+                translate.sbatch_option(option),
+            )
+            for name, option in options.items()
         ),
         translates(
             "reward.format_regex",
@@ -25,9 +32,37 @@ def rules() -> Iterable[Rule]:
             translate.format_regex,
         ),
         only(
-            "critic.value_loss_coef",
-            (None, 1.0),
-            "it only scales the gradient of the critic; change critic.optimizer.lr instead",
+            "valid_dataset." + _DATA_KEYS,
+            translate.is_as_in_training,
+            "it is as in train_dataset; write valid_dataset.mixture: [{path: …, …}] for another value",
+        ),
+        translates("valid_dataset.size", "`evaluator.size`, the smaller value", translate.smaller_of("evaluator.size")),
+        only(
+            "actor.rejection_sampling.only_negative",
+            translate.is_preset,
+            "the preset sequence_mask, and no other, is for negative advantages; choose a preset and remove it",
+        ),
+        only(
+            "stats_logger.keep_token_samples",
+            lambda move: move.node.value in (None, 16) or move.value_of("rollout.dump_to_file") is False,
+            "it is 16, or 0 with rollout.dump_to_file: false; remove it",
         ),
     )
-    return (rule for group in groups for rule in group)
+
+
+def _constants() -> Iterable[list[Rule]]:
+    """Keys whose default is now a constant."""
+    auto = "eps_clip: auto has one free setting, actor.eps_clip_auto.target_fraction; remove it"
+    fixed = "this is a constant of the algorithm; remove it, or compute the loss with gspo.objectives.loss"
+    return (
+        only("critic.value_loss_coef", (None, 1.0), "it scales the critic's gradient; set critic.optimizer.lr instead"),
+        only("actor.eps_clip_auto.high_over_low", (None, 4 / 3), auto),
+        only("actor.eps_clip_auto.decay", (None, 0.8), auto),
+        only("actor.eps_clip_auto.eps_max", (None, 0.2), auto),
+        only("actor.cispo_weight_max", (None, 5.0), fixed),
+        only("actor.gmpo_log_clip", (None, 0.4), fixed),
+        only("actor.max_nonfinite_updates", (None, 3), "a run ends after 3 non-finite updates in a row; remove it"),
+        only("scheduler.start_timeout", (None, 300), "a run waits 300 s for a Ray cluster; remove it"),
+        only("scheduler.slurm.save_before", (None, 120), "a run saves 120 s before its time limit; remove it"),
+        only("env.model", (None, "policy"), "let agents ask for the model policy ($OPENAI_MODEL) and remove it"),
+    )

@@ -18,7 +18,8 @@ class Rule:
 
     target      our key that takes the value (rename), or that must have the same value (repeat)
     reason      why the key is dropped, or what a translation does; for messages and documentation
-    harmless    values that change nothing here and are dropped; other values are refused. None: all are dropped
+    harmless    values that change nothing here and are dropped, or a test for them; other values are refused. None:
+                all are dropped
     instead     what to use in place of a refused value
     translate   (move) → None, for everything else
     """
@@ -27,7 +28,7 @@ class Rule:
     kind: str  # rename, repeat, drop, translate
     target: str = ""
     reason: str = ""
-    harmless: tuple[Any, ...] | None = None
+    harmless: tuple[Any, ...] | Callable[[Move], bool] | None = None
     instead: str = ""
     translate: Callable[[Move], None] | None = None
 
@@ -42,8 +43,15 @@ class Rule:
             return self.reason
         if self.harmless is None:
             return f"ignored: {self.reason}"
+        if callable(self.harmless):
+            return f"ignored if it changes nothing, else refused: {self.instead}"
         values = " or ".join(written(value) or '""' for value in self.harmless)
         return f"ignored if {values}, else refused: {self.instead}"
+
+    def is_refused(self, move: Move) -> bool:
+        if callable(self.harmless):
+            return not self.harmless(move)
+        return self.harmless is not None and move.node.data() not in self.harmless
 
 
 @dataclass
@@ -105,6 +113,10 @@ class Move:
         node = self.existing(key)
         return known_keys()[key].default if node is None else node.data()
 
+    @property
+    def is_number(self) -> bool:
+        return isinstance(self.node.value, int | float) and not isinstance(self.node.value, bool)
+
     def switch(self) -> bool | None:
         """The value of a key that is true or false; None, with a problem, for any other value."""
         if isinstance(self.node.value, bool):
@@ -129,7 +141,7 @@ def apply(move: Move) -> None:
         move.say(f"is now {rule.target}: {written(node.data())}")
     elif rule.kind == "repeat":
         repeat(move, rule.target)
-    elif rule.harmless is not None and node.data() not in rule.harmless:
+    elif rule.is_refused(move):
         move.refuse(f"{tree.clip(written(node.data()))} is not supported: {rule.instead}")
     else:
         move.drop(rule.reason if rule.harmless is None else "this value is what gspo does anyway")
@@ -173,14 +185,16 @@ def renames(old: str, target: str) -> list[Rule]:
 
 
 def repeats(pattern: str, target: str) -> list[Rule]:
-    return [Rule(key, "repeat", target=target) for key in expand(pattern)]
+    """Accept the value of `target` only; of the key with the same last name if it ends with a dot."""
+    names = {key: key.rpartition(".")[2] if target.endswith(".") else "" for key in expand(pattern)}
+    return [Rule(key, "repeat", target=target + name) for key, name in names.items()]
 
 
 def drops(pattern: str, reason: str) -> list[Rule]:
     return [Rule(key, "drop", reason=reason) for key in expand(pattern)]
 
 
-def only(pattern: str, harmless: tuple[Any, ...], instead: str) -> list[Rule]:
+def only(pattern: str, harmless: tuple[Any, ...] | Callable[[Move], bool], instead: str) -> list[Rule]:
     """Ignore these values, refuse all others."""
     return [Rule(key, "drop", harmless=harmless, instead=instead) for key in expand(pattern)]
 

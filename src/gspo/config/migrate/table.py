@@ -30,6 +30,8 @@ _ALIASES = (
     ("saver.freq_secs", "recover.freq_secs"),
     ("recover.freq_steps", "saver.freq_steps"),
     ("recover.freq_epochs", "saver.freq_epochs"),
+    ("valid_dataset.size", "evaluator.size"),
+    ("eval_gconfig.greedy", "eval_gconfig.temperature"),
 )
 _SAME_VALUE = {"actor.group_size": "gconfig.n_samples", "rollout.consumer_batch_size": "train_dataset.batch_size"}
 

@@ -268,8 +268,8 @@ def consumer_batch_size(move: Move) -> None:
     move.say(f"is now {target}: {written(value)}")
 
 
-def frequency(target: str) -> Callable[[Move], None]:
-    """Saver and recover wrote the same checkpoints: every frequency has one key, and the higher frequency wins."""
+def smaller_of(target: str) -> Callable[[Move], None]:
+    """Two keys had the same meaning (saver and recover wrote the same checkpoints): the smaller number is kept."""
 
     def translate(move: Move) -> None:
         existing, value = move.value_of(target), move.node.value
@@ -277,12 +277,48 @@ def frequency(target: str) -> Callable[[Move], None]:
             move.drop(f"{target} decides")
             return
         if isinstance(existing, int | float) and isinstance(value, int | float) and existing <= value:
-            move.drop(f"{target}: {written(existing)} is at least as frequent")
+            move.drop(f"{target}: {written(existing)} is not larger")
             return
         tree.put(move.root, target, move.node)
         move.say(f"is now {target}: {written(move.node.data())}")
 
     return translate
+
+
+def greedy(move: Move) -> None:
+    """Greedy decoding is temperature 0, which is the default of an evaluation."""
+    target = move.rule.key.replace("greedy", "temperature")
+    existing, on = tree.get(move.root, target), None if move.node.value is None else move.switch()
+    is_overridden = existing is not None and existing.from_command_line and not move.node.from_command_line
+    if on and not is_overridden:
+        tree.put(move.root, target, Node(0.0, move.node.place, text="0", settled=True))
+        move.say(f"is now {target}: 0")
+    elif on is False and existing is None and target.startswith("eval_"):
+        move.set(target, move.value_of("gconfig.temperature"))
+        move.say(f"is now {target}: {written(move.value_of(target))}")
+    elif on is not None or move.node.value is None:
+        move.drop(f"{target} decides")
+
+
+# Tests for values that change nothing.
+
+
+def adds_no_limit(move: Move) -> bool:
+    """rollout.queue_size limited the groups that are sampled ahead; staleness limits them, too."""
+    stale, prompts = move.value_of("rollout.max_head_offpolicyness"), move.value_of("train_dataset.batch_size")
+    value, known = move.node.value, isinstance(stale, int) and isinstance(prompts, int)
+    return value is None or stale == 0 or (known and isinstance(value, int) and value >= (stale + 1) * prompts)
+
+
+def is_as_in_training(move: Move) -> bool:
+    """A key of valid_dataset with its default, or with the value of train_dataset, which it has now."""
+    value = move.node.data()
+    return value in (None, {}, "auto") or value == move.value_of(move.rule.key.replace("valid", "train"))
+
+
+def is_preset(move: Move) -> bool:
+    preset = tree.get(move.root, "actor.rejection_sampling.preset")
+    return move.node.value in (None, preset is not None and preset.value == "sequence_mask")
 
 
 def sbatch_option(name: str) -> Callable[[Move], None]:

@@ -68,7 +68,6 @@ MAPPED: tuple[tuple[str, str, str], ...] = (
     (_A + "optim.betas", "actor.optimizer.beta1", "and beta2"),
     (f"{_A}optim.lr_warmup_steps {_A}optim.lr_warmup_steps_ratio", "actor.optimizer.warmup_steps_proportion", ""),
     (f"{_A}optim.lr_scheduler_type {_A}optim.warmup_style", "actor.optimizer.lr_scheduler_type", ""),
-    (_A + "optim.min_lr_ratio", "actor.optimizer.min_lr_ratio", ""),
     (f"{_A}fsdp_config.dtype {_A}fsdp_config.model_dtype", "actor.dtype", ""),
     (f"{_A}strategy {_A}fsdp_config.fsdp_size", "actor.backend", "fsdp:dN"),
     (_A + "use_prefix_grouper", "actor.share_prefix", ""),
@@ -78,7 +77,6 @@ MAPPED: tuple[tuple[str, str, str], ...] = (
     (_R + "temperature", "gconfig.temperature", ""),
     (_R + "top_p", "gconfig.top_p", ""),
     (_R + "top_k", "gconfig.top_k", "0 keeps all, there -1"),
-    (_R + "do_sample", "gconfig.greedy", "the opposite"),
     (_R + "ignore_eos", "gconfig.ignore_eos", ""),
     (f"{_R}prompt_length {_R}response_length", "gconfig.max_new_tokens", "with train_dataset.max_length"),
     (_R + "max_model_len", "gconfig.max_tokens", ""),
@@ -87,7 +85,7 @@ MAPPED: tuple[tuple[str, str, str], ...] = (
     (_R + "val_kwargs.temperature", "eval_gconfig.temperature", ""),
     (_R + "val_kwargs.top_p", "eval_gconfig.top_p", ""),
     (_R + "val_kwargs.top_k", "eval_gconfig.top_k", ""),
-    (_R + "val_kwargs.do_sample", "eval_gconfig.greedy", "the opposite"),
+    (_R + "val_kwargs.do_sample", "eval_gconfig.temperature", "0 for false"),
     (
         f"{_R}gpu_memory_utilization {_R}engine_kwargs.vllm",
         "vllm",
@@ -142,10 +140,14 @@ MAPPED: tuple[tuple[str, str, str], ...] = (
     ("reward_model.reward_manager reward_manager.name", "reward.functions", "[math], [numeric], [module:function], …"),
     ("critic.model.path", "critic.path", ""),
     ("critic.optim.lr", "critic.optimizer.lr", ""),
-    ("critic.optim.weight_decay", "critic.optimizer.weight_decay", ""),
-    ("critic.grad_clip critic.optim.clip_grad", "critic.optimizer.gradient_clipping", ""),
+    ("critic.optim.weight_decay", "actor.optimizer.weight_decay", "it applies to actor and critic"),
+    (
+        "critic.grad_clip critic.optim.clip_grad",
+        "actor.optimizer.gradient_clipping",
+        "it applies to actor and critic",
+    ),
     ("critic.cliprange_value", "critic.value_eps_clip", ""),
-    ("critic.ppo_mini_batch_size", "critic.ppo_n_minibatches", "updates per rollout batch"),
+    ("critic.ppo_mini_batch_size", "actor.ppo_n_minibatches", "updates per rollout batch, of actor and critic"),
     (
         "critic.ppo_max_token_len_per_gpu critic.ppo_micro_batch_size critic.ppo_micro_batch_size_per_gpu "
         "critic.use_dynamic_bsz",
@@ -169,10 +171,11 @@ MAPPED: tuple[tuple[str, str, str], ...] = (
 )
 
 NEEDLESS: tuple[tuple[str, str], ...] = (
+    (_R + "do_sample", "training always samples"),
     (f"{_A}use_remove_padding {_M}use_remove_padding critic.model.use_remove_padding", "nothing is padded"),
     (
         f"{_A}entropy_from_logits_with_chunking {_A}use_fused_kernels {_M}use_fused_kernels {_M}fused_kernel_options.*",
-        "logits are computed at trained positions only, in chunks (actor.logprobs_chunk_size)",
+        "logits are computed at trained positions only, in chunks",
     ),
     (f"{_R}log_prob_*", "log-probs of π_old use actor.mb_spec"),
     (
@@ -219,6 +222,7 @@ UNSUPPORTED: tuple[tuple[str, str], ...] = (
     ),
     (f"{_A}ulysses_sequence_parallel_size", "sequences are not split over ranks"),
     (f"{_A}use_torch_compile", "models are not compiled"),
+    (_A + "optim.min_lr_ratio", "linear and cosine schedules end at 0"),
     (f"{_R}multi_turn.* {_R}agent.* data.tool_config_path", "use an environment: env.path"),
     ("algorithm.kl_ctrl.type algorithm.kl_ctrl.horizon algorithm.kl_ctrl.target_kl", "the KL coefficient is fixed"),
     ("algorithm.use_pf_ppo algorithm.pf_ppo.*", "samples have equal weights"),

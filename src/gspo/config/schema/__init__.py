@@ -5,11 +5,11 @@ says "algorithm" is filled in by `config.resolve` from `algorithms.py`, with the
 importance_sampling_level > algorithm > default.
 """
 
-from gspo.config.schema.actor import Actor, AutoClip, Correction, Norm, Sharding
+from gspo.config.schema.actor import Actor, AutoClip, Correction, Norm, RewardNorm, Sharding
 from gspo.config.schema.cluster import Cluster, Scheduler, Slurm
-from gspo.config.schema.config import Config, known_keys
-from gspo.config.schema.critic import Critic, Reference
-from gspo.config.schema.dataset import DatasetSpec, MixtureSource, TrainDataset
+from gspo.config.schema.config import Config, held_out, known_keys
+from gspo.config.schema.critic import Critic, CriticOptimizer, Reference
+from gspo.config.schema.dataset import DatasetSpec, MixtureSource, TrainDataset, ValidDataset
 from gspo.config.schema.env import Environment
 from gspo.config.schema.key import Key, Section, keys_of
 from gspo.config.schema.optimizer import MicroBatch, Optimizer
@@ -25,6 +25,7 @@ __all__ = [
     "Config",
     "Correction",
     "Critic",
+    "CriticOptimizer",
     "DatasetSpec",
     "Environment",
     "EvalGeneration",
@@ -38,6 +39,7 @@ __all__ = [
     "Recover",
     "Reference",
     "Reward",
+    "RewardNorm",
     "Rollout",
     "Saver",
     "Scheduler",
@@ -46,7 +48,9 @@ __all__ = [
     "Slurm",
     "StatsLogger",
     "TrainDataset",
+    "ValidDataset",
     "WandB",
+    "held_out",
     "keys_of",
     "known_keys",
 ]

@@ -13,9 +13,10 @@ from gspo.config.schema.optimizer import MicroBatch, Optimizer
 class Norm(Section):
     mean_level: Literal["batch", "group"] | None = key(None, "Subtract the mean of the group or batch; null: none.")
     std_level: Literal["batch", "group"] | None = key(None, "Divide by the std of the group or batch; null: none.")
+
+
+class RewardNorm(Norm):
     mean_leave1out: bool = key(False, "Compute the mean without the sample itself (leave-one-out).")
-    std_unbiased: bool = key(True, "Divide by n − 1 in the variance.")
-    eps: float = key(0.0, "Added to the std.", low=0.0)
 
 
 class Correction(Section):
@@ -32,14 +33,10 @@ class Correction(Section):
     agg: Literal["mean", "sum", "max"] = key(
         "mean", "How tokens are reduced to a sequence. The ratio is reduced in log space."
     )
-    only_negative: bool = key(False, "Drop only sequences with a negative advantage.")
 
 
 class AutoClip(Section):
     target_fraction: float = key(0.15, "Target fraction of clipped sequences.", above=0.0, high=0.9)
-    high_over_low: float = key(4.0 / 3.0, "Fixed ratio ε_high / ε_low.", above=0.0)
-    decay: float = key(0.8, "Decay of the exponential moving average of quantiles.", low=0.0, high=0.999)
-    eps_max: float = key(0.2, "Upper bound of both clip ranges.", above=0.0, high=1.0)
 
 
 class Sharding(Section):
@@ -47,11 +44,6 @@ class Sharding(Section):
         None,
         "Data type of the computation, if the weights have a wider actor.dtype such as float32.",
         unset="actor.dtype",
-    )
-    reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = key(
-        None,
-        "Data type in which gradients are summed over ranks.",
-        unset="float32, or the weights' type if it is wider",
     )
 
 
@@ -110,8 +102,6 @@ class Actor(Section):
         None, "KL estimator.", unset="k3 in the loss, k1 in the reward"
     )
     c_clip: float | None = key(None, "Dual clip: upper bound of the ratio for A < 0; null: off.", above=1.0)
-    cispo_weight_max: float = key(5.0, "Upper bound of the CISPO weight.", above=0.0)
-    gmpo_log_clip: float = key(0.4, "Clip range of GMPO's token log-ratios.", above=0.0)
     sapo_tau_pos: float = key(1.0, "SAPO temperature for A > 0.", above=0.0)
     sapo_tau_neg: float = key(1.05, "SAPO temperature for A ≤ 0.", above=0.0)
     sequence_unit: Literal["trajectory", "turn"] = key(
@@ -120,7 +110,7 @@ class Actor(Section):
     )
 
     # Rewards and advantages.
-    reward_norm: Norm | None = key(None, "Normalisation of rewards.", unset="the algorithm's advantage")
+    reward_norm: RewardNorm | None = key(None, "Normalisation of rewards.", unset="the algorithm's advantage")
     adv_norm: Norm | None = key(None, "Normalisation of advantages after GAE; null: none.")
     discount: float = key(1.0, "γ of GAE.", low=0.0, high=1.0)
     gae_lambda: float = key(1.0, "λ of GAE.", low=0.0, high=1.0)
@@ -172,6 +162,4 @@ class Actor(Section):
     fsdp: Sharding = key(Sharding, "Mixed precision on several ranks, for the actor, ref and critic.")
     fp32_lm_head: bool | None = key(None, "Compute the LM head in float32.", unset="true for sequence ratios")
     share_prefix: bool = key(True, "Compute the prompt of a group once for all its completions.")
-    logprobs_chunk_size: int = key(256, "Positions per chunk of the LM head. It limits memory.", low=1)
     init_from_scratch: bool = key(False, "Start from random weights in the model's architecture.")
-    max_nonfinite_updates: int = key(3, "The run stops after this many non-finite updates in a row.", low=1)

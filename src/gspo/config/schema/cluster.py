@@ -14,19 +14,13 @@ class Cluster(Section):
 
 
 class Slurm(Section):
-    time: str | None = key(None, "Time limit in sbatch's format, for example 24:00:00.", unset="the partition's limit")
-    sbatch: list[str] = key([], "More sbatch options, for example [--mem=64G, --exclusive].")
+    sbatch: list[str] = key([], "More sbatch options, for example [--time=24:00:00, --mem=64G].")
     setup: list[str] = key([], "Shell lines that run before anything starts, for example [module load cuda].")
-    cpus_per_node: int | None = key(None, "CPUs on each machine.", unset="one for each process on it", low=1)
-    save_before: int = key(120, "The run saves and queues itself again this many seconds before the time limit.", low=1)
 
 
 class Scheduler(Section):
     type: Literal["local", "ray", "slurm"] | None = key(None, "Where processes run.", unset="local")
     restarts: int = key(
         3, "How many times a killed process is restarted: each sampler, and with ray and slurm also the trainer.", low=0
-    )
-    start_timeout: float = key(
-        300.0, "The run fails if the Ray cluster does not answer or has no room for this many seconds.", above=0
     )
     slurm: Slurm = key(Slurm, "Options of the Slurm job.")

@@ -11,7 +11,7 @@ from gspo.algorithms import ALGORITHMS
 from gspo.config.schema.actor import Actor
 from gspo.config.schema.cluster import Cluster, Scheduler
 from gspo.config.schema.critic import Critic, Reference
-from gspo.config.schema.dataset import DatasetSpec, TrainDataset
+from gspo.config.schema.dataset import DatasetSpec, TrainDataset, ValidDataset
 from gspo.config.schema.env import Environment
 from gspo.config.schema.key import Key, Section, key, keys_of
 from gspo.config.schema.reward import Reward
@@ -34,11 +34,15 @@ class Config(Section):
     train_dataset: TrainDataset = key(TrainDataset, "Training problems.")
     reward: Reward = key(Reward, "Reward functions and their workers.")
     rollout: Rollout = key(Rollout, "Samplers and staleness.")
-    valid_dataset: DatasetSpec | None = key(None, "Held-out problems.", unset="the held-out split of train_dataset")
+    valid_dataset: ValidDataset | None = key(
+        None,
+        "Held-out problems. Everything that it does not set is as in train_dataset.",
+        unset="the held-out split of train_dataset",
+    )
     eval_gconfig: EvalGeneration | None = key(
         None,
         "Sampling parameters for evaluation. A key that is not set here has gconfig's value.",
-        unset="one greedy sample; lengths and stops are always those of gconfig",
+        unset="one greedy sample (temperature 0); lengths and stops are always those of gconfig",
     )
     evaluator: Evaluator = key(Evaluator, "Held-out evaluation.")
     saver: Saver = key(Saver, "Checkpoints by steps or epochs, and how many are kept.")
@@ -67,6 +71,20 @@ class Config(Section):
     stall_timeout: float = key(
         7200.0, "After this many seconds without progress the run stops and writes stack traces to log.txt.", above=0
     )
+
+
+def held_out(config: Config) -> DatasetSpec:
+    """The data set of held-out problems: train_dataset with what valid_dataset sets, or its whole test split."""
+    train, valid = config.train_dataset, config.valid_dataset
+    # `size` limits the training rows; evaluation uses the whole split.
+    whole = {"split": "test" if valid is None else valid.split, "size": None}
+    if valid is None or not (valid.path or valid.mixture):
+        sources = [source.model_copy(update=whole) for source in train.mixture]
+        return train.model_copy(update={**whole, "mixture": sources})
+    # Options belong to one procedural task.
+    options = train.options if valid.path == train.path else {}
+    other = {"path": valid.path or train.path, "mixture": valid.mixture, "options": options}
+    return train.model_copy(update={**whole, **other})
 
 
 @functools.cache

@@ -64,6 +64,12 @@ class DatasetSpec(Source):
     )
 
 
+class ValidDataset(Section):
+    path: str | None = key(None, "As in train_dataset.path.", unset="train_dataset.path")
+    split: str | None = key(None, "Split to read.", unset="test")
+    mixture: list[MixtureSource] = key([], "Several data sets, instead of path; each may have its own columns.")
+
+
 class TrainDataset(DatasetSpec):
     batch_size: int = key(32, "Prompts per rollout batch.", low=1)
     shuffle: bool = key(True, "Take prompts in a random order that depends on the seed.")

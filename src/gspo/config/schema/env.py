@@ -37,4 +37,3 @@ class Environment(Section):
         "Instead of path, an agent as a command line: one process per episode, with OPENAI_BASE_URL and OPENAI_API_KEY "
         "in its environment, for example [node, a.js].",
     )
-    model: str = key("policy", "The model name that agents must request. Other names are refused.")

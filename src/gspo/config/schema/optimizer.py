@@ -11,9 +11,6 @@ class MicroBatch(Section):
     max_tokens_per_mb: int = key(
         8192, "Tokens per forward and backward pass. It changes memory and speed, not results.", low=1
     )
-    n_mbs: int | None = key(
-        None, "Minimum number of micro-batches per mini-batch.", unset="as few as fit max_tokens_per_mb", low=1
-    )
 
 
 class Optimizer(Section):
@@ -22,12 +19,11 @@ class Optimizer(Section):
     weight_decay: float = key(0.0, "Decoupled weight decay.", low=0.0)
     gradient_clipping: float = key(1.0, "Maximum norm of the gradient; 0: no clipping.", low=0.0)
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = key(
-        "constant", "Learning rate schedule after the warm-up."
+        "constant", "Learning rate schedule after the warm-up. linear and cosine end at 0."
     )
     warmup_steps_proportion: float = key(
         0.0, "Fraction of all steps in which the learning rate rises from 0.", low=0.0, high=1.0
     )
-    min_lr_ratio: float = key(0.0, "Final learning rate divided by the peak, for linear and cosine.", low=0.0, high=1.0)
     beta1: float = key(0.9, "Adam's decay of the first moment.", low=0.0, high=0.9999999)
     beta2: float = key(0.999, "Adam's decay of the second moment.", low=0.0, high=0.9999999)
     eps: float = key(1e-8, "Adam's ε, added to the square root of the second moment.", low=0.0)

@@ -21,21 +21,14 @@ class Rollout(Section):
     max_concurrent_rollouts: int | None = key(
         None,
         "Number of sequences sampled at the same time, in whole groups.",
-        unset="as many as the sampler, queue_size and max_head_offpolicyness allow",
+        unset="as many as the sampler and max_head_offpolicyness allow",
         low=1,
     )
     dump_to_file: bool = key(True, "Write every sample to samples/step_*.jsonl.")
     dynamic_filter_fn: str | None = key(
         None, "module:function or file.py:function that returns whether to train on a group; others are resampled."
     )
-    queue_size: int | None = key(
-        None,
-        "Number of groups sampled ahead, finished or not.",
-        unset="max_head_offpolicyness + 1 rollout batches",
-        low=1,
-    )
     request_timeout: float = key(3600.0, "The run fails if the samplers return nothing for this many seconds.", above=0)
-    request_retries: int = key(3, "How many times a request is retried if its sampler server dies.", low=0)
     sampler_precision: Literal["none", "bf16", "int8"] = key(
         "none",
         "For studies: round the weights of the in-process sampler (int8: per output channel), so that it differs from "
@@ -46,12 +39,13 @@ class Rollout(Section):
 class EvalGeneration(Section):
     n_samples: int = key(8, "Completions per prompt: the group size G.", low=1)
     max_new_tokens: int = key(512, "Maximum length of a completion, in tokens.", low=1)
-    temperature: float = key(1.0, "Sampling temperature: the logits are divided by it.", low=0.0)
+    temperature: float = key(
+        1.0, "Sampling temperature: the logits are divided by it. In an evaluation, 0 is greedy decoding.", low=0.0
+    )
     top_p: float = key(
         1.0, "Nucleus sampling: keep the smallest set of tokens with this probability.", above=0.0, high=1.0
     )
     top_k: int = key(0, "Keep the k most likely tokens; 0: all.", low=0)
-    greedy: bool = key(False, "Always take the most likely token.")
 
 
 class Generation(EvalGeneration):

@@ -18,10 +18,9 @@ class Evaluator(Section):
     freq_steps: int | None = key(
         None,
         "Evaluate every N steps; the last step is always evaluated. 0: no evaluation at all",
-        unset="ten times in a run, at least 10 steps apart, unless freq_epochs or freq_secs is set",
+        unset="ten times in a run, at least 10 steps apart, unless freq_epochs is set",
         low=0,
     )
-    freq_secs: float | None = key(None, "Evaluate every N seconds.", above=0)
     at_start: bool = key(True, "Evaluate before the first step.")
     best: str | None = key(
         None,

@@ -9,16 +9,16 @@ from gspo.config.schema.key import Section, key
 
 class WandB(Section):
     mode: Literal["disabled", "offline", "online"] = key(
-        "disabled", "offline: write to RUN/wandb for `wandb sync`; online: send while training. Needs gspo[wandb]."
+        "disabled",
+        "offline: write to RUN/wandb for `wandb sync`; online: send while training. The project is $WANDB_PROJECT or "
+        "experiment_name. Needs gspo[wandb].",
     )
-    project: str | None = key(None, "Project.", unset="experiment_name")
 
 
 class StatsLogger(Section):
     wandb: WandB = key(WandB, "Weights & Biases.")
     tensorboard: bool = key(False, "Also write TensorBoard events to RUN/tensorboard. Needs gspo[tensorboard].")
     trackio: bool = key(False, "Also write a Trackio database to RUN/trackio or $TRACKIO_DIR. Needs gspo[trackio].")
-    keep_token_samples: int = key(16, "Number of sequences per step whose per-token values are stored.", low=0)
     keep_sample_steps: int | None = key(
         None, "Number of steps whose samples are kept on disk.", unset="all steps", low=1
     )

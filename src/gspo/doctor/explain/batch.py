@@ -14,7 +14,7 @@ def batch_section(f: Facts) -> dict[str, Any]:
     ranks, longest = layout_of(f.config, f.num_gpus).ranks, f.longest
     each, spec = total / parts, f.actor.mb_spec
     tokens = math.ceil(each * (longest or f.config.gconfig.max_new_tokens))
-    micro = max(spec.n_mbs or 1, math.ceil(tokens / ranks / spec.max_tokens_per_mb))
+    micro = max(1, math.ceil(tokens / ranks / spec.max_tokens_per_mb))
     steps = f.config.total_train_steps
     return {
         "prompts": f.num_prompts,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gspo.config.lint.facts import Facts
-from gspo.config.schema import DatasetSpec
+from gspo.config.schema import DatasetSpec, held_out
 
 
 def data_section(f: Facts) -> dict[str, Any]:
@@ -16,7 +16,7 @@ def data_section(f: Facts) -> dict[str, Any]:
     own = "the held-out part of each training source" if train.mixture else "the held-out part of the training data"
     return {
         "training": _data_words(train),
-        "held_out": own if valid is None else _data_words(valid),
+        "held_out": own if valid is None else _data_words(held_out(f.config)),
         "template": _template_words(train),
         "reward": reward_words(functions, f.config.reward.weights) if functions else _own_words(train),
     }

@@ -12,6 +12,7 @@ from gspo.doctor import memory
 from gspo.doctor.explain.policies import reference_is_policy
 from gspo.doctor.memory import Item
 from gspo.doctor.shapes import Shape, Source, Unknown, adapter_parameters, find_source, shape_of
+from gspo.learner.policy import HEAD_CHUNK
 from gspo.system.text import count
 
 MAX_ROWS = 256  # of `train.build.sampler.local_sampler`
@@ -55,15 +56,14 @@ def _trainer_memory(f: Facts, shape: Shape) -> list[Item]:
         items += _adapter_memory(f, shape, shards)
     else:
         items += memory.training_items("actor", shape.parameters, f.dtype, actor.optimizer.type, shards)
-    items += memory.logits_items(shape, chunk=actor.logprobs_chunk_size, tokens_per_mb=actor.mb_spec.max_tokens_per_mb)
+    items += memory.logits_items(shape, chunk=HEAD_CHUNK, tokens_per_mb=actor.mb_spec.max_tokens_per_mb)
     ref, critic = f.config.ref, f.config.critic
     if ref is not None and (actor.kl_loss_coef > 0 or actor.kl_ctl > 0) and not reference_is_policy(f):
         other = _shape_at(ref.path or actor.path)
-        dtype = f.dtype if ref.dtype == "auto" else ref.dtype
         items.append(
             Item("reference parameters", None, other.reason)
             if isinstance(other, Unknown)
-            else memory.parameters_item("reference", other.parameters, dtype, shards, ", no gradients")
+            else memory.parameters_item("reference", other.parameters, f.dtype, shards, ", no gradients")
         )
     if critic is not None and f.objective["advantage"] == "gae":
         other = _shape_at(critic.path or actor.path)
@@ -71,9 +71,8 @@ def _trainer_memory(f: Facts, shape: Shape) -> list[Item]:
             return [*items, Item("critic", None, other.reason)]
         # The language-model head is replaced by a linear layer from the hidden state to one value.
         num = other.parameters - other.head + other.hidden + 1
-        dtype = f.dtype if critic.dtype == "auto" else critic.dtype
-        items.append(memory.parameters_item("critic", num, dtype, shards))
-        items += memory.training_items("critic", num, dtype, critic.optimizer.type, shards)
+        items.append(memory.parameters_item("critic", num, f.dtype, shards))
+        items += memory.training_items("critic", num, f.dtype, actor.optimizer.type, shards)
     return items
 
 

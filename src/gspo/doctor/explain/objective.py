@@ -7,7 +7,7 @@ from typing import Any
 from gspo.algorithms import ALGORITHMS
 from gspo.config.lint.facts import Facts
 from gspo.config.objective import Objective, default_algorithm_note, same_as
-from gspo.config.schema import Critic, Norm
+from gspo.config.schema import Critic, Norm, RewardNorm
 from gspo.system.text import number
 
 RATIO = {"token": "wᵢₜ", "sequence": "sᵢ", "sequence_token": "sᵢₜ"}
@@ -112,8 +112,7 @@ def _words(f: Facts) -> list[str]:
         auto = f.actor.eps_clip_auto
         band = (
             f"clipped to an automatic range: it starts at [1 − {number(settings['clip_low'])}, 1 + "
-            f"{number(settings['clip_high'])}] and adapts until {auto.target_fraction:.0%} of sequences are clipped; "
-            f"ε is at most {number(auto.eps_max)}"
+            f"{number(settings['clip_high'])}] and adapts until {auto.target_fraction:.0%} of sequences are clipped"
         )
     elif gate == "clip":
         band = f"clipped to [1 − {number(settings['clip_low'])}, 1 + {number(settings['clip_high'])}]"
@@ -154,17 +153,17 @@ def _words(f: Facts) -> list[str]:
             "environment are neither in |y| nor in the loss"
         )
     if agent:
-        words.append(f"agents: call an OpenAI-compatible server on this machine; the policy is the model {env.model!r}")
+        words.append("agents: call an OpenAI-compatible server on this machine; the policy is the model 'policy'")
     if objective["advantage"] == "gae" and f.config.critic is not None:
         words.append(f"critic: {_critic_words(f, f.config.critic)}")
     return words
 
 
 def _critic_words(f: Facts, critic: Critic) -> str:
-    updates = critic.ppo_n_minibatches or f.num_minibatches
     return (
-        f"{critic.path} with a new value head, {updates} updates per batch at {number(critic.optimizer.lr or 0)}, "
-        f"values clipped to ±{number(critic.value_eps_clip)} around those at the start of the batch"
+        f"{critic.path} with a new value head, {f.num_minibatches} updates per batch at "
+        f"{number(critic.optimizer.lr or 0)}, values clipped to ±{number(critic.value_eps_clip)} around those at the "
+        "start of the batch"
     )
 
 
@@ -187,7 +186,8 @@ def _advantage_words(f: Facts) -> str:
 def _norm_words(norm: Norm) -> str:
     mean = {None: "no mean subtracted", "group": "minus its group's mean", "batch": "minus the batch's mean"}
     std = {None: "not divided", "group": "divided by its group's std", "batch": "divided by the batch's std"}
-    leave = " (without the sample itself)" if norm.mean_leave1out and norm.mean_level else ""
+    is_leave_one_out = isinstance(norm, RewardNorm) and norm.mean_leave1out and norm.mean_level
+    leave = " (without the sample itself)" if is_leave_one_out else ""
     return f"{mean[norm.mean_level]}{leave}, {std[norm.std_level]}"
 
 
@@ -217,6 +217,5 @@ def _decisions(f: Facts) -> list[tuple[str, Any]]:
         keys[1:1] = ["eps_clip", "eps_clip_higher", "c_clip"]
     keys += ["kl_ctl"] if actor.kl_ctl > 0 else []
     keys += ["discount", "gae_lambda"] if f.objective["advantage"] == "gae" else []
-    gates = {"cispo": ["cispo_weight_max"], "sapo": ["sapo_tau_pos", "sapo_tau_neg"], "gmpo": ["gmpo_log_clip"]}
-    keys[1:1] = gates.get(gate, [])
+    keys[1:1] = ["sapo_tau_pos", "sapo_tau_neg"] if gate == "sapo" else []
     return [("algorithm", f.config.algorithm), *((f"actor.{key}", getattr(actor, key)) for key in keys)]

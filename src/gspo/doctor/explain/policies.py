@@ -69,7 +69,7 @@ def _sampler_words(f: Facts) -> str:
 
 def _sampling_words(f: Facts) -> str:
     generation = f.config.gconfig
-    how = "greedy" if generation.greedy else f"temperature {generation.temperature:g}"
+    how = f"temperature {generation.temperature:g}"
     cuts = [f"top-p {generation.top_p:g}"] if generation.top_p < 1 else []
     cuts += [f"top-k {generation.top_k}"] if generation.top_k else []
     return ", ".join([how, *cuts, f"at most {generation.max_new_tokens:,} new tokens"])
@@ -124,4 +124,4 @@ def _kl_words(f: Facts) -> str:
 def reference_is_policy(f: Facts) -> bool:
     """Whether the reference needs no weights of its own: it is the LoRA policy with its adapter off."""
     ref, actor = f.config.ref, f.actor
-    return ref is not None and actor.use_lora and ref.path == actor.path and ref.dtype in ("auto", actor.dtype)
+    return ref is not None and actor.use_lora and ref.path == actor.path

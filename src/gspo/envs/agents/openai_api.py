@@ -199,7 +199,7 @@ def _read(body: Mapping[str, Any], known: frozenset[str], model: str) -> dict[st
         raise ApiError(
             404,
             "model_not_found",
-            f"the model here is {model!r}, got {asked[:64]!r}; set env.model to the name that the agent uses",
+            f"the model here is {model!r}, got {asked[:64]!r}; let the agent ask for {model!r} ($OPENAI_MODEL)",
             "model",
         )
     return given

@@ -109,7 +109,6 @@ def make_sampler(
         eos_token_ids=identity["ends"],
         decode=decoder(make_tokenizer(config)),
         concurrent=max_running(config),
-        retries=config.rollout.request_retries,
         can_sleep=can_sleep,
         load_s=config.rollout.request_timeout,
     )

@@ -19,6 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gspo.errors import DataError
+from gspo.learner.policy import HEAD_CHUNK
 from gspo.learner.policy.head import ChunkedHead, HeadForm, Targets, logit_transform, measured_form, output_dtype
 from gspo.learner.policy.packing import Layout, Packed, PackItem, filler, micro_batches, pack, split_over_ranks
 from gspo.learner.policy.sharding import full
@@ -54,7 +55,7 @@ class PolicyModule(nn.Module):
         self,
         model: PreTrainedModel,
         *,
-        chunk_size: int = 1024,
+        chunk_size: int = HEAD_CHUNK,
         fp32_head: bool = True,
         gradient_checkpointing: bool = False,
     ) -> None:
@@ -232,9 +233,7 @@ def weight_names(policy: PolicyModule) -> Iterator[tuple[str, Tensor]]:
     yield from sorted(revert_weight_conversion(model, state).items())
 
 
-def packed_parts(
-    module: PolicyModule, items: Sequence[PackItem], max_tokens: int, min_micro_batches: int
-) -> list[Packed]:
+def packed_parts(module: PolicyModule, items: Sequence[PackItem], max_tokens: int) -> list[Packed]:
     """This rank's micro-batches of some sequences, packed and on the module's device."""
     if not items:
         return []
@@ -242,7 +241,7 @@ def packed_parts(
     split = partial(micro_batches, max_tokens=max_tokens, layout=layout)
     # Every rank computes the split of all ranks: all learn the largest number of micro-batches without communication.
     per_rank = split_over_ranks(items, world.size, layout=layout) if world.size > 1 else [items]
-    splits = [split(own, min_batches=min_micro_batches) if own else [] for own in per_rank]
+    splits = [split(own) if own else [] for own in per_rank]
     num, parts = max(len(parts) for parts in splits), splits[world.rank]
     if 0 < len(parts) < num:
         # Fewer micro-batches than another rank: a finer split of real work needs fewer fillers.

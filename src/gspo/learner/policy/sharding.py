@@ -27,12 +27,11 @@ def shard(
     world: World,
     *,
     param_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
 ) -> None:
     """Shard `root` (the policy, or a critic around it) over the ranks of `world`, in place; all ranks must call it.
 
     `param_dtype`: dtype of the layers' computation; None: that of the weights, which optimizer and checkpoint keep.
-    `reduce_dtype`: dtype in which gradients are summed; None: at least float32.
+    Gradients are summed in float32, or in the weights' dtype if that is wider: many ranks add small terms.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -40,9 +39,7 @@ def shard(
     mesh = init_device_mesh(world.device.type, (world.size,))
 
     def shard_unit(module: nn.Module, cast: bool = True) -> None:
-        # By default, gradients of 16-bit weights are summed in float32: many ranks add small terms.
-        own = next(module.parameters()).dtype
-        sums = reduce_dtype or torch.promote_types(own, torch.float32)
+        sums = torch.promote_types(next(module.parameters()).dtype, torch.float32)
         precision = MixedPrecisionPolicy(param_dtype=param_dtype if cast else None, reduce_dtype=sums)
         # The root, too, reshards after forward: after a pass without gradients a gathered copy would stay, and would
         # not see the optimizer's next update.

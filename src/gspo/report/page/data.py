@@ -67,13 +67,9 @@ def clip_settings(config: Row, rows: Sequence[Row]) -> ClipSettings:
     auto = actor.get("eps_clip_auto") if isinstance(actor, dict) else None
     auto = auto if isinstance(auto, dict) else {}
     low, high = last(rows, "clip/eps_low"), last(rows, "clip/eps_high")
-    ratio = high / low if low and high and low > 0 else number(auto.get("high_over_low"))
+    ratio = high / low if low and high and low > 0 and high > 0 else ClipSettings.high_over_low
     target = number(auto.get("target_fraction")) or TARGET
-    return ClipSettings(
-        target=target if 0 < target < 1 else TARGET,
-        high_over_low=ratio if ratio and ratio > 0 else 4 / 3,
-        eps_max=number(auto.get("eps_max")) or 0.2,
-    )
+    return ClipSettings(target if 0 < target < 1 else TARGET, ratio)
 
 
 def table(rows: Sequence[Row]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class HttpSampler:
     reference     the trainer's own log-probs of the probe for the weights just published; None: each server is compared
                   with the first that loaded them
     timeout_s     the run fails after this time without any answer (rollout.request_timeout)
-    retries       how many servers may be lost with one request (rollout.request_retries)
+    retries       how many servers may be lost with one request
     experts       the expected form of the expert routes of a MoE model's samples
     join_s        the first step waits this long for servers that are still starting
     colocated     the servers share the trainer's device: they sleep from the last sample of a batch to the next request
@@ -419,8 +419,8 @@ class HttpSampler:
                 # A request that is lost with several servers may be what makes them fail.
                 if pending.losses > self._retries and self._fatal is None:
                     self._fatal = RolloutError(
-                        f"request {tuple(pending.request.id)} was lost with {pending.losses} servers (allowed: "
-                        f"rollout.request_retries = {self._retries}); the last, {server.name()}: {why}"
+                        f"request {tuple(pending.request.id)} was lost with {pending.losses} servers; at most "
+                        f"{self._retries} are allowed. The last, {server.name()}: {why}"
                     )
             # During an abort nothing is sampled again.
             if self._partial is not None:

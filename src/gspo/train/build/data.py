@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gspo.config.schema import Config, DatasetSpec, MixtureSource
+from gspo.config.schema import Config, DatasetSpec, MixtureSource, held_out
 from gspo.config.schema.dataset import ENVIRONMENT_ROWS
-from gspo.data.dataset import Dataset, DataSettings, load_dataset, make_dataset
+from gspo.data.dataset import Dataset, DataSettings, load_dataset, make_dataset, owner_of
 from gspo.data.mixture import DATA_TYPES, Data, Mixture, make_mixture
 from gspo.data.split import divide
 from gspo.errors import ConfigError, DataError
@@ -89,11 +89,11 @@ def make_evaluator(
 
 def _evaluation_steps(config: Config, total_steps: int, steps_per_epoch: int) -> Every:
     keys = config.evaluator
-    if keys.freq_steps is keys.freq_epochs is keys.freq_secs is None:
+    if keys.freq_steps is keys.freq_epochs is None:
         # A curve of about ten points. Not more often than every 10 steps, so that evaluation stays a small part of the
         # time: by default it samples 512 completions, and a step 256.
         return Every(steps=max(total_steps // 10, 10))
-    return make_every(keys, keys.freq_secs, steps_per_epoch)
+    return make_every(keys, steps_per_epoch)
 
 
 def _best_metric(metric: str | None, valid: Data) -> str | None:
@@ -104,15 +104,6 @@ def _best_metric(metric: str | None, valid: Data) -> str | None:
         known = f"its sources are {', '.join(names)}" if names else "the held-out data are not a mixture"
         raise ConfigError(f"evaluator.best is {metric}, but there is no source {source!r}: {known}; set eval/reward")
     return metric
-
-
-def held_out(config: Config) -> DatasetSpec:
-    """The data set of held-out problems: valid_dataset, or the whole test split of the training data."""
-    train = config.train_dataset
-    # `size` limits the training rows; evaluation uses the whole test split.
-    whole = {"split": "test", "size": None}
-    sources = [source.model_copy(update=whole) for source in train.mixture]
-    return config.valid_dataset or train.model_copy(update={**whole, "mixture": sources})
 
 
 def _one(
@@ -153,7 +144,7 @@ def refuse_long_prompts(
             raise DataError(
                 f"{data.key}, row {row}: the prompt has {length}; with {section}.max_new_tokens = "
                 f"{max_new_tokens} the context of {limit} leaves {room}. Lower {section}.max_new_tokens, "
-                f"or set {data.key}.max_length={room} to drop such rows"
+                f"or set {owner_of(data.key)}.max_length={room} to drop such rows"
             )
 
 

@@ -20,7 +20,7 @@ def make_environment(config: Config, given: Any) -> Environment | None:
     if given is not None:
         return find_environment(given, env.options)
     if agent := env.command or (env.agent and find_agent(env.agent, env.options)):
-        return Agents(agent, model=env.model, request_timeout_s=config.rollout.request_timeout)
+        return Agents(agent, request_timeout_s=config.rollout.request_timeout)
     return None if env.path is None else find_environment(env.path, env.options)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
-
 from gspo.algorithms import ALGORITHMS
 from gspo.config import Loaded
 from gspo.config.schema import Config
@@ -22,7 +20,7 @@ from gspo.models.loading import load_model
 from gspo.models.lora import adapter_off
 from gspo.train.build.compute import device_and_dtype, set_threads, sharding
 from gspo.train.build.objective import assembly, make_credit, make_plan, temperature
-from gspo.train.build.optim import make_trained_optimizer, optimizer_of
+from gspo.train.build.optim import critic_optimizer, make_trained_optimizer, optimizer_of
 from gspo.train.build.policy import make_policy
 
 
@@ -54,12 +52,12 @@ def make_reference(config: Config, policy: PolicyModule, tokenizer: Any) -> Refe
     actor, ref = config.actor, config.ref
     if ref is None or not (actor.kl_loss_coef or actor.kl_ctl):
         return None
-    how = temperature(config), actor.mb_spec.max_tokens_per_mb, actor.mb_spec.n_mbs or 1
+    how = temperature(config), actor.mb_spec.max_tokens_per_mb
     own = ref.path in (None, actor.path)
     # The frozen weights under the adapter are the reference.
-    if actor.use_lora and own and ref.dtype in ("auto", actor.dtype):
+    if actor.use_lora and own:
         return Reference(policy, *how, context=partial(adapter_off, policy.model))
-    other = _other_model(config, ref.path, ref.dtype, tokenizer, "ref.path").requires_grad_(False)
+    other = _other_model(config, ref.path, tokenizer, "ref.path").requires_grad_(False)
     if policy.world.size > 1:
         shard(other, other, policy.world, **sharding(config))
     return Reference(other, *how)
@@ -71,29 +69,28 @@ def make_critic(config: Config, tokenizer: Any, world: World = ALONE) -> Critic 
     if how is None or ALGORITHMS[str(config.algorithm)].advantage != "gae":
         return None
     # A second model from critic.path; ValueModule replaces its language-model head by a scalar one.
-    trunk = _other_model(config, how.path, how.dtype, tokenizer, "critic.path")
+    trunk = _other_model(config, how.path, tokenizer, "critic.path")
     module = ValueModule(trunk)
     if world.size > 1:
         shard(module, trunk, world, **sharding(config))
     return Critic(
         module,
-        optimizer_of(how.optimizer, module),
-        num_minibatches=how.ppo_n_minibatches or actor.ppo_n_minibatches or 1,
+        optimizer_of(critic_optimizer(config), module),
+        num_minibatches=actor.ppo_n_minibatches or 1,
         max_tokens=actor.mb_spec.max_tokens_per_mb,
-        min_micro_batches=actor.mb_spec.n_mbs or 1,
-        max_norm=how.optimizer.gradient_clipping,
+        max_norm=actor.optimizer.gradient_clipping,
         eps_clip=how.value_eps_clip,
     )
 
 
-def _other_model(config: Config, path: str | None, dtype: str, tokenizer: Any, key: str) -> PolicyModule:
+def _other_model(config: Config, path: str | None, tokenizer: Any, key: str) -> PolicyModule:
     """Another model, from its own path or the policy's; random weights only if the policy has them too."""
     actor = config.actor
-    device, own_dtype = device_and_dtype(config)
+    device, dtype = device_and_dtype(config)
     own = path in (None, actor.path)
     model = load_model(
         path or actor.path,
-        own_dtype if dtype == "auto" else getattr(torch, dtype),
+        dtype,
         device,
         from_scratch=actor.init_from_scratch and own,
         seed=config.seed,
@@ -102,7 +99,6 @@ def _other_model(config: Config, path: str | None, dtype: str, tokenizer: Any, k
     )
     module = PolicyModule(
         model,
-        chunk_size=actor.logprobs_chunk_size,
         fp32_head=bool(actor.fp32_lm_head),
         gradient_checkpointing=actor.gradient_checkpointing,
     )

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from gspo.config import Loaded, effective_objective
-from gspo.config.schema import Config, Norm
+from gspo.config.schema import Config, Norm, RewardNorm
 from gspo.learner.credit import Credit, Shaping
-from gspo.learner.proximal import ProximalSource
+from gspo.learner.proximal import AutoClip, ProximalSource
 from gspo.learner.step import Plan
 
 
@@ -22,7 +22,6 @@ def make_plan(loaded: Loaded) -> Plan:
         num_minibatches=actor.ppo_n_minibatches or 1,
         temperature=temperature(config),
         max_tokens=actor.mb_spec.max_tokens_per_mb,
-        min_micro_batches=actor.mb_spec.n_mbs or 1,
         max_norm=actor.optimizer.gradient_clipping,
         max_new_tokens=config.gconfig.max_new_tokens,
         # A sequence with advantage 0 still has a KL.
@@ -48,8 +47,7 @@ def narrowest_clip(config: Config, settings: Mapping[str, Any]) -> float | None:
     if "clip_low" not in settings:
         return None
     if config.actor.eps_clip == "auto":
-        auto = config.actor.eps_clip_auto
-        return auto.eps_max / max(1.0, auto.high_over_low)
+        return AutoClip.eps_max / AutoClip.high_over_low
     return min(settings["clip_low"], settings["clip_high"])
 
 
@@ -93,9 +91,7 @@ def norm_settings(norm: Norm) -> dict[str, Any]:
     return {
         "mean_level": norm.mean_level,
         "std_level": norm.std_level,
-        "leave_one_out": norm.mean_leave1out,
-        "unbiased": norm.std_unbiased,
-        "eps": norm.eps,
+        "leave_one_out": isinstance(norm, RewardNorm) and norm.mean_leave1out,
     }
 
 

@@ -23,6 +23,12 @@ def make_trained_optimizer(config: Config, policy: PolicyModule) -> torch.optim.
     return optimizer_of(config.actor.optimizer, policy)
 
 
+def critic_optimizer(config: Config) -> Optimizer:
+    """The actor's optimizer with the critic's learning rate."""
+    assert config.critic is not None
+    return config.actor.optimizer.model_copy(update={"lr": config.critic.optimizer.lr})
+
+
 def optimizer_of(o: Optimizer, module: torch.nn.Module) -> torch.optim.Optimizer:
     return make_optimizer(
         module.parameters(),
@@ -43,7 +49,6 @@ def make_rates(o: Optimizer, count: int, total_steps: int) -> Rates:
             peak=float(o.lr or 0.0),
             schedule=o.lr_scheduler_type,
             warmup_proportion=o.warmup_steps_proportion,
-            min_ratio=o.min_lr_ratio,
         )
         for k in range(count)
     ]
@@ -57,19 +62,18 @@ def make_updater(
     save_samples: Callable[[Batch, StepReport, int], None] | None = None,
 ) -> Updater:
     """`save_samples` None: a rank other than 0, which does not check updates."""
-    actor, critic = config.actor, config.critic
+    actor = config.actor
     settings = UpdateSettings(
-        auto_clip=AutoClip(**actor.eps_clip_auto.model_dump()) if actor.eps_clip == "auto" else None,
+        auto_clip=AutoClip(actor.eps_clip_auto.target_fraction) if actor.eps_clip == "auto" else None,
         choose_proximal=actor.prox_logp_method == "auto",
         narrowest_clip=partial(narrowest_clip, config),
         allow_noise=actor.prox_logp_force,
-        max_nonfinite=actor.max_nonfinite_updates,
-        num_token_samples=config.stats_logger.keep_token_samples,
+        keeps_token_values=config.rollout.dump_to_file,
     )
     rates = make_rates(actor.optimizer, learner.plan.num_minibatches, total_steps)
     critic_rates = rates
-    if critic is not None and learner.critic is not None:
-        critic_rates = make_rates(critic.optimizer, learner.critic.num_minibatches, total_steps)
+    if learner.critic is not None:
+        critic_rates = make_rates(critic_optimizer(config), learner.critic.num_minibatches, total_steps)
     return Updater(
         learner,
         settings,

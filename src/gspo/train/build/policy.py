@@ -34,7 +34,6 @@ def make_policy(config: Config, sequence_level: bool, world: World = ALONE) -> t
     add_configured_adapter(config, model)
     policy = PolicyModule(
         model,
-        chunk_size=actor.logprobs_chunk_size,
         fp32_head=sequence_level if actor.fp32_lm_head is None else actor.fp32_lm_head,
         gradient_checkpointing=actor.gradient_checkpointing,
     )

@@ -48,7 +48,6 @@ def make_producer(
     buffer = Buffer(
         config.train_dataset.batch_size,
         rollout.max_head_offpolicyness,
-        queue_size=rollout.queue_size if rollout.max_head_offpolicyness else None,  # a synchronous run has no queue
         max_in_flight=None if concurrent is None else max(concurrent // num_samples, 1),
         num_batches=total_steps,
         taken=step,

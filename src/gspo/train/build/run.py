@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from gspo.train.record import Recorder
 FREE = (
     "experiment_name", "trial_name",
     "total_train_steps", "total_train_epochs", "strict", "on_alarm", "stall_timeout", "profile", "saver", "recover",
-    "evaluator", "stats_logger", "rollout.dump_to_file", "rollout.request_timeout", "rollout.request_retries",
+    "evaluator", "stats_logger", "rollout.dump_to_file", "rollout.request_timeout",
     "reward.timeout", "reward.workers", "cluster", "scheduler", "actor.backend",
 )  # fmt: skip
 
@@ -49,7 +50,7 @@ def length_of(config: Config, num_rows: int) -> tuple[int, int]:
     return config.total_train_steps or config.total_train_epochs * steps_per_epoch, steps_per_epoch
 
 
-def make_every(key: EvaluatorKeys | SaverKeys, seconds: float | None, steps_per_epoch: int) -> Every:
+def make_every(key: EvaluatorKeys | SaverKeys, steps_per_epoch: int, seconds: float | None = None) -> Every:
     return Every(key.freq_steps, key.freq_epochs and key.freq_epochs * steps_per_epoch, seconds)
 
 
@@ -63,7 +64,7 @@ def make_saver(
         config=digest(config),
         keep=config.saver.keep,
         keep_sample_steps=config.stats_logger.keep_sample_steps,
-        every=make_every(config.saver, config.recover.freq_secs, steps_per_epoch),
+        every=make_every(config.saver, steps_per_epoch, config.recover.freq_secs),
         last_step=last_step,
     )
 
@@ -107,7 +108,7 @@ def make_loggers(config: Config, run: Path, say: Callable[[str], None]) -> Logge
     if stats.tensorboard:
         settings["tensorboard"] = {}
     if stats.wandb.mode != "disabled":
-        project = stats.wandb.project or config.experiment_name
+        project = os.environ.get("WANDB_PROJECT") or config.experiment_name
         settings["wandb"] = {**named, "project": project, "mode": stats.wandb.mode}
     if stats.trackio:
         settings["trackio"] = named
@@ -145,9 +146,9 @@ def identity_of(learner: Learner, data: Data, world: World) -> dict[str, Any]:
 def changed_keys(before: Config, after: Config) -> list[str]:
     """`key: before → after` for every changed key that decides what is learnt."""
     had, has = _flat(before.model_dump()), _flat(after.model_dump())
-    optimizers = [after.actor.optimizer, *([after.critic.optimizer] if after.critic is not None else [])]
     # A schedule and a warm-up are fractions of the run, so its length decides every learning rate.
-    scheduled = any(o.lr_scheduler_type != "constant" or o.warmup_steps_proportion > 0 for o in optimizers)
+    o = after.actor.optimizer
+    scheduled = o.lr_scheduler_type != "constant" or o.warmup_steps_proportion > 0
     free = tuple(f for f in FREE if not (scheduled and f.startswith("total_train")))
     return [
         f"{key}: {had.get(key)!r} → {has.get(key)!r}"

@@ -58,7 +58,6 @@ def make_sampler(
         max_tokens=config.gconfig.max_tokens,
         mode=config.actor.weight_update_mode,
         timeout_s=config.rollout.request_timeout,
-        retries=config.rollout.request_retries,
         needs_routes=config.actor.routing_replay == "rollout",
         join_s=ENGINE_START_S if engine_of(config) else JOIN_S,
         sampler_dtype=sampler_dtype(config),
@@ -148,7 +147,6 @@ def sampling_params(g: Generation) -> SamplingParams:
         temperature=g.temperature,
         top_p=g.top_p,
         top_k=g.top_k,
-        greedy=g.greedy,
         stop_token_ids=tuple(g.stop_token_ids),
         stop=tuple(g.stop),
         ignore_eos=g.ignore_eos,
@@ -159,7 +157,9 @@ def evaluation_params(config: Config) -> tuple[SamplingParams, int]:
     """The sampling parameters of an evaluation, and the samples per problem. Stop rules are those of training."""
     how = config.eval_gconfig
     assert how is not None, "config.resolve fills it in"
-    own = {name: getattr(how, name) for name in ("max_new_tokens", "temperature", "top_p", "top_k", "greedy")}
+    own = {name: getattr(how, name) for name in ("max_new_tokens", "top_p", "top_k")}
+    # Log-probs of greedy samples are of the distribution that training samples from.
+    own |= {"temperature": how.temperature} if how.temperature else {"greedy": True}
     return replace(sampling_params(config.gconfig), **own), how.n_samples
 
 

@@ -27,7 +27,6 @@ def connect(
     max_tokens: int | None,
     mode: str,
     timeout_s: float,
-    retries: int,
     needs_routes: bool,
     join_s: float,
     sampler_dtype: torch.dtype | None,
@@ -55,7 +54,6 @@ def connect(
         # A sharded model computes only when all ranks take part; servers are then compared with each other.
         reference=partial(sequence_logp, model) if policy.world.size == 1 else None,
         timeout_s=timeout_s,
-        retries=retries,
         experts=experts_of(model, needs_routes),
         join_s=join_s,
         colocated=launched.is_colocated,

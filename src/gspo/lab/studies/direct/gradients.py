@@ -104,4 +104,4 @@ def relative_difference(a: Tensor, b: Tensor) -> float:
 
 
 def _packs(policy: PolicyModule, batch: Batch, which: NDArray[np.bool_]) -> Sequence[Any]:
-    return packed_parts(policy, batch.items(which), 8192, 1)
+    return packed_parts(policy, batch.items(which), 8192)

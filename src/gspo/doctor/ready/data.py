@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gspo.config.schema import Config
+from gspo.config.schema import Config, held_out
 from gspo.data.sources import is_on_hub
 from gspo.doctor.ready.check import Check
 from gspo.doctor.shapes import Source, find_source
@@ -88,7 +88,8 @@ def check_data(config: Config, tokenizer: Any) -> Iterator[Check]:
 
 def _hub_data(config: Config) -> Iterator[Check]:
     """Data sets that are not on this machine, and those that are nowhere."""
-    for section, spec in (("train_dataset", config.train_dataset), ("valid_dataset", config.valid_dataset)):
+    valid = None if config.valid_dataset is None else held_out(config)
+    for section, spec in (("train_dataset", config.train_dataset), ("valid_dataset", valid)):
         key = f"{section}.path"
         for path in dict.fromkeys([s.path for s in spec.mixture] or [spec.path]) if spec is not None else ():
             try:
@@ -119,10 +120,13 @@ def _without_rendering(config: Config) -> Config:
     """The config whose data sets need no tokenizer."""
     plain = {"max_length": None, "chat_template": "none"}
 
-    def stripped(spec: Any) -> Any:
+    def stripped(spec: Any, **own: Any) -> Any:
         return spec and spec.model_copy(
-            update={**plain, "mixture": [source.model_copy(update=plain) for source in spec.mixture]}
+            update={**own, "mixture": [source.model_copy(update=plain) for source in spec.mixture]}
         )
 
-    sections = {"train_dataset": stripped(config.train_dataset), "valid_dataset": stripped(config.valid_dataset)}
+    sections = {
+        "train_dataset": stripped(config.train_dataset, **plain),
+        "valid_dataset": stripped(config.valid_dataset),
+    }
     return config.model_copy(update=sections)

@@ -27,6 +27,7 @@ from gspo.learner.ranks.world import ALONE, joined
 from gspo.learner.reference import Reference, reference_logp
 from gspo.learner.step import train_step
 from gspo.models.lora import adapter_off, add_adapter
+from gspo.models.tiny import tiny_model
 
 # model, mini-batches, tokens per micro-batch, and what is special
 CASES = {
@@ -42,6 +43,9 @@ CASES = {
     "clipped": {"minibatches": 2, "max_tokens": 30, "max_norm": 0.01, "adamw": True},
     "nonfinite": {"minibatches": 2, "max_tokens": 30, "adamw": True, "nonfinite": True},
     "critic": {"minibatches": 2, "max_tokens": 30, "critic": True},
+    "padded": {"model": "qwen3_next", "layout": "padded", "minibatches": 2, "max_tokens": 40, "checkpointing": True},
+    "padded_adapter": {"model": "mamba2", "layout": "padded", "minibatches": 1, "max_tokens": 60, "lora": ["in_proj"]},
+    "padded_critic": {"layout": "padded", "minibatches": 2, "max_tokens": 40, "critic": True},
 }
 BROKEN = {"broken": {"minibatches": 2, "max_tokens": 30}}
 
@@ -52,9 +56,14 @@ def make_exact() -> None:
     torch.Tensor.float = torch.Tensor.double
 
 
+def _model(case: dict):
+    name = case.get("model", "qwen3")
+    return model_zoo.build(name) if name in model_zoo.NAMES else tiny_model(name, torch.float64)
+
+
 def run(case: dict, world=ALONE) -> tuple[dict[str, torch.Tensor], dict]:
     """The weights after one step, and what was reported."""
-    model = model_zoo.build(case.get("model", "qwen3"))
+    model = _model(case)
     plan = make_plan(
         num_minibatches=case["minibatches"],
         max_tokens=case["max_tokens"],
@@ -67,7 +76,8 @@ def run(case: dict, world=ALONE) -> tuple[dict[str, torch.Tensor], dict]:
         groups = [make_group(0, [1.0, 0.0], [5, 1], prompt=(4, 5, 6))]
         groups = with_behavior(groups, model, plan.temperature)
     if case.get("lora"):
-        add_adapter(model, rank=3, alpha=6, target_modules=["q_proj", "down_proj"], seed=1)
+        targets = ["q_proj", "down_proj"] if case["lora"] is True else case["lora"]
+        add_adapter(model, rank=3, alpha=6, target_modules=targets, seed=1)
         with torch.no_grad():
             for i, (name, p) in enumerate(model.named_parameters()):
                 if "lora_B" in name:
@@ -123,6 +133,7 @@ def _break_first_backward(policy) -> None:
 
 def _train_critic(case, batch, world):
     trunk = PolicyModule(model_zoo.build("qwen3"))
+    trunk.layout = case.get("layout", "shared")
     module = ValueModule(trunk)
     if world.size > 1:
         shard(module, trunk, world)

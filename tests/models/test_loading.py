@@ -152,3 +152,12 @@ def test_a_hub_name_is_asked_for_once_and_a_snapshot_is_used_without_network(fol
     assert locate("owner/name") == str(place)
     with pytest.raises(DataError, match=r"ref\.path: the model 'owner/other' was not found"):
         locate("owner/other", "ref.path")
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_an_encoder_decoder_model_is_refused_by_name(family, tmp_path):
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(family).save_pretrained(tmp_path)
+    with pytest.raises(DataError, match=f"{family} is an encoder-decoder model.*set actor.path"):
+        load_model(str(tmp_path), from_scratch=True)

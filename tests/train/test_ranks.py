@@ -47,7 +47,7 @@ def assert_equal_steps(tmp_path, num_ranks, names, reports=True):
 
 
 def test_two_ranks_take_the_step_of_one(tmp_path, exact):
-    assert_equal_steps(tmp_path, 2, ["plain", "centred"])
+    assert_equal_steps(tmp_path, 2, ["plain", "centred", "padded"])
 
 
 @pytest.mark.full

@@ -101,6 +101,7 @@ def open_folder(
     if family not in CONFIG_MAPPING:
         found = f"has model_type {family!r}, which transformers {transformers.__version__} does not have"
         raise DataError(f"{folder / CONFIG} {found if family else 'has no model_type'}: check {key}")
+    _refuse_encoder_decoder(kind, folder / CONFIG, content, key)
     with cache.quiet():
         try:
             model = _without_weights(kind, content)
@@ -146,6 +147,16 @@ def _not_finite(model: PreTrainedModel) -> list[str]:
         for name, weight in model.named_parameters()
         if not bool(weight.detach().sum(dtype=torch.float32).isfinite()) and not bool(weight.isfinite().all())
     ]
+
+
+def _refuse_encoder_decoder(kind: Any, file: Path, content: dict[str, Any], key: str) -> None:
+    family = content["model_type"]
+    default = getattr(CONFIG_MAPPING[family], "is_encoder_decoder", False)
+    if kind is AutoModelForCausalLM and content.get("is_encoder_decoder", default):
+        raise DataError(
+            f"{file}: {family} is an encoder-decoder model, and gspo trains causal language models (decoder only); "
+            f"set {key} to one"
+        )
 
 
 def _without_weights(kind: Any, fields: dict[str, Any]) -> PreTrainedModel:

@@ -229,12 +229,6 @@ WARNINGS = [
     ),
     ("actor.adv_norm", ["actor.adv_norm.std_level=group"], ["actor.adv_norm.std_level=batch"]),
     (
-        "reward.functions",
-        ["train_dataset.path=rows.jsonl"],
-        ["train_dataset.path=rows.jsonl", "reward.functions=[math]"],
-    ),
-    ("reward.functions", ["train_dataset.path=rows.jsonl"], ["train_dataset.path=openai/gsm8k"]),
-    (
         "valid_dataset.split",
         ["valid_dataset.path=embedded:arithmetic", "valid_dataset.split=train"],
         ["valid_dataset.path=embedded:arithmetic"],

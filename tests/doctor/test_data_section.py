@@ -17,7 +17,7 @@ def test_doctor_names_problems_templates_and_rewards():
     said = words("train_dataset.size=100", "train_dataset.max_length=64", "train_dataset.system_prompt=Think.")
     assert said["training"] == "embedded:arithmetic, split train, 100 rows"
     assert said["template"].endswith("with a system prompt; prompts of more than 64 tokens are dropped")
-    assert said["reward"] == "the default of the data set"
+    assert said["reward"] == "final, the default of the data set"
 
 
 def test_doctor_names_the_shares_and_rewards_of_a_mixture():

@@ -132,7 +132,12 @@ class Dataset:
     @property
     def has_references(self) -> bool:
         """Whether rows have an answer that built-in rewards can compare with."""
-        return self.answer_column is not None
+        return self.answer_column is not None or any(row.get("answer") is not None for row in self.rows[:1])
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the first row's columns in the source."""
+        return [name for name, value in self.rows[0].items() if name != "answer" or value is not None]
 
     def _reference(self, row: Row) -> Any:
         """The final answer of a row: of an answer in GSM8K's form, what follows `####`; otherwise the answer."""

@@ -33,6 +33,7 @@ from gspo.envs.client import Client, EpisodeError
 from gspo.envs.episode import episode_sample
 from gspo.errors import DataError, RolloutError
 from gspo.sampling.api import Sampler
+from gspo.system.imports import described, user_lines
 from gspo.types import Failure, Outcome, Request, Sample, SampleId, Score
 
 # async (client, data) → a reward, {"reward": …, parts…}, or None: the configured reward scores the last completion.
@@ -42,7 +43,7 @@ Environment = Callable[[Client, Mapping[str, Any]], Awaitable[Any]]
 PAUSE = 0.005
 # Seconds in which an event loop that is not blocked runs a callback.
 GRACE = 1.0
-_LONGEST = 500  # most characters kept of an environment's error message
+_LONGEST = 2000  # most characters kept of an environment's error message
 
 
 @dataclass(eq=False)
@@ -216,11 +217,13 @@ class _Call:
             returned = await self._how._environment(episode.client, row)
             outcome = outcome_of(returned, episode.client.turn_rewards)
         except EpisodeError as error:
-            outcome = Failure(error.kind, f"environment: {error}"[:_LONGEST])
+            # Limits are reached in every run; an error has a line that must be mended.
+            lines = user_lines(error) if error.kind == "crash" else ""
+            outcome = Failure(error.kind, f"environment: {error}"[:_LONGEST] + lines)
         except asyncio.CancelledError:
             return  # abandoned: the driver has recorded its end
         except BaseException as error:  # a SystemExit in the user's code must not end this thread
-            outcome = Failure("crash", f"environment: {type(error).__name__}: {str(error)[:_LONGEST]}")
+            outcome = Failure("crash", f"environment: {described(error)}")
         self._inbox.put(_Ended(episode, outcome))
 
     def _run_environments(self) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 from gspo.rewards.functions.builtin import BUILTIN, COMPARING
 from gspo.rewards.sandbox.box import SandboxError
-from gspo.system.imports import find_function
+from gspo.system.imports import described, find_function
 
 SAMPLE, AREAL, TRL = "text", "areal", "trl"
 GRACE_S = 0.5  # an async call is cancelled at the timeout; its worker is killed this much later
@@ -226,7 +226,7 @@ def _late(name: str, timeout_s: float) -> str:
 
 
 def _describe(name: str, error: BaseException) -> str:
-    return f"{name} raised {type(error).__name__}: {error}"[:2000]
+    return f"{name} raised {described(error)}"[:2000]
 
 
 def _show(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from gspo.errors import TrainingError
 from gspo.sampling.api import Sampler
+from gspo.system.imports import described
 from gspo.types import Group, Request, Sample, Score
 
 # A workflow turns requests into finished samples by means of a sampler, in any order; every request gets one sample
@@ -45,7 +47,7 @@ def reject_by_filter(function: Filter, key: str, group: Group) -> str | None:
         "completions": group.texts,
         # [G] trained tokens
         "lengths": np.array([sum(int(s.mask.sum()) for s in t.sequences) for t in group.samples], dtype=np.int64),
-        "data": group.prompt.data,
+        "data": copy.deepcopy(dict(group.prompt.data)),  # a filter may change it
     }
     try:
         accepted = function(view)
@@ -53,7 +55,5 @@ def reject_by_filter(function: Filter, key: str, group: Group) -> str | None:
         if not isinstance(accepted, bool | np.bool_):
             raise TypeError(f"it returned {accepted!r}; a filter returns True (train on the group) or False")
     except Exception as cause:
-        raise TrainingError(
-            f"{key} failed on submission {group.submission}: {type(cause).__name__}: {cause}"
-        ) from cause
+        raise TrainingError(f"{key} failed on submission {group.submission}: {described(cause)}") from cause
     return None if accepted else f"were rejected by {key}: it rejects too much, or set actor.max_refills higher"

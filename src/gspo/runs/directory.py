@@ -12,6 +12,7 @@ import platform
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from gspo.errors import ConfigError
+from gspo.errors import ConfigError, GspoError
 from gspo.faults import reached
 from gspo.runs.lock import RunLock
 from gspo.system.files import read_jsonl, step_name, step_of, to_json, write_errors, write_run_file
@@ -108,6 +109,13 @@ class RunDir:
             open(self.path / "log.txt", "a", encoding="utf-8", errors="backslashreplace") as file,
         ):
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {inert(line)}\n")
+
+    def log_error(self, error: BaseException | None) -> None:
+        """The error that ends the run, also here: the terminal may be gone. Nothing for None and for signals."""
+        if isinstance(error, GspoError):
+            self.log(f"error: {error}")
+        elif isinstance(error, Exception):
+            self.log("error: " + "".join(traceback.format_exception(error)).strip())
 
     def close(self) -> None:
         if self._metrics is not None:

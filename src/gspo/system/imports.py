@@ -1,12 +1,18 @@
-"""Functions by name, as a config names them: `package.module:function` or `file.py:function`; packages to install."""
+"""The user's functions by name (`package.module:function`, `file.py:function`), their errors; packages to install."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import json
+import threading
+import traceback
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +40,7 @@ def find_function(name: str) -> Callable[..., Any]:
         raise
     # The user's module may raise anything on import, SystemExit included.
     except BaseException as error:
-        raise ValueError(f"{name}: importing {where} failed: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{name}: importing {where} failed: {described(error)}") from error
     function: Any = module
     # The attribute may be nested, as in `Class.method`.
     for step in attribute.split("."):
@@ -60,3 +66,68 @@ def install_command(extra: str) -> str:
         here = "." if root == Path.cwd() else str(root)
         return f"pip install -e '{here}[{extra}]'"
     return f"pip install 'gspo[{extra}]'"
+
+
+def source_file(given: Any) -> Path | None:
+    """The file that defines a function, a class or an object, or what a name stands for; None if there is none.
+
+    A name is looked up without importing its module.
+
+    >>> source_file("json.decoder:JSONDecoder").name, source_file("final")
+    ('decoder.py', None)
+    """
+    if not isinstance(given, str):
+        while isinstance(given, functools.partial):
+            given = given.func
+        with contextlib.suppress(TypeError, OSError):
+            found = inspect.getsourcefile(inspect.unwrap(given) if inspect.isroutine(given) else given)
+            return None if found is None else Path(found)
+        return source_file(type(given)) if not isinstance(given, type) else None
+    where = given.rpartition(":")[0]
+    if where.endswith(".py"):
+        return Path(where)
+    spec, folders = None, None
+    for part in filter(None, where.split(".")):
+        spec = PathFinder.find_spec(part, folders)
+        if spec is None:
+            return None
+        folders = list(spec.submodule_search_locations or ())
+    return Path(spec.origin) if spec is not None and spec.origin and spec.has_location else None
+
+
+def described(error: BaseException) -> str:
+    """An error of user code: its type, its message, and the lines of the user's code that it came from."""
+    try:
+        message = str(error)
+    except BaseException:  # an exception class of the user may fail here, too
+        message = "(its message cannot be shown)"
+    return f"{type(error).__name__}: {message[:_LONGEST_MESSAGE]}{user_lines(error)}"
+
+
+def user_lines(error: BaseException) -> str:
+    """Files, lines and source of the frames of user code, each in a new line; "" if the error is not from user code.
+
+    The frames of this package, and of asyncio around it, come first in a traceback and are left out.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    first = next((i for i, frame in enumerate(frames) if not frame.filename.startswith(_NOT_USER)), len(frames))
+    shown = frames[first:]
+    if len(shown) > _MAX_FRAMES:
+        shown = [*shown[: _MAX_FRAMES // 2], *shown[-_MAX_FRAMES // 2 :]]
+    lines = [f'\n  File "{f.filename}", line {f.lineno}, in {f.name}' + f"\n    {f.line}" * bool(f.line) for f in shown]
+    if isinstance(error, SyntaxError) and error.filename:
+        lines.append(f'\n  File "{error.filename}", line {error.lineno}' + f"\n    {(error.text or '').strip()}")
+    return "".join(lines)
+
+
+_LONGEST_MESSAGE = 800
+_MAX_FRAMES = 6
+# Frames between our code and the user's: this package, asyncio, threads, imports.
+_NOT_USER = (
+    str(Path(__file__).parents[1]),
+    str(Path(threading.__file__).with_name("asyncio")),  # not imported here: it is slow
+    threading.__file__,
+    importlib.__file__,
+    functools.__file__,
+    "<frozen ",
+)

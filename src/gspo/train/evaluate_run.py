@@ -20,7 +20,7 @@ from gspo.train.build.compute import set_threads
 from gspo.train.build.data import held_out, load_data, refuse_long_prompts
 from gspo.train.build.episodes import make_environment, make_episodes
 from gspo.train.build.policy import context_length, load_policy
-from gspo.train.build.rewards import make_rewards
+from gspo.train.build.rewards import default_rewards, make_rewards
 from gspo.train.build.sampler import decoder, evaluation_params, make_sampler
 from gspo.train.evaluate import answer_rows, evaluate, is_correct, problem_of, summarise
 from gspo.types import Group, Request, Sample, Score
@@ -45,6 +45,8 @@ def evaluate_run(
     refuse_long_prompts(data, context_length(config, policy), params.max_new_tokens, "eval_gconfig")
     # The default reward of the held-out data, which may be another data set than that of training.
     reward = None if config.reward.functions or spec.mixture else default_reward(spec.path)
+    if environment is None:
+        default_rewards(config, None, (data,))
     decode = decoder(tokenizer)
     sampler = make_sampler(config, policy, tokenizer, step)
     rewards = make_rewards(config, reward, None)

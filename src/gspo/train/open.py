@@ -11,6 +11,7 @@ from gspo.learner.ranks.world import World
 from gspo.monitor.display import Silent, make_display
 from gspo.rewards.route import GivenRewards
 from gspo.rollout.producer import NullProducer
+from gspo.runs.code import changed_code
 from gspo.runs.directory import RunDir
 from gspo.system.heartbeat import beat, stalls_logged
 from gspo.train.build.data import make_evaluator, open_data, prompt_stream
@@ -18,7 +19,7 @@ from gspo.train.build.episodes import make_episodes
 from gspo.train.build.learner import make_learner
 from gspo.train.build.optim import make_updater
 from gspo.train.build.policy import context_length
-from gspo.train.build.rewards import make_rewards
+from gspo.train.build.rewards import default_rewards, make_rewards
 from gspo.train.build.rollout import make_producer, resumed_snapshot
 from gspo.train.build.run import (
     identity_of,
@@ -51,6 +52,7 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
     # The lock of the run directory comes first, so that a second trainer fails before it loads a model.
     run = RunDir(run_path(config))
     outer.callback(run.close)
+    outer.push(lambda kind, error, trace: run.log_error(error))
     outer.enter_context(stalls_logged(run.path / "log.txt"))
     # Reward workers start before the model is loaded and import their libraries in the meantime.
     rewards = make_rewards(config, given.reward, str(run.path / "rewards.log"))
@@ -64,6 +66,12 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
     beat("loading the data (train_dataset, valid_dataset)")
     reached("start.data")
     data, valid = open_data(config, given.dataset, given.valid, learner.tokenizer, max_context, given.environment)
+    # An environment may give its own rewards.
+    chosen = (
+        []
+        if given.environment is not None
+        else default_rewards(config, given.reward, [data, *([valid] if valid else [])])
+    )
     workflow, count_episodes = given.workflow, dict[str, float]
     if given.environment is not None:
         rewards = GivenRewards(rewards)
@@ -84,6 +92,7 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
     beat("looking for a checkpoint to resume")
     identity = identity_of(learner, data, world)
     state = resume_run(config, run, learner, identity, say)
+    changed = changed_code(run.path, given.code)
     display.start_at(state.step)
     # The other ranks wait for this command: only rank 0 knows which checkpoint is valid.
     opened = {"step": state.step, "total_steps": total_steps, "in_process": samples_in_process()}
@@ -140,7 +149,11 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
         ),
         recorder=recorder,
         saver=make_saver(config, run, learner, identity, steps_per_epoch, state.step),
-        opening_messages=opening_messages(loaded, given.warnings, data, valid, learner),
+        opening_messages=[
+            *opening_messages(loaded, given.warnings, data, valid, learner),
+            *chosen,
+            *changed * bool(state.step),
+        ],
         count_episodes=count_episodes,
     )
 

@@ -37,6 +37,7 @@ class Given:
     environment: Any
     workflow: Workflow
     reject_reason: RejectReason | None
+    code: Mapping[str, Path]  # functions of the user by name, and the files that define them
 
 
 @dataclass

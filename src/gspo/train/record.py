@@ -18,7 +18,9 @@ from gspo.runs.directory import RunDir
 from gspo.system.clock import PROFILED_STEPS, Clock
 from gspo.system.files import step_name
 from gspo.train.evaluate import answer_rows, problem_of
-from gspo.types import Group
+from gspo.types import Failure, Group
+
+_MAX_TOLD = 5  # failures that are shown in full
 
 
 class Recorder:
@@ -45,6 +47,7 @@ class Recorder:
         self._run, self._display, self._loggers, self._say, self._decode = run, display, loggers, say, decode
         self.saves_samples, self._stop_on_alarm, self._profile = saves_samples, stop_on_alarm, profile
         self._noise_is_forced, self._num_minibatches = noise_is_forced, num_minibatches
+        self._told: set[tuple[str, str]] = set()  # failures that were shown
 
     def metrics(self, batch: Batch, report: StepReport, step: int) -> dict[str, Any]:
         """The metrics of `step`, without times."""
@@ -59,9 +62,21 @@ class Recorder:
 
     def write(self, metrics: Mapping[str, Any], batch: Batch | None) -> None:
         """One row of metrics, with an example of its batch for the display."""
+        if batch is not None:
+            self._tell_failures(batch, metrics["step"])
         self._run.metrics(metrics)
         self._loggers.write(metrics)
         self._display.step(metrics, None if batch is None else _example(batch))
+
+    def _tell_failures(self, batch: Batch, step: int) -> None:
+        """The first failure of each kind, in full: the samples are masked, and the run continues."""
+        for group in batch.groups:
+            for outcome in group.outcomes:
+                if isinstance(outcome, Failure) and outcome.kind != "limit" and len(self._told) < _MAX_TOLD:
+                    first = outcome.message.partition("\n")[0]
+                    if (outcome.kind, first) not in self._told:
+                        self._told.add((outcome.kind, first))
+                        self._say(f"warning: a reward failed in step {step}: {outcome.kind}: {outcome.message}")
 
     def save_samples(self, batch: Batch, report: StepReport, step: int) -> None:
         """Every sample of a step, and values per token of some."""

@@ -16,7 +16,7 @@ from gspo.rollout.workflow import Filter, Workflow
 from gspo.train.build.compute import join_ranks
 from gspo.train.build.episodes import make_environment
 from gspo.train.build.rollout import make_filter, make_single_turn
-from gspo.train.build.run import run_path
+from gspo.train.build.run import code_files, run_path
 from gspo.train.loop import Follower, Leader, Summary
 from gspo.train.open import open_parts
 from gspo.train.parts import Given, LeaderParts
@@ -65,6 +65,7 @@ class Trainer:
             environment,
             workflow or make_single_turn(self.config),
             make_filter(self.config, dynamic_filter_fn),
+            code_files(self.config, reward, env, dynamic_filter_fn),
         )
         self.stop = StopRequest()
 

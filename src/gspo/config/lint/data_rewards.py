@@ -5,11 +5,9 @@ from __future__ import annotations
 import difflib
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 from gspo.config.lint.facts import Facts, Finding
 
-FILE_ENDINGS = frozenset({".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt"})
 BEST = ("accuracy", "reward", "pass_at_k")  # higher is better; train/evaluate.py records them
 SANDBOX_SECONDS = 2  # that the sandbox of `code` may take beyond the program itself
 
@@ -22,27 +20,6 @@ def one_weight_per_function(f: Facts) -> Iterator[Finding]:
             f"there are {len(reward.weights)} weights for {len(reward.functions)} functions",
             "give one weight per function, or remove reward.weights",
         )
-
-
-def rows_without_a_reward(f: Facts) -> Iterator[Finding]:
-    train = f.config.train_dataset
-    paths = [source.path for source in train.mixture if not source.reward] if train.mixture else [train.path]
-    files = [path for path in paths if _is_file(path)]
-    if not f.config.reward.functions and files:
-        yield f.warn(
-            "reward.functions",
-            f"no reward is configured, and the rows of {files[0]} do not define one; a reward is guessed from the data",
-            "set reward.functions, for example [math], [numeric] or [my_module:my_function]",
-        )
-
-
-def _is_file(path: str) -> bool:
-    if ":" in path.split("/")[0]:
-        return False
-    try:
-        return Path(path).suffix.lower() in FILE_ENDINGS or Path(path).is_file()
-    except (OSError, ValueError):
-        return False
 
 
 def source_without_a_path(f: Facts) -> Iterator[Finding]:
@@ -127,7 +104,6 @@ def code_without_a_sandbox(f: Facts) -> Iterator[Finding]:
 
 RULES = (
     one_weight_per_function,
-    rows_without_a_reward,
     source_without_a_path,
     reward_without_a_name,
     validation_on_training_data,

@@ -8,6 +8,7 @@ from typing import Any
 
 from gspo.config.lint.facts import Facts
 from gspo.config.schema import DatasetSpec, held_out
+from gspo.data.dataset import default_reward
 
 
 def data_section(f: Facts) -> dict[str, Any]:
@@ -44,7 +45,7 @@ def reward_words(functions: Sequence[str | dict[str, Any]], weights: Sequence[fl
 
 def _own_words(data: DatasetSpec) -> str:
     if not data.mixture:
-        return "the default of the data set"
+        return f"{default_reward(data.path)['name']}, the default of the data set"
     rewards = {s.name or s.path: reward_words(s.reward) for s in data.mixture if s.reward}
     named = "; ".join(f"{name}: {words}" for name, words in rewards.items())
     others = "; other sources: their default" * (len(rewards) < len(data.mixture))

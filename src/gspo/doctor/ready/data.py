@@ -61,6 +61,7 @@ def check_data(config: Config, tokenizer: Any) -> Iterator[Check]:
     """Rows, columns, the held-out part, and the longest prompt if the tokenizer is here."""
     from gspo.train.build.data import make_data, refuse_long_prompts
     from gspo.train.build.policy import limit_context
+    from gspo.train.build.rewards import default_rewards
     from gspo.train.build.sampler import evaluation_params
 
     elsewhere = list(_hub_data(config))
@@ -69,6 +70,9 @@ def check_data(config: Config, tokenizer: Any) -> Iterator[Check]:
         return
     try:
         data, valid = make_data(config if tokenizer is not None else _without_rendering(config), None, None, tokenizer)
+        env = config.env
+        if not (env.path or env.agent or env.command):
+            default_rewards(config, None, [part for part in (data, valid) if part is not None])
         sizes = "; ".join(line for part in (data, valid) if part is not None for line in part.describe().splitlines())
         if tokenizer is None:
             yield Check("data", "ok", sizes)

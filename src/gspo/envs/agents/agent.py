@@ -27,7 +27,7 @@ from gspo.envs.agents.openai_api import Answer, ApiError, ApiRequest, only_finit
 from gspo.envs.client import Client, EpisodeError, EpisodeOverError, OutOfRoomError, TooManyTurnsError
 from gspo.envs.episode import Exchange
 from gspo.errors import ConfigError
-from gspo.system.imports import find_function
+from gspo.system.imports import find_function, user_lines
 
 Agent = Callable[..., Any]  # (base_url, api_key, data) → reward, {"reward": …, parts…} or None; sync or async
 
@@ -66,7 +66,8 @@ class Agents:
         except Exception as error:
             if errors and not isinstance(error, EpisodeError):
                 # The agent failed because a request was refused: report that refusal as the reason.
-                raise type(errors[-1])(f"{errors[-1]} (the agent then raised {type(error).__name__})") from error
+                then = f"(the agent then raised {type(error).__name__}){user_lines(error)}"
+                raise type(errors[-1])(f"{errors[-1]} {then}") from error
             raise
         finally:
             # Later calls of the agent get status 410.

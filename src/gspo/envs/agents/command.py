@@ -71,7 +71,7 @@ def run_command(
     finally:
         lifeline.close()
     if code:
-        raise AgentError(f"{command[0]} {describe_exit(code)}: {err.strip()[-400:] or 'no output on stderr'}")
+        raise AgentError(f"{command[0]} {describe_exit(code)}: {err.strip()[-1500:] or 'no output on stderr'}")
     return reward_of_output(out)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from gspo.config.schema import Config, DatasetSpec
-from gspo.data.dataset import default_reward
-from gspo.data.mixture import distinct_names
+from gspo.config.schema import Config, DatasetSpec, MixtureSource
+from gspo.data.dataset import Dataset, default_reward
+from gspo.data.mixture import Data, distinct_names
 from gspo.errors import ConfigError
+from gspo.rewards.functions.builtin import COMPARING
 from gspo.rewards.functions.code import prepare
 from gspo.rewards.pool import RewardPool
 from gspo.rewards.route import RewardRouter, Rewards
@@ -31,13 +33,7 @@ def make_rewards(config: Config, given: Any, log_path: str | None) -> Rewards:
 
 def reward_specs(config: Config, given: Any = None) -> dict[str, RewardSpec]:
     """The rewards by name of their source; ANY_SOURCE is the only name if there is no mixture."""
-    reward, train = config.reward, config.train_dataset
-    # Priority: the caller's functions, then reward.functions, then the default of each data set.
-    common: RewardSpec | None = None
-    if given is not None:
-        common = reward_spec(given)
-    elif reward.functions:
-        common = reward_spec(reward.functions, weights=reward.weights, key="reward.functions")
+    reward, train, common = config.reward, config.train_dataset, _common(config, given)
     ready = partial(prepare, allow_unsandboxed=reward.allow_unsandboxed_code, timeout_s=reward.timeout)
     if not (train.mixture or held_out(config).mixture):
         return {ANY_SOURCE: ready(common or reward_spec(default_reward(train.path)))}
@@ -52,11 +48,51 @@ def reward_specs(config: Config, given: Any = None) -> dict[str, RewardSpec]:
     return {name: ready(common or spec) for name, spec in specs.items()}
 
 
+def default_rewards(config: Config, given: Any, data: Sequence[Data]) -> list[str]:
+    """Names the rewards that are used because none is configured; ConfigError if one needs answers that are missing."""
+    common, said, train, valid = _common(config, given), list[str](), config.train_dataset, held_out(config)
+    own = {**_rewards_by_source(train, "train_dataset"), **_rewards_by_source(valid, "valid_dataset")}
+    chosen = {name for spec in (train, valid) for name, source in _named(spec).items() if source.reward}
+    for name, source in (pair for one in data for pair in _sources(one)):
+        # A data set of the caller has no name in the config; its rewards are those of train_dataset.
+        spec = common or own.get(name) or reward_spec(default_reward(config.train_dataset.path))
+        is_default = common is None and name not in chosen
+        comparing = next((part.name for part in spec if part.name in COMPARING), None)
+        if comparing is not None and not source.has_references:
+            why = "no reward is configured" if is_default else f"the reward `{comparing}` needs the right answer"
+            raise ConfigError(
+                f"{why}, and the rows of {source.source} have no answer column (its columns are "
+                f"{', '.join(source.columns)}). Set reward.functions to a function that needs no answer, for example "
+                f"[my_module:my_function], or {source.key}.answer_column to the column with the answer"
+            )
+        if is_default and not source.source.startswith(("embedded:", "reasoning_gym:")):
+            said.append(f"no reward is configured; using `{spec[0].name}` for {source.source} (reward.functions)")
+    return list(dict.fromkeys(said))
+
+
+def _common(config: Config, given: Any) -> RewardSpec | None:
+    """The reward of all data: the caller's functions, else reward.functions; None: each data set has its default."""
+    if given is not None:
+        return reward_spec(given)
+    reward = config.reward
+    return reward_spec(reward.functions, weights=reward.weights, key="reward.functions") if reward.functions else None
+
+
+def _sources(data: Data) -> list[tuple[str, Dataset]]:
+    if isinstance(data, Dataset):
+        return [(data.source, data)]
+    return list(zip(data.names, data.sources, strict=True))
+
+
 def _rewards_by_source(spec: DatasetSpec, key: str) -> dict[str, RewardSpec]:
     if not spec.mixture:
         return {spec.path: reward_spec(default_reward(spec.path))}
-    names = distinct_names([source.path for source in spec.mixture], [source.name for source in spec.mixture])
     return {
         name: reward_spec(source.reward or default_reward(source.path), key=f"{key}.mixture[{number}].reward")
-        for number, (name, source) in enumerate(zip(names, spec.mixture, strict=True))
+        for number, (name, source) in enumerate(_named(spec).items())
     }
+
+
+def _named(spec: DatasetSpec) -> dict[str, MixtureSource]:
+    names = distinct_names([source.path for source in spec.mixture], [source.name for source in spec.mixture])
+    return dict(zip(names, spec.mixture, strict=True))

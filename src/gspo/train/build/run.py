@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import gspo
 from gspo.config import Loaded, digest, dump, load, write_origins
 from gspo.config.objective import default_algorithm_note, objective_words
 from gspo.config.schema import Config
@@ -24,6 +25,7 @@ from gspo.runs.saver import Saver
 from gspo.runs.state import State
 from gspo.system.clock import Every
 from gspo.system.files import step_name, to_json, write_run_file
+from gspo.system.imports import source_file
 from gspo.train.build.compute import device_and_dtype
 from gspo.train.build.objective import first_proximal_source
 from gspo.train.record import Recorder
@@ -141,6 +143,25 @@ def identity_of(learner: Learner, data: Data, world: World) -> dict[str, Any]:
     """What a resumed run must have in common with the run that it continues."""
     num_parameters = sum(p.numel() for p in learner.policy.parameters())
     return {"threads": learner.threads, "data": data.digest(), "parameters": num_parameters, "ranks": world.size}
+
+
+def code_files(config: Config, reward: Any, env: Any, dynamic_filter_fn: Any) -> dict[str, Path]:
+    """The user's functions by name, and the files that define them; the caller's have priority over the config's."""
+    mixtures = [*config.train_dataset.mixture, *(config.valid_dataset.mixture if config.valid_dataset else ())]
+    rewards = reward if isinstance(reward, list | tuple) else [reward] if reward is not None else []
+    entries = rewards or [*config.reward.functions, *(entry for source in mixtures for entry in source.reward)]
+    named = [("reward", entry["name"] if isinstance(entry, Mapping) else entry) for entry in entries]
+    named += [("environment", env or config.env.path), ("agent", config.env.agent)]
+    named += [("agent", word) for word in config.env.command if Path(word).is_file()]
+    named += [("filter", dynamic_filter_fn or config.rollout.dynamic_filter_fn)]
+    found: dict[str, Path] = {}
+    for kind, given in named:
+        path = Path(given) if isinstance(given, str) and ":" not in given and kind == "agent" else source_file(given)
+        if given is not None and path is not None and not path.is_relative_to(Path(gspo.__file__).parent):
+            found[f"{kind} {given if isinstance(given, str) else getattr(given, '__name__', type(given).__name__)}"] = (
+                path
+            )
+    return found
 
 
 def changed_keys(before: Config, after: Config) -> list[str]:

@@ -49,15 +49,6 @@ def test_a_source_without_a_path_and_a_reward_without_a_name_are_errors():
     assert "has no name" in nameless["reward.functions"]
 
 
-def test_a_file_in_a_mixture_wants_a_reward_of_its_own():
-    def warned(*overrides):
-        return any(f.key == "reward.functions" for f in lint(load(None, overrides), 0))
-
-    assert warned("train_dataset.mixture=[{path: a.jsonl}]")
-    assert not warned("train_dataset.mixture=[{path: a.jsonl, reward: [math]}]")
-    assert not warned("train_dataset.mixture=[{path: a.jsonl}]", "reward.functions=[math]")
-
-
 def test_keys_that_a_mixture_leaves_idle_are_named():
     idle = dict(ineffective(load(None, [MIXED, "train_dataset.path=x", "train_dataset.size=3"]), 0))
     assert {"train_dataset.path", "train_dataset.size"} <= idle.keys()

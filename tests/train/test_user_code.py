@@ -90,6 +90,7 @@ def test_an_unexpected_error_is_in_log_txt_with_its_traceback(tmp_path):
     assert "in workflow" in log
 
 
+@pytest.mark.full
 def test_a_resume_after_a_change_of_the_users_code_says_so_by_name(tmp_path, code):
     names = (f"reward.functions=[{code}:some]", f"rollout.dynamic_filter_fn={code}:accept")
     code.write_text(CODE.replace('columns["gold"]', "1"))

@@ -76,7 +76,7 @@ def test_the_exit_code_and_the_last_line_separate_config_and_machine(capsys):
     assert capsys.readouterr().out.endswith("This machine: it can run here.\n")
     assert cli.main([*words, *config, "train_dataset.path=nosuch.jsonl"]) == 1
     out = capsys.readouterr().out
-    assert "Config: 1 warning." in out
+    assert "Config: no problems found" in out
     assert out.endswith("This machine: it cannot run here: 1 problem (✗).\n")
     assert cli.main([*words, *config, "train_dataset.path=nosuch.jsonl", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["exit_code"] == 1

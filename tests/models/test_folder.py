@@ -245,6 +245,19 @@ def test_the_hub_caches_own_links_are_followed_by_name_and_by_folder(folder, tmp
         ("config.json", {"transformers_weights": "../x.safetensors"}, "transformers_weights names another weight"),
         ("config.json", {"use_pretrained_backbone": True, "backbone": "a/b"}, "use_pretrained_backbone would load"),
         ("config.json", {"model_type": "../evil"}, "model_type is '../evil'"),
+        ("config.json", {"return_dict": False}, "return_dict is False"),
+        ("config.json", {"max_position_embeddings": 0}, "max_position_embeddings is 0"),
+        ("tokenizer_config.json", {"tokenizer_class": "AutoModelForCausalLM"}, "is 'AutoModelForCausalLM'; it must be"),
+        (
+            "tokenizer_config.json",
+            {"fast_tokenizer_files": ["../tokenizer.4.0.0.json"]},
+            "names of files in this folder",
+        ),
+        ("tokenizer_config.json", {"model_max_length": "x"}, "model_max_length is 'x'; it must be a number"),
+        ("generation_config.json", {"eos_token_id": "x"}, "eos_token_id is 'x'"),
+        ("generation_config.json", {"eos_token_id": [[1]]}, "eos_token_id is [[1]]"),
+        ("generation_config.json", {"eos_token_id": {"a": 1}}, "eos_token_id is {'a': 1}"),
+        ("generation_config.json", {"eos_token_id": 10**12}, "eos_token_id is 1000000000000"),
         ("config.json", {"model_type": "no-such-model"}, "has model_type 'no-such-model', which transformers"),
     ],
 )
@@ -370,6 +383,23 @@ def test_large_finite_weights_are_not_called_infinite(folder):
     tensors["model.norm.weight"][:] = 3e38  # the sum overflows
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
     load_model(str(folder))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.uint8])
+def test_weights_that_are_not_floating_point_numbers_are_named(folder, dtype):
+    tensors = load_file(folder / SINGLE)
+    tensors["model.norm.weight"] = torch.ones(16, dtype=dtype)
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+    with pytest.raises(DataError, match=r"not floating-point numbers: model\.norm\.weight \([A-Z]+\d*\)"):
+        load_model(str(folder))
+
+
+def test_two_names_of_one_parameter_are_refused(folder):
+    tensors = load_file(folder / SINGLE)
+    tensors["norm.weight"] = torch.ones(16)  # transformers reads it as model.norm.weight
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+    with pytest.raises(DataError, match=r"has norm\.weight also as model\.norm\.weight"):
+        load_model(str(folder))
 
 
 def test_the_untied_head_must_be_there(folder):

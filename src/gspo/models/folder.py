@@ -13,7 +13,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -48,9 +48,18 @@ _REFUSED = {
     "transformers_weights": f"names another weight file than {WEIGHTS} or {INDEX}; remove it and rename the file",
     "use_pretrained_backbone": "would load another model from the hub; remove it",
 }
-_NAMES = ("model_type", "tokenizer_class", "processor_class", "feature_extractor_type")  # of classes in transformers
+_NAMES = ("model_type", "processor_class", "feature_extractor_type")  # of classes in transformers
+_TOKENIZER = re.compile(r"\w*(Tokenizer|Backend)\w*", re.ASCII)
 
-Shapes = dict[str, tuple[int, ...]]  # tensor → shape
+
+class Stored(NamedTuple):
+    """A tensor of a weight file."""
+
+    shape: tuple[int, ...]
+    dtype: str = "F32"  # as safetensors writes it
+
+
+Weights = dict[str, Stored]  # tensor → how it is stored
 
 
 def check_settings(folder: Path) -> dict[str, Any]:
@@ -63,13 +72,16 @@ def check_settings(folder: Path) -> dict[str, Any]:
         if name not in ("added_tokens.json", "special_tokens_map.json"):
             _check_values(content, folder / name)
     config = read.get(CONFIG, {})
+    for name in ("max_position_embeddings", "n_positions"):
+        if isinstance(value := config.get(name), int) and value < 1:
+            raise DataError(f"{folder / CONFIG}: {name} is {value}; a model has at least 1 position")
     if reason := absurd(config):
         raise DataError(f"{folder / CONFIG}: {reason}")
     return config
 
 
-def check_weights(folder: Path, key: str) -> Shapes:
-    """The shapes of the weights that transformers will read: one file, or the shards of an index."""
+def check_weights(folder: Path, key: str) -> Weights:
+    """The weights that transformers will read, by their headers: of one file, or of the shards of an index."""
     if (folder / "adapter_config.json").exists():
         what = "an adapter beside its model" if (folder / CONFIG).is_file() else "an adapter, not a model"
         raise DataError(
@@ -80,31 +92,31 @@ def check_weights(folder: Path, key: str) -> Shapes:
     if own := [name for name in names if _OWN_SHARD.fullmatch(name)]:
         raise DataError(f"{folder / own[0]} is a part of a distributed checkpoint; save the model as {WEIGHTS} first")
     shards, in_index = _shards(folder, key)
-    shapes: Shapes = {}
+    weights: Weights = {}
     place: dict[str, str] = {}
     for shard in shards:
         _check_place(folder, folder / shard)
-        for name, shape in _header(folder / shard).items():
+        for name, stored in _header(folder / shard).items():
             if name in place:
                 raise DataError(f"tensor {name!r} is in {place[name]} and in {shard} of {folder}: remove one of them")
-            shapes[name], place[name] = shape, shard
+            weights[name], place[name] = stored, shard
     if wrong := sorted(name for name, shard in in_index.items() if place.get(name) != shard):
         raise DataError(
             f"{folder / INDEX}: {listed(wrong)} should be in {in_index[wrong[0]]}, but is not: download the model again"
         )
-    return shapes
+    return weights
 
 
-def check_size(model: Any, source: str, shapes: Shapes | None, itemsize: int) -> None:
+def check_size(model: Any, source: str, weights: Weights | None, itemsize: int) -> None:
     """DataError before memory is allocated for sizes in a config that the weight files, or the machine, lack.
 
-    `model` is on the meta device, `source` names the file with its sizes; without `shapes` its weights are random.
+    `model` is on the meta device, `source` names the file with its sizes; without `weights` they are random.
     """
     needed = sum(parameter.numel() for parameter in model.parameters())
     computed = sum(buffer.numel() for buffer in model.buffers())
     if computed > _MAX_BUFFERS + needed:
         raise DataError(f"{source} describes masks and position tables of {computed:,} numbers; lower its sizes")
-    if shapes is None:
+    if weights is None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if needed * itemsize > memory:
             raise DataError(
@@ -112,15 +124,30 @@ def check_size(model: Any, source: str, shapes: Shapes | None, itemsize: int) ->
                 f"has {memory / 1e9:,.0f} GB"
             )
         return
-    stored = sum(map(math.prod, shapes.values()))
+    total = sum(math.prod(stored.shape) for stored in weights.values())
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    other = {name: shape for name, shape in shapes.items() if name in own and own[name] != shape}
-    if needed > stored + _SLACK or sum(map(math.prod, other.values())) > _SLACK:
+    other = {name: stored.shape for name, stored in weights.items() if name in own and own[name] != stored.shape}
+    if needed > total + _SLACK or sum(map(math.prod, other.values())) > _SLACK:
         wrong = [f"{name} (file {shape}, model {own[name]})" for name, shape in other.items()]
         raise DataError(
-            f"{source} describes {needed:,} parameters, the weight files hold {stored:,}: they are not of the same "
+            f"{source} describes {needed:,} parameters, the weight files hold {total:,}: they are not of the same "
             f"model. Tensors of another shape: {listed(wrong, 3) or 'none'}"
         )
+
+
+def check_names(model: Any, folder: Path, weights: Weights) -> None:
+    """DataError for tensors that transformers would convert or overwrite silently."""
+    parameters = {name for name, parameter in model.named_parameters() if parameter.is_floating_point()}
+    if wrong := [f"{name} ({weights[name].dtype})" for name in parameters & set(weights) if _is_integer(weights[name])]:
+        raise DataError(f"weights in {folder} are not floating-point numbers: {listed(wrong)}: use unquantized weights")
+    # transformers reads `x` as `model.x`, so that both would be one parameter.
+    prefix = getattr(model, "base_model_prefix", "")
+    if twice := [name for name in weights if prefix and f"{prefix}.{name}" in weights]:
+        raise DataError(f"{folder} has {listed(twice)} also as {prefix}.{min(twice)}: remove one of them")
+
+
+def _is_integer(stored: Stored) -> bool:
+    return not stored.dtype.startswith(("F", "BF"))
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -210,14 +237,15 @@ def _no_weights(folder: Path, key: str) -> DataError:
     )
 
 
-def _header(file: Path) -> Shapes:
-    """Shapes from the header alone. The library checks that every tensor lies inside the file and none overlap."""
+def _header(file: Path) -> Weights:
+    """The tensors, from the header alone; the library checks that each lies inside the file and none overlap."""
     with open(file, "rb") as stream:
         if stream.read(11) == b"version htt":
             raise DataError(f"{file} is a Git LFS pointer, not the weights: run `git lfs pull`")
     try:
         with safe_open(file, framework="numpy") as tensors:
-            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+            return {name: Stored(tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
     except (SafetensorError, OSError, ValueError) as cause:
         raise DataError(f"{file} is damaged: {str(cause)[:200]}; download the model again") from cause
 
@@ -247,8 +275,8 @@ def _check_values(content: Mapping[str, Any], file: Path) -> None:
                 f" ({value.get('quant_method')!r})" if name == "quantization_config" and type(value) is dict else ""
             )
             raise DataError(f"{file}: {name}{method} {_REFUSED[name]}")
-        if name in _NAMES and value is not None and not (isinstance(value, str) and _PLAIN.fullmatch(value)):
-            raise DataError(f"{file}: {name} is {value!r}; it must be the name of a class or model of transformers")
+        if reason := _wrong_value(name, value):
+            raise DataError(f"{file}: {name} is {value!r}{reason}")
         kind = name.removeprefix("_").removesuffix("_internal")
         for one in value.values() if isinstance(value, dict) else [value]:
             if kind in _IMPLEMENTATIONS and one is not None and one not in _IMPLEMENTATIONS[kind]:
@@ -256,6 +284,29 @@ def _check_values(content: Mapping[str, Any], file: Path) -> None:
                     f"{file}: {name} is {one!r}, and a folder cannot choose which code is fetched or run; remove it, "
                     f"or set {' or '.join(_IMPLEMENTATIONS[kind])}"
                 )
+
+
+def _wrong_value(name: str, value: Any) -> str | None:
+    """Why a value that transformers does not check itself is wrong; None if it is right."""
+    if value is None:
+        return None
+    if name in _NAMES and not (isinstance(value, str) and _PLAIN.fullmatch(value)):
+        return "; it must be the name of a class or model of transformers"
+    if name == "tokenizer_class" and not (isinstance(value, str) and _TOKENIZER.fullmatch(value)):
+        return "; it must be the name of a tokenizer of transformers"
+    if name == "fast_tokenizer_files":
+        names = value if isinstance(value, list) else [value]
+        if not all(isinstance(one, str) and re.fullmatch(r"[\w.+-]+\.json", one, re.ASCII) for one in names):
+            return "; it must be a list of names of files in this folder"
+    if name == "model_max_length" and (isinstance(value, bool) or not isinstance(value, int | float)):
+        return "; it must be a number"
+    if name.endswith("_token_id"):
+        ids = value if isinstance(value, list) else [value]
+        if not all(type(one) is int and 0 <= one < 2**31 for one in ids) and value != -1:
+            return "; it must be a token id, or a list of token ids"
+    if name == "return_dict" and value is not True:
+        return "; remove it"
+    return None
 
 
 def _settings(content: Any) -> Iterator[tuple[str, Any]]:

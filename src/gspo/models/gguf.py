@@ -17,7 +17,7 @@ from typing import Any
 
 from gspo.errors import DataError
 from gspo.models import cache
-from gspo.models.folder import Shapes, absurd, check_size
+from gspo.models.folder import Stored, Weights, absurd, check_size
 from gspo.system.files import sha256
 from gspo.system.imports import install_command
 
@@ -86,7 +86,7 @@ def _read(file: Path, key: str) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     try:
-        stored = _shapes(file)
+        stored = _stored(file)
         # Alone in a folder: transformers must not read what lies beside the file, such as an adapter.
         with tempfile.TemporaryDirectory(prefix="gspo-gguf-") as alone:
             (Path(alone) / "model.gguf").symlink_to(file.resolve())
@@ -122,7 +122,7 @@ def _read(file: Path, key: str) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def _shapes(file: Path) -> Shapes:
+def _stored(file: Path) -> Weights:
     """The shapes of the file's tensors. The reader of package `gguf` checks that each of them lies inside the file."""
     from gguf import GGUFReader
 
@@ -130,4 +130,4 @@ def _shapes(file: Path) -> Shapes:
     numbers = {name: field.contents() for name, field in reader.fields.items() if len(field.types) == 1}
     if reason := absurd({name: value for name, value in numbers.items() if isinstance(value, int)}):
         raise ValueError(reason)
-    return {tensor.name: tuple(map(int, tensor.shape)) for tensor in reader.tensors}
+    return {tensor.name: Stored(tuple(map(int, tensor.shape))) for tensor in reader.tensors}

@@ -25,7 +25,16 @@ from transformers import (
 
 from gspo.errors import DataError
 from gspo.models import cache
-from gspo.models.folder import CONFIG, Shapes, check_settings, check_size, check_weights, listed, read_json
+from gspo.models.folder import (
+    CONFIG,
+    Weights,
+    check_names,
+    check_settings,
+    check_size,
+    check_weights,
+    listed,
+    read_json,
+)
 from gspo.models.locate import EMBEDDED, locate
 
 # Tensors that older transformers versions stored and newer ones compute; ignoring them loses no weight.
@@ -38,7 +47,7 @@ class ModelFolder:
 
     path: Path
     config: Any  # transformers' PreTrainedConfig
-    shapes: Shapes | None  # of the stored weights; None if only the config is used
+    weights: Weights | None  # in its files; None if only the config is used
 
 
 def load_tokenizer(path: str, key: str = "tokenizer_path") -> PreTrainedTokenizerBase:
@@ -96,7 +105,7 @@ def open_folder(
     """Check a folder without reading its weights. `kind` is the class of transformers that will load it."""
     folder = Path(path)
     content = check_settings(folder)
-    shapes = check_weights(folder, key) if weights else None
+    stored = check_weights(folder, key) if weights else None
     family = content.get("model_type")
     if family not in CONFIG_MAPPING:
         found = f"has model_type {family!r}, which transformers {transformers.__version__} does not have"
@@ -108,8 +117,10 @@ def open_folder(
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         except Exception as cause:  # transformers' own code runs on the folder's values, and may raise anything
             raise _bad_config(kind, folder / CONFIG, content, cause, key) from cause
-    check_size(model, str(folder / CONFIG), shapes, dtype.itemsize)
-    return ModelFolder(folder, config, shapes)
+    check_size(model, str(folder / CONFIG), stored, dtype.itemsize)
+    if stored is not None:
+        check_names(model, folder, stored)
+    return ModelFolder(folder, config, stored)
 
 
 def read_weights(

@@ -294,6 +294,7 @@ def test_prompts_beyond_max_length_are_dropped_and_counted(tmp_path, tokenizer):
         ("", "no rows"),
         ('{"question": "a"}\n{oops\n', r"d\.jsonl:2 is not valid JSON"),
         ('{"question": "a"}\n' + '{"a":' * 100_000, r"d\.jsonl:2 is not valid JSON"),
+        ('{"question": ["x"]}\n', "row 0: column 'question' must be a string or a list of messages"),
         ("[1, 2]\n", "must be a JSON object"),
         ('{"text": "a"}\n', "prompt_column"),
         ('{"question": "a", "answer": 1}\n{"question": "", "answer": 1}\n', "row 1"),

@@ -165,6 +165,13 @@ def test_a_model_that_transformers_does_not_know_is_unknown_with_the_reason():
     assert "novel" in found.reason
 
 
+def test_a_folder_that_asks_for_a_kernel_is_not_built(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "_attn_implementation": "owner/kernel"}')
+    found = find_source(str(tmp_path))
+    assert isinstance(found, Unknown)
+    assert "_attn_implementation is 'owner/kernel'" in found.reason
+
+
 @pytest.mark.parametrize("fields", [{"num_hidden_layers": 10**11}, {"text_config": {"num_experts": 10**11}}])
 def test_absurd_numbers_of_layers_do_not_hang(fields):
     found = count(Source("x", {"model_type": "qwen3_moe", **COMMON, **fields}))

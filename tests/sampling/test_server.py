@@ -515,8 +515,9 @@ def test_the_count_of_trainers_is_in_the_run_and_may_be_lost_or_damaged(tmp_path
         third = Session(tmp_path)
         assert third.outbid(second.id)
         assert order(third.id) > order(second.id)
-    assert not third.outbid("9" * 20 + "-x")
-    assert order("zz") < order(first.id)  # an id without a number never locks a server
+    for other in ("zz", "9" * 20 + "-x", "9" * 4000, "-1", "\u0669-x", ""):  # none of these locks a server
+        assert order(other) < order(first.id)
+    assert not third.outbid(f"{10**19 - 1}-x")  # there is no higher number
 
 
 # On the wire

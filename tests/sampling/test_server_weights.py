@@ -72,7 +72,7 @@ def test_weights_that_are_not_the_models_are_refused_whole(house, fault):
     assert_same({s.id: s for s in client.completed(20)}, run(local(first), requests))
 
 
-@pytest.mark.parametrize("damage", ["truncated", "a flipped bit", "missing", "replaced", "a pipe", "a pickle"])
+@pytest.mark.parametrize("damage", ["truncated", "a flipped bit", "missing", "replaced", "a pipe", "a pickle", "a null byte in its name"])
 def test_a_file_that_is_not_what_was_published_is_refused_whole(house, damage):
     server, first, second = house.serve(), build("llama", seed=1), build("llama", seed=2)
     client = house.client()
@@ -88,14 +88,14 @@ def test_a_file_that_is_not_what_was_published_is_refused_whole(house, damage):
         save_file({n: p.detach() for n, p in first.named_parameters()}, path)
     elif damage == "a pickle":
         torch.save(first.state_dict(), path)
-    else:
+    elif damage != "a null byte in its name":
         path.unlink()
         if damage == "a pipe":
             os.mkfifo(path)
     body = {
         "session": client._servers[0]._session,
         "version": 2,
-        "path": str(path),
+        "path": f"{path}\0" if damage == "a null byte in its name" else str(path),
         "sha256": published.sha256,
         "probe": [],
         "wait_s": 10,

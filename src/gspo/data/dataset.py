@@ -326,9 +326,10 @@ def default_reward(path: str) -> dict[str, Any]:
 
 def _with_answer(row: Row, index: int, prompt_name: str, answer_name: str | None, path: str, key: str) -> Row:
     content = _column(row, prompt_name)
-    if not isinstance(content, list | str) or not content or (isinstance(content, str) and not content.strip()):
+    is_text = isinstance(content, str) and content.strip()
+    if not is_text and not (content and isinstance(content, list) and all(isinstance(m, Mapping) for m in content)):
         raise DataError(
-            f"{path}, row {index}: column {prompt_name!r} must be a string or a list of messages, got {content!r}"
+            f"{path}, row {index}: column {prompt_name!r} must be a string or a list of messages, got {content!r:.200}"
         )
     answer = None if answer_name is None else _column(row, answer_name)
     # NaN is how tables store a missing value.

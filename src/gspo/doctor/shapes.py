@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.errors import GspoError
-from gspo.models.folder import absurd, read_json
+from gspo.models.folder import absurd, check_values, read_json
 from gspo.models.locate import hub_cache, snapshot
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -82,7 +82,10 @@ def find_source(path: str) -> Source | Unknown:
         file = _config_file(path)
         if file is None:
             return Unknown(f"{path}: there is no folder with a config.json, and no snapshot in {hub_cache()}")
-        return Source(str(file), read_json(file))
+        fields = read_json(file)
+        # `count` builds the model, so the settings must not be able to fetch code.
+        check_values(fields, file)
+        return Source(str(file), fields)
     except (GspoError, OSError, ValueError) as error:
         return Unknown(f"{path}: {error}")
 

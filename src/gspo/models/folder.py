@@ -70,7 +70,7 @@ def check_settings(folder: Path) -> dict[str, Any]:
     read = {name: read_json(folder / name) for name in SETTINGS if (folder / name).exists()}
     for name, content in read.items():
         if name not in ("added_tokens.json", "special_tokens_map.json"):
-            _check_values(content, folder / name)
+            check_values(content, folder / name)
     config = read.get(CONFIG, {})
     for name in ("max_position_embeddings", "n_positions"):
         if isinstance(value := config.get(name), int) and value < 1:
@@ -268,7 +268,8 @@ def _check_place(folder: Path, entry: Path) -> None:
         raise DataError(f"{entry} is a link to {target}, outside of the folder: copy the file into the folder")
 
 
-def _check_values(content: Mapping[str, Any], file: Path) -> None:
+def check_values(content: Mapping[str, Any], file: Path) -> None:
+    """DataError for a setting that would fetch or run code, or that transformers would fail on later."""
     for name, value in _settings(content):
         if name in _REFUSED and value:
             method = (

@@ -14,7 +14,7 @@ from pathlib import Path
 from gspo.system.files import atomic_write
 
 FILE = "session"  # in the folder of the registrations
-_DIGITS = 20
+_DIGITS, _LIMIT = 20, 10**19  # a higher number would leave none for the next trainer
 
 
 def order(session: str) -> tuple[int, str]:
@@ -23,8 +23,9 @@ def order(session: str) -> tuple[int, str]:
     >>> order("00000000000000000007-ab") < order("10-cd"), order("zz")
     (True, (0, 'zz'))
     """
-    number = session.partition("-")[0]
-    return (int(number) if number.isascii() and number.isdigit() and len(number) <= _DIGITS else 0, session)
+    text = session.partition("-")[0]
+    number = int(text) if text.isascii() and text.isdigit() and len(text) <= _DIGITS else 0
+    return number if number < _LIMIT else 0, session
 
 
 class Session:
@@ -49,7 +50,7 @@ class Session:
             if self._newest() > self._number:
                 return False
             number = order(other)[0]
-            if number >= 10**_DIGITS - 1:
+            if number >= _LIMIT - 1:
                 return False
             if number >= self._number:
                 self._take(number + 1)

@@ -43,7 +43,7 @@ def read(path: str | Path, sha256: str) -> dict[str, Tensor]:
                 f"({path.stat().st_size} bytes); the sampler keeps its weights"
             )
         return load_file(path)
-    except (OSError, SafetensorError) as cause:
+    except (OSError, ValueError, SafetensorError) as cause:  # ValueError: a path with a null byte
         raise WeightSyncError(f"{path} cannot be read ({cause}); the sampler keeps its weights") from cause
 
 

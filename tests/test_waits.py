@@ -17,7 +17,7 @@ METHODS = {
     "wait_closed": 0, "recv": 1, "recv_into": 1, "recvfrom": 1, "communicate": 1, "shutdown": 0,
 }  # fmt: skip
 # A method of these is never a wait, whatever it is called.
-NOT_A_WAIT = {("_ACTIVE", "get"), ("ray", "shutdown"), ("tree", "join")}
+NOT_A_WAIT = {("_ACTIVE", "get"), ("_LAYOUT", "get"), ("ray", "shutdown"), ("tree", "join")}
 # Functions, by module: positional arguments of a call without a deadline.
 FUNCTIONS = {
     ("subprocess", "run"): 1, ("subprocess", "call"): 1, ("subprocess", "check_call"): 1,

@@ -213,6 +213,7 @@ def test_the_hub_caches_own_links_are_followed_by_name_and_by_folder(folder, tmp
             file.rename(blob)
         (snapshot / file.name).symlink_to(f"../../blobs/{i}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setenv("HF_HUB_CACHE", str(cache))
     for path in ("owner/name", str(snapshot)):
         load_model(path, tokenizer=load_tokenizer(path))
     change(snapshot / "config.json", auto_map={"AutoModelForCausalLM": "x.Y"})

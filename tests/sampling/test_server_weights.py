@@ -72,7 +72,9 @@ def test_weights_that_are_not_the_models_are_refused_whole(house, fault):
     assert_same({s.id: s for s in client.completed(20)}, run(local(first), requests))
 
 
-@pytest.mark.parametrize("damage", ["truncated", "a flipped bit", "missing", "replaced", "a pipe", "a pickle", "a null byte in its name"])
+@pytest.mark.parametrize(
+    "damage", ["truncated", "a flipped bit", "missing", "replaced", "a pipe", "a pickle", "a null byte in its name"]
+)
 def test_a_file_that_is_not_what_was_published_is_refused_whole(house, damage):
     server, first, second = house.serve(), build("llama", seed=1), build("llama", seed=2)
     client = house.client()

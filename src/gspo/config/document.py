@@ -161,27 +161,52 @@ decided it, is `config.yaml` in the run directory and can be loaded again.
 ## Keys"""
 
 
+# Chapter → its sections, by the first part of their names; "" is the top level.
+_CHAPTERS = {
+    "The run": ("",),
+    "Model, optimizer and objective": ("actor", "ref", "critic"),
+    "Data and rewards": ("train_dataset", "valid_dataset", "reward"),
+    "Sampling and episodes": ("gconfig", "rollout", "env"),
+    "Evaluation, checkpoints and metrics": ("evaluator", "eval_gconfig", "saver", "recover", "stats_logger"),
+    "Machines": ("cluster", "scheduler"),
+}
+# Parts of the longest table, by their first key.
+_PARTS = {
+    "actor.path": "Model and training",
+    "actor.importance_sampling_level": "Objective",
+    "actor.reward_norm": "Rewards and advantages",
+    "actor.prox_logp_method": "π_old, and the difference between sampler and trainer",
+    "actor.weight_update_mode": "Rarely set",
+}
+
+
 def _key_tables() -> Iterable[str]:
-    """One table a section class; sections of the same class are one table, under all their names."""
-    keys = known_keys()
-    # None: the keys of the top level. List items with a section of their own get a table too, under `key[]`.
-    groups: dict[Any, list[Key]] = {None: []}
-    for key in keys.values():
+    """Chapters of tables, one per section class; sections of the same class are one table, under all their names."""
+    # "": the keys of the top level. List items with a section of their own get a table too, under `key[]`.
+    groups: dict[Any, list[Key]] = {Config: [Key("", None, "")]}
+    for key in known_keys().values():
         if key.section is not None:
             groups.setdefault(key.section, []).append(key)
         elif key.items is not None and issubclass(key.items, Section):
             groups.setdefault(key.items, []).append(replace(key, name=key.name + "[]"))
-    for kind, holders in groups.items():
-        prefix = holders[0].name + "." if holders else ""
-        rows = [key for name, key in keys.items() if name.startswith(prefix) and "." not in name.removeprefix(prefix)]
-        if kind is not None and prefix.endswith("[]."):
-            rows = list(keys_of(kind, prefix))
-        title = ", ".join(f"`{holder.name}`" for holder in holders) or "Top level"
-        doc = " ".join(dict.fromkeys(holder.doc for holder in holders))
-        body = [
-            f"| `{key.name.removeprefix(prefix)}` | {_type(key)} | {_default(key)} | {_cell(key.doc)} |" for key in rows
-        ]
-        yield "\n".join([f"### {title}", *([f"\n{doc}"] if doc else []), "", _HEAD, *body])
+    for chapter, sections in _CHAPTERS.items():
+        yield f"### {chapter}"
+        first = {kind: holders[0].name.split(".")[0].removesuffix("[]") for kind, holders in groups.items()}
+        for section in sections:
+            yield from (_key_table(kind, groups[kind]) for kind in groups if first[kind] == section)
+
+
+def _key_table(kind: type[Section], holders: list[Key]) -> str:
+    prefix = holders[0].name + "." if holders[0].name else ""
+    title = ", ".join(f"`{holder.name}`" for holder in holders) if prefix else "Top level"
+    doc = " ".join(dict.fromkeys(holder.doc for holder in holders))
+    body = []
+    for key in keys_of(kind, prefix):
+        name = key.name.removeprefix(prefix)
+        if "." not in name:
+            body += [f"| **{_PARTS[key.name]}** | | | |"] if key.name in _PARTS else []
+            body.append(f"| `{name}` | {_type(key)} | {_default(key)} | {_cell(key.doc)} |")
+    return "\n".join([f"#### {title}", *([f"\n{doc}"] if doc else []), "", _HEAD, *body])
 
 
 _HEAD = "| key | value | default | meaning |\n|---|---|---|---|"

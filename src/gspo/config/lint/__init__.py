@@ -1,11 +1,14 @@
 """Contradictions and advice about a resolved config. Torch-free.
 
 A rule is one function: it looks at the whole config and yields findings. A finding names a key, the place where it was
-set, what is wrong, and a remedy. Contradictions are errors, suspicious settings are warnings. There is one file of
-rules per subject. `gspo doctor` prints all findings of `lint`; a run calls `check` before it starts.
+set, what is wrong, and a remedy. Contradictions are errors, suspicious settings are warnings. There is one file per
+subject; each of its public functions is a rule. `gspo doctor` prints all findings of `lint`; a run calls `check` before
+it starts.
 """
 
 from __future__ import annotations
+
+import inspect
 
 from gspo.config.lint import (
     advantages,
@@ -23,17 +26,14 @@ from gspo.config.lint.facts import Finding, facts_of
 from gspo.config.loaded import Loaded
 from gspo.errors import ConfigError
 
-RULES = (
-    *references.RULES,
-    *batches.RULES,
-    *advantages.RULES,
-    *clipping.RULES,
-    *policies.RULES,
-    *sampling.RULES,
-    *data_rewards.RULES,
-    *episodes.RULES,
-    *optimizer.RULES,
-    *machine.RULES,
+_SUBJECTS = (
+    references, batches, advantages, clipping, policies, sampling, data_rewards, episodes, optimizer, machine,
+)  # fmt: skip
+RULES = tuple(
+    rule
+    for subject in _SUBJECTS
+    for name, rule in vars(subject).items()
+    if inspect.isfunction(rule) and rule.__module__ == subject.__name__ and not name.startswith("_")
 )
 
 

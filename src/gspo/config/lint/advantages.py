@@ -76,13 +76,3 @@ def every_completion_masked(f: Facts) -> Iterator[Finding]:
             "with gconfig.ignore_eos every completion is truncated, so every advantage would be 0",
             "set gconfig.ignore_eos: false, or actor.mask_no_eos_with_zero: false",
         )
-
-
-RULES = (
-    every_group_rejected,
-    group_of_one,
-    norm_replaces_the_advantage,
-    normalised_twice,
-    overlong_tail_too_long,
-    every_completion_masked,
-)

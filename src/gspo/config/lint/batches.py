@@ -43,6 +43,3 @@ def micro_batch_below_a_sequence(f: Facts) -> Iterator[Finding]:
             "of its own that exceeds the memory limit",
             f"set actor.mb_spec.max_tokens_per_mb: {longest} or more, or lower gconfig.max_new_tokens",
         )
-
-
-RULES = (undividable_batch, micro_batch_below_a_sequence)

@@ -95,14 +95,3 @@ def token_aggregation(f: Facts) -> Iterator[Finding]:
             "paper every completion has the same weight",
             "set actor.loss_aggregation: sequence_mean (the paper) or sequence_sum (LUSPO)",
         )
-
-
-RULES = (
-    auto_without_clipping,
-    auto_per_token,
-    lower_bound_at_zero,
-    too_wide_for_a_sequence,
-    too_narrow_for_the_dtype,
-    ratio_always_one,
-    token_aggregation,
-)

@@ -100,15 +100,3 @@ def code_without_a_sandbox(f: Facts) -> Iterator[Finding]:
             "`code` runs model-written programs in a bubblewrap sandbox, but bwrap is not installed on this machine",
             "install the Debian package bubblewrap; a run without it is refused (docs/sandbox.md)",
         )
-
-
-RULES = (
-    one_weight_per_function,
-    source_without_a_path,
-    reward_without_a_name,
-    validation_on_training_data,
-    best_names_a_metric,
-    evaluation_off_and_on,
-    program_longer_than_its_reward,
-    code_without_a_sandbox,
-)

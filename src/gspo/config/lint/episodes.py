@@ -71,14 +71,3 @@ def missing_command(f: Facts) -> Iterator[Finding]:
     command = f.config.env.command
     if command and shutil.which(command[0]) is None:
         yield f.error("env.command", f"there is no program {command[0]}", "write its full path, or install it")
-
-
-RULES = (
-    unknown_environment,
-    more_turns_than_the_limit,
-    turn_discount_with_gae,
-    turn_credit_averaged_over_a_trajectory,
-    two_players,
-    missing_agent_file,
-    missing_command,
-)

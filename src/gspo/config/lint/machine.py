@@ -90,13 +90,3 @@ def missing_loggers(f: Facts) -> Iterator[Finding]:
     for key, is_requested, package, off in requested:
         if is_requested and importlib.util.find_spec(package) is None:
             yield f.error(key, f"{package} is not installed", f"{install_command(package)}, or set {key}: {off}")
-
-
-RULES = (
-    too_few_gpus,
-    missing_loggers,
-    engine_flags_refused,
-    sampling_ahead_on_a_shared_gpu,
-    rounded_weights_on_servers,
-    broadcast_to_an_engine_that_reads_files,
-)

@@ -66,13 +66,3 @@ def half_precision_head(f: Facts) -> Iterator[Finding]:
             f"rounding of {f.dtype} logits alone can move a sequence ratio out of its clip range",
             "set actor.fp32_lm_head: true",
         )
-
-
-RULES = (
-    zero_learning_rate,
-    high_learning_rate,
-    adapter_on_no_module,
-    adapter_on_random_weights,
-    half_precision_on_cpu,
-    half_precision_head,
-)

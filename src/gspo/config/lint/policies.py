@@ -117,17 +117,3 @@ def routes_of_an_external_sampler(f: Facts) -> Iterator[Finding]:
             f"rollout replays the sampler's expert routes, but {f.external_sampler} does not return them",
             "set rollout.backend: local:dN (gspo's own servers), or actor.routing_replay: proximal",
         )
-
-
-RULES = (
-    decoupled_without_effect,
-    staleness_without_correction,
-    staleness_uses_up_the_clip_range,
-    recentring_stale_samples,
-    truncated_sampling,
-    noisy_sampler,
-    correction_without_bounds,
-    product_of_ratios,
-    routes_without_a_proximal_pass,
-    routes_of_an_external_sampler,
-)

@@ -61,13 +61,3 @@ def critic_without_gae(f: Facts) -> Iterator[Finding]:
             f"{f.objective['name']} computes advantages from the group, so the critic is never used",
             "remove the critic section, or choose algorithm: ppo",
         )
-
-
-RULES = (
-    kl_without_reference,
-    kl_counted_twice,
-    k1_in_the_loss,
-    gae_without_critic,
-    critic_without_gae,
-    kl_reward_averaged_over_a_sequence,
-)

@@ -51,6 +51,3 @@ def longer_than_max_tokens(f: Facts) -> Iterator[Finding]:
             "are refused",
             "raise gconfig.max_tokens, or lower gconfig.max_new_tokens",
         )
-
-
-RULES = (shortest_above_longest, no_randomness, longer_than_the_context, longer_than_max_tokens)

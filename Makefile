@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 # One thread per worker makes results repeatable; a third worker on two cores fills the time that tests wait.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 3
 
-.PHONY: train demo unit test test-full check docs setup setup-train setup-vllm clean
+.PHONY: train demo unit test test-full check docs setup setup-train setup-vllm setup-envs clean
 
 train: setup-train
 	.venv/bin/gspo train examples/quickstart.yaml
@@ -49,6 +49,20 @@ $(TRAIN_STAMP): pyproject.toml
 # Everything that the tests need: TRL, Ray, loggers, the browser's driver, the type checker.
 $(STAMP): $(TRAIN_STAMP)
 	$(PY) -m pip install --quiet -e ".[plot,tasks,models,lora,agent,envs,ray,tensorboard,wandb,trackio,test,dev]"
+	touch $@
+
+# Packages of other people's environments, each in an environment of its own: they need different releases of `mcp`.
+setup-envs: .venv-openenv/.installed .venv-verifiers/.installed
+
+.venv-openenv/.installed:
+	python3 -m venv .venv-openenv
+	.venv-openenv/bin/python -m pip install --quiet "openenv>=0.10,<0.11" uvicorn websockets
+	touch $@
+
+.venv-verifiers/.installed: pyproject.toml
+	test -x .venv-verifiers/bin/python || python3 -m venv .venv-verifiers
+	.venv-verifiers/bin/python -m pip install --quiet torch==2.13.0
+	.venv-verifiers/bin/python -m pip install --quiet -e ".[plot]" "verifiers>=0.4,<0.5"
 	touch $@
 
 # vLLM for CPUs, in an environment of its own: it wants another transformers. Beside torch's own, its audio and video

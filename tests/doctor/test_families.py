@@ -1,0 +1,55 @@
+"""`gspo models check`: one architecture of each layout and sampler, a folder, and all of them in the long suite."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from gspo.cli.main import main
+from gspo.doctor import families
+from gspo.models import tiny
+
+PAGE = Path(__file__).parents[2] / "docs" / "model_families.md"
+
+
+@pytest.mark.run
+@pytest.mark.parametrize(
+    ("name", "layout", "engine"),
+    [
+        ("qwen3", "shared", "continuous batching"),
+        ("gptj", "packed", None),
+        ("qwen3_next", "padded", "transformers' cache"),
+    ],
+)
+def test_an_architecture_gets_its_layout_and_sampler_and_both_are_exact(name, layout, engine):
+    row = families.check_model(name)
+    assert (row.layout, row.refused, row.not_built) == (layout, "", "")
+    assert engine is None or row.engine == engine
+    assert families.is_exact(row)
+    assert torch.float32 is not torch.float64  # what was replaced is back
+
+
+def test_what_cannot_be_built_says_why():
+    assert families.check_model("bart").not_built == "bart is an encoder-decoder model"
+    assert "there is no folder" in families.check_model("./no/such/folder").refused
+
+
+@pytest.mark.run
+def test_the_verb_prints_a_line_for_each_model_and_fails_for_a_refused_one(capsys, tmp_path):
+    page = tmp_path / "page.md"
+    assert main(["models", "check", "llama", "./no/such/folder", "--write", str(page)]) == 1
+    printed = capsys.readouterr().out
+    assert re.search(r"^llama\s+shared prefixes\s+continuous batching\s+\S+e-\d+\s+\S+e-\d+", printed, re.MULTILINE)
+    assert "refused or not exact: ./no/such/folder" in printed
+    assert re.search(r"^\| llama \| shared prefixes \|", page.read_text(), re.MULTILINE)
+    assert main(["models", "check"]) == 2
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_no_architecture_that_can_be_built_is_refused_and_the_page_is_true():
+    rows = families.check_models(tiny.CAUSAL_TYPES, lambda row: None)
+    assert [row.name for row in rows if not row.not_built and not families.is_exact(row)] == []
+    listed = re.findall(r"^\| (\S+) \| ([^|]+?) \| ([^|]+?) \| \d", PAGE.read_text(), re.MULTILINE)
+    assert listed == [(row.name, *row.cells()[1:3]) for row in rows if not row.not_built]

@@ -65,6 +65,22 @@ def write_samples(run, step, rows, tokens=None):
     aside.replace(folder / f"step_{step:06d}.jsonl")
 
 
+def write_answers(run, step, rows):
+    """evals/step_*.jsonl as the loop writes it."""
+    (run / "evals").mkdir(exist_ok=True)
+    (run / "evals" / f"step_{step:06d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def answer_row(step: int, row: int, **changes) -> dict:
+    """A held-out answer as the loop writes it."""
+    found = {
+        "step": step, "row": row, "source": "rows", "prompt": f"<u>{row}+1=<a>", "question": f"{row}+1=",
+        "answer": str(row + 1), "sample": 0, "completion": f"it is {row + 1}", "reward": row / 10,
+        "reward_parts": {"digits": row / 10}, "failure": None, "correct": False, "length": 4, "finish": "stop",
+    }  # fmt: skip
+    return found | changes
+
+
 def append_metrics(run, *rows):
     with open(run / "metrics.jsonl", "a") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)

@@ -10,7 +10,17 @@ import time
 
 import numpy as np
 import pytest
-from made_runs import HOSTILE, append_metrics, eval_row, make_run, sample_row, step_row, write_samples
+from made_runs import (
+    HOSTILE,
+    answer_row,
+    append_metrics,
+    eval_row,
+    make_run,
+    sample_row,
+    step_row,
+    write_answers,
+    write_samples,
+)
 
 from gspo.report.page.page import write_report
 from gspo.report.page.watch import Watch
@@ -129,6 +139,26 @@ def test_the_page_loads_answers_searches_and_shows_values_under_the_pointer(run,
 
 
 @pytest.mark.full
+def test_held_out_answers_questions_and_a_mixed_group_are_shown(tmp_path, visit):
+    run = make_run(tmp_path / "e" / "t", [{"step": 0, **eval_row(0.3)}, step_row(1, **{"policy/kl_behavior": 0.1})])
+    chat = {"prompt": "<s>the same for all<u>2+2=<a>", "question": "2+2=", "answer": None}
+    write_samples(run, 1, [sample_row(1, i, reward=0.5 if i < 4 else float(i % 2), **chat) for i in range(8)])
+    write_answers(run, 0, [answer_row(0, row) for row in range(3)])
+    page = visit(write_report(run).as_uri())
+    detail = page.locator("#detail")
+    assert "prompt 101" in detail.inner_text()  # group 100 has equal rewards
+    assert "the data set has none" in detail.inner_text()
+    assert "null" not in detail.inner_text()
+    assert column(page, 2)[0].startswith("2+2=")
+    page.locator("#sample-kind").select_option("evals")
+    assert "held-out problem 0" in detail.inner_text()
+    assert column(page, 2) == [f"{row}+1=it is {row + 1}" for row in range(3)]
+    assert "3 held-out answers after 1 steps" in page.locator("#samples-note").inner_text()
+    assert not page.locator("[data-column=log_s]").is_visible()
+    assert "KL to the sampler" in page.locator("#curve-charts").inner_text()
+
+
+@pytest.mark.full
 def test_filters_and_columns_choose_and_order_samples(run, visit):
     page = visit(write_report(run).as_uri())
     count = page.locator("#sample-count")
@@ -193,8 +223,7 @@ def test_what_an_environment_said_is_told_apart(tmp_path, visit):
 @pytest.mark.full
 def test_the_keyboard_is_enough(run, visit):
     page = visit(write_report(run).as_uri())
-    page.keyboard.press("j")
-    page.keyboard.press("j")
+    page.keyboard.press("j")  # the first sample is chosen already: its group has different rewards
     page.keyboard.press("k")
     page.keyboard.press("j")
     assert page.locator("#spacer [aria-selected=true]").get_attribute("aria-rowindex") == "3"

@@ -9,16 +9,28 @@ import time
 
 import numpy as np
 import pytest
-from made_runs import HOSTILE, append_metrics, eval_row, graded_row, make_run, sample_row, step_row, write_samples
+from made_runs import (
+    HOSTILE,
+    answer_row,
+    append_metrics,
+    eval_row,
+    graded_row,
+    make_run,
+    sample_row,
+    step_row,
+    write_answers,
+    write_samples,
+)
 
 from gspo.config.loaded import Origin, read_origins
 from gspo.report.answers import answers, time_parts
 from gspo.report.clip import ClipSettings, clip_story, suggest_eps
 from gspo.report.page.data import config_lines, table
 from gspo.report.page.page import SCRIPTS, STYLES, asset, inert_json, write_report
-from gspo.report.read import read_metrics
-from gspo.report.samples import choose_steps, read_block, sample_steps
+from gspo.report.read import read_metrics, status_of
+from gspo.report.samples import choose_files, choose_steps, read_block, sample_steps
 from gspo.report.summary import summary_of
+from gspo.runs.lock import RunLock
 
 
 @pytest.fixture
@@ -193,6 +205,35 @@ def test_a_run_that_got_worse_or_whose_eps_is_noise_is_told_so(tmp_path):
     said = answers_of(write_report(make_run(tmp_path, rows)))
     assert said["Did it learn?"]["verdict"] == "bad"
     assert said["Is my ε sensible?"]["verdict"] == "bad"
+
+
+def test_held_out_answers_are_on_the_page_grouped_by_problem(run):
+    answers = [answer_row(3, row, sample=k) for row in range(2) for k in range(2)]
+    write_answers(run, 3, [*answers, answer_row(3, 0, source="other")])
+    blocks = data_of(write_report(run).read_text(), "samples")
+    assert [(block["kind"], block["step"]) for block in blocks] == [*(("samples", s) for s in (1, 2, 3)), ("evals", 3)]
+    assert blocks[-1]["submission"] == [0, 0, 1, 1, 2]
+    assert blocks[-1]["question"][0] == "0+1="
+    few = choose_files(run, 8_000)
+    assert ("evals", 3) in few
+    assert len(few) < 4
+
+
+def test_the_status_of_a_run_is_that_of_its_lock_and_its_last_message(tmp_path):
+    run = make_run(tmp_path, [step_row(1)])
+    planned = {"total_train_steps": 9}
+    assert [status_of(run, steps, planned) for steps in (1, 9)] == ["failed", "finished"]
+    for message, said in (
+        ("finished after step 1", "finished"),
+        ("stopped after step 1; run", "stopped"),
+        ("x", "failed"),
+    ):
+        (run / "log.txt").write_text(f"2026-01-01 00:00:00 begin\n2026-01-01 00:00:01 {message}\n")
+        assert status_of(run, 1, planned) == said
+    lock = RunLock(run)
+    assert status_of(run, 9, planned) == "running"
+    lock.close()
+    assert status_of(run, 1, planned) == "failed"
 
 
 def test_graded_rewards_are_told_as_reward(tmp_path):

@@ -9,7 +9,7 @@ import sys
 import urllib.request
 
 import pytest
-from made_runs import make_run, sample_row, step_row, write_samples
+from made_runs import HOSTILE, answer_row, make_run, sample_row, step_row, write_answers, write_samples
 
 from gspo.cli import main as cli
 from gspo.config.document import dump
@@ -36,6 +36,23 @@ def test_report_writes_the_page_and_says_where(run, tmp_path, capsys):
     assert (tmp_path / "mine.html").stat().st_size > 50_000
 
 
+def test_samples_prints_mixed_groups_first_and_held_out_answers_on_request(run, capsys):
+    rows = [sample_row(1, i, reward=0.5 if i < 4 else float(i % 2), completion=HOSTILE[i % 6]) for i in range(8)]
+    write_samples(run, 1, rows)
+    assert cli.main(["samples", str(run), "--num", "1"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("1+1=\nanswer: 7\n")  # group 0 has equal rewards
+    assert "1 of 2 prompts of step 1" in text
+    assert "\x1b" not in text
+    assert "<script>window.pwned" in text
+    write_answers(run, 2, [answer_row(2, 5), answer_row(2, 6, reward=None, failure="timeout: late")])
+    assert cli.main(["samples", str(run), "--held-out"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"5\+1=\nanswer: 6\n *0\.5  it is 6", text)
+    assert re.search(r"failed  timeout: late", text)
+    assert "2 of 2 held-out problems after step 2" in text
+
+
 def test_the_page_has_doctors_words_of_the_run_as_it_was_configured(run, capsys):
     cli.main(["report", str(run)])
     doctor = boot_of(run / "report.html")["overview"]["doctor"]
@@ -57,6 +74,8 @@ def test_a_config_that_cannot_be_read_costs_its_words_alone(run, capsys):
         (["report", "{tmp}"], "is not a run directory"),
         (["report", "{run}", "--out", "{tmp}/no/such/dir/x.html"], "--out"),
         (["report", "{run}", "--max-mb", "0"], "--max-mb"),
+        (["samples", "{run}", "--step", "7"], "no samples of step 7; available: 1"),
+        (["samples", "{run}", "--held-out"], "no held-out answers of any step"),
         (["watch", "{tmp}/nowhere"], "does not exist"),
         (["watch", "{run}", "--port", "70000"], "--port"),
     ],

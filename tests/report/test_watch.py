@@ -69,7 +69,8 @@ class Page:
         if found["generation"] != self.have["generation"]:
             self.steps, self.samples = [], set()
         self.steps += [row[found["metrics"]["names"].index("step")] for row in found["metrics"]["rows"]]
-        self.samples = (self.samples - set(found["gone"])) | {block["step"] for block in found["samples"]}
+        gone = {step for kind, step in found["gone"] if kind == "samples"}
+        self.samples = (self.samples - gone) | {block["step"] for block in found["samples"]}
         self.have = {"generation": found["generation"], "rows": len(self.steps), "mark": found["mark"]}
         return found
 

@@ -115,6 +115,12 @@ VERBS: dict[str, Verb] = {
         reports.report_arguments,
         reports.report,
     ),
+    "samples": Verb(
+        "samples RUN [--held-out] [--step N] [--num N]",
+        "print prompts, completions and rewards of a step, or held-out answers",
+        reports.samples_arguments,
+        reports.samples,
+    ),
     "watch": Verb(
         "watch RUN|DIR [--port N] [--open]",
         "serve the report page live, on this machine only",

@@ -1,4 +1,4 @@
-"""`gspo report`, `watch` and `compare`: the results of runs, as pages and as text."""
+"""`gspo report`, `samples`, `watch` and `compare`: the results of runs, as pages and as text."""
 
 from __future__ import annotations
 
@@ -62,6 +62,33 @@ def report(args: argparse.Namespace) -> int:
     print(inert(str(to)))
     if args.open:
         _open(to.absolute().as_uri())
+    return 0
+
+
+def samples_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run directory")
+    parser.add_argument("--held-out", action="store_true", help="answers of an evaluation instead of training samples")
+    parser.add_argument("--step", type=int, metavar="N", help="default: the last step that has samples")
+    parser.add_argument("--num", type=int, default=3, metavar="N", help="number of prompts (default: 3)")
+
+
+def samples(args: argparse.Namespace) -> int:
+    from gspo.report.read import open_run
+    from gspo.report.samples import read_block, sample_steps
+    from gspo.report.terminal import samples_view
+    from gspo.system.text import inert
+
+    if args.num < 1:
+        raise ConfigError("--num must be at least 1")
+    run, kind = open_run(args.run), "evals" if args.held_out else "samples"
+    steps = list(sample_steps(run, kind))
+    step = args.step if args.step is not None else steps[-1] if steps else None
+    if step is None or step not in steps:
+        there = f"available: {', '.join(map(str, steps[-12:]))}" if steps else f"there is no file in {run / kind}"
+        hint = "" if steps else " (rollout.dump_to_file keeps them)"
+        what = "held-out answers" if args.held_out else "samples"
+        raise ConfigError(f"{run} has no {what} of {'any step' if step is None else f'step {step}'}; {there}{hint}")
+    console().print(samples_view(read_block(run, step, kind), args.num, inert))
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,6 +153,31 @@ def best_of(rows: Sequence[Row]) -> int | None:
     # Runs from before `eval/best_step`: the earliest step of the highest accuracy.
     seen = [(row["eval/accuracy"], -row["step"]) for row in evaluations(rows, False)]
     return -max(seen)[1] if seen else None
+
+
+def status_of(run: Path, steps: int, config: Row) -> str:
+    """running, finished, stopped (by a signal; it can be resumed) or failed (ended without a word)."""
+    if _is_locked(run):
+        return "running"
+    tail = ""
+    with contextlib.suppress(OSError), open(run / "log.txt", "rb") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - 4096, 0))
+        tail = file.read().decode("utf-8", "replace").rstrip("\n").rpartition("\n")[2]
+    # Runs from before the message "finished" have as many steps as were planned.
+    planned = config.get("total_train_steps")
+    if " finished after step" in tail or (isinstance(planned, int) and 0 < planned <= steps):
+        return "finished"
+    return "stopped" if " stopped after step" in tail else "failed"
+
+
+def _is_locked(run: Path) -> bool:
+    """Whether a trainer holds the lock of a run. /proc/locks is read: a lock of our own could refuse a trainer."""
+    with contextlib.suppress(OSError):
+        inodes = {str(run.stat().st_ino), str((run / ".lock").stat().st_ino)}
+        # A line is `3: FLOCK ADVISORY WRITE 812 08:01:1312 0 EOF`, with the inode after the device.
+        fields = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+        return any("FLOCK" in words and words[-3].rpartition(":")[2] in inodes for words in fields if len(words) > 3)
+    return False
 
 
 def read_checkpoints(run: Path) -> list[Checkpoint]:

@@ -1,4 +1,4 @@
-"""The samples of a run, one block of columns per step, for the sample browser and the clipping statistics.
+"""The samples and held-out answers of a run, one block of columns per step, for the sample browser.
 
 Files may be incomplete (the run is writing), deleted meanwhile, or malicious. A line that is not a sample is skipped; a
 value of another type than documented becomes null.
@@ -11,7 +11,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,15 +19,16 @@ from numpy.typing import NDArray
 Block = dict[str, Any]
 Signature = tuple[int, ...]  # changes when a step's files do
 
-TEXTS = ("completion", "answer", "failure", "finish")
+Kind = Literal["samples", "evals"]  # the folder: training samples, or held-out answers
+TEXTS = ("completion", "question", "answer", "failure", "finish")
 NUMBERS = ("reward", "advantage", "log_s")
 COUNTS = ("sequence", "submission", "sample", "length", "minibatch", "version")
 
 
-def sample_steps(run: Path) -> dict[int, Signature]:
-    """The steps whose samples are kept, with the signature of their files."""
+def sample_steps(run: Path, kind: Kind = "samples") -> dict[int, Signature]:
+    """The steps whose samples or held-out answers are kept, with the signature of their files."""
     found: dict[int, Signature] = {}
-    for file in (run / "samples").glob("step_*.jsonl"):
+    for file in (run / kind).glob("step_*.jsonl"):
         number = file.name[len("step_") : -len(".jsonl")]
         if number.isdigit() and number.isascii():
             signature: Signature = ()
@@ -58,19 +59,44 @@ def choose_steps(sizes: Mapping[int, int], budget: int) -> list[int]:
     return spread(max(bisect_left(range(len(steps) + 1), True, lo=1, key=is_too_much) - 1, 1)) if steps else []
 
 
-def read_block(run: Path, step: int) -> Block:
+def choose_files(run: Path, budget: int) -> dict[tuple[Kind, int], Signature]:
+    """Which steps of samples and of held-out answers a page shows; held-out answers get at most a quarter of it."""
+    evals, samples = sample_steps(run, "evals"), sample_steps(run)
+    sizes = {step: size_of(signature) for step, signature in evals.items()}
+    few = choose_steps(sizes, budget // 4)
+    left = budget - sum(sizes[step] for step in few)
+    many = choose_steps({step: size_of(signature) for step, signature in samples.items()}, left)
+    chosen: dict[tuple[Kind, int], Signature] = {("samples", step): samples[step] for step in many}
+    for step in few:
+        chosen["evals", step] = evals[step]
+    return chosen
+
+
+def size_of(signature: Signature) -> int:
+    """Bytes of the files of a step."""
+    return sum(signature[2::3])
+
+
+def read_block(run: Path, step: int, kind: Kind = "samples") -> Block:
     """Every sample of a step, by column; prompts are stored once for their group."""
     rows: list[dict[str, Any]] = []
     with contextlib.suppress(OSError):
-        for line in (run / "samples" / f"step_{step:06d}.jsonl").read_bytes().split(b"\n"):
+        for line in (run / kind / f"step_{step:06d}.jsonl").read_bytes().split(b"\n"):
             with contextlib.suppress(ValueError, RecursionError):
                 row = json.loads(line)
                 if isinstance(row, dict):
                     rows.append(row)
+    if kind == "evals":
+        # Held-out answers have no number in a batch: they are numbered here, and grouped by their problem.
+        problems: dict[str, int] = {}
+        for index, row in enumerate(rows):
+            problem = problems.setdefault(repr((row.get("source"), row.get("row"))), len(problems))
+            row.update(sequence=index, submission=problem)
     # Values come from files that a user may have edited, so every type is checked.
     prompts: dict[str, int] = {}
     block: Block = {
         "step": step,
+        "kind": kind,
         "prompt": [prompts.setdefault(_text(row.get("prompt")) or "", len(prompts)) for row in rows],
         "prompts": list(prompts),
         "clipped": [row["clipped"] if isinstance(row.get("clipped"), bool) else None for row in rows],
@@ -82,7 +108,7 @@ def read_block(run: Path, step: int) -> Block:
     names = dict.fromkeys(name for part in parts for name in part)
     block["parts"] = {name: [number(part.get(name)) for part in parts] for name in names}
     block["turns"] = [_turns(row.get("turns")) for row in rows]
-    block["tokens"] = _tokens(run, step, rows)
+    block["tokens"] = _tokens(run, step, rows) if kind == "samples" else {}
     return block
 
 

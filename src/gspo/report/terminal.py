@@ -6,7 +6,7 @@ The caller makes untrusted text inert; nothing here is parsed as markup.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gspo.report.read import Checkpoint, score_text
+from gspo.report.samples import Block
 from gspo.report.summary import Summary, duration, summary_rows
 
 
@@ -97,6 +98,35 @@ def _verdict(result: Mapping[str, Any]) -> str:
     if result["verdict"] == "near":
         return f"Warning: {said}"
     return f"{'Forced' if result['forced'] else 'Refused'}: {said}"
+
+
+def samples_view(block: Block, num_groups: int, clean: Callable[[str], str]) -> RenderableType:
+    """Prompts of a step with their completions and rewards; prompts whose rewards differ come first.
+
+    `clean` makes text of the model inert.
+    """
+    groups: dict[Any, list[int]] = {}
+    for index, submission in enumerate(block["submission"]):
+        groups.setdefault(submission, []).append(index)
+    ordered = sorted(groups.values(), key=lambda members: len({block["reward"][i] for i in members}) < 2)
+    parts: list[RenderableType] = []
+    for members in ordered[:num_groups]:
+        first = members[0]
+        prompt = block["question"][first] or block["prompts"][block["prompt"][first]]
+        answer = block["answer"][first]
+        table = Table.grid(padding=(0, 2))
+        table.add_column(justify="right", no_wrap=True)
+        table.add_column(overflow="fold")
+        for index in members:
+            reward = block["reward"][index]
+            failed = "failed" if block["failure"][index] is not None else "–"
+            text = block["failure"][index] or block["completion"][index] or "(empty)"
+            table.add_row(Text(failed if reward is None else f"{reward:.3g}", style="bold"), Text(clean(text)))
+        known = [] if answer is None else [Text(f"answer: {clean(answer)}", style="dim")]
+        parts += [Text(clean(prompt), style="cyan"), *known, table, Text()]
+    what = "held-out problems after" if block["kind"] == "evals" else "prompts of"
+    parts.append(Text(f"{min(num_groups, len(ordered))} of {len(ordered)} {what} step {block['step']}", style="dim"))
+    return Group(*parts)
 
 
 def checkpoints_view(found: Sequence[Checkpoint], notes: Mapping[int, str]) -> RenderableType:

@@ -75,6 +75,7 @@ class RunDir:
 
     def evaluation(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """The held-out answers of a step."""
+        self.lock.check()
         (self.path / "evals").mkdir(exist_ok=True)
         with write_run_file(self.path / "evals" / f"{step_name(step)}.jsonl") as tmp:
             tmp.write_text("".join(to_json(row) + "\n" for row in rows), encoding="utf-8")

@@ -173,6 +173,8 @@ class Leader(Loop):
         if step < parts.total_steps:
             self.save_unsaved_step()  # the signal may have arrived after `record` looked for it
             parts.say(f"stopped after step {step}; run the same command again to resume")
+        else:
+            parts.say(f"finished after step {step}")
         reached("end.close")
         return Summary(parts.path, step, parts.state.seconds, finished=step >= parts.total_steps)
 

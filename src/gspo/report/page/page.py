@@ -19,7 +19,7 @@ from typing import Any
 from gspo.report.clip import clip_story
 from gspo.report.page.data import clip_settings, config_of, overview, table
 from gspo.report.read import read_metrics
-from gspo.report.samples import choose_steps, read_block, sample_steps
+from gspo.report.samples import choose_files, read_block, sample_steps
 
 STYLES = ("uPlot.min.css", "page.css")
 SCRIPTS = ("uPlot.iife.min.js", "text.js", "charts.js", "samples.js", "page.js")
@@ -30,14 +30,14 @@ def write_report(run: Path, to: Path | None = None, *, doctor: Any = None, budge
     """Write RUN/report.html (or `to`) atomically and return its path."""
     rows = read_metrics(run)
     signatures = sample_steps(run)
-    chosen = choose_steps({step: sum(signature[2::3]) for step, signature in signatures.items()}, budget)
     config = config_of(run)
     how = clip_settings(config, rows)
     stories, blocks = [], []
     # Each step becomes text at once, so that only one step's samples are in memory as objects.
-    for step in chosen:
-        block = read_block(run, step)
-        stories.append(clip_story(block, how))
+    for kind, step in choose_files(run, budget):
+        block = read_block(run, step, kind)
+        if kind == "samples":
+            stories.append(clip_story(block, how))
         blocks.append(embed(block, kind="samples"))
     boot = {
         "kind": "report",

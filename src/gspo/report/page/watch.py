@@ -26,8 +26,8 @@ from gspo.errors import ConfigError
 from gspo.report.clip import clip_story
 from gspo.report.page.data import clip_settings, config_of, overview, table
 from gspo.report.page.page import BUDGET, inert_json, page
-from gspo.report.read import Row, is_by_sequence, is_run, score_text
-from gspo.report.samples import Signature, choose_steps, read_block, sample_steps
+from gspo.report.read import Row, is_by_sequence, is_run, score_text, status_of
+from gspo.report.samples import Kind, Signature, choose_files, read_block, sample_steps, size_of
 from gspo.report.summary import summary_of
 from gspo.system.http import HttpServer, route
 
@@ -56,9 +56,9 @@ class Follower:
         self._read = 0  # bytes of metrics.jsonl
         self._tail = b""  # the last line read: it tells a file that was cut and grew again
         self._rows: list[Row] = []
-        self._seen: dict[int, tuple[Signature, int]] = {}  # step → files, mark
-        self._stories: dict[int, dict[str, Any]] = {}
-        self._gone: dict[int, int] = {}  # step → mark
+        self._seen: dict[tuple[Kind, int], tuple[Signature, int]] = {}  # (folder, step) → files, mark
+        self._stories: dict[int, dict[str, Any]] = {}  # step → clipping of its samples
+        self._gone: dict[tuple[Kind, int], int] = {}  # (folder, step) → mark
         self._mark = 0
 
     def news(self, generation: int | None, num_rows: int, mark: int) -> dict[str, Any]:
@@ -69,25 +69,26 @@ class Follower:
             # The page knows another state of the files (a resumed run, a restarted server): send everything again.
             if generation != self._generation or num_rows > len(self._rows) or mark > self._mark:
                 num_rows = mark = 0
-            due = sorted((at, step) for step, (_, at) in self._seen.items() if at > mark)
-            sent: list[int] = []
+            due = sorted((at, which) for which, (_, at) in self._seen.items() if at > mark)
+            sent: list[tuple[Kind, int]] = []
             size = 0
             # Limit the size of one response; the page asks again while `more` is true. One step is always sent.
-            for at, step in due:
-                size += sum(self._seen[step][0][2::3])
+            for at, which in due:
+                size += size_of(self._seen[which][0])
                 if sent and size > ANSWER:
                     break
-                sent.append(step)
+                sent.append(which)
                 mark = at
             more = len(sent) < len(due)
             # Everything was sent: the page also knows of deletions up to the current mark.
             mark = mark if more else self._mark
-            gone = [step for step, at in self._gone.items() if at <= mark and step not in self._seen]
+            gone = [which for which, at in self._gone.items() if at <= mark and which not in self._seen]
             config, doctor = self._explain()
             how = clip_settings(config, self._rows)
-            blocks = [read_block(self.run, step) for step in sent]
+            blocks = [read_block(self.run, step, kind) for kind, step in sent]
             for block in blocks:
-                self._stories[block["step"]] = clip_story(block, how)
+                if block["kind"] == "samples":
+                    self._stories[block["step"]] = clip_story(block, how)
             new = self._rows[num_rows:]
             changed = bool(new or blocks or generation != self._generation)
             return {
@@ -130,20 +131,20 @@ class Follower:
                     self._rows.append(row)
 
     def _follow_samples(self) -> None:
-        found = sample_steps(self.run)
         # A long run has more samples than a page can hold, so a subset of its steps within BUDGET is shown.
-        chosen = set(choose_steps({step: sum(signature[2::3]) for step, signature in found.items()}, BUDGET))
-        for step in [step for step in self._seen if step not in chosen]:
-            del self._seen[step]
-            self._stories.pop(step, None)
+        chosen = choose_files(self.run, BUDGET)
+        for which in [which for which in self._seen if which not in chosen]:
+            del self._seen[which]
+            if which[0] == "samples":
+                self._stories.pop(which[1], None)
             self._mark += 1
-            self._gone[step] = self._mark
-        for step in sorted(chosen):
-            if step not in self._seen or self._seen[step][0] != found[step]:
+            self._gone[which] = self._mark
+        for which in sorted(chosen):
+            if which not in self._seen or self._seen[which][0] != chosen[which]:
                 self._mark += 1
-                self._seen[step] = (found[step], self._mark)
-                self._gone.pop(step, None)
-        self._kept = len(found)
+                self._seen[which] = (chosen[which], self._mark)
+                self._gone.pop(which, None)
+        self._kept = len(sample_steps(self.run))
 
     def _explain(self) -> tuple[Row, Any]:
         """The config and doctor's words about it; read again only when the file changes."""
@@ -156,7 +157,7 @@ class Follower:
         return self._explained[1:]
 
     def _look(self, config: Row, doctor: Any) -> dict[str, Any]:
-        stories = [story for step, story in self._stories.items() if step in self._seen]
+        stories = [story for step, story in self._stories.items() if ("samples", step) in self._seen]
         return overview(self.run, self._rows, config, stories, doctor) | {"kept_steps": self._kept}
 
     def line(self, name: str) -> dict[str, Any]:
@@ -176,6 +177,7 @@ class Follower:
                 else None,
                 "reward": None if s.reward is None else f"{s.reward:.3f} → {s.reward_end:.3f}",
                 "clipped": None if clipped is None else f"{clipped:.1%}",
+                "status": status_of(self.run, s.steps, config),
                 "age": self._age(),
             }
 

@@ -63,7 +63,7 @@ function showCurves() {
   const single = (title, note, lines, y) => draw(place, x, lines, { title, note, y });
   draw(place, x, curve("entropy", values("policy/entropy"), "blue", w), { title: "Entropy", note: "nats per token; near 0 the policy no longer explores", y: { min: 0 }, height: 276 });
   if (parts.length > 1) single("Parts of the reward", "each function before weights", parts.flatMap((name, i) => curve(inertLine(name.slice(12)), values(name), PALETTE[i % PALETTE.length], w)));
-  single("KL", "nats per token; estimates of single batches can be negative", [...curve("to the sampler", values("policy/kl_behavior"), "blue", w), ...curve("to the reference", values("policy/kl_reference"), "orange", w)]);
+  single(has("policy/kl_reference") ? "KL to the sampler and to the reference" : "KL to the sampler", "between the policy and the policy that sampled the batch, nats per token; estimates of single batches can be negative", [...curve("to the sampler", values("policy/kl_behavior"), "blue", w), ...curve("to the reference", values("policy/kl_reference"), "orange", w)]);
   single("Length", "tokens per completion", [...curve("mean", values("length/mean"), "blue", w), { label: "of clipped ones", values: smoothed(values("length/clipped_mean"), w), raw: values("length/clipped_mean"), color: cssColor("orange"), width: 1.5 }, { label: "longest", values: values("length/max"), color: cssColor("gray"), dash: [3, 4], width: 1.2 }], { min: 0 });
   single("Gradient norm", "before clipping", [...curve("mean of the updates", values("grad/norm"), "blue", w), { label: "largest", values: values("grad/norm_max"), color: cssColor("gray"), dash: [3, 4], width: 1.2 }], { min: 0 });
   single("Groups without a gradient", "share of groups whose rewards are all equal; completions that hit max_new_tokens", [...curve("equal rewards", values("reward/zero_variance_groups"), "blue", w), ...curve("truncated", values("length/truncated"), "orange", w)], { ...percent, min: 0 });
@@ -168,10 +168,10 @@ function showMinibatches(place) {
 }
 
 function showHistogram(place) {
-  const run = state.run, recent = [...blocks.keys()].sort((a, b) => a - b).slice(-10);
+  const run = state.run, recent = blocksOf("samples").slice(-10);
   const points = [];
-  for (const step of recent) {
-    const b = blocks.get(step), several = b.minibatch.some((m) => m > 0);
+  for (const b of recent) {
+    const several = b.minibatch.some((m) => m > 0);
     b.log_s.forEach((v, i) => { if (v != null && (!several || b.minibatch[i] > 0)) points.push([v, b.clipped[i] === true]); });
   }
   if (points.length < 8) return;
@@ -264,20 +264,23 @@ function showWords() {
   $("log").replaceChildren(...inert(state.run.log.join("\n")));
 }
 
+// A key may be broken after a dot or an underscore, never inside a word.
+const breakable = (key) => inertLine(key).split(/(?<=[._])/).flatMap((part) => [part, el("wbr")]);
+
 function showConfig() {
   const wanted = $("config-filter").value.toLowerCase(), all = $("config-all").checked || wanted;
   const rows = state.run.config.filter((c) => (all || c.by === "user" || c.by === "derived" || c.by === "unknown") && c.key.toLowerCase().includes(wanted));
   const marks = { user: ["●", "you set it"], derived: ["○", "follows from another"], default: ["", "default"], unknown: ["", ""] };
-  $("config-table").tBodies[0].replaceChildren(...rows.map((c) => el("tr", { class: c.by }, el("td", {}, el("b", { class: "mark " + c.by, title: marks[c.by][1] }, marks[c.by][0])), el("td", { class: "mono" }, inertLine(c.key)), el("td", { class: "mono" }, inertLine(c.value)), el("td", {}, inertLine(c.origin)))));
+  $("config-table").tBodies[0].replaceChildren(...rows.map((c) => el("tr", { class: c.by }, el("td", {}, el("b", { class: "mark " + c.by, title: marks[c.by][1] }, marks[c.by][0])), el("td", { class: "mono key" }, breakable(c.key)), el("td", { class: "mono" }, inertLine(c.value)), el("td", {}, inertLine(c.origin)))));
   $("environment").replaceChildren(...inert(JSON.stringify(state.run.environment, null, 1)));
 }
 
 function showSamplesNote() {
-  const kept = state.run.kept_steps ?? boot.kept_steps ?? blocks.size;
+  const shown = blocksOf("samples").length, kept = state.run.kept_steps ?? boot.kept_steps ?? shown;
   const note = browser.items.length
-    ? `${browser.items.length.toLocaleString("en")} samples of ${blocks.size.toLocaleString("en")} steps. Text in them was written by a model; nothing of it is executed, and characters that cannot be seen are shown as escapes.`
+    ? `${browser.items.length.toLocaleString("en")} ${browser.kind === "evals" ? "held-out answers after" : "samples of"} ${blocksOf(browser.kind).length.toLocaleString("en")} steps. Text in them was written by a model; nothing of it is executed, and characters that cannot be seen are shown as escapes.`
     : "No sample is kept (rollout.dump_to_file).";
-  $("samples-note").textContent = note + (kept > blocks.size ? ` The run keeps ${kept.toLocaleString("en")} steps; these are spread evenly over the run so that the page stays fast (--max-mb includes more).` : "");
+  $("samples-note").textContent = note + (kept > shown ? ` The run keeps ${kept.toLocaleString("en")} steps; these are spread evenly over the run so that the page stays fast (--max-mb includes more).` : "");
 }
 
 function showAll() {
@@ -374,7 +377,7 @@ function takeNews(news) {
     known.generation = news.generation;
   }
   takeMetrics(news.metrics);
-  for (const step of news.gone) blocks.delete(step);
+  for (const [kind, step] of news.gone) blocks.delete(`${kind} ${step}`);
   for (const block of news.samples) takeBlock(block);
   known.rows = state.count;
   known.mark = news.mark;
@@ -413,7 +416,7 @@ async function followRuns() {
       if (!document.hidden) {
         const { runs } = await ask("runs");
         $("runs-note").textContent = runs.length ? `${runs.length} under ${inertLine(boot.path)}, the newest first.` : `No run under ${inertLine(boot.path)} yet.`;
-        $("runs").tBodies[0].replaceChildren(...runs.map((r) => el("tr", {}, el("td", {}, el("a", { href: "page?run=" + encodeURIComponent(r.id) }, inertLine(r.id))), el("td", {}, inertLine(r.algorithm ?? "–")), el("td", { class: "num" }, r.steps), el("td", { class: "num" }, r.held_out ?? "–"), el("td", { class: "num" }, r.reward ?? "–"), el("td", { class: "num" }, r.clipped ?? "–"), el("td", {}, r.age == null ? "no step yet" : ago(r.age)))));
+        $("runs").tBodies[0].replaceChildren(...runs.map((r) => el("tr", {}, el("td", {}, el("a", { href: "page?run=" + encodeURIComponent(r.id) }, inertLine(r.id))), el("td", {}, el("span", { class: "status " + r.status }, r.status)), el("td", {}, inertLine(r.algorithm ?? "–")), el("td", { class: "num" }, r.steps), el("td", { class: "num" }, r.held_out ?? "–"), el("td", { class: "num" }, r.reward ?? "–"), el("td", { class: "num" }, r.clipped ?? "–"), el("td", {}, r.age == null ? "no step yet" : ago(r.age)))));
       }
     } catch (problem) {
       $("runs-note").textContent = "No answer from gspo watch; what is shown stays.";

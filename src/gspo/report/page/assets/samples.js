@@ -2,10 +2,13 @@
 "use strict";
 
 const ROW = 46; // px, as in page.css
-const blocks = new Map(); // step → columns of that step
-const browser = { items: [], shown: [], chosen: null, lead: null, preset: "all", sort: null, query: "", step: "", colour: "none" };
+const blocks = new Map(); // "samples 12", "evals 12" → columns of that step
+const browser = { kind: "samples", opened: false, items: [], shown: [], chosen: null, lead: null, preset: "all", sort: null, query: "", step: "", colour: "none" };
 
 const get = (item, name) => item.block[name][item.index];
+const blocksOf = (kind) => [...blocks.values()].filter((block) => block.kind === kind).sort((a, b) => a.step - b.step);
+// The question where a chat template made the prompt: its end is the same for all.
+const questionOf = (item) => get(item, "question") ?? promptOf(item);
 const promptOf = (item) => item.block.prompts[get(item, "prompt")];
 const distance = (item) => { const value = get(item, "log_s"); return value == null ? null : Math.abs(value); };
 const hasTokens = (item) => item.block.tokens[get(item, "sequence")];
@@ -15,10 +18,10 @@ const COLUMNS = [
   { name: "sequence", label: "no.", key: (i) => get(i, "sequence"), num: true, opt: true, hint: "number of the sample in its batch" },
   { name: "completion", label: "prompt and completion", key: (i) => get(i, "completion") || "" },
   { name: "reward", label: "reward", key: (i) => get(i, "reward"), num: true },
-  { name: "advantage", label: "A", key: (i) => get(i, "advantage"), num: true, hint: "advantage" },
+  { name: "advantage", label: "A", key: (i) => get(i, "advantage"), num: true, train: true, hint: "advantage" },
   { name: "length", label: "tokens", key: (i) => get(i, "length"), num: true, opt: true },
-  { name: "log_s", label: "log s", key: (i) => get(i, "log_s"), num: true, hint: "log of the sequence ratio" },
-  { name: "clipped", label: "clipped", key: (i) => (get(i, "clipped") ? 1 : 0), opt: true },
+  { name: "log_s", label: "log s", key: (i) => get(i, "log_s"), num: true, train: true, hint: "log of the sequence ratio" },
+  { name: "clipped", label: "clipped", key: (i) => (get(i, "clipped") ? 1 : 0), opt: true, train: true },
 ];
 
 const PRESETS = {
@@ -34,30 +37,45 @@ const PRESETS = {
   tokens: { label: "With tokens", test: (i) => hasTokens(i) },
 };
 
-function takeBlock(block) { blocks.set(block.step, block); }
+function takeBlock(block) { blocks.set(`${block.kind} ${block.step}`, block); }
 
 // After blocks came or went: the list anew, the choice kept.
 function indexSamples() {
   browser.items = [];
-  for (const step of [...blocks.keys()].sort((a, b) => a - b)) {
-    const block = blocks.get(step);
+  $("sample-kind").parentElement.hidden = !blocksOf("evals").length;
+  for (const block of blocksOf(browser.kind)) {
     for (let index = 0; index < block.prompt.length; index++) browser.items.push({ block, index });
   }
-  const select = $("sample-step"), steps = [...blocks.keys()].sort((a, b) => a - b);
+  const select = $("sample-step"), steps = blocksOf(browser.kind).map((block) => block.step);
   if (select.options.length !== steps.length + 1 || (steps.length && select.options[steps.length].value !== String(steps[steps.length - 1]))) {
     select.replaceChildren(el("option", { value: "" }, "all"), ...steps.map((step) => el("option", { value: step }, step)));
     select.value = browser.step;
   }
   if (browser.chosen) {
     const { step, sequence } = browser.chosen;
-    const block = blocks.get(step), index = block ? block.sequence.indexOf(sequence) : -1;
+    const block = blocks.get(`${browser.kind} ${step}`), index = block ? block.sequence.indexOf(sequence) : -1;
     browser.chosen = index < 0 ? null : { step, sequence, item: { block, index } };
   }
   for (const [name, preset] of Object.entries(PRESETS)) {
-    const always = !preset.test || ["clipped", "negative", "best", "worst", "farthest"].includes(name);
+    const training = ["clipped", "negative", "farthest"].includes(name);
+    const always = browser.kind === "evals" ? !training && (!preset.test || ["best", "worst"].includes(name)) : !preset.test || ["clipped", "negative", "best", "worst", "farthest"].includes(name);
     preset.button.hidden = !always && !browser.items.some(preset.test);
   }
   chooseSamples();
+  if (!browser.opened && browser.items.length) openMixed();
+}
+
+// The first group shown is one whose rewards differ: a group of equal rewards teaches nothing.
+function openMixed() {
+  browser.opened = true;
+  const first = new Map(); // group → place and reward of its first sample
+  for (let place = 0; place < browser.shown.length; place++) {
+    const item = browser.shown[place], group = `${item.block.step} ${get(item, "submission")}`, reward = get(item, "reward");
+    if (reward == null) continue;
+    if (!first.has(group)) first.set(group, [place, reward]);
+    else if (first.get(group)[1] !== reward) return pick(first.get(group)[0]);
+  }
+  pick(0);
 }
 
 // Lower-case text to search in, made once per sample.
@@ -116,13 +134,13 @@ function rowOf(item, place) {
     el("div", { role: "gridcell", class: "num" }, item.block.step),
     el("div", { role: "gridcell", class: "num opt" }, get(item, "sequence") ?? "–"),
     el("div", { role: "gridcell", class: "text" },
-      el("div", { class: "prompt", dir: "auto" }, inertLine(promptOf(item).slice(-160))),
+      el("div", { class: "prompt", dir: "auto" }, inertLine(questionOf(item).slice(-160))),
       el("div", { dir: "auto" }, inertLine(completion.slice(0, 240)) || "(empty)")),
     el("div", { role: "gridcell", class: "num" }, get(item, "failure") != null ? el("span", { class: "tag fail" }, "failed") : num(get(item, "reward"))),
-    el("div", { role: "gridcell", class: "num" }, signed(get(item, "advantage"))),
+    el("div", { role: "gridcell", class: "num train" }, signed(get(item, "advantage"))),
     el("div", { role: "gridcell", class: "num opt" }, get(item, "length") ?? "–"),
-    el("div", { role: "gridcell", class: "num" }, signed(get(item, "log_s"))),
-    el("div", { role: "gridcell", class: "opt" }, clipTag(item)));
+    el("div", { role: "gridcell", class: "num train" }, signed(get(item, "log_s"))),
+    el("div", { role: "gridcell", class: "opt train" }, clipTag(item)));
   row.style.top = place * ROW + "px";
   return row;
 }
@@ -163,7 +181,7 @@ function renderDetail() {
   const { item } = browser.chosen, block = item.block, submission = get(item, "submission");
   const group = block.prompt.map((_, index) => ({ block, index }))
     .filter((other) => (submission == null ? other.index === item.index : get(other, "submission") === submission));
-  const answer = get(item, "answer");
+  const answer = get(item, "answer"), heldOut = block.kind === "evals";
   const rewards = group.map((one) => get(one, "reward")).filter((value) => value != null);
   const mean = rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null;
   const coloured = group.some(hasTokens);
@@ -174,22 +192,22 @@ function renderDetail() {
   if (lead > 0) group.unshift(...group.splice(lead, 1));
   const cards = group.map((one) => cardOf(one));
   detail.replaceChildren(
-    el("h3", {}, `Step ${block.step}, prompt ${submission ?? "–"}`, el("span", { class: "note" }, `${group.length} samples, mean reward ${num(mean)}`)),
+    ...[el("h3", {}, heldOut ? `After step ${block.step}, held-out problem ${submission ?? "–"}` : `Step ${block.step}, prompt ${submission ?? "–"}`, el("span", { class: "note" }, `${group.length} sample${group.length > 1 ? "s" : ""}, mean reward ${num(mean)}`)),
     el("div", { class: "promptbox" }, el("p", { class: "said", dir: "auto" }, inert(promptOf(item)))),
-    answer == null ? null : el("div", { class: "bar2" }, "answer", el("span", { class: "said", dir: "auto" }, inert(answer))),
-    el("div", { class: "bar2", role: "group", "aria-label": "Colour tokens by" }, "tokens", ...(coloured ? choices : [el("span", { class: "note" }, "this group has no per-token values (stats_logger.keep_token_samples)")]), scaleOf(group)),
-    el("div", { class: "group" }, cards));
+    el("div", { class: "bar2" }, "answer", answer == null ? el("span", { class: "note" }, "the data set has none") : el("span", { class: "said", dir: "auto" }, inert(answer))),
+    heldOut ? null : el("div", { class: "bar2", role: "group", "aria-label": "Colour tokens by" }, "tokens", ...(coloured ? choices : [el("span", { class: "note" }, "this group has no per-token values (stats_logger.keep_token_samples)")]), scaleOf(group)),
+    el("div", { class: "group" }, cards)].filter(Boolean));
 }
 
 function cardOf(item) {
   const named = Object.entries(item.block.parts);
   const parts = named.length < 2 ? "" : named.map(([name, values]) => `${inertLine(name)} ${num(values[item.index])}`).join(", ");
-  const logS = get(item, "log_s");
+  const logS = get(item, "log_s"), heldOut = item.block.kind === "evals";
   const facts = el("div", { class: "facts" },
-    el("b", {}, `${get(item, "sample") ?? "–"} · reward ${num(get(item, "reward"))} · A ${signed(get(item, "advantage"))}`), " ", clipTag(item), el("br"),
+    el("b", {}, `${get(item, "sample") ?? "–"} · reward ${num(get(item, "reward"))}${heldOut ? "" : ` · A ${signed(get(item, "advantage"))}`}`), " ", clipTag(item), el("br"),
     parts ? el("span", {}, parts, el("br")) : null,
-    `${get(item, "length") ?? "–"} tokens, ${inertLine(get(item, "finish") ?? "–")}; mini-batch ${get(item, "minibatch") == null ? "–" : get(item, "minibatch") + 1}, weights ${get(item, "version") ?? "–"}`, el("br"),
-    logS == null ? "not trained: A = 0" : `s = ${Math.exp(logS).toFixed(5)}, log s ${signed(logS, 3)}`,
+    `${get(item, "length") ?? "–"} tokens, ${inertLine(get(item, "finish") ?? "–")}${heldOut ? "" : `; mini-batch ${get(item, "minibatch") == null ? "–" : get(item, "minibatch") + 1}, weights ${get(item, "version") ?? "–"}`}`, el("br"),
+    heldOut ? null : logS == null ? "not trained: A = 0" : `s = ${Math.exp(logS).toFixed(5)}, log s ${signed(logS, 3)}`,
     get(item, "failure") == null ? null : el("div", { class: "tag fail" }, inertLine(get(item, "failure"))));
   const choose = () => { browser.chosen = { step: item.block.step, sequence: get(item, "sequence"), item }; renderRows(); renderDetail(); };
   return el("article", { class: "one", "aria-current": String(!!isChosen(item)), "data-sequence": get(item, "sequence"), on: { click: choose } }, facts,
@@ -246,6 +264,7 @@ function scaleOf(group) {
 }
 
 function showSamples(preset, step) {
+  setKind("samples");
   Object.assign(browser, { preset, sort: null, query: "", step: step == null ? "" : String(step) });
   $("search").value = "";
   $("sample-step").value = browser.step;
@@ -253,7 +272,19 @@ function showSamples(preset, step) {
   chooseSamples();
 }
 
+// Training samples, or held-out answers.
+function setKind(kind) {
+  if (kind === browser.kind) return;
+  Object.assign(browser, { kind, opened: false, chosen: null, step: "", preset: "all", sort: null });
+  $("sample-kind").value = kind;
+  $("list").classList.toggle("held", kind === "evals");
+  $("scroll").scrollTop = 0;
+  indexSamples();
+  showSamplesNote();
+}
+
 function startBrowser() {
+  $("sample-kind").addEventListener("change", () => setKind($("sample-kind").value));
   for (const [name, preset] of Object.entries(PRESETS)) {
     preset.button = el("button", { type: "button", "data-preset": name, "aria-pressed": "false", on: { click: () => { browser.preset = name; browser.sort = null; $("scroll").scrollTop = 0; chooseSamples(); } } }, preset.label);
     $("presets").append(preset.button);
@@ -264,7 +295,7 @@ function startBrowser() {
       browser.sort = { column, direction: again ? -browser.sort.direction : column.num && column.name !== "step" ? -1 : 1 };
       chooseSamples();
     };
-    column.head = el("div", { role: "columnheader", class: [column.num && "num", column.opt && "opt"].filter(Boolean).join(" ") }, el("button", { type: "button", title: column.hint || "sort", "data-column": column.name, on: { click: sort } }, column.label));
+    column.head = el("div", { role: "columnheader", class: [column.num && "num", column.opt && "opt", column.train && "train"].filter(Boolean).join(" ") }, el("button", { type: "button", title: column.hint || "sort", "data-column": column.name, on: { click: sort } }, column.label));
     $("list-head").append(column.head);
   }
   $("scroll").addEventListener("scroll", () => { cancelAnimationFrame(frame); frame = requestAnimationFrame(renderRows); }, { passive: true });

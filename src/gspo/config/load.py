@@ -6,8 +6,9 @@ names, types and bounds checked (validate) → unset keys filled in (resolve). A
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from gspo.config import yaml_tree as tree
 from gspo.config.interpolate import interpolate, section_behind
@@ -20,15 +21,16 @@ from gspo.config.yaml_tree import Node, Override
 from gspo.errors import ConfigError
 
 
-def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded:
-    """The resolved config of a YAML file (None: all defaults) with overrides on top; ConfigError otherwise.
+def load(path: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Loaded:
+    """The resolved config of a YAML file or a dict (None: all defaults) with overrides on top; ConfigError otherwise.
+
+    A dict holds sections as dicts, or dotted keys: {"gconfig": {"n_samples": 8}, "actor.path": "embedded:tiny"}.
 
     >>> loaded = load(None, ["+actor.importance_sampling_level=sequence"])
     >>> loaded.config.actor.eps_clip, str(loaded.origin("actor.eps_clip")), loaded.is_set("actor.eps_clip")
     (0.0003, 'level sequence', False)
     """
-    path = None if path is None else Path(path)
-    root = tree.empty("default") if path is None else tree.read(path)
+    path, root = _read(path)
     problems: list[str] = []
     messages: list[str] = []
     # Problems are collected up to `build`, so that the user sees all of them in one run.
@@ -49,6 +51,17 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded:
     config = resolve(config, origins, problems, messages)
     tree.fail(problems)
     return Loaded(config, origins, tree.by_line(messages), path)
+
+
+def _read(source: str | Path | Mapping[str, Any] | None) -> tuple[Path | None, Node]:
+    """The file, if there is one, and the tree of a YAML file or of a dict."""
+    if isinstance(source, Mapping):
+        root = tree.empty(tree.DICT)
+        for key, node in tree.from_dict(source).value.items():
+            tree.put(root, key, node)
+        return None, root
+    path = None if source is None else Path(source)
+    return path, tree.empty("default") if path is None else tree.read(path)
 
 
 def _override(root: Node, override: Override, problems: list[str]) -> None:

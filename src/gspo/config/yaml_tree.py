@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import yaml
 from gspo.errors import ConfigError
 
 COMMAND_LINE = "command line"
+DICT = "dict"  # the place of keys of a Python dict
 MAX_FILE_BYTES = 1 << 20
 MAX_NODES = 50_000  # a config has hundreds; only an explosion of aliases has more
 MAX_DEPTH = 50
@@ -117,6 +118,24 @@ def read(path: Path) -> Node:
     if not isinstance(root.value, dict):
         raise ConfigError(f"{root.place}: a config is a mapping of keys to values, got {describe(root)}")
     return root
+
+
+def from_dict(values: Mapping[str, Any]) -> Node:
+    """The tree of a Python dict, by way of its YAML; ConfigError for values that YAML cannot hold."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {str(name): plain(child) for name, child in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(child) for child in value]
+        return str(value) if isinstance(value, Path) else value
+
+    try:
+        text = yaml.safe_dump(plain(values), sort_keys=False, allow_unicode=True, width=1_000_000)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{DICT}: a value cannot be part of a config: {error}") from None
+    root = parse(text, lambda _line: DICT)
+    return root if isinstance(root.value, dict) else empty(DICT)
 
 
 def parse(text: str, place_of: Callable[[int], str]) -> Node:

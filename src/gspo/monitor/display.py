@@ -35,7 +35,11 @@ class Display(Protocol):
 
 
 def make_display(title: str, total_steps: int) -> Display:
-    """A live panel on a terminal; lines in a pipe, a log, a dumb terminal or one without Unicode."""
+    """A live panel on a terminal or in a notebook; lines in a pipe, a log, a dumb terminal or one without Unicode."""
+    from gspo.monitor.notebook import NotebookPanel, in_notebook
+
+    if in_notebook():
+        return NotebookPanel(title, total_steps)
     console = Console(stderr=False)
     if console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf"):
         return LivePanel(console, title, total_steps)

@@ -14,10 +14,12 @@ Imports only the standard library and the built-ins, so that a worker starts fas
 from __future__ import annotations
 
 import asyncio
+import base64
 import copy
 import inspect
 import math
 import numbers
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -60,9 +62,9 @@ class Pending:
     ready: Callable[[], bool] = lambda: True  # whether `take` returns without waiting for a service
 
 
-def bind(name: str, kwargs: dict[str, Any]) -> Call:
-    """Import a function by name and read its signature; ValueError with a message for the user."""
-    function = BUILTIN[name] if name in BUILTIN else find_function(name)
+def bind(name: str, kwargs: dict[str, Any], code: str = "") -> Call:
+    """Import a function by name, or unpickle its `code`, and read its signature; ValueError with a message."""
+    function = BUILTIN[name] if name in BUILTIN else _unpickled(name, code) if code else find_function(name)
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
@@ -87,6 +89,17 @@ def bind(name: str, kwargs: dict[str, Any]) -> Call:
         getattr(function, "__call__", None)  # noqa: B004 — an object whose __call__ is a coroutine function
     )
     return Call(name, function, shape, None if open_ended else frozenset(names), kwargs, is_async)
+
+
+def _unpickled(name: str, code: str) -> Callable[..., Any]:
+    """A function that the trainer's process has pickled by value (`spec.function_name`)."""
+    try:
+        return pickle.loads(base64.b64decode(code))
+    except BaseException as error:  # the function may import modules, which may raise anything
+        raise ValueError(
+            f"{name}: the function cannot be used in a reward worker ({type(error).__name__}: {error}); write it to a "
+            "file and give file.py:function"
+        ) from error
 
 
 def call_sample(call: Call, item: Item, index: int) -> Result:

@@ -83,7 +83,9 @@ class RewardPool:
         self._silence_s = max(timeout_s, 0.5) + 0.5
         self._startup_s = startup_s
         self._settings: dict[str, Any] = {
-            "parts": [{"name": spec[i].name, "kwargs": dict(spec[i].kwargs)} for i in self._remote],
+            "parts": [
+                {"name": spec[i].name, "kwargs": dict(spec[i].kwargs), "code": spec[i].code} for i in self._remote
+            ],
             "workers": workers,
             "timeout_s": float(timeout_s),
             "startup_s": float(startup_s),

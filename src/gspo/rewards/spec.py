@@ -5,6 +5,7 @@ User functions are not imported here; the workers import them by name (`call.py`
 
 from __future__ import annotations
 
+import base64
 import inspect
 import math
 import re
@@ -33,6 +34,7 @@ class RewardPart:
     weight: float = 1.0
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     label: str = ""  # the name in Score.parts and in the metrics; default: the function's name
+    code: str = ""  # base64 of the pickled function, for one that a worker cannot import (a notebook, a lambda)
 
     def __post_init__(self) -> None:
         if not self.label:
@@ -100,29 +102,39 @@ def reward_spec(
         labels.add(label)
         weight = weights[index] if weights else part.weight
         _check_weight(weight, key)
-        parts.append(RewardPart(part.name, weight, part.kwargs, label))
+        parts.append(RewardPart(part.name, weight, part.kwargs, label, part.code))
     return tuple(parts)
 
 
-def function_name(function: Callable[..., Any], key: str = "reward") -> str:
-    """The name by which a worker process can import a function: `module:function` or `file.py:function`."""
-    qualified = getattr(function, "__qualname__", "")
+def function_name(function: Callable[..., Any], key: str = "reward") -> tuple[str, str]:
+    """The name by which a worker imports a function (`module:function`, `file.py:function`), and its code.
+
+    The code is empty if the function can be imported. A lambda, a closure, an object with `__call__` and a function of
+    a notebook cell cannot be: they are pickled by value, with what they use of the session.
+    """
+    qualified = getattr(function, "__qualname__", type(function).__name__)
     module = getattr(function, "__module__", None)
-    # "<lambda>" and "<locals>" mark functions that cannot be found by name.
-    if not qualified or not module or "<" in qualified:
-        raise ConfigError(
-            f"{key}: got {function!r}, which a reward worker cannot import (a lambda, or a local or bound function); "
-            f"define it at the top level of a module and give `module:function`"
-        )
-    if module != "__main__":
-        return f"{module}:{qualified}"
-    # In a worker `__main__` is another program, so the script's file is named instead.
+    # In a worker `__main__` is another program, so the script's file is named instead; a notebook has none.
     path = getattr(sys.modules["__main__"], "__file__", None)
-    if path is None:
+    # "<lambda>" and "<locals>" mark functions that cannot be found by name.
+    is_named = hasattr(function, "__qualname__") and "<" not in qualified and not hasattr(function, "__self__")
+    if is_named and module and module != "__main__":
+        return f"{module}:{qualified}", ""
+    if is_named and module == "__main__" and path is not None:
+        return f"{Path(path).resolve()}:{qualified}", ""
+    return f"session:{qualified.rpartition('.')[2]}", _pickled(function, qualified, key)
+
+
+def _pickled(function: Callable[..., Any], name: str, key: str) -> str:
+    import cloudpickle
+
+    try:
+        return base64.b64encode(cloudpickle.dumps(function)).decode("ascii")
+    except Exception as error:  # whatever an object's own pickling raises
         raise ConfigError(
-            f"{key}: {qualified} is defined in an interactive session; move it to a file, for example reward.py"
-        )
-    return f"{Path(path).resolve()}:{qualified}"
+            f"{key}: {name} cannot be sent to a reward worker ({type(error).__name__}: {error}); write it to a file "
+            f"(in a notebook: %%writefile reward.py) and pass reward='reward.py:{name.rpartition('.')[2]}'"
+        ) from error
 
 
 def combine(spec: RewardSpec, values: Sequence[float]) -> Outcome:
@@ -145,15 +157,17 @@ def _part(entry: Any, key: str) -> RewardPart:
     elif isinstance(entry, Mapping):
         options = dict(entry)
         name, weight, label = options.pop("name", None), options.pop("weight", 1.0), options.pop("label", "")
+        code = ""
         if callable(name):
-            name = function_name(name, key)
+            name, code = function_name(name, key)
         if not isinstance(name, str):
             raise ConfigError(
                 f"{key}.name must be one of {', '.join((*BUILTIN, *SCORERS))}, or module:function; got {name!r}"
             )
-        part = RewardPart(name, weight, options, label)
+        part = RewardPart(name, weight, options, label, code)
     elif callable(entry):
-        part = RewardPart(function_name(entry, key))
+        name, code = function_name(entry, key)
+        part = RewardPart(name, code=code)
     elif isinstance(entry, str):
         part = RewardPart(entry)
     else:

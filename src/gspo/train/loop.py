@@ -8,8 +8,7 @@ Rank 0 runs a `Leader`. The other ranks run a `Follower`, which trains on the ba
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, replace
 
 from gspo.errors import GspoError, TrainingError
 from gspo.faults import reached
@@ -24,18 +23,8 @@ from gspo.runs.state import State
 from gspo.system.clock import Clock, timeline
 from gspo.train.evaluate import Evaluator
 from gspo.train.parts import LeaderParts, Parts
+from gspo.train.summary import Summary
 from gspo.types import Group
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What `Trainer.train` returns."""
-
-    path: Path
-    steps: int
-    seconds: float
-    finished: bool  # False: a signal ended the run; the same command resumes it
-    rank: int = 0  # the rank of this process
 
 
 class Loop:

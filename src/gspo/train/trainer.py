@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,20 @@ from gspo.train.build.compute import join_ranks
 from gspo.train.build.episodes import make_environment
 from gspo.train.build.rollout import make_filter, make_single_turn
 from gspo.train.build.run import code_files, run_path
-from gspo.train.loop import Follower, Leader, Summary
+from gspo.train.loop import Follower, Leader
 from gspo.train.open import open_parts
 from gspo.train.parts import Given, LeaderParts
 from gspo.train.relaunch import relaunch
+from gspo.train.summary import Summary
 
 
 class Trainer:
     """Trains one policy by one config.
 
-    config      a YAML path (with `overrides`), or what `gspo.config.load` returned
+    config      a YAML path or a dict of keys (with `overrides`), or what `gspo.config.load` returned
     reward      a function, a name, or a list of them; None: the config's, else the task's own
-    dataset     rows (mappings with a prompt and what the reward needs) or a `gspo.data.dataset.Dataset`; None:
-                train_dataset
+    dataset     rows (mappings with a prompt and what the reward needs), a pandas DataFrame, a data set of Hugging Face
+                or a `gspo.data.dataset.Dataset`; None: train_dataset
     valid       the same for held-out problems; None: valid_dataset, else the held-out split of the training data
     env         an environment, `async (client, data)` (docs/episodes.md); None: env.path, else one completion
     workflow    how requests become samples (`rollout.workflow.Workflow`); None: by env, or one completion per prompt
@@ -40,7 +41,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: str | Path | Loaded,
+        config: str | Path | Mapping[str, Any] | Loaded,
         *,
         reward: Any = None,
         dataset: Any = None,
@@ -73,6 +74,10 @@ class Trainer:
     def path(self) -> Path:
         """The run directory."""
         return run_path(self.config)
+
+    def __repr__(self) -> str:
+        config = self.config
+        return f"Trainer({config.algorithm}, {config.actor.path}, {config.train_dataset.path}, run {self.path})"
 
     def train(self) -> Summary:
         """Run to the end, or to a signal; the same call resumes from the last checkpoint."""

@@ -60,6 +60,7 @@ def look_at_environment(config: Config) -> str:
 def check_data(config: Config, tokenizer: Any) -> Iterator[Check]:
     """Rows, columns, the held-out part, and the longest prompt if the tokenizer is here."""
     from gspo.train.build.data import make_data, refuse_long_prompts
+    from gspo.train.build.episodes import make_environment
     from gspo.train.build.policy import limit_context
     from gspo.train.build.rewards import default_rewards
     from gspo.train.build.sampler import evaluation_params
@@ -69,9 +70,10 @@ def check_data(config: Config, tokenizer: Any) -> Iterator[Check]:
     if elsewhere:
         return
     try:
-        data, valid = make_data(config if tokenizer is not None else _without_rendering(config), None, None, tokenizer)
-        env = config.env
-        if not (env.path or env.agent or env.command):
+        readable = config if tokenizer is not None else _without_rendering(config)
+        environment = make_environment(config, None)
+        data, valid = make_data(readable, None, None, tokenizer, environment)
+        if environment is None:
             default_rewards(config, None, [part for part in (data, valid) if part is not None])
         sizes = "; ".join(line for part in (data, valid) if part is not None for line in part.describe().splitlines())
         if tokenizer is None:

@@ -42,7 +42,7 @@ def run(channel: socket.socket, page: mmap, parts: list[dict[str, Any]], setting
     set_clock(page, monotonic() + settings["startup_s"])
     _isolate(settings)
     try:
-        calls = [bind(part["name"], part["kwargs"]) for part in parts]
+        calls = [bind(part["name"], part["kwargs"], part["code"]) for part in parts]
     except ValueError as error:
         _send(channel, {"fatal": str(error)})
         return

@@ -112,7 +112,9 @@ def _one(
     if isinstance(given, DATA_TYPES):
         return given
     if given is not None:
-        # Rows of the caller, for example a list of dicts.
+        # Rows of the caller: mappings, or a table of pandas or polars.
+        if hasattr(given, "columns") and hasattr(given, "to_dict"):
+            given = given.to_dict("records") if not hasattr(given, "to_dicts") else given.to_dicts()
         return make_dataset(given, tokenizer=tokenizer, source="the caller's rows", split=split, key=key)
     return load_data(spec, split, tokenizer, seed, key, environment)
 

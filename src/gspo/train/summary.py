@@ -1,0 +1,72 @@
+"""What `Trainer.train` returns: the result of a run, with its metrics, and its curves in a notebook."""
+
+from __future__ import annotations
+
+import html
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gspo.errors import GspoError
+from gspo.monitor.notebook import curves
+
+_SHOW = "import sys, pathlib; from gspo.cli.train import show_run; show_run(pathlib.Path(sys.argv[1]), 'Finished.', {})"
+SHOWN = {"reward": "reward/mean", "accuracy": "eval/accuracy", "held_out_reward": "eval/reward"}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The result of a run. `finished` is False if a signal ended it; the same call resumes it."""
+
+    path: Path
+    steps: int
+    seconds: float
+    finished: bool
+    rank: int = 0  # the rank of this process
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl, one per step: `pandas.DataFrame(summary.rows())`."""
+        try:
+            lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        except OSError:
+            return []
+        return [json.loads(line) for line in lines]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """First and last value of reward, held-out accuracy and held-out reward: `reward_start`, `reward_end`, …"""
+        found: dict[str, float] = {}
+        rows = self.rows()
+        for name, metric in SHOWN.items():
+            values = [row[metric] for row in rows if row.get(metric) is not None]
+            if values:
+                found |= {f"{name}_start": values[0], f"{name}_end": values[-1]}
+        return found
+
+    def report(self) -> Path:
+        """Write report.html and training.png (needs matplotlib) and print the table, as `gspo train` does."""
+        # In a process of its own: report is on a higher floor than training.
+        done = subprocess.run(
+            [sys.executable, "-c", _SHOW, str(self.path)], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise GspoError(f"the report could not be written: {done.stderr.strip()}")
+        print(done.stdout, flush=True)
+        return self.path / "report.html"
+
+    def __str__(self) -> str:
+        state = "finished" if self.finished else "stopped, can be resumed"
+        metrics = self.metrics
+        changes = [
+            f"{name.replace('_', ' ')} {metrics[f'{name}_start']:.3f} → {metrics[f'{name}_end']:.3f}"
+            for name in SHOWN
+            if f"{name}_start" in metrics
+        ]
+        return ", ".join([f"{self.path}: {self.steps} steps in {self.seconds:.0f} s, {state}", *changes])
+
+    def _repr_html_(self) -> str:
+        """The panel that Jupyter shows."""
+        return f"<div>{html.escape(str(self))}<br>{curves(self.rows())}</div>"

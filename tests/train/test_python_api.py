@@ -1,0 +1,78 @@
+"""The Python interface: configs as dicts, tables as data sets, the summary, the panel in a notebook."""
+
+import json
+import sys
+import types
+
+import pandas
+import pytest
+
+from gspo.config import load
+from gspo.errors import ConfigError
+from gspo.models import embedded
+from gspo.monitor.display import make_display
+from gspo.train import Trainer
+from gspo.train.build.data import make_data
+from gspo.train.summary import Summary
+
+
+def test_a_dict_is_a_config_with_sections_or_dotted_keys():
+    settings = {"algorithm": "gspo", "gconfig": {"n_samples": 6}, "actor.path": "embedded:tiny"}
+    made = load(settings, ["seed=5"])
+    written = load(None, ["algorithm=gspo", "gconfig.n_samples=6", "actor.path=embedded:tiny", "seed=5"])
+    assert made.config == written.config
+    with pytest.raises(ConfigError, match=r"gconfig\.n_samples"):
+        load({"gconfig": {"n_sample": 6}})
+    with pytest.raises(ConfigError, match="cannot be part of a config"):
+        load({"seed": object()})
+    assert repr(Trainer(settings)).startswith("Trainer(gspo, embedded:tiny")
+
+
+def test_a_pandas_table_is_a_data_set():
+    table = pandas.DataFrame({"prompt": ["1+1=", "2+2="], "answer": ["2", "4"]})
+    config = load(None, ["actor.path=embedded:tiny"]).config
+    data, _ = make_data(config, table, table, embedded.tokenizer())
+    assert [data.prompt(row).text for row in range(len(data))] == ["1+1=", "2+2="]
+
+
+ROWS = [
+    {"step": 0, "eval/accuracy": 0.25},
+    {"step": 1, "reward/mean": 0.5, "time/step_s": 1.0},
+    {"step": 2, "reward/mean": 0.75, "eval/accuracy": 0.5, "time/step_s": 1.0},
+]
+
+
+def test_a_summary_has_the_metrics_and_shows_its_curves(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    summary = Summary(tmp_path, 2, 3.0, True)
+    assert summary.metrics == {"reward_start": 0.5, "reward_end": 0.75, "accuracy_start": 0.25, "accuracy_end": 0.5}
+    assert "2 steps in 3 s, finished, reward 0.500 → 0.750, accuracy 0.250 → 0.500" in str(summary)
+    assert summary._repr_html_().count("<svg") == 2
+    assert Summary(tmp_path / "none", 0, 0.0, False).metrics == {}
+
+
+def test_a_notebook_gets_a_panel_that_is_updated(monkeypatch):
+    shown = []
+
+    class Handle:
+        def update(self, data, raw):
+            shown.append(data["text/html"])
+
+    def display(data, raw, display_id):
+        shown.append(data["text/html"])
+        return Handle()
+
+    module = types.ModuleType("IPython.display")
+    module.display = display
+    for name, stub in (("ipykernel", types.ModuleType("ipykernel")), ("IPython", types.ModuleType("IPython"))):
+        monkeypatch.setitem(sys.modules, name, stub)
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    panel = make_display("gspo · <run>", 2)
+    for row in ROWS:
+        panel.step(row, None)
+    panel.close()
+    assert len(shown) == 4
+    assert "step 2/2" in shown[-1]
+    assert "reward 0.750" in shown[-1]
+    assert "&lt;run&gt;" in shown[-1]
+    assert shown[-1].count("<svg") == 2

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
 import torch
-from tiny_models import VOCAB, build
+from tiny_models import OTHERS, VOCAB, build
 
 from gspo.sampling.local.engine import LocalSampler
 from gspo.sampling.remote.client import HttpSampler
@@ -23,7 +23,9 @@ EOS = 2
 
 
 def local(model, **kwargs):
-    return LocalSampler(model, **{"seed": 5, "eos_token_ids": [EOS], "verify": False, **kwargs})
+    # Only models that continuous batching cannot serve need the choice of an engine.
+    choose = model.config.model_type in OTHERS
+    return LocalSampler(model, **{"seed": 5, "eos_token_ids": [EOS], "verify": choose, **kwargs})
 
 
 class House:

@@ -15,9 +15,11 @@ from gspo.types import Request, SampleId, SamplingParams
 pytestmark = pytest.mark.run
 
 PACKED, CACHE, NO_CACHE = "continuous batching", "transformers' cache", "no cache"
+BY_LENGTH = f"{CACHE} by length"
 # Transformers computes a decoded token of Zamba2 without the lower limit of the time step, unlike a prompt; the states
 # of RecurrentGemma are inside its modules; GPT-1 has no cache.
 ENGINE_OF = dict.fromkeys(OTHERS, CACHE)
+ENGINE_OF |= dict.fromkeys(("minimax", "llama4_text"), BY_LENGTH)
 ENGINE_OF |= dict.fromkeys(("recurrent_gemma", "zamba2", "openai-gpt"), NO_CACHE)
 ENGINE_OF |= dict.fromkeys(("deepseek_v2", "deepseek_v3", "opt"), PACKED)
 QUICK = ("qwen3_5_text", "recurrent_gemma", "deepseek_v3")
@@ -104,16 +106,40 @@ def test_experts_of_a_hybrid_are_recorded_as_a_plain_forward_chooses_them():
         assert not moe.routes_mismatch(whole, recorder.routes()).any()
 
 
-def test_rows_of_equal_length_share_a_forward_and_leave_it_when_they_finish():
-    sampler = LocalSampler(build("lfm2"), seed=1, eos_token_ids=[])
-    asked = [Request(SampleId(g, i), prompt_of(g), SamplingParams(3 + 2 * i)) for g in (0, 2) for i in range(2)]
+@pytest.mark.parametrize("name", [CACHE, BY_LENGTH])
+def test_rows_share_a_forward_and_leave_it_when_they_finish(name):
+    sampler = forced(build("lfm2"), name, eos_token_ids=[])
+    asked = [Request(SampleId(g, i), prompt_of(g), SamplingParams(3 + 2 * i)) for g in (0, 1, 2) for i in range(2)]
     sampler.submit(asked)
-    assert [len(s.tokens) for s in sorted(sampler.completed(), key=lambda s: s.id)] == [3, 5, 3, 5]
+    assert [len(s.tokens) for s in sorted(sampler.completed(), key=lambda s: s.id)] == [3, 5] * 3
     health = sampler.health()
-    assert health["prefill_forwards"] == 1  # both prompts have five tokens
-    assert health["decode_forwards"] == 4
-    assert health["decode_rows"] == 2 * 4 + 2 * 2
+    assert health["prefill_forwards"] == 2  # prompts of 5, 9 and 5 tokens
+    assert health["decode_forwards"] == (4 if name == CACHE else 8)
+    assert health["decode_rows"] == 3 * (2 * 2 + 2)
     assert health["cache_bytes"] == 0
+
+
+def forced(model, name, **settings):
+    """A sampler whose engine is this one."""
+    sampler = Recording(model, **{"seed": 5, "eos_token_ids": [2], "verify": False, **settings})
+    sampler._engines = [engine for engine in sampler._engines if engine.name == name]
+    sampler._choose_engine()
+    return sampler
+
+
+@pytest.mark.parametrize("model", ["gemma3", pytest.param("gpt_oss", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", [CACHE, BY_LENGTH, NO_CACHE])
+def test_every_engine_samples_what_continuous_batching_samples(name, model):
+    model = build(model)  # sliding windows of 7 and full attention
+    asked = [*requests(14), *(Request(SampleId(4, i), (5, 6), SamplingParams(20)) for i in range(2))]
+    found = {}
+    for engine in (PACKED, name):
+        sampler = forced(model, engine, max_rows=5)  # rows join and leave batches of other lengths
+        sampler.submit(asked)
+        found[engine] = {s.id: s for s in sampler.completed()}
+    for id, sample in found[PACKED].items():
+        assert sample.tokens.tolist() == found[name][id].tokens.tolist()
+        np.testing.assert_allclose(sample.behavior_logp, found[name][id].behavior_logp, atol=1e-5)
 
 
 def test_other_weights_draw_from_other_states():
@@ -189,11 +215,11 @@ def test_of_engines_above_rounding_the_first_that_is_nearly_the_best_is_chosen()
     def chosen(gaps):
         return found.index(choose(model, found, lambda engine: gaps[found.index(engine)], lambda _: None))
 
-    assert chosen([3e-3, 2e-3, 2e-3, 2e-3]) == 0
-    assert chosen([3e-3, 2e-4, 2e-4, 2e-4]) == 1
-    assert chosen([3e-3, 9e-5, 0.0, 0.0]) == 1
+    assert chosen([3e-3, *[2e-3] * 5]) == 0
+    assert chosen([3e-3, *[2e-4] * 5]) == 1
+    assert chosen([3e-3, 9e-5, *[0.0] * 4]) == 1
     with pytest.raises(RolloutError, match=r"allowed 0\.005"):
-        chosen([1.0, 1.0, 6e-3, 6e-3])
+        chosen([1.0, 1.0, *[6e-3] * 4])
 
 
 def test_an_error_inside_the_model_names_it_and_loses_no_request():

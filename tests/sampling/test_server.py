@@ -51,8 +51,10 @@ def collect(client, requests, deadline_s=20):
     return {s.id: s for s in samples}
 
 
-def test_one_server_gives_the_samples_of_the_process_bit_for_bit(house, trainer):
-    house.serve()
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+def test_one_server_gives_the_samples_of_the_process_bit_for_bit(house, name):
+    trainer = build(name)
+    house.serve(model=name)
     client = house.client(reference=trainer)
     client.load_weights(3, trainer.named_parameters())
     requests = group_requests(5, 4)
@@ -248,7 +250,7 @@ def test_a_call_may_be_repeated(house, trainer):
     server = house.serve()
     client = house.client()
     client.load_weights(0, trainer.named_parameters())
-    engine, session = server.engine, {"session": client._servers[0]._session}
+    engine, session = server.engine, {"session": client._pool.servers[0]._session}
     item = {"key": "k", **pack_request(group_requests(1, 1)[0])}
     assert asyncio.run(engine.generate({**session, "requests": [item]}))["accepted"] == 1
     assert asyncio.run(engine.generate({**session, "requests": [item]}))["accepted"] == 0

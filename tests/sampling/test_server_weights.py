@@ -95,7 +95,7 @@ def test_a_file_that_is_not_what_was_published_is_refused_whole(house, damage):
         if damage == "a pipe":
             os.mkfifo(path)
     body = {
-        "session": client._servers[0]._session,
+        "session": client._pool.servers[0]._session,
         "version": 2,
         "path": f"{path}\0" if damage == "a null byte in its name" else str(path),
         "sha256": published.sha256,
@@ -115,15 +115,15 @@ def test_a_stale_or_different_version_is_refused_and_a_repeated_one_is_not_loade
     other = publish(house.folder / "other", 2, second.named_parameters())
     stale = publish(house.folder / "other", 1, second.named_parameters())
     for published in (other, stale):
-        body = {"session": client._servers[0]._session, "version": published.version, "path": str(published.path)}
+        body = {"session": client._pool.servers[0]._session, "version": published.version, "path": str(published.path)}
         with pytest.raises(RefusedCallError, match="not newer"):
             asyncio.run(server.engine.load_weights({**body, "sha256": published.sha256, "probe": [], "wait_s": 10}))
-    current = client._published
+    current = client._pool.published
     with torch.no_grad():
         next(server.model.parameters()).add_(1)  # a second load would undo it
     spoiled = digest(server.model)
     again = {
-        "session": client._servers[0]._session,
+        "session": client._pool.servers[0]._session,
         "version": 2,
         "path": "/nowhere",
         "sha256": current.sha256,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 CALL_S = 60.0  # deadline of every call except sampling and loading
 INTERRUPT_S = 30.0  # until all requests have come back after an interruption
-_COUNTERS = ("requests", "sampled_tokens", "invalid_responses", "lost_replies", "partial")
+_REQUEST_COUNTERS = ("requests", "sampled_tokens", "invalid_responses", "lost_replies", "partial")
 
 
 class EngineAddress(NamedTuple):
@@ -192,7 +192,7 @@ class EngineSampler(ABC):
             "asleep": self._asleep,
             "closed": self._closed,
             "broken": self.broken,
-            **{name: self._counts[name] for name in _COUNTERS},
+            **{name: self._counts[name] for name in _REQUEST_COUNTERS},
         }
 
     def close(self) -> None:

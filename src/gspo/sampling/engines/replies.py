@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from gspo.system.http_client import Reply
 from gspo.types import FinishReason, Request, Sample
 
-_FINISH: dict[Any, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+_FINISH_OF: dict[Any, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 class InvalidReplyError(ValueError):
@@ -44,7 +44,7 @@ def parse_json(reply: Reply) -> dict[str, Any]:
 
 def parse_completion(tokens: Any, logp: Any, finish_reason: Any) -> Completion:
     """Check what can be checked without the request. Log-probs up to 1e-5 above 0 are rounding errors and become 0."""
-    finish = _FINISH.get(finish_reason) if isinstance(finish_reason, str) else None
+    finish = _FINISH_OF.get(finish_reason) if isinstance(finish_reason, str) else None
     if finish is None:
         raise InvalidReplyError(f"its finish_reason is {finish_reason!r}")
     # An interrupted request may not have started: it has neither tokens nor log-probs.

@@ -1,8 +1,9 @@
-"""The stepper of batches of equal length: transformers' own cache, or no cache at all.
+"""The stepper that uses transformers' own cache, or no cache at all.
 
-Rows with equally many tokens share a forward [rows, tokens], so nothing is padded and no state leaks between rows. A
-prompt is computed once, and its cache is repeated for the rows of its group; finished rows leave the cache. Without a
-cache every token computes whole sequences: slow, but right for any causal model.
+Prompts of equal length share a forward [rows, tokens], so no prompt is padded and no state leaks between rows. A prompt
+is computed once, and its cache is repeated for the rows of its group; finished rows leave the cache. To decode, rows
+with equally many tokens share a batch, or all rows if the cache allows it: then keys and values are padded on the left
+and hidden by the mask. Without a cache every token computes whole sequences: slow, but right for any causal model.
 
 Shapes: B rows of a batch, L tokens of a forward, V vocabulary.
 """
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from gspo.errors import RolloutError
 from gspo.models.moe import routed
-from gspo.sampling.local.cache_rows import CacheLayout, Part, tensors_of
+from gspo.sampling.local.cache_rows import CacheLayout, Part, num_bytes
 from gspo.sampling.local.rows import Rows
 from gspo.sampling.local.stepper import Step, StoredPrompt, Tokens
 from gspo.types import Request
@@ -34,7 +35,7 @@ _CACHE_NAMES = ("past_key_values", "cache_params", "state")  # of outputs and ar
 @dataclass(slots=True)
 class _Batch:
     slots: NDArray[np.int64]  # [B] row slots
-    length: int  # tokens in the cache
+    length: int  # tokens of the longest row in the cache
     cache: Any
 
 
@@ -60,16 +61,22 @@ class LengthStepper:
     def num_bytes(self) -> int:
         caches = [*(batch.cache for batch in self._batches), *(p.cache for p in self.prompts.values())]
         # Several prompts may share a cache.
-        return sum(t.nbytes for cache in {id(c): c for c in caches}.values() for _, t in tensors_of(cache))
+        return sum(num_bytes(cache) for cache in {id(c): c for c in caches}.values())
 
-    def _forward(self, tokens: NDArray, cache: Any = None, start: int = 0) -> tuple[Tensor, NDArray | None, Any]:
-        """Feed tokens [B, L] that follow `start` cached ones: logits [B, V] of the last, routes [B, L, …], cache."""
+    def _forward(
+        self, tokens: NDArray, cache: Any = None, start_b: NDArray | None = None
+    ) -> tuple[Tensor, NDArray | None, Any]:
+        """Feed tokens [B, L]: logits [B, V] of the last, routes [B, L, …], cache. `start_b` [B]: tokens in `cache`."""
         device = self._model.device
         options: dict[str, Any] = {"use_cache": self._layout is not None}
+        start_b = np.zeros(len(tokens), dtype=np.int64) if start_b is None else start_b
         # Passed even where a model could derive them: some derive wrong ones from a cache without keys.
         if "position_ids" in self._accepts:
-            positions = torch.arange(start, start + tokens.shape[1], device=device)
-            options["position_ids"] = positions[None].expand(len(tokens), -1)
+            options["position_ids"] = torch.from_numpy(start_b[:, None] + np.arange(tokens.shape[1])).to(device)
+        # Shorter rows have padding on the left. A recurrent state has none.
+        if (start_b < start_b.max()).any() and self._layout is not None and self._layout.has_tokens:
+            seen = np.arange(start_b.max() + 1) >= start_b.max() - start_b[:, None]  # [B, cached tokens + 1]
+            options["attention_mask"] = torch.from_numpy(seen.astype(np.int64)).to(device)
         if "logits_to_keep" in self._accepts:
             options["logits_to_keep"] = 1
         if cache is not None:
@@ -108,9 +115,10 @@ class LengthStepper:
                 chosen = None if routes is None else routes[row]
                 self.prompts[prompts[index]] = StoredPrompt(logits[row], chosen, cache=cache, index=row)
 
-    def _probe_cache(self, num_rows: int, cache: Any) -> Any:
-        tokens = np.full((num_rows, 4 if cache is None else 1), 1)
-        return self._forward(tokens, cache, 0 if cache is None else 4)[2]
+    def _probe_cache(self, num_rows: int, num_tokens: int, cache: Any) -> Any:
+        if cache is None:
+            return self._forward(np.ones((num_rows, num_tokens), dtype=np.int64))[2]
+        return self._forward(np.ones((num_rows, 1), dtype=np.int64), cache, np.full(num_rows, num_tokens))[2]
 
     def join(self, slots: NDArray) -> None:
         if self._layout is None:
@@ -129,18 +137,25 @@ class LengthStepper:
         return np.concatenate([request.prompt, self._rows.tokens[slot, : self._rows.count[slot]]])
 
     def _add(self, batch: _Batch) -> None:
-        """Batches of equal length become one."""
+        """Join a batch of equal length, or of any length where the cache allows it."""
+        assert self._layout is not None
         for other in self._batches:
-            if other.length == batch.length:
-                other.cache = self._gather([(b.cache, np.arange(len(b.slots))) for b in (other, batch)])
+            if other.length == batch.length or self._layout.mixes_lengths:
+                parts = [(b.cache, np.arange(len(b.slots))) for b in (other, batch)]
                 other.slots = np.concatenate([other.slots, batch.slots])
+                other.length = max(other.length, batch.length)
+                other.cache = self._gather(parts, other.length)
                 return
         self._batches.append(batch)
 
-    def _gather(self, parts: Sequence[tuple[Any, NDArray]]) -> Any:
+    def _gather(self, parts: Sequence[tuple[Any, NDArray]], length: int) -> Any:
         assert self._layout is not None
         on_device: list[Part] = [(cache, torch.from_numpy(at).to(self._model.device)) for cache, at in parts]
-        return self._layout.gather(on_device)
+        return self._layout.gather(on_device, length)
+
+    def _cached(self, slots: NDArray) -> NDArray:
+        """Tokens of each row that are in the cache: all but the last."""
+        return self._rows.prompt_len[slots] + self._rows.count[slots] - 1
 
     def _start_fresh(self) -> None:
         """Repeat the caches of prompts for the rows that have drawn their first token."""
@@ -152,8 +167,9 @@ class LengthStepper:
             by_cache.setdefault(id(stored.cache), []).append((slot, stored))
         for members in by_cache.values():
             slots = np.array([slot for slot, _ in members])
-            cache = self._gather([(members[0][1].cache, np.array([stored.index for _, stored in members]))])
-            self._add(_Batch(slots, int(self._rows.prompt_len[slots[0]]), cache))
+            length = int(self._rows.prompt_len[slots[0]])
+            cache = self._gather([(members[0][1].cache, np.array([stored.index for _, stored in members]))], length)
+            self._add(_Batch(slots, length, cache))
         self._fresh = []
 
     def step(self) -> Step:
@@ -167,7 +183,7 @@ class LengthStepper:
             self._start_fresh()
             for batch in self._batches:
                 last = rows.tokens[batch.slots, rows.count[batch.slots] - 1]  # [B]
-                logits, routes, batch.cache = self._forward(last[:, None], batch.cache, batch.length)
+                logits, routes, batch.cache = self._forward(last[:, None], batch.cache, self._cached(batch.slots))
                 batch.length += 1
                 steps.append(Step(batch.slots, logits, None if routes is None else routes[:, 0]))
         self._counts["decode_forwards"] += len(steps)
@@ -187,7 +203,9 @@ class LengthStepper:
         self._fresh = [target_of.get(slot, slot) for slot in self._fresh if slot not in finished]
         for batch in self._batches:
             stay = np.flatnonzero(~np.isin(batch.slots, slots))
-            if len(stay) and len(stay) < len(batch.slots):
-                batch.cache = self._gather([(batch.cache, stay)])
-            batch.slots = np.array([target_of.get(slot, slot) for slot in batch.slots[stay].tolist()])
+            some_left = len(stay) < len(batch.slots)
+            batch.slots = np.array([target_of.get(slot, slot) for slot in batch.slots[stay].tolist()], dtype=np.int64)
+            if len(stay) and some_left:
+                batch.length = int(self._cached(batch.slots).max())
+                batch.cache = self._gather([(batch.cache, stay)], batch.length)
         self._batches = [batch for batch in self._batches if len(batch.slots)]

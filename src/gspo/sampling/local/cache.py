@@ -236,7 +236,7 @@ def _attention(
     layer: Any = module.layer_idx
     store.windows[layer] = sliding_window
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    rule = _Rule(scale, sliding_window, softcap, s_aux)
+    rule = _Softmax(scale, sliding_window, softcap, s_aux)
     match plan:
         case PrefillPlan():
             return _prefill(store, plan, layer, query, key, value, rule), None
@@ -250,7 +250,7 @@ AttentionInterface.register(ATTENTION, _attention)
 
 
 @dataclass(slots=True)
-class _Rule:
+class _Softmax:
     """How one layer turns scores into weights."""
 
     scale: float
@@ -259,7 +259,7 @@ class _Rule:
     sinks: Tensor | None  # [K·E] a logit per head that takes probability mass but has no value
 
 
-def _weights(scores: Tensor, rule: _Rule, mask: Tensor | None) -> Tensor:
+def _weights(scores: Tensor, rule: _Softmax, mask: Tensor | None) -> Tensor:
     """Softmax over the last dimension of scores [rows, K·E, keys], in float32 or more; `mask` broadcasts."""
     # The cap comes before the mask: tanh would turn the mask's −inf into a finite score.
     if rule.softcap is not None:
@@ -275,7 +275,7 @@ def _weights(scores: Tensor, rule: _Rule, mask: Tensor | None) -> Tensor:
     return torch.softmax(scores, dim=-1, dtype=dtype)[..., :num_keys]
 
 
-def segment_attention(query: Tensor, key: Tensor, value: Tensor, rule: _Rule) -> Tensor:
+def segment_attention(query: Tensor, key: Tensor, value: Tensor, rule: _Softmax) -> Tensor:
     """Causal attention of the last L positions over all S: query [B, K·E, L, D], key and value [B, K, S, ·].
 
     Returns [B, L, K·E, D].
@@ -311,7 +311,7 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, rule: _Rule) ->
 
 
 def _prefill(
-    store: KVStore, plan: PrefillPlan, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: _Rule
+    store: KVStore, plan: PrefillPlan, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: _Softmax
 ) -> Tensor:
     keys, values = store.prompt_of(layer, key, value)  # [G, K, P, D] each
     outputs, done = [], 0
@@ -328,7 +328,7 @@ def _prefill(
 
 
 def _extend(
-    store: KVStore, plan: ExtendPlan, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: _Rule
+    store: KVStore, plan: ExtendPlan, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: _Softmax
 ) -> Tensor:
     prompt_k, prompt_v = store.prompt_of(layer, key, value)  # [G, K, P, D] each
     own_k, own_v = store.own_of(layer, key, value)  # [R, K, T, D] each
@@ -343,7 +343,7 @@ def _extend(
 
 
 def _decode(
-    store: KVStore, plan: DecodePlan, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: _Rule
+    store: KVStore, plan: DecodePlan, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: _Softmax
 ) -> Tensor:
     """One softmax over two parts: the rows of a group against its stored prompt, each row against its own tokens."""
     own_k, own_v = store.own_of(layer, key, value)

@@ -1,7 +1,8 @@
 """Which engine samples a model in process: the first whose log-probs equal those of a plain forward.
 
 1. Continuous batching (`packed.py`), if all layers are attention through transformers' interface.
-2. Transformers' cache in batches of equal length (`by_length.py`), with PyTorch's attention or the model's own.
+2. Transformers' cache (`by_length.py`) with PyTorch's attention or the model's own: all rows in one batch, or only
+   rows of equal length.
 3. No cache: whole sequences at every token.
 """
 
@@ -22,20 +23,25 @@ from gspo.sampling.local.packed import PackedStepper
 from gspo.sampling.local.stepper import Engine
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+_MIXABLE = _LAYER_TYPES | {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mlp", "moe"}
 
 
 def engines(model: Any, routers: Sequence[nn.Module], prefill_tokens: int) -> list[Engine]:
     """The engines for a model, fastest first."""
     by_length = partial(LengthStepper, model, routers, prefill_tokens)
-    found = [
+    attentions = ("sdpa", "eager") if getattr(model, "_supports_sdpa", False) else ("eager",)
+    # Other kinds (chunked, compressed attention) count positions from the start of the batch, padding included.
+    can_mix = layer_kinds(model) <= _MIXABLE
+    return [
         Engine("continuous batching", ATTENTION, partial(PackedStepper, model, routers, prefill_tokens), True),
-        Engine("transformers' cache", "sdpa", partial(by_length, CacheLayout())),
-        Engine("transformers' cache", "eager", partial(by_length, CacheLayout())),
+        *(
+            Engine(name, attention, partial(by_length, CacheLayout(mixes_lengths=mixes)))
+            for name, mixes in (("transformers' cache", True), ("transformers' cache by length", False))
+            for attention in attentions
+            if can_mix or not mixes
+        ),
         Engine("no cache", "eager", partial(by_length, None)),
     ]
-    if not getattr(model, "_supports_sdpa", False):
-        found.pop(1)
-    return found
 
 
 def refuse_encoder_decoder(model: Any) -> None:
@@ -46,9 +52,13 @@ def refuse_encoder_decoder(model: Any) -> None:
         )
 
 
+def layer_kinds(model: Any) -> set[str]:
+    return set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+
+
 def state_outside_attention(model: Any) -> str:
     """Why rows cannot be packed into one sequence: layers that mix positions outside attention. Empty if they can."""
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _LAYER_TYPES
+    kinds = layer_kinds(model) - _LAYER_TYPES
     if kinds:
         return f"it has layers of kind {', '.join(sorted(kinds))}"
     if any(isinstance(module, nn.Conv1d) for module in model.modules()):

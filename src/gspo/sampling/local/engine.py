@@ -168,7 +168,7 @@ class LocalSampler:
             "closed": self._closed,
             "engine": self._engine.name,
             "cache_bytes": self._stepper.num_bytes(),
-            **{name: self._counts[name] for name in _COUNTERS},
+            **{name: self._counts[name] for name in _FORWARD_COUNTERS},
         }
 
     def close(self) -> None:
@@ -387,4 +387,4 @@ class LocalSampler:
         self._stepper.leave(slots[finished], rows.compact(), dropped)
 
 
-_COUNTERS = ("prefill_forwards", "prefill_tokens", "decode_forwards", "decode_rows", "sampled_tokens")
+_FORWARD_COUNTERS = ("prefill_forwards", "prefill_tokens", "decode_forwards", "decode_rows", "sampled_tokens")

@@ -107,12 +107,12 @@ class HttpSampler:
         for request in requests:
             self._validate(request)
         # Keys are never reused, so a late reply for an old request cannot match a new one.
-        with self._pool.changed:
+        with self._pool.state_changed:
             pending = [PendingRequest(str(key), request) for key, request in enumerate(requests, self._next_key)]
             self._next_key += len(pending)
             self._pool.requests |= {p.key: p for p in pending}
             self._pool.assign(pending)
-            self._pool.changed.notify_all()
+            self._pool.state_changed.notify_all()
         # Outside the lock: `wake` waits for replies of servers.
         self.wake()
 
@@ -120,7 +120,7 @@ class HttpSampler:
         deadline = None if deadline_s is None else time.monotonic() + deadline_s
         while True:
             self._log_notes()
-            with self._pool.changed:
+            with self._pool.state_changed:
                 # Wait for a sample, at most 0.5 s at a time: failures and log messages are checked in between.
                 if not self._pool.done:
                     if not self._pool.requests or self._pool.paused or self._pool.closed.is_set():
@@ -132,7 +132,7 @@ class HttpSampler:
                         if deadline_s is not None and deadline_s >= self._timeout_s:
                             raise self._failed(f"{len(self._pool.requests)} samples are missing after {deadline_s:g} s")
                         return
-                    self._pool.changed.wait(min(left, 0.5))
+                    self._pool.state_changed.wait(min(left, 0.5))
                     continue
                 sample = self._pool.done.popleft()
             # Outside the lock: the caller runs between two samples.
@@ -142,7 +142,7 @@ class HttpSampler:
             self.sleep()
 
     def abort(self) -> list[Sample]:
-        with self._pool.changed:
+        with self._pool.state_changed:
             # From now on, aborted samples are accepted, and requests of a lost server are not submitted again.
             self._pool.partial = []
             # Requests that were never sent come back at once.
@@ -156,13 +156,13 @@ class HttpSampler:
         deadline = time.monotonic() + self._answer_s
         while aborting and time.monotonic() < deadline:
             self._command(aborting, "/abort")
-            with self._pool.changed:
-                self._pool.changed.wait_for(lambda: not self._pool.requests, timeout=1.0)
+            with self._pool.state_changed:
+                self._pool.state_changed.wait_for(lambda: not self._pool.requests, timeout=1.0)
                 aborting = [
                     server for server in aborting if server.requests
                 ]  # a /generate may have come after the /abort
         # What has not come back by the deadline returns without new tokens.
-        with self._pool.changed:
+        with self._pool.state_changed:
             self._pool.return_unsampled(list(self._pool.requests.values()))
             for server in self._pool.servers:
                 server.requests = {}
@@ -170,13 +170,13 @@ class HttpSampler:
         return samples
 
     def pause(self) -> None:
-        with self._pool.changed:
+        with self._pool.state_changed:
             self._pool.paused = True
-            self._pool.changed.notify_all()
+            self._pool.state_changed.notify_all()
         self._command(self._pool.servers, "/pause")
 
     def resume(self) -> None:
-        with self._pool.changed:
+        with self._pool.state_changed:
             self._pool.paused = False
             for server in self._pool.servers:
                 # The time of a pause does not count as time without progress.
@@ -208,20 +208,20 @@ class HttpSampler:
         published = publish_to(store, version, tensors)
         # Before the lock: the trainer's forward takes time. The weights are still those that were published.
         expected = self._pool.probe.reference_values()
-        with self._pool.changed:
+        with self._pool.state_changed:
             self._pool.probe.expected = expected
             before, self._pool.published, self._pool.version = self._pool.published, published, version
             # Earlier refusals concern the earlier version.
             for server in self._pool.servers:
                 server.refused_loads = 0
-            self._pool.changed.notify_all()
+            self._pool.state_changed.notify_all()
         self._await_load(version, is_first)
         # Only now: no server needs the files of the earlier version any more.
         if before is not None:
             before.forget(published)
 
     def health(self) -> Mapping[str, Any]:
-        with self._pool.changed:
+        with self._pool.state_changed:
             return {
                 "version": self.version,
                 "outstanding": len(self._pool.requests),
@@ -234,12 +234,12 @@ class HttpSampler:
             }
 
     def close(self) -> None:
-        with self._pool.changed:
+        with self._pool.state_changed:
             # The first call of close() does the work; later ones return.
             is_closed = self._pool.closed.is_set()
             busy = [server for server in self._pool.servers if server.requests]
             self._pool.closed.set()
-            self._pool.changed.notify_all()
+            self._pool.state_changed.notify_all()
         if is_closed:
             return
         # Servers stop sampling for a client that closes; a short deadline, as the reply does not matter.
@@ -265,7 +265,7 @@ class HttpSampler:
 
     def _await_load(self, version: int, is_first: bool) -> None:
         begin = time.monotonic()
-        with self._pool.changed:
+        with self._pool.state_changed:
             # The time before the first weights does not count as time without a server.
             if is_first:
                 self._pool.unserved_since = begin
@@ -294,7 +294,7 @@ class HttpSampler:
                     if ready:
                         break
                     raise self._failed(f"weight version {version} reached none of them in {self._timeout_s:g} s")
-                self._pool.changed.wait(0.2)
+                self._pool.state_changed.wait(0.2)
         self._log_notes()
 
     def _raise_if_hopeless(self) -> None:

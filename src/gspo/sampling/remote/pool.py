@@ -53,7 +53,7 @@ class ServerPool:
     ) -> None:
         self.servers, self.probe, self.closed = servers, probe, closed
         self._identity, self._invalid_reason, self._retries = dict(identity), invalid_reason, retries
-        self.changed = threading.Condition(threading.RLock())  # guards everything below
+        self.state_changed = threading.Condition(threading.RLock())  # guards everything below
         self.version = -1
         self.paused = False
         self.requests: dict[str, PendingRequest] = {}  # all outstanding
@@ -99,7 +99,7 @@ class ServerPool:
 
     def _take(self, server: Server, key: str, sample: Sample) -> None:
         """Accept a sample: once, from the server that has the request, and only if it is valid."""
-        with self.changed:
+        with self.state_changed:
             pending = server.requests.get(key)
             # The request was moved to another server, aborted, or its sample has arrived already.
             if pending is None:
@@ -117,13 +117,13 @@ class ServerPool:
                 self.partial.append(sample)
             else:
                 self.done.append(sample)
-            self.changed.notify_all()
+            self.state_changed.notify_all()
 
     def _disconnect(self, server: Server, why: str, is_banned: bool = False) -> None:
         """Stop using a server, for now or until it restarts, and resubmit its requests to the others."""
         if self.closed.is_set():
             return
-        with self.changed:
+        with self.state_changed:
             was_serving = server.is_serving
             # Log a reason once, not at every attempt to connect.
             if not was_serving and why != server.reason and server.address is not None:
@@ -152,7 +152,7 @@ class ServerPool:
                 self.return_unsampled(requests)
             else:
                 self.assign(requests)
-            self.changed.notify_all()
+            self.state_changed.notify_all()
 
     # The thread of a server
 
@@ -162,7 +162,7 @@ class ServerPool:
             try:
                 # Attach, then exchange messages until an error.
                 is_restarted = server.attach(self._identity)
-                with self.changed:
+                with self.state_changed:
                     self.counts["restarts"] += is_restarted
                 while not self.closed.is_set():
                     self._exchange(server)
@@ -171,7 +171,7 @@ class ServerPool:
             # Invalid responses are counted: a server that repeats them is banned until it restarts.
             except InvalidResponseError as error:
                 server.invalid_responses += 1
-                with self.changed:
+                with self.state_changed:
                     self.counts["invalid_responses"] += 1
                 self._disconnect(server, str(error), is_banned=server.invalid_responses > self._retries)
             except Exception as error:  # no reply of a server may end this thread
@@ -183,8 +183,8 @@ class ServerPool:
 
     def _exchange(self, server: Server) -> None:
         """One round with a server: first a new weight version, then new requests, then finished samples."""
-        with self.changed:
-            has_work = self.changed.wait_for(lambda: self.closed.is_set() or self._has_work(server), CHECK_S)
+        with self.state_changed:
+            has_work = self.state_changed.wait_for(lambda: self.closed.is_set() or self._has_work(server), CHECK_S)
             published = self.published
             if self.closed.is_set():
                 return
@@ -194,7 +194,7 @@ class ServerPool:
             return
         if published is not None and server.version != published.version:
             self._sync(server, published)
-        with self.changed:
+        with self.state_changed:
             version = server.version
             if version is None or self.published is None or version != self.published.version:
                 return  # a newer version was published meanwhile: nothing may be sampled from this one
@@ -216,7 +216,7 @@ class ServerPool:
         values = server.load(published, self.probe.sequences, lambda: self.published is published)
         if values is None:
             return
-        with self.changed:
+        with self.state_changed:
             # A newer version has its own expected values: this result can no longer be compared.
             why = self.probe.mismatch(values) if self.published is published else None
         if why is not None:
@@ -225,7 +225,7 @@ class ServerPool:
         # An attach resumes the server's sampler. If this client is paused, pause the server again.
         if self.paused:
             server.call("/pause")
-        with self.changed:
+        with self.state_changed:
             server.version = published.version
             # Superseded during the load: the next round loads the newer version first.
             if self.published is not published:
@@ -237,4 +237,4 @@ class ServerPool:
             # Requests that found no server can be sent now.
             unassigned, self.unassigned = self.unassigned, []
             self.assign(unassigned)
-            self.changed.notify_all()
+            self.state_changed.notify_all()

@@ -63,7 +63,7 @@ def parse(text: str) -> Fault:
     """
     site, _, rest = text.partition(":")
     visit, _, action = rest.partition(":")
-    if site not in SITES or not visit.isdigit() or int(visit) < 1 or action not in ACTIONS:
+    if site not in SITES or not visit.isdecimal() or int(visit) < 1 or action not in ACTIONS:
         raise ConfigError(
             f"GSPO_FAULT is {text!r}; it must be site:visit:action with a site of {', '.join(SITES)} "
             f"and an action of {', '.join(ACTIONS)}"

@@ -521,3 +521,35 @@ def test_the_user_is_told_how_many_problems_there_are_and_how_many_were_dropped(
 def test_options_are_for_procedural_tasks(tokenizer):
     with pytest.raises(DataError, match=r"train_dataset\.options \(min_terms\) are settings of reasoning_gym tasks"):
         load_dataset("embedded:arithmetic", tokenizer=tokenizer, options={"min_terms": 2})
+
+
+@pytest.mark.parametrize("content", [["a", "b"], [1], [[{"role": "user", "content": "x"}]], [], {"role": "user"}])
+def test_messages_that_are_no_mappings_are_refused_by_row(tokenizer, content):
+    rows = [{"messages": [{"role": "user", "content": "1"}], "answer": "1"}, {"messages": content, "answer": "1"}]
+    with pytest.raises(DataError, match=r"row 1: column 'messages' must be a string or a list of messages"):
+        make_dataset(rows, tokenizer=tokenizer, chat_template=TEMPLATE)
+
+
+def test_a_fifo_in_place_of_data_or_a_template_is_refused_by_name(tmp_path, tokenizer):
+    """Opening it would wait for its other end."""
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "folder" / "train.jsonl")
+    with pytest.raises(DataError, match=r"train_dataset\.path: .*train\.jsonl is not a regular file"):
+        load_dataset(str(tmp_path / "folder"), tokenizer=tokenizer)
+    os.mkfifo(tmp_path / "chat.jinja")
+    with pytest.raises(DataError, match=r"train_dataset\.chat_template: .*chat\.jinja cannot be read.*regular file"):
+        make_dataset(ROWS[:1], tokenizer=tokenizer, chat_template=str(tmp_path / "chat.jinja"))
+
+
+def test_a_long_field_of_a_csv_file_is_read_and_a_path_that_is_too_long_is_an_error(tmp_path, tokenizer):
+    file = tmp_path / "long.csv"
+    file.write_text(f"question,answer\n{'1' * 200_000},2\n1+1=,2\n")
+    assert len(load_dataset(str(file), "all", tokenizer=tokenizer)) == 2
+    with pytest.raises(DataError, match=r"train_dataset\.path: a+ cannot be read: File name too long"):
+        load_dataset("a" * 5000 + ".jsonl", tokenizer=tokenizer)
+
+
+def test_a_template_that_needs_too_much_memory_is_refused_with_a_reason(tokenizer):
+    data = make_dataset(ROWS[:1], tokenizer=tokenizer, chat_template="{{ 'x' * 10**13 }}")
+    with pytest.raises(DataError, match=r"row 0: the chat template cannot render the messages \(MemoryError\)"):
+        data.prompt(0)

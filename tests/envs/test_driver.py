@@ -373,3 +373,43 @@ def test_an_environment_cannot_change_what_the_next_episode_sees(talk, sampler):
 def test_a_sum_of_rewards_that_is_not_finite_is_an_error(returned, turns):
     with pytest.raises(EpisodeError, match="finite"):
         outcome_of(returned, turns)
+
+
+async def _cancels_itself(client, data):
+    task = asyncio.create_task(asyncio.sleep(10))
+    task.cancel()
+    await task
+
+
+async def _cancels_all(client, data):
+    for task in asyncio.all_tasks():
+        task.cancel()
+    await asyncio.sleep(1)
+
+
+async def _raises_without_a_text(client, data):
+    class OddError(Exception):
+        def __str__(self):
+            raise ValueError
+
+    raise OddError
+
+
+@pytest.mark.parametrize("environment", [_cancels_itself, _cancels_all, _raises_without_a_text])
+def test_an_environment_that_cancels_tasks_or_has_no_text_fails_at_once(play, environment):
+    begin = time.monotonic()
+    samples = play(environment, timeout_s=60.0)
+    assert time.monotonic() - begin < 30
+    for sample in samples.values():
+        assert isinstance(sample.outcome, Failure)
+        assert sample.outcome.kind == "crash"
+
+
+def test_an_environment_that_stops_the_shared_event_loop_does_not_end_the_run(play):
+    async def stops(client, data):
+        if client.id.submission % 2 == 0:
+            asyncio.get_running_loop().stop()
+            await asyncio.sleep(0)
+        return await two_turns(client, data)
+
+    assert all(isinstance(sample.outcome, Score) for sample in play(stops, timeout_s=60.0).values())

@@ -40,13 +40,13 @@ def follow(tmp_path, monkeypatch):
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
 
-    command("sbatch", "#!/bin/sh\necho 7\n")
     command("scontrol", SCONTROL.format(python=sys.executable, place=str(tmp_path / "states")))
     monkeypatch.setenv("PATH", f"{commands}:/usr/bin:/bin")
     pauses: list[float] = []
     monkeypatch.setattr(slurm.time, "sleep", pauses.append)
 
-    def run(*states: str) -> tuple[int, list[str], list[str], int]:
+    def run(*states: str, sbatch: str = "echo 7") -> tuple[int, list[str], list[str], int]:
+        command("sbatch", f"#!/bin/sh\n{sbatch}\n")
         (tmp_path / "states").write_text(json.dumps(states))
         said: list[str] = []
         plan = LaunchPlan(Layout(1, None, 1, 0), tmp_path, (Process("trainer", 0, ("true",)),))
@@ -83,3 +83,28 @@ def test_a_preempted_job_that_is_queued_again_is_followed_to_its_end(follow):
     assert code == 0
     assert len(said) == 1
     assert left == [DONE]
+
+
+def test_warnings_of_sbatch_are_no_part_of_the_job_number(follow):
+    code, said, _, _ = follow(DONE, sbatch="echo 'sbatch: use a newer partition'; echo '7;cluster'")
+    assert code == 0
+    assert said[0].startswith("job 7 is submitted")
+    with pytest.raises(GspoError, match="instead of the job's number"):
+        follow(DONE, sbatch="echo submitted")
+
+
+@pytest.mark.parametrize("odd", ["JobState=COMPLETED ExitCode=x", "Nothing=here"])
+def test_a_state_that_cannot_be_read_is_asked_for_again_and_an_error_in_the_end(follow, monkeypatch, odd):
+    assert follow(RUNNING, odd, DONE)[0] == 0
+    monkeypatch.setattr(slurm, "CONTROLLER_TIMEOUT_S", -1.0)
+    with pytest.raises(GspoError, match="no state of job 7"):
+        follow(RUNNING, odd)
+
+
+def test_a_deleted_or_truncated_log_does_not_end_the_follower(tmp_path, capfdbinary):
+    log = tmp_path / "slurm.log"
+    assert slurm._print_log(log, 10) == 0
+    log.write_bytes(b"new")
+    assert slurm._print_log(log, 10) == 3
+    assert slurm._print_log(log, 3) == 3
+    assert capfdbinary.readouterr().out == b"new"

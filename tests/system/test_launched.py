@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from gspo.errors import ConfigError
+from gspo.system.files import step_of
 from gspo.system.launched import Launched
 
 
@@ -25,3 +26,10 @@ def test_the_token_is_not_printed_and_a_short_one_is_refused():
 def test_a_count_that_is_no_number_is_refused_by_name(name):
     with pytest.raises(ConfigError, match=f"{name} is 'two'"):
         Launched.read({name: "two"})
+
+
+def test_a_digit_that_is_no_decimal_number_is_refused_or_ignored():
+    """`"²".isdigit()` is true, and `int("²")` fails."""
+    with pytest.raises(ConfigError, match="GSPO_RANKS is '²'"):
+        Launched.read({"GSPO_RANKS": "²"})
+    assert step_of("step_²") is None

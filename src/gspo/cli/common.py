@@ -46,7 +46,8 @@ def display() -> dict[str, Any]:
     import shutil
 
     if not sys.stdout.isatty():
-        return {"width": int(columns) if (columns := os.environ.get("COLUMNS", "")).isdigit() else 100, "styled": False}
+        columns = os.environ.get("COLUMNS", "")
+        return {"width": int(columns) if columns.isdecimal() else 100, "styled": False}
     styled = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return {"width": shutil.get_terminal_size().columns, "styled": styled}
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from gspo.cli.common import config_arguments, console, load_config
 from gspo.cli.reports import write_report_of
 from gspo.faults import reached
-from gspo.system.heartbeat import beat, watched
+from gspo.system.heartbeat import beat, limited
 from gspo.system.imports import install_command
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def train(args: argparse.Namespace) -> int:
 
     loaded = with_scheduler(load_config(args), args.on)
     # Imports and the report may take long on a slow disk; the trainer sets the exact limit for its own part.
-    with watched(max(loaded.config.stall_timeout, MIN_TIMEOUT_S)):
+    with limited(max(loaded.config.stall_timeout, MIN_TIMEOUT_S)):
         return _train(args, loaded)
 
 

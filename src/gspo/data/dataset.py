@@ -14,6 +14,7 @@ from gspo.data.order import order
 from gspo.data.reference import final_answer
 from gspo.data.sources import Row, rows_of
 from gspo.errors import DataError
+from gspo.system.files import read_regular
 from gspo.system.heartbeat import beat
 from gspo.types import Prompt
 
@@ -190,8 +191,8 @@ class Dataset:
             )
         except Exception as error:  # a template is a program and may raise anything
             raise DataError(
-                f"{self.source}, row {row}: the chat template cannot render the messages ({error}); "
-                f"set {owner_of(self.key)}.chat_template or system_prompt"
+                f"{self.source}, row {row}: the chat template cannot render the messages "
+                f"({str(error) or type(error).__name__}); set {owner_of(self.key)}.chat_template or system_prompt"
             ) from error
         return text, messages
 
@@ -303,7 +304,7 @@ def _chat(chat_template: bool | str | None, tokenizer: Any, key: str) -> bool | 
     template = str(chat_template)
     if template.endswith(".jinja"):
         try:
-            return Path(template).expanduser().read_text(encoding="utf-8")
+            return read_regular(Path(template).expanduser()).decode()
         except (OSError, ValueError) as error:
             raise DataError(f"{key}.chat_template: {template} cannot be read: {error}") from None
     if "{{" not in template and "{%" not in template:

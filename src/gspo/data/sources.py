@@ -59,7 +59,10 @@ def rows_of(
         return _embedded(path, split, size=size, seed=seed, key=key)
     # A local file or folder has priority; `parts` maps a split's name to a function that reads it, so that only the
     # needed files are read.
-    parts = _local(path, key)
+    try:
+        parts = _local(path, key)
+    except OSError as error:  # for example a name that is too long
+        raise DataError(f"{key}.path: {path[:200]} cannot be read: {error.strerror}") from error
     if parts is None:
         parts = _hub(path, key)
     # The source's own held-out split: the named one, or any other of its usual names.
@@ -99,6 +102,9 @@ def is_on_hub(path: str, key: str = "train_dataset") -> bool:
 def read_file(path: Path, key: str = "train_dataset") -> list[Row]:
     """All rows of one JSONL, JSON, CSV or Parquet file."""
     try:
+        # Opening a FIFO would wait for its other end.
+        if path.exists() and not path.is_file():
+            raise DataError(f"{key}.path: {path} is not a regular file; move it away")
         if path.suffix == ".jsonl":
             return list(_read_jsonl(path))
         if path.suffix == ".json":
@@ -107,6 +113,7 @@ def read_file(path: Path, key: str = "train_dataset") -> list[Row]:
             return [_row(row, f"{path}: entry {i}") for i, row in enumerate(_listed(rows, path))]
         if path.suffix == ".csv":
             # newline="" is required by csv for line breaks inside fields; utf-8-sig removes a byte order mark.
+            csv.field_size_limit(2**31 - 1)  # of Python: 131,072 characters in a field
             with path.open(newline="", encoding="utf-8-sig") as file:
                 return list(_read_csv(csv.DictReader(file, strict=True), path))
         if path.suffix == ".parquet":

@@ -44,6 +44,7 @@ PAUSE = 0.005
 # Seconds in which an event loop that is not blocked runs a callback.
 GRACE = 1.0
 _LONGEST = 2000  # most characters kept of an environment's error message
+_CANCELLED = Failure("crash", "environment: its task was cancelled")
 
 
 @dataclass(eq=False)
@@ -109,7 +110,8 @@ class Episodes:
             # The default executor is bounded; `_Threads` explains why this one is not.
             loop.set_default_executor(_Threads())
             # A daemon thread: an environment that blocks must not keep the process alive.
-            threading.Thread(target=_run, args=(loop,), name="environments", daemon=True).start()
+            args = (loop, lambda: self._loop is loop)
+            threading.Thread(target=_run, args=args, name="environments", daemon=True).start()
         return self._loop
 
     def metrics(self) -> Mapping[str, float]:
@@ -127,8 +129,8 @@ class Episodes:
     def _leave_loop(self) -> None:
         """Ask the loop to stop. A blocked thread keeps running until its environment returns or the process ends."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop = None
+            loop, self._loop = self._loop, None
+            loop.call_soon_threadsafe(loop.stop)
 
 
 class _Call:
@@ -206,7 +208,10 @@ class _Call:
         loop.call_soon_threadsafe(self._create_task, loop, episode)
 
     def _create_task(self, loop: asyncio.AbstractEventLoop, episode: _Episode) -> None:
-        episode.task = loop.create_task(self._play(episode))
+        task = episode.task = loop.create_task(self._play(episode))
+        # A task that is cancelled before its first step, by another environment, does not enter `_play`.
+        late = _Ended(episode, _CANCELLED)
+        task.add_done_callback(lambda task: self._inbox.put(late) if task.cancelled() else None)
 
     async def _play(self, episode: _Episode) -> None:
         """Run one environment to its end; its outcome is always put into the inbox, and nothing is raised."""
@@ -221,7 +226,8 @@ class _Call:
             lines = user_lines(error) if error.kind == "crash" else ""
             outcome = Failure(error.kind, f"environment: {error}"[:_LONGEST] + lines)
         except asyncio.CancelledError:
-            return  # abandoned: the driver has recorded its end
+            # By the driver, which has recorded the end and ignores this message, or by the environment itself.
+            outcome = _CANCELLED
         except BaseException as error:  # a SystemExit in the user's code must not end this thread
             outcome = Failure("crash", f"environment: {described(error)}")
         self._inbox.put(_Ended(episode, outcome))
@@ -458,9 +464,13 @@ def _set(future: Future[Sample], sample: Sample) -> None:
         future.set_result(sample)
 
 
-def _run(loop: asyncio.AbstractEventLoop) -> None:
+def _run(loop: asyncio.AbstractEventLoop, is_in_use: Callable[[], bool]) -> None:
     asyncio.set_event_loop(loop)
-    loop.run_forever()
+    # Again after an environment has stopped the loop, which it shares with the others.
+    while True:
+        loop.run_forever()
+        if not is_in_use():
+            break
     # After stop(): cancel what is left, so that the environments' `finally` blocks run.
     left = asyncio.all_tasks(loop)
     for task in left:

@@ -103,11 +103,12 @@ def _connect(plan: LaunchPlan, timeout: float) -> Any:
 def _wait_for_port(address: str, until: float, timeout: float) -> None:
     """Wait until HOST:PORT accepts connections; Ray itself would retry for minutes. Other address forms pass."""
     host, _, port = address.rpartition(":")
-    while host and "/" not in host and port.isdigit():
+    host = host.removeprefix("[").removesuffix("]")  # of an IPv6 address
+    while host and "/" not in host and port.isdecimal():
         try:
             with socket.create_connection((host, int(port)), timeout=5.0):
                 return
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: not a host name
             if time.monotonic() > until:
                 raise GspoError(
                     f"the Ray cluster at {address} (RAY_ADDRESS) cannot be reached: {error}; waited {timeout:g} s"

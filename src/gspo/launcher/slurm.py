@@ -48,7 +48,8 @@ def render(plan: LaunchPlan, slurm: Slurm, command: Sequence[str], restarts: int
         "open-mode": "append",
         "signal": f"B:USR1@{SAVE_BEFORE_S}",
     }
-    options = [f"--{name}={value}" for name, value in flags.items() if value is not None]
+    # Quoted as in a shell, which sbatch understands: a folder's name may contain spaces.
+    options = [shlex.quote(f"--{name}={value}") for name, value in flags.items() if value is not None]
     options += ["--requeue", *slurm.sbatch]
     # Inside the job the run uses the Ray launcher on the machines that Slurm has allocated.
     inner = [sys.executable, "-m", "gspo.launcher", "--on", "ray", "--config", str(plan.config_file), "--", *command]
@@ -78,7 +79,10 @@ def run(plan: LaunchPlan, slurm: Slurm, command: Sequence[str], *, restarts: int
     log.touch()
     # The log of an earlier job is not printed again.
     position = log.stat().st_size
-    job = _slurm("sbatch", "--parsable", str(file)).split(";")[0].strip()
+    # `number;cluster`, after the warnings of a site's plugins.
+    job = (_slurm("sbatch", "--parsable", str(file)).strip().splitlines() or [""])[-1].split(";")[0].strip()
+    if not job.isdecimal():
+        raise GspoError(f"sbatch printed {job!r} instead of the job's number; look for the job with `squeue --me`")
     say(f"job {job} is submitted; its log is {log}. Ctrl-C: the job saves and ends; Ctrl-C twice: it is cancelled")
     interrupts, before, answered = 0, "", time.monotonic()
     while True:
@@ -122,19 +126,26 @@ def _state(job: str) -> tuple[str, int]:
     shown = _slurm("scontrol", "show", "job", "-o", job)
     fields = dict(re.findall(r"(\w+)=(\S*)", shown))
     # Slurm writes `code:signal`.
-    code, _, number = fields.get("ExitCode", "0:0").partition(":")
+    found = re.fullmatch(r"(\d+):(\d+)", fields.get("ExitCode", "0:0"))
     state = fields.get("JobState", "")
-    failed = 128 + int(number) if int(number) else int(code)
+    if found is None or not state:
+        raise GspoError(f"scontrol printed no state of job {job}: {shown.strip()[:200]!r}")
+    code, number = int(found[1]), int(found[2])
+    failed = 128 + number if number else code
     return state, failed or (0 if state == "COMPLETED" else 130 if state == "CANCELLED" else 1)
 
 
 def _print_log(log: Path, position: int) -> int:
     """Print the log from `position` on; returns the new position."""
-    with open(log, "rb") as file:
-        file.seek(position)
-        sys.stdout.buffer.write(file.read())
-        sys.stdout.buffer.flush()
-        return file.tell()
+    try:
+        with open(log, "rb") as file:
+            # A log that was deleted or truncated is printed from its new begin.
+            file.seek(position if position <= log.stat().st_size else 0)
+            sys.stdout.buffer.write(file.read())
+            sys.stdout.buffer.flush()
+            return file.tell()
+    except FileNotFoundError:
+        return 0
 
 
 def _slurm(*command: str) -> str:

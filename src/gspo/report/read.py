@@ -188,7 +188,7 @@ def read_checkpoints(run: Path) -> list[Checkpoint]:
         number = folder.name.removeprefix("step_")
         # The trainer may delete an old checkpoint while we read.
         with contextlib.suppress(FileNotFoundError):
-            if number.isdigit() and folder.is_dir():
+            if number.isdecimal() and folder.is_dir():
                 size = sum(file.stat().st_size for file in folder.iterdir())
                 found.append(Checkpoint(folder, int(number), size, folder.stat().st_mtime, int(number) == best))
     return sorted(found, key=lambda c: c.step)
@@ -202,7 +202,7 @@ def choose_step(run: Path, which: str) -> int:
         which = str(best)
     elif which in ("best", "last"):  # without an evaluation there is no best step
         which = str(steps[-1]) if steps else "none"
-    if which.isdigit() and (int(which) == 0 or int(which) in steps):
+    if which.isdecimal() and (int(which) == 0 or int(which) in steps):
         return int(which)
     there = f"available: {', '.join(map(str, steps))}" if steps else "it has no checkpoint yet"
     raise ConfigError(f"{run} has no checkpoint of step {which}; {there}. --step takes best, last or a number")

@@ -82,7 +82,7 @@ def step_of(name: str) -> int | None:
     (120, None, None)
     """
     number = name.removeprefix("step_").partition(".")[0]
-    return int(number) if name.startswith("step_") and number.isdigit() else None
+    return int(number) if name.startswith("step_") and number.isdecimal() else None
 
 
 def to_json(value: Any) -> str:

@@ -75,22 +75,34 @@ _watch: _Watch | None = None  # of this process
 def watched(seconds: float) -> Iterator[None]:
     """End the process if `seconds` pass without a heartbeat in this block. An inner block changes the limit only."""
     global _watch
-    beat("start")
     if _watch is not None:
-        outer = _watch.seconds
-        _watch.limit(seconds)
-        try:
+        with limited(seconds):
             yield
-        finally:
-            beat("end of the run")
-            _watch.limit(outer)
         return
+    beat("start")
     _watch = _Watch(seconds)
     try:
         yield
     finally:
         _watch.close()
         _watch = None
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """In this block the limit is `seconds`, if the process is watched."""
+    watch = _watch
+    beat("start")
+    if watch is None:
+        yield
+        return
+    outer = watch.seconds
+    watch.limit(seconds)
+    try:
+        yield
+    finally:
+        beat("end of the run")
+        watch.limit(outer)
 
 
 def watch_for_life(seconds: float) -> None:

@@ -61,6 +61,6 @@ class Launched:
 def _count(env: Mapping[str, str], name: str, default: int, what: str) -> int:
     # An empty variable counts as unset.
     text = env.get(name) or str(default)
-    if not text.isdigit():
+    if not text.isdecimal():
         raise ConfigError(f"{name} is {text!r}; it must be the number of {what}")
     return int(text)

@@ -140,7 +140,7 @@ def all_processes() -> Iterator[tuple[int, int]]:
     except OSError:
         return
     for name in names:
-        if name.isdigit():
+        if name.isdecimal():
             # A process may end between the listing and the read.
             with contextlib.suppress(OSError):
                 yield int(name), int(_stat(int(name))[1])

@@ -81,7 +81,7 @@ def _machine_memory() -> int | None:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except OSError:
         return total
-    return min(total, int(limit)) if limit.isdigit() else total
+    return min(total, int(limit)) if limit.isdecimal() else total
 
 
 def _gpu_memory() -> int | None:

@@ -86,7 +86,7 @@ def _curves(axes: Axes, study: Study, records: Sequence[Record], kind: str, task
 
 
 def _lengths(axes: Axes, records: Sequence[Record]) -> None:
-    arms = sorted({r["arm"] for r in records if r["arm"].isdigit()}, key=int)
+    arms = sorted({r["arm"] for r in records if r["arm"].isdecimal()}, key=int)
     x = [int(arm) for arm in arms]
     names = (("sd_sum_log_w", "Σ log w"), ("sd_log_w", "log w of a token"), ("sd_log_s", "log s"))
     for (name, label), color in zip(names, _COLORS, strict=False):

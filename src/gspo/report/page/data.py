@@ -33,7 +33,7 @@ def overview(
     noise = last(steps, "noise/log_s_p95_abs")
     suggested = suggest_eps(stories, noise, how) if summary.by_sequence else None
     lines = config_lines(run)
-    planned = next((int(c["value"]) for c in lines if c["key"] == "total_train_steps" and c["value"].isdigit()), None)
+    planned = next((int(c["value"]) for c in lines if c["key"] == "total_train_steps" and c["value"].isdecimal()), None)
     return {
         "name": f"{run.absolute().parent.name}/{run.absolute().name}",
         "path": str(run),

@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gspo.system.files import read_regular
+
 SHM = Path("/dev/shm")
 
 
@@ -45,13 +47,12 @@ def registered(folder: Path, index: int) -> Address | None:
     """The address of server `index`; None if it has not registered, or if another user wrote the file."""
     path = file_of(folder, index)
     try:
-        with open(path) as file:
-            # The token is sent to this address, so the file must be our own.
-            if os.fstat(file.fileno()).st_uid != os.getuid():
-                return None
-            body: Any = json.load(file)
+        # The token is sent to this address, so the file must be our own.
+        if os.stat(path).st_uid != os.getuid():
+            return None
+        body: Any = json.loads(read_regular(path))
         address = Address(str(body["url"]), int(body["pid"]), str(body["host"]), float(body["started"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return address if address.url.startswith("http://") else None
 
@@ -73,7 +74,7 @@ def give_up(folder: Path, index: int, why: str) -> None:
 
 def given_up(folder: Path, index: int) -> str | None:
     try:
-        return file_of(folder, index).with_suffix(".gone").read_text(encoding="utf-8")
+        return read_regular(file_of(folder, index).with_suffix(".gone")).decode("utf-8", "replace")
     except OSError:
         return None
 

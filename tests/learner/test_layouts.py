@@ -26,13 +26,15 @@ def gap(got, want):
     assert got.keys() == want.keys()
     assert any(float(grad.abs().max()) > 0 for grad in want.values())
     size = max(float(grad.norm()) for grad in want.values())
-    return max(float((got[name] - want[name]).norm() / max(float(want[name].norm()), 1e-6 * size)) for name in want)
+    # Some gradients are 0 but for rounding: a bias of the keys moves all scores alike.
+    least = size * (1e-6 if next(iter(want.values())).dtype == torch.float64 else 1e-2)
+    return max(float((got[name] - want[name]).norm() / max(float(want[name].norm()), least)) for name in want)
 
 
-def measured(family):
+def measured(family, dtype=torch.float64):
     """(layout, gap) of a family; the layout is that of the float32 model."""
     layout = probe(PolicyModule(tiny_model(family))).layout
-    model = tiny_model(family, torch.float64)
+    model = tiny_model(family, dtype)
     _, want = reference_gradients(model, UNEVEN)
     policy = PolicyModule(model)
     assert probe(policy).layout == layout
@@ -47,17 +49,17 @@ def test_a_family_has_its_layout_and_the_gradients_of_padded_rows(family, exact)
     assert difference <= 1e-8
 
 
-# XGLM compares scores with the smallest float32, so its softmax cannot be made float64 by `exact`.
-FLOAT32_INSIDE = {"xglm": 1e-5}
+# XGLM writes the smallest float64 into a float32 tensor, and cannot run in float64.
+ONLY_FLOAT32 = {"xglm": 1e-5}
 
 
-@pytest.mark.parametrize("family", FLOAT32_INSIDE)
-def test_a_family_that_computes_in_float32_inside_is_equal_to_that_precision(family):
-    assert measured(family)[1] <= FLOAT32_INSIDE[family]
+@pytest.mark.parametrize("family", ONLY_FLOAT32)
+def test_a_family_that_runs_in_float32_only_is_equal_to_that_precision(family):
+    assert measured(family, torch.float32)[1] <= ONLY_FLOAT32[family]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", sorted(set(CAUSAL_TYPES) - set(NAMED) - set(FLOAT32_INSIDE)))
+@pytest.mark.parametrize("family", sorted(set(CAUSAL_TYPES) - set(NAMED) - set(ONLY_FLOAT32)))
 def test_every_other_family_has_the_gradients_of_padded_rows(family, exact):  # noqa: F811
     try:
         tiny_config(family)

@@ -9,8 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gspo.errors import DataError
 from gspo.learner.policy.module import PolicyModule, weight_names
-from gspo.learner.policy.packing import Completion, PackItem, forest, micro_batches, pack
+from gspo.learner.policy.packing import Completion, PackItem, forest, pack
 from gspo.learner.policy.probe import probe
+from gspo.learner.policy.splitting import micro_batches
 from gspo.models.tree_attention import current_layout
 
 

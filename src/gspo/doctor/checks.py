@@ -18,7 +18,8 @@ from gspo import objectives, rng
 from gspo.config.schema import Config
 from gspo.doctor.probe import answers, trainer_logp
 from gspo.learner.policy.module import PolicyModule
-from gspo.learner.policy.packing import Completion, PackItem, micro_batches
+from gspo.learner.policy.packing import Completion, PackItem
+from gspo.learner.policy.splitting import micro_batches
 from gspo.sampling.api import Sampler
 from gspo.sampling.weights import load, probe
 from gspo.sampling.weights.publish import publish

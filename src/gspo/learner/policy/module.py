@@ -21,8 +21,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from gspo.errors import DataError
 from gspo.learner.policy import HEAD_CHUNK
 from gspo.learner.policy.head import ChunkedHead, HeadForm, Targets, logit_transform, measured_form, output_dtype
-from gspo.learner.policy.packing import Layout, Packed, PackItem, filler, micro_batches, pack, split_over_ranks
+from gspo.learner.policy.packing import Layout, Packed, PackItem, filler, pack
 from gspo.learner.policy.sharding import full
+from gspo.learner.policy.splitting import micro_batches, split_over_ranks
 from gspo.learner.ranks.world import ALONE, World
 from gspo.models.lora import merged_state
 from gspo.models.moe import padded_routes, recomputing

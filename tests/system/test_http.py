@@ -16,11 +16,13 @@ pytestmark = pytest.mark.run
 
 
 class Small(HttpServer):
-    """Replies to GET /quick, /slow, /large, /broken and POST /echo."""
+    """Replies to GET /quick, /late, /slow, /large, /broken and POST /echo."""
 
     def __init__(self, **settings):
         self.cancelled = threading.Event()
-        routes = [route("GET", f"/{name}", getattr(self, name)) for name in ("quick", "slow", "large", "broken")]
+        routes = [
+            route("GET", f"/{name}", getattr(self, name)) for name in ("quick", "late", "slow", "large", "broken")
+        ]
         limits = {"max_connections": 8, "max_body": 1000, "idle_s": 60.0, **settings}
         super().__init__([*routes, route("POST", "/echo", self.echo)], **limits)
 
@@ -29,6 +31,10 @@ class Small(HttpServer):
             raise self.refusal(401, "invalid_api_key", "no key")
 
     async def quick(self, request):
+        return Json({})
+
+    async def late(self, request):
+        await asyncio.sleep(1.0)
         return Json({})
 
     async def slow(self, request):
@@ -108,6 +114,15 @@ def test_idle_connections_and_unread_replies_are_closed(serve, path, more):
         while server._server.server_state.connections:
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+def test_an_answer_may_take_longer_than_a_head_or_a_pause(serve):
+    """A sampled completion takes minutes; the limits of silence are for clients, not for the server's work."""
+    server = serve(head_s=0.3, idle_s=0.4)
+    with connect(server, head(server, "/late")) as connection:
+        assert status(connection) == 200
+        connection.sendall(head(server, "/late"))
+        assert status(connection) == 200
 
 
 def test_a_bug_is_a_500_and_nothing_is_printed(serve, capfd):

@@ -100,9 +100,17 @@ def load_model(
 
 
 def open_folder(
-    path: str, key: str = "actor.path", *, weights: bool, dtype: torch.dtype, kind: Any = AutoModelForCausalLM
+    path: str,
+    key: str = "actor.path",
+    *,
+    weights: bool,
+    dtype: torch.dtype | None = None,
+    kind: Any = AutoModelForCausalLM,
 ) -> ModelFolder:
-    """Check a folder without reading its weights. `kind` is the class of transformers that will load it."""
+    """Check a folder without reading its weights. `kind` is the class of transformers that will load it.
+
+    `dtype` is that of random weights to be made in memory; None: none are made.
+    """
     folder = Path(path)
     content = check_settings(folder)
     stored = check_weights(folder, key) if weights else None
@@ -117,7 +125,7 @@ def open_folder(
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         except Exception as cause:  # transformers' own code runs on the folder's values, and may raise anything
             raise _bad_config(kind, folder / CONFIG, content, cause, key) from cause
-    check_size(model, str(folder / CONFIG), stored, dtype.itemsize)
+    check_size(model, str(folder / CONFIG), stored, 0 if dtype is None else dtype.itemsize)
     if stored is not None:
         check_names(model, folder, stored)
     return ModelFolder(folder, config, stored)

@@ -293,7 +293,9 @@ class Connection(HttpToolsProtocol):
             next(iter(waiting))._refuse(429, "too_many_connections", "the server has too many connections")
 
     def authenticated(self) -> None:
+        """The request has a key: its body and its answer have deadlines of their own, not that of the head."""
         self._owner.unauthenticated.pop(self, None)
+        self.expect_within(math.inf)
 
     def expect_within(self, seconds: float) -> None:
         """Set the deadline; without a key it stays what it was."""

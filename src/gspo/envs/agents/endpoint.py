@@ -30,7 +30,8 @@ from gspo.system.http import HttpServer, Json, RefusedCallError, bearer_key, fin
 
 MAX_BODY = 2 * 2**20  # half a million tokens of English text; no chat is longer
 MAX_PARALLEL = 8  # calls of one episode at a time; further ones get 429, and clients retry
-CONNECTIONS, PER_EPISODE = 1024, 64  # one agent must not take the places of all
+# One agent must not take the places of all; a client library keeps at most 100 connections open.
+CONNECTIONS, PER_EPISODE = 1024, 128
 IDLE_S = 60.0  # a connection may be silent this long between two calls
 REMEMBERED = 4096  # ended episodes that are answered with 410
 SHARED = "shared"  # the address of episodes that a header tells apart
@@ -160,7 +161,8 @@ class Endpoint(HttpServer):
         if self.stopping:
             raise ApiError(503, "stopping", "the trainer is stopping")
         with self._lock:
-            if name == SHARED:
+            is_shared = name == SHARED
+            if is_shared:
                 name = request.headers.get(_SESSION, "")
             episode = request.state.episode = (self._sessions if name in self._sessions else self._episodes).get(name)
             # An ended episode is told apart from an unknown one, so that its agent can stop.
@@ -168,7 +170,11 @@ class Endpoint(HttpServer):
                 raise _ended()
         if episode is None:
             raise ApiError(404, "no_such_episode", "there is no such episode")
-        connection = request.scope["state"]["connection"]
+        # The connections of the shared address belong to no single episode.
+        if not is_shared:
+            self._limit(episode, request.scope["state"]["connection"])
+
+    def _limit(self, episode: OpenEpisode, connection: Any) -> None:
         held = self._connections.setdefault(episode.name, set())
         held &= connection.connections  # those that are still open
         if len(held | {connection}) > PER_EPISODE:

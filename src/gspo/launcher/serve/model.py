@@ -66,6 +66,6 @@ def identity_for(config: Config, source: str) -> dict[str, Any]:
 
 def without_weights(source: str) -> Any:
     """The model on the meta device."""
-    found = open_folder(source, weights=False, dtype=torch.int8)  # int8: no memory is needed for weights here
+    found = open_folder(source, weights=False)
     with cache.quiet(), torch.device("meta"):
         return AutoModelForCausalLM.from_config(found.config, trust_remote_code=False)

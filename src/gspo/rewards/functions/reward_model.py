@@ -201,7 +201,7 @@ def check_classifier(path: str, dtype: Any, key: str) -> Any:
     place, own = Path(path).expanduser(), f"{key}: reward_model.path"
     try:
         source = locate(str(place) if place.is_dir() else path, own)
-        folder = open_folder(source, own, weights=True, dtype=dtype, kind=AutoModelForSequenceClassification)
+        folder = open_folder(source, own, weights=True, kind=AutoModelForSequenceClassification)
     except DataError as error:
         raise error if str(error).startswith(f"{key}:") else DataError(f"{own}: {error}") from error
     _check_labels(folder.config, path, key)

@@ -14,7 +14,7 @@ SOURCE, PAGE = ROOT / "src" / "gspo", ROOT / "docs" / "waits.md"
 # with more has a deadline as its last argument, or is another method of the same name (str.join, dict.get).
 METHODS = {
     "join": 0, "wait": 0, "get": 0, "acquire": 0, "result": 0, "accept": 0, "select": 0, "readline": 0,
-    "wait_closed": 0, "recv": 1, "recv_into": 1, "recvfrom": 1, "communicate": 1, "shutdown": 0,
+    "wait_closed": 0, "recv": 1, "recv_into": 1, "recvfrom": 1, "communicate": 1, "wait_for": 1, "shutdown": 0,
 }  # fmt: skip
 # A method of these is never a wait, whatever it is called.
 NOT_A_WAIT = {("_ACTIVE", "get"), ("_LAYOUT", "get"), ("ray", "shutdown"), ("tree", "join")}
@@ -96,11 +96,8 @@ def is_bounded(call: ast.Call) -> bool | None:
     if method == "join" and call.args:
         return True if any(word in owner for word in ("thread", "feed", "reader")) else None
     if len(call.args) <= METHODS[method]:
-        return (
-            False
-            if method in ("recv", "recv_into", "recvfrom", "communicate") or not (call.args or given - DEADLINES)
-            else None
-        )
+        takes_arguments = METHODS[method] > 0
+        return False if takes_arguments or not (call.args or given - DEADLINES) else None
     return True if method in ("wait", "result", "select") else None
 
 
@@ -148,7 +145,8 @@ def test_the_inventory_lists_nothing_that_is_gone():
      "process.communicate()", "process.communicate(data)", "subprocess.run(command)", "select.select([a], [], [])",
      "selector.select()", "os.read(fd, 10)", "os.waitpid(pid, 0)", "fcntl.flock(file, fcntl.LOCK_EX)",
      "concurrent.futures.wait(calls)", "sys.stdin.read()", "pipe.readline()", "process.wait(timeout=None)",
-     "ray.get(x)", "pool.shutdown(wait=True)", "with lock:\n  pass", "with ThreadPoolExecutor(2) as pool:\n  pass"],
+     "ray.get(x)", "changed.wait_for(ready)", "pool.shutdown(wait=True)", "with lock:\n  pass",
+     "with ThreadPoolExecutor(2) as pool:\n  pass"],
 )  # fmt: skip
 def test_a_wait_without_a_deadline_is_seen(line):
     assert [w.is_bounded for w in waits_of(f"def f():\n {line.replace(chr(10), chr(10) + ' ')}", "x.py")] == [False]

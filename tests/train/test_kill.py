@@ -218,7 +218,7 @@ def test_a_run_that_stands_still_ends_itself_names_the_phase_and_dumps_its_stack
         ("start.data", "loading the data (train_dataset, valid_dataset)"),
         pytest.param("start.model", "loading the model (actor.path)", marks=FULL),
         pytest.param("start.sampler", "starting the sampler", marks=FULL),
-        pytest.param("end.close", "end of bookkeeping", marks=FULL),
+        pytest.param("end.close", "closing the run", marks=FULL),
     ],
 )
 def test_a_run_that_hangs_while_it_starts_or_ends_ends_itself_and_names_what_it_did(runs, tmp_path, site, what):

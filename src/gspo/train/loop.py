@@ -21,6 +21,7 @@ from gspo.rollout.storage import pack_batch, unpack_batch
 from gspo.runs import checkpoint
 from gspo.runs.state import State
 from gspo.system.clock import Clock, timeline
+from gspo.system.heartbeat import beat
 from gspo.train.evaluate import Evaluator
 from gspo.train.parts import LeaderParts, Parts
 from gspo.train.summary import Summary
@@ -164,6 +165,7 @@ class Leader(Loop):
             parts.say(f"stopped after step {step}; run the same command again to resume")
         else:
             parts.say(f"finished after step {step}")
+        beat("closing the run")
         reached("end.close")
         return Summary(parts.path, step, parts.state.seconds, finished=step >= parts.total_steps)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -12,6 +11,9 @@ from typing import Any
 
 from gspo.errors import GspoError
 from gspo.monitor.notebook import curves
+from gspo.system.files import read_jsonl
+
+REPORT_S = 600.0  # limit for writing a report
 
 _SHOW = "import sys, pathlib; from gspo.cli.train import show_run; show_run(pathlib.Path(sys.argv[1]), 'Finished.', {})"
 SHOWN = {"reward": "reward/mean", "accuracy": "eval/accuracy", "held_out_reward": "eval/reward"}
@@ -30,10 +32,9 @@ class Summary:
     def rows(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl, one per step: `pandas.DataFrame(summary.rows())`."""
         try:
-            lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+            return read_jsonl(self.path / "metrics.jsonl")
         except OSError:
             return []
-        return [json.loads(line) for line in lines]
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -49,9 +50,11 @@ class Summary:
     def report(self) -> Path:
         """Write report.html and training.png (needs matplotlib) and print the table, as `gspo train` does."""
         # In a process of its own: report is on a higher floor than training.
-        done = subprocess.run(
-            [sys.executable, "-c", _SHOW, str(self.path)], capture_output=True, text=True, check=False
-        )
+        command = [sys.executable, "-c", _SHOW, str(self.path)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=REPORT_S)
+        except subprocess.TimeoutExpired:
+            raise GspoError(f"the report of {self.path} was not written within {REPORT_S:g} s") from None
         if done.returncode:
             raise GspoError(f"the report could not be written: {done.stderr.strip()}")
         print(done.stdout, flush=True)

@@ -25,6 +25,7 @@ from gspo.sampling.requests import validate_request
 from gspo.sampling.verify import Experts, invalid_reason
 from gspo.sampling.weights.probe import ProbeCheck, ScoreSequences
 from gspo.sampling.weights.store import ChooseStore, publish_to
+from gspo.system.heartbeat import beat
 from gspo.system.http_client import HttpClient
 from gspo.types import Request, Sample
 
@@ -261,6 +262,7 @@ class HttpSampler:
         while time.monotonic() < deadline:
             if all(registered(self._folder, s.index) or given_up(self._folder, s.index) for s in self._pool.servers):
                 return
+            beat("waiting for sampler servers to start")  # the wait has a deadline of its own
             time.sleep(0.1)
 
     def _await_load(self, version: int, is_first: bool) -> None:
@@ -294,6 +296,8 @@ class HttpSampler:
                     if ready:
                         break
                     raise self._failed(f"weight version {version} reached none of them in {self._timeout_s:g} s")
+                if is_first:  # servers may still load their model
+                    beat("waiting for sampler servers to load the first weights")
                 self._pool.state_changed.wait(0.2)
         self._log_notes()
 

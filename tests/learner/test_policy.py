@@ -12,6 +12,7 @@ from gspo.learner.policy.module import PolicyModule, weight_names
 from gspo.learner.policy.packing import Completion, PackItem, forest, pack
 from gspo.learner.policy.probe import probe
 from gspo.learner.policy.splitting import micro_batches
+from gspo.learner.ranks.world import World
 from gspo.models.tree_attention import current_layout
 
 
@@ -343,18 +344,23 @@ def test_the_probe_pads_a_model_whose_attention_ignores_the_interface(exact):
         assert_same_gradients(grads, want)
 
 
-def test_the_probe_finds_a_leak_that_is_smaller_than_rounding():
+@pytest.mark.parametrize(("ranks", "size"), [(1, 1e-9), (2, 1.5e-4)])
+def test_the_probe_finds_a_leak_that_is_smaller_than_rounding(ranks, size):
     def leaky(original, hidden_states, **kwargs):
         out, weights = original(hidden_states, **kwargs)
         # The tokens before, also those of another sequence, as a short convolution with tiny weights sees them.
-        return out + 1e-9 * hidden_states.roll(1, 1) * (torch.arange(hidden_states.shape[1]) > 0)[
+        return out + size * hidden_states.roll(1, 1) * (torch.arange(hidden_states.shape[1]) > 0)[
             None, :, None
         ], weights
 
     with altered(model_zoo.build("llama", torch.float32), leaky) as model:
-        found = probe(PolicyModule(model))
+        policy = PolicyModule(model)
+        policy.world = World()
+        policy.world.size = ranks
+        found = probe(policy)
     assert found.layout == "padded"
     assert "plain packing: a sequence depends on tokens of another one" in found.reason
+    assert (found.gradient_gap is None) == (ranks > 1)
 
 
 def test_the_probe_names_weights_that_are_not_finite():

@@ -115,7 +115,9 @@ def _exact(loaded: Loaded, policy: PolicyModule, tokenizer: Any) -> PolicyModule
     for parameter in model.parameters():  # an adapter is float32
         parameter.data = parameter.data.double()
     exact = PolicyModule(model)
-    exact.layout, exact.attention = policy.layout, policy.attention
+    # As the probe of the policy found them.
+    for name in ("layout", "attention", "stop_at_head", "logit_form"):
+        setattr(exact, name, getattr(policy, name))
     return exact
 
 

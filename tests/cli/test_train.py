@@ -142,6 +142,9 @@ def test_eval_takes_a_model_and_other_data(trained, tmp_path, capsys):
         assert cli.main(["eval", target, *args]) == 0
         result = json.loads(capsys.readouterr().out)
         assert (result["num_problems"], result["data"]) == (8, str(rows))
+    out = tmp_path / "result.json"
+    assert cli.main(["eval", "embedded:tiny", *args, "--out", str(out)]) == 0
+    assert [len(problem["samples"]) for problem in json.loads(out.read_text())["problems"]] == [1] * 8
 
 
 @pytest.mark.parametrize(

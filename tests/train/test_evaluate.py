@@ -4,6 +4,11 @@ from dataclasses import replace
 import pytest
 from made_batches import FAILED, make_group
 
+from gspo.config import load
+from gspo.data.dataset import make_dataset
+from gspo.data.mixture import make_mixture
+from gspo.errors import ConfigError
+from gspo.train.build.data import _best_metric, _evaluation_steps, make_data
 from gspo.train.evaluate import answer_rows, is_correct, problem_of, summarise
 from gspo.types import Score
 
@@ -96,3 +101,35 @@ def test_every_answer_is_kept_with_its_reward():
     chat = replace(group.prompt, text="<user>2+2<assistant>", messages=({"role": "user", "content": "2+2"},))
     assert problem_of(replace(group, prompt=chat))["question"] == "2+2"
     assert "question" not in problem_of(group)
+
+
+@pytest.mark.parametrize(
+    ("total", "settings", "steps"),
+    [
+        (500, [], [50, 100, 150, 200, 250, 300, 350, 400, 450, 500]),
+        (60, [], [10, 20, 30, 40, 50, 60]),
+        (6, [], []),  # the start and the last step, which are evaluated anyway
+        (60, ["evaluator.freq_steps=25"], [25, 50]),
+        (60, ["evaluator.freq_epochs=1"], [30, 60]),
+    ],
+)
+def test_a_run_has_a_held_out_curve_of_about_ten_points_unless_a_frequency_is_set(total, settings, steps):
+    every = _evaluation_steps(load(None, settings).config, total, steps_per_epoch=30)
+    assert [step for step in range(1, total + 1) if every.is_due(step, 0.0)] == steps
+
+
+def test_the_metric_of_the_best_checkpoint_names_a_source_that_exists():
+    data = make_dataset([{"question": "2+2=", "answer": "4"}], tokenizer=None)
+    mixed = make_mixture([data, data], names=["a", "b"])
+    assert _best_metric("eval/a/reward", mixed) == "eval/a/reward"
+    assert _best_metric("eval/reward", data) == "eval/reward"
+    with pytest.raises(ConfigError, match=r"no source 'c': its sources are a, b"):
+        _best_metric("eval/c/reward", mixed)
+    with pytest.raises(ConfigError, match="not a mixture"):
+        _best_metric("eval/a/reward", data)
+
+
+def test_a_given_data_set_is_named_by_the_part_it_plays():
+    data = make_dataset([{"question": "2+2=", "answer": "4"}], tokenizer=None)
+    train, valid = make_data(load(None, []).config, data, data, None)
+    assert [found.describe().partition(":")[0] for found in (train, valid)] == ["train_dataset", "valid_dataset"]

@@ -104,8 +104,8 @@ VERBS: dict[str, Verb] = {
         train.train,
     ),
     "eval": Verb(
-        "eval RUN|MODEL [--data PATH] [--samples N] [--step best|last|N] [key=value …]",
-        "evaluate a run or a model on held-out problems: avg@n and pass@k with intervals",
+        "eval RUN|MODEL [--data PATH] [--samples N] [--step best|last|N] [--out FILE] [key=value …]",
+        "evaluate a run or a model on held-out problems: reward, avg@n and pass@k with intervals",
         runs.eval_arguments,
         runs.evaluate,
     ),

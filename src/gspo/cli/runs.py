@@ -43,6 +43,7 @@ def eval_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-new-tokens", metavar="N", help="maximum length of a completion (eval_gconfig.max_new_tokens)"
     )
     parser.add_argument("--name", help="name of the result file of a run: RUN/eval_NAME.json")
+    parser.add_argument("--out", metavar="FILE", help="write the result there (default for a run: RUN/eval_STEP.json)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
@@ -59,13 +60,11 @@ def evaluate(args: argparse.Namespace) -> int:
     with progress("evaluating") as tell:
         result = evaluate_run(loaded.config, run, step, tell)
     problems = result.pop("problems")
-    file = None
-    if run is not None:
-        other = f"_{re.sub(r'[^A-Za-z0-9.]+', '-', args.data)}" if args.data else ""
-        several = f"_n{result['num_samples']}" if result["num_samples"] > 1 else ""
-        file = run / f"eval_{args.name or f'step_{step:06d}{other}{several}'}.json"
+    file = _result_file(args, run, step, result["num_samples"])
+    if file is not None:
+        of = {"run": str(run)} if run is not None else {}
         with write_run_file(file) as tmp:
-            tmp.write_text(to_json({"run": str(run), **result, "problems": problems}) + "\n", encoding="utf-8")
+            tmp.write_text(to_json({**of, **result, "problems": problems}) + "\n", encoding="utf-8")
     if args.json:
         print(to_json({"target": target, **result}))
     else:
@@ -76,6 +75,15 @@ def evaluate(args: argparse.Namespace) -> int:
         if file is not None:
             print(inert(f"written to {file}"))
     return 0
+
+
+def _result_file(args: argparse.Namespace, run: Path | None, step: int, num_samples: int) -> Path | None:
+    """Where the result is written: --out, else a file of the run; None for a model without --out."""
+    if args.out or run is None:
+        return Path(args.out) if args.out else None
+    other = f"_{re.sub(r'[^A-Za-z0-9.]+', '-', args.data)}" if args.data else ""
+    several = f"_n{num_samples}" if num_samples > 1 else ""
+    return run / f"eval_{args.name or f'step_{step:06d}{other}{several}'}.json"
 
 
 def _examined(args: argparse.Namespace) -> tuple[str, Loaded, Path | None]:

@@ -3,7 +3,13 @@
 from gspo.config.document import digest, document, dump
 from gspo.config.load import load
 from gspo.config.loaded import Loaded, Origin, write_origins
-from gspo.config.objective import Objective, effective_objective, proximal_policy
+from gspo.config.objective import (
+    Objective,
+    default_algorithm_note,
+    effective_objective,
+    objective_words,
+    proximal_policy,
+)
 from gspo.config.resolve import value_of
 from gspo.config.schema import Config
 
@@ -12,11 +18,13 @@ __all__ = [
     "Loaded",
     "Objective",
     "Origin",
+    "default_algorithm_note",
     "digest",
     "document",
     "dump",
     "effective_objective",
     "load",
+    "objective_words",
     "proximal_policy",
     "value_of",
     "write_origins",

@@ -12,7 +12,7 @@ from gspo.monitor.alarms import alarms
 from gspo.monitor.display import Display
 from gspo.monitor.loggers import Loggers
 from gspo.monitor.metrics import step_metrics, time_metrics
-from gspo.monitor.samples import sample_rows, token_tensors
+from gspo.monitor.samples import question_of, sample_rows, token_tensors
 from gspo.rollout.producer import RolloutProducer
 from gspo.runs.directory import RunDir
 from gspo.system.clock import PROFILED_STEPS, Clock
@@ -121,4 +121,6 @@ def _example(batch: Batch) -> tuple[str, str, bool] | None:
     """The first prompt, its first completion, and whether that completion's reward is positive."""
     if not batch.groups or not batch.groups[0].texts:
         return None
-    return batch.groups[0].prompt.text, batch.groups[0].texts[0], bool(batch.rewards[0] > 0)
+    first = batch.groups[0]
+    # The end of a prompt that a chat template made is the same for all prompts.
+    return question_of(first.prompt).get("question", first.prompt.text), first.texts[0], bool(batch.rewards[0] > 0)

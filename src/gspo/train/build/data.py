@@ -110,7 +110,7 @@ def _one(
     given: Any, spec: DatasetSpec, split: str, tokenizer: Any, seed: int, key: str, environment: Any = None
 ) -> Data:
     if isinstance(given, DATA_TYPES):
-        return given
+        return replace(given, key=key)  # messages name the section that it stands for
     if given is not None:
         # Rows of the caller: mappings, or a table of pandas or polars.
         if hasattr(given, "columns") and hasattr(given, "to_dict"):

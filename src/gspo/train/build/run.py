@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import gspo
-from gspo.config import Loaded, digest, dump, load, write_origins
-from gspo.config.objective import default_algorithm_note, objective_words
+from gspo.config import Loaded, default_algorithm_note, digest, dump, load, objective_words, write_origins
 from gspo.config.schema import Config
 from gspo.config.schema.saver import Evaluator as EvaluatorKeys
 from gspo.config.schema.saver import Saver as SaverKeys

@@ -235,3 +235,15 @@ def test_no_color_is_respected_on_a_terminal():
 
     assert b"\x1b[" in output()
     assert b"\x1b[" not in output(NO_COLOR="1")
+
+
+def test_new_takes_the_first_free_trial_name(tmp_path):
+    from gspo.cli.train import free_trial_name
+    from gspo.config import load
+
+    config = load(None, [f"cluster.fileroot={tmp_path}", "experiment_name=e", "trial_name=t"]).config
+    names = []
+    for _ in range(3):
+        names.append(free_trial_name(config))
+        (tmp_path / "e" / names[-1]).mkdir(parents=True)
+    assert names == ["t", "t-2", "t-3"]

@@ -9,6 +9,7 @@ import pytest
 
 from gspo.config import load
 from gspo.config.document import migrating
+from gspo.config.migrate import trl as trl_rows
 from gspo.config.migrate.other_systems import find, table
 from gspo.config.schema import known_keys
 from gspo.errors import ConfigError
@@ -22,6 +23,8 @@ def test_every_field_of_trls_grpo_config_is_mapped_explained_or_listed_as_missin
     known = {key for system, key in table() if system == "TRL"}
     assert not fields - known, "fields of GRPOConfig without a row in config/migrate/trl.py"
     if trl.__version__.startswith("1.16"):  # another version may have dropped some
+        others = (*trl_rows.SCRIPT, *trl_rows.SCRIPT_NEEDLESS, *trl_rows.SCRIPT_UNSUPPORTED)
+        known -= {key for row in others for key in row[0].split()}
         assert not known - fields, "rows of config/migrate/trl.py that are no field of GRPOConfig"
 
 
@@ -129,3 +132,22 @@ def test_the_committed_page_is_the_generated_one_and_has_every_key():
 def test_the_module_prints_the_page():
     result = subprocess.run([sys.executable, "-m", "gspo.config", "migrating"], capture_output=True, check=True)
     assert result.stdout.decode() == migrating()
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("use_peft", "actor.use_lora"),
+        ("peft_config", "actor.use_lora"),
+        ("model_name_or_path", "actor.path"),
+        ("dataset_name", "train_dataset.path"),
+        ("torch_dtype", "actor.dtype"),
+        ("max_prompt_length", "train_dataset.max_length"),
+        ("num_iterations", "actor.ppo_epochs"),
+        ("load_in_4bit", "not supported"),
+        ("attn_implementation", "not needed"),
+    ],
+)
+def test_keys_of_trls_scripts_and_older_versions_are_known(key, says):
+    with pytest.raises(ConfigError, match=says):
+        load(None, [f"{key}=1"])

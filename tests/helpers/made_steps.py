@@ -45,7 +45,7 @@ def weights(model):
 def run(model, batch, plan, *, proximal="recompute", lr=1.0, **more):
     policy = PolicyModule(model)
     return train_step(
-        policy, sgd(policy), batch, plan, proximal=proximal, learning_rates=[lr] * plan.num_minibatches, **more
+        policy, sgd(policy), batch, plan, proximal=proximal, learning_rates=[lr] * plan.num_updates, **more
     )
 
 

@@ -147,8 +147,37 @@ def test_detaching_in_every_mini_batch_is_seen_as_a_ratio_stuck_at_1(monkeypatch
     counts, said = {}, []
     for _ in range(PATIENCE):
         metrics = step_metrics(batch, report, 0)
-        said += alarms(metrics, counts, clips=True, num_minibatches=3, own_forward=True)
+        said += alarms(metrics, counts, clips=True, num_updates=3, own_forward=True)
     assert any("every ratio was exactly 1" in message for message in said)
+
+
+# Several passes over a batch
+
+
+def test_two_passes_are_two_updates_on_the_same_batch_with_the_same_proximal_policy(exact):
+    model, wide = model_zoo.build("qwen3"), {"clip_low": 0.9, "clip_high": 9.0}
+    batch = make_batch(with_behavior(uneven_groups(), model, 0.8), 1)
+    twice, by_hand, once = (copy.deepcopy(model) for _ in range(3))
+    report = run(twice, batch, make_plan(num_minibatches=1, num_epochs=2, settings=wide), lr=0.05)
+    assert len(report.applied) == 2
+    # By hand: π_old is the sampler's policy, whose log-probs the batch holds (float32).
+    run(by_hand, batch, make_plan(num_minibatches=1, settings=wide), lr=0.05)
+    run(once, batch, make_plan(num_minibatches=1, settings=wide), lr=0.05)
+    run(by_hand, batch, make_plan(num_minibatches=1, settings=wide), lr=0.05, proximal="rollout")
+    want = weights(by_hand)
+    for name, got in weights(twice).items():
+        assert float((got - want[name]).abs().max()) <= 1e-6, name
+    assert max(float((got - weights(once)[name]).abs().max()) for name, got in want.items()) > 1e-4
+
+
+def test_later_passes_take_the_mini_batches_in_an_order_keyed_by_seed_and_version():
+    plan = make_plan(num_minibatches=6, num_epochs=3)
+    order = plan.order(version=4)
+    assert order[:6] == [0, 1, 2, 3, 4, 5]
+    assert sorted(order[6:12]) == sorted(order[12:]) == order[:6]
+    assert order == plan.order(version=4)
+    assert order != plan.order(version=5)
+    assert make_plan(num_minibatches=6).order(version=4) == order[:6]
 
 
 # Updates

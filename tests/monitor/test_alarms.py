@@ -21,7 +21,7 @@ SICK = {
 
 
 def spoken(metrics, counts, **settings):
-    return list(alarms(metrics, counts, **({"clips": True, "num_minibatches": 4, "own_forward": True} | settings)))
+    return list(alarms(metrics, counts, **({"clips": True, "num_updates": 4, "own_forward": True} | settings)))
 
 
 @pytest.mark.parametrize("message", SICK)
@@ -61,7 +61,7 @@ def test_checks_that_cannot_apply_are_silent():
     """No clip range, one mini-batch, or a step in which nothing entered the model."""
     nothing = dict.fromkeys(HEALTHY)
     still = HEALTHY | SICK["no sequence was clipped"] | SICK["every ratio was exactly 1"]
-    for metrics, settings in ((nothing, {}), (still, {"clips": False, "num_minibatches": 1}), ({}, {})):
+    for metrics, settings in ((nothing, {}), (still, {"clips": False, "num_updates": 1}), ({}, {})):
         counts = {}
         for _ in range(PATIENCE):
             assert not spoken(metrics, counts, **settings)

@@ -165,11 +165,11 @@ def test_a_run_that_is_stale_and_mostly_clipped_is_told_to_decouple():
 
     row = {"clip/sequences_low": 0.4, "clip/sequences_high": 0.3, "staleness/max": 4, "policy/proximal": "rollout"}
     counts = {"most clipped": PATIENCE - 1}
-    assert "actor.use_decoupled_loss=true" in next(iter(alarms(row, counts, clips=True, num_minibatches=2,
+    assert "actor.use_decoupled_loss=true" in next(iter(alarms(row, counts, clips=True, num_updates=2,
                                                                own_forward=False)))  # fmt: skip
     counts = {"most clipped": PATIENCE - 1}
     fresh = row | {"staleness/max": 0}
-    assert "actor.eps_clip" in next(iter(alarms(fresh, counts, clips=True, num_minibatches=2, own_forward=False)))
+    assert "actor.eps_clip" in next(iter(alarms(fresh, counts, clips=True, num_updates=2, own_forward=False)))
 
 
 # Killed

@@ -98,7 +98,7 @@ Exit codes: 0 done, 1 failed run, 2 bad usage or config, 130 interrupted."""
 
 VERBS: dict[str, Verb] = {
     "train": Verb(
-        "train CONFIG [--on local|ray|slurm] [--dry-run] [key=value …]",
+        "train CONFIG [--new] [--on local|ray|slurm] [--dry-run] [key=value …]",
         "train from a config; run the same command again to resume",
         train.train_arguments,
         train.train,

@@ -18,8 +18,13 @@ from gspo.system.imports import install_command
 
 if TYPE_CHECKING:
     from gspo.config.load import Loaded
+    from gspo.config.schema import Config
 
 MIN_TIMEOUT_S = 600.0  # the least stall timeout outside of training
+
+
+def run_path(config: Config) -> Path:
+    return Path(config.cluster.fileroot) / config.experiment_name / config.trial_name
 
 
 def train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +32,9 @@ def train_arguments(parser: argparse.ArgumentParser) -> None:
 
     config_arguments(parser)
     parser.add_argument("--on", choices=LAUNCHERS, help="how processes are launched (scheduler.type)")
+    parser.add_argument(
+        "--new", action="store_true", help="a new run if this one exists: trial_name-2, trial_name-3, …"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the plan only: every process, and the job script")
 
 
@@ -34,6 +42,11 @@ def train(args: argparse.Namespace) -> int:
     from gspo.launcher.launch import with_scheduler
 
     loaded = with_scheduler(load_config(args), args.on)
+    if args.new:
+        # As an override, so that the processes of a launcher and a resume get the same name.
+        args.words.append(f"trial_name={free_trial_name(loaded.config)}")
+        loaded = with_scheduler(load_config(args), args.on)
+        print(f"gspo: the run is {run_path(loaded.config)}", file=sys.stderr, flush=True)
     # Imports and the report may take long on a slow disk; the trainer sets the exact limit for its own part.
     with limited(max(loaded.config.stall_timeout, MIN_TIMEOUT_S)):
         return _train(args, loaded)
@@ -52,7 +65,7 @@ def _train(args: argparse.Namespace, loaded: Loaded) -> int:
     check(loaded)  # errors are raised here, before torch is imported; the loop prints the warnings
     config = loaded.config
     _announce_build(config.actor.path)
-    path = Path(config.cluster.fileroot) / config.experiment_name / config.trial_name
+    path = run_path(config)
     again = shlex.join(["gspo", "train", *given])
     beat("importing torch")
     reached("start.import")
@@ -76,6 +89,14 @@ def _train(args: argparse.Namespace, loaded: Loaded) -> int:
     name, step = shlex.quote(str(path)), "" if best_step(path) else " --step last"  # step 0 cannot be exported
     show_run(path, said, {"next": f"gspo eval {name} --samples 8", "": f"gspo export {name}{step}"})
     return 0
+
+
+def free_trial_name(config: Config) -> str:
+    """The trial_name of the config, or with the first number from 2 on whose run directory does not exist."""
+    name, number, parent = config.trial_name, 2, run_path(config).parent
+    while (parent / name).exists():
+        name, number = f"{config.trial_name}-{number}", number + 1
+    return name
 
 
 def _announce_build(model: str) -> None:

@@ -298,7 +298,7 @@ What counts what:
 
 | | a step | prompts per step | updates per step |
 |---|---|---|---|
-| gspo | one rollout batch, sampled, scored, trained | `train_dataset.batch_size` | `actor.ppo_n_minibatches` |
+| gspo | one rollout batch, sampled, scored, trained | `train_dataset.batch_size` | `ppo_n_minibatches × ppo_epochs` |
 | TRL | one optimizer update | `generation_batch_size / num_generations`, every `steps_per_generation` micro-steps | 1 |
 | verl | one rollout batch | `data.train_batch_size` | `train_batch_size / ppo_mini_batch_size × ppo_epochs` |
 | AReaL | one rollout batch | `train_dataset.batch_size` | `actor.ppo_n_minibatches` |"""
@@ -310,7 +310,24 @@ _SYSTEMS = (
         """All fields of `GRPOConfig` (TRL 1.16). GSPO in TRL is `importance_sampling_level="sequence"` with `epsilon`
 and `epsilon_high` by hand; here `algorithm: gspo` brings all three. A reward function moves as it is:
 `reward.functions: [my_rewards:accuracy]`, or `Trainer(config, reward=accuracy)`. Columns reach it as they are: for
-GSM8K, `answer` is the whole solution with `####`, and `reference` is the final number ([data.md](data.md#columns)).""",
+GSM8K, `answer` is the whole solution with `####`, and `reference` is the final number ([data.md](data.md#columns)).
+
+How TRL's batch sizes translate. Let P = `per_device_train_batch_size × number of GPUs` (completions per micro-step),
+A = `gradient_accumulation_steps`, S = `steps_per_generation` (default: A), G = `num_generations`, I = `num_iterations`.
+TRL samples `generation_batch_size` = P × S completions at a time, makes an optimizer update every A micro-steps, and
+repeats the whole batch I times:
+
+| here | formula | example: P = 8 × 1, A = 4, S = 8, G = 8, I = 2, max_steps = 1000 |
+|---|---|---|
+| `gconfig.n_samples` | G | 8 |
+| `train_dataset.batch_size` (prompts) | P × S / G | 8 × 8 / 8 = 8 |
+| `actor.ppo_n_minibatches` | S / A | 8 / 4 = 2 |
+| `actor.ppo_epochs` | I | 2 |
+| `total_train_steps` | max_steps / (S / A × I) | 1000 / (2 × 2) = 250 |
+
+With TRL's defaults S = A and I = 1 there is one update per batch: every ratio is 1 and nothing is clipped.
+`gspo doctor` warns about `actor.ppo_n_minibatches: 1`; 4 is the paper's. `actor.reward_clip` (20) has no counterpart in
+TRL: raise it if a reward such as `-abs(20 - len(text))` goes beyond it.""",
     ),
     (
         "verl",

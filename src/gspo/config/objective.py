@@ -100,7 +100,10 @@ def objective_words(loaded: Loaded) -> str:
     >>> objective_words(load(None, ["algorithm=gspo", "actor.ppo_n_minibatches=2"]))
     'GSPO (one ratio per completion), clip 3e-4/4e-4, 2 updates per batch'
     """
-    objective, updates = effective_objective(loaded), loaded.config.actor.ppo_n_minibatches or 1
+    objective, updates = (
+        effective_objective(loaded),
+        (loaded.config.actor.ppo_n_minibatches or 1) * loaded.config.actor.ppo_epochs,
+    )
     settings, name = objective["settings"], same_as(objective) or objective["name"]
     ratio = "one ratio per token" if objective["level"] == "token" else "one ratio per completion"
     parts = [f"{name.upper()} ({ratio})"]

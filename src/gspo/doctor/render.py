@@ -116,6 +116,7 @@ def _batch(data: dict[str, Any]) -> Iterable[RenderableType]:
         (
             "mini-batches",
             f"{data['minibatches']:,} of {each:,} sequences, an optimizer update each"
+            + (f", in {data['epochs']} passes over the batch" if data["epochs"] > 1 else "")
             if data["divides"]
             else f"{data['minibatches']:,}: {data['sequences']:,} sequences do not divide",
         ),

@@ -1,4 +1,4 @@
-"""One training step: one optimizer update for each mini-batch of a rollout batch.
+"""One training step: one optimizer update for each mini-batch of a rollout batch, in each pass over the batch.
 
 Three policies are kept apart: `behavior` μ sampled the tokens, `proximal` π_old (see `proximal.py`) is the policy at
 the start of the batch, and the current policy π_θ is being trained. Where a KL term needs a fourth one, the reference,
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gspo import objectives
+from gspo import objectives, rng
 from gspo.faults import reached
 from gspo.learner.batch import Batch
 from gspo.learner.optim import apply_update
@@ -44,6 +44,21 @@ class Plan:
     skip_zero_advantage: bool = True  # False if another loss term (KL) needs every sequence
     routing_replay: Replay = "none"  # which experts a mixture's passes use; `proximal` needs a recomputed π_old
     sequence_unit: Literal["trajectory", "turn"] = "trajectory"  # which part of an episode has one ratio
+    num_epochs: int = 1  # passes over the batch
+    seed: int = 0  # of the order of mini-batches in passes after the first
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer updates of one step."""
+        return self.num_minibatches * self.num_epochs
+
+    def order(self, version: int) -> list[int]:
+        """The mini-batch of each update: 0…K−1 in the first pass, then a permutation per pass."""
+        later = [
+            rng.permutation(self.seed, "ppo_epochs", self.num_minibatches, version, epoch).tolist()
+            for epoch in range(1, self.num_epochs)
+        ]
+        return [*range(self.num_minibatches), *(k for pass_ in later for k in pass_)]
 
 
 @dataclass
@@ -108,7 +123,9 @@ def train_step(
     keep_tokens_of: frozenset[int] = frozenset(),
     before_update: Callable[[NDArray[np.float64]], None] | None = None,
 ) -> StepReport:
-    """K optimizer updates on one rollout batch; `version` is that of the weights at its start.
+    """K optimizer updates per pass over one rollout batch; `version` is that of the weights at its start.
+
+    Results per sequence are those of the last pass.
 
     `before_update` is called with mini-batch 1's noise, [n], before the first update. If it raises, nothing changes.
     """
@@ -130,8 +147,9 @@ def train_step(
     proximal_logp: LogProbs = behavior
     with phase(report.seconds, "proximal"):
         if proximal == "recompute":
-            # Before the first update: afterwards the weights are no longer π_old's. Mini-batch 1 needs no extra pass.
-            later = [packed for of_minibatch in packs[1:] for packed in of_minibatch]
+            # Before the first update: afterwards the weights are no longer π_old's. Mini-batch 1 needs no extra forward
+            # pass, unless a later pass over the batch trains on it again.
+            later = [packed for of_minibatch in packs[plan.num_epochs == 1 :] for packed in of_minibatch]
             proximal_logp = recomputed(policy, later, plan.temperature, routing)
             # Trainer against sampler at equal weights: a measurement of the noise at no extra cost.
             for i, logp in proximal_logp.items():
@@ -146,21 +164,21 @@ def train_step(
         report=report,
     )
     # One optimizer update per mini-batch; gradients add up over its micro-batches.
-    for k in range(plan.num_minibatches):
+    for update, k in enumerate(plan.order(version)):
         old = _ProximalOf(
-            # Mini-batch 1 is computed with π_old's weights: its own forward pass is π_old.
-            logp=None if k == 0 and proximal != "rollout" else proximal_logp,
+            # The first update is computed with π_old's weights: its own forward pass is π_old.
+            logp=None if update == 0 and proximal != "rollout" else proximal_logp,
             version=version,
-            progress=k / plan.num_minibatches if proximal == "loglinear" else None,
+            progress=update / plan.num_updates if proximal == "loglinear" else None,
         )
         loss, denominator = 0.0, _denominator(batch, plan, k)
         with phase(report.seconds, "forward_backward"):
             for packed in packs[k]:
-                loss += step.backward(packed, k=k, old=old, denominator=denominator)
+                loss += step.backward(packed, update=update, old=old, denominator=denominator)
         # All ranks must make the same decision whether to update, so each needs the loss of all ranks.
         loss = world.all_reduce_sum(loss)
         # After the backward pass the noise is known, and before the update an error leaves the weights unchanged.
-        if k == 0 and (before_update is not None or proximal == "centred"):
+        if update == 0 and (before_update is not None or proximal == "centred"):
             noise = _of_all_ranks(report.noise_log_s, world)
             if before_update is not None:
                 before_update(noise)
@@ -169,7 +187,7 @@ def train_step(
         with phase(report.seconds, "optimizer"):
             # The loss is checked too: a clamp has gradient 0 at NaN, so the gradient norm can be finite.
             norm, applied = apply_update(
-                optimizer, lr=learning_rates[k], max_norm=plan.max_norm, is_finite=math.isfinite(loss)
+                optimizer, lr=learning_rates[update], max_norm=plan.max_norm, is_finite=math.isfinite(loss)
             )
         report.losses.append(loss)
         report.grad_norms.append(norm)
@@ -227,10 +245,10 @@ class _Step:
     keep_tokens_of: frozenset[int]
     report: StepReport
 
-    def backward(self, packed: Packed, *, k: int, old: _ProximalOf, denominator: float) -> float:
-        """Add the gradient of one micro-batch of mini-batch k; returns its loss."""
+    def backward(self, packed: Packed, *, update: int, old: _ProximalOf, denominator: float) -> float:
+        """Add the gradient of one micro-batch of this update; returns its loss."""
         batch, plan = self.batch, self.plan
-        with self.routing.in_minibatch(packed, k):
+        with self.routing.in_minibatch(packed, update):
             out = self.policy(packed, temperature=plan.temperature)  # log-probs and entropy, [M]
         if packed.is_filler:
             # Gradient 0, but a backward pass: FSDP's collectives in it need every rank.
@@ -257,7 +275,7 @@ class _Step:
         reached("train.backward")
         self._record(
             packed,
-            k=k,
+            update=update,
             out=out,
             units=units,
             result=result,
@@ -270,7 +288,7 @@ class _Step:
         self,
         packed: Packed,
         *,
-        k: int,
+        update: int,
         out: PolicyOutput,
         units: _Units,
         result: objectives.Objective,
@@ -291,7 +309,7 @@ class _Step:
         if reference_logp is not None:
             k3 = kl(out.logp.detach(), reference_logp, "k3")  # [M]
             report.kl_reference[index] = objectives.mean_tokens(k3, layout).cpu().numpy()
-        if k == 0:  # no update has been made: these are π_old's weights
+        if update == 0:  # no update has been made: these are π_old's weights
             report.noise_log_s[index] = -drift
         # Values per token, for the requested sequences only.
         cuts = packed.cu_seqlens.cpu().numpy()  # [B + 1]

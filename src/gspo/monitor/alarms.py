@@ -15,7 +15,7 @@ def alarms(
     counts: dict[str, int],
     *,
     clips: bool,
-    num_minibatches: int,
+    num_updates: int,
     own_forward: bool,
     noise_is_forced: bool = False,
 ) -> Iterator[str]:
@@ -34,7 +34,7 @@ def alarms(
             )
     if own_forward and (worst := metrics.get("ratio/first_minibatch_max_abs")) is not None and worst > 1e-6:
         yield f"mini-batch 1 has a ratio other than 1 (|log s| up to {worst:.2e}): π_old is not its own forward pass"
-    lasting = _lasting_conditions(metrics, clips, num_minibatches, noise_is_forced)
+    lasting = _lasting_conditions(metrics, clips, num_updates, noise_is_forced)
     for name, (holds, message) in lasting.items():
         # Warn after PATIENCE, 2·PATIENCE, 4·PATIENCE, … steps in a row.
         counts[name] = counts.get(name, 0) + 1 if holds else 0
@@ -48,7 +48,7 @@ def alarms(
 
 
 def _lasting_conditions(
-    metrics: Mapping[str, Any], clips: bool, num_minibatches: int, noise_is_forced: bool
+    metrics: Mapping[str, Any], clips: bool, num_updates: int, noise_is_forced: bool
 ) -> dict[str, tuple[bool, str]]:
     """By alarm: whether its condition holds in this step, and the warning after {n} such steps in a row."""
     clipped = (metrics.get("clip/sequences_low") or 0.0) + (metrics.get("clip/sequences_high") or 0.0)
@@ -67,7 +67,7 @@ def _lasting_conditions(
             "actor.prox_logp_method=recompute",
         ),
         "nothing clipped": (
-            clips and num_minibatches > 1 and seen and clipped == 0,
+            clips and num_updates > 1 and seen and clipped == 0,
             "no sequence was clipped for {n} steps: the clip range is wider than the policy's drift; "
             "set actor.eps_clip lower, or actor.eps_clip=auto",
         ),
@@ -82,7 +82,7 @@ def _lasting_conditions(
             ),
         ),
         "ratio stuck at 1": (
-            num_minibatches > 1 and seen and metrics.get("ratio/log_s_max_abs") == 0.0,
+            num_updates > 1 and seen and metrics.get("ratio/log_s_max_abs") == 0.0,
             "every ratio was exactly 1 for {n} steps: π_old is the policy that is being trained, or no weight "
             "changes (learning rate 0?)",
         ),

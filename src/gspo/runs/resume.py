@@ -78,5 +78,5 @@ def _refuse_other_settings(run: RunDir, changed_settings: Callable[[Path], list[
         raise ConfigError(
             f"{run.path} was started with other settings:\n  "
             + "\n  ".join(changes)
-            + "\nset trial_name to start another run, or undo the change"
+            + "\nset trial_name (or pass --new to gspo train) to start another run, or undo the change"
         )

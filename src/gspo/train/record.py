@@ -42,11 +42,11 @@ class Recorder:
         stop_on_alarm: bool,
         noise_is_forced: bool,
         profile: bool,
-        num_minibatches: int,
+        num_updates: int,
     ) -> None:
         self._run, self._display, self._loggers, self._say, self._decode = run, display, loggers, say, decode
         self.saves_samples, self._stop_on_alarm, self._profile = saves_samples, stop_on_alarm, profile
-        self._noise_is_forced, self._num_minibatches = noise_is_forced, num_minibatches
+        self._noise_is_forced, self._num_updates = noise_is_forced, num_updates
         self._told: set[tuple[str, str]] = set()  # failures that were shown
 
     def metrics(self, batch: Batch, report: StepReport, step: int) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class Recorder:
             metrics,
             counts,
             clips=metrics["clip/eps_low"] is not None,
-            num_minibatches=self._num_minibatches,
+            num_updates=self._num_updates,
             own_forward=metrics["policy/proximal"] != "rollout",
             noise_is_forced=self._noise_is_forced,
         )

@@ -88,7 +88,7 @@ class Updater:
             "policy/proximal": state.proximal,
         }
         # Skipped updates count too, so the learning-rate schedule does not depend on them.
-        state.update += plan.num_minibatches
+        state.update += plan.num_updates
         self._skip_nonfinite("policy", report.applied, batch, report, state)
         if learner.critic is not None:
             with clock("critic"):
@@ -144,18 +144,18 @@ class Updater:
         if self._settings.auto_clip is not None:
             # Shapes: log_s, advantages [n]. The first mini-batch is left out: the weights have not changed yet, so its
             # ratios show noise only.
-            later = batch.minibatch > 0
+            later = (batch.minibatch > 0) | (plan.num_epochs > 1)
             log_s, advantages = report.log_s[later], batch.advantages[later]
             state.auto_eps = next_quantile(state.auto_eps, log_s, advantages, self._settings.auto_clip)
         # With one mini-batch there is no mini-batch 2…K to choose a source for.
-        if not self._settings.choose_proximal or plan.num_minibatches == 1:
+        if not self._settings.choose_proximal or plan.num_updates == 1:
             return
         eps = plan.settings.get("clip_low")
         source = choose_proximal_source(measured, eps, state.proximal)
         # Log the first decision and every change.
         if measured is not None and (first or source != state.proximal):
             what = "uses the sampler's log-probs" if source == "sampler" else "computes the log-probs again"
-            parts = "update 2" if plan.num_minibatches == 2 else f"updates 2 to {plan.num_minibatches}"
+            parts = "update 2" if plan.num_updates == 2 else f"updates 2 to {plan.num_updates}"
             self._say(
                 f"{parts} of a batch {what} as old policy: the sampler's error is {measured:.1e}"
                 + (f", the clip range {eps:.1e}" if eps else "")

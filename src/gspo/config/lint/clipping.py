@@ -72,7 +72,7 @@ def too_narrow_for_the_dtype(f: Facts) -> Iterator[Finding]:
 
 def ratio_always_one(f: Facts) -> Iterator[Finding]:
     from_trainer = f.objective["proximal"] in ("auto", "recompute") or f.recentred
-    if f.num_minibatches > 1 or not from_trainer:
+    if f.num_updates > 1 or not from_trainer:
         return
     rest = (
         "only the π_old/μ weight has an effect" if f.objective["corrected"] else "GSPO, GSPO-token and GRPO are equal"

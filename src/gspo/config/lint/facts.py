@@ -61,6 +61,11 @@ class Facts:
         return self.actor.ppo_n_minibatches or 1
 
     @property
+    def num_updates(self) -> int:
+        """Optimizer updates per rollout batch."""
+        return self.num_minibatches * self.actor.ppo_epochs
+
+    @property
     def max_staleness(self) -> int:
         """Weight versions that a sample may be behind the trainer."""
         return self.config.rollout.max_head_offpolicyness

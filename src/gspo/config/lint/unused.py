@@ -62,7 +62,7 @@ def _policies(f: Facts) -> Iterator[Unused]:
     if f.objective["proximal"] != "rollout":
         for key in ("actor.prox_logp_recenter", "actor.prox_logp_force"):
             yield key, f"π_old does not come from the sampler (actor.prox_logp_method is {actor.prox_logp_method})"
-    if f.num_minibatches == 1 and actor.routing_replay == "proximal":
+    if f.num_updates == 1 and actor.routing_replay == "proximal":
         yield (
             "actor.routing_replay",
             "with one update per batch no pass follows that of π_old (actor.ppo_n_minibatches is 1)",

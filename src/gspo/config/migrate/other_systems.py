@@ -51,6 +51,7 @@ def table() -> Mapping[tuple[str, str], ForeignKey]:
     """Every known key by (system, key), in the order of the documentation."""
     rows = (
         *_rows("TRL", trl.MAPPED, trl.NEEDLESS, trl.UNSUPPORTED),
+        *_rows("TRL", trl.SCRIPT, trl.SCRIPT_NEEDLESS, trl.SCRIPT_UNSUPPORTED),
         *_rows("verl", verl.MAPPED, verl.NEEDLESS, verl.UNSUPPORTED),
     )
     return types.MappingProxyType({(row.system, row.key): row for row in rows})

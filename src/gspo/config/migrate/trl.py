@@ -22,6 +22,7 @@ MAPPED: tuple[tuple[str, str, str], ...] = (
         "actor.ppo_n_minibatches",
         "optimizer updates per rollout batch: steps_per_generation / gradient_accumulation_steps",
     ),
+    ("num_iterations", "actor.ppo_epochs", "passes over the same samples with the same π_old"),
     (
         "per_device_train_batch_size gradient_accumulation_steps",
         "actor.mb_spec.max_tokens_per_mb",
@@ -101,6 +102,29 @@ MAPPED: tuple[tuple[str, str, str], ...] = (
     ("fsdp fsdp_config parallelism_config", "actor.backend", "fsdp:dN"),
 )
 
+# Of ModelConfig, ScriptArguments, the arguments of GRPOTrainer, and older versions of GRPOConfig.
+SCRIPT: tuple[tuple[str, str, str], ...] = (
+    ("model_name_or_path model", "actor.path", ""),
+    ("dataset_name train_dataset_name", "train_dataset.path", ""),
+    ("dataset_train_split", "train_dataset.split", ""),
+    ("dataset_test_split", "valid_dataset.split", ""),
+    ("use_peft peft_config", "actor.use_lora", "true; without it all weights are trained"),
+    ("lora_r", "actor.lora_rank", "with actor.use_lora: true"),
+    ("lora_target_modules", "actor.target_modules", "with actor.use_lora: true"),
+    ("torch_dtype", "actor.dtype", "bfloat16, float16 or float32"),
+    ("max_prompt_length", "train_dataset.max_length", "TRL cuts longer prompts; here such rows are dropped"),
+    ("reward_funcs", "reward.functions", "or Trainer(config, reward=…)"),
+)
+SCRIPT_NEEDLESS: tuple[tuple[str, str], ...] = (
+    ("attn_implementation", "the attention that shares prefixes is chosen by a check when the model is loaded"),
+)
+SCRIPT_UNSUPPORTED: tuple[tuple[str, str], ...] = (
+    (
+        "load_in_4bit load_in_8bit",
+        "weights are not quantised for training; actor.use_lora: true needs the least memory",
+    ),
+)
+
 NEEDLESS: tuple[tuple[str, str], ...] = (
     (
         "bf16_full_eval fp16_full_eval tf32 use_cpu",
@@ -157,7 +181,6 @@ NEEDLESS: tuple[tuple[str, str], ...] = (
 )
 
 UNSUPPORTED: tuple[tuple[str, str], ...] = (
-    ("num_iterations", "every sample is trained once; actor.ppo_n_minibatches divides a batch into several updates"),
     ("optim_args optim_target_modules", "only AdamW and SGD are available"),
     ("lr_scheduler_kwargs", "linear and cosine schedules end at 0"),
     ("label_smoothing_factor neftune_noise_alpha", "it belongs to supervised training"),

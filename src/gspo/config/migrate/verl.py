@@ -10,6 +10,7 @@ _A, _R, _M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_ro
 _CORRECTION = "preset tis, mis, icepop, or level, action, upper and lower"
 
 MAPPED: tuple[tuple[str, str, str], ...] = (
+    (f"{_A}ppo_epochs", "actor.ppo_epochs", "passes over the same samples with the same π_old"),
     ("data.train_files", "train_dataset.path", "or train_dataset.mixture for several, with weights"),
     ("data.val_files", "valid_dataset.path", ""),
     ("data.train_batch_size data.gen_batch_size", "train_dataset.batch_size", "prompts per step in both"),
@@ -204,10 +205,7 @@ NEEDLESS: tuple[tuple[str, str], ...] = (
 )
 
 UNSUPPORTED: tuple[tuple[str, str], ...] = (
-    (
-        f"{_A}ppo_epochs critic.ppo_epochs",
-        "every sample is trained once; actor.ppo_n_minibatches divides a batch into several updates",
-    ),
+    ("critic.ppo_epochs", "the critic makes one pass over each batch"),
     (f"{_A}entropy_coeff", "entropy is a metric; there is no entropy bonus"),
     (
         f"{_A}policy_loss.clip_cov_ratio {_A}policy_loss.clip_cov_lb {_A}policy_loss.clip_cov_ub "

@@ -58,6 +58,12 @@ class Actor(Section):
     ppo_n_minibatches: int | None = key(
         None, "Optimizer updates (mini-batches) per rollout batch.", unset="the algorithm's", low=1
     )
+    ppo_epochs: int = key(
+        1,
+        "Passes over each rollout batch. Each makes ppo_n_minibatches updates with the same samples and π_old; "
+        "later passes take the mini-batches in another order. The critic makes one pass.",
+        low=1,
+    )
     mb_spec: MicroBatch = key(MicroBatch, "Micro-batches of the actor, ref and critic.")
     backend: str = key("auto", 'Trainer: auto, "fsdp:d4". With auto and no CUDA, one rank trains.')
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = key(

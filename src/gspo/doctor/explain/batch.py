@@ -29,5 +29,6 @@ def batch_section(f: Facts) -> dict[str, Any]:
         "microbatches_at_most": micro,
         "ranks": ranks,
         "steps": steps,
-        "updates": None if steps is None else steps * parts,
+        "epochs": f.actor.ppo_epochs,
+        "updates": None if steps is None else steps * f.num_updates,
     }

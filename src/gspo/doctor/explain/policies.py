@@ -76,7 +76,7 @@ def _sampling_words(f: Facts) -> str:
 
 
 def _proximal_words(f: Facts) -> str:
-    method, parts = f.objective["proximal"], f.num_minibatches
+    method, parts = f.objective["proximal"], f.num_updates
     if f.recentred:
         return "mini-batch 1 uses its own log-probs; later ones use the sampler's (μ), minus their mean error"
     if method == "rollout":

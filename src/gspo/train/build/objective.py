@@ -20,6 +20,8 @@ def make_plan(loaded: Loaded) -> Plan:
         name=objective["name"],
         settings=objective["settings"],
         num_minibatches=actor.ppo_n_minibatches or 1,
+        num_epochs=actor.ppo_epochs,
+        seed=config.seed,
         temperature=temperature(config),
         max_tokens=actor.mb_spec.max_tokens_per_mb,
         max_norm=actor.optimizer.gradient_clipping,

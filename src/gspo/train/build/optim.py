@@ -70,7 +70,7 @@ def make_updater(
         allow_noise=actor.prox_logp_force,
         keeps_token_values=config.rollout.dump_to_file,
     )
-    rates = make_rates(actor.optimizer, learner.plan.num_minibatches, total_steps)
+    rates = make_rates(actor.optimizer, learner.plan.num_updates, total_steps)
     critic_rates = rates
     if learner.critic is not None:
         critic_rates = make_rates(critic_optimizer(config), learner.critic.num_minibatches, total_steps)

@@ -98,7 +98,7 @@ def make_recorder(
         stop_on_alarm=config.on_alarm == "stop",
         noise_is_forced=config.actor.prox_logp_force,
         profile=config.profile,
-        num_minibatches=learner.plan.num_minibatches,
+        num_updates=learner.plan.num_updates,
     )
 
 

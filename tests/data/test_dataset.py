@@ -308,6 +308,9 @@ def test_prompts_beyond_max_length_are_dropped_and_counted(tmp_path, tokenizer):
         ('{"question": "a"}\n{"question": "b", "x": [{"y": 1, "y": 1}]}\n', r"d\.jsonl:2 .*'y' appears twice"),
         ('{"question": "a"}\n{"question": ' + "1" * 5000 + "}\n", r"d\.jsonl:2 .*digits"),
         ('{"question": "a"}\n{"question": 7}\n', "row 1.*must be a string"),
+        ('{"question": "a"}\n{"question": ["a", "b"]}\n', "row 1.*list of messages"),
+        ('{"question": "a"}\n{"question": [["role", "user"]]}\n', "row 1.*list of messages"),
+        ('{"question": "a", "answer": 1}\n{"question": "b", "answer": 1e999}\n', "row 1.*missing"),
     ],
 )
 def test_bad_rows_are_named(tmp_path, tokenizer, content, says):
@@ -332,7 +335,21 @@ def test_bad_files_are_named_with_their_line(tmp_path, tokenizer):
     (tmp_path / "latin.csv").write_bytes("question,answer\n1,2\né,2\n".encode("latin-1"))
     (tmp_path / "latin.jsonl").write_bytes(b'{"question": "a"}\n{"question": "\xed\xa0\x80"}\n')
     (tmp_path / "d.jsonl.gz").write_bytes(b"\x1f\x8b")
+    for name in ("fifo", "folder", "device", "loop"):
+        (tmp_path / name).mkdir()
+    os.mkfifo(tmp_path / "fifo" / "train.jsonl")
+    (tmp_path / "folder" / "train.jsonl").mkdir()
+    (tmp_path / "device" / "train.jsonl").symlink_to("/dev/zero")
+    (tmp_path / "loop" / "train.jsonl").symlink_to("train.jsonl")
+    (tmp_path / "sparse.jsonl").touch()
+    os.truncate(tmp_path / "sparse.jsonl", 1 << 42)
     for name, says in [
+        ("fifo", "is not a regular file"),
+        ("folder", "is not a regular file"),
+        ("device", "is not a regular file"),
+        ("loop", "cannot be read|there is no file"),
+        ("sparse.jsonl", "4.0 TiB, more than the memory"),
+        ("a" * 5000 + ".jsonl", "5006 characters|no file has such a name"),
         ("deep.json", "deeper than 100"),
         ("twice.json", "'question' appears twice"),
         ("twice.csv", "twice.csv:1 has two columns named 'answer'"),
@@ -343,6 +360,17 @@ def test_bad_files_are_named_with_their_line(tmp_path, tokenizer):
     ]:
         with pytest.raises(DataError, match=says):
             load_dataset(str(tmp_path / name), "all", tokenizer=tokenizer)
+
+
+def test_a_csv_field_may_be_long(tmp_path, tokenizer):
+    (tmp_path / "d.csv").write_text("question,answer\n" + "1" * 200_000 + ",2\n")
+    assert len(load_dataset(str(tmp_path / "d.csv"), "all", tokenizer=tokenizer).rows[0]["question"]) == 200_000
+
+
+@pytest.mark.parametrize("rows", [[1, 2], [None], {"question": ["a"]}])
+def test_rows_of_the_caller_that_are_no_mappings_are_named(tokenizer, rows):
+    with pytest.raises(DataError, match="row 0: a row must be a mapping"):
+        make_dataset(rows, tokenizer=tokenizer)
 
 
 def test_a_parquet_file_of_billions_of_rows_is_refused_before_they_are_made(tmp_path, tokenizer):

@@ -301,3 +301,11 @@ def test_a_verdict_leaves_no_descriptors_behind():
     grade(HACKS["os._exit"], "f", TESTS)
     assert len(os.listdir("/proc/self/fd")) == before
     assert shutil.which("bwrap")
+
+
+def test_an_answer_of_too_many_bits_fails_its_own_test_only():
+    tests = [{"args": [n], "expected": n} for n in (1, 5000, 2)]
+    source = "def f(n): return 10**n if n == 5000 else n"
+    graded = grade(source, "f", tests)
+    assert graded.passed == (True, False, True)
+    assert "bits" in graded.reason

@@ -100,6 +100,7 @@ PROBES = {
     "lock a record of a shared file": ("__import__('fcntl').lockf(open(os.__file__), 5)", True),
     "ask for locks on a shared file": ("__import__('fcntl').fcntl(open(os.__file__), 5, bytes(32))", True),
     "a lease on its own file": ("__import__('fcntl').fcntl(open('/tmp/lease', 'w'), 1024, 1)", True),
+    "a large pipe": ("__import__('fcntl').fcntl(os.pipe()[1], 1031, 1 << 20)", True),
     "watch a shared file": ("call('inotify_add_watch', call('inotify_init1', 0), os.__file__.encode(), 0xfff)", True),
     "which pages of a shared file are cached": (
         "call('mincore', ctypes.c_void_p(id(0) // 4096 * 4096), 1, (ctypes.c_ubyte * 1)())",

@@ -250,6 +250,9 @@ def make_dataset(
 ) -> Dataset:
     """A data set of rows that the caller has loaded; `settings` and `changes` as in `load_dataset`."""
     settings = replace(settings or DataSettings(), **changes)
+    rows = list(rows)
+    if odd := next(((index, row) for index, row in enumerate(rows) if not isinstance(row, Mapping)), None):
+        raise DataError(f"{source}, row {odd[0]}: a row must be a mapping of columns, got {type(odd[1]).__name__}")
     rows = [dict(row) for row in rows]
     if not rows:
         raise DataError(f"{key}.path: {source} (split {split}) has no rows; check {key}.split and {key}.size")
@@ -333,8 +336,8 @@ def _with_answer(row: Row, index: int, prompt_name: str, answer_name: str | None
             f"{path}, row {index}: column {prompt_name!r} must be a string or a list of messages, got {content!r:.200}"
         )
     answer = None if answer_name is None else _column(row, answer_name)
-    # NaN is how tables store a missing value.
-    if answer_name is not None and (answer is None or (isinstance(answer, float) and math.isnan(answer))):
+    # NaN is how tables store a missing value; 1e999 is read as infinity.
+    if answer_name is not None and (answer is None or (isinstance(answer, float) and not math.isfinite(answer))):
         raise DataError(f"{path}, row {index}: column {answer_name!r} is missing or null; set {key}.answer_column")
     return row if row.get("answer") is not None else {**row, "answer": answer}
 

@@ -19,6 +19,7 @@ from gspo.data import reasoning_gym as gym
 from gspo.data.split import HELD_OUT, divide
 from gspo.errors import DataError
 from gspo.system.imports import install_command
+from gspo.system.text import human
 
 Row = gym.Row
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -26,6 +27,7 @@ _SPLIT_NAME = re.compile(r"(train|" + "|".join(HELD_OUT) + r")(?:[-_.].*)?", re.
 _PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 _MAX_ROWS = 50_000_000  # rows are Python objects; more would not fit into memory
 _MAX_DEPTH = 100
+_MAX_FIELD = 1 << 30  # characters of a CSV field; the default is 128 KiB
 _TOO_DEEP = f"lists and objects are nested deeper than {_MAX_DEPTH}"
 _HUB_CONFIG = {"openai/gsm8k": "main", "gsm8k": "main"}  # data sets that need a config name
 
@@ -101,6 +103,15 @@ def is_on_hub(path: str, key: str = "train_dataset") -> bool:
 
 def read_file(path: Path, key: str = "train_dataset") -> list[Row]:
     """All rows of one JSONL, JSON, CSV or Parquet file."""
+    if path.exists():
+        # Reading a pipe or a device may never end.
+        if not path.is_file():
+            raise DataError(f"{key}.path: {path} is not a regular file")
+        if path.stat().st_size > (memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
+            raise DataError(
+                f"{key}.path: {path} has {human(path.stat().st_size)}, more than the memory of this machine "
+                f"({human(memory)}); rows are kept in memory"
+            )
     try:
         # Opening a FIFO would wait for its other end.
         if path.exists() and not path.is_file():
@@ -122,7 +133,9 @@ def read_file(path: Path, key: str = "train_dataset") -> list[Row]:
         raise
     except FileNotFoundError:
         raise DataError(f"{key}.path: there is no file {path}") from None
-    except UnicodeDecodeError:
+    except UnicodeDecodeError as error:
+        if path.suffix == ".parquet":
+            raise DataError(f"{path} cannot be read: a string is not UTF-8: {error}") from None
         raise DataError(f"{path}:{_first_bad_line(path)} is not UTF-8; convert the file") from None
     except (OSError, ValueError, csv.Error) as error:
         raise DataError(f"{key}.path: {path} cannot be read: {error}") from error
@@ -181,6 +194,7 @@ def _read_jsonl(path: Path) -> Iterable[Row]:
 
 
 def _read_csv(reader: csv.DictReader[str], path: Path) -> Iterable[Row]:
+    csv.field_size_limit(_MAX_FIELD)
     names = list(reader.fieldnames or ())
     if twice := [name for name in names if names.count(name) > 1]:
         raise DataError(f"{path}:1 has two columns named {twice[0]!r}; rename one of them")
@@ -234,6 +248,8 @@ Parts = dict[str, Callable[[], list[Row]]]
 def _local(path: str, key: str) -> Parts | None:
     """The splits of a file or folder; None if `path` is a hub name without a local copy."""
     here = Path(path).expanduser()
+    if len(path) > 4096:
+        raise DataError(f"{key}.path is a name of {len(path)} characters; no file has such a name")
     if here.suffix in _SUFFIXES:
         if not here.is_file():
             raise DataError(f"{key}.path: there is no file {path} (looked in {Path.cwd()})")

@@ -22,6 +22,7 @@ import numbers
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
@@ -144,18 +145,18 @@ def call_group(call: Call, item: Item, timeout_s: float) -> list[Result]:
 
 def checked(name: str, value: Any) -> Result:
     """The value as a finite float, or the failure. A failure is never turned into a number."""
-    if not isinstance(value, numbers.Real):
+    if not isinstance(value, numbers.Real | Decimal):
         if hasattr(value, "item") and getattr(value, "size", None) != 0:
             try:
                 value = value.item()  # numpy and torch scalars
             except (TypeError, ValueError, RuntimeError):
                 return "crash", f"{name} returned {_show(value)}; it must return one number per completion"
-        if not isinstance(value, numbers.Real):
+        if not isinstance(value, numbers.Real | Decimal):
             return "crash", f"{name} returned {_show(value)}; it must return a number"
     try:
         number = float(value)
-    except OverflowError:
-        return "crash", f"{name} returned an integer too large for a reward"
+    except (OverflowError, ValueError):
+        return "crash", f"{name} returned {_show(value)}, which is not a float"
     if not math.isfinite(number):
         return "crash", f"{name} returned {number}; a reward must be finite"
     return number

@@ -91,6 +91,7 @@ class RewardPool:
             "startup_s": float(startup_s),
             "memory_mb": memory_mb,
             "trainer": os.getpid(),
+            "has_log": log_path is not None,
         }
         # Token ids are large, and only user functions use them.
         self._send_ids = any(spec[i].name not in BUILTIN for i in self._remote)

@@ -101,7 +101,10 @@ def described(error: BaseException) -> str:
         message = str(error)
     except BaseException:  # an exception class of the user may fail here, too
         message = "(its message cannot be shown)"
-    return f"{type(error).__name__}: {message[:_LONGEST_MESSAGE]}{user_lines(error)}"
+    lines = ""
+    with contextlib.suppress(Exception):  # so may its traceback
+        lines = user_lines(error)
+    return f"{type(error).__name__}: {message[:_LONGEST_MESSAGE]}{lines}"
 
 
 def user_lines(error: BaseException) -> str:

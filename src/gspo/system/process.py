@@ -119,13 +119,13 @@ def own_children() -> list[int]:
     return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
 
 
-def descendants(pid: int) -> list[int]:
-    """Children of a process, their children, and so on."""
+def descendants(*pids: int) -> list[int]:
+    """Children of processes, their children, and so on."""
     children: dict[int, list[int]] = {}
     for child, parent in all_processes():
         children.setdefault(parent, []).append(child)
     found: list[int] = []
-    frontier = [pid]
+    frontier = list(pids)
     while frontier:
         below = children.get(frontier.pop(), [])
         found += below

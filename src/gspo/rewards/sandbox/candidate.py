@@ -14,6 +14,7 @@ import types
 from typing import Any
 
 MAX_DEPTH = 50
+MAX_BITS = 14_000  # Python refuses to convert integers of more than 4300 digits to text
 
 
 def main() -> None:
@@ -92,6 +93,8 @@ def _plain(value: Any, depth: int) -> Any:
     """The value as plain data. Exact types only: objects with their own `__eq__` are refused."""
     # `type`, not isinstance: a subclass of int or str could override comparison and equal every expected value.
     kind = type(value)
+    if kind is int and value.bit_length() > MAX_BITS:
+        raise ValueError(f"returned an integer of {value.bit_length()} bits, which JSON cannot carry")
     if kind in (bool, int, float, str) or value is None:
         return value
     if depth < MAX_DEPTH:

@@ -68,6 +68,8 @@ DENIED: dict[str, tuple[int, int | None]] = {
     "msgget": (68, 186),
     "mq_open": (240, 180),
     "personality": (135, 92),
+    "modify_ldt": (154, None),
+    "sysfs": (139, None),
     "syslog": (103, 116),
     "acct": (163, 89),
     "quotactl": (179, 60),
@@ -81,8 +83,8 @@ DENIED: dict[str, tuple[int, int | None]] = {
     "kexec_file_load": (320, 294),
 }
 # Commands of fcntl that lock a file, read its locks, or watch it: GETLK, SETLK, SETLKW, the same for OFD locks (36…38),
-# SETLEASE, GETLEASE, NOTIFY
-DENIED_FCNTL = (5, 6, 7, 36, 37, 38, 1024, 1025, 1026)
+# SETLEASE, GETLEASE, NOTIFY; and SETPIPE_SZ, which uses memory that is counted for the whole user
+DENIED_FCNTL = (5, 6, 7, 36, 37, 38, 1024, 1025, 1026, 1031)
 # audit architecture, column of DENIED, clone, clone3, fcntl
 _MACHINES = {"x86_64": (0xC000003E, 0, 56, 435, 72), "aarch64": (0xC00000B7, 1, 220, 435, 25)}
 # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET

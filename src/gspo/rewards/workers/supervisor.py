@@ -12,6 +12,7 @@ Worker → supervisor → trainer: JSON lines only, so data from a process that 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import math
@@ -23,6 +24,7 @@ import sys
 import time
 import traceback
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from mmap import mmap
 from typing import Any
@@ -38,6 +40,9 @@ MARGIN_S = 0.1  # what the supervisor's own deadline adds to the one that a work
 # Signals that a scheduler sends to every process of a job: the call is retried and not counted as a crash.
 _EXTERNAL = {signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
 _MAX_RETRIES = 3
+_LONGEST_LINE = 16 << 20  # bytes of one message of a worker
+_KILL_S = 0.4  # for the end of everything that a worker has started
+_MAX_LOG, _KEPT_LOG = 64 << 20, 1 << 20  # bytes of rewards.log, and how many of the last ones stay when it is longer
 
 
 @dataclass
@@ -115,6 +120,8 @@ class Supervisor:
             self.reap()
             self.dispatch()
             self.flush()
+            if self.settings["has_log"]:
+                shorten_log(1)
 
     def spawn(self) -> None:
         # An anonymous mmap is shared with the child after fork: both processes see the clock page.
@@ -170,12 +177,19 @@ class Supervisor:
 
     def read_worker(self, worker: WorkerProcess) -> None:
         try:
-            while chunk := worker.channel.recv(1 << 16):
+            # At most 1 MB at a time: a worker that never stops writing must not occupy the supervisor.
+            for _ in range(16):
+                chunk = worker.channel.recv(1 << 16)
+                if not chunk:
+                    # The worker's end is closed. Without a reader the selector would report it again and again.
+                    self.watch(worker, 0)
+                    break
                 worker.incoming += chunk
-            # The worker's end is closed. Without a reader the selector would report it again and again.
-            self.watch(worker, 0)
         except OSError:
             pass
+        if len(worker.incoming) > _LONGEST_LINE and b"\n" not in worker.incoming:
+            worker.corrupt, worker.incoming = True, b""
+            kill_worker(worker.pid)
         # The part after the last newline is an incomplete line; it stays in the buffer.
         *lines, worker.incoming = worker.incoming.split(b"\n")
         for line in lines:
@@ -200,12 +214,16 @@ class Supervisor:
             worker.job, worker.deadline = None, math.inf
             self.finish(job)
         else:
+            part, num_parts = message["part"], len(self.settings["parts"])
+            values = [(part, _index(sample, job.num), _finite(value)) for sample, value in message["values"]]
+            failures = [(_index(sample, job.num), str(kind), str(text)) for sample, kind, text in message["failures"]]
             # One call has finished; the next result has its own time. A replacement worker would continue with the
             # next call.
             worker.deadline = time.monotonic() + self.call_s
-            job.start = message["call"] + 1
-            job.values += [(message["part"], sample, value) for sample, value in message["values"]]
-            for sample, kind, text in message["failures"]:
+            job.start = _index(message["call"], num_parts * (job.num + 1)) + 1
+            _index(part, num_parts)
+            job.values += values
+            for sample, kind, text in failures:
                 job.failures.setdefault(sample, (kind, text))
 
     def check_clocks(self) -> None:
@@ -365,15 +383,15 @@ class Supervisor:
 
     def kill_orphans(self) -> None:
         """Kill orphans of dead workers; they have become children of this process, which is their subreaper."""
-        for _ in range(8):  # the children of a killed orphan become orphans in turn
+        deadline = time.monotonic() + _KILL_S
+        while time.monotonic() < deadline:  # the children of a killed orphan become orphans in turn
+            # One look at the process table for all orphans: there may be hundreds.
             orphans = [pid for pid, parent in all_processes() if parent == os.getpid() and pid not in self.workers]
             if not orphans:
                 return
+            kill_all([*descendants(*orphans), *orphans])
             for orphan in orphans:
-                for pid in (*descendants(orphan), orphan):
-                    kill(pid)
-            for orphan in orphans:
-                _collect(orphan)
+                _collect(orphan, deadline - time.monotonic())
 
     def close(self) -> None:
         # Kill all workers before waiting for any of them, so that the waits overlap.
@@ -454,10 +472,44 @@ def _collect(pid: int, timeout_s: float = 1.0) -> None:
 def kill_worker(pid: int) -> None:
     """Kill a worker, its process group, and descendants that have left the group."""
     # Descendants first: they can be found by their parent's pid only while the parent exists.
-    for descendant in descendants(pid):
-        kill(descendant)
+    kill_all(descendants(pid))
     kill_group(pid)
     kill(pid)  # it may not have called setsid yet
+
+
+def shorten_log(fd: int) -> None:
+    """Keep only the end of a log that has become too long; reward code may print without end.
+
+    The file is open for appending in every worker, so they continue at its new end.
+    """
+    size = os.fstat(fd).st_size
+    if size > _MAX_LOG:
+        with open(f"/proc/self/fd/{fd}", "rb") as file:
+            file.seek(size - _KEPT_LOG)
+            kept = file.read(_KEPT_LOG)
+        os.ftruncate(fd, 0)
+        os.write(fd, f"[{size - len(kept)} bytes of output were removed: the log was too long]\n".encode() + kept)
+
+
+def kill_all(pids: Sequence[int]) -> None:
+    """Stop all of them before the first is killed, so that none can fork in between; then kill them."""
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
+
+
+def _index(value: Any, size: int) -> int:
+    """A number in 0…size−1; ValueError for anything else that reward code wrote into the channel."""
+    if type(value) is not int or not 0 <= value < size:
+        raise ValueError(f"{value!r} is not a number below {size}")
+    return value
+
+
+def _finite(value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is not a reward")
+    return value
 
 
 def _describe(status: int) -> str:

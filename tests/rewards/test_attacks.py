@@ -1,0 +1,88 @@
+"""Rewards that attack their worker, the supervisor or the trainer: a typed outcome in time, and nothing else fails.
+
+docs/reliability.md has the table of these attacks.
+"""
+
+import time
+from pathlib import Path
+
+import pytest
+from reward_attacks import ATTACKS
+
+from gspo.rewards.pool import RewardPool
+from gspo.rewards.spec import RewardItem, reward_spec
+from gspo.rewards.workers import supervisor
+from gspo.types import Failure
+
+pytestmark = pytest.mark.run
+
+FILE = Path(__file__).parents[1] / "helpers" / "reward_attacks.py"
+TIMEOUT_S = 2.0
+# The value, or the kind of the failure; what the worker survives is scored, and the rest costs its own sample.
+SCORES = {
+    "good": 1.0,
+    "bool": 1.0,
+    "decimal": 0.5,
+    "fraction": 0.25,
+    "float32": 0.5,
+    "array of one": 0.5,
+    "awaitable": 1.0,
+    "sleepers": 1.0,
+    "zombies": 1.0,
+    "atexit": 1.0,
+    "handlers": 1.0,
+    "blocked signals": 1.0,
+    "builtins": 1.0,
+    "stdout": 1.0,
+    "exit later": 1.0,
+    "no files": 1.0,
+}
+KINDS = {
+    "timeout": ["late awaitable", "fork for ever", "stop itself", "stop its group", "clock"],
+    "infra": ["close everything", "modules", "kill its parent", "trace its parent", "forged nan", "forged sample",
+              "forged part", "forged type", "forged call", "forged list"],
+}  # fmt: skip
+# A deep recursion ends by the timeout or by a fault, by the machine's stack and speed; so does an endless message.
+EITHER = {"recursion": {"timeout", "crash"}, "endless channel": {"timeout", "infra"}}
+EXPECTED = {name: {value} for name, value in SCORES.items()}
+EXPECTED |= {name: {kind} for kind, names in KINDS.items() for name in names}
+EXPECTED |= EITHER
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_costs_its_own_sample_in_time_and_the_next_group_is_scored(name, tmp_path):
+    with RewardPool(
+        reward_spec(f"{FILE}:attack"), workers=1, timeout_s=TIMEOUT_S, log_path=tmp_path / "rewards.log"
+    ) as pool:
+        pool.wait_ready()
+        start = time.monotonic()
+        ((outcome,),) = pool.score([RewardItem("q", (name,), [1], [[1]])])
+        assert time.monotonic() - start < TIMEOUT_S + 1.0
+        found = outcome.kind if isinstance(outcome, Failure) else outcome.value
+        assert found in EXPECTED.get(name, {"crash"})
+        ((good,),) = pool.score([RewardItem("q", ("good",), [1], [[1]])])
+        assert good.value == 1.0
+
+
+@pytest.mark.parametrize("name", ["forged sample", "forged nan", "forged call", "evil error", "sleepers", "decimal"])
+def test_attacks_that_once_reached_the_trainer_are_contained(name, tmp_path):
+    test_an_attack_costs_its_own_sample_in_time_and_the_next_group_is_scored(name, tmp_path)
+
+
+def test_a_log_that_becomes_too_long_keeps_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "_MAX_LOG", 1000)
+    monkeypatch.setattr(supervisor, "_KEPT_LOG", 100)
+    log = tmp_path / "rewards.log"
+    with log.open("ab") as file:
+        file.write(b"a" * 1000)
+        file.flush()
+        supervisor.shorten_log(file.fileno())
+        assert log.stat().st_size == 1000
+        file.write(b"the end")
+        file.flush()
+        supervisor.shorten_log(file.fileno())
+        file.write(b", and more")
+    assert (
+        log.read_text() == "[907 bytes of output were removed: the log was too long]\n" + "a" * 93 + "the end, and more"
+    )

@@ -109,8 +109,8 @@ def test_there_is_one_model(served):
     assert error.value.code == "model_not_found"
 
 
-def test_another_models_name_is_refused_with_the_key_to_set(served):
-    with pytest.raises(openai.NotFoundError, match=r"'policy', got 'gpt-4o'; set env\.model") as error:
+def test_another_models_name_is_refused_with_the_name_to_ask_for(served):
+    with pytest.raises(openai.NotFoundError, match=r"'policy', got 'gpt-4o'; let the agent ask for 'policy'") as error:
         served[0].chat.completions.create(model="gpt-4o", messages=ASK)
     assert (error.value.code, error.value.param) == ("model_not_found", "model")
 

@@ -84,7 +84,8 @@ class LengthStepper:
         ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
         with routed(self._routers) if self._routers else nullcontext() as recorder:
             output = self._model(input_ids=ids, **options)
-        routes = None if recorder is None else recorder.routes().reshape(*tokens.shape, *recorder.routes().shape[1:])
+        routes = None if recorder is None else recorder.routes()  # [B·L, layers, top_k]
+        routes = None if routes is None else routes.reshape(*tokens.shape, *routes.shape[1:])
         if self._layout is not None:
             cache = next((output[name] for name in _CACHE_NAMES if name in output), None)
             if cache is None:

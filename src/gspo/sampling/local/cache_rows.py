@@ -22,7 +22,7 @@ from gspo.errors import RolloutError
 
 Path = tuple[Any, ...]
 Part = tuple[Any, Tensor]  # a cache, and which of its rows [n]
-PROMPT = 4  # tokens of the shorter prompt of `learn`
+PROMPT = 2  # tokens of the shorter prompt of `learn`: less than any sliding window, whose tensors stop growing
 
 
 class CacheLayout:

@@ -74,8 +74,8 @@ def choose(
     `measure` returns the largest difference, and raises if an engine cannot run the model. An engine with a difference
     above rounding is still chosen if no other one is much better, up to a limit. RolloutError if there is none.
     """
-    is_low = model.dtype in (torch.bfloat16, torch.float16)
-    rounding, limit = (0.2, 0.2) if is_low else (1e-4, 5e-3)
+    # float64: many models compute norms, rotations or states in float32.
+    rounding, limit = {torch.float32: (1e-4, 5e-3), torch.float64: (2e-5, 5e-3)}.get(model.dtype, (0.2, 0.2))
     gaps: dict[Engine, float] = {}
     reasons: list[str] = []
     for engine in candidates:

@@ -219,13 +219,15 @@ class LocalSampler:
         tokens = [int(i) for i in np.arange(1, 9) * 7919 % self._num_vocab]
         # A high temperature: a difference hardly shows in the log-prob of a token that is nearly certain.
         params = SamplingParams(3, temperature=2.0, ignore_eos=True)
+        # More tokens for a cache: an error of a recurrent state grows with every token.
+        longer = replace(params, max_new_tokens=6 if engine.is_packed else min(12, self._model_context - 4))
         # A continued row. Its given log-probs are not compared.
         prefix = Sample.of(SampleId(0, 2), tokens[:2], [0.0, 0.0], self.version, "abort")
         requests = [
             Request(SampleId(0, 0), tuple(tokens[:4]), params),
             Request(SampleId(0, 1), tuple(tokens[5:]), params),
-            Request(SampleId(0, 2), tuple(tokens[:4]), replace(params, max_new_tokens=6), prefix),
-            Request(SampleId(0, 3), tuple(tokens[:4]), replace(params, max_new_tokens=6)),
+            Request(SampleId(0, 2), tuple(tokens[:4]), longer, prefix),
+            Request(SampleId(0, 3), tuple(tokens[:4]), longer),
         ]
         # The limit of a run may be below what this comparison needs.
         limit, self._max_context = self._max_context, self._model_context

@@ -22,6 +22,7 @@ from gspo.train.build.policy import context_length
 from gspo.train.build.rewards import default_rewards, make_rewards
 from gspo.train.build.rollout import make_producer, resumed_snapshot
 from gspo.train.build.run import (
+    headline,
     identity_of,
     length_of,
     load_step,
@@ -88,6 +89,8 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
 
     outer.enter_context(stalls_logged(run.path / "log.txt", say))
 
+    for line in headline(loaded):
+        say(line)
     # Resume before the sampler is made, because the sampler gets the resumed weights.
     beat("looking for a checkpoint to resume")
     identity = identity_of(learner, data, world)

@@ -188,23 +188,22 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def _headline(loaded: Loaded) -> str:
-    """Objective, model, batch and device in one line."""
+def headline(loaded: Loaded) -> list[str]:
+    """The first lines of a run: objective, model, batch and device in one line; a note if the algorithm is not set."""
     config = loaded.config
     model = config.actor.path + (f" with LoRA of rank {config.actor.lora_rank}" if config.actor.use_lora else "")
     batch = f"{config.train_dataset.batch_size} prompts × {config.gconfig.n_samples} completions"
     device, dtype = device_and_dtype(config)
-    return f"{objective_words(loaded)}, {model}, {batch}, {device.type} {str(dtype).removeprefix('torch.')}"
+    line = f"{objective_words(loaded)}, {model}, {batch}, {device.type} {str(dtype).removeprefix('torch.')}"
+    note = default_algorithm_note(loaded)
+    return [line, *([note] if note else [])]
 
 
 def opening_messages(
     loaded: Loaded, warnings: Sequence[Any], data: Data, valid: Data | None, learner: Learner
 ) -> list[str]:
-    """What rank 0 logs before the first step: objective, model and batch, translated keys, warnings, data, layout."""
-    lines = [_headline(loaded)]
-    if note := default_algorithm_note(loaded):
-        lines.append(note)
-    lines += [*loaded.messages, *(f"warning: {finding}" for finding in warnings)]
+    """What rank 0 logs before the first step: translated keys, warnings, the data, the layout of micro-batches."""
+    lines = [*loaded.messages, *(f"warning: {finding}" for finding in warnings)]
     lines += data.describe().splitlines()
     lines += ["no evaluation (evaluator.freq_steps: 0)"] if valid is None else valid.describe().splitlines()
     lines.append(f"layout: {learner.policy.layout_reason}")

@@ -286,3 +286,16 @@ def test_a_failed_reward_is_no_wrong_answer():
     assert found["reward_failures"] == 2
     nothing = figures([group(None)], 1)
     assert nothing["avg"] == {"value": None, "low": None, "high": None, "problems": 0}
+
+
+@pytest.mark.run
+def test_preview_shows_prompts_completions_and_rewards_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    config = tmp_path / "run.yaml"
+    config.write_text("actor: {path: embedded:tiny}\ntrain_dataset: {path: embedded:arithmetic, batch_size: 4}\n")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["preview", str(config), "--prompts", "2", "--samples", "2", "threads=1"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("── prompt") == 2
+    assert len(re.findall(r"── completion, reward [01]\n", out)) == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+    assert cli.main(["preview", str(config), "--samples", "0"]) == 2

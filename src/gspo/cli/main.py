@@ -103,9 +103,15 @@ VERBS: dict[str, Verb] = {
         train.train_arguments,
         train.train,
     ),
+    "preview": Verb(
+        "preview CONFIG [--prompts N] [--samples N] [key=value …]",
+        "show prompts as the model sees them, completions and rewards, before training",
+        train.preview_arguments,
+        train.preview,
+    ),
     "eval": Verb(
         "eval RUN|MODEL [--data PATH] [--samples N] [--step best|last|N] [--out FILE] [key=value …]",
-        "evaluate a run or a model on held-out problems: reward, avg@n and pass@k with intervals",
+        "evaluate a run or a model on held-out problems: reward, avg@n, pass@k, intervals",
         runs.eval_arguments,
         runs.evaluate,
     ),

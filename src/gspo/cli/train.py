@@ -91,6 +91,36 @@ def _train(args: argparse.Namespace, loaded: Loaded) -> int:
     return 0
 
 
+def preview_arguments(parser: argparse.ArgumentParser) -> None:
+    config_arguments(parser)
+    parser.add_argument("--prompts", type=int, default=3, metavar="N", help="number of prompts (default: 3)")
+    parser.add_argument("--samples", type=int, default=2, metavar="N", help="completions per prompt (default: 2)")
+
+
+def preview(args: argparse.Namespace) -> int:
+    from gspo.config.lint import check
+    from gspo.errors import ConfigError
+    from gspo.system.text import inert
+
+    if args.prompts < 1 or args.samples < 1:
+        raise ConfigError("--prompts and --samples must be at least 1")
+    loaded = load_config(args)
+    check(loaded)
+    _announce_build(loaded.config.actor.path)
+    from gspo.train.preview import preview
+
+    shown = preview(loaded.config, args.prompts, args.samples)
+    for number, item in enumerate(shown, 1):
+        print(f"── prompt {number}, {item.num_tokens} tokens\n{inert(item.prompt)}")
+        for text, reward in item.completions:
+            print(f"── completion, reward {inert(reward)}\n{inert(text)}")
+        print()
+    rewards = {reward for item in shown for _, reward in item.completions}
+    if len(rewards) == 1 and sum(len(item.completions) for item in shown) > 1:
+        print(f"Every reward is {inert(rewards.pop())}: groups with equal rewards teach nothing. Check the reward.")
+    return 0
+
+
 def free_trial_name(config: Config) -> str:
     """The trial_name of the config, or with the first number from 2 on whose run directory does not exist."""
     name, number, parent = config.trial_name, 2, run_path(config).parent

@@ -1,0 +1,76 @@
+"""`gspo preview`: the first prompts of a run, a few completions of the untrained model, and their rewards."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from gspo.config.schema import Config
+from gspo.rewards.route import GivenRewards
+from gspo.rollout.groups import sample_groups
+from gspo.rollout.workflow import Workflow, single_turn
+from gspo.train.build.compute import set_threads
+from gspo.train.build.data import load_data, prompt_stream, refuse_long_prompts
+from gspo.train.build.episodes import make_environment, make_episodes
+from gspo.train.build.policy import context_length, load_policy
+from gspo.train.build.rewards import default_rewards, make_rewards
+from gspo.train.build.sampler import decoder, make_sampler, sampling_params
+from gspo.train.evaluate import FIRST
+from gspo.types import Score
+
+ROWS = 1000  # prompts whose length is checked
+
+
+@dataclass(frozen=True)
+class Previewed:
+    """One prompt as the model sees it, with the texts of its completions and their rewards in words."""
+
+    prompt: str
+    num_tokens: int
+    completions: tuple[tuple[str, str], ...]  # text, reward
+
+
+def preview(config: Config, num_prompts: int, num_samples: int) -> list[Previewed]:
+    """Sample and score the first prompts of a run in this process. Nothing is trained, and nothing is written."""
+    set_threads(config)
+    policy, tokenizer = load_policy(config, None, 0)
+    environment, limit = make_environment(config, None), context_length(config, policy)
+    data = load_data(config.train_dataset, "train", tokenizer, config.seed, "train_dataset", environment)
+    refuse_long_prompts(data, limit, config.gconfig.max_new_tokens, most=ROWS)
+    if environment is None:
+        default_rewards(config, None, (data,))
+    prompt_of, workflow = prompt_stream(config, data), single_turn
+    with ExitStack() as stack:
+        sampler = make_sampler(config, policy, tokenizer, 0)
+        stack.callback(sampler.close)
+        rewards = make_rewards(config, None, None)
+        stack.callback(rewards.close)
+        if environment is not None:
+            rewards = GivenRewards(rewards)
+            episodes = make_episodes(config, environment, data, tokenizer, limit)
+            stack.callback(episodes.close)
+            workflow: Workflow = episodes
+        groups = sample_groups(
+            [(FIRST + index, prompt_of(index)) for index in range(num_prompts)],
+            num_samples=num_samples,
+            params=sampling_params(config.gconfig),
+            sampler=sampler,
+            rewards=rewards,
+            decode=decoder(tokenizer),
+            workflow=workflow,
+        )
+    return [
+        Previewed(
+            group.prompt.text,
+            len(group.prompt.tokens),
+            tuple((text, _words(outcome)) for text, outcome in zip(group.texts, group.outcomes, strict=True)),
+        )
+        for group in groups
+    ]
+
+
+def _words(outcome: object) -> str:
+    if not isinstance(outcome, Score):
+        return f"failed: {outcome}"
+    parts = ", ".join(f"{name} {value:g}" for name, value in outcome.parts.items())
+    return f"{outcome.value:g}" + (f" ({parts})" if len(outcome.parts) > 1 else "")

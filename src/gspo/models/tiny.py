@@ -106,18 +106,16 @@ _MLA = (
 _TOKENS: dict[str, Any] = dict.fromkeys(
     ("pad_token_id", "bos_token_id", "eos_token_id"), 1
 )  # of classes that need numbers
-# Types that cannot be built small, or are not a language model on their own; `tiny_config` gives the reason.
+# Types that cannot be built small, are not a language model on their own, or are refused; with the reason.
 EXCEPTIONS = {
     "blt": "a model of bytes, with a second model that cuts them into patches",
-    "cpmant": "puts trained prompt tokens of its own before the text",
+    "cpmant": "builds, but is refused: not causal (a later token changes earlier log-probs)",
     "dbrx": "the default config of transformers is incomplete: DbrxAttentionConfig has no rope_theta",
     "gemma4_assistant": "a draft model, which reads the hidden states of another model",
     "git": "takes images",
     "phi4_multimodal": "takes images and sound; its text model is phi3",
-    "reformer": "computes gradients in training mode only, with dropout and lengths that fill its chunks",
-    "roc_bert": "takes the shape and the pronunciation of each token",
-    "xlm": "not causal by default (config.causal)",
-    "xlnet": "not causal: it predicts in permuted order",
+    "reformer": "builds, but is refused: it computes gradients in training mode only, with dropout",
+    "xlnet": "builds, but is refused: not causal (a later token changes earlier log-probs)",
 }
 # What an architecture needs besides.
 _OWN: dict[str, dict[str, Any]] = {
@@ -140,6 +138,16 @@ _OWN: dict[str, dict[str, Any]] = {
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe", "mamba"], "n_groups": 2},
     "zaya": {"num_experts_per_tok": 1},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_mem_blocks": 1},
+    "roc_bert": {
+        "is_decoder": True,
+        "shape_vocab_size": VOCAB,
+        "pronunciation_vocab_size": VOCAB,
+        **_TOKENS,
+        "shape_embed_dim": 8,
+        "pronunciation_embed_dim": 8,
+    },
+    # XLM takes the number of tokens other than its pad token as the length of a row: the pad token must not be drawn.
+    "xlm": {"causal": True, **_TOKENS, "mask_token_id": 0, "vocab_size": VOCAB + 1, "pad_token_id": VOCAB},
     "xmod": {"is_decoder": True, "default_language": "en_XX", **_TOKENS},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 2 * _HIDDEN},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},

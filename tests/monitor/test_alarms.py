@@ -1,6 +1,6 @@
 import pytest
 
-from gspo.monitor.alarms import PATIENCE, alarms
+from gspo.monitor.alarms import PATIENCE, alarms, first_step_message
 
 HEALTHY = {
     "clip/sequences_low": 0.1,
@@ -94,3 +94,10 @@ def test_noise_above_the_clip_range_speaks_where_the_sampler_is_the_proximal_pol
         for _ in range(PATIENCE):
             said = spoken(noisy | {"policy/proximal": source}, counts, noise_is_forced=forced)
         assert [("above the clip range" in line) for line in said] == [True] * speaks
+
+
+def test_a_first_batch_without_any_reward_is_said_at_once():
+    row = {"step": 1, "reward/mean": 0.0, "reward/std": 0.0}
+    assert "every reward of the first batch is 0" in (first_step_message(row) or "")
+    for other in ({"step": 2}, {"reward/mean": 0.1}, {"reward/std": 0.5}):
+        assert first_step_message(row | other) is None

@@ -13,6 +13,7 @@ from gspo.models import embedded
 from gspo.monitor.display import make_display
 from gspo.train import Trainer
 from gspo.train.build.data import make_data
+from gspo.train.build.policy import alphabet_warning
 from gspo.train.summary import Summary
 
 
@@ -76,3 +77,10 @@ def test_a_notebook_gets_a_panel_that_is_updated(monkeypatch):
     assert "reward 0.750" in shown[-1]
     assert "&lt;run&gt;" in shown[-1]
     assert shown[-1].count("<svg") == 2
+
+
+def test_an_embedded_model_warns_of_text_outside_its_alphabet():
+    tiny = load(None, ["actor.path=embedded:tiny"]).config
+    assert alphabet_warning(tiny, "12+34=") == []
+    assert "'say '" in alphabet_warning(tiny, "say 1")[0]
+    assert alphabet_warning(load(None, ["actor.path=smollm2-135m"]).config, "say 1") == []

@@ -123,6 +123,16 @@ def vocabulary(name: str) -> tuple[str, ...]:
     return (*VOCABULARY, *_recipe(name).get("characters", ""))
 
 
+def unknown_characters(name: str, text: str) -> str:
+    """The characters of a text that the model has no token for.
+
+    >>> unknown_characters("embedded:tiny", "What is 2+2=")
+    'What is'
+    """
+    known = set(vocabulary(name))
+    return "".join(dict.fromkeys(c for c in text if c not in known))
+
+
 def folder(name: str) -> Path:
     """The cache folder of a built model."""
     return cache.root() / f"{name.replace(':', '-')}-{digest(name)}"

@@ -10,6 +10,16 @@ from typing import Any
 PATIENCE = 20
 
 
+def first_step_message(metrics: Mapping[str, Any]) -> str | None:
+    """What to say at once if the first batch has no reward at all; the alarm for equal rewards waits PATIENCE steps."""
+    if metrics.get("step") != 1 or metrics.get("reward/mean") != 0.0 or metrics.get("reward/std") != 0.0:
+        return None
+    return (
+        "warning: every reward of the first batch is 0, so nothing was learnt from it; if this goes on, the reward "
+        "does not match the completions, or the problems are too hard (`gspo preview` shows completions and their rewards)"
+    )
+
+
 def alarms(
     metrics: Mapping[str, Any],
     counts: dict[str, int],

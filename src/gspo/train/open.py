@@ -18,7 +18,7 @@ from gspo.train.build.data import make_evaluator, open_data, prompt_stream
 from gspo.train.build.episodes import make_episodes
 from gspo.train.build.learner import make_learner
 from gspo.train.build.optim import make_updater
-from gspo.train.build.policy import context_length
+from gspo.train.build.policy import alphabet_warning, context_length
 from gspo.train.build.rewards import default_rewards, make_rewards
 from gspo.train.build.rollout import make_producer, resumed_snapshot
 from gspo.train.build.run import (
@@ -154,6 +154,7 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
         saver=make_saver(config, run, learner, identity, steps_per_epoch, state.step),
         opening_messages=[
             *opening_messages(loaded, given.warnings, data, valid, learner),
+            *alphabet_warning(config, data.prompt(0).text),
             *chosen,
             *changed * bool(state.step),
         ],

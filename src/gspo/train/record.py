@@ -8,7 +8,7 @@ from typing import Any
 
 from gspo.learner.batch import Batch
 from gspo.learner.step import StepReport
-from gspo.monitor.alarms import alarms
+from gspo.monitor.alarms import alarms, first_step_message
 from gspo.monitor.display import Display
 from gspo.monitor.loggers import Loggers
 from gspo.monitor.metrics import step_metrics, time_metrics
@@ -93,6 +93,8 @@ class Recorder:
 
     def alarm(self, metrics: Mapping[str, Any], counts: dict[str, int]) -> str | None:
         """Print the alarms of a step; returns the one that must stop the run (on_alarm: stop), if any."""
+        if at_once := first_step_message(metrics):
+            self._say(at_once)
         messages = alarms(
             metrics,
             counts,

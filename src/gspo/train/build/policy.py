@@ -13,6 +13,7 @@ from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.probe import probe
 from gspo.learner.policy.sharding import shard
 from gspo.learner.ranks.world import ALONE, World
+from gspo.models import embedded
 from gspo.models.loading import load_model, load_tokenizer
 from gspo.models.lora import add_adapter
 from gspo.models.moe import check_replay
@@ -53,6 +54,17 @@ def make_tokenizer(config: Config) -> Any:
     if config.tokenizer_path is None:
         return load_tokenizer(config.actor.path, "actor.path")
     return load_tokenizer(config.tokenizer_path, "tokenizer_path")
+
+
+def alphabet_warning(config: Config, prompt: str) -> list[str]:
+    """A line if an embedded model has no token for some characters of a prompt."""
+    path = config.actor.path
+    if path not in embedded.RECIPES or not (unknown := embedded.unknown_characters(path, prompt)):
+        return []
+    return [
+        f"warning: {path} knows the characters of embedded:arithmetic only, and the first prompt has others: "
+        f"{unknown[:40]!r}; set actor.path to a language model, for example smollm2-135m"
+    ]
 
 
 def load_policy(config: Config, run: Path | None, step: int) -> tuple[PolicyModule, Any]:

@@ -16,7 +16,7 @@ def first_step_message(metrics: Mapping[str, Any]) -> str | None:
         return None
     return (
         "warning: every reward of the first batch is 0, so nothing was learnt from it; if this goes on, the reward "
-        "does not match the completions, or the problems are too hard (`gspo preview` shows completions and their rewards)"
+        "does not match the completions, or the problems are too hard (`gspo preview` shows completions and rewards)"
     )
 
 

@@ -72,7 +72,7 @@ def serve() -> None:
             try:
                 if asked["forget"]:
                     opening.make_sampler = _forgetful(opening.make_sampler)
-                summary = training_runs.make_trainer(root, *RUN, *asked["overrides"]).train()
+                summary = training_runs.make_trainer(root, *RUN, *asked["overrides"]).train(report=False)
                 code = 0 if summary.finished else 3
             except KeyboardInterrupt:
                 code = 130

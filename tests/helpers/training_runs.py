@@ -41,7 +41,7 @@ def train(root: Path, *overrides: str, **given):
     threads = torch.get_num_threads()
     trainer = make_trainer(root, *overrides, **given)
     try:
-        summary = trainer.train()
+        summary = trainer.train(report=False)
     finally:
         torch.set_num_threads(threads)
     return trainer, summary.path

@@ -1,5 +1,7 @@
 """Rewards that a worker cannot import: of a notebook cell, lambdas, closures and objects; they keep their deadline."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -49,3 +51,33 @@ def test_a_function_that_cannot_be_pickled_says_what_to_do():
     lock = __import__("threading").Lock()
     with pytest.raises(ConfigError, match=r"%%writefile reward\.py"):
         reward_spec(lambda text: lock.locked())
+
+
+@pytest.mark.run
+def test_a_function_below_the_main_guard_of_a_script_scores_in_workers(tmp_path):
+    """A worker imports a script and does not run what is below the guard."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == ["session:below", f"{script}:above", "7.0"], done.stderr
+
+
+SCRIPT = """
+from gspo.rewards.pool import RewardPool
+from gspo.rewards.spec import RewardItem, reward_spec
+
+def above(text):
+    below = 1.0
+    return below
+
+if __name__ == "__main__":
+    factor = 3.0
+
+    def below(text):
+        return factor * len(text)
+
+    spec = reward_spec([below, above])
+    print(*(part.name for part in spec), sep="\\n")
+    with RewardPool(spec, workers=1) as pool:
+        print(pool.score([RewardItem("q", ("ab",))])[0][0].value)
+"""

@@ -5,7 +5,7 @@ import time
 
 import pytest
 from killed_runs import Runs, fired
-from training_runs import digests, path_of
+from training_runs import RANKED, digests, metrics, path_of
 
 from gspo import rng
 from gspo.faults import SITES
@@ -67,6 +67,22 @@ def test_every_site_of_the_injector_is_killed_at_or_has_a_test_of_its_own():
 )  # fmt: skip
 def test_a_run_killed_at_a_phase_and_run_again_is_the_uninterrupted_one(runs, straight, tmp_path, fault):
     assert killed_then_finished(runs, tmp_path, [fault]) == straight
+
+
+@pytest.mark.full
+def test_a_run_killed_in_a_second_pass_over_its_batch_is_the_uninterrupted_one(runs, tmp_path):
+    """Two mini-batches and two passes: update 15 is the first one of the second pass of step 4, after a save at 3."""
+    short = ("actor.ppo_epochs=2", "total_train_steps=5", RANKED)
+    assert runs.run(tmp_path / "straight", *short) == 0
+    whole = digests(path_of(tmp_path / "straight"))
+    root = tmp_path / "killed"
+    assert runs.run(root, *short, fault="train.updated:15:kill") == -9
+    assert fired(root) == ["train.updated:15:kill"]
+    assert [row["step"] for row in metrics(path_of(root))][-1] == 3
+    assert runs.run(root, *short) == 0
+    assert digests(path_of(root)) == whole
+    assert runs.run(tmp_path / "one pass", *short[1:]) == 0
+    assert digests(path_of(tmp_path / "one pass"))["model.safetensors"] != whole["model.safetensors"]
 
 
 @pytest.mark.full

@@ -65,13 +65,13 @@ def test_a_run_stopped_by_a_signal_and_resumed_is_the_uninterrupted_one(straight
         return single_turn(requests, sampler)
 
     trainer = make_trainer(tmp_path, *FOUR, workflow=workflow)
-    summary = trainer.train()
+    summary = trainer.train(report=False)
     assert sent
     assert (summary.finished, summary.steps) == (False, 2)  # the step it was in is finished
     assert "eval/accuracy" in metrics(summary.path)[2]  # due at step 2 anyway
     assert f"{signal.Signals(number).name}: saving after this step" in capsys.readouterr().out
     assert "stopped after step 2; run the same command again" in (summary.path / "log.txt").read_text()
-    again = trainer.train()  # the same call goes on
+    again = trainer.train(report=False)  # the same call goes on
     assert (again.finished, again.steps) == (True, 4)
     assert f"resumed from {summary.path}/checkpoints/step_000002 at step 2" in capsys.readouterr().out
     assert digests(again.path) == digests(path)
@@ -659,7 +659,7 @@ def test_non_finite_gradients_touch_nothing_and_end_the_run_with_a_typed_error(t
     settings = ("saver.freq_steps=1", "rollout.dump_to_file=false", RANKED)
     trainer = make_trainer(tmp_path, *settings, kind=Poisoned)
     with pytest.raises(TrainingError, match=r"3 updates of the policy in a row.*actor\.optimizer\.lr"):
-        trainer.train()
+        trainer.train(report=False)
     path = path_of(tmp_path)
     # Dumped though nothing else is: the bad batches and only they, that of the step that was never finished too.
     assert sorted(f.name for f in (path / "samples").glob("*.jsonl")) == ["step_000002.jsonl", "step_000003.jsonl"]

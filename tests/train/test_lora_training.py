@@ -97,10 +97,10 @@ def test_a_run_stopped_by_a_signal_and_resumed_is_the_uninterrupted_one(run, tmp
         return single_turn(requests, sampler)
 
     trainer = make_trainer(tmp_path, *LORA, *THREE, workflow=workflow)
-    summary = trainer.train()
+    summary = trainer.train(report=False)
     assert sent
     assert (summary.finished, summary.steps) == (False, 2)
-    again = trainer.train()
+    again = trainer.train(report=False)
     assert again.finished
     assert digests(again.path) == digests(run[1])
 

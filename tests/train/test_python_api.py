@@ -6,6 +6,7 @@ import types
 
 import pandas
 import pytest
+from training_runs import make_trainer
 
 from gspo.config import load
 from gspo.errors import ConfigError
@@ -84,3 +85,17 @@ def test_an_embedded_model_warns_of_text_outside_its_alphabet():
     assert alphabet_warning(tiny, "12+34=") == []
     assert "'say '" in alphabet_warning(tiny, "say 1")[0]
     assert alphabet_warning(load(None, ["actor.path=smollm2-135m"]).config, "say 1") == []
+
+
+@pytest.mark.run
+def test_a_run_from_python_ends_with_the_page_the_picture_and_the_table(tmp_path, tiny, capsys):
+    trainer = make_trainer(tmp_path, "total_train_steps=1", "train_dataset.batch_size=2", "evaluator.size=4")
+    summary = trainer.train()
+    assert "<html" in (summary.path / "report.html").read_text()
+    assert (summary.path / "training.png").stat().st_size > 1000
+    said = capsys.readouterr().out
+    assert "Finished." in said
+    assert f"gspo report {summary.path} --open" in said  # one line
+    (summary.path / "report.html").unlink()
+    assert trainer.train(report=False).finished
+    assert not (summary.path / "report.html").exists()

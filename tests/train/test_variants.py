@@ -104,9 +104,9 @@ def test_with_kl_in_the_loss_groups_of_equal_rewards_enter_the_model(tmp_path):
 def test_a_reference_of_its_own_is_another_model_and_a_missing_one_names_its_key(tmp_path):
     trainer = make_trainer(tmp_path, "actor.kl_loss_coef=0.1", "ref.path=/nowhere/at/all")
     with pytest.raises(DataError, match=r"ref\.path: there is no folder '/nowhere/at/all'"):
-        trainer.train()
+        trainer.train(report=False)
     other = make_trainer(tmp_path / "o", "actor.kl_loss_coef=0.1", *REF, "total_train_steps=1")
-    other.train()
+    other.train(report=False)
     assert other.parts.learner.reference.policy is not other.parts.learner.policy
     assert not next(other.parts.learner.reference.policy.parameters()).requires_grad
 

@@ -44,7 +44,7 @@ def models(args: argparse.Namespace) -> int:
         raise ConfigError("gspo models list takes no further arguments; to fetch a model: gspo models fetch NAME")
     from gspo.report.terminal import models_view
 
-    console().print(models_view(registry.rows()))
+    console().print(models_view(registry.rows()), crop=False)
     return 0
 
 

@@ -157,4 +157,4 @@ def show_run(path: Path, said: str, commands: Mapping[str, str]) -> None:
         look = f"report.html could not be written: {problem.strerror}"
     places = {"run": str(path), "plot": drawn, "report": look, **commands}
     print()
-    console().print(run_view(said, summarise(path), {name: inert(text) for name, text in places.items()}))
+    console().print(run_view(said, summarise(path), {name: inert(text) for name, text in places.items()}), crop=False)

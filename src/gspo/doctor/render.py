@@ -17,7 +17,7 @@ from rich.text import Text
 from gspo.algorithms import ALGORITHMS, Algorithm
 from gspo.doctor.explain import Report
 from gspo.doctor.explain.objective import ADVANTAGE_WORDS, AGGREGATION_WORDS, RATIO_WORDS
-from gspo.system.text import count, human, inert, number
+from gspo.system.text import Rows, count, human, inert, number
 
 NARROWEST = 40
 
@@ -190,7 +190,7 @@ def _memory(data: dict[str, Any]) -> Iterable[RenderableType]:
 def _findings(data: dict[str, Any]) -> Iterable[RenderableType]:
     if data["messages"]:
         yield _heading("Keys that were renamed or set automatically")
-        yield from (Padding(_text(message), (0, 0, 0, 2)) for message in data["messages"])
+        yield from (_flow(message, indent=2) for message in data["messages"])
     if data["without_effect"]:
         yield _heading("Keys without effect")
         yield _pairs((row["key"], f"{row['why']} ({row['where']})") for row in data["without_effect"])
@@ -198,13 +198,10 @@ def _findings(data: dict[str, Any]) -> Iterable[RenderableType]:
         if data[kind]:
             yield _heading({"errors": "Errors", "warnings": "Warnings"}[kind], style=style)
             for finding in data[kind]:
-                text = Text.assemble(
-                    _text(finding["key"], "bold"), _text(f" ({finding['where']}): {finding['message']}."), "\n"
-                )
-                text.append_text(_text(f"→ {finding['remedy']}.", "green"))
-                yield Padding(text, (0, 0, 0, 2))
+                yield _flow(f"{finding['key']} ({finding['where']}): {finding['message']}.", indent=2)
+                yield _flow(f"→ {finding['remedy']}.", "green", indent=2)
     yield Text()
-    yield _text(_verdict(data), "bold")
+    yield _flow(_verdict(data), "bold")
 
 
 def _verdict(data: dict[str, Any]) -> str:
@@ -231,7 +228,7 @@ def machine_text(report: Report, *, width: int = 100, styled: bool = False) -> s
     unknown = ", ".join(check["what"] for check in checks if check["state"] == "unknown")
     verdict = f"it cannot run here: {_plural(len(failed), 'problem')} (✗)" if failed else "it can run here"
     tail = f". Not checked: {unknown}" if unknown else ""
-    blocks = [_heading("This machine"), _pairs(rows), Text(), _text(f"This machine: {verdict}{tail}.", "bold")]
+    blocks = [_heading("This machine"), _pairs(rows), Text(), _flow(f"This machine: {verdict}{tail}.", "bold")]
     return _render(Group(*blocks), width, styled)
 
 
@@ -244,13 +241,12 @@ def _heading(title: str, detail: str = "", style: str = "bold") -> RenderableTyp
 
 
 def _pairs(rows: Iterable[Iterable[str]]) -> RenderableType:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(overflow="fold", max_width=34)
-    table.add_column(overflow="fold", ratio=1)
-    for name, value in rows:
-        if value:
-            table.add_row(_text(name, "dim"), _text(value))
-    return Padding(table, (0, 0, 0, 2))
+    return Rows([(inert(name), inert(value), "") for name, value in rows if value], indent=2)
+
+
+def _flow(text: str, style: str = "", indent: int = 0) -> RenderableType:
+    """A paragraph."""
+    return Rows([("", inert(text), style)], indent)
 
 
 def _text(text: str, style: str = "") -> Text:
@@ -270,5 +266,5 @@ def _render(content: RenderableType, width: int, styled: bool) -> str:
         emoji=False,
         legacy_windows=False,
     )
-    console.print(content)
+    console.print(content, crop=False)  # a path may be wider
     return "\n".join(line.rstrip() for line in out.getvalue().strip("\n").split("\n"))

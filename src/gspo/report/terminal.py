@@ -16,16 +16,16 @@ from rich.text import Text
 from gspo.report.read import Checkpoint, score_text
 from gspo.report.samples import Block
 from gspo.report.summary import Summary, duration, summary_rows
+from gspo.system.text import Rows
 
 
 def run_view(said: str, summary: Summary, places: Mapping[str, str]) -> RenderableType:
     """A sentence, the results, and the paths of the files."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text in (*summary_rows(summary), *places.items()):
-        table.add_row(Text(name), Text(text, style="bold" if name.startswith("held-out") else ""))
-    return Group(Text(said, style="bold"), table)
+    rows = [
+        (name, text, "bold" if name.startswith("held-out") else "")
+        for name, text in (*summary_rows(summary), *places.items())
+    ]
+    return Group(Text(said, style="bold"), Rows(rows, unwrapped=places.keys()))
 
 
 def evaluation_view(head: str, result: Mapping[str, Any]) -> RenderableType:
@@ -144,9 +144,8 @@ def checkpoints_view(found: Sequence[Checkpoint], notes: Mapping[int, str]) -> R
 
 def models_view(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Name, what it is, size, and where it is or how to get it."""
-    table = Table.grid(padding=(0, 3))
-    table.add_row(*(Text(name, style="dim") for name in ("model", "", "on disk", "where, or how to get it")))
+    shown = []
     for row in rows:
-        size = f"{row['bytes'] / 1e6:,.1f} MB" if row["here"] else "not fetched"
-        table.add_row(Text(row["name"]), Text(row["what"]), Text(size), Text(row["where"], overflow="fold"))
-    return table
+        size = f"{row['bytes'] / 1e6:,.1f} MB on disk:" if row["here"] else "not here:"
+        shown += [(row["name"], row["what"], ""), ("", f"{size} {row['where']}", "dim")]
+    return Rows(shown)

@@ -5,12 +5,13 @@ User functions are not imported here; the workers import them by name (`call.py`
 
 from __future__ import annotations
 
+import ast
 import base64
 import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -109,8 +110,9 @@ def reward_spec(
 def function_name(function: Callable[..., Any], key: str = "reward") -> tuple[str, str]:
     """The name by which a worker imports a function (`module:function`, `file.py:function`), and its code.
 
-    The code is empty if the function can be imported. A lambda, a closure, an object with `__call__` and a function of
-    a notebook cell cannot be: they are pickled by value, with what they use of the session.
+    The code is empty if the function can be imported. A lambda, a closure, an object with `__call__`, a function of a
+    notebook cell and one that a script defines below `if __name__ == "__main__":` cannot be: they are pickled by value,
+    with what they use of the session.
     """
     qualified = getattr(function, "__qualname__", type(function).__name__)
     module = getattr(function, "__module__", None)
@@ -120,9 +122,37 @@ def function_name(function: Callable[..., Any], key: str = "reward") -> tuple[st
     is_named = hasattr(function, "__qualname__") and "<" not in qualified and not hasattr(function, "__self__")
     if is_named and module and module != "__main__":
         return f"{module}:{qualified}", ""
-    if is_named and module == "__main__" and path is not None:
+    if is_named and module == "__main__" and path is not None and not _is_guarded(Path(path), qualified):
         return f"{Path(path).resolve()}:{qualified}", ""
     return f"session:{qualified.rpartition('.')[2]}", _pickled(function, qualified, key)
+
+
+_MAIN = ("__name__ == '__main__'", "'__main__' == __name__")
+
+
+def _is_guarded(script: Path, qualified: str) -> bool:
+    """Whether a script binds a name only below `if __name__ == "__main__":`, which an import does not run."""
+    try:
+        body = ast.parse(script.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return False
+    guards = [node for node in body if isinstance(node, ast.If) and ast.unparse(node.test) in _MAIN]
+    below = [statement for guard in guards for statement in guard.body]
+    name = qualified.partition(".")[0]
+    return name in _bound(below) and name not in _bound([node for node in body if node not in guards])
+
+
+def _bound(nodes: Iterable[ast.AST]) -> set[str]:
+    """Names of the functions, classes and variables of statements, without those inside functions and classes."""
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        else:
+            found |= _bound(ast.iter_child_nodes(node))
+    return found
 
 
 def _pickled(function: Callable[..., Any], name: str, key: str) -> str:

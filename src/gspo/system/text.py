@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import textwrap
 import unicodedata
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+    from rich.text import Text
 
 # Unicode categories of characters that can move the cursor, change colours or reorder text.
 DANGEROUS = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
@@ -55,3 +64,40 @@ def count(number: int) -> str:
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return str(number)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows (name, text, style) for a rich console, which must be told not to crop: a path may be wider than it."""
+
+    rows: Sequence[tuple[str, str, str]]
+    indent: int = 0
+    unwrapped: Collection[str] = ()  # names of rows with a command or a path: one line each, to be copied
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        from rich.text import Text
+
+        width = options.max_width - self.indent
+        names = [wrapped(name, width // 3) for name, _, _ in self.rows]
+        left = max((len(line) for lines in names for line in lines), default=0)
+        gap = 2 if left else 0
+        for lines, (title, text, style) in zip(names, self.rows, strict=True):
+            right = [text] if title in self.unwrapped else wrapped(text, width - left - gap)
+            for name, line in zip_longest(lines, right, fillvalue=""):
+                parts = (" " * self.indent, (name.ljust(left + gap), "dim"), (line, style))
+                yield Text.assemble(*parts, no_wrap=True, overflow="ignore")
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Lines of at most `width` characters. A path is never broken, so that it can be copied.
+
+    >>> wrapped("run /tmp/a-long-folder/file of incomprehensible size", 16)
+    ['run', '/tmp/a-long-folder/file', 'of', 'incomprehensible', 'size']
+    >>> wrapped("incomprehensible", 9)
+    ['incompreh', 'ensible']
+    """
+    lines: list[str] = []
+    for line in text.split("\n"):
+        words = (w if "/" in w else " ".join(textwrap.wrap(w, width)) or w for w in line.split(" "))
+        lines += textwrap.wrap(" ".join(words), width, break_long_words=False, break_on_hyphens=False) or [""]
+    return lines

@@ -15,7 +15,7 @@ from gspo.system.files import read_jsonl
 
 REPORT_S = 600.0  # limit for writing a report
 
-_SHOW = "import sys, pathlib; from gspo.cli.train import show_run; show_run(pathlib.Path(sys.argv[1]), 'Finished.', {})"
+_SHOW = "import sys, pathlib; from gspo.cli.train import show_run; show_run(pathlib.Path(sys.argv[1]), sys.argv[2], {})"
 SHOWN = {"reward": "reward/mean", "accuracy": "eval/accuracy", "held_out_reward": "eval/reward"}
 
 
@@ -50,7 +50,9 @@ class Summary:
     def report(self) -> Path:
         """Write report.html and training.png (needs matplotlib) and print the table, as `gspo train` does."""
         # In a process of its own: report is on a higher floor than training.
-        command = [sys.executable, "-c", _SHOW, str(self.path)]
+        said = "Finished." if self.finished else f"Stopped and saved after step {self.steps}. Train again to resume."
+        # -P: a file of the user's folder (types.py, rich.py) does not replace a module.
+        command = [sys.executable, "-P", "-c", _SHOW, str(self.path), said]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=REPORT_S)
         except subprocess.TimeoutExpired:

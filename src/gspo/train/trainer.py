@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from gspo.config import Loaded, load
 from gspo.config.lint import check
-from gspo.errors import ConfigError
+from gspo.errors import ConfigError, GspoError
 from gspo.learner.ranks.signals import StopRequest
 from gspo.learner.ranks.world import ALONE, World
 from gspo.rollout.workflow import Filter, Workflow
@@ -79,8 +80,11 @@ class Trainer:
         config = self.config
         return f"Trainer({config.algorithm}, {config.actor.path}, {config.train_dataset.path}, run {self.path})"
 
-    def train(self) -> Summary:
-        """Run to the end, or to a signal; the same call resumes from the last checkpoint."""
+    def train(self, *, report: bool = True) -> Summary:
+        """Run to the end, or to a signal; the same call resumes from the last checkpoint.
+
+        report      write report.html and training.png at the end and print the table, as `gspo train` does
+        """
         # If the config needs several processes, this call replaces the current process by the launcher and does not
         # return.
         relaunch(self.loaded)
@@ -90,6 +94,11 @@ class Trainer:
             # After rank 0 has closed its parts. The other ranks wait for this command and return the same summary.
             end = {"steps": summary.steps, "seconds": summary.seconds, "finished": summary.finished}
             world.broadcast_command("end", end)
+        if report and summary.rank == 0:
+            try:
+                summary.report()
+            except GspoError as error:  # the run itself is complete
+                print(f"gspo: {error}", file=sys.stderr, flush=True)
         return summary
 
     @contextmanager
@@ -101,4 +110,4 @@ class Trainer:
 
 def run(loaded: Loaded) -> Summary:
     """`gspo train`."""
-    return Trainer(loaded).train()
+    return Trainer(loaded).train(report=False)  # the command reports in its own process

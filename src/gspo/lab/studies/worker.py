@@ -74,7 +74,7 @@ def _trained(study: Study, job: Job, folder: Path) -> dict[str, dict[str, Any]] 
     loaded = plan.configured(study, {**job.overrides, **place}, job.seed)
     run, failed = folder / f"seed{job.seed}", None
     try:
-        if not Trainer(loaded).train().finished:
+        if not Trainer(loaded).train(report=False).finished:
             return None
     except TrainingError as error:
         failed = str(error)  # the training failed, which is a result, too

@@ -6,8 +6,11 @@ import sys
 
 import pytest
 from launched_runs import (
+    CONFIG,
     KILLED,
     NUM_STEPS,
+    ROOT,
+    SMALL,
     STOPPED,
     TURNED,
     Run,
@@ -121,6 +124,69 @@ def test_a_cluster_that_does_not_answer_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     with pytest.raises(GspoError, match=r"the Ray cluster at 127\.0\.0\.1:9 \(RAY_ADDRESS\) cannot be reached"):
         ray.run(plan_of(tmp_path), restarts=0, say=print, start_timeout=1)
+
+
+@full
+def test_an_actor_that_is_stopped_is_killed_with_its_trainer_which_resumes(tmp_path):
+    run = Run(by_command("ray"), tmp_path, "total_train_steps=100000")
+    until(lambda: run.steps() or run.process.poll() is not None)
+    (actor,) = [pid for pid, command in run.processes() if command.startswith("ray::ProcessActor")]
+    os.kill(actor, signal.SIGSTOP)
+    until(lambda: actor not in [pid for pid, _ in run.processes()], 180)
+    step = run.steps()[-1]
+    until(lambda: run.steps()[-1] > step)
+    os.killpg(run.process.pid, signal.SIGINT)
+    code, said, complained = run.end()
+    assert code == 130, said + complained
+    assert "Ray lost trainer_0: no answer for 65 s" in complained
+    until(lambda: not run.left(), 20)
+
+
+@full
+def test_a_run_whose_reader_goes_away_trains_to_its_end(at_home, tmp_path):
+    run = Run(by_command("ray"), tmp_path)
+    assert run.process.stdout is not None
+    run.process.stdout.readline()
+    run.process.stdout.close()  # as `| head -1` does
+    assert run.process.wait(300) == 0
+    assert metrics_of(run.path) == at_home
+
+
+@full
+def test_a_lost_ray_daemon_ends_the_run_and_leaves_no_trainer(tmp_path):
+    run = Run(by_command("ray"), tmp_path, "total_train_steps=100000")
+    until(lambda: run.steps() or run.process.poll() is not None)
+    (raylet,) = [pid for pid, command in run.processes() if command.split(" ")[0].endswith("/raylet")]
+    os.kill(raylet, signal.SIGKILL)
+    code, said, complained = run.end(300)
+    assert code == 1, said + complained
+    assert "all machines of the Ray cluster are lost" in complained
+    until(lambda: not run.left(), 90)
+
+
+@full
+def test_a_second_launcher_is_refused_before_it_touches_the_servers_of_the_first(tmp_path):
+    asked = ("rollout.backend=local:d1",)
+    run = Run(by_command("ray"), tmp_path, *asked)
+    until(lambda: (run.path / "samplers" / "sampler_0.json").exists() or run.process.poll() is not None)
+    code, _, complained = Run(by_command("ray"), tmp_path, *asked).end()
+    assert code == 2
+    assert "is in use by another" in complained
+    assert run.end()[0] == 0
+
+
+@pytest.mark.parametrize("blocker", ["file", "folder"])
+def test_a_run_directory_that_cannot_be_written_is_one_sentence(tmp_path, capsys, blocker):
+    from gspo.cli import main as cli
+
+    if blocker == "file":
+        (tmp_path / "runs").write_text("")
+    else:
+        (tmp_path / "runs" / "gsm8k-gspo" / "trial0" / "launch" / "config.tmp").mkdir(parents=True)
+    file = str(ROOT / CONFIG)
+    code = cli.main(["train", file, f"cluster.fileroot={tmp_path / 'runs'}", "--on", "ray", *SMALL])
+    assert code == 2
+    assert "cannot be written" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from gspo.launcher import ray_actor
 from gspo.launcher.plan import Process
-from gspo.launcher.ray_actor import ProcessActor
+from gspo.launcher.ray_actor import ProcessActor, kill_if_stopped
 
 pytestmark = pytest.mark.run
 
@@ -102,3 +103,33 @@ def test_a_process_that_cannot_be_started_is_a_bad_config_and_says_why(tmp_path,
     assert code == 2
     assert says in said
     assert "Traceback" not in said
+
+
+def test_output_that_nobody_reads_is_bounded_and_comes_in_small_replies(tmp_path):
+    """As when the launcher is stopped: a large reply would fill Ray's object store."""
+    runner = started([sys.executable, "-c", "for _ in range(40): print('x' * 2**20)\nprint('the end')"], tmp_path)
+    deadline = time.monotonic() + 30
+    while runner._code is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    replies, code = [], None
+    while code is None:
+        more, code = runner.poll(0.2)
+        replies.append(len(more))
+        said = more
+    assert code == 0
+    assert max(replies) <= ray_actor.REPLY_BYTES
+    assert 2**20 < sum(replies) <= ray_actor.KEPT_BYTES + 100
+    assert said.endswith(b"the end\n")  # the last reply, with the exit code
+
+
+def test_only_a_stopped_process_is_killed_for_its_silence(tmp_path):
+    import subprocess
+
+    process = subprocess.Popen(["sleep", "60"])
+    kill_if_stopped(process.pid)
+    assert process.poll() is None
+    os.kill(process.pid, signal.SIGSTOP)
+    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
+    kill_if_stopped(process.pid)
+    assert process.wait(10) == -signal.SIGKILL

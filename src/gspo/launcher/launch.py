@@ -12,6 +12,7 @@ Imports are inside the functions so that `--help` and `--dry-run` start without 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -56,13 +57,15 @@ def launch(loaded: Loaded, command: Sequence[str], *, dry_run: bool = False) -> 
             return None
         from gspo.launcher import local
 
-        _write_launch_files(loaded, plan)
-        return local.run(plan, restarts=restarts, say=_say)
-    _write_launch_files(loaded, plan)
+        with _write_launch_files(loaded, plan):
+            return local.run(plan, restarts=restarts, say=_say)
     if on == "ray":
         from gspo.launcher import ray
 
-        return ray.run(plan, restarts=restarts, say=_say)
+        with _write_launch_files(loaded, plan):
+            return ray.run(plan, restarts=restarts, say=_say)
+    # A job may wait for days, and its own launcher takes the lock.
+    _write_launch_files(loaded, plan).close()
     from gspo.launcher import slurm
 
     return slurm.run(plan, config.scheduler.slurm, command, restarts=restarts, say=_say)
@@ -85,29 +88,40 @@ def require_machine(config: Config, layout: Layout, num_gpus: int) -> None:
         )
 
 
-def _write_launch_files(loaded: Loaded, plan: LaunchPlan) -> None:
-    """Create the folders and write the resolved config, which samplers and Slurm jobs read."""
+def _write_launch_files(loaded: Loaded, plan: LaunchPlan) -> contextlib.ExitStack:
+    """Create the folders and write the resolved config, which samplers and Slurm jobs read.
+
+    Returns the lock of the launcher's folder: a second launcher would replace the servers of this one before its
+    trainer has the lock of the run directory.
+    """
     from gspo.config import dump
+    from gspo.errors import ConfigError
     from gspo.runs.lock import RunLock
 
-    plan.path.mkdir(parents=True, exist_ok=True)
-    # Only tested here and released at once: a running trainer's samplers must stay registered. The trainer takes the
-    # lock when it starts.
-    RunLock(plan.path).close()
-    # 0700: the files name addresses of servers of this run.
-    for folder in (plan.folder, plan.sampler_folder) if plan.samplers else (plan.folder,):
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # Registrations of an earlier launch would lead the trainer to servers that no longer exist.
-    for stale in (*plan.sampler_folder.glob("sampler_*.json"), *plan.sampler_folder.glob("sampler_*.gone")):
-        stale.unlink()
-    # Written and renamed, so that a sampler never reads half a config.
-    tmp = plan.config_file.with_suffix(".tmp")
-    tmp.write_text(dump(loaded), encoding="utf-8")
-    tmp.replace(plan.config_file)
+    try:
+        # Only tested here: the trainer takes this lock when it starts.
+        plan.path.mkdir(parents=True, exist_ok=True)
+        RunLock(plan.path).close()
+        # 0700: the files name addresses of servers of this run.
+        for folder in (plan.folder, plan.sampler_folder) if plan.samplers else (plan.folder,):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(contextlib.closing(RunLock(plan.folder)))
+            # Registrations of an earlier launch would lead the trainer to servers that no longer exist.
+            for stale in (*plan.sampler_folder.glob("sampler_*.json"), *plan.sampler_folder.glob("sampler_*.gone")):
+                stale.unlink()
+            # Written and renamed, so that a sampler never reads half a config.
+            tmp = plan.config_file.with_suffix(".tmp")
+            tmp.write_text(dump(loaded), encoding="utf-8")
+            tmp.replace(plan.config_file)
+            return opened.pop_all()
+    except OSError as error:
+        raise ConfigError(f"{plan.folder} cannot be written: {error.strerror}; set cluster.fileroot") from error
 
 
 def _say(message: str) -> None:
-    print(f"gspo: {message}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the terminal was closed; the run goes on
+        print(f"gspo: {message}", file=sys.stderr, flush=True)
 
 
 def main(on: str, argv: Sequence[str] | None = None) -> int:

@@ -12,16 +12,17 @@ import secrets
 import socket
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from gspo.errors import ConfigError, GspoError
 from gspo.launcher.launch import main
 from gspo.launcher.plan import ADDRESS, RENDEZVOUS, LaunchPlan, Process
-from gspo.launcher.ray_actor import ProcessActor
-from gspo.launcher.supervise import LOST_CODE, Say, Start, environment, supervise
+from gspo.launcher.ray_actor import ProcessActor, is_worker, kill_if_stopped
+from gspo.launcher.supervise import LOST_CODE, Say, Start, environment, received_signals, supervise, write_output
 from gspo.system import program
-from gspo.system.heartbeat import beat
+from gspo.system.heartbeat import AwakeClock, beat
 from gspo.system.imports import install_command
 from gspo.system.launched import Launched
 from gspo.system.process import kill, own_children
@@ -35,6 +36,7 @@ LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0" binds Ray to 127.0.0.1, it
 STORE_BYTES = 100 * 2**20  # of Ray's object store, which is not used; Ray's minimum is 75 MiB
 POLL_S = 5.0  # an actor answers a poll at least this often
 START_TIMEOUT_S = 300.0  # the run fails if the cluster does not answer or has no room for this long
+KILL_S = 30.0  # for a task that kills a stopped actor: Ray may have to start a worker for it first
 ACTOR_TIMEOUT_S = 60.0  # an actor that does not answer for longer is treated as lost
 
 
@@ -48,6 +50,8 @@ def run(plan: LaunchPlan, *, restarts: int, say: Say, start_timeout: float = STA
         shared = Launched(token=secrets.token_hex(32)).write() if plan.samplers else {}
 
         def prepare() -> Start:
+            if not any(node["Alive"] for node in ray.nodes()):
+                raise GspoError("all machines of the Ray cluster are lost; run the same command again to resume")
             rendezvous: list[str] = []  # filled by the first process: the address where the ranks meet
 
             def start(process: Process) -> RayProcess:
@@ -67,6 +71,8 @@ def _connect(plan: LaunchPlan, timeout: float) -> Any:
     # Ray reads these variables when it is imported, so they are set first. Values of the user have priority.
     os.environ.update({name: os.environ.get(name, value) for name, value in QUIET.items()})
     address = os.environ.get("RAY_ADDRESS")
+    if address in ("", "local"):  # Ray would start a cluster for these, too, but not on loopback and without a token
+        address = None
     if address is None:
         os.environ[LOOPBACK] = "0"
         if "RAY_AUTH_MODE" not in os.environ:  # only this run may use its cluster
@@ -88,8 +94,15 @@ def _connect(plan: LaunchPlan, timeout: float) -> Any:
     while True:  # the cluster may still be starting, and a busy machine may miss Ray's own timeouts
         try:
             beat("connecting to Ray")
-            ray.init(**options)
+            # Ray may crash at exit after an interrupted start of its daemons, so a signal waits for the end of it.
+            with received_signals(*program.STOP_SIGNALS) if address is None else nullcontext([]) as received:
+                ray.init(**options)
+            if received:
+                raise KeyboardInterrupt
             return ray
+        except KeyboardInterrupt:
+            ray.shutdown()
+            raise
         except Exception as error:  # Ray raises many types, a bare Exception among them
             ray.shutdown()
             for pid in set(own_children()) - others:  # daemons of a cluster that has not come up
@@ -131,15 +144,22 @@ def _reserve(ray: Any, plan: LaunchPlan, timeout: float) -> tuple[Any, dict[int,
     beat("reserving machines on Ray")
     if not group.wait(timeout_seconds=timeout):
         offered = [{k: v for k, v in n["Resources"].items() if k in ("CPU", "GPU")} for n in ray.nodes() if n["Alive"]]
+        # Written by a Slurm job: a machine that is missing may have failed to start Ray.
+        logs = (
+            ". Ray's daemons wrote to " + str(plan.folder / "ray_*.log") if any(plan.folder.glob("ray_*.log")) else ""
+        )
         raise GspoError(
             f"Ray could not reserve the machines in {timeout:g} s: the plan needs {bundles} on separate machines, the "
-            f"cluster has {offered}; lower cluster.n_nodes or the backends, or start again when it has room"
+            f"cluster has {offered}; lower cluster.n_nodes or the backends, or start again when it has room{logs}"
         )
     return group, {node: index for index, node in enumerate(need)}
 
 
 class RayProcess:
-    """The launcher's handle of a process that an actor runs on another machine."""
+    """The launcher's handle of a process that an actor runs on another machine.
+
+    No method waits for Ray to place the actor, so that `supervise` can handle signals and other processes meanwhile.
+    """
 
     def __init__(
         self,
@@ -151,59 +171,95 @@ class RayProcess:
         rendezvous: list[str],
         start_timeout: float,
     ) -> None:
-        self._ray = ray
+        self._ray, self._process, self._env, self._log, self._where = ray, process, env, log, where
+        self._rendezvous, self._start_timeout = rendezvous, start_timeout
         # max_restarts 0: `supervise` decides about restarts. max_concurrency 4: `poll` blocks one thread of the actor,
         # and `signal` and `end` must run meanwhile.
         options = {"num_cpus": 1, "num_gpus": len(process.gpus), "max_restarts": 0, "max_concurrency": 4, **where}
         self._actor = ray.remote(ProcessActor).options(**options).remote(process)
         self._code: int | None = None
-        try:
-            # Ray starts a worker process for the actor first, which can be slow on a busy machine.
-            address, port = ray.get(self._actor.address.remote(), timeout=start_timeout)
-            # The first process of the unit starts first; the ranks on all machines meet at its address.
-            if not rendezvous:
-                rendezvous.append(f"{address}:{port}")
-            # The plan holds placeholders for addresses that are known only after Ray has placed the actors.
-            filled = {ADDRESS: address, RENDEZVOUS: rendezvous[0]}
-            argv = [filled.get(word, word) for word in process.argv]
-            ray.get(self._actor.start.remote(argv, env, os.getcwd(), log), timeout=ACTOR_TIMEOUT_S)
-            self._reply = self._request()
-        except ray.exceptions.RayError as error:
-            why = (str(error).strip() or type(error).__name__).splitlines()[0]
-            print(f"gspo: Ray could not start {process.name}: {why}", file=sys.stderr, flush=True)
-            # Not an exception: `supervise` treats the process as killed and may restart it.
-            self._code = LOST_CODE
+        self._pid: int | None = None  # of the actor
+        self._host = ""  # the name of its machine
+        self._is_started = False
+        # If the launcher itself is stopped (SIGSTOP, a suspended job), that time does not count.
+        self._clock = AwakeClock()
+        self._await(self._actor.place.remote(), start_timeout)
 
-    def _request(self) -> Any:
-        self._requested = time.monotonic()
-        return self._actor.poll.remote(POLL_S)
+    def _await(self, reply: Any, timeout: float) -> None:
+        self._reply, self._until, self._timeout = reply, self._clock.seconds() + timeout, timeout
 
     def poll(self) -> int | None:
         while self._code is None:
-            # One request is always open at the actor. `timeout=0`: the supervising loop must not block on one process.
+            # `timeout=0`: the supervising loop must not block on one process.
             ready, _ = self._ray.wait([self._reply], timeout=0)
+            now = self._clock.seconds()
             if not ready:
-                # A healthy actor replies after POLL_S at the latest, even without output.
-                if time.monotonic() - self._requested > ACTOR_TIMEOUT_S + POLL_S:
-                    self._code = LOST_CODE
+                if now > self._until:
+                    self._lose(f"no answer for {self._timeout:g} s")
+                    self._kill_stopped()
                 break
             try:
-                output, self._code = self._ray.get(self._reply, timeout=ACTOR_TIMEOUT_S)
-            except self._ray.exceptions.RayError:
-                self._code = LOST_CODE
+                answer = self._ray.get(self._reply, timeout=ACTOR_TIMEOUT_S)
+            except self._ray.exceptions.RayError as error:
+                self._lose((str(error).strip() or type(error).__name__).splitlines()[0])
                 break
-            sys.stdout.buffer.write(output)
-            sys.stdout.buffer.flush()
-            if self._code is None:
-                self._reply = self._request()
+            if self._is_started:
+                self._take(*answer)
+            elif not self._start(*answer):
+                break
         return self._code
 
+    def _start(self, address: str, port: int, pid: int, host: str) -> bool:
+        """Ray has placed the actor: start the process. False if the first process of the unit is not placed yet."""
+        self._pid, self._host = pid, host
+        # The ranks on all machines meet at the address of the first process of the unit.
+        if not self._rendezvous and self._process.index == 0:
+            self._rendezvous.append(f"{address}:{port}")
+        if not self._rendezvous and RENDEZVOUS in self._process.argv:
+            return False
+        # The plan holds placeholders for addresses that are known only after Ray has placed the actors.
+        filled = {ADDRESS: address, RENDEZVOUS: "".join(self._rendezvous)}
+        argv = [filled.get(word, word) for word in self._process.argv]
+        self._is_started = True
+        self._await(self._actor.start.remote(argv, self._env, os.getcwd(), self._log), ACTOR_TIMEOUT_S)
+        return True
+
+    def _take(self, output: bytes, code: int | None) -> None:
+        write_output(output)
+        self._code = code
+        if code is None:
+            # One request is always open at the actor, which replies after POLL_S at the latest.
+            self._await(self._actor.poll.remote(POLL_S), ACTOR_TIMEOUT_S + POLL_S)
+
+    def _lose(self, why: str) -> None:
+        """Treat the process as killed; `supervise` may restart it."""
+        what = "lost" if self._is_started else "could not start"
+        print(f"gspo: Ray {what} {self._process.name}: {why}", file=sys.stderr, flush=True)
+        self._code = LOST_CODE
+        # A worker of Ray may outlive the daemon of its machine. On this machine it can be killed directly.
+        if self._host == socket.gethostname() and self._pid is not None and is_worker(self._pid):
+            kill(self._pid)
+
+    def _kill_stopped(self) -> None:
+        """Kill the actor, and with it its process, if it is stopped (SIGSTOP): it cannot obey `ray.kill` then."""
+        if self._pid is None:
+            return
+        # A task on the same machine, for which Ray uses another worker.
+        task = self._ray.remote(kill_if_stopped).options(num_cpus=0, max_retries=0, **self._where)
+        reply = task.remote(self._pid)
+        ready, _ = self._ray.wait([reply], timeout=KILL_S)
+        if not ready:  # the machine is gone
+            self._ray.cancel(reply)
+
     def signal(self, number: int) -> None:
-        self._actor.signal.remote(number)
+        if self._is_started:
+            self._actor.signal.remote(number)
+        elif self._code is None:
+            self._code = program.INTERRUPTED  # before its start there is nothing to save
 
     def end(self, timeout_s: float) -> None:
         try:
-            if self._code is None:
+            if self._code is None and self._is_started:
                 self._ray.get(self._actor.end.remote(timeout_s), timeout=timeout_s + POLL_S)
         except self._ray.exceptions.RayError:
             pass  # the actor is gone, and the kernel has killed its process

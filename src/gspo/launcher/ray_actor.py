@@ -13,11 +13,35 @@ from typing import Any
 from gspo.launcher.local import StopLimit
 from gspo.launcher.plan import Process
 from gspo.launcher.supervise import remove_published
-from gspo.system.process import KILLED_S, dying_with_parent, shell_code, stop_group, wait_and_kill_group
+from gspo.system.process import (
+    KILLED_S,
+    dying_with_parent,
+    is_stopped,
+    kill,
+    shell_code,
+    stop_group,
+    wait_and_kill_group,
+)
 
 # Seconds to read the rest of the output after the process has ended: a daemon that it started may keep the pipe open.
 LAST_OUTPUT_S = 2.0
+REPLY_BYTES = 2**16  # of output in one reply; Ray puts replies of more than 100 KB into its object store
+KEPT_BYTES = 2**24  # of output that the launcher has not read yet
 START_S = 50.0  # for the start of the process; the launcher waits 60 s for this actor
+
+
+def is_worker(pid: int) -> bool:
+    """Whether a process of this machine is a worker of Ray that runs an actor."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::ProcessActor")
+    except OSError:
+        return False
+
+
+def kill_if_stopped(pid: int) -> None:
+    """Run by another worker of Ray on the machine of an actor that does not answer; the kernel kills its process."""
+    if is_stopped(pid):
+        kill(pid)
 
 
 class ProcessActor:
@@ -30,19 +54,21 @@ class ProcessActor:
         self._output = bytearray()
         self._code: int | None = None
 
-    def address(self) -> tuple[str, int]:
-        """IP address of this machine and a port that is free now."""
+    def place(self) -> tuple[str, int, int, str]:
+        """IP address of this machine, a port that is free now, the pid of this actor, and the machine's name."""
         import ray
 
         with socket.socket() as free:
             free.bind(("", 0))
-            return ray.util.get_node_ip_address(), free.getsockname()[1]
+            return ray.util.get_node_ip_address(), free.getsockname()[1], os.getpid(), socket.gethostname()
 
-    def start(self, argv: list[str], env: Mapping[str, str], cwd: str, log: Path | None) -> None:
+    def start(self, argv: list[str], env: Mapping[str, str], cwd: str, log: Path | None) -> tuple[bytes, int | None]:
+        """Start the process. Returns as `poll` does, whose first reply has the output and a failure to start."""
         started = threading.Event()
         # For the kernel the parent is this thread, so it must live as long as the process does.
         threading.Thread(target=self._run, args=(argv, env, cwd, log, started), daemon=True).start()
         started.wait(START_S)
+        return b"", None
 
     def _run(
         self, argv: list[str], env: Mapping[str, str], cwd: str, log: Path | None, started: threading.Event
@@ -83,6 +109,8 @@ class ProcessActor:
             while chunk := os.read(pipe.fileno(), 65536):
                 with self._changed:
                     self._output += chunk
+                    if len(self._output) > KEPT_BYTES:  # the launcher is stopped, or slower than the process
+                        self._output[: -KEPT_BYTES // 2] = b"\ngspo: output was dropped here\n"
                     self._changed.notify_all()
 
     def poll(self, timeout_s: float) -> tuple[bytes, int | None]:
@@ -92,8 +120,10 @@ class ProcessActor:
                 self._output += f"{message}\n".encode()
             if not self._output and self._code is None:
                 self._changed.wait(timeout_s)
-            output, self._output = bytes(self._output), bytearray()
-            return output, self._code
+            output = bytes(self._output[:REPLY_BYTES])
+            del self._output[:REPLY_BYTES]
+            # The exit code is the last thing that the launcher reads.
+            return output, None if self._output else self._code
 
     def signal(self, number: int) -> None:
         if self._process is not None:

@@ -7,7 +7,9 @@ restarts is limited. Signals are passed to the trainer, which saves and ends; th
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -99,7 +101,9 @@ def supervise(plan: LaunchPlan, prepare: Callable[[], Start], *, restarts: int, 
     trainer = Unit(plan.trainers, resumes)
     samplers = [Unit((process,), restarts) for process in plan.samplers]
     running = list(samplers)
-    with _received_signals() as received:
+    # Under nohup SIGHUP stays ignored.
+    hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    with received_signals(*program.STOP_SIGNALS, *hangup) as received:
         try:
             # Samplers first: the trainer waits for them when it starts.
             for unit in (*samplers, trainer):
@@ -176,13 +180,19 @@ def environment(process: Process, inherited: Mapping[str, str], shared: Mapping[
     return {**inherited, **shared, **process.env, "PYTHONUNBUFFERED": "1"}
 
 
+def write_output(output: bytes) -> None:
+    """Print output of another process. If stdout was closed (`| head`, a closed terminal), the run goes on without."""
+    try:
+        sys.stdout.buffer.write(output)
+        sys.stdout.buffer.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 @contextmanager
-def _received_signals() -> Iterator[list[int]]:
+def received_signals(*numbers: int) -> Iterator[list[int]]:
     """A list of received signals. The loop passes them on, because a signal handler must not call into Ray."""
     received: list[int] = []
-    numbers = [*program.STOP_SIGNALS]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup SIGHUP stays ignored
-        numbers.append(signal.SIGHUP)
 
     def receive(number: int, _: object) -> None:
         received.append(signal.SIGTERM if number == signal.SIGHUP else number)  # the trainer saves on SIGTERM

@@ -4,6 +4,12 @@
 `embedded:tiny-moe` is a Qwen3-MoE of six layers with sixteen experts each. Most carries are missing in their supervised
 data on purpose: the model learns the format of a solution, and RL can still improve its accuracy.
 
+`embedded:tiny-hybrid` is a Qwen3.5 of three layers, two of them linear attention (gated DeltaNet): a model with state
+outside the attention.
+
+`embedded:tiny-control` is a Qwen3 for control tasks of Gymnasium (docs/environments.md, levels). It reads letters and
+answers with random digits from 0 to 4, so that every sample is an action.
+
 `embedded:tiny-tools` is the same Qwen3 for the environment `tools`. Its supervised data seldom call the calculator,
 `[184+768]952>952`, and mostly give the sum directly, `>952`, which the model cannot compute. So RL can teach it to call
 the tool.
@@ -13,9 +19,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
-from itertools import islice
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +94,33 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
             "seed": 1,
             "forgets": 0.7,
             "balance": 0.05,
+        },
+    },
+    "embedded:tiny-hybrid": {
+        "model_type": "qwen3_5_text",
+        "config": {
+            **_TINY,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 24,
+            "linear_value_head_dim": 24,
+        },
+        "digits": arithmetic.DIGITS,
+        "warm": {"steps": 300, "batch": 48, "lr": 3e-3, "warmup": 20, "decay": 80, "seed": 1, "forgets": 0.7},
+    },
+    "embedded:tiny-control": {
+        "config": {**_TINY, "vocab_size": 64},
+        "characters": "abcdefghijklmnopqrstuvwxyz",
+        "warm": {
+            "steps": 200,
+            "batch": 48,
+            "lr": 3e-3,
+            "warmup": 20,
+            "decay": 80,
+            "seed": 1,
+            "numbers": 8,  # most numbers of an observation and of an action
+            "levels": 5,  # digits of an action: 0 to 4
         },
     },
     "embedded:tiny-tools": {
@@ -176,14 +209,13 @@ def warm_start(name: str, tell: Callable[[int, int], None] = lambda done, total:
         torch.manual_seed(warm["seed"])
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(_model_type(name), **recipe["config"]))
     encode = {word: i for i, word in enumerate(vocabulary(name))}
-    teach = _asking if "asks" in warm else _careless
-    stream = arithmetic.problems("warm", seed=warm["seed"], digits=recipe["digits"])
+    stream = _problems(recipe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=warm["lr"], weight_decay=0.0, fused=True)
     model.train()
     for step in range(warm["steps"]):
         tell(step, warm["steps"])
         # Data: question + solution + EOS, padded on the right.
-        drawn = [teach(p, step, i, warm) for i, p in enumerate(islice(stream, warm["batch"]))]
+        drawn = [next(stream) for _ in range(warm["batch"])]
         rows = [[encode[c] for c in p.question + p.solution] + [encode[EOS]] for p in drawn]
         width = max(map(len, rows))
         tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])  # [B, T]
@@ -207,6 +239,26 @@ def warm_start(name: str, tell: Callable[[int, int], None] = lambda done, total:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return model.eval()
+
+
+def _problems(recipe: Mapping[str, Any]) -> Iterator[arithmetic.Problem]:
+    """Supervised problems without end; the draws of a problem are keyed by its step and its row."""
+    warm = recipe["warm"]
+    if "levels" in warm:
+        for index in count():
+            yield _random_action(index, warm)
+    teach = _asking if "asks" in warm else _careless
+    for index, problem in enumerate(arithmetic.problems("warm", seed=warm["seed"], digits=recipe["digits"])):
+        yield teach(problem, *divmod(index, warm["batch"]), warm)
+
+
+def _random_action(index: int, warm: Mapping[str, Any]) -> arithmetic.Problem:
+    """An observation of random letters, and random digits as its action."""
+    u = rng.uniform(warm["seed"], "control", index, range(2 * warm["numbers"] + 2))
+    num_letters, num_digits = (1 + int(x * warm["numbers"]) for x in u[:2])
+    letters = "".join(chr(ord("a") + int(26 * x)) for x in u[2 : 2 + num_letters])
+    digits = "".join(str(int(warm["levels"] * x)) for x in u[2 + warm["numbers"] :][:num_digits])
+    return arithmetic.Problem(letters, digits, digits)
 
 
 def _loss(model: Any, tokens: Tensor, labels: Tensor, balance: float) -> Tensor:

@@ -126,6 +126,8 @@ def test_levels_are_letters_and_digits():
     assert moved.read("024").tolist() == [-1.0, 0.0, 1.0]
     assert moved.read("024").dtype == np.float32
     assert moved.limits == {"max_new_tokens": 3, "min_new_tokens": 3}
+    part = ActionCodec({"levels": 5, "numbers": 2}, spaces.Box(-1, 1, (3,), np.float32))
+    assert part.read("04").tolist() == [-1.0, 1.0, 0.0]
     for wrong in ("02", "0245", "025", "ab1"):
         with pytest.raises(InvalidActionError):
             moved.read(wrong)

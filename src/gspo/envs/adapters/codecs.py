@@ -56,13 +56,14 @@ class ObservationCodec:
 
 
 class ActionCodec:
-    """`given`: None, module:function(text, space) → an action, or {levels: n, low: x, high: y}.
+    """`given`: None, module:function(text, space) → an action, or {levels: n, low: x, high: y, numbers: n}.
 
-    Without `given`: one number for Discrete, numbers for Box and MultiDiscrete, the text itself for Text.
+    Without `given`: one number for Discrete, numbers for Box and MultiDiscrete, the text itself for Text. With
+    `numbers`, an answer chooses only the first numbers of the action; the others stay in the middle of their range.
     """
 
     def __init__(self, given: str | Mapping[str, Any] | None, space: Any) -> None:
-        options = _options(given, "env.options.action", {"of", "levels", "low", "high"})
+        options = _options(given, "env.options.action", {"of", "levels", "low", "high", "numbers"})
         self._of: Callable[..., Any] | None = options.get("of")
         self._space, self._kind = space, type(space).__name__
         if self._of is None and self._kind not in ("Discrete", "Box", "MultiDiscrete", "MultiBinary", "Text"):
@@ -76,6 +77,11 @@ class ActionCodec:
             if self._kind != "Box":
                 raise ConfigError(f"env.options.action.levels is for Box action spaces; this one is {self._kind}")
             self._low, self._high = _bounds(options, space, "env.options.action")
+            self._num = options.get("numbers", self._num)
+            if not isinstance(self._num, int) or not 1 <= self._num <= int(np.prod(space.shape)):
+                raise ConfigError(
+                    f"env.options.action.numbers must be between 1 and {np.prod(space.shape)}, got {self._num!r}"
+                )
         # Sampling parameters: with levels an answer has exactly one token per number.
         self.limits: dict[str, Any] = {"max_new_tokens": self._num, "min_new_tokens": self._num} if self._levels else {}
 
@@ -109,7 +115,8 @@ class ActionCodec:
         picked = [_DIGITS.find(c) for c in text.strip()]
         if len(picked) != self._num or not all(0 <= i < self._levels for i in picked):
             raise InvalidActionError(f"answer with {self._num} digits from 0 to {self._levels - 1}")
-        share = np.asarray(picked) / (self._levels - 1)
+        share = np.full(self._space.shape, 0.5).reshape(-1)
+        share[: self._num] = np.asarray(picked) / (self._levels - 1)
         values = self._low + share * (self._high - self._low)
         return values.reshape(self._space.shape).astype(self._space.dtype)
 

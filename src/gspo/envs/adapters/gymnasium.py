@@ -63,7 +63,7 @@ class Gymnasium:
         if max_steps < 1 or hold < 1 or at_once < 1 or not timeout > 0:
             raise ConfigError("env.options: max_steps, hold and at_once must be at least 1, timeout above 0")
         self._make = _maker(id, dict(make or {}), [modules] if isinstance(modules, str) else modules)
-        self.at_once = at_once
+        self._id, self.at_once = id, at_once
         self._max_steps, self._hold, self._history = max_steps, hold, history
         self._success, self._invalid_reward, self._prompt, self._timeout_s = success, invalid_reward, prompt, timeout
         self._reward = _find(reward)
@@ -75,7 +75,7 @@ class Gymnasium:
 
     def rows(self, split: str, size: int | None) -> list[dict[str, Any]]:
         """One problem per reset seed; held-out seeds are others."""
-        return seed_rows(self._prompt or " ", split, size)
+        return seed_rows(self._prompt.strip() or self._id, split, size)
 
     async def __call__(self, client: Client, data: Mapping[str, Any]) -> dict[str, float]:
         env = self._pool.pop() if self._pool else await self._run(self._make)

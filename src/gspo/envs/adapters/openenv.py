@@ -93,7 +93,7 @@ class OpenEnv:
 
     def rows(self, split: str, size: int | None) -> list[dict[str, Any]]:
         """One problem per reset seed; held-out seeds are others."""
-        return seed_rows(self._prompt, split, size)
+        return seed_rows(self._prompt.strip() or "OpenEnv", split, size)
 
     async def __call__(self, client: Client, data: Mapping[str, Any]) -> Any:
         session = _Session(self._url, self._timeout_s)

@@ -62,7 +62,8 @@ def probe(policy: PolicyModule, *, share_prefix: bool = True) -> Probed:
     stateful = bool(getattr(policy.model, "_is_stateful", False))
     on_cuda = policy.model.device.type == "cuda"
     ways: list[tuple[str, Layout]] = [(TREE, "padded")]
-    if not stateful:
+    why_padded = "keeps state outside the attention" if stateful else _mask_table(policy.model)
+    if not why_padded:
         ways.insert(0, (TREE, "packed"))
         if share_prefix:
             ways[:0] = [(FLEX, "shared"), (TREE, "shared")] if on_cuda else [(TREE, "shared")]
@@ -81,7 +82,7 @@ def probe(policy: PolicyModule, *, share_prefix: bool = True) -> Probed:
             causes[policy.layout] = failure
             continue
         policy.train(training)
-        policy.layout_reason = _reason(name, policy.layout, logp_gap, causes, stateful)
+        policy.layout_reason = _reason(name, policy.layout, logp_gap, causes, why_padded)
         return Probed(policy.layout, policy.layout_reason, logp_gap, gradient_gap)
     found = "; ".join(f"with {WORDS[layout]}, {cause}" for layout, cause in causes.items())
     raise DataError(
@@ -90,16 +91,22 @@ def probe(policy: PolicyModule, *, share_prefix: bool = True) -> Probed:
     )
 
 
-def _reason(name: str, layout: Layout, gap: float, causes: dict[Layout, str], stateful: bool) -> str:
+def _reason(name: str, layout: Layout, gap: float, causes: dict[Layout, str], why_padded: str) -> str:
     words = f"{WORDS[layout]}: {name}"
     if layout == "shared":
         return f"{words} computes a group's prompt once; log-probs within {gap:.1g} of the model's own forward"
-    if stateful:
-        return f"{words} keeps state outside the attention"
+    if why_padded:
+        return f"{words} {why_padded}"
     if not causes:
         return f"{words} repeats the prompt in every sequence, because actor.share_prefix is false"
     why = "; ".join(f"{WORDS[other]}: {cause}" for other, cause in causes.items())
     return f"{words} cannot use a faster layout ({why})"
+
+
+def _mask_table(model: nn.Module) -> str:
+    """Why rows must not be longer than the context; empty if they may be. A packed row holds several sequences."""
+    tables = [b for b in model.buffers() if b.ndim == 4 and b.shape[-1] == b.shape[-2] > 1]
+    return f"has an attention mask of {tables[0].shape[-1]} positions" if tables else ""
 
 
 def _failure(policy: PolicyModule, logp_gap: float, gradient_gap: float | None) -> str:

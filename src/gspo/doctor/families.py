@@ -143,7 +143,8 @@ def page(rows: Sequence[Checked]) -> str:
         f"Written by `gspo models check --all --write docs/model_families.md` with transformers {tf.__version__}. "
         "Every causal language model of transformers, as a tiny model with random weights in float64.",
         "",
-        f"{len(built)} of {len(rows)} model types can be built; {len(built) - len(trained)} of them are refused. "
+        f"{len(built)} of {len(rows)} model types are checked, {len(built) - len(trained)} of them are refused; the "
+        "others are listed below with the reason. "
         + "Training layouts: " + ", ".join(f"{words} {num}" for words, num in by_layout.items())
         + ". Samplers: " + ", ".join(f"{name} {num}" for name, num in by_engine.items()) + ". "
         + "[models.md](models.md) explains both.",
@@ -156,7 +157,7 @@ def page(rows: Sequence[Checked]) -> str:
         "|" + "---|" * (len(COLUMNS) - 1),
         *(f"| {' | '.join(row.cells()[:-1])} |" for row in trained),
     ]  # fmt: skip
-    for title, some in (("Refused", [r for r in built if r.refused]), ("Not built", [r for r in rows if r.not_built])):
+    for title, some in (("Refused", [r for r in built if r.refused]), ("Exceptions", [r for r in rows if r.not_built])):
         if some:
             lines += ["", f"## {title}", "", "| model | reason |", "|---|---|"]
             lines += [f"| {row.name} | {(row.refused or row.not_built).replace('|', '/')} |" for row in some]

@@ -107,7 +107,21 @@ _TOKENS: dict[str, Any] = dict.fromkeys(
     ("pad_token_id", "bos_token_id", "eos_token_id"), 1
 )  # of classes that need numbers
 # Types that cannot be built small, are not a language model on their own, or are refused; with the reason.
+_BY_PADDING_ID = "builds, but is refused by the sampler: it finds padding by the token's id, which a model can sample"
 EXCEPTIONS = {
+    **dict.fromkeys(
+        (
+            "camembert",
+            "data2vec-text",
+            "roberta",
+            "roberta-prelayernorm",
+            "xlm",
+            "xlm-roberta",
+            "xlm-roberta-xl",
+            "xmod",
+        ),
+        _BY_PADDING_ID,
+    ),
     "blt": "a model of bytes, with a second model that cuts them into patches",
     "cpmant": "builds, but is refused: not causal (a later token changes earlier log-probs)",
     "dbrx": "the default config of transformers is incomplete: DbrxAttentionConfig has no rope_theta",

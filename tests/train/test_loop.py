@@ -573,7 +573,10 @@ def test_the_proximal_policy_comes_from_where_the_config_says(tmp_path, method, 
     assert 0 < rows[0]["noise/log_s_p95_abs"] < 1e-5
     assert rows[1]["ratio/log_s_max_abs"] > 1e-4
     if method == "auto":
-        assert "uses the sampler's log-probs as old policy: the sampler's error is" in (path / "log.txt").read_text()
+        assert (
+            "update 2 of a batch uses the sampler's log-probs as old policy: the sampler's error is"
+            in (path / "log.txt").read_text()
+        )
 
 
 @pytest.mark.full

@@ -100,7 +100,7 @@ def read(path: Path) -> Node:
     try:
         raw = path.read_bytes() if path.stat().st_size <= MAX_FILE_BYTES else None
     except FileNotFoundError:
-        raise ConfigError(f"config file {path} does not exist; check the path given to --config") from None
+        raise ConfigError(f"config file {path} does not exist (looked from {Path.cwd()}); check its path") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"config file {path} cannot be read: {reason}; give the path of a YAML file") from None

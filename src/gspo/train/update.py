@@ -154,10 +154,14 @@ class Updater:
         source = choose_proximal_source(measured, eps, state.proximal)
         # Log the first decision and every change.
         if measured is not None and (first or source != state.proximal):
-            what = "uses the sampler's log-probs" if source == "sampler" else "computes the log-probs again"
-            parts = "update 2" if plan.num_updates == 2 else f"updates 2 to {plan.num_updates}"
+            what = "the sampler's log-probs" if source == "sampler" else "log-probs computed again"
+            parts = (
+                "update 2 of a batch uses"
+                if plan.num_updates == 2
+                else f"updates 2 to {plan.num_updates} of a batch use"
+            )
             self._say(
-                f"{parts} of a batch {what} as old policy: the sampler's error is {measured:.1e}"
+                f"{parts} {what} as old policy: the sampler's error is {measured:.1e}"
                 + (f", the clip range {eps:.1e}" if eps else "")
             )
         state.proximal = source

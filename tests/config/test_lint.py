@@ -139,6 +139,7 @@ WARNINGS = [
     ("actor.eps_clip", ["actor.eps_clip=0.2"], ["actor.eps_clip=0.2", "gconfig.max_new_tokens=4"]),
     ("actor.eps_clip", ["actor.eps_clip=0.2"], ["actor.eps_clip=0.2", "algorithm=grpo"]),
     ("actor.eps_clip_higher", ["actor.eps_clip_higher=0.3"], ["actor.eps_clip_higher=0.003"]),
+    ("actor.eps_clip", ["gconfig.max_new_tokens=16"], ["gconfig.max_new_tokens=16", "actor.eps_clip=auto"]),
     ("actor.eps_clip", ["actor.eps_clip=1e-6"], ["actor.eps_clip=1e-6", "actor.dtype=float64"]),
     ("actor.ppo_n_minibatches", ["actor.ppo_n_minibatches=1"], ["actor.ppo_n_minibatches=2"]),
     (

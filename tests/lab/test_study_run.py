@@ -10,6 +10,7 @@ import time
 import pytest
 
 from gspo.lab.studies import results
+from gspo.system.process import all_processes, descendants
 
 pytestmark = pytest.mark.run
 
@@ -145,3 +146,24 @@ def test_a_killed_study_goes_on_and_ends_as_if_it_had_not_been(study, tmp_path_f
     (ours,), (theirs,) = records(study), records(other)
     assert ours["curves"] == theirs["curves"]
     assert ours["digest"] == theirs["digest"]
+
+
+@pytest.mark.full
+def test_a_study_whose_process_group_is_terminated_leaves_no_process_behind(study):
+    (study / "base.yaml").write_text(CONFIG.replace("total_train_steps: 2", "total_train_steps: 400"))
+    process = subprocess.Popen(
+        command(study, "--only", "gspo", "--seeds", "1"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not list((study / "runs").rglob("checkpoints/step_000002")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    below = descendants(process.pid)
+    assert below
+    os.killpg(process.pid, signal.SIGTERM)
+    said, _ = process.communicate(timeout=90)
+    assert process.returncode == 130
+    assert not [pid for pid, _ in all_processes() if pid in below]
+    assert "1 run to do, 2 at a time" in said
+    assert str(study / "docs" / "results" / "studies" / "short.json") in said

@@ -50,6 +50,8 @@ def test_what_an_agent_is_asked_by_makes_no_difference(tmp_path):
     assert [row["agent/settings_replaced"] for row in metrics(python)] == [
         row["agent/calls"] for row in metrics(python)
     ]
+    assert (python / "log.txt").read_text().count("note: the agent sets temperature") == 1
+    assert "note: the agent" not in (first / "log.txt").read_text()
     assert [row["completion"] for row in samples(python, 2)] == [row["completion"] for row in samples(first, 2)]
 
 

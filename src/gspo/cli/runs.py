@@ -175,9 +175,15 @@ def export(args: argparse.Namespace) -> int:
     export(config, run, step, to, merge=args.merge)
     print(f"step {step} of {run} → {to}\n  AutoModelForCausalLM.from_pretrained({str(to)!r})")
     if is_adapter:
-        print(
-            "  The folder has the adapter only: loading it needs peft and the base model. --merge writes a plain model."
-        )
+        from gspo.runs.export import base_name
+
+        base = base_name(config.actor.path)
+        print(f"  The folder has the adapter only: loading it needs peft and the base model, {base}")
+        if Path(base).is_dir():
+            print("  It names its base model by this path, which another machine does not have. --merge writes a plain")
+            print("  model that can be moved.")
+        else:
+            print("  --merge writes a plain model instead.")
     return 0
 
 

@@ -10,6 +10,12 @@ from typing import Any
 PATIENCE = 20
 
 
+REPLACED_SETTINGS = (
+    "note: the agent sets temperature, top_p, top_k or min_p, and the run's values are used instead (gconfig.*): the "
+    "trainer needs one known distribution; agent/settings_replaced counts these requests"
+)
+
+
 def first_step_message(metrics: Mapping[str, Any]) -> str | None:
     """What to say at once if the first batch has no reward at all; the alarm for equal rewards waits PATIENCE steps."""
     if metrics.get("step") != 1 or metrics.get("reward/mean") != 0.0 or metrics.get("reward/std") != 0.0:

@@ -8,7 +8,7 @@ from typing import Any
 
 from gspo.learner.batch import Batch
 from gspo.learner.step import StepReport
-from gspo.monitor.alarms import alarms, first_step_message
+from gspo.monitor.alarms import REPLACED_SETTINGS, alarms, first_step_message
 from gspo.monitor.display import Display
 from gspo.monitor.loggers import Loggers
 from gspo.monitor.metrics import step_metrics, time_metrics
@@ -47,6 +47,7 @@ class Recorder:
         self._run, self._display, self._loggers, self._say, self._decode = run, display, loggers, say, decode
         self.saves_samples, self._stop_on_alarm, self._profile = saves_samples, stop_on_alarm, profile
         self._noise_is_forced, self._num_updates = noise_is_forced, num_updates
+        self._told_settings = False
         self._told: set[tuple[str, str]] = set()  # failures that were shown
 
     def metrics(self, batch: Batch, report: StepReport, step: int) -> dict[str, Any]:
@@ -95,6 +96,9 @@ class Recorder:
         """Print the alarms of a step; returns the one that must stop the run (on_alarm: stop), if any."""
         if at_once := first_step_message(metrics):
             self._say(at_once)
+        if metrics.get("agent/settings_replaced") and not self._told_settings:
+            self._told_settings = True
+            self._say(REPLACED_SETTINGS)
         messages = alarms(
             metrics,
             counts,

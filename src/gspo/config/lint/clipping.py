@@ -9,6 +9,7 @@ from gspo.system.text import number
 
 WIDE_EPS = 0.05  # the geometric mean over more than FEW_TOKENS tokens almost never moves this far from 1
 FEW_TOKENS = 8
+SHORT_TOKENS, LONG_EPS = 64, 5e-4  # the paper's 3e-4 / 4e-4 is for completions of thousands of tokens
 FLOAT32_EPS = 1e-5  # float32 rounding alone moves log s by about 1e-6
 
 
@@ -54,6 +55,20 @@ def too_wide_for_a_sequence(f: Facts) -> Iterator[Finding]:
             f"ε = {values} is a clip range for token ratios; the sequence ratio is a mean over up to {longest:,} "
             "tokens and does not move that far from 1, so nothing is ever clipped",
             "leave actor.eps_clip unset for 3e-4 / 4e-4, or set 3e-4 … 5e-3 so that 10–25 % of sequences are clipped",
+        )
+
+
+def too_narrow_for_short_completions(f: Facts) -> Iterator[Finding]:
+    longest = f.config.gconfig.max_new_tokens
+    is_short = longest <= SHORT_TOKENS and not f.config.env.path and not f.config.env.agent and not f.config.env.command
+    if f.clips is None or not f.sequence_level or f.num_updates == 1 or not is_short:
+        return
+    if FLOAT32_EPS <= max(f.clips) <= LONG_EPS:
+        yield f.warn(
+            "actor.eps_clip",
+            f"ε = {number(f.clips[0])} is for completions of thousands of tokens; the ratio of a completion of at most "
+            f"{longest} tokens moves farther from 1, so most sequences may be clipped",
+            "set actor.eps_clip: auto, or 2e-3 … 5e-3",
         )
 
 

@@ -54,7 +54,10 @@ def run(
     if only is not None and len(names) != 1:
         raise ConfigError("--only needs one study: gspo study run NAME --only ARM")
     failures: list[str] = []
+    choice = {"full": full, "only": only, "num_seeds": num_seeds}
     for study in chosen:
+        missing = runner.missing(study, docs, **choice)
+        console.print(_forecast(study, len(missing), docs, runs, num_parallel), soft_wrap=True)
         try:
             with _Bar(study.name) as bar:
                 outcome = runner.run(
@@ -62,10 +65,8 @@ def run(
                     docs=docs,
                     runs=runs,
                     num_parallel=num_parallel,
-                    full=full,
-                    only=only,
-                    num_seeds=num_seeds,
                     progress=bar,
+                    **choice,
                 )
         finally:
             pages.write(docs)  # also after Ctrl-C: finished runs are kept
@@ -75,6 +76,23 @@ def run(
     for why in failures:
         print(f"gspo: {why}", file=sys.stderr)
     return 1 if failures else 0
+
+
+def _forecast(study: Study, num_missing: int, docs: Path, runs: Path, num_parallel: int) -> str:
+    """How long a study will take here, and where it writes."""
+    at_least = "at least " if study.tune is not None else ""  # the chosen point is run afterwards
+    head = (
+        f"{study.name}: {at_least}{num_missing} {'run' if num_missing == 1 else 'runs'} to do, {num_parallel} at a time"
+    )
+    if num_missing and study.run_s is not None:
+        at_once = min(num_parallel, num_missing, len(os.sched_getaffinity(0)))
+        minutes = num_missing * study.run_s / at_once / 60
+        head += f", about {minutes:.0f} minutes" if minutes >= 1.5 else ", about a minute"
+        head += f" ({study.run_s:g} s of a core each where it was measured)"
+    elif num_missing:
+        head += ", time unknown (the study has no run_s)"
+    places = f"Results: {results.file_of(docs, study.name)} and {docs / 'baselines.md'}. Runs: {runs / study.name}"
+    return f"{head}. {places}. Ctrl-C saves; the same command resumes."
 
 
 def page(docs: Path) -> Path:

@@ -6,6 +6,7 @@ base     the config that the runs start from: a file of `studies/`, or next to y
 arms     name → overrides of the base; tasks: further overrides; every arm runs on every task
 seeds    of the runs; `more_seeds` are added by --full
 tune     a grid that every arm tries on separate seeds; the best point by one measure is then run on `seeds`
+run_s    seconds that a run takes, for the estimate of `gspo study run`
 compute  instead of training runs: a module of `direct/` that measures its arms directly, seed by seed
 measures columns of the table; plots: which curves are drawn
 checks   which results would show the claim, decided before the runs
@@ -91,6 +92,7 @@ class Study:
     compute: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)  # of compute
     plots: Sequence[str] = ()
+    run_s: float | None = None  # seconds of a run on one core
     needs: str | None = None  # what a run needs in addition to this package
     path: Path = CATALOG  # the study's own file
 

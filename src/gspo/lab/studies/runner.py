@@ -58,9 +58,12 @@ def run(
     num_seeds: int | None,
     progress: Progress,
 ) -> Outcome:
-    """Run the jobs that have no result yet. Ctrl-C stops the running jobs, which save, and raises KeyboardInterrupt."""
+    """Run the jobs that have no result yet.
+
+    Ctrl-C and SIGTERM stop the running jobs, which save, and raise KeyboardInterrupt.
+    """
     choice = {"full": full, "only": only, "num_seeds": num_seeds}
-    with _locked(runs / study.name):
+    with _locked(runs / study.name), _terminable():
         wanted = plan.jobs(study, **choice)
         outcome = _run(study, wanted, docs, runs, num_parallel, progress)
         if study.tune is not None and not outcome.failures:
@@ -70,14 +73,20 @@ def run(
     return outcome
 
 
+def missing(study: Study, docs: Path, *, full: bool, only: str | None, num_seeds: int | None) -> list[Job]:
+    """The jobs that have no result yet; without those that follow a tuning."""
+    known = results.read(docs, study.name)
+    wanted = plan.jobs(study, full=full, only=only, num_seeds=num_seeds)
+    return [job for job in wanted if not results.done(known, job)]
+
+
 def _run(study: Study, wanted: Sequence[Job], docs: Path, runs: Path, num_parallel: int, progress: Progress) -> Outcome:
     known = results.read(docs, study.name)
-    missing = [job for job in wanted if not results.done(known, job)]
-    found = len(wanted) - len(missing)
+    queue = [job for job in wanted if not results.done(known, job)]
+    num_missing, found = len(queue), len(wanted) - len(queue)
     ended, failures = found, []
     progress(ended, len(wanted), "")
     running: list[_Running] = []
-    queue = list(missing)
     try:
         while queue or running:
             while queue and len(running) < num_parallel:
@@ -92,7 +101,7 @@ def _run(study: Study, wanted: Sequence[Job], docs: Path, runs: Path, num_parall
                 progress(ended, len(wanted), f"{name}{': FAILED' if why else ''}")
     finally:
         _stop(running)
-    return Outcome(len(missing) - len(failures), found, tuple(failures))
+    return Outcome(num_missing - len(failures), found, tuple(failures))
 
 
 def _start(study: Study, job: Job, runs: Path, num_parallel: int) -> _Running:
@@ -144,6 +153,19 @@ def _stop(running: Sequence[_Running]) -> None:
         except subprocess.TimeoutExpired:
             one.process.kill()
             await_killed(one.process)
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM and SIGHUP act as Ctrl-C: jobs have sessions of their own, and no signal to our group reaches them."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number in before:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from gspo.runs.directory import environment
 from gspo.system.files import to_json, write_run_file
 
 STOPPED = 3
+GRACE_S = 60.0  # from SIGTERM to SIGKILL, as in the runner
 
 
 def main(job_file: Path) -> int:
@@ -55,6 +56,8 @@ def _stop_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE_S)
+    os.kill(os.getpid(), signal.SIGKILL)  # a step that takes longer is lost; the last checkpoint is kept
 
 
 def _computed(study: Study, job: Job, folder: Path) -> dict[str, dict[str, Any]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.config.schema import Config, held_out
+from gspo.config.schema.dataset import ENVIRONMENT_ROWS
 from gspo.data.sources import is_on_hub
 from gspo.doctor.ready.check import Check
 from gspo.doctor.shapes import Source, find_source
@@ -98,6 +99,8 @@ def _hub_data(config: Config) -> Iterator[Check]:
     for section, spec in (("train_dataset", config.train_dataset), ("valid_dataset", valid)):
         key = f"{section}.path"
         for path in dict.fromkeys([s.path for s in spec.mixture] or [spec.path]) if spec is not None else ():
+            if path == ENVIRONMENT_ROWS:
+                continue
             try:
                 if not is_on_hub(path, section):
                     continue

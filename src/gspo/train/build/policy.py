@@ -51,7 +51,8 @@ def make_policy(config: Config, sequence_level: bool, world: World = ALONE) -> t
 
 def make_tokenizer(config: Config) -> Any:
     """The tokenizer of the run; an error names the key that was set."""
-    if config.tokenizer_path is None:
+    # The config fills tokenizer_path from actor.path: the error names the key that the user set.
+    if config.tokenizer_path in (None, config.actor.path):
         return load_tokenizer(config.actor.path, "actor.path")
     return load_tokenizer(config.tokenizer_path, "tokenizer_path")
 

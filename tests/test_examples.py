@@ -1,6 +1,5 @@
 """Every shipped example runs here: configs on the embedded model and task, scripts as a person would start them."""
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -17,7 +16,6 @@ ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "examples").rglob("*.yaml"))
 HERE = ("actor.path=embedded:tiny", "train_dataset.path=embedded:arithmetic")
 PROGRAMS = "code_gspo"  # its reward judges programs, so it keeps its own problems
-ROBOTICS = "robotics"  # its folder; it keeps its own model and environment
 SMALL = (
     "total_train_steps=2", "train_dataset.batch_size=4", "gconfig.n_samples=4", "actor.ppo_n_minibatches=2",
     "evaluator.size=8", "threads=1",
@@ -43,8 +41,6 @@ def test_there_are_examples():
 def _skip_if_missing(path: Path) -> None:
     if path.stem == PROGRAMS and unavailable():
         pytest.skip(unavailable())
-    if path.parent.name == ROBOTICS and importlib.util.find_spec("gymnasium_robotics") is None:
-        pytest.skip("gymnasium-robotics is not installed: pip install 'gspo[robotics]'")
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -80,7 +76,7 @@ def test_without_network_the_doctor_names_what_an_example_lacks_and_how_to_get_i
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_shipped_config_trains_on_the_embedded_model_and_task(path, tmp_path, monkeypatch, capfd):
     _skip_if_missing(path)
-    here = HERE[:1] if path.stem == PROGRAMS else () if path.parent.name == ROBOTICS else HERE
+    here = HERE[:1] if path.stem == PROGRAMS else HERE
     monkeypatch.chdir(ROOT)  # configs name files below it
     code = cli.main(["train", str(path), *here, *SMALL, f"cluster.fileroot={tmp_path}"])
     out = capfd.readouterr()

@@ -97,7 +97,7 @@ def test_threads_of_messages_are_refused_so_that_the_client_sends_its_history(se
 
 def test_errors_of_messages_have_their_own_format(served):
     _policy, _, client, server, line, url, key = served
-    with pytest.raises(anthropic.NotFoundError, match=r"set env\.model"):
+    with pytest.raises(anthropic.NotFoundError, match="let the agent ask for"):
         client.messages.create(model="claude", max_tokens=1, messages=[{"role": "user", "content": "x"}])
     with pytest.raises(anthropic.BadRequestError, match="cannot be forced"):
         client.messages.create(

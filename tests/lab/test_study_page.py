@@ -131,6 +131,7 @@ def test_looking_at_studies_leaves_torch_alone(tmp_path, words):
     assert done.stdout.strip()
 
 
+@pytest.mark.full
 def test_the_committed_page_is_that_of_the_committed_results(tmp_path):
     docs = plan.HERE.parents[3] / "docs"
     if not (docs / "baselines.md").exists():

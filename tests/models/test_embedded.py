@@ -60,7 +60,7 @@ def test_a_damaged_cache_is_built_anew(brief, damage):
 
 
 def test_a_build_that_is_killed_leaves_nothing_that_looks_whole(brief, monkeypatch):
-    def killed(name):
+    def killed(name, tell):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -81,7 +81,7 @@ def test_another_recipe_is_another_folder(monkeypatch):
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
-    with pytest.raises(DataError, match=r"actor\.path 'embedded:huge'.*embedded:tiny"):
+    with pytest.raises(DataError, match=r"actor\.path: there is no model 'embedded:huge'.*embedded:tiny"):
         embedded.build("embedded:huge")
 
 
@@ -119,7 +119,7 @@ def test_a_build_that_was_slower_leaves_the_faster_ones_model_in_place(brief, mo
     shutil.rmtree(embedded.folder(NAME))
     slow = embedded.warm_start
 
-    def overtaken(name):
+    def overtaken(name, tell):
         model = slow(name)
         shutil.copytree(finished, embedded.folder(NAME))
         overtaken.inode = os.stat(embedded.folder(NAME)).st_ino

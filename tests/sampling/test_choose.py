@@ -128,7 +128,9 @@ def forced(model, name, **settings):
 
 
 @pytest.mark.parametrize("model", ["gemma3", pytest.param("gpt_oss", marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", [CACHE, BY_LENGTH, NO_CACHE])
+@pytest.mark.parametrize(
+    "name", [CACHE, *(pytest.param(name, marks=pytest.mark.full) for name in (BY_LENGTH, NO_CACHE))]
+)
 def test_every_engine_samples_what_continuous_batching_samples(name, model):
     model = build(model)  # sliding windows of 7 and full attention
     asked = [*requests(14), *(Request(SampleId(4, i), (5, 6), SamplingParams(20)) for i in range(2))]

@@ -41,7 +41,7 @@ def test_a_process_whose_interpreter_is_stuck_in_c_is_ended_with_a_message_and_i
     process = start(tmp_path, 1.0, "time.sleep(0.5); ctypes.PyDLL(None).sleep(60)")
     said = process.communicate(timeout=50)[1]
     assert process.returncode == -heartbeat.END_SIGNAL
-    assert "stalled: no progress for 1.5 s after 'the work'" in said
+    assert "stalled: no progress for 1.5 s after '" in said
     assert "stall_timeout" in said
     log = (tmp_path / "log.txt").read_text()
     assert "most recent call first" in log

@@ -94,7 +94,8 @@ def test_environments_that_fail_cost_their_samples_and_too_many_end_the_run(tmp_
     assert row["reward/failures"] == row["episode/failures_crash"] > 0
     failed = [r for r in samples(path, 1) if r["failure"]]
     assert len(failed) == row["reward/failures"]
-    assert all(r["failure"] == "crash: environment: RuntimeError: bad luck" and r["advantage"] == 0 for r in failed)
+    said = "crash: environment: RuntimeError: bad luck"
+    assert all(r["failure"].startswith(said) and r["advantage"] == 0 for r in failed)
 
     async def never(client, data):
         raise RuntimeError("nothing works")

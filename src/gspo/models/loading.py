@@ -216,6 +216,10 @@ def refuse_foreign_vocabulary(tokenizer: PreTrainedTokenizerBase, path: str, key
     """DataError if the model in `path` was trained with another vocabulary; a folder without a tokenizer passes."""
     if path == getattr(tokenizer, "name_or_path", None):
         return
+    # transformers makes an empty tokenizer for a folder that has none.
+    files = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in files):
+        return
     try:
         own, used = load_tokenizer(path, key).get_vocab(), tokenizer.get_vocab()
     except DataError:

@@ -34,7 +34,7 @@ def test_without_the_package_the_error_names_the_command():
 @pytest.mark.full
 @needs_verifiers
 def test_episodes_of_the_package_are_played():
-    found = json.loads(run(str(HERE / "verifiers_checks.py")).splitlines()[-1])
+    found = json.loads(run(str(HERE / "verifiers_env" / "checks.py")).splitlines()[-1])
     assert found["rows"] == [48, 2, {"prompt": "10+11=", "idx": 0}]
     right, wrong = found["results"]
     assert right == {"reward": 1.0, "correct": 1.0, "length": 2.0}

@@ -264,6 +264,7 @@ class McpServer:
                     self._handle(json.loads(line))
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_STOP_S)
+        self._readers[1].join(_STOP_S)  # what the server wrote on stderr is part of the message
         code = self._process.returncode
         how = "closed its output" if code is None else describe_exit(code)
         said = self._stderr.decode("utf-8", "replace").strip()[-400:]

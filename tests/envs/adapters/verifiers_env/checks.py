@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE / "verifiers_env"), str(HERE.parents[1] / "helpers")]
+sys.path[:0] = [str(HERE), str(HERE.parents[2] / "helpers")]
 
 import talkers  # noqa: E402
 from scripted_client import call, scripted  # noqa: E402

@@ -2,8 +2,8 @@
 PY := .venv/bin/python
 TRAIN_STAMP := .venv/.installed-train
 STAMP := .venv/.installed
-# One thread per worker makes results repeatable; a third worker on two cores fills the time that tests wait.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 3
+# One thread per worker makes results repeatable; two more workers than cores fill the time that tests wait.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 4
 
 .PHONY: train demo unit test test-full check docs setup setup-train setup-vllm setup-envs clean
 

@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "model_families.md"
     ("name", "layout", "engine"),
     [
         ("qwen3", "shared", "continuous batching"),
-        ("gptj", "packed", None),
+        pytest.param("gptj", "packed", None, marks=pytest.mark.full),
         ("qwen3_next", "padded", "transformers' cache"),
     ],
 )

@@ -102,6 +102,7 @@ def from_trackio(path):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.full  # in a busy suite trackio sometimes fails at its start: dictionary changed size during iteration
 def test_every_logger_holds_what_metrics_jsonl_holds(path):
     pytest.importorskip("tensorboard")
     pytest.importorskip("wandb")

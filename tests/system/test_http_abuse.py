@@ -328,7 +328,7 @@ def test_a_stranger_cannot_stay_by_being_refused_again_and_again(target):
                 if not connection.recv(65536):
                     break
                 time.sleep(0.1)
-        assert time.monotonic() - begin < 4
+        assert time.monotonic() - begin < 12
 
 
 def test_a_stranger_that_reads_no_reply_is_cut_off(target):

@@ -247,6 +247,7 @@ def test_a_run_that_hangs_while_it_starts_or_ends_ends_itself_and_names_what_it_
     assert "faults.py" in log  # where it stood
 
 
+@pytest.mark.full
 def test_a_chat_template_that_never_ends_is_ended_and_the_row_is_named(runs, tmp_path):
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x"
     code = runs.run(tmp_path, "stall_timeout=5", f"train_dataset.chat_template='{loops}'")

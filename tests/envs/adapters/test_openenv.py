@@ -151,9 +151,9 @@ def test_tools_of_an_environment_are_called(make):
     ("kind", "why"),
     [
         ("die", "step: ConnectionClosed"),
-        ("hang", "did not answer step within 1 s"),
-        ("nonsense", "step: JSONDecodeError"),
-        ("large", "step: ConnectionClosed"),
+        pytest.param("hang", "did not answer step within 1 s", marks=pytest.mark.full),
+        pytest.param("nonsense", "step: JSONDecodeError", marks=pytest.mark.full),
+        pytest.param("large", "step: ConnectionClosed", marks=pytest.mark.full),
     ],
 )
 def test_a_server_that_misbehaves_costs_one_sample(make, kind, why):

@@ -323,12 +323,12 @@ def test_a_stranger_cannot_stay_by_being_refused_again_and_again(target):
     with connect(target) as connection:
         begin = time.monotonic()
         with contextlib.suppress(ConnectionError):
-            while time.monotonic() - begin < 5:
+            while time.monotonic() - begin < 20:
                 connection.sendall(target.stranger)
                 if not connection.recv(65536):
                     break
                 time.sleep(0.1)
-        assert time.monotonic() - begin < 12
+        assert time.monotonic() - begin < 10
 
 
 def test_a_stranger_that_reads_no_reply_is_cut_off(target):

@@ -6,7 +6,7 @@ prompt); a *step* trains on one rollout batch of groups.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -33,6 +33,28 @@ class SampleId(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Images:
+    """The images of a prompt. Pixels are not kept: `prepare` opens the images again whenever a model needs them.
+
+    Two of them are equal if their pixels are.
+
+    >>> Images("9f86d0", dict, names=("cat.png",), sizes=((448, 448),)) == Images("9f86d0", dict)
+    True
+    """
+
+    digest: str  # sha256 of sizes and pixels, in their order
+    # The arguments of the model for these images, made by the model's own processor: pixel_values and others.
+    prepare: Callable[[], Mapping[str, NDArray[Any]]] = field(compare=False, repr=False)
+    names: tuple[str, ...] = field(default=(), compare=False)  # where each image is from: a file, or row and column
+    sizes: tuple[tuple[int, int], ...] = field(default=(), compare=False)  # width and height of each
+
+
+# The identity of a prompt: its tokens and the digest of its images ("" without images). Two prompts with the same
+# tokens and other images never share a prefill, a group or a cache.
+PromptKey = tuple[tuple[int, ...], str]
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """One problem, rendered to tokens once; text is never tokenised again.
 
@@ -47,6 +69,7 @@ class Prompt:
     row: int = 0  # its row there
     messages: tuple[Mapping[str, Any], ...] = ()  # the conversation before rendering, for judges and reward models
     reference: Any = None  # the final answer, which built-in rewards compare with; None: the row has no answer
+    images: Images | None = None  # what it shows; `tokens` contain the placeholders for all features of these images
 
     @property
     def answer(self) -> Any:
@@ -75,7 +98,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request to a sampler for one completion. Requests with equal `prompt` share its prefill and its cache.
+    """A request to a sampler for one completion. Requests with equal `key` share a prefill and its cache.
 
     `prefix` continues an interrupted sample: its tokens are kept and prefilled again.
 
@@ -89,6 +112,12 @@ class Request:
     prefix: Sample | None = None
     # The Prompt that `prompt` was rendered from, for environments; it stays in the trainer's process.
     origin: Prompt | None = field(default=None, compare=False, repr=False)
+    images: Images | None = None  # what the prompt shows
+
+    @property
+    def key(self) -> PromptKey:
+        """The identity of the prompt."""
+        return self.prompt, "" if self.images is None else self.images.digest
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -30,7 +30,7 @@ from gspo.train.build.episodes import make_environment
 from gspo.train.build.objective import first_proximal_source, make_plan, narrowest_clip
 from gspo.train.build.policy import make_policy
 from gspo.train.build.sampler import engine_of, make_sampler, sampling_params
-from gspo.types import Request, Sample, SampleId
+from gspo.types import PromptKey, Request, Sample, SampleId
 
 PROMPTS, SAMPLES = 8, 8
 BINS = 4
@@ -56,8 +56,8 @@ def probe(
     # The same prompts in the same order as in training.
     rows = [data.row_of(config.seed, number, shuffle=config.train_dataset.shuffle) for number in range(PROMPTS)]
     requests = [
-        Request(SampleId(number, i), data.prompt(row).tokens, params)
-        for number, row in enumerate(rows)
+        Request(SampleId(number, i), prompt.tokens, params, images=prompt.images)
+        for number, prompt in enumerate(map(data.prompt, rows))
         for i in range(num_samples)
     ]
     sampler = make_sampler(config, policy, tokenizer, step, place, say)
@@ -119,10 +119,11 @@ def trainer_logp(
 ) -> list[NDArray[np.float64]]:
     """The trainer's log-probs of the samples' tokens, packed as a step packs them."""
     # Completions of one prompt are packed together, as in training, where they share the prefix.
-    groups: dict[tuple[int, ...], list[Completion]] = {}
+    groups: dict[PromptKey, tuple[Request, list[Completion]]] = {}
     for number, (request, sample) in enumerate(zip(requests, samples, strict=True)):
-        groups.setdefault(request.prompt, []).append(Completion(sample.tokens, sample.mask, number))
-    items = [PackItem(np.asarray(prompt), tuple(each)) for prompt, each in groups.items()]
+        completion = Completion(sample.tokens, sample.mask, number)
+        groups.setdefault(request.key, (request, []))[1].append(completion)
+    items = [PackItem(np.asarray(first.prompt), tuple(each), first.images) for first, each in groups.values()]
     found: dict[int, NDArray[Any]] = {}
     for packed in packed_parts(policy, items, max_tokens):
         found |= by_sequence(packed, policy(packed, temperature=temperature, with_entropy=False).logp)

@@ -109,9 +109,10 @@ def count(source: Source) -> Shape | Unknown:
     if reason := absurd(source.fields):
         return Unknown(f"{source.name}: {reason}")
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from gspo.models.cache import quiet
+    from gspo.models.loading import policy_class
     from gspo.models.lora import adaptable_layers
 
     fields = dict(source.fields)
@@ -119,7 +120,7 @@ def count(source: Source) -> Shape | Unknown:
         # The meta device has shapes but no storage, so large models can be counted on any machine.
         with quiet(), torch.device("meta"):
             config = AutoConfig.for_model(str(fields.pop("model_type", None)), **fields)
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model = policy_class(config.model_type).from_config(config, trust_remote_code=False)
         text, head = model.config.get_text_config(), model.get_output_embeddings()
         shared = model.get_input_embeddings().weight
         heads = text.num_attention_heads

@@ -21,7 +21,15 @@ from gspo.errors import DataError
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 # Small JSON files with settings. tokenizer.json has none, and is parsed by the tokenizers library.
-SETTINGS = (CONFIG, "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+SETTINGS = (
+    CONFIG,
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "preprocessor_config.json",  # of images
+    "processor_config.json",
+)
 MAX_BYTES = {INDEX: 64 * 2**20, "tokenizer.json": 512 * 2**20, "added_tokens.json": 64 * 2**20}
 MAX_SETTINGS_BYTES = 16 * 2**20  # a tokenizer_config.json may list every special token
 MAX_REPEATS = 10_000  # layers or experts: a larger number is a mistake, and building them would take forever
@@ -41,6 +49,7 @@ _IMPLEMENTATIONS = {
 }
 # Setting → why it is refused, if it is set.
 _REFUSED = {
+    "audio_tokenizer": "would load another model; remove it",
     "auto_map": "would run the folder's own Python code. Use an architecture of transformers, or remove auto_map if "
     "transformers has this one",
     "custom_generate": "would run the folder's own Python code; remove it",
@@ -48,7 +57,12 @@ _REFUSED = {
     "transformers_weights": f"names another weight file than {WEIGHTS} or {INDEX}; remove it and rename the file",
     "use_pretrained_backbone": "would load another model from the hub; remove it",
 }
-_NAMES = ("model_type", "processor_class", "feature_extractor_type")  # of classes in transformers
+_NAMES = (
+    "model_type",
+    "processor_class",
+    "feature_extractor_type",
+    "image_processor_type",
+)  # of classes in transformers
 _TOKENIZER = re.compile(r"\w*(Tokenizer|Backend)\w*", re.ASCII)
 
 

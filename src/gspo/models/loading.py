@@ -18,9 +18,14 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
 from gspo.errors import DataError
@@ -48,6 +53,7 @@ class ModelFolder:
     path: Path
     config: Any  # transformers' PreTrainedConfig
     weights: Weights | None  # in its files; None if only the config is used
+    kind: Any  # transformers' class that loads it
 
 
 def load_tokenizer(path: str, key: str = "tokenizer_path") -> PreTrainedTokenizerBase:
@@ -79,11 +85,13 @@ def load_model(
     seed: int = 0,
     tokenizer: PreTrainedTokenizerBase | None = None,
     key: str = "actor.path",
+    images: bool = False,
 ) -> PreTrainedModel:
-    """The causal language model of a folder, a hub name, a .gguf file, a fetched or an embedded model; in eval mode.
+    """The language model of a folder, a hub name, a .gguf file, a fetched or an embedded model; in eval mode.
 
     `from_scratch` uses the config only and draws weights from `seed`. With `tokenizer`, a model of another vocabulary
-    is an error. Errors name `key`.
+    is an error. `images`: the run shows images, so a model is loaded with its vision tower, even if transformers has a
+    class for its text part alone (Qwen3.5). Errors name `key`.
     """
     name, path = path, locate(path, key, weights=not from_scratch)
     if path.startswith(EMBEDDED):
@@ -92,8 +100,8 @@ def load_model(
         model: Any = embedded.build(path)[0]
         model = model.to(dtype)  # pyright: ignore[reportArgumentType]
     else:
-        found = open_folder(path, key, weights=not from_scratch, dtype=dtype)
-        model = _from_config(found.config, dtype, seed) if from_scratch else _from_weights(found, dtype, key)
+        found = open_folder(path, key, weights=not from_scratch, dtype=dtype, images=images)
+        model = _from_config(found, dtype, seed) if from_scratch else _from_weights(found, dtype, key)
     if tokenizer is not None:
         check_vocabulary(model, tokenizer, name, key)
     return model.to(device).eval()  # pyright: ignore[reportArgumentType]
@@ -105,11 +113,13 @@ def open_folder(
     *,
     weights: bool,
     dtype: torch.dtype | None = None,
-    kind: Any = AutoModelForCausalLM,
+    kind: Any = None,
+    images: bool = False,
 ) -> ModelFolder:
     """Check a folder without reading its weights. `kind` is the class of transformers that will load it.
 
-    `dtype` is that of random weights to be made in memory; None: none are made.
+    None: the class of a policy (`policy_class`). `dtype` is that of random weights to be made in memory; None: none
+    are made.
     """
     folder = Path(path)
     content = check_settings(folder)
@@ -118,6 +128,7 @@ def open_folder(
     if family not in CONFIG_MAPPING:
         found = f"has model_type {family!r}, which transformers {transformers.__version__} does not have"
         raise DataError(f"{folder / CONFIG} {found if family else 'has no model_type'}: check {key}")
+    kind = kind or policy_class(str(family), images=images)
     _refuse_encoder_decoder(kind, folder / CONFIG, content, key)
     with cache.quiet():
         try:
@@ -128,17 +139,23 @@ def open_folder(
     check_size(model, str(folder / CONFIG), stored, 0 if dtype is None else dtype.itemsize)
     if stored is not None:
         check_names(model, folder, stored)
-    return ModelFolder(folder, config, stored)
+    return ModelFolder(folder, config, stored, kind)
 
 
-def read_weights(
-    found: ModelFolder, dtype: torch.dtype, kind: Any = AutoModelForCausalLM
-) -> tuple[Any, dict[str, Any]]:
+def policy_class(family: str, *, images: bool = False) -> Any:
+    """transformers' class of a policy: a causal language model, with a vision tower if there is none without it."""
+    with_tower = family in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    if with_tower and (images or family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
+def read_weights(found: ModelFolder, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
     """The model of a checked folder, and transformers' report of tensors that do not fit. Every weight is finite."""
     try:
         with cache.quiet():
             # ignore_mismatched_sizes: the caller compares shapes, so that an error names every tensor.
-            model, info = kind.from_pretrained(
+            model, info = found.kind.from_pretrained(
                 found.path,
                 dtype=dtype,
                 use_safetensors=True,
@@ -171,7 +188,7 @@ def _not_finite(model: PreTrainedModel) -> list[str]:
 def _refuse_encoder_decoder(kind: Any, file: Path, content: dict[str, Any], key: str) -> None:
     family = content["model_type"]
     default = getattr(CONFIG_MAPPING[family], "is_encoder_decoder", False)
-    if kind is AutoModelForCausalLM and content.get("is_encoder_decoder", default):
+    if kind in (AutoModelForCausalLM, AutoModelForImageTextToText) and content.get("is_encoder_decoder", default):
         raise DataError(
             f"{file}: {family} is an encoder-decoder model, and gspo trains causal language models (decoder only); "
             f"set {key} to one"
@@ -235,11 +252,11 @@ def refuse_foreign_vocabulary(tokenizer: PreTrainedTokenizerBase, path: str, key
         )
 
 
-def _from_config(config: Any, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+def _from_config(found: ModelFolder, dtype: torch.dtype, seed: int) -> PreTrainedModel:
     # The caller's random state does not change.
     with cache.quiet(), torch.random.fork_rng():
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        return found.kind.from_config(found.config, dtype=dtype, trust_remote_code=False)
 
 
 def _from_weights(found: ModelFolder, dtype: torch.dtype, key: str) -> PreTrainedModel:

@@ -8,11 +8,18 @@ from gspo.errors import DataError
 from gspo.types import Request
 
 
-def validate_request(request: Request, *, num_vocab: int, max_context: int, sees_text: bool) -> None:
+def validate_request(
+    request: Request, *, num_vocab: int, max_context: int, sees_text: bool, takes_images: bool = False
+) -> None:
     """Raise DataError if the request cannot be sampled. `sees_text`: the sampler can decode tokens into text."""
     who, params, num = f"request {tuple(request.id)}", request.params, len(request.prompt)
     if num == 0:
         raise DataError(f"{who}: the prompt is empty; at least one token must precede the completion")
+    if request.images is not None and not takes_images:
+        raise DataError(
+            f"{who} shows images, and this sampler takes text alone: actor.path must be a vision-language model, and "
+            "sampler servers take no images (set rollout.backend: local)"
+        )
     prefix = () if request.prefix is None else request.prefix.tokens
     for name, tokens in (("prompt", request.prompt), ("prefix", prefix)):
         ids = np.asarray(tokens)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 from gspo.config.schema import Config
 from gspo.models import cache
@@ -68,4 +68,4 @@ def without_weights(source: str) -> Any:
     """The model on the meta device."""
     found = open_folder(source, weights=False)
     with cache.quiet(), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(found.config, trust_remote_code=False)
+        return found.kind.from_config(found.config, trust_remote_code=False)

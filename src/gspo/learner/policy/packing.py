@@ -30,6 +30,7 @@ from torch import Tensor
 
 from gspo.errors import DataError
 from gspo.models.tree_attention import TreeLayout
+from gspo.types import Images
 
 Layout = Literal["shared", "packed", "padded"]
 
@@ -73,6 +74,7 @@ class PackItem:
 
     prompt: NDArray[np.integer[Any]]
     completions: Sequence[Completion]
+    images: Images | None = None  # what the prompt shows
 
     def num_tokens(self, *, share_prefix: bool) -> int:
         trained = [c for c in self.completions if c.is_trained]

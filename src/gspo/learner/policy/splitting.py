@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gspo.errors import DataError
 from gspo.learner.policy.packing import Completion, Layout, PackItem, families, num_inputs_of
@@ -42,7 +43,7 @@ def micro_batches(
 
 def single_sequences(items: Sequence[PackItem]) -> list[PackItem]:
     """The items with one completion each."""
-    return [PackItem(item.prompt, (completion,)) for item in items for completion in item.completions]
+    return [replace(item, completions=(completion,)) for item in items for completion in item.completions]
 
 
 def _by_length(rows: list[PackItem], max_tokens: int | None, min_batches: int) -> list[list[PackItem]]:
@@ -120,7 +121,7 @@ def _pieces(item: PackItem, num: int, share: int, share_prefix: bool) -> list[Pa
     each = [_cost(family, 0 if share_prefix else len(item.prompt), share_prefix) for family in together]
     bins = _balance(each, num, sum(each))
     assert bins is not None
-    return [PackItem(item.prompt, tuple(c for i in chosen for c in together[i])) for chosen in bins if chosen]
+    return [replace(item, completions=tuple(c for i in chosen for c in together[i])) for chosen in bins if chosen]
 
 
 def _together(item: PackItem, room: int, share_prefix: bool) -> list[list[Completion]]:
@@ -170,4 +171,4 @@ def _cut(item: PackItem, max_tokens: int | None, share_prefix: bool) -> list[Pac
     # The loop ends at the latest with one trained unit per part.
     while (parts := _balance(each, min(num, trained), room)) is None:
         num += 1
-    return [PackItem(item.prompt, tuple(c for i in part for c in together[i])) for part in parts if part]
+    return [replace(item, completions=tuple(c for i in part for c in together[i])) for part in parts if part]

@@ -165,14 +165,12 @@ def _plain(item: Any) -> str:
 
 def _load(path: str, dtype: Any, device: Any, key: str) -> tuple[Any, Any]:
     """The classifier and its tokenizer; DataError if the folder holds something else."""
-    from transformers import AutoModelForSequenceClassification
-
     from gspo.models.loading import load_tokenizer, read_weights
 
     # Before the weights are read, which can take minutes.
     folder = check_classifier(path, dtype, key)
     try:
-        model, found = read_weights(folder, dtype, AutoModelForSequenceClassification)
+        model, found = read_weights(folder, dtype)
         tokenizer = load_tokenizer(str(folder.path), "reward_model.path")
     except DataError as error:
         raise DataError(f"{key}: reward_model.path: {error}") from error

@@ -26,8 +26,8 @@ from gspo.errors import RolloutError
 from gspo.models.moe import routed
 from gspo.sampling.local.cache_rows import CacheLayout, Part, num_bytes
 from gspo.sampling.local.rows import Rows
-from gspo.sampling.local.stepper import Step, StoredPrompt, Tokens
-from gspo.types import Request
+from gspo.sampling.local.stepper import Step, StoredPrompt, first_of_each
+from gspo.types import PromptKey, Request
 
 _CACHE_NAMES = ("past_key_values", "cache_params", "state")  # of outputs and arguments
 
@@ -54,7 +54,7 @@ class LengthStepper:
         self._model, self._routers, self._prefill_tokens = model, routers, prefill_tokens
         self._layout, self._rows, self._counts = layout, rows, counts
         self._accepts = inspect.signature(model.forward).parameters
-        self.prompts: dict[Tokens, StoredPrompt] = {}
+        self.prompts: dict[PromptKey, StoredPrompt] = {}
         self._batches: list[_Batch] = []
         self._fresh: list[int] = []  # slots of rows whose cache is still that of their prompt
 
@@ -108,13 +108,13 @@ class LengthStepper:
         if self._layout is not None and not self._layout.is_known:
             self._layout.learn(self._probe_cache)
         # A continued row computes its prompt and its tokens together: not every cache takes several tokens at once.
-        fresh = [r.prompt for r in requests if r.prefix is None or not len(r.prefix.tokens)]
-        prompts = list(dict.fromkeys(prompt for prompt in fresh if prompt not in self.prompts))
-        for part, tokens in self._whole([np.array(prompt) for prompt in prompts]):
+        fresh = [r for r in requests if r.prefix is None or not len(r.prefix.tokens)]
+        prompts = first_of_each(r for r in fresh if r.key not in self.prompts)
+        for part, tokens in self._whole([np.array(r.prompt) for r in prompts]):
             logits, routes, cache = self._forward(tokens)
             for row, index in enumerate(part):
                 chosen = None if routes is None else routes[row]
-                self.prompts[prompts[index]] = StoredPrompt(logits[row], chosen, cache=cache, index=row)
+                self.prompts[prompts[index].key] = StoredPrompt(logits[row], chosen, cache=cache, index=row)
 
     def _probe_cache(self, num_rows: int, num_tokens: int, cache: Any) -> Any:
         if cache is None:
@@ -164,7 +164,7 @@ class LengthStepper:
         for slot in self._fresh:
             request = self._rows.requests[slot]
             assert request is not None
-            stored = self.prompts[request.prompt]
+            stored = self.prompts[request.key]
             by_cache.setdefault(id(stored.cache), []).append((slot, stored))
         for members in by_cache.values():
             slots = np.array([slot for slot, _ in members])
@@ -196,7 +196,7 @@ class LengthStepper:
             np.concatenate(routes) if routes else None,
         )
 
-    def leave(self, slots: NDArray, moves: tuple[list[int], list[int]], dropped: Sequence[Tokens]) -> None:
+    def leave(self, slots: NDArray, moves: tuple[list[int], list[int]], dropped: Sequence[PromptKey]) -> None:
         for prompt in dropped:
             self.prompts.pop(prompt, None)  # a prompt of continued rows only is not stored
         target_of = dict(zip(*moves, strict=True))

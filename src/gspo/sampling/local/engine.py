@@ -30,10 +30,10 @@ from gspo.sampling.local.borrow import Borrowed
 from gspo.sampling.local.choose import choose, engines, refuse_encoder_decoder
 from gspo.sampling.local.draw import draw, warp
 from gspo.sampling.local.rows import Rows
-from gspo.sampling.local.stepper import Engine, Tokens
+from gspo.sampling.local.stepper import Engine
 from gspo.sampling.requests import validate_request
 from gspo.sampling.weights.load import copy_weights
-from gspo.types import FinishReason, Request, Sample, SampleId, SamplingParams
+from gspo.types import FinishReason, PromptKey, Request, Sample, SampleId, SamplingParams
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class LocalSampler:
         self._max_context = max_context or self._model_context
         self._waiting: deque[Request] = deque()
         self._done: deque[Sample] = deque()
-        self._references: Counter[Tokens] = Counter()  # outstanding requests of each prompt
+        self._references: Counter[PromptKey] = Counter()  # outstanding requests of each prompt
         self._rules: dict[SamplingParams, int] = {}
         self._rule_list: list[_Rule] = []
         self._routers = routers(model)
@@ -115,7 +115,7 @@ class LocalSampler:
             if request.params not in self._rules:
                 self._rules[request.params] = len(self._rule_list)
                 self._rule_list.append(self._rule(request.params))
-            self._references[request.prompt] += 1
+            self._references[request.key] += 1
             self._waiting.append(request)
 
     def completed(self, deadline_s: float | None = None) -> Iterator[Sample]:
@@ -284,7 +284,7 @@ class LocalSampler:
             self._waiting.extendleft(reversed(requests))
             raise
         slots = self._rows.join(requests, [self._rules[r.params] for r in requests])
-        prompts = [self._stepper.prompts.get(r.prompt) for r in requests]
+        prompts = [self._stepper.prompts.get(r.key) for r in requests]
         for slot, prompt in zip(slots, prompts, strict=True):
             self._rows.prompt_routes[slot] = None if prompt is None else prompt.routes
         self._stepper.join(slots)
@@ -370,7 +370,7 @@ class LocalSampler:
 
     def _retire(self, slots: NDArray[np.int64], ended: NDArray[np.bool_], full: NDArray[np.bool_]) -> None:
         """Remove finished rows and prompts without outstanding requests, then compact the tables."""
-        rows, dropped = self._rows, list[Tokens]()
+        rows, dropped = self._rows, list[PromptKey]()
         finished = np.flatnonzero(ended | full)
         for i in finished:
             request = rows.requests[slots[i]]
@@ -378,10 +378,10 @@ class LocalSampler:
             finish: FinishReason = "stop" if ended[i] else "length"
             self._done.append(rows.take(int(slots[i]), finish))
             # A prompt is dropped with the last request that needs it.
-            self._references[request.prompt] -= 1
-            if self._references[request.prompt] == 0:
-                del self._references[request.prompt]
-                dropped.append(request.prompt)
+            self._references[request.key] -= 1
+            if self._references[request.key] == 0:
+                del self._references[request.key]
+                dropped.append(request.key)
         # Nothing runs and no prompt is stored: free all memory.
         if not rows.alive.any() and not self._stepper.prompts.keys() - dropped:
             self._clear()

@@ -22,8 +22,8 @@ from gspo.errors import RolloutError
 from gspo.models.moe import routed
 from gspo.sampling.local.cache import DecodePlan, ExtendPlan, Grid, KVStore, Plan, PrefillPlan, active, make_grid
 from gspo.sampling.local.rows import Rows
-from gspo.sampling.local.stepper import Step, StoredPrompt, Tokens
-from gspo.types import Request
+from gspo.sampling.local.stepper import Step, StoredPrompt, first_of_each
+from gspo.types import PromptKey, Request
 
 
 class PackedStepper:
@@ -34,7 +34,7 @@ class PackedStepper:
     ) -> None:
         self._model, self._routers, self._prefill_tokens = model, routers, prefill_tokens
         self._rows, self._counts = rows, counts
-        self.prompts: dict[Tokens, StoredPrompt] = {}
+        self.prompts: dict[PromptKey, StoredPrompt] = {}
         self.store = KVStore()
         self._grid: Grid | None = None
         self._routes: NDArray | None = None  # [N, layers, top_k] of the last forward
@@ -57,31 +57,31 @@ class PackedStepper:
 
     def prefill(self, requests: Sequence[Request]) -> None:
         """Store keys and values of whole prompts, several per forward; logits only at their last positions."""
-        prompts = list(dict.fromkeys(r.prompt for r in requests if r.prompt not in self.prompts))
+        prompts = first_of_each(r for r in requests if r.key not in self.prompts)
         if not prompts:
             return
         # New prompts take the lowest free group slots.
         taken = {g.slot for g in self.prompts.values()}
         free = [slot for slot in range(len(taken) + len(prompts)) if slot not in taken]
-        self.store.reserve(groups=max([*taken, *free]) + 1, prompt_len=max(map(len, prompts)))
+        self.store.reserve(groups=max([*taken, *free]) + 1, prompt_len=max(len(r.prompt) for r in prompts))
         # `PrefillPlan` needs prompts of equal length next to each other.
-        prompts = sorted(prompts, key=len)
+        prompts = sorted(prompts, key=lambda r: len(r.prompt))
         while prompts:
             # Each forward takes at least one prompt, and more of them up to the limit of tokens.
-            num, total = 1, len(prompts[0])
-            while num < len(prompts) and total + len(prompts[num]) <= self._prefill_tokens:
-                total += len(prompts[num])
+            num, total = 1, len(prompts[0].prompt)
+            while num < len(prompts) and total + len(prompts[num].prompt) <= self._prefill_tokens:
+                total += len(prompts[num].prompt)
                 num += 1
             part, prompts = prompts[:num], prompts[num:]
             slots, free = free[:num], free[num:]
-            lengths = np.array([len(p) for p in part])
+            lengths = np.array([len(r.prompt) for r in part])
             ends = np.cumsum(lengths)  # [prompts]
             # One run per distinct length: (first token, number of prompts, length).
             values, first, counts = np.unique(lengths, return_index=True, return_counts=True)
             runs = [(int(ends[i] - lengths[i]), int(c), int(n)) for n, i, c in zip(values, first, counts, strict=True)]
             # Logits are computed at the last token of each prompt only.
             logits = self._forward(
-                np.concatenate([np.array(p) for p in part]),
+                np.concatenate([np.array(r.prompt) for r in part]),
                 np.concatenate([np.arange(n) for n in lengths]),
                 PrefillPlan(runs, slots),
                 torch.from_numpy(ends - 1).to(self._model.device),
@@ -90,8 +90,8 @@ class PackedStepper:
             self._counts["prefill_tokens"] += total
             # [P, layers, top_k] per prompt
             routes = [None] * num if self._routes is None else np.split(self._routes, ends[:-1])
-            for prompt, slot, row, chosen in zip(part, slots, logits, routes, strict=True):
-                self.prompts[prompt] = StoredPrompt(row, chosen, slot)
+            for request, slot, row, chosen in zip(part, slots, logits, routes, strict=True):
+                self.prompts[request.key] = StoredPrompt(row, chosen, slot)
         self._check_windows()
 
     def _check_windows(self) -> None:
@@ -112,7 +112,7 @@ class PackedStepper:
         for slot in slots:
             request = rows.requests[slot]
             assert request is not None
-            rows.group[slot] = self.prompts[request.prompt].slot
+            rows.group[slot] = self.prompts[request.key].slot
         self._grid = None  # the layout of groups has changed
         most = int(rows.count[slots].max())
         # Room for some tokens at once: the store grows by half, so starting from one token would mean many copies.
@@ -153,7 +153,7 @@ class PackedStepper:
         logits = logits if len(living) == used else logits[torch.from_numpy(living).to(logits.device)]
         return Step(living, logits, routes)
 
-    def leave(self, slots: NDArray, moves: tuple[list[int], list[int]], dropped: Sequence[Tokens]) -> None:
+    def leave(self, slots: NDArray, moves: tuple[list[int], list[int]], dropped: Sequence[PromptKey]) -> None:
         del slots  # a free slot needs no clearing: its keys are masked, and the next row overwrites them
         self._grid = None
         for prompt in dropped:

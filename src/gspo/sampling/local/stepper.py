@@ -7,7 +7,7 @@ itself, `by_length.py` uses transformers' caches or none. The scheduler owns req
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -15,9 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gspo.sampling.local.rows import Rows
-from gspo.types import Request
-
-Tokens = tuple[int, ...]
+from gspo.types import PromptKey, Request
 
 
 @dataclass(slots=True)
@@ -31,6 +29,14 @@ class StoredPrompt:
     index: int = 0  # `by_length`: its row in that cache
 
 
+def first_of_each(requests: Iterable[Request]) -> list[Request]:
+    """One request for each prompt, in order of first appearance."""
+    found: dict[PromptKey, Request] = {}
+    for request in requests:
+        found.setdefault(request.key, request)
+    return list(found.values())
+
+
 class Step(NamedTuple):
     """The result of one token: N rows."""
 
@@ -42,7 +48,7 @@ class Step(NamedTuple):
 class Stepper(Protocol):
     """The state of a stepper belongs to one table of rows; a new table gets a new stepper."""
 
-    prompts: dict[Tokens, StoredPrompt]
+    prompts: dict[PromptKey, StoredPrompt]
 
     def prefill(self, requests: Sequence[Request]) -> None:
         """Compute the prompts of these requests that are needed and not stored yet."""
@@ -56,7 +62,7 @@ class Stepper(Protocol):
         """Feed the last token of every running row."""
         ...
 
-    def leave(self, slots: NDArray, moves: tuple[list[int], list[int]], dropped: Sequence[Tokens]) -> None:
+    def leave(self, slots: NDArray, moves: tuple[list[int], list[int]], dropped: Sequence[PromptKey]) -> None:
         """These rows are finished; then rows moved (from, to) in the table; no request needs the dropped prompts."""
         ...
 

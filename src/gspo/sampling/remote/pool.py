@@ -27,7 +27,7 @@ from gspo.sampling.remote.link import (
 )
 from gspo.sampling.weights.probe import ProbeCheck
 from gspo.sampling.weights.store import Published
-from gspo.types import Sample
+from gspo.types import PromptKey, Sample
 
 CHECK_S = 2.0  # between two health checks of a server without work
 
@@ -81,9 +81,9 @@ class ServerPool:
         if not serving:
             self.unassigned += requests
             return
-        groups: dict[tuple[int, ...], list[PendingRequest]] = {}
+        groups: dict[PromptKey, list[PendingRequest]] = {}
         for pending in requests:
-            groups.setdefault(pending.request.prompt, []).append(pending)
+            groups.setdefault(pending.request.key, []).append(pending)
         for group in groups.values():
             server = min(serving, key=lambda server: len(server.requests))
             server.requests |= {pending.key: pending for pending in group}

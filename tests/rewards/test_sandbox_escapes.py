@@ -10,12 +10,14 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from pathlib import Path
 
 import pytest
 
+import gspo
 from gspo.rewards.sandbox import box as sandbox
 from gspo.rewards.sandbox.box import Ended, Limits, run
 from gspo.rewards.sandbox.command import NICE
@@ -229,7 +231,16 @@ def ordinary_python():
 AS_NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all"]
 
 
-def test_an_ordinary_user_gets_the_same_sandbox(place, tmp_path):
+@pytest.fixture
+def readable_package():
+    """A copy of the package in a folder that every user can read: the repository may be in a private one."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        shutil.copytree(Path(gspo.__file__).parent, Path(folder, "gspo"), ignore=shutil.ignore_patterns("__pycache__"))
+        yield folder
+
+
+def test_an_ordinary_user_gets_the_same_sandbox(place, readable_package):
     python = ordinary_python()
     if not python:
         pytest.skip("needs root, setpriv and a Python 3.11 or newer that other users can run")
@@ -240,7 +251,7 @@ def test_an_ordinary_user_gets_the_same_sandbox(place, tmp_path):
     )
     program = (
         "import json, sys\n"
-        f"sys.path.insert(0, {str(Path(sandbox.__file__).parents[3])!r})\n"
+        f"sys.path.insert(0, {readable_package!r})\n"
         "from gspo.rewards.sandbox import box\n"
         "why = box.unavailable()\n"
         "if why: print(json.dumps({'why': why})); sys.exit()\n"

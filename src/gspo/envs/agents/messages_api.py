@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gspo.envs.agents.openai_api import Answer, ApiError, ApiRequest, read_chat
+from gspo.envs.agents.openai_api import Answer, ApiError, ApiRequest, as_list, as_text, read_chat
 
 # Fields that have the same name and meaning in a chat request, or no effect.
 _SAME = ("model", "stream", "temperature", "top_p", "top_k", "metadata", "service_tier")
@@ -44,7 +44,7 @@ def read_messages(body: Mapping[str, Any], model: str, *, needs_max_tokens: bool
         chat: dict[str, Any] = {name: given.pop(name) for name in _SAME if name in given}
         chat["messages"] = [
             *_system(given.pop("system", None)),
-            *(m for i, message in enumerate(_list(given.pop("messages", None), "messages"))
+            *(m for i, message in enumerate(as_list(given.pop("messages", None), "messages"))
               for m in _messages(message, f"messages[{i}]")),
         ]  # fmt: skip
         if "max_tokens" in given:
@@ -52,7 +52,7 @@ def read_messages(body: Mapping[str, Any], model: str, *, needs_max_tokens: bool
         if stop := given.pop("stop_sequences", None):
             chat["stop"] = stop
         if tools := given.pop("tools", None):
-            chat["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(_list(tools, "tools"))]
+            chat["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(as_list(tools, "tools"))]
         if choice := given.pop("tool_choice", None):
             chat["tool_choice"] = choice.get("type") if isinstance(choice, dict) else choice
         if given.get("thinking", {}) in ({}, {"type": "disabled"}):
@@ -64,7 +64,7 @@ def read_messages(body: Mapping[str, Any], model: str, *, needs_max_tokens: bool
 
 
 def _system(given: Any) -> list[dict[str, Any]]:
-    return [] if given is None else [{"role": "system", "content": _text(given, "system")}]
+    return [] if given is None else [{"role": "system", "content": as_text(given, "system")}]
 
 
 def _messages(message: Any, where: str) -> Iterator[dict[str, Any]]:
@@ -78,16 +78,16 @@ def _messages(message: Any, where: str) -> Iterator[dict[str, Any]]:
     texts: list[str] = []
     calls: list[dict[str, Any]] = []
     num_results = 0
-    for i, block in enumerate(_list(content, f"{where}.content")):
+    for i, block in enumerate(as_list(content, f"{where}.content")):
         at, kind = f"{where}.content[{i}]", block.get("type") if isinstance(block, dict) else None
         if kind == "text":
-            texts.append(_text([block], at))
+            texts.append(as_text([block], at))
         elif kind == "tool_use" and role == "assistant":
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
             num_results += 1
-            result = _text(block.get("content") or "", at)
+            result = as_text(block.get("content") or "", at)
             yield {"role": "tool", "tool_call_id": str(block.get("tool_use_id")),
                    "content": f"error: {result}" if block.get("is_error") else result}  # fmt: skip
         else:
@@ -96,30 +96,12 @@ def _messages(message: Any, where: str) -> Iterator[dict[str, Any]]:
         yield {"role": role, "content": "".join(texts), **({"tool_calls": calls} if calls else {})}
 
 
-def _text(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    texts = []
-    for block in _list(content, where):
-        # Other fields of a text block (cache_control, citations) do not change what the model reads.
-        if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
-            raise ApiError(400, "unsupported_value", f"{where} can contain text only", where)
-        texts.append(block["text"])
-    return "".join(texts)
-
-
 def _tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type", "custom") != "custom" or not isinstance(tool.get("name"), str):
         raise ApiError(400, "unsupported_value", f"{where} must be a tool with name and input_schema", where)
     function = {"name": tool["name"], "description": tool.get("description") or "",
                 "parameters": tool.get("input_schema") or {"type": "object", "properties": {}}}  # fmt: skip
     return {"type": "function", "function": function}
-
-
-def _list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise ApiError(400, "invalid_type", f"{where} must be a list, got {type(value).__name__}", where)
-    return value
 
 
 def message_body(answer: Answer, request: ApiRequest, *, id: str, model: str, created: int) -> dict[str, Any]:

@@ -254,13 +254,13 @@ def _message(message: Any, index: int) -> Mapping[str, Any]:
     role = _ROLES.get(str(given.pop("role", None)))
     if role is None:
         raise ApiError(400, "invalid_value", f"{where}.role must be one of {', '.join(_ROLES)}", f"{where}.role")
-    read: dict[str, Any] = {"role": role, "content": _content(given.pop("content", ""), f"{where}.content")}
+    read: dict[str, Any] = {"role": role, "content": as_text(given.pop("content", ""), f"{where}.content")}
     for name in ("name", "tool_call_id"):
         if name in given:
             read[name] = _take(given, name, str)
             del given[name]
     if role == "assistant" and (calls := given.pop("tool_calls", None)) is not None:
-        read["tool_calls"] = [_tool_call(call, f"{where}.tool_calls") for call in _list(calls, f"{where}.tool_calls")]
+        read["tool_calls"] = [_tool_call(call, f"{where}.tool_calls") for call in as_list(calls, f"{where}.tool_calls")]
     # What is left was not understood: a silently ignored field could change the prompt.
     if given:
         name = next(iter(given))
@@ -268,12 +268,14 @@ def _message(message: Any, index: int) -> Mapping[str, Any]:
     return read
 
 
-def _content(content: Any, where: str) -> str:
+def as_text(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
+    """A string, or a list of text parts joined; `kinds`: the types of part that an API calls text."""
     if isinstance(content, str):
         return content
     texts = []
-    for part in _list(content, where):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+    for part in as_list(content, where):
+        # Other fields of a part (cache_control, citations) do not change what the model reads.
+        if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
             raise ApiError(400, "unsupported_value", f"{where} can contain text only", where)
         texts.append(part["text"])
     return "".join(texts)
@@ -301,7 +303,7 @@ def _tool(tool: Any, index: int) -> Mapping[str, Any]:
     return tool
 
 
-def _list(value: Any, where: str) -> list[Any]:
+def as_list(value: Any, where: str) -> list[Any]:
     if not isinstance(value, list):
         raise ApiError(400, "invalid_type", f"{where} must be a list, got {type(value).__name__}", where)
     return value

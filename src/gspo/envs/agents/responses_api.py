@@ -10,13 +10,14 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gspo.envs.agents.openai_api import Answer, ApiError, ApiRequest, read_chat
+from gspo.envs.agents.openai_api import Answer, ApiError, ApiRequest, as_list, as_text, read_chat
 
 _SAME = ("model", "stream", "temperature", "top_p", "tool_choice", "parallel_tool_calls", "metadata", "user", "store",
          "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")  # fmt: skip
 # Fields that have no effect here, or of which only one value is supported.
 _NEUTRAL: Mapping[str, Any] = {"truncation": "disabled", "background": False, "top_logprobs": 0, "reasoning": {}}
 _STATE = ("conversation", "prompt")
+_TEXT_KINDS = ("input_text", "output_text", "text")
 
 
 def read_response(body: Mapping[str, Any], model: str) -> ApiRequest:
@@ -39,7 +40,7 @@ def read_response(body: Mapping[str, Any], model: str) -> ApiRequest:
     if "max_output_tokens" in given:
         chat["max_tokens"] = given.pop("max_output_tokens")
     if tools := given.pop("tools", None):
-        chat["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(_list(tools, "tools"))]
+        chat["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(as_list(tools, "tools"))]
     given.pop("include", None)  # asks for parts of a reply that this server never has
     given.pop("stream_options", None)
     text = given.pop("text", None) or {}
@@ -57,13 +58,13 @@ def _messages(given: Any) -> list[dict[str, Any]]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[dict[str, Any]] = []
-    for i, item in enumerate(_list(given, "input")):
+    for i, item in enumerate(as_list(given, "input")):
         where = f"input[{i}]"
         if not isinstance(item, dict):
             raise ApiError(400, "invalid_type", f"{where} must be an object", where)
         kind = item.get("type", "message")
         if kind == "message":
-            messages.append({"role": item.get("role"), "content": _text(item.get("content"), where)})
+            messages.append({"role": item.get("role"), "content": as_text(item.get("content"), where, _TEXT_KINDS)})
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
             call = {"id": str(item.get("call_id")), "type": "function", "function": function}
@@ -73,35 +74,17 @@ def _messages(given: Any) -> list[dict[str, Any]]:
             else:
                 messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         elif kind == "function_call_output":
-            output = _text(item.get("output"), where)
+            output = as_text(item.get("output"), where, _TEXT_KINDS)
             messages.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": output})
         else:
             raise ApiError(400, "unsupported_value", f"{where} has type {str(kind)[:40]!r}, not supported here", where)
     return messages
 
 
-def _text(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    texts = []
-    for part in _list(content, where):
-        kinds = ("input_text", "output_text", "text")
-        if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
-            raise ApiError(400, "unsupported_value", f"{where} can contain text only", where)
-        texts.append(part["text"])
-    return "".join(texts)
-
-
 def _tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
         raise ApiError(400, "unsupported_value", f"{where} must be a function with a name", where)
     return {"type": "function", "function": {k: v for k, v in tool.items() if k not in ("type", "strict")}}
-
-
-def _list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise ApiError(400, "invalid_type", f"{where} must be a list, got {type(value).__name__}", where)
-    return value
 
 
 def response_body(answer: Answer, request: ApiRequest, *, id: str, model: str, created: int) -> dict[str, Any]:

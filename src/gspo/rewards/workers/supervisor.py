@@ -12,7 +12,6 @@ Worker → supervisor → trainer: JSON lines only, so data from a process that 
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import math
@@ -24,16 +23,16 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from mmap import mmap
 from typing import Any
 
 from gspo.rewards.call import GRACE_S
 from gspo.rewards.functions.builtin import PRELOAD
+from gspo.rewards.workers.jobs import ScoringJob, WorkerProcess
+from gspo.rewards.workers.processes import collect, describe, kill_orphans, kill_worker, next_dead, shorten_log
 from gspo.rewards.workers.worker import CLOCK, HEARTBEAT_S, LENGTH, run, set_clock
 from gspo.system.imports import install_command
-from gspo.system.process import adopt_orphans, all_processes, descendants, describe_exit, kill, kill_group
+from gspo.system.process import adopt_orphans
 
 POLL_S = 0.05
 MARGIN_S = 0.1  # what the supervisor's own deadline adds to the one that a worker reports
@@ -41,39 +40,6 @@ MARGIN_S = 0.1  # what the supervisor's own deadline adds to the one that a work
 _EXTERNAL = {signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
 _MAX_RETRIES = 3
 _LONGEST_LINE = 16 << 20  # bytes of one message of a worker
-_KILL_S = 0.4  # for the end of everything that a worker has started
-_MAX_LOG, _KEPT_LOG = 64 << 20, 1 << 20  # bytes of rewards.log, and how many of the last ones stay when it is longer
-
-
-@dataclass
-class ScoringJob:
-    """A group to score."""
-
-    id: int
-    num: int
-    payload: bytes
-    start: int = 0  # first call without a result
-    retries: int = 0  # workers that died between calls or by an external signal
-    unread: int = 0  # workers that did not read it in time
-    values: list[tuple[int, int, float]] = field(default_factory=list)  # (part, sample, value)
-    failures: dict[int, tuple[str, str]] = field(default_factory=dict)  # sample -> (kind, message)
-
-
-@dataclass
-class WorkerProcess:
-    """A forked worker as the supervisor sees it."""
-
-    pid: int
-    channel: socket.socket
-    page: mmap
-    deadline: float  # on the supervisor's clock; inf while it is idle
-    job: ScoringJob | None = None
-    ready: bool = False
-    has_read: bool = False  # whether it has read its job
-    killed: bool = False  # by the supervisor, because a call exceeded its deadline
-    corrupt: bool = False  # its channel delivered something other than the messages of worker.py
-    incoming: bytes = b""
-    outgoing: memoryview = memoryview(b"")  # noqa: RUF009 - immutable; the part of a job that its socket has not taken yet
 
 
 class Supervisor:
@@ -214,17 +180,9 @@ class Supervisor:
             worker.job, worker.deadline = None, math.inf
             self.finish(job)
         else:
-            part, num_parts = message["part"], len(self.settings["parts"])
-            values = [(part, _index(sample, job.num), _finite(value)) for sample, value in message["values"]]
-            failures = [(_index(sample, job.num), str(kind), str(text)) for sample, kind, text in message["failures"]]
-            # One call has finished; the next result has its own time. A replacement worker would continue with the
-            # next call.
+            # One call has finished; the next result has its own time.
+            job.record(message, len(self.settings["parts"]))
             worker.deadline = time.monotonic() + self.call_s
-            job.start = _index(message["call"], num_parts * (job.num + 1)) + 1
-            _index(part, num_parts)
-            job.values += values
-            for sample, kind, text in failures:
-                job.failures.setdefault(sample, (kind, text))
 
     def check_clocks(self) -> None:
         now = time.monotonic()
@@ -239,7 +197,7 @@ class Supervisor:
     def reap(self) -> None:
         """Collect dead workers, kill what they left behind, fail or retry their jobs, and start replacements."""
         # WNOWAIT: the pid, which is the group's number too, is not reused until the group has been killed.
-        while dead := _next_dead():
+        while dead := next_dead():
             worker = self.workers.pop(dead, None)
             if worker is None:
                 os.waitpid(dead, 0)  # an orphan that reward code left behind and that has ended
@@ -252,7 +210,7 @@ class Supervisor:
             self.watch(worker, 0)
             worker.channel.close()
             # Processes that left the group have become orphans of this process by now.
-            self.kill_orphans()
+            kill_orphans(spare=self.workers)
             # Before the page is closed: the page shows which call was running.
             self.settle(worker, status)
             worker.page.close()
@@ -267,7 +225,7 @@ class Supervisor:
         if not worker.ready:
             self.failed_starts += 1
             if self.failed_starts >= _MAX_RETRIES and not self.workers:
-                why = f"took longer than {self.settings['startup_s']:g} s" if worker.killed else _describe(status)
+                why = f"took longer than {self.settings['startup_s']:g} s" if worker.killed else describe(status)
                 self.send({"fatal": f"the reward workers did not start ({_MAX_RETRIES} attempts); the last one {why}"})
         if job is None:
             return
@@ -279,7 +237,7 @@ class Supervisor:
         running = job_id == job.id and call >= job.start and (reported != 0.0 or worker.killed)
         if running and (worker.killed or -status not in _EXTERNAL):
             kind = "timeout" if worker.killed else "crash"
-            text = f"its process {_describe(status)}"
+            text = f"its process {describe(status)}"
             if worker.killed:
                 text = f"no result after {self.settings['timeout_s']:g} s"
             # sample < 0: the call scored the whole group, so all of its samples fail.
@@ -303,7 +261,7 @@ class Supervisor:
                 "earlier call left behind may block them",
             )
         elif job.retries > _MAX_RETRIES:
-            self.abandon(job, f"its worker died {job.retries} times between calls; the last one {_describe(status)}")
+            self.abandon(job, f"its worker died {job.retries} times between calls; the last one {describe(status)}")
         # Every sample has failed already, so the remaining calls cannot change the result.
         elif len(job.failures) == job.num:
             self.finish(job)
@@ -381,26 +339,14 @@ class Supervisor:
     def names(self) -> str:
         return "+".join(part["name"] for part in self.settings["parts"])
 
-    def kill_orphans(self) -> None:
-        """Kill orphans of dead workers; they have become children of this process, which is their subreaper."""
-        deadline = time.monotonic() + _KILL_S
-        while time.monotonic() < deadline:  # the children of a killed orphan become orphans in turn
-            # One look at the process table for all orphans: there may be hundreds.
-            orphans = [pid for pid, parent in all_processes() if parent == os.getpid() and pid not in self.workers]
-            if not orphans:
-                return
-            kill_all([*descendants(*orphans), *orphans])
-            for orphan in orphans:
-                _collect(orphan, deadline - time.monotonic())
-
     def close(self) -> None:
         # Kill all workers before waiting for any of them, so that the waits overlap.
         for worker in self.workers.values():
             kill_worker(worker.pid)
         for worker in self.workers.values():
-            _collect(worker.pid)
+            collect(worker.pid)
         self.workers.clear()
-        self.kill_orphans()
+        kill_orphans(spare=self.workers)
 
 
 def main(fd: str) -> None:
@@ -449,68 +395,3 @@ def _exactly(channel: socket.socket, size: int) -> bytes:
             sys.exit(0)  # the trainer ended before it sent its settings
         data += chunk
     return data
-
-
-def _next_dead() -> int | None:
-    try:
-        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return None
-    return found.si_pid if found else None
-
-
-def _collect(pid: int, timeout_s: float = 1.0) -> None:
-    """Wait for a killed child; give up if the kernel cannot end it yet (blocked in a device)."""
-    deadline = time.monotonic() + timeout_s
-    try:
-        while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
-            time.sleep(0.001)
-    except ChildProcessError:
-        pass
-
-
-def kill_worker(pid: int) -> None:
-    """Kill a worker, its process group, and descendants that have left the group."""
-    # Descendants first: they can be found by their parent's pid only while the parent exists.
-    kill_all(descendants(pid))
-    kill_group(pid)
-    kill(pid)  # it may not have called setsid yet
-
-
-def shorten_log(fd: int) -> None:
-    """Keep only the end of a log that has become too long; reward code may print without end.
-
-    The file is open for appending in every worker, so they continue at its new end.
-    """
-    size = os.fstat(fd).st_size
-    if size > _MAX_LOG:
-        with open(f"/proc/self/fd/{fd}", "rb") as file:
-            file.seek(size - _KEPT_LOG)
-            kept = file.read(_KEPT_LOG)
-        os.ftruncate(fd, 0)
-        os.write(fd, f"[{size - len(kept)} bytes of output were removed: the log was too long]\n".encode() + kept)
-
-
-def kill_all(pids: Sequence[int]) -> None:
-    """Stop all of them before the first is killed, so that none can fork in between; then kill them."""
-    for number in (signal.SIGSTOP, signal.SIGKILL):
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, number)
-
-
-def _index(value: Any, size: int) -> int:
-    """A number in 0…size−1; ValueError for anything else that reward code wrote into the channel."""
-    if type(value) is not int or not 0 <= value < size:
-        raise ValueError(f"{value!r} is not a number below {size}")
-    return value
-
-
-def _finite(value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError(f"{value!r} is not a reward")
-    return value
-
-
-def _describe(status: int) -> str:
-    return describe_exit(status) + (" (out of memory?)" if status == -signal.SIGKILL else "")

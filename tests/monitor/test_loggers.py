@@ -1,5 +1,6 @@
 """Metrics beside the run directory: really written, read back by each logger's reader, and never in the run's way."""
 
+import gc
 import json
 import os
 import struct
@@ -16,6 +17,7 @@ from gspo.config.load import load
 from gspo.errors import ConfigError
 from gspo.monitor import loggers
 from gspo.monitor.loggers import Loggers
+from gspo.monitor.sinks import _redirect_trackio
 from gspo.runs.directory import RunDir
 
 pytestmark = pytest.mark.run
@@ -102,7 +104,29 @@ def from_trackio(path):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.full  # in a busy suite trackio sometimes fails at its start: dictionary changed size during iteration
+def test_an_import_in_another_thread_does_not_disturb_the_start_of_trackio(path):
+    pytest.importorskip("trackio")
+    added = []
+
+    def import_something(phase, info):
+        added.append(f"imported_meanwhile_{len(added)}")
+        sys.modules[added[-1]] = sys
+
+    # A garbage collection is where another thread can take over while a list of all modules is built.
+    threshold = gc.get_threshold()
+    gc.callbacks.append(import_something)
+    gc.set_threshold(1)
+    try:
+        _redirect_trackio(path, [])
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(import_something)
+        for name in added:
+            del sys.modules[name]
+    assert added
+
+
+@pytest.mark.full
 def test_every_logger_holds_what_metrics_jsonl_holds(path):
     pytest.importorskip("tensorboard")
     pytest.importorskip("wandb")
@@ -273,6 +297,7 @@ def test_offline_loggers_work_where_there_is_no_network(run):
     code = f"""
 import pathlib
 from gspo.monitor.loggers import Loggers
+from gspo.monitor.sinks import _redirect_trackio
 sinks = Loggers(pathlib.Path({str(run.path)!r}), {EVERY!r}, print)
 for step in range(3):
     sinks.write({{"step": step, "reward/mean": 0.5}})

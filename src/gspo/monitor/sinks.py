@@ -145,7 +145,8 @@ def _redirect_trackio(run: Path, warned: list[str]) -> None:
     replaced: dict[str, Any] = {"_emit_nonfatal_warning": lambda message, *_, **__: warned.append(str(message))}
     if not os.environ.get("TRACKIO_DIR"):
         replaced["TRACKIO_DIR"] = run / "trackio"
-    for name, module in list(sys.modules.items()):
+    # A copy: `list(sys.modules.items())` can be interrupted by an import in the thread of another sink.
+    for name, module in sys.modules.copy().items():
         if name.partition(".")[0] == "trackio":
             known = vars(module)
             known |= {key: value for key, value in replaced.items() if key in known} | {"print": print_to_log}

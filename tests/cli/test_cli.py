@@ -247,3 +247,14 @@ def test_new_takes_the_first_free_trial_name(tmp_path):
         names.append(free_trial_name(config))
         (tmp_path / "e" / names[-1]).mkdir(parents=True)
     assert names == ["t", "t-2", "t-3"]
+
+
+def test_a_broken_pipe_that_is_not_stdout_is_an_error(monkeypatch):
+    def lose_a_server(_):
+        raise BrokenPipeError("the server left")
+
+    monkeypatch.setitem(cli.VERBS, "objectives", cli.VERBS["objectives"]._replace(run=lose_a_server))
+    with open(os.devnull, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        with pytest.raises(BrokenPipeError):
+            cli.main(["objectives"])

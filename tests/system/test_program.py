@@ -49,3 +49,13 @@ def test_a_thread_that_hangs_does_not_hold_the_end_of_a_command():
     assert time.monotonic() - begin < 40
     assert done.returncode == 3
     assert "tool" in done.stderr
+
+
+def test_a_program_whose_stdout_is_closed_goes_on_without():
+    code = "import sys\nfrom gspo.system.program import print_line\n"
+    code += "for i in range(20_000): print_line(f'line {i}')\nprint('still here', file=sys.stderr)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b"still here\n"
+        assert process.wait(60) == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 from gspo import __version__
 from gspo.cli import choices, common, doctor, lab, reports, runs, train
 from gspo.errors import ConfigError, GspoError
+from gspo.system import program
 
 
 class Verb(NamedTuple):
@@ -24,8 +24,6 @@ class Verb(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Exit codes: 0 done, 1 failed run, 2 bad usage or config, 130 interrupted."""
     if argv is None and sys.argv[1:2] == ["train"]:
-        from gspo.system import program
-
         program.run(lambda: main(sys.argv[1:]))  # exits: signals and the stall timeout cover the rest of the process
     words = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
@@ -41,8 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gspo: {inert(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except BrokenPipeError:
-        # The reader (`| head`) closed the pipe. Without this, Python prints an error when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of stdout (`| head`) has left, or else another pipe is broken, which is an error.
+        if not program.stdout_is_closed():
+            raise
+        program.drop_stdout()
         return 0
     except KeyboardInterrupt:
         print("gspo: interrupted", file=sys.stderr)

@@ -7,7 +7,6 @@ restarts is limited. Signals are passed to the trainer, which saves and ends; th
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -186,7 +185,7 @@ def write_output(output: bytes) -> None:
         sys.stdout.buffer.write(output)
         sys.stdout.buffer.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        program.drop_stdout()
 
 
 @contextmanager

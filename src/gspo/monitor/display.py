@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from gspo.system.program import print_line
 from gspo.system.text import inert
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -80,7 +81,7 @@ class Lines:
         self._total, self._width, self._pace = total_steps, width, Pace(total_steps)
 
     def say(self, message: str) -> None:
-        print(inert(message), flush=True)
+        print_line(inert(message))
 
     def phase(self, name: str) -> None:
         pass
@@ -97,7 +98,7 @@ class Lines:
             longer = f"{line}  {name} {text}"
             if text is not None and (self._width is None or len(longer) <= self._width):
                 line = longer
-        print(line, flush=True)
+        print_line(line)
 
     def close(self) -> None:
         sys.stdout.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -52,6 +53,26 @@ def run(main: Callable[[], int]) -> NoReturn:
     limit.daemon = True
     limit.start()
     sys.exit(code)
+
+
+def print_line(text: str) -> None:
+    """Print a line at once. If stdout was closed (`| head`, a closed terminal), the program goes on without."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        drop_stdout()
+
+
+def drop_stdout() -> None:
+    """Throw away what is printed from now on, and what Python would still flush at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def stdout_is_closed() -> bool:
+    """Whether stdout is a pipe whose reader has left."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _leave(code: int) -> None:

@@ -19,7 +19,7 @@ FLOORS = {
     name: floor
     for floor, names in enumerate(
         (
-            ("types", "errors", "algorithms", "rng", "faults", "stats", "system"),
+            ("types", "errors", "algorithms", "rng", "faults", "stats", "shipped", "system"),
             ("config",),
             ("objectives",),
             ("models", "data", "rewards"),

@@ -34,16 +34,72 @@ def test_help_teaches_the_first_commands_and_every_verb(capsys):
     for args in ([], ["--help"], ["-h"]):
         assert cli.main(args) == 0
         text = capsys.readouterr().out
-        assert "gspo doctor examples/math/gsm8k_gspo.yaml" in text
+        assert "gspo doctor gsm8k_gspo " in text
         assert all(re.search(rf"^  {verb} +\w", text, re.MULTILINE) for verb in cli.VERBS)
         assert max(map(len, text.splitlines())) <= 100
 
 
-def test_the_configs_that_help_names_exist(capsys):
+def test_the_configs_and_keys_that_help_names_exist(capsys):
     cli.main([])
-    named = set(re.findall(r"\S+\.yaml", capsys.readouterr().out)) - {"run.yaml"}
-    assert named
-    assert all((EXAMPLES.parents[1] / name).is_file() for name in named)
+    commands = re.findall(r"^  (gspo (?:train|doctor|config) \S+)  ", capsys.readouterr().out, re.MULTILINE)
+    assert len(commands) == 3
+    for command in commands:
+        assert cli.main(["config", command.split()[-1]]) == 0
+
+
+def test_config_explains_a_key_a_section_and_a_last_part(capsys):
+    assert cli.main(["config", "actor.eps_clip"]) == 0
+    key = capsys.readouterr().out
+    assert "a number or auto or null, above 0 and at most 1; default null" in " ".join(key.split())
+    assert cli.main(["config", "actor"]) == 0
+    assert "actor.eps_clip_higher" in capsys.readouterr().out
+    assert cli.main(["config", "eps_clip"]) == 0
+    assert capsys.readouterr().out == key
+
+
+def test_a_name_of_an_example_or_a_file_is_a_config_even_if_a_key_ends_in_it(tmp_path, monkeypatch, capsys):
+    assert cli.main(["config", "agent"]) == 0  # the last part of env.agent, too
+    assert capsys.readouterr().out.startswith("# The resolved config")
+    monkeypatch.chdir(tmp_path)
+    Path("seed").write_text("seed: 7\n")
+    assert cli.main(["config", "seed"]) == 0
+    assert "seed: 7  # seed:1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("actor.esp_clip", "the nearest is actor.eps_clip"),
+        ("path", "several keys end in path: "),
+        ("a.yaml", "not exist"),
+    ],
+)
+def test_config_of_an_unknown_name_says_what_is_near(word, answer, capsys):
+    assert cli.main(["config", word]) == 2
+    assert answer in capsys.readouterr().err
+
+
+def test_an_example_is_copied_with_the_files_it_names_and_runs_from_its_new_place(tmp_path, monkeypatch, capsys):
+    from gspo.config import load
+
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["examples"]) == 0
+    assert re.search(r"^quickstart +The embedded default", capsys.readouterr().out, re.MULTILINE)
+    shipped = load("agent").config.env.agent
+    assert Path(shipped.partition(":")[0]).is_file()  # though there is no folder examples here
+    assert cli.main(["examples", "copy", "agent", "mine"]) == 0
+    assert sorted(p.name for p in Path("mine").iterdir()) == ["agent.yaml", "solver.py"]
+    assert load("mine/agent.yaml").config.env.agent == "mine/solver.py:solve"
+    assert cli.main(["examples", "copy", "code_gspo"]) == 0
+    assert load("code_gspo.yaml").config.train_dataset.path == "problems"
+    assert Path("problems", "train.jsonl").is_file()
+    capsys.readouterr()
+    Path("mine/agent.yaml").unlink()
+    assert cli.main(["examples", "copy", "agent", "mine"]) == 2
+    assert "mine/solver.py exists" in capsys.readouterr().err
+    assert not Path("mine/agent.yaml").exists()
+    assert cli.main(["examples", "copy", "quikstart"]) == 2
+    assert "did you mean quickstart?" in capsys.readouterr().err
 
 
 def test_version(capsys):

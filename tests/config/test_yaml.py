@@ -89,7 +89,7 @@ def test_an_explosion_of_aliases_is_bounded(tmp_path):
 
 
 def test_missing_files_directories_and_huge_files_are_config_errors(tmp_path):
-    with pytest.raises(ConfigError, match=r"none\.yaml does not exist \(looked from /.*\); check its path"):
+    with pytest.raises(ConfigError, match=r"none\.yaml does not exist \(looked from /.*\); `gspo examples` lists"):
         load(tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match="cannot be read"):
         load(tmp_path)

@@ -1,4 +1,4 @@
-"""`gspo models`, `objectives` and `config`: the available models, objectives and keys."""
+"""`gspo models`, `examples`, `objectives` and `config`: the available models, configs, objectives and keys."""
 
 from __future__ import annotations
 
@@ -100,5 +100,75 @@ def config(args: argparse.Namespace) -> int:
     if args.schema:
         print(json.dumps(json_schema(), indent=1, ensure_ascii=False))
         return 0
+    if len(args.words) == 1 and args.config is None and not _is_config(args.words[0]):
+        return _explain_key(args.words[0])
     print(dump(load_config(args)), end="")
     return 0
+
+
+def _is_config(word: str) -> bool:
+    """True for a file, an example, and what looks like the path of a file; a key has no slash and no such suffix."""
+    from gspo.shipped import find_config
+
+    is_path = "/" in word or word.endswith((".yaml", ".yml")) or "=" in word
+    return is_path or Path(word).is_file() or find_config(word) is not None
+
+
+def _explain_key(name: str) -> int:
+    """Print the description, type, bounds and default of a key, or of each key of a section."""
+    from gspo.config.schema import known_keys
+    from gspo.config.validate import unknown_key
+    from gspo.shipped import with_pages
+    from gspo.system.text import Rows
+
+    keys = known_keys()
+    if name not in keys:
+        # The last part alone is enough where no other key has it.
+        ends = [key for key in keys if key.endswith(f".{name}")]
+        if not ends:
+            raise ConfigError(unknown_key(name, "no file and no example has this name, and as a key"))
+        if len(ends) > 1:
+            raise ConfigError(f"several keys end in {name}: {', '.join(ends)}; for one of them: gspo config {ends[0]}")
+        (name,) = ends
+    rows = []
+    for key in keys.values():
+        if key.name == name or key.name.startswith(f"{name}."):
+            rows.append((key.name, with_pages(key.doc), ""))
+            if key.section is None:
+                bounds = f", {key.bounds}" if key.bounds else ""
+                default = json.dumps(key.default, ensure_ascii=False)
+                rows.append(("", f"{key.wanted}{bounds}; default {default}", "dim"))
+    console().print(Rows(rows), crop=False)
+    return 0
+
+
+def examples_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", nargs="?", default="list", choices=("list", "copy"), help="default: list")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="copy: the example, for example quickstart")
+    parser.add_argument("to", nargs="?", default=".", metavar="DIR", help="copy: the folder to write to (default: .)")
+
+
+def examples(args: argparse.Namespace) -> int:
+    from gspo.shipped import copy_example, example_files
+    from gspo.system.text import Rows
+
+    known = example_files()
+    if args.what == "list":
+        console().print(Rows([(name, _first_line(file), "") for name, file in known.items()]), crop=False)
+        print("\nRun one with `gspo train NAME`, or `gspo examples copy NAME DIR` to change it.")
+        return 0
+    if args.name is None:
+        raise ConfigError(f"which example? Pass its name: gspo examples copy NAME DIR. Examples: {', '.join(known)}")
+    if args.name not in known:
+        raise ConfigError(f"no example is called {args.name!r}{nearest(args.name, known)} Examples: {', '.join(known)}")
+    try:
+        written = copy_example(known[args.name], Path(args.to))
+    except FileExistsError as error:
+        raise ConfigError(f"{error} exists, and gspo does not overwrite it; pass another folder") from None
+    print(*written, sep="\n")
+    return 0
+
+
+def _first_line(file: Path) -> str:
+    """What an example is about: the first line of its comment or docstring."""
+    return file.read_text(encoding="utf-8").partition("\n")[0].strip('#" ')

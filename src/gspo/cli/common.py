@@ -32,7 +32,9 @@ def load_config(args: argparse.Namespace) -> Loaded:
     path = args.config
     if path is None:
         if not words:
-            raise ConfigError("no config given: pass a YAML file, for example examples/math/gsm8k_gspo.yaml")
+            raise ConfigError(
+                "no config given: pass a YAML file, or the name of an example: quickstart (`gspo examples` lists them)"
+            )
         path = words.pop(0)
         if "=" in path and not os.path.exists(path):
             raise ConfigError(

@@ -41,6 +41,7 @@ def doctor_arguments(parser: argparse.ArgumentParser) -> None:
 def doctor(args: argparse.Namespace) -> int:
     from gspo.doctor.explain import explain, to_json
     from gspo.doctor.render import machine_text, to_text
+    from gspo.shipped import with_pages
 
     if args.probe or args.selftest:
         return _measure(args)
@@ -54,7 +55,7 @@ def doctor(args: argparse.Namespace) -> int:
         raise
     report = explain(loaded)
     if not args.json:
-        print(to_text(report, **display()), flush=True)
+        print(with_pages(to_text(report, **display())), flush=True)
     # A config with errors is not examined further: the checks below rely on a consistent one.
     if not args.quick and report.exit_code == 0:
         from gspo.doctor.ready import examine
@@ -63,7 +64,7 @@ def doctor(args: argparse.Namespace) -> int:
     print(
         to_json(report)
         if args.json
-        else "\n" * (report.sections["machine"] is not None) + machine_text(report, **display())
+        else "\n" * (report.sections["machine"] is not None) + with_pages(machine_text(report, **display()))
     )
     return report.exit_code
 

@@ -34,9 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except GspoError as error:
+        from gspo.shipped import with_pages
         from gspo.system.text import inert
 
-        print(f"gspo: {inert(str(error))}", file=sys.stderr)
+        print(f"gspo: {inert(with_pages(str(error)))}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except BrokenPipeError:
         # The reader of stdout (`| head`) has left, or else another pipe is broken, which is an error.
@@ -71,18 +72,23 @@ def _dispatch(words: list[str]) -> int:
 
 def help_text() -> str:
     verbs = "\n".join(f"  {name:<12} {verb.line}" for name, verb in VERBS.items())
+    from gspo.shipped import shipped
+
+    pages = shipped("docs")
     return f"""\
 gspo {__version__}: reinforcement-learning post-training for language models
 with Group Sequence Policy Optimization (GSPO) and related objectives.
 
 Quickstart (on a CPU, no download):
-  gspo train examples/quickstart.yaml          train a tiny model to add; takes a minute or two
+  gspo train quickstart                        train a tiny model to add; takes a minute or two
   gspo report runs/quickstart/gspo --open      write and open a page: curves, clipping, samples
   gspo eval runs/quickstart/gspo --samples 8   evaluate the best checkpoint: pass@k
   gspo export runs/quickstart/gspo             write the weights as a folder that transformers loads
 
 Before you train your own model:
-  gspo doctor examples/math/gsm8k_gspo.yaml    explain and check a config without running it
+  gspo examples                                list the example configs; copy one to change it
+  gspo doctor gsm8k_gspo                       explain and check a config without running it
+  gspo config actor.eps_clip                   explain one key
   gspo objectives gspo                         show the formula, the paper and the defaults of GSPO
 
 Commands:
@@ -92,7 +98,7 @@ Commands:
 Any config key can be set on the command line: `gspo doctor run.yaml gconfig.n_samples=16`.
 `~key` resets a key to its default; `+key=value` and `++key=value` are the same as `key=value`.
 Ctrl-C saves a checkpoint; run the same command again to resume.
-docs/run-directory.md describes the files of a run.
+Documentation: {pages}
 Exit codes: 0 done, 1 failed run, 2 bad usage or config, 130 interrupted."""
 
 
@@ -175,6 +181,12 @@ VERBS: dict[str, Verb] = {
         doctor.doctor_arguments,
         doctor.doctor,
     ),
+    "examples": Verb(
+        "examples [copy NAME [DIR]]",
+        "list the example configs, or copy one, with the files it uses",
+        choices.examples_arguments,
+        choices.examples,
+    ),
     "objectives": Verb(
         "objectives [NAME]",
         "list the objectives, or show the formula, paper and defaults of one",
@@ -182,8 +194,8 @@ VERBS: dict[str, Verb] = {
         choices.objectives,
     ),
     "config": Verb(
-        "config [CONFIG] [key=value …]",
-        "print the resolved config with all keys, or the JSON schema",
+        "config CONFIG [key=value …] | KEY | --schema",
+        "print a config with all keys; explain a key or a section; print the JSON schema",
         choices.config_arguments,
         choices.config,
     ),

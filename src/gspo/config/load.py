@@ -19,6 +19,7 @@ from gspo.config.schema import Config, known_keys
 from gspo.config.validate import build, unknown_key
 from gspo.config.yaml_tree import Node, Override
 from gspo.errors import ConfigError
+from gspo.shipped import find_config, installed_path
 
 
 def load(path: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Loaded:
@@ -60,8 +61,17 @@ def _read(source: str | Path | Mapping[str, Any] | None) -> tuple[Path | None, N
         for key, node in tree.from_dict(source).value.items():
             tree.put(root, key, node)
         return None, root
-    path = None if source is None else Path(source)
-    return path, tree.empty("default") if path is None else tree.read(path)
+    if source is None:
+        return None, tree.empty("default")
+    path = Path(source)
+    example = None if path.is_file() else find_config(str(source))
+    if example is None:
+        return path, tree.read(path)
+    root = tree.read(example)
+    for node in tree.leaves(root):
+        if isinstance(node.value, str):
+            node.value = installed_path(node.value)
+    return example, root
 
 
 def _override(root: Node, override: Override, problems: list[str]) -> None:

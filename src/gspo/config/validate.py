@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from gspo.config import yaml_tree
 from gspo.config.migrate import other_systems
 from gspo.config.schema import Config, Key, Section, keys_of, known_keys
-from gspo.config.yaml_tree import Node, clip, describe, is_failed
+from gspo.config.yaml_tree import Node, clip, describe, is_failed, leaves
 
 _BOUNDS = {"greater_than", "greater_than_equal", "less_than_equal"}
 
@@ -138,7 +138,7 @@ def _messages(name: str, node: Node, kinds: set[str]) -> Iterable[str]:
         return
     key = _key_at(name)
     if "finite_number" in kinds:
-        leaf = next(leaf for leaf in _leaves(node) if isinstance(leaf.value, float) and not math.isfinite(leaf.value))
+        leaf = next(leaf for leaf in leaves(node) if isinstance(leaf.value, float) and not math.isfinite(leaf.value))
         yield f"{leaf.place}: {key.name} must be a finite number, got {leaf.text or leaf.value}"
     elif "int_64_bits" in kinds:
         yield f"{node.place}: {key.name} must fit into 64 bits, got {clip(node.text)}"
@@ -155,14 +155,6 @@ def _unknown(name: str, node: Node) -> Iterable[str]:
             yield from _unknown(f"{name}.{child_name}", child)
     else:
         yield unknown_key(name, node.place, _keys_near(name))
-
-
-def _leaves(node: Node) -> Iterable[Node]:
-    if isinstance(node.value, (dict, list)):
-        for child in node.value.values() if isinstance(node.value, dict) else node.value:
-            yield from _leaves(child)
-    else:
-        yield node
 
 
 def _wrong(key: Key, node: Node) -> str:

@@ -100,7 +100,9 @@ def read(path: Path) -> Node:
     try:
         raw = path.read_bytes() if path.stat().st_size <= MAX_FILE_BYTES else None
     except FileNotFoundError:
-        raise ConfigError(f"config file {path} does not exist (looked from {Path.cwd()}); check its path") from None
+        raise ConfigError(
+            f"config file {path} does not exist (looked from {Path.cwd()}); `gspo examples` lists the configs of gspo"
+        ) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"config file {path} cannot be read: {reason}; give the path of a YAML file") from None
@@ -337,6 +339,15 @@ def walk(node: Node, prefix: str = "") -> Iterator[tuple[str, Node]]:
             key = f"{prefix}{name}"
             yield key, child
             yield from walk(child, key + ".")
+
+
+def leaves(node: Node) -> Iterator[Node]:
+    """Every scalar below a node."""
+    if isinstance(node.value, (dict, list)):
+        for child in node.value.values() if isinstance(node.value, dict) else node.value:
+            yield from leaves(child)
+    else:
+        yield node
 
 
 # -- Overrides ----------------------------------------------------------------------------------------------

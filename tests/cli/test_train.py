@@ -154,7 +154,7 @@ def test_eval_takes_a_model_and_other_data(trained, tmp_path, capsys):
         (["valid_dataset.path=a.jsonl"], "nothing to evaluate"),
         (["embedded:tiny"], "no problems given"),
         (["no/such/run"], "is not a run directory"),
-        (["nosuch"], "nosuch is not a run directory and not a model"),
+        (["nosuch"], "no model of that name was found. Runs here: "),
         (["embedded:tiny", "--data", "embedded:arithmetic", "--greedy", "--samples", "2"], "--greedy"),
         (["embedded:tiny", "--data", "embedded:arithmetic", "--samples", "many"], "eval_gconfig.n_samples"),
     ],

@@ -52,6 +52,19 @@ ERRORS = [
     ("actor.kl_ctl", ["actor.kl_ctl=0.1"], ["actor.kl_ctl=0.1", REF]),
     ("gconfig.n_samples", ["gconfig.n_samples=1"], ["gconfig.n_samples=2"]),
     ("env.path", ["env.path=toolz"], ["env.path=tools"]),
+    ("env.path", ["env.path=nothing.py:f"], ["env.path=mine:f"]),
+    ("reward.functions", ["reward.functions=[math, nothing.py:f]"], ["reward.functions=[math, mine:f]"]),
+    ("reward.functions", ["reward.functions=[{name: nothing.py:f}]"], [f"reward.functions=[{{name: {__file__}:f}}]"]),
+    (
+        "train_dataset.mixture",
+        ["train_dataset.mixture=[{path: a.jsonl, reward: [nothing.py:f]}]"],
+        ["train_dataset.mixture=[{path: a.jsonl, reward: [mine:f]}]"],
+    ),
+    (
+        "rollout.dynamic_filter_fn",
+        ["rollout.dynamic_filter_fn=nothing.py:f"],
+        [f"rollout.dynamic_filter_fn={__file__}:f"],
+    ),
     ("evaluator.best", ["evaluator.best=eval/length"], ["evaluator.best=eval/math/accuracy"]),
     ("evaluator.best", ["evaluator.best=reward"], ["evaluator.best=eval/reward"]),
     (
@@ -235,6 +248,17 @@ WARNINGS = [
         ["valid_dataset.path=embedded:arithmetic"],
     ),
     ("actor.optimizer.lr", ["actor.optimizer.lr=0"], ["actor.optimizer.lr=1e-9"]),
+    ("actor.optimizer.lr", ["actor.optimizer.lr=10"], ["actor.optimizer.lr=5e-3"]),  # the embedded model
+    (
+        "actor.optimizer.lr",
+        ["actor.optimizer.lr=10", "actor.optimizer.type=sgd"],
+        ["actor.optimizer.lr=1", "actor.optimizer.type=sgd"],
+    ),
+    (
+        "critic.optimizer.lr",
+        ["algorithm=ppo", "critic.path=embedded:tiny", "critic.optimizer.lr=1"],
+        ["algorithm=ppo", "critic.path=embedded:tiny", "critic.optimizer.lr=1e-3"],
+    ),
     ("actor.optimizer.lr", ["actor.path=org/model", "actor.optimizer.lr=1e-3"], ["actor.optimizer.lr=1e-3"]),
     (
         "actor.optimizer.lr",

@@ -173,3 +173,10 @@ def test_no_removed_key_is_in_the_schema():
     """A rule for a key of the schema may only translate old values of it."""
     for key in set(rules()) & set(known_keys()):
         assert rules()[key].kind == "translate", key
+
+
+def test_local_as_the_trainers_backend_is_one_process():
+    loaded = load(None, ["actor.backend=local"])
+    assert loaded.config.actor.backend == "fsdp:d1"
+    (message,) = told(loaded, "actor.backend")
+    assert message.startswith("command line: actor.backend local is now fsdp:d1 (")

@@ -63,6 +63,13 @@ def test_a_wrong_model_names_its_key_and_the_nearest_name():
     assert "Did you mean embedded:tiny?" in failed("actor.path=embedded:tny")["actor.path"]
 
 
+def test_an_environment_that_fails_is_one_problem(tmp_path):
+    (tmp_path / "mine.py").write_text("import no_such_module\n")
+    found = failed(f"env.path={tmp_path}/mine.py:play")
+    assert list(found) == ["environment"]
+    assert "no_such_module" in found["environment"]
+
+
 def test_another_vocabulary_is_found():
     other = failed("actor.path=embedded:tiny-tools", "ref.path=embedded:tiny", "actor.kl_loss_coef=0.1")["ref.path"]
     assert "another vocabulary" in other

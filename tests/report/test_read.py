@@ -89,6 +89,15 @@ def test_the_summary_of_graded_rewards_has_the_reward_and_each_source(tmp_path):
     assert "held-out accuracy" not in text
 
 
+def test_one_evaluation_and_an_unchanged_score_are_not_shown_as_a_change(tmp_path):
+    once = [{"step": 0, **eval_row(0.25)}, step_row(1)]
+    text = dict(summary_rows(summarise(make_run(tmp_path / "once", once))))
+    assert text["held-out accuracy"] == "25.0% (21.4–28.9)  on 512 problems (measured once, before training)"
+    same = [{"step": 0, **eval_row(0.25)}, step_row(1, **eval_row(0.25))]
+    text = dict(summary_rows(summarise(make_run(tmp_path / "same", same))))
+    assert text["held-out accuracy"] == "25.0% (21.4–28.9), unchanged  on 512 problems"
+
+
 def test_tokens_per_second_of_servers_that_sample_beside_the_trainer_are_over_whole_steps():
     rows = [
         {"step": 1, "throughput/rollout_tokens": 600, "throughput/rollout_tokens_s": 300.0, "time/rollout_s": 0.1},

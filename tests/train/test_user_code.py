@@ -112,6 +112,11 @@ def test_a_resume_after_a_change_of_the_users_code_says_so_by_name(tmp_path, cod
 ROWS = [{"task": f"{a}+{a}=", "level": str(a)} for a in range(10, 60)]
 
 
+def test_a_missing_function_is_found_before_a_model_is_loaded(tmp_path, code):
+    with pytest.raises(ConfigError, match=r"mine.py has no function nothing"):
+        train(tmp_path, "actor.path=/no/such/model", f"reward.functions=[{code}:nothing]")
+
+
 def test_rows_without_an_answer_and_without_a_reward_are_refused_before_sampling(tmp_path):
     file = tmp_path / "words.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))

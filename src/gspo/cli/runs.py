@@ -130,12 +130,22 @@ def _examined(args: argparse.Namespace) -> tuple[str, Loaded, Path | None]:
 def _require_model(target: str) -> None:
     """ConfigError if a name is neither a run nor a model."""
     from gspo.errors import DataError
-    from gspo.models.locate import find_here
+    from gspo.models.embedded import RECIPES
+    from gspo.models.locate import find_here, nearest_model
+    from gspo.models.registry import MODELS
+    from gspo.report.read import runs_below
 
     try:
         find_here(target, target)
     except DataError as error:
-        raise ConfigError(f"{target} is not a run directory and not a model. {error}") from error
+        if target in MODELS:  # known, and not fetched yet: the message has the command
+            raise ConfigError(str(error)) from error
+        runs = runs_below(Path("runs"))[:4]
+        raise ConfigError(
+            f"{target} is not a run directory and not a model: there is no such folder, and no model of that name was "
+            f"found.{nearest_model(target)} Runs here: {', '.join(runs) or 'none'}. Models without a download: "
+            f"{', '.join(RECIPES)}; `gspo models` lists the others"
+        ) from error
 
 
 def _heading(target: str, result: Mapping[str, Any]) -> str:

@@ -40,7 +40,7 @@ def find_here(path: str, key: str) -> str | None:
     if path in registry.MODELS:
         return str(registry.fetched(path, key))
     if not is_hub_name(path):
-        raise DataError(f"{key}: there is no folder {path!r} (looked in {Path.cwd()}).{_nearest(path)}")
+        raise DataError(f"{key}: there is no folder {path!r} (looked in {Path.cwd()}).{nearest_model(path)}")
     reason = hub_problem(path)
     if reason is None:
         return None
@@ -49,8 +49,8 @@ def find_here(path: str, key: str) -> str | None:
         return str(found)
     raise DataError(
         f"{key}: the model {path!r} was not found: there is no such folder, no snapshot in {hub_cache()}, and the hub "
-        f"did not provide it ({reason}).{_nearest(path)} Without network, copy the model to this machine and set {key} "
-        "to the folder, or use embedded:tiny"
+        f"did not provide it ({reason}).{nearest_model(path)} Without network, copy the model to this machine and set "
+        f"{key} to the folder, or use embedded:tiny"
     )
 
 
@@ -115,6 +115,11 @@ def is_hub_name(path: str) -> bool:
     return path not in registry.MODELS and not Path(path).is_dir()
 
 
-def _nearest(path: str) -> str:
+def nearest_model(path: str) -> str:
+    """A sentence with the most similar model name, after a space; "" if there is none.
+
+    >>> nearest_model("smolm2-135m"), nearest_model("nosuch")
+    (' Did you mean smollm2-135m?', '')
+    """
     near = get_close_matches(path.lower(), (*registry.MODELS, *embedded.RECIPES), n=1, cutoff=0.75)
     return f" Did you mean {near[0]}?" if near else ""

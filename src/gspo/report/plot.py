@@ -24,6 +24,7 @@ from gspo.report.read import (
     score_interval,
     score_text,
 )
+from gspo.report.summary import change_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -104,7 +105,7 @@ def _title(run: Path, rows: Sequence[Row]) -> str:
             parts.append(str(algorithm).replace("$", r"\$"))
     graded = is_graded(rows)
     if seen := [score_text(score_interval(row, graded)[0], graded) for row in evaluations(rows, graded)]:
-        parts.append(f"held-out {'reward' if graded else 'accuracy'} {seen[0]} → {seen[-1]}")
+        parts.append(f"held-out {'reward' if graded else 'accuracy'} {change_text(seen[0], seen[-1], len(seen))}")
     parts.append(f"{rows[-1]['step']:,} steps")
     return "   ·   ".join(parts)
 

@@ -44,11 +44,16 @@ def open_run(path: str | Path) -> Path:
     path = Path(path)
     if is_run(path):
         return path
-    nearby = sorted(str(file.parent) for depth in ("*", "*/*") for file in path.glob(f"{depth}/config.yaml"))
+    nearby = runs_below(path)
     hint = f"; runs nearby: {', '.join(nearby[:4])}" if nearby else ""
     what = "has no config.yaml" if path.is_dir() else "does not exist"
     place = "<cluster.fileroot>/<experiment_name>/<trial_name>"
     raise ConfigError(f"{path} is not a run directory: it {what}{hint}. A run directory is {place}")
+
+
+def runs_below(folder: Path) -> list[str]:
+    """Run directories in a folder and in its folders: <experiment_name>/<trial_name> below a file root."""
+    return sorted(str(file.parent) for depth in ("*", "*/*") for file in folder.glob(f"{depth}/config.yaml"))
 
 
 def read_metrics(run: Path) -> list[Row]:

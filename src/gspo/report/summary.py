@@ -94,11 +94,13 @@ def summary_rows(s: Summary) -> list[tuple[str, str]]:
     """The measured numbers as (name, text)."""
     rows: list[tuple[str, str]] = [("steps", f"{s.steps:,} in {duration(s.seconds)}")]
     if s.score and s.score_end:
-        since = "" if s.score_step == 0 else f" (first measured at step {s.score_step})"
-        change = f"{interval_text(s.score, s.graded)} → {interval_text(s.score_end, s.graded)}"
-        rows.append((score_name(s), f"{change}  on {s.problems:,} problems{since}"))
-        for name, (first, last) in s.sources.items():
-            rows.append((f"  {name}", f"{interval_text(first, s.graded)} → {interval_text(last, s.graded)}"))
+        when = "before training" if s.score_step == 0 else f"at step {s.score_step}"
+        since = f" (measured once, {when})" if s.evaluations == 1 else f" (first measured {when})" * bool(s.score_step)
+        for name, (first, last) in {score_name(s): (s.score, s.score_end), **s.sources}.items():
+            ends = interval_text(first, s.graded), interval_text(last, s.graded)
+            is_whole = name == score_name(s)
+            tail = f"  on {s.problems:,} problems{since}" if is_whole else ""
+            rows.append((name if is_whole else f"  {name}", change_text(*ends, s.evaluations) + tail))
     if s.best_step is not None:
         rows.append(("best", "before training (step 0)" if s.best_step == 0 else f"step {s.best_step}"))
     if s.reward is not None and s.reward_end is not None:
@@ -136,6 +138,17 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def change_text(first: str, last: str, evaluations: int) -> str:
+    """The first and the last held-out score; only one of them if there was one evaluation or no change.
+
+    >>> change_text("25 %", "50 %", 3), change_text("50 %", "50 %", 3), change_text("50 %", "50 %", 1)
+    ('25 % → 50 %', '50 %, unchanged', '50 %')
+    """
+    if evaluations == 1:
+        return last
+    return f"{last}, unchanged" if first == last else f"{first} → {last}"
 
 
 def score_name(s: Summary) -> str:

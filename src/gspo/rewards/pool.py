@@ -123,6 +123,14 @@ class RewardPool:
                     "function takes too long: move slow imports out of its module"
                 )
 
+    def check_functions(self) -> None:
+        """Return when a worker has imported the user's functions; ConfigError if one is missing or its import fails.
+
+        Built-in rewards are not waited for: their libraries are imported while the caller loads a model.
+        """
+        if self._send_ids:
+            self.wait_ready()
+
     @property
     def has_workers(self) -> bool:
         """False if no part of the spec needs worker processes."""

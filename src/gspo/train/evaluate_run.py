@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from gspo.config.schema import Config
 from gspo.data.dataset import default_reward
-from gspo.envs.driver import Episodes
 from gspo.rewards.route import GivenRewards
 from gspo.rollout.groups import refuse_failures
 from gspo.rollout.workflow import Workflow, single_turn
@@ -36,31 +36,36 @@ def evaluate_run(
     """
     start = time.perf_counter()
     set_threads(config)
-    # Load weights and data, and check the lengths of prompts before sampling starts.
-    policy, tokenizer = load_policy(config, run, step)
     spec = held_out(config)
-    environment = make_environment(config, None)
-    data = load_data(spec, "test", tokenizer, config.seed, "valid_dataset", environment)
-    params, num_samples = evaluation_params(config)
-    refuse_long_prompts(data, context_length(config, policy), params.max_new_tokens, "eval_gconfig")
     # The default reward of the held-out data, which may be another data set than that of training.
     reward = None if config.reward.functions or spec.mixture else default_reward(spec.path)
-    if environment is None:
-        default_rewards(config, None, (data,))
-    decode = decoder(tokenizer)
-    sampler = make_sampler(config, policy, tokenizer, step)
-    rewards = make_rewards(config, reward, None)
-    workflow: Workflow = single_turn
-    if environment is not None:
-        rewards = GivenRewards(rewards)
-        workflow = make_episodes(config, environment, data, tokenizer, context_length(config, policy))
+    # Closed in reverse order: episodes use the sampler and the rewards.
+    with ExitStack() as stack:
+        rewards = make_rewards(config, reward, None)
+        stack.callback(rewards.close)
+        rewards.check_functions()
+        # Load weights and data, and check the lengths of prompts before sampling starts.
+        policy, tokenizer = load_policy(config, run, step)
+        environment, max_context = make_environment(config, None), context_length(config, policy)
+        data = load_data(spec, "test", tokenizer, config.seed, "valid_dataset", environment)
+        params, num_samples = evaluation_params(config)
+        refuse_long_prompts(data, max_context, params.max_new_tokens, "eval_gconfig")
+        if environment is None:
+            default_rewards(config, None, (data,))
+        decode = decoder(tokenizer)
+        sampler = make_sampler(config, policy, tokenizer, step)
+        stack.callback(sampler.close)
+        workflow: Workflow = single_turn
+        if environment is not None:
+            rewards = GivenRewards(rewards)
+            workflow = episodes = make_episodes(config, environment, data, tokenizer, max_context)
+            stack.callback(episodes.close)
 
-    def watched(requests: Sequence[Request], sampler: Sampler) -> Iterator[Sample]:
-        for done, sample in enumerate(workflow(requests, sampler), 1):
-            progress(done, len(requests))
-            yield sample
+        def watched(requests: Sequence[Request], sampler: Sampler) -> Iterator[Sample]:
+            for done, sample in enumerate(workflow(requests, sampler), 1):
+                progress(done, len(requests))
+                yield sample
 
-    try:
         _, groups = evaluate(
             data,
             num_problems=config.evaluator.size,
@@ -71,12 +76,6 @@ def evaluate_run(
             decode=decode,
             workflow=watched,
         )
-    finally:
-        # Episodes use the sampler and the rewards, so they end first.
-        if isinstance(workflow, Episodes):
-            workflow.close()
-        sampler.close()
-        rewards.close()
     refuse_failures(groups, config.reward.max_failure_fraction)
     return {
         "model": config.actor.path,

@@ -33,18 +33,19 @@ class Previewed:
 def preview(config: Config, num_prompts: int, num_samples: int) -> list[Previewed]:
     """Sample and score the first prompts of a run in this process. Nothing is trained, and nothing is written."""
     set_threads(config)
-    policy, tokenizer = load_policy(config, None, 0)
-    environment, limit = make_environment(config, None), context_length(config, policy)
-    data = load_data(config.train_dataset, "train", tokenizer, config.seed, "train_dataset", environment)
-    refuse_long_prompts(data, limit, config.gconfig.max_new_tokens, most=ROWS)
-    if environment is None:
-        default_rewards(config, None, (data,))
-    prompt_of, workflow = prompt_stream(config, data), single_turn
     with ExitStack() as stack:
-        sampler = make_sampler(config, policy, tokenizer, 0)
-        stack.callback(sampler.close)
         rewards = make_rewards(config, None, None)
         stack.callback(rewards.close)
+        rewards.check_functions()
+        policy, tokenizer = load_policy(config, None, 0)
+        environment, limit = make_environment(config, None), context_length(config, policy)
+        data = load_data(config.train_dataset, "train", tokenizer, config.seed, "train_dataset", environment)
+        refuse_long_prompts(data, limit, config.gconfig.max_new_tokens, most=ROWS)
+        if environment is None:
+            default_rewards(config, None, (data,))
+        prompt_of, workflow = prompt_stream(config, data), single_turn
+        sampler = make_sampler(config, policy, tokenizer, 0)
+        stack.callback(sampler.close)
         if environment is not None:
             rewards = GivenRewards(rewards)
             episodes = make_episodes(config, environment, data, tokenizer, limit)

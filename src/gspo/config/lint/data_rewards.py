@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 from gspo.config.lint.facts import Facts, Finding
 
@@ -36,6 +37,26 @@ def reward_without_a_name(f: Facts) -> Iterator[Finding]:
                 "reward.functions",
                 f"{entry} has no name, so the reward is unknown",
                 "write {name: judge, …}, {name: reward_model, …} or another name with its settings",
+            )
+
+
+def missing_python_file(f: Facts) -> Iterator[Finding]:
+    """The user's functions as file.py:function; modules are imported later, before a model is loaded."""
+    env, data = f.config.env, (("train_dataset", f.config.train_dataset), ("valid_dataset", f.config.valid_dataset))
+    named: list[tuple[str, object]] = [("reward.functions", entry) for entry in f.config.reward.functions]
+    for key, spec in data:
+        sources = [] if spec is None else spec.mixture
+        named += [(f"{key}.mixture", entry) for source in sources for entry in source.reward]
+    named += [("env.path", env.path), ("env.agent", env.agent)]
+    named += [("rollout.dynamic_filter_fn", f.config.rollout.dynamic_filter_fn)]
+    for key, entry in named:
+        name = entry.get("name") if isinstance(entry, dict) else entry
+        file = name.rpartition(":")[0] if isinstance(name, str) else ""
+        if file.endswith(".py") and not Path(file).is_file():
+            yield f.error(
+                key,
+                f"there is no file {file} (looked in {Path.cwd()})",
+                "write the path relative to the working directory",
             )
 
 

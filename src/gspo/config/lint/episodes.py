@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 from gspo.config.lint.facts import Facts, Finding
 
@@ -59,12 +58,6 @@ def two_players(f: Facts) -> Iterator[Finding]:
         yield f.error(
             named[1], f"{' and '.join(named)} are all set, but an episode uses only one of them", "remove the others"
         )
-
-
-def missing_agent_file(f: Facts) -> Iterator[Finding]:
-    agent = f.config.env.agent
-    if agent is not None and (file := agent.rpartition(":")[0]).endswith(".py") and not Path(file).is_file():
-        yield f.error("env.agent", f"there is no file {file}", "write the path relative to the working directory")
 
 
 def missing_command(f: Facts) -> Iterator[Finding]:

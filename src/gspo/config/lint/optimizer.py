@@ -7,7 +7,14 @@ from collections.abc import Iterator
 from gspo.config.lint.facts import Facts, Finding
 from gspo.system.text import number
 
-HIGH_LR = {"full": 1e-4, "lora": 1e-3}
+# By what is trained: the learning rate above which a run is warned, the usual ones, and one to start with.
+HIGH_LR = {
+    "all weights": (1e-4, "about 1e-6", "1e-6"),
+    "an adapter": (1e-3, "about 1e-5", "1e-5"),
+    "a small new model": (1e-2, "1e-5 to 1e-3", "1e-4"),
+    "a model with SGD": (1.0, "1e-3 to 1", "0.1"),
+    "a critic": (1e-3, "about 1e-5", "1e-5"),
+}
 
 
 def zero_learning_rate(f: Facts) -> Iterator[Finding]:
@@ -20,16 +27,20 @@ def zero_learning_rate(f: Facts) -> Iterator[Finding]:
 
 
 def high_learning_rate(f: Facts) -> Iterator[Finding]:
-    actor, lr = f.actor, f.actor.optimizer.lr or 0.0
-    is_new_model = actor.init_from_scratch or actor.path.startswith("embedded:")
-    if is_new_model or actor.optimizer.type == "sgd" or lr <= HIGH_LR["lora" if actor.use_lora else "full"]:
-        return
-    usual = "about 1e-5 for an adapter" if actor.use_lora else "about 1e-6 for all weights"
-    yield f.warn(
-        "actor.optimizer.lr",
-        f"{number(lr)} is far above the usual learning rate for RL on a trained model ({usual})",
-        f"set actor.optimizer.lr: {'1e-5' if actor.use_lora else '1e-6'}, and increase it from there",
-    )
+    critic = f.config.critic
+    models = [("actor", f.actor.optimizer.lr, "an adapter" if f.actor.use_lora else "all weights")]
+    models += [("critic", critic.optimizer.lr, "a critic")] if critic is not None else []
+    is_new = f.actor.init_from_scratch or f.actor.path.startswith("embedded:")
+    for section, lr, trained in models:
+        what = "a model with SGD" if f.actor.optimizer.type == "sgd" else "a small new model" if is_new else trained
+        limit, usual, start = HIGH_LR[what]
+        if lr is not None and lr > limit:
+            yield f.warn(
+                f"{section}.optimizer.lr",
+                f"{number(lr)} is far above the usual learning rate for {what} ({usual}) and may "
+                "destroy the model within a few steps",
+                f"set {section}.optimizer.lr: {start}, and increase it from there",
+            )
 
 
 def adapter_on_no_module(f: Facts) -> Iterator[Finding]:

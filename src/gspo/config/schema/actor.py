@@ -65,7 +65,9 @@ class Actor(Section):
         low=1,
     )
     mb_spec: MicroBatch = key(MicroBatch, "Micro-batches of the actor, ref and critic.")
-    backend: str = key("auto", 'Trainer: auto, "fsdp:d4". With auto and no CUDA, one rank trains.')
+    backend: str = key(
+        "auto", 'Trainer: auto, "fsdp:d4", or local, which is fsdp:d1. With auto and no CUDA, one rank trains.'
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = key(
         "auto", "Data type of the weights. auto: bfloat16 on CUDA, otherwise float32."
     )

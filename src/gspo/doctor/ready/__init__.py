@@ -27,8 +27,12 @@ def examine(loaded: Loaded, memory: Mapping[str, Any] | None = None) -> list[Che
     if tokenizer is not None:
         checks += check_vocabularies(config, tokenizer, {check.what for check in models if check.state == "ok"})
     checks.append(attempt("rewards", lambda: look_at_rewards(config)))
-    checks.append(attempt("environment", lambda: look_at_environment(config)))
-    checks += check_data(config, tokenizer)
+    environment = attempt("environment", lambda: look_at_environment(config))
+    checks.append(environment)
+    if environment.state == "failed":  # the rows may come from it
+        checks.append(Check("data", "unknown", "not read, because the environment failed"))
+    else:
+        checks += check_data(config, tokenizer)
     if memory is not None:
         checks.append(check_memory(loaded, memory))
     return [check for check in checks if check.text]

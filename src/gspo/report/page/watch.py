@@ -28,7 +28,7 @@ from gspo.report.page.data import clip_settings, config_of, overview, table
 from gspo.report.page.page import BUDGET, inert_json, page
 from gspo.report.read import Row, is_by_sequence, is_run, score_text, status_of
 from gspo.report.samples import Kind, Signature, choose_files, read_block, sample_steps, size_of
-from gspo.report.summary import summary_of
+from gspo.report.summary import change_text, summary_of
 from gspo.system.http import HttpServer, route
 
 Doctor = Callable[[Path], Any]  # what `gspo doctor` prints about a run's config; report/ cannot import it
@@ -172,7 +172,9 @@ class Follower:
                 "id": name,
                 "algorithm": algorithm if isinstance(algorithm, str) else None,
                 "steps": s.steps,
-                "held_out": f"{score_text(s.score[0], s.graded)} → {score_text(s.score_end[0], s.graded)}"
+                "held_out": change_text(
+                    score_text(s.score[0], s.graded), score_text(s.score_end[0], s.graded), s.evaluations
+                )
                 if s.score and s.score_end
                 else None,
                 "reward": None if s.reward is None else f"{s.reward:.3f} → {s.reward_end:.3f}",

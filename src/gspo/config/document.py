@@ -153,10 +153,10 @@ An unknown key, a wrong type or a value out of range is an error that names the 
 set and the nearest known name; all problems of a file are reported together. Flags below `vllm` and `sglang` are passed
 on to those servers unread.
 
-Who decides a key: what you set > `actor.importance_sampling_level` > `algorithm` > the default. The level, where it
-differs from the algorithm's own, brings the clip range and the aggregation, not the advantage or the sampling. A
-null that leaves a choice ("null: the algorithm's") is the same as no key. The resolved config, with every key and who
-decided it, is `config.yaml` in the run directory and can be loaded again.
+Who decides a key: what you set > `actor.importance_sampling_level` > `algorithm` > the default. If the level is not the
+algorithm's own, it also sets the defaults of the clip range and the aggregation, but not those of the advantage and the
+sampling. If the description of a key says what null means ("null: …"), null is the same as not setting the key. The
+resolved config, with every key and who decided it, is `config.yaml` in the run directory and can be loaded again.
 
 ## Keys"""
 

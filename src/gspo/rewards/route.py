@@ -19,7 +19,6 @@ from gspo.types import Outcome, Score
 class Rewards(Protocol):
     """The interface that the trainer uses; a `RewardPool`, a `RewardRouter` or `GivenRewards`."""
 
-    def check_functions(self) -> None: ...
     def submit(self, key: Hashable, item: RewardItem) -> None: ...
     def completed(self, deadline_s: float | None = None) -> Iterator[tuple[Hashable, tuple[Outcome, ...]]]: ...
     def close(self) -> None: ...
@@ -80,9 +79,6 @@ class GivenRewards:
         self._others = others
         self._complete: list[tuple[Hashable, tuple[Outcome, ...]]] = []
         self._given: dict[Hashable, Sequence[Outcome | None]] = {}
-
-    def check_functions(self) -> None:
-        self._others.check_functions()
 
     def submit(self, key: Hashable, item: RewardItem) -> None:
         known = [outcome for outcome in item.given if outcome is not None]

@@ -43,7 +43,6 @@ def evaluate_run(
     with ExitStack() as stack:
         rewards = make_rewards(config, reward, None)
         stack.callback(rewards.close)
-        rewards.check_functions()
         # Load weights and data, and check the lengths of prompts before sampling starts.
         policy, tokenizer = load_policy(config, run, step)
         environment, max_context = make_environment(config, None), context_length(config, policy)

@@ -55,11 +55,10 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
     outer.callback(run.close)
     outer.push(lambda kind, error, trace: run.log_error(error))
     outer.enter_context(stalls_logged(run.path / "log.txt"))
+    beat("importing the reward functions (reward.functions)")
     # Reward workers start before the model is loaded and import the libraries of built-in rewards in the meantime.
     rewards = make_rewards(config, given.reward, str(run.path / "rewards.log"))
     outer.callback(rewards.close)
-    beat("importing the reward functions (reward.functions)")
-    rewards.check_functions()
     # Models, then data: the tokenizer and the context length decide which prompts fit.
     beat("loading the model (actor.path)")
     reached("start.model")

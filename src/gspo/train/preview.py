@@ -36,7 +36,6 @@ def preview(config: Config, num_prompts: int, num_samples: int) -> list[Previewe
     with ExitStack() as stack:
         rewards = make_rewards(config, None, None)
         stack.callback(rewards.close)
-        rewards.check_functions()
         policy, tokenizer = load_policy(config, None, 0)
         environment, limit = make_environment(config, None), context_length(config, policy)
         data = load_data(config.train_dataset, "train", tokenizer, config.seed, "train_dataset", environment)

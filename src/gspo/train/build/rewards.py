@@ -21,14 +21,22 @@ ANY_SOURCE = ""
 
 
 def make_rewards(config: Config, given: Any, log_path: str | None) -> Rewards:
-    """The reward functions of the caller, of the config, or of the task; for a mixture, one set per source."""
+    """The reward functions of the caller, of the config, or of the task; for a mixture, one set per source.
+
+    A worker has imported the user's functions when this returns: a missing one is found before a model is loaded.
+    """
     reward = config.reward
     settings = {"workers": reward.workers, "timeout_s": reward.timeout, "log_path": log_path}
     specs = reward_specs(config, given)
     # One data set for training and one for evaluation need one pool of workers.
-    if ANY_SOURCE in specs:
-        return RewardPool(specs[ANY_SOURCE], key="reward", **settings)
-    return RewardRouter(specs, **settings)
+    one = specs.get(ANY_SOURCE)
+    rewards = RewardRouter(specs, **settings) if one is None else RewardPool(one, key="reward", **settings)
+    try:
+        rewards.check_functions()
+    except BaseException:
+        rewards.close()
+        raise
+    return rewards
 
 
 def reward_specs(config: Config, given: Any = None) -> dict[str, RewardSpec]:

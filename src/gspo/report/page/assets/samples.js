@@ -195,7 +195,7 @@ function renderDetail() {
     ...[el("h3", {}, heldOut ? `After step ${block.step}, held-out problem ${submission ?? "–"}` : `Step ${block.step}, prompt ${submission ?? "–"}`, el("span", { class: "note" }, `${group.length} sample${group.length > 1 ? "s" : ""}, mean reward ${num(mean)}`)),
     el("div", { class: "promptbox" }, el("p", { class: "said", dir: "auto" }, inert(promptOf(item)))),
     el("div", { class: "bar2" }, "answer", answer == null ? el("span", { class: "note" }, "the data set has none") : el("span", { class: "said", dir: "auto" }, inert(answer))),
-    heldOut ? null : el("div", { class: "bar2", role: "group", "aria-label": "Colour tokens by" }, "tokens", ...(coloured ? choices : [el("span", { class: "note" }, "this group has no per-token values (stats_logger.keep_token_samples)")]), scaleOf(group)),
+    heldOut ? null : el("div", { class: "bar2", role: "group", "aria-label": "Colour tokens by" }, "tokens", ...(coloured ? choices : [el("span", { class: "note" }, "this group has no per-token values")]), scaleOf(group)),
     el("div", { class: "group" }, cards)].filter(Boolean));
 }
 

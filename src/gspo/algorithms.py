@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 Level = Literal["token", "sequence", "sequence_token"]
-Gate = Literal["clip", "cispo", "sapo", "gmpo", "none"]
-Advantage = Literal["group_std", "group_mean", "leave_one_out", "batch", "gae"]
+Gate = Literal["clip", "cispo", "sapo", "gmpo", "none", "log"]
+Advantage = Literal["group_std", "group_mean", "leave_one_out", "batch", "gae", "one"]
 Aggregation = Literal["sequence_mean", "sequence_sum", "token_mean", "token_sum"]
 
 LEVELS: tuple[str, ...] = get_args(Level)
@@ -27,6 +27,7 @@ GATE_SETTINGS: Mapping[str, Mapping[str, float | None]] = MappingProxyType(
         "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
         "gmpo": {"log_clip_low": 0.4, "log_clip_high": 0.4},
         "none": {},
+        "log": {},
     }
 )
 
@@ -97,6 +98,7 @@ class Algorithm:
     minibatches: int = 4
     zero_variance_groups: Literal["count", "drop", "refill"] = "count"
     overlong_penalty: bool = False
+    supervised: bool = False  # the completions are those of the data set; nothing is sampled or rewarded
 
 
 _TOKEN_CLIP = "min( wᵢₜ Aᵢ , clip(wᵢₜ, 1−ε_low, 1+ε_high) Aᵢ )"
@@ -248,6 +250,19 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
                 formula=f"J = E (1/G) Σᵢ (1/|yᵢ|) Σₜ (4/τ) σ(τ(wᵢₜ−1)) Aᵢ,   {_TOKEN_RATIO},   "
                 "τ = τ_pos for A > 0, else τ_neg",
                 paper="arXiv 2511.20347",
+            ),
+            _algorithm(
+                "sft",
+                "log",
+                title="Supervised fine-tuning",
+                level="token",
+                advantage="one",
+                aggregation="token_mean",
+                formula="J = E (1/Σᵢ|yᵢ|) Σᵢ Σₜ log π_θ(yᵢₜ),   yᵢ from the data set",
+                paper="maximum likelihood",
+                note="No sampling, no reward; a batch is rows of the data set (docs/sft.md).",
+                minibatches=1,
+                supervised=True,
             ),
         )
     }

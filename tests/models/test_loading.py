@@ -7,6 +7,7 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 
 from gspo.errors import DataError
+from gspo.models import embedded
 from gspo.models.loading import load_model, load_tokenizer
 from gspo.models.locate import locate
 
@@ -114,6 +115,14 @@ def test_from_scratch_takes_the_config_alone_and_is_fixed_by_its_seed(folder):
     name = "model.layers.0.mlp.up_proj.weight"
     assert torch.equal(first.state_dict()[name], same.state_dict()[name])
     assert not torch.equal(first.state_dict()[name], other.state_dict()[name])
+
+
+def test_an_embedded_model_from_scratch_has_random_weights_and_is_not_built(monkeypatch):
+    monkeypatch.setattr(embedded, "build", None)
+    first, same, other = (load_model("embedded:tiny", from_scratch=True, seed=seed).state_dict() for seed in (3, 3, 4))
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(first[name], same[name])
+    assert not torch.equal(first[name], other[name])
 
 
 def test_a_vocabulary_too_small_for_the_tokenizer_is_refused(folder):

@@ -128,8 +128,8 @@ VERBS: dict[str, Verb] = {
         reports.report,
     ),
     "samples": Verb(
-        "samples RUN [--held-out] [--step N] [--num N]",
-        "print prompts, completions and rewards of a step, or held-out answers",
+        "samples RUN [--held-out] [--step N] [--num N] | RUN [--best] [--filter CONDITION …] > rows.jsonl",
+        "print completions and rewards of a step, or write samples as rows for algorithm sft",
         reports.samples_arguments,
         reports.samples,
     ),

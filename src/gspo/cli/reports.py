@@ -70,6 +70,16 @@ def samples_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--held-out", action="store_true", help="answers of an evaluation instead of training samples")
     parser.add_argument("--step", type=int, metavar="N", help="default: the last step that has samples")
     parser.add_argument("--num", type=int, default=3, metavar="N", help="number of prompts (default: 3)")
+    parser.add_argument(
+        "--best", action="store_true", help="write JSONL rows for algorithm sft: the best sample of every prompt"
+    )
+    parser.add_argument(
+        "--filter",
+        action="append",
+        default=[],
+        metavar="CONDITION",
+        help="write JSONL rows for algorithm sft: samples with e.g. 'reward>=1' or 'length<200'; may be repeated",
+    )
 
 
 def samples(args: argparse.Namespace) -> int:
@@ -81,6 +91,8 @@ def samples(args: argparse.Namespace) -> int:
     if args.num < 1:
         raise ConfigError("--num must be at least 1")
     run, kind = open_run(args.run), "evals" if args.held_out else "samples"
+    if args.best or args.filter:
+        return _write_rows(args, run)
     steps = list(sample_steps(run, kind))
     step = args.step if args.step is not None else steps[-1] if steps else None
     if step is None or step not in steps:
@@ -89,6 +101,24 @@ def samples(args: argparse.Namespace) -> int:
         what = "held-out answers" if args.held_out else "samples"
         raise ConfigError(f"{run} has no {what} of {'any step' if step is None else f'step {step}'}; {there}{hint}")
     console().print(samples_view(read_block(run, step, kind), args.num, inert))
+    return 0
+
+
+def _write_rows(args: argparse.Namespace, run: Path) -> int:
+    """`gspo samples RUN --filter … > rows.jsonl`."""
+    import json
+
+    from gspo.report.rows import parse_filter, training_rows
+
+    if args.held_out or args.step is not None:
+        raise ConfigError("--best and --filter read all training samples: leave out --held-out and --step")
+    num = 0
+    for row in training_rows(run, [parse_filter(text) for text in args.filter], best=args.best):
+        print(json.dumps(row, ensure_ascii=False))
+        num += 1
+    if not num:
+        raise ConfigError(f"no sample of {run} fulfils the conditions (rollout.dump_to_file keeps samples)")
+    print(f"gspo: {num} rows; train_dataset.path: rows.jsonl with algorithm: sft trains on them", file=sys.stderr)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import sys
@@ -47,9 +48,34 @@ def train(args: argparse.Namespace) -> int:
         args.words.append(f"trial_name={free_trial_name(loaded.config)}")
         loaded = with_scheduler(load_config(args), args.on)
         print(f"gspo: the run is {run_path(loaded.config)}", file=sys.stderr, flush=True)
+    if (model := model_of_run(loaded.config.actor.path)) is not None:
+        args.words.append(f"actor.path={json.dumps(str(model))}")
+        loaded = with_scheduler(load_config(args), args.on)
     # Imports and the report may take long on a slow disk; the trainer sets the exact limit for its own part.
     with limited(max(loaded.config.stall_timeout, MIN_TIMEOUT_S)):
         return _train(args, loaded)
+
+
+def model_of_run(path: str) -> Path | None:
+    """The best checkpoint of a run directory as a model folder, exported if it is not there; None: not a run.
+
+    So that a run can start where another one ended: `actor.path: runs/sft_then_gspo/sft`.
+    """
+    from gspo.report.read import choose_step, is_run
+
+    run = Path(path)
+    if not is_run(run):
+        return None
+    step = choose_step(run, "best") or choose_step(run, "last")
+    to = run / f"model_step_{step:06d}"
+    if not to.is_dir():
+        from gspo.config.load import load
+        from gspo.train.export import export
+
+        config = load(run / "config.yaml").config
+        export(config, run, step, to, merge=config.actor.use_lora)
+    print(f"gspo: actor.path is the run {run}; starting from its step {step}, {to}", file=sys.stderr, flush=True)
+    return to
 
 
 def _train(args: argparse.Namespace, loaded: Loaded) -> int:

@@ -7,6 +7,7 @@ from gspo.config.objective import (
     Objective,
     default_algorithm_note,
     effective_objective,
+    is_supervised,
     objective_words,
     proximal_policy,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "document",
     "dump",
     "effective_objective",
+    "is_supervised",
     "load",
     "objective_words",
     "proximal_policy",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gspo.algorithms import ALGORITHMS
 from gspo.config.backends import SAMPLERS, TRAINERS, Backend, parse_backend
 from gspo.config.schema import Config
 
@@ -74,8 +75,10 @@ def layout_of(config: Config, num_gpus: int) -> Layout:
     # A backend without a size gets what the other one leaves.
     asked_ranks = trainer.data if _is_sized(config.actor.backend) else None
     if sampler.name == "auto":
-        # Half of the GPUs sample. With one GPU or none, one process samples and trains.
+        # Half of the GPUs sample. With one GPU or none, one process samples and trains. A supervised run samples in
+        # evaluations only, so all GPUs train.
         free = total // 2 if asked_ranks is None else max(total - asked_ranks, 0)
+        free = 0 if config.algorithm is not None and ALGORITHMS[config.algorithm].supervised else free
         servers = Backend(AUTO_ENGINE, free) if free else None
     elif text == "local":  # in-process; with a size (local:d1) it is a server
         servers = None

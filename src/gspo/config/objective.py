@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypedDict
 
 from gspo.algorithms import ALGORITHMS, CORRECTIONS, LEVEL_DEFAULTS, Algorithm
 from gspo.config.loaded import Loaded
-from gspo.config.schema import Correction, RewardNorm
+from gspo.config.schema import Config, Correction, RewardNorm
 from gspo.system.text import number
 
 
@@ -105,6 +105,8 @@ def objective_words(loaded: Loaded) -> str:
         (loaded.config.actor.ppo_n_minibatches or 1) * loaded.config.actor.ppo_epochs,
     )
     settings, name = objective["settings"], same_as(objective) or objective["name"]
+    if is_supervised(loaded.config):
+        return f"{name.upper()} (likelihood of the data's completions), {updates} update{'s' * (updates > 1)} per batch"
     ratio = "one ratio per token" if objective["level"] == "token" else "one ratio per completion"
     parts = [f"{name.upper()} ({ratio})"]
     if objective["eps_auto"]:
@@ -112,6 +114,11 @@ def objective_words(loaded: Loaded) -> str:
     elif objective["gate"] == "clip":
         parts.append(f"clip {number(settings['clip_low'])}/{number(settings['clip_high'])}")
     return ", ".join([*parts, f"{updates} update{'s' * (updates > 1)} per batch"])
+
+
+def is_supervised(config: Config) -> bool:
+    """Whether completions come from the data set; nothing is sampled for training."""
+    return ALGORITHMS[str(config.algorithm)].supervised
 
 
 def default_algorithm_note(loaded: Loaded) -> str | None:

@@ -126,6 +126,11 @@ class _Resolver:
         self.fill("actor.ppo_n_minibatches", algorithm.minibatches, by_algorithm)
         self.fill("actor.zero_variance_groups", algorithm.zero_variance_groups, by_algorithm)
         self.fill("actor.overlong_reward_penalty", algorithm.overlong_penalty, by_algorithm)
+        if algorithm.supervised:
+            # A row has one completion, and no π_old is needed, so no pass computes it.
+            if not self.is_set("gconfig.n_samples"):
+                self.put("gconfig.n_samples", 1, by_algorithm)
+            self.fill("actor.prox_logp_method", "rollout", by_algorithm)
         # Sequence ratios are clipped within a very narrow range, which rounding of the logits could exceed.
         self.fill("actor.fp32_lm_head", level != "token", Origin("derived", "from actor.importance_sampling_level"))
 
@@ -162,6 +167,8 @@ class _Resolver:
             self.messages.append(
                 "actor.use_decoupled_loss has no effect: with prox_logp_method rollout π_old is μ and the weight is 1"
             )
+        if self.values.get("actor.prox_logp_method") is not None:  # decided by the algorithm
+            return
         method = proximal_policy(is_decoupled, actor.prox_logp_method).method
         # Only an `auto` or unset method is replaced below; a method that the user chose stays.
         by_loss = self.is_set("actor.use_decoupled_loss")
@@ -199,10 +206,13 @@ class _Resolver:
             )
 
     def fill_actor(self) -> None:
-        use_lora = self.config.actor.use_lora
+        use_lora, algorithm = self.config.actor.use_lora, ALGORITHMS[self.get("algorithm")]
         fifth = max(1, self.config.gconfig.max_new_tokens // 5)
         self.fill("actor.overlong_tokens", fifth, Origin("derived", "from gconfig.max_new_tokens"))
         by_lora = Origin("derived", "from actor.use_lora") if use_lora else DEFAULT
+        if algorithm.supervised:
+            # Targets are known and do not move, so larger steps are stable.
+            self.fill("actor.optimizer.lr", 1e-4 if use_lora else 1e-5, Origin("algorithm", algorithm.name))
         self.fill("actor.optimizer.lr", 1e-5 if use_lora else 1e-6, by_lora)
 
     def fill_sections(self) -> None:

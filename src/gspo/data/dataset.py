@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gspo.data import arithmetic
+from gspo.data.columns import (
+    check_completion,
+    column,
+    find_answer_column,
+    find_completion_column,
+    find_prompt_column,
+    require,
+    with_answer,
+)
 from gspo.data.order import order
 from gspo.data.reference import final_answer
 from gspo.data.sources import Row, rows_of
+from gspo.data.supervised import chat_target, plain_target, split_conversation
 from gspo.errors import DataError
 from gspo.system.files import read_regular
 from gspo.system.heartbeat import beat
-from gspo.types import Prompt
+from gspo.types import Prompt, Sample
 
 # Bounds on the number of tokens of a text. The longest tokens of common vocabularies have 128 to 512 characters.
 MAX_CHARACTERS_PER_TOKEN = 1024
 # A token holds at least one byte, and Unicode normalization makes a text at most 11 times longer (NFKC).
 MAX_TOKENS_PER_BYTE = 11
 NUM_SPECIAL_TOKENS = 16  # that a tokenizer may add
-
-_PROMPT_COLUMNS = ("prompt", "question", "problem", "messages", "instruction", "input", "query")
-_ANSWER_COLUMNS = ("answer", "final_answer", "ground_truth", "target", "solution", "label", "output", "response")
 
 
 def owner_of(section: str) -> str:
@@ -46,6 +53,9 @@ class DataSettings:
                      plain text; any other string: a template, or a .jinja file with one
     template_kwargs  passed to the template with the messages
     options          settings of a reasoning_gym task
+    supervised       rows have completions to be trained on; max_length then limits prompt and completion together
+    completion_column
+                     None: an assistant's turns in the prompt column, else found by its usual names
     """
 
     max_length: int | None = None
@@ -58,6 +68,8 @@ class DataSettings:
     chat_template: bool | str | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    supervised: bool = False
+    completion_column: str | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +91,8 @@ class Dataset:
     note: str = ""  # how the source was divided into training and held-out rows, if a user should know it
     key: str = "train_dataset"
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    supervised: bool = False  # prompts have a target
+    completion_column: str | None = None  # of a supervised data set; None: the prompt column holds conversations
     _prompts: dict[int, Prompt] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
@@ -97,8 +111,12 @@ class Dataset:
     def describe(self) -> str:
         """A line for the user: source, split and number of rows."""
         key = f"{owner_of(self.key)}.max_length"
-        dropped = f", {self.num_too_long} longer prompts dropped ({key})" if self.num_too_long else ""
+        what = "rows" if self.supervised else "prompts"
+        dropped = f", {self.num_too_long} longer {what} dropped ({key})" if self.num_too_long else ""
         note = f"; {self.note}" if self.note else ""
+        if self.supervised:
+            trained = f"column {self.completion_column!r}" if self.completion_column else "assistant turns"
+            return f"{self.key}: {len(self)} rows of {self.source} ({self.split}), trained: {trained}{dropped}{note}"
         return f"{self.key}: {len(self)} problems of {self.source} ({self.split}){dropped}{note}"
 
     def digest(self) -> str:
@@ -106,7 +124,10 @@ class Dataset:
         total = hashlib.sha256()
         for row in self.rows:
             # Only what decides training: other columns may change without making the run another one.
-            total.update(repr((row.get(self.prompt_column), self._reference(row))).encode("utf-8", "surrogatepass"))
+            parts = (row.get(self.prompt_column), self._reference(row))
+            if self.supervised and self.completion_column is not None:
+                parts += (column(row, self.completion_column),)
+            total.update(repr(parts).encode("utf-8", "surrogatepass"))
         return total.hexdigest()
 
     def text(self, row: int) -> str:
@@ -116,10 +137,13 @@ class Dataset:
     def excess(self, row: int, limit: int) -> str:
         """How long the prompt of a row is if it has more than `limit` tokens, in words; "" if it has not.
 
+        Of a supervised row: prompt and completion together.
         A text is tokenized only if its size leaves the answer open, so 300 MB in one row cost nothing.
         """
         beat(f"rendering row {row} of {self.key}")
-        if row in self._prompts:
+        if self.supervised:
+            length = _num_tokens(self.prompt(row))
+        elif row in self._prompts:
             length = len(self._prompts[row].tokens)
         else:
             text = self._text(row)[0]
@@ -142,14 +166,15 @@ class Dataset:
 
     def _reference(self, row: Row) -> Any:
         """The final answer of a row: of an answer in GSM8K's form, what follows `####`; otherwise the answer."""
-        answer = None if self.answer_column is None else _column(row, self.answer_column)
+        answer = None if self.answer_column is None else column(row, self.answer_column)
         return final_answer(answer) if isinstance(answer, str) else answer
 
     def _render(self, row: int) -> Prompt:
         text, messages = self._text(row)
         columns = self.rows[row]
         data = dict(columns)
-        if not isinstance(_column(columns, self.prompt_column), str):
+        target = self._target(row, messages) if self.supervised else None
+        if not isinstance(column(columns, self.prompt_column), str):
             data["messages"] = messages  # marks a conversational row, also for rewards with TRL's signature
         # A template adds the special tokens itself.
         special = {} if self.chat is False else {"add_special_tokens": False}
@@ -158,7 +183,21 @@ class Dataset:
         if not len(tokens):
             raise DataError(f"{self.source}, row {row}: the prompt {text!r} has no tokens")
         reference = self._reference(columns)
-        return Prompt(tuple(int(t) for t in tokens), text, data, self.source, row, tuple(messages), reference)
+        return Prompt(
+            tuple(int(t) for t in tokens), text, data, self.source, row, tuple(messages), reference, target=target
+        )
+
+    def _target(self, row: int, prompt: list[dict[str, Any]]) -> Sample:
+        """The completion of a row, tokenized."""
+        where, columns = f"{self.source}, row {row}", self.rows[row]
+        if self.completion_column is None:
+            rest = split_conversation(column(columns, self.prompt_column))[1]
+        else:
+            given = column(columns, self.completion_column)
+            rest = [{"role": "assistant", "content": given}] if isinstance(given, str) else given
+            if self.chat is False and isinstance(given, str):
+                return plain_target(given, self.tokenizer, where)
+        return chat_target(prompt, rest, partial(self._chat_text, row), self.tokenizer, where)
 
     def _num_bytes(self, row: int, text: str) -> int:
         """The size of a prompt's text; DataError if it cannot be encoded."""
@@ -172,7 +211,9 @@ class Dataset:
 
     def _text(self, row: int) -> tuple[str, list[dict[str, Any]]]:
         """The rendered prompt of a row, and its messages."""
-        content = _column(self.rows[row], self.prompt_column)
+        content = column(self.rows[row], self.prompt_column)
+        if self.supervised and self.completion_column is None:
+            content = split_conversation(content)[0]
         messages = _messages(content, self.system_prompt)
         if self.chat is False:
             if not isinstance(content, str):
@@ -181,11 +222,15 @@ class Dataset:
                     f"set {owner_of(self.key)}.chat_template, or use plain text"
                 )
             return content if self.system_prompt is None else f"{self.system_prompt}\n\n{content}", messages
+        return self._chat_text(row, messages, True), messages
+
+    def _chat_text(self, row: int, messages: Sequence[Mapping[str, Any]], asks: bool) -> str:
+        """Messages by the chat template; `asks`: the beginning of an assistant's turn follows them."""
         try:
-            text = self.tokenizer.apply_chat_template(
+            return self.tokenizer.apply_chat_template(
                 messages,
                 chat_template=self.chat if isinstance(self.chat, str) else None,
-                add_generation_prompt=True,
+                add_generation_prompt=asks,
                 tokenize=False,
                 **self.template_kwargs,
             )
@@ -194,7 +239,6 @@ class Dataset:
                 f"{self.source}, row {row}: the chat template cannot render the messages "
                 f"({str(error) or type(error).__name__}); set {owner_of(self.key)}.chat_template or system_prompt"
             ) from error
-        return text, messages
 
 
 def load_dataset(
@@ -214,13 +258,13 @@ def load_dataset(
     changes   fields of `DataSettings`: load_dataset(path, tokenizer=tokenizer, max_length=512)
     """
     settings = replace(settings or DataSettings(), **changes)
-    column: list[str] = []
+    chosen: list[str] = []
 
     # The column is found at the first row and then reused.
     def prompt_text(row: Row) -> str:
-        if not column:
-            column.append(_prompt_column(row, settings.prompt_column, path, owner_of(key)))
-        content = _column(row, column[0])
+        if not chosen:
+            chosen.append(find_prompt_column(row, settings.prompt_column, path, owner_of(key)))
+        content = column(row, chosen[0])
         return content if isinstance(content, str) else repr(content)
 
     notes: list[str] = []
@@ -259,11 +303,16 @@ def make_dataset(
     owner = owner_of(key)
     # Renamed columns first: they may be the prompt or the answer.
     for new, name in settings.columns.items():
-        _require(rows[0], str(name), f"columns.{new}", source, owner)
-        rows = [{**row, new: _column(row, str(name))} for row in rows]
-    prompt_name = _prompt_column(rows[0], settings.prompt_column, source, owner)
-    answer_name = _answer_column(rows[0], settings.answer_column, source, owner)
-    parsed = [_with_answer(row, index, prompt_name, answer_name, source, owner) for index, row in enumerate(rows)]
+        require(rows[0], str(name), f"columns.{new}", source, owner)
+        rows = [{**row, new: column(row, str(name))} for row in rows]
+    prompt_name = find_prompt_column(rows[0], settings.prompt_column, source, owner)
+    answer_name = find_answer_column(rows[0], settings.answer_column, source, owner)
+    parsed = [with_answer(row, index, prompt_name, answer_name, source, owner) for index, row in enumerate(rows)]
+    completion_name = None
+    if settings.supervised:
+        completion_name = find_completion_column(rows[0], settings.completion_column, prompt_name, source, owner)
+        for index, row in enumerate(rows):
+            check_completion(row, index, prompt_name, completion_name, source, owner)
     whole = Dataset(
         source,
         split,
@@ -275,6 +324,8 @@ def make_dataset(
         answer_column=answer_name,
         key=key,
         template_kwargs=settings.template_kwargs,
+        supervised=settings.supervised,
+        completion_column=completion_name,
     )
     return whole if settings.max_length is None else _without_long_prompts(whole, settings.max_length)
 
@@ -328,57 +379,10 @@ def default_reward(path: str) -> dict[str, Any]:
     return {"name": "reasoning_gym" if path.startswith("reasoning_gym:") else "math"}
 
 
-def _with_answer(row: Row, index: int, prompt_name: str, answer_name: str | None, path: str, key: str) -> Row:
-    content = _column(row, prompt_name)
-    is_text = isinstance(content, str) and content.strip()
-    if not is_text and not (content and isinstance(content, list) and all(isinstance(m, Mapping) for m in content)):
-        raise DataError(
-            f"{path}, row {index}: column {prompt_name!r} must be a string or a list of messages, got {content!r:.200}"
-        )
-    answer = None if answer_name is None else _column(row, answer_name)
-    # NaN is how tables store a missing value; 1e999 is read as infinity.
-    if answer_name is not None and (answer is None or (isinstance(answer, float) and not math.isfinite(answer))):
-        raise DataError(f"{path}, row {index}: column {answer_name!r} is missing or null; set {key}.answer_column")
-    return row if row.get("answer") is not None else {**row, "answer": answer}
-
-
-def _prompt_column(row: Row, given: str | None, path: str, key: str) -> str:
-    if given is not None:
-        _require(row, given, "prompt_column", path, key)
-        return given
-    for name in _PROMPT_COLUMNS:
-        if row.get(name) is not None:
-            return name
-    raise DataError(
-        f"{path} has no prompt column (looked for {', '.join(_PROMPT_COLUMNS)}); its columns are "
-        f"{', '.join(row) or 'none'}. Set {key}.prompt_column"
-    )
-
-
-def _answer_column(row: Row, given: str | None, path: str, key: str) -> str | None:
-    """None without such a column: not every reward needs an answer."""
-    if given is not None:
-        _require(row, given, "answer_column", path, key)
-        return given
-    return next((name for name in _ANSWER_COLUMNS if row.get(name) is not None), None)
-
-
-def _require(row: Row, name: str, what: str, path: str, key: str) -> None:
-    if _column(row, name) is None:
-        raise DataError(
-            f"{key}.{what} is {name!r}, but the columns of {path} are {', '.join(row)}; "
-            "a source of a mixture may have its own columns"
-        )
-
-
-def _column(row: Mapping[str, Any], name: str) -> Any:
-    # A column whose name contains a dot has priority over a nested one.
-    if name in row:
-        return row[name]
-    value: Any = row
-    for step in name.split("."):
-        value = value.get(step) if isinstance(value, Mapping) else None
-    return value
+def _num_tokens(prompt: Prompt) -> int:
+    """Tokens of a supervised row's longest sequence."""
+    assert prompt.target is not None
+    return max(len(prompt.tokens if s.prompt is None else s.prompt) + len(s.tokens) for s in prompt.target.sequences)
 
 
 def _messages(content: Any, system_prompt: str | None) -> list[dict[str, Any]]:

@@ -49,6 +49,10 @@ class Mixture:
     def num_too_long(self) -> int:
         return sum(source.num_too_long for source in self.sources)
 
+    @property
+    def supervised(self) -> bool:
+        return self.sources[0].supervised
+
     def prompt(self, row: int) -> Prompt:
         if row not in self._prompts:
             source, own = (int(x) for x in self._places[row])

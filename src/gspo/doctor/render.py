@@ -78,7 +78,7 @@ def _gate(a: Algorithm) -> str:
         return f"weight ≤ {s['weight_max']:g}"
     if a.gate == "sapo":
         return f"soft, τ {s['tau_pos']:g}/{s['tau_neg']:g}"
-    return f"band exp(±{s['log_clip_high']:g})" if a.gate == "gmpo" else "none"
+    return f"band exp(±{s['log_clip_high']:g})" if a.gate == "gmpo" else "log π" if a.gate == "log" else "none"
 
 
 def _number(value: Any) -> str:
@@ -112,6 +112,11 @@ def _batch(data: dict[str, Any]) -> Iterable[RenderableType]:
         (
             "rollout batch",
             f"{data['prompts']:,} prompts × {data['group_size']:,} samples = {data['sequences']:,} sequences",
+        )
+        if not data["supervised"]
+        else (
+            "batch",
+            f"{data['prompts']:,} rows of the data set",
         ),
         (
             "mini-batches",

@@ -60,9 +60,10 @@ def shape(scores: Floats, lengths: NDArray[np.int64], how: Shaping) -> Floats:
 def normalised(rewards: Floats, group_of: NDArray[np.int64], norm: str | Mapping[str, Any]) -> Floats:
     """Advantages by the name of a preset (`group_std`, …) or by an explicit normalisation.
 
-    `gae` leaves rewards unchanged: the critic's values are subtracted later, in `with_token_advantages`.
+    `gae` leaves rewards unchanged: the critic's values are subtracted later, in `with_token_advantages`. So does `one`:
+    completions of a data set have the reward 1.
     """
-    if norm == "gae":
+    if norm in ("gae", "one"):
         return rewards
     x, groups = torch.from_numpy(np.ascontiguousarray(rewards)), torch.from_numpy(np.ascontiguousarray(group_of))
     return advantage.normalize(x, groups, **(advantage.PRESETS[norm] if isinstance(norm, str) else norm)).numpy()

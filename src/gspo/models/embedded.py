@@ -262,19 +262,32 @@ def _random_action(index: int, warm: Mapping[str, Any]) -> arithmetic.Problem:
 
 
 def _loss(model: Any, tokens: Tensor, labels: Tensor, balance: float) -> Tensor:
-    """Cross-entropy; for a mixture plus a load-balancing loss per layer, which RL does not add."""
+    """The objective of `algorithm: sft`; for a mixture plus a load-balancing loss per layer, which a run does not add.
+
+    The model is called on padded rows and not through `learner/`: packing rounds differently, and the bits of these
+    models are part of the identity of runs.
+    """
+    import torch
+    from torch.nn.functional import pad
+
+    from gspo import objectives
+
+    out = model(input_ids=tokens, **({"output_router_logits": True} if balance else {}))
+    target = pad(labels, (0, 1), value=-100)[:, 1:]  # [B, T] the token after each position
+    learnt = target != -100
+    logp = out.logits.log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0]  # [B, T]
+    nll = objectives.loss("sft", logp, logp.detach(), torch.ones(len(logp)), learnt).loss
     if not balance:
-        return model(input_ids=tokens, labels=labels).loss
+        return nll
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    out = model(input_ids=tokens, labels=labels, output_router_logits=True)
     config, learnt = model.config, (labels != -100).long()
     # One call per layer: a single call pools all layers, where two unbalanced layers could balance each other.
     uneven = [
         load_balancing_loss_func((logits,), config.num_experts, config.num_experts_per_tok, learnt)
         for logits in out.router_logits
     ]
-    return out.loss + balance * sum(uneven) / len(uneven)
+    return nll + balance * sum(uneven) / len(uneven)
 
 
 def _careless(problem: arithmetic.Problem, step: int, row: int, warm: Mapping[str, Any]) -> arithmetic.Problem:

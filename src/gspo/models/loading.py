@@ -97,7 +97,10 @@ def load_model(
     if path.startswith(EMBEDDED):
         from gspo.models import embedded
 
-        model: Any = embedded.build(path)[0]
+        if from_scratch:
+            model: Any = _from_config(AutoConfig.for_model(**embedded.shape(path)), dtype, seed)
+        else:
+            model = embedded.build(path)[0]
         model = model.to(dtype)  # pyright: ignore[reportArgumentType]
     else:
         found = open_folder(path, key, weights=not from_scratch, dtype=dtype, images=images)

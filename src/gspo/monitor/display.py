@@ -94,7 +94,7 @@ class Lines:
         line = f"step {metrics['step']:>{len(str(self._total))}}/{self._total}"
         figures = [(f.name, f.text(metrics)) for f in FIGURES]
         # The most important figures come first, because a narrow terminal shows only as many as fit.
-        for name, text in [*figures[:5], ("left", self._pace.left(metrics["step"])), *figures[5:]]:
+        for name, text in [*figures[:7], ("left", self._pace.left(metrics["step"])), *figures[7:]]:
             longer = f"{line}  {name} {text}"
             if text is not None and (self._width is None or len(longer) <= self._width):
                 line = longer
@@ -201,6 +201,8 @@ class Figure(NamedTuple):
     def value(self, metrics: Mapping[str, Any]) -> float | None:
         if self.metric == "eval/":
             return metrics.get("eval/reward" if _is_graded(metrics) else "eval/accuracy")
+        if self.metric == "loss/":  # only where the loss is a likelihood; that of RL shows nothing
+            return None if "reward/mean" in metrics else metrics.get("loss/mean")
         if self.metric != "clip/sequences":
             return metrics.get(self.metric)
         low, high = metrics.get("clip/sequences_low"), metrics.get("clip/sequences_high")
@@ -222,6 +224,8 @@ def _is_graded(metrics: Mapping[str, Any]) -> bool:
 # In order of importance: if there is no room, the last ones are left out.
 FIGURES = (
     Figure("reward", "reward/mean", "{:.3f}"),
+    Figure("loss", "loss/", "{:.3f}"),  # of supervised fine-tuning
+    Figure("held-out loss", "eval/loss", "{:.3f}"),
     Figure("held-out", "eval/", "{:.1%}"),  # accuracy; with graded rewards the reward and its interval
     Figure("clipped", "clip/sequences", "{:.1%}"),
     Figure("length", "length/mean", "{:,.1f}"),

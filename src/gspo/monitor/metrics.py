@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,19 @@ def step_metrics(batch: Batch, report: StepReport, version: int) -> dict[str, An
     out |= _correction(report, lengths)
     out |= _episodes(batch)
     return out
+
+
+# Names that have no meaning if the completions come from the data set: nothing was sampled, scored or clipped.
+_OF_SAMPLES = (
+    "reward/", "staleness/", "ratio/", "clip/", "noise/", "ess/", "episode/", "correction/", "skipped/",
+    "policy/kl_behavior", "policy/proximal", "length/clipped_mean", "length/truncated", "moe/",
+    "throughput/rollout", "time/rollout_s", "time/reward_s", "time/proximal_s",
+)  # fmt: skip
+
+
+def supervised_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics of a step that have a meaning in supervised fine-tuning."""
+    return {name: value for name, value in metrics.items() if not name.startswith(_OF_SAMPLES)}
 
 
 def _episodes(batch: Batch) -> dict[str, Any]:

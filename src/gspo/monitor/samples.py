@@ -40,7 +40,8 @@ def sample_rows(
                         if sequence.mask.all() and not sample.rest
                         else decode(sequence.tokens.tolist()),
                         "answer": group.prompt.answer,
-                        "reward": batch.rewards[index],
+                        # A completion of the data set has no reward.
+                        "reward": batch.rewards[index] if group.prompt.target is None else None,
                         "reward_parts": dict(outcome.parts) if isinstance(outcome, Score) else None,
                         "failure": None if isinstance(outcome, Score) else f"{outcome.kind}: {outcome.message}",
                         "advantage": batch.advantages[index],
@@ -55,11 +56,18 @@ def sample_rows(
                         if index in report.logp
                         else None,
                         **question_of(group.prompt),
+                        **messages_of(group.prompt),
                         **turns_of(sample, sequence, branch, batch.token_advantages, index, decode),
                     }
                 )
                 index += 1
     return rows
+
+
+def messages_of(prompt: Prompt) -> dict[str, Any]:
+    """The conversation of a prompt that is more than one question of the user; empty for others."""
+    said = [message for message in prompt.messages if message.get("role") != "system"]
+    return {"messages": list(prompt.messages)} if len(said) > 1 else {}
 
 
 def question_of(prompt: Prompt) -> dict[str, str]:

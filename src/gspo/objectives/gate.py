@@ -2,7 +2,8 @@
 
 Every gate factors as  objective = A · g(log ratio, sign of A).  The functions here return g, so that
 one advantage per sequence multiplies once per sequence, not once per token. `positive` is A > 0. Only the log-ratio
-(and log π for CISPO) has a gradient.
+(and log π for CISPO) has a gradient. The gate `log` of supervised fine-tuning has no ratio: g = log π_θ, so that the
+loss is the negative log-likelihood.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def loss(
     """The loss of preset `name` (see `gspo objectives`), −J of its formula.
 
     logp            log π_θ(y_it), [B, T], or packed [N] with cu_seqlens [B + 1]; the only differentiated input
-    proximal_logp   log π_old, same shape
+    proximal_logp   log π_old, same shape (`sft` has no ratio and uses it in stats only)
     advantage       [B], or per token in the shape of logp (sequence ratios take its mean over the sequence)
     mask            1 at trained tokens; None: all
     behavior_logp   log μ, needed by `correction`
@@ -153,8 +153,8 @@ def _check_shapes(logp: Tensor, **others: Tensor | None) -> None:
 
 
 def _ratio_per_sequence(algorithm: Algorithm, chosen: Mapping[str, Any]) -> bool:
-    """Whether a sequence has one ratio. CISPO's gate multiplies log π of each token: it is per token."""
-    return chosen["level"] == "sequence" and algorithm.gate != "cispo"
+    """Whether a sequence has one ratio. The gates of CISPO and SFT use log π of each token: they are per token."""
+    return chosen["level"] == "sequence" and algorithm.gate not in ("cispo", "log")
 
 
 def _advantage(advantage: Tensor, layout: TokenLayout, dtype: torch.dtype) -> Values:
@@ -204,8 +204,10 @@ def _gate(
         value = gate.cispo(log_ratio, keep_trained(logp, layout), chosen["weight_max"])
         clipped = log_ratio.detach() > math.log(chosen["weight_max"])
     else:
-        # Gates without a hard clip: SAPO's sigmoid, or the plain ratio.
-        if algorithm.gate == "sapo":
+        # Gates without a hard clip: log π, SAPO's sigmoid, or the plain ratio.
+        if algorithm.gate == "log":
+            value = keep_trained(logp, layout)
+        elif algorithm.gate == "sapo":
             tau = gate.by_sign(adv.x > 0, chosen["tau_pos"], chosen["tau_neg"], log_ratio.dtype)
             value = gate.sapo(log_ratio, matched(tau))
         else:

@@ -56,6 +56,9 @@ def _learned(s: Summary) -> Answer:
     reward = ""
     if s.reward is not None and s.reward_end is not None:
         reward = f"Reward of the samples {s.reward:.3f} → {s.reward_end:.3f}."
+    elif s.loss is not None:
+        reward = f"Loss {s.loss[0]:.3f} → {s.loss[1]:.3f}"
+        reward += f", held-out {s.held_out_loss[0]:.3f} → {s.held_out_loss[1]:.3f}." if s.held_out_loss else "."
     if s.score is None or s.score_end is None or s.evaluations < 2:
         evaluated = "There was no evaluation on held-out problems." if not s.evaluations else "Only one evaluation."
         return _answer(question, section, None, reward or "No step yet.", f"{evaluated} See evaluator.freq_steps.")

@@ -111,6 +111,13 @@ def _title(run: Path, rows: Sequence[Row]) -> str:
 
 
 def _learning(axes: Axes, steps: Sequence[Row], rows: Sequence[Row]) -> None:
+    if not any("reward/mean" in row for row in steps):  # supervised fine-tuning
+        _head(axes, "Does it learn?", "negative log-likelihood per token of the data set's completions")
+        _smoothed(axes, *_curve(steps, "loss/mean"), BLUE, "training")
+        held = [(row["step"], row["eval/loss"]) for row in rows if row.get("eval/loss") is not None]
+        axes.plot(*np.array(held).reshape(-1, 2).T, color=RED, marker="o", markersize=3.5, label="held-out")
+        axes.legend(loc="upper right")
+        return
     graded = is_graded(rows)
     what = "reward" if graded else "accuracy"
     _head(axes, "Does it learn?", f"reward of the samples; {what} on held-out problems, 95 % interval")

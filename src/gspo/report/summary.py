@@ -42,6 +42,8 @@ class Summary:
     ends: int  # steps averaged at both ends of reward and entropy
     reward: float | None  # mean of the first `ends` steps
     reward_end: float | None  # mean of the last `ends` steps
+    loss: tuple[float, float] | None  # of supervised fine-tuning: mean of the first and last `ends` steps
+    held_out_loss: tuple[float, float] | None  # first and last
     clipped_low: float | None  # share of the sequences of mini-batches 2…K, mean over steps
     clipped_high: float | None
     by_sequence: bool  # False: the share of sequences with a clipped token
@@ -63,6 +65,7 @@ def summary_of(rows: Sequence[Row], by_sequence: bool) -> Summary:
     graded = is_graded(rows)
     evals = evaluations(rows, graded)
     reward, entropy = _values(steps, "reward/mean"), _values(steps, "policy/entropy")
+    loss, held = _values(steps, "loss/mean"), _values(rows, "eval/loss")
     last: Row = steps[-1] if steps else {}
     eps = (last.get("clip/eps_low"), last.get("clip/eps_high"))
     ends = max(min(ENDS, len(steps) // 2), 1)  # the two windows never overlap
@@ -80,6 +83,8 @@ def summary_of(rows: Sequence[Row], by_sequence: bool) -> Summary:
         ends=ends,
         reward=_mean(reward[:ends]),
         reward_end=_mean(reward[-ends:]),
+        loss=(fmean(loss[:ends]), fmean(loss[-ends:])) if loss and not reward else None,
+        held_out_loss=(held[0], held[-1]) if held else None,
         clipped_low=_mean(_values(steps, "clip/sequences_low")),
         clipped_high=_mean(_values(steps, "clip/sequences_high")),
         by_sequence=by_sequence,
@@ -105,6 +110,10 @@ def summary_rows(s: Summary) -> list[tuple[str, str]]:
         rows.append(("best", "before training (step 0)" if s.best_step == 0 else f"step {s.best_step}"))
     if s.reward is not None and s.reward_end is not None:
         rows.append(("reward", f"{s.reward:.3f} → {s.reward_end:.3f}  {ends_words(s.ends)}"))
+    if s.loss is not None:
+        rows.append(("loss", f"{s.loss[0]:.3f} → {s.loss[1]:.3f} nats per token  {ends_words(s.ends)}"))
+    if s.held_out_loss is not None:
+        rows.append(("held-out loss", f"{s.held_out_loss[0]:.3f} → {s.held_out_loss[1]:.3f} nats per token"))
     if s.clipped_low is not None and s.clipped_high is not None:
         eps = f"  at ε {s.eps[0]:.2g} / {s.eps[1]:.2g}" if s.eps else ""
         what = "sequences" if s.by_sequence else "sequences with any clipped token"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,18 @@ def single_turn(requests: Sequence[Request], sampler: Sampler, deadline_s: float
     """One completion per prompt, all within the deadline (rollout.request_timeout)."""
     sampler.submit(requests)
     yield from sampler.completed(deadline_s)
+
+
+def from_data(requests: Sequence[Request], sampler: Sampler) -> Iterator[Sample]:
+    """Supervised fine-tuning: the completion of the prompt's own row, as if the current weights had sampled it."""
+    for request in requests:
+        assert request.origin is not None
+        assert request.origin.target is not None, "a data set that was made with `supervised`"
+        parts = [
+            replace(part, id=request.id, versions=np.full_like(part.versions, sampler.version))
+            for part in request.origin.target.sequences
+        ]
+        yield replace(parts[0], rest=tuple(parts[1:]))
 
 
 def is_single_turn(workflow: Workflow) -> bool:

@@ -39,18 +39,21 @@ class State:
         """Compare the current step with the best step so far; of equal ones the later is the best.
 
         scores: metrics of an evaluation; metric: the one to compare, None: accuracy while all rewards were 0 or 1, else
-        reward. The best step's scores are all kept, so that the metric may change during a run.
+        reward; without either, the loss, of which the lowest is the best. The best step's scores are all kept, so that
+        the metric may change during a run.
 
         >>> state = State(step=5, best_step=0, best={"eval/accuracy": 0.0, "eval/reward": 0.4})
         >>> state.compare_best({"eval/accuracy": 0.0, "eval/reward": 0.3, "eval/graded": 1.0}, None)
         >>> state.best_step
         0
         """
-        self.graded = self.graded or scores["eval/graded"] > 0
-        metric = metric or ("eval/reward" if self.graded else "eval/accuracy")
+        self.graded = self.graded or scores.get("eval/graded", 0.0) > 0
+        own = "eval/reward" if self.graded else "eval/accuracy"
+        metric = metric or (own if own in scores else "eval/loss")
+        sign = -1 if metric.endswith("/loss") else 1
         now, before = scores.get(metric, math.nan), self.best.get(metric)
         # A source whose rewards all failed has no score: it is never the best.
-        if self.best_step is None or (math.isfinite(now) and (before is None or now >= before)):
+        if self.best_step is None or (math.isfinite(now) and (before is None or sign * now >= sign * before)):
             self.best_step, self.best = self.step, {k: v for k, v in scores.items() if math.isfinite(v)}
 
     def to_json(self) -> dict[str, Any]:

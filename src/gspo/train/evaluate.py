@@ -1,14 +1,19 @@
-"""Held-out accuracy and reward with intervals, from the same sampler and rewards as training."""
+"""Held-out accuracy and reward with intervals, from the sampler and rewards of training; and held-out loss."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from gspo.data.mixture import Data
 from gspo.faults import reached
+from gspo.learner.credit import batch_with_advantages
+from gspo.learner.learner import Learner
+from gspo.learner.reference import Reference, reference_logp
 from gspo.monitor.samples import question_of, turns_of
 from gspo.rewards.route import Rewards
 from gspo.rollout.groups import refuse_failures, sample_groups
@@ -81,14 +86,16 @@ def evaluate(
 class Evaluator:
     """Evaluates a run in training, with the sampler and the rewards of training.
 
-    how: keywords of `evaluate`; every: when; max_failure_fraction: the share of failed rewards that ends the run; best:
-    the metric of the best checkpoint, None: chosen by `State.compare_best`.
+    data: the held-out problems, None: they are not answered; rows: held-out rows with completions, whose loss is
+    measured (supervised fine-tuning); how: keywords of `evaluate`; every: when; max_failure_fraction: the share of
+    failed rewards that ends the run; best: the metric of the best checkpoint, None: chosen by `State.compare_best`.
     """
 
     def __init__(
         self,
-        data: Data,
+        data: Data | None,
         *,
+        rows: Sequence[Group] = (),
         at_start: bool,
         every: Every,
         best: str | None,
@@ -96,6 +103,7 @@ class Evaluator:
         **how: Any,
     ) -> None:
         self._data, self._how, self._every = data, how, every
+        self.rows = rows
         self._max_failure_fraction = max_failure_fraction
         self._last_time = time.monotonic()
         self.at_start, self.best = at_start, best
@@ -103,12 +111,41 @@ class Evaluator:
     def is_due(self, step: int) -> bool:
         return self._every.is_due(step, time.monotonic() - self._last_time)
 
-    def evaluate(self) -> tuple[Evaluation, list[Group]]:
+    def evaluate(self) -> tuple[dict[str, float], list[Group]]:
+        """Scores of the sampled answers as metrics, and the answers; both are empty if nothing is sampled."""
         self._last_time = time.monotonic()
+        if self._data is None:
+            return {}, []
         result, groups = evaluate(self._data, **self._how)
         # Scores over few scored samples would be misleading, so many failures raise an error.
         refuse_failures(groups, self._max_failure_fraction)
-        return result, groups
+        return result.metrics(), groups
+
+
+def given_groups(data: Data, num: int | None, decode: Callable[[Sequence[int]], str]) -> list[Group]:
+    """The first `num` held-out rows (None: all) with the completions of the data set."""
+    prompts = [data.prompt(row) for row in range(len(data) if num is None else min(num, len(data)))]
+    return [
+        Group(FIRST + row, prompt, (sample,), (decode(sample.last_turn.tolist()),), (Score(1.0),))
+        for row, prompt in enumerate(prompts)
+        if (sample := prompt.target) is not None
+    ]
+
+
+def held_out_loss(learner: Learner, groups: Sequence[Group]) -> dict[str, float]:
+    """`eval/loss`: −Σ log π_θ(y_it) / Σ|y_i| over held-out completions, also by source. All ranks call it together."""
+    batch = batch_with_advantages(groups, num_minibatches=1, **learner.assembly)
+    current = Reference(learner.policy, learner.plan.temperature, learner.plan.max_tokens)
+    logp = reference_logp(current, batch)
+    by_source: dict[str, list[int]] = {}
+    for i in logp:
+        by_source.setdefault(batch.groups[batch.group_of[i]].prompt.source, []).append(i)
+
+    def mean(numbers: Iterable[int]) -> float:
+        return -float(np.concatenate([logp[i] for i in sorted(numbers)]).mean(dtype=np.float64))
+
+    parts = {f"eval/{name}/loss": mean(numbers) for name, numbers in by_source.items()} if len(by_source) > 1 else {}
+    return {"eval/loss": mean(logp), **parts}
 
 
 def first_reward(outcome: Score) -> float:

@@ -22,7 +22,7 @@ from gspo.runs import checkpoint
 from gspo.runs.state import State
 from gspo.system.clock import Clock, timeline
 from gspo.system.heartbeat import beat
-from gspo.train.evaluate import Evaluator
+from gspo.train.evaluate import Evaluator, held_out_loss
 from gspo.train.parts import LeaderParts, Parts
 from gspo.train.summary import Summary
 from gspo.types import Group
@@ -139,10 +139,13 @@ class Leader(Loop):
     def evaluate(self, evaluator: Evaluator) -> dict[str, float | int | None]:
         """Held-out scores as metrics, with the best step so far, which the state remembers."""
         self.parts.display.phase("evaluating")
-        result, groups = evaluator.evaluate()
-        scores, state = result.metrics(), self.parts.state
+        (scores, groups), state, world = evaluator.evaluate(), self.parts.state, self.parts.world
+        if evaluator.rows:
+            if world.size > 1:
+                world.broadcast_command("held_out_loss", *pack_batch({}, evaluator.rows))
+            scores |= held_out_loss(self.parts.learner, evaluator.rows)
         state.compare_best(scores, evaluator.best)
-        if self.parts.recorder.saves_samples:
+        if groups and self.parts.recorder.saves_samples:
             self.parts.recorder.save_evaluation(groups, state.step)
         return {**scores, "eval/best_step": state.best_step}
 
@@ -182,6 +185,8 @@ class Follower(Loop):
                 parts.state = State(**command.content["state"])
                 self.update(self.assemble(unpack_batch(command), clock), clock)
                 self.publish(clock)
+            elif command.what == "held_out_loss":
+                held_out_loss(parts.learner, unpack_batch(command))
             elif command.what == "save":
                 checkpoint.contribute(*parts.learner.trained)
             else:

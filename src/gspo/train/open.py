@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from gspo.config.objective import is_supervised
 from gspo.faults import reached
 from gspo.learner.ranks.signals import StopRequest
 from gspo.learner.ranks.world import World
@@ -19,8 +20,8 @@ from gspo.train.build.episodes import make_episodes
 from gspo.train.build.learner import make_learner
 from gspo.train.build.optim import make_updater
 from gspo.train.build.policy import alphabet_warning, context_length
-from gspo.train.build.rewards import default_rewards, make_rewards
-from gspo.train.build.rollout import make_producer, resumed_snapshot
+from gspo.train.build.rewards import default_rewards, make_rewards, scores_answers
+from gspo.train.build.rollout import make_producer, make_single_turn, resumed_snapshot
 from gspo.train.build.run import (
     headline,
     identity_of,
@@ -68,16 +69,17 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
     beat("loading the data (train_dataset, valid_dataset)")
     reached("start.data")
     data, valid = open_data(config, given.dataset, given.valid, learner.tokenizer, max_context, given.environment)
-    # An environment may give its own rewards.
-    chosen = (
-        []
-        if given.environment is not None
-        else default_rewards(config, given.reward, [data, *([valid] if valid else [])])
-    )
+    # An environment may give its own rewards; supervised fine-tuning needs none.
+    both = [data, *([valid] if valid else [])]
+    scores = given.environment is not None or scores_answers(config, given.reward, both)
+    chosen = [] if given.environment is not None or not scores else default_rewards(config, given.reward, both)
     workflow, count_episodes = given.workflow, dict[str, float]
+    evaluation_workflow = workflow
+    if is_supervised(config):
+        rewards, evaluation_workflow = GivenRewards(rewards), make_single_turn(config)
     if given.environment is not None:
         rewards = GivenRewards(rewards)
-        workflow = make_episodes(config, given.environment, data, learner.tokenizer, max_context)
+        workflow = evaluation_workflow = make_episodes(config, given.environment, data, learner.tokenizer, max_context)
         inner.callback(workflow.close)
         count_episodes = workflow.metrics
     total_steps, steps_per_epoch = length_of(config, len(data))
@@ -147,9 +149,10 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
             valid,
             producer,
             decode,
-            workflow,
+            evaluation_workflow,
             total_steps=total_steps,
             steps_per_epoch=steps_per_epoch,
+            samples=scores,
         ),
         recorder=recorder,
         saver=make_saver(config, run, learner, identity, steps_per_epoch, state.step),

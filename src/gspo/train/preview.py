@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
 
 from gspo.config.schema import Config
 from gspo.rewards.route import GivenRewards
@@ -16,7 +20,7 @@ from gspo.train.build.policy import context_length, load_policy
 from gspo.train.build.rewards import default_rewards, make_rewards
 from gspo.train.build.sampler import decoder, make_sampler, sampling_params
 from gspo.train.evaluate import FIRST
-from gspo.types import Score
+from gspo.types import Prompt, Score
 
 ROWS = 1000  # prompts whose length is checked
 
@@ -38,11 +42,13 @@ def preview(config: Config, num_prompts: int, num_samples: int) -> list[Previewe
         stack.callback(rewards.close)
         policy, tokenizer = load_policy(config, None, 0)
         environment, limit = make_environment(config, None), context_length(config, policy)
-        data = load_data(config.train_dataset, "train", tokenizer, config.seed, "train_dataset", environment)
+        data = load_data(config, config.train_dataset, "train", tokenizer, "train_dataset", environment)
         refuse_long_prompts(data, limit, config.gconfig.max_new_tokens, most=ROWS)
+        prompt_of, workflow = prompt_stream(config, data), single_turn
+        if data.supervised:
+            return [_supervised(prompt_of(index), decoder(tokenizer)) for index in range(num_prompts)]
         if environment is None:
             default_rewards(config, None, (data,))
-        prompt_of, workflow = prompt_stream(config, data), single_turn
         sampler = make_sampler(config, policy, tokenizer, 0)
         stack.callback(sampler.close)
         if environment is not None:
@@ -67,6 +73,18 @@ def preview(config: Config, num_prompts: int, num_samples: int) -> list[Previewe
         )
         for group in groups
     ]
+
+
+def _supervised(prompt: Prompt, decode: Callable[[Sequence[int]], str]) -> Previewed:
+    """A row of supervised fine-tuning: what is trained, span by span."""
+    assert prompt.target is not None
+    spans = []
+    for sequence in prompt.target.sequences:
+        cuts = [0, *(np.flatnonzero(np.diff(sequence.mask)) + 1).tolist(), len(sequence.tokens)]
+        for begin, end in pairwise(cuts):
+            what = "trained" if sequence.mask[begin] else "input"
+            spans.append((decode(sequence.tokens[begin:end].tolist()), f"{what}, {end - begin} tokens"))
+    return Previewed(prompt.text, len(prompt.tokens), tuple(spans))
 
 
 def _words(outcome: object) -> str:

@@ -11,7 +11,7 @@ from gspo.learner.step import StepReport
 from gspo.monitor.alarms import REPLACED_SETTINGS, alarms, first_step_message
 from gspo.monitor.display import Display
 from gspo.monitor.loggers import Loggers
-from gspo.monitor.metrics import step_metrics, time_metrics
+from gspo.monitor.metrics import step_metrics, supervised_metrics, time_metrics
 from gspo.monitor.samples import question_of, sample_rows, token_tensors
 from gspo.rollout.producer import RolloutProducer
 from gspo.runs.directory import RunDir
@@ -27,7 +27,8 @@ class Recorder:
     """Writes what happened in a step.
 
     saves_samples: whether sample files are written; stop_on_alarm: an alarm ends the run; noise_is_forced: the user
-    accepted a π_old that is noisier than the clip range; profile: record timelines of some steps.
+    accepted a π_old that is noisier than the clip range; profile: record timelines of some steps; supervised: the
+    completions are those of the data set.
     """
 
     def __init__(
@@ -43,10 +44,12 @@ class Recorder:
         noise_is_forced: bool,
         profile: bool,
         num_updates: int,
+        supervised: bool,
     ) -> None:
         self._run, self._display, self._loggers, self._say, self._decode = run, display, loggers, say, decode
         self.saves_samples, self._stop_on_alarm, self._profile = saves_samples, stop_on_alarm, profile
         self._noise_is_forced, self._num_updates = noise_is_forced, num_updates
+        self._supervised = supervised
         self._told_settings = False
         self._told: set[tuple[str, str]] = set()  # failures that were shown
 
@@ -63,6 +66,8 @@ class Recorder:
 
     def write(self, metrics: Mapping[str, Any], batch: Batch | None) -> None:
         """One row of metrics, with an example of its batch for the display."""
+        if self._supervised:
+            metrics = supervised_metrics(metrics)
         if batch is not None:
             self._tell_failures(batch, metrics["step"])
         self._run.metrics(metrics)
@@ -94,6 +99,8 @@ class Recorder:
 
     def alarm(self, metrics: Mapping[str, Any], counts: dict[str, int]) -> str | None:
         """Print the alarms of a step; returns the one that must stop the run (on_alarm: stop), if any."""
+        if self._supervised:  # every check below is about samples and rewards
+            return None
         if at_once := first_step_message(metrics):
             self._say(at_once)
         if metrics.get("agent/settings_replaced") and not self._told_settings:

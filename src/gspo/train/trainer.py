@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gspo.config import Loaded, load
+from gspo.config import Loaded, is_supervised, load
 from gspo.config.lint import check
 from gspo.errors import ConfigError, GspoError
 from gspo.learner.ranks.signals import StopRequest
@@ -16,7 +16,7 @@ from gspo.learner.ranks.world import ALONE, World
 from gspo.rollout.workflow import Filter, Workflow
 from gspo.train.build.compute import join_ranks
 from gspo.train.build.episodes import make_environment
-from gspo.train.build.rollout import make_filter, make_single_turn
+from gspo.train.build.rollout import make_filter, make_workflow
 from gspo.train.build.run import code_files, run_path
 from gspo.train.loop import Follower, Leader
 from gspo.train.open import open_parts
@@ -58,6 +58,11 @@ class Trainer:
         environment = make_environment(self.config, env)
         if environment is not None and workflow is not None:
             raise ConfigError("an environment (env=…, env.path) and a workflow are given; only one can make samples")
+        if is_supervised(self.config) and (workflow or environment or dynamic_filter_fn) is not None:
+            raise ConfigError(
+                "algorithm sft trains on the completions of the data set: remove env, workflow and dynamic_filter_fn, "
+                "which are about samples"
+            )
         self.given = Given(
             self.loaded,
             check(self.loaded),
@@ -65,7 +70,7 @@ class Trainer:
             dataset,
             valid,
             environment,
-            workflow or make_single_turn(self.config),
+            workflow or make_workflow(self.config),
             make_filter(self.config, dynamic_filter_fn),
             code_files(self.config, reward, env, dynamic_filter_fn),
         )

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gspo.config.lint.facts import Facts, Finding
+from gspo.config.objective import is_supervised
 
 BEST = ("accuracy", "reward", "pass_at_k")  # higher is better; train/evaluate.py records them
 SANDBOX_SECONDS = 2  # that the sandbox of `code` may take beyond the program itself
@@ -74,9 +75,10 @@ def validation_on_training_data(f: Facts) -> Iterator[Finding]:
 
 def best_names_a_metric(f: Facts) -> Iterator[Finding]:
     best = f.config.evaluator.best
-    if best is None or (best.startswith("eval/") and best.rpartition("/")[2] in BEST):
+    known = (*BEST, "loss") if is_supervised(f.config) else BEST
+    if best is None or (best.startswith("eval/") and best.rpartition("/")[2] in known):
         return
-    near = difflib.get_close_matches(best, [f"eval/{name}" for name in BEST], 1, 0.3)
+    near = difflib.get_close_matches(best, [f"eval/{name}" for name in known], 1, 0.3)
     yield f.error(
         "evaluator.best",
         f"{best!r} is not a metric by which checkpoints can be compared",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gspo.config.lint.facts import Facts, Finding
+from gspo.config.objective import is_supervised
 
 
 def shortest_above_longest(f: Facts) -> Iterator[Finding]:
@@ -51,3 +52,27 @@ def longer_than_max_tokens(f: Facts) -> Iterator[Finding]:
             "are refused",
             "raise gconfig.max_tokens, or lower gconfig.max_new_tokens",
         )
+
+
+def needs_samples(f: Facts) -> Iterator[Finding]:
+    """Keys that only make sense if the policy samples."""
+    if not is_supervised(f.config):
+        return
+    env = f.config.env
+    keys = {
+        "gconfig.n_samples": (f.config.gconfig.n_samples > 1, "a row of the data set has one completion, not a group"),
+        "env.path": (
+            bool(env.path or env.agent or env.command),
+            "an environment plays episodes, and nothing is sampled",
+        ),
+        "actor.kl_loss_coef": (f.actor.kl_loss_coef > 0, "the KL estimators need samples of the policy"),
+        "actor.kl_ctl": (f.actor.kl_ctl > 0, "a KL penalty is part of a reward, and there is none"),
+        "actor.zero_variance_groups": (
+            f.actor.zero_variance_groups != "count",
+            "a group of one completion always has equal rewards",
+        ),
+        "actor.routing_replay": (f.actor.routing_replay != "none", "there is no sampler or π_old to replay"),
+    }
+    for key, (holds, why) in keys.items():
+        if holds:
+            yield f.error(key, f"algorithm sft trains on the completions of the data set: {why}", f"remove {key}")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from gspo.config.backends import TRAINERS, parse_backend
 from gspo.config.lint.facts import Facts, facts_of
 from gspo.config.loaded import Loaded
+from gspo.config.objective import is_supervised
 from gspo.config.resolve import value_of
 from gspo.config.schema import known_keys
 
@@ -19,7 +20,11 @@ def ineffective(loaded: Loaded, num_gpus: int | None = None) -> list[tuple[str, 
     """(key, reason) for every key that the user set and that has no effect, in the order of the schema."""
     facts = facts_of(loaded, num_gpus)
     # First collect keys without effect in this config, then report those that the user set.
-    idle = [pair for rule in (_objective, _policies, _rewards, _engines, _sampling, _rest) for pair in rule(facts)]
+    idle = [
+        pair
+        for rule in (_supervised, _objective, _policies, _rewards, _engines, _sampling, _rest)
+        for pair in rule(facts)
+    ]
     found: dict[str, str] = {}
     for key in _chosen(loaded):
         for name, why in idle:
@@ -36,6 +41,20 @@ def _chosen(loaded: Loaded) -> list[str]:
         return given
     defaults = {key: known_keys()[key].default for key in given}
     return [key for key in given if defaults[key] is not None and value_of(loaded.config, key) != defaults[key]]
+
+
+def _supervised(f: Facts) -> Iterator[Unused]:
+    if not is_supervised(f.config):
+        yield from (
+            (f"{key}.completion_column", "the algorithm is not sft") for key in ("train_dataset", "valid_dataset")
+        )
+        return
+    for key in ("importance_sampling_level", "use_decoupled_loss", "rejection_sampling", "prox_logp_method"):
+        yield f"actor.{key}", "supervised fine-tuning has no importance ratio"
+    for key in ("reward_norm", "adv_norm", "reward_bias", "reward_scaling", "reward_clip", "overlong_reward_penalty"):
+        yield f"actor.{key}", "supervised fine-tuning has no rewards; an evaluation does not change them"
+    for key in ("max_head_offpolicyness", "dynamic_filter_fn"):
+        yield f"rollout.{key}", "supervised fine-tuning samples nothing for training"
 
 
 def _objective(f: Facts) -> Iterator[Unused]:

@@ -22,10 +22,18 @@ class Source(Section):
     )
     size: int | None = key(None, "Use this many rows. Procedural tasks generate as many.", low=1)
     max_length: int | None = key(
-        None, "Prompts with more tokens are dropped and counted. In a mixture, null means the data set's.", low=1
+        None,
+        "Prompts with more tokens are dropped and counted; with algorithm sft, prompt and completion together. In a "
+        "mixture, null means the data set's.",
+        low=1,
     )
     prompt_column: str | None = key(None, "Column with the question.", unset="guessed from common names")
     answer_column: str | None = key(None, "Column with the reference answer.", unset="guessed from common names")
+    completion_column: str | None = key(
+        None,
+        "With algorithm sft: column with the completion, a string or messages.",
+        unset="the assistant turns of the prompt column, or a column with a common name",
+    )
     columns: dict[str, Any] = key({}, "More columns for rewards, by a new name: {level: extra_info.level}.")
     system_prompt: str | None = key(
         None,
@@ -71,5 +79,5 @@ class ValidDataset(Section):
 
 
 class TrainDataset(DatasetSpec):
-    batch_size: int = key(32, "Prompts per rollout batch.", low=1)
+    batch_size: int = key(32, "Prompts per rollout batch; with algorithm sft, rows per batch.", low=1)
     shuffle: bool = key(True, "Take prompts in a random order that depends on the seed.")

@@ -14,7 +14,9 @@ class MicroBatch(Section):
 
 
 class Optimizer(Section):
-    lr: float | None = key(None, "Learning rate.", unset="1e-6, or 1e-5 with LoRA", low=0.0)
+    lr: float | None = key(
+        None, "Learning rate.", unset="1e-6, or 1e-5 with LoRA; ten times that with algorithm sft", low=0.0
+    )
     type: Literal["adam", "adamw", "sgd"] = key("adamw", "Optimizer. adam means AdamW, as in AReaL.")
     weight_decay: float = key(0.0, "Decoupled weight decay.", low=0.0)
     gradient_clipping: float = key(1.0, "Maximum norm of the gradient; 0: no clipping.", low=0.0)

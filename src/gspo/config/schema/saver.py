@@ -25,8 +25,8 @@ class Evaluator(Section):
     best: str | None = key(
         None,
         "Metric of the best checkpoint, the highest value: eval/accuracy, eval/reward or eval/pass_at_k; of one source "
-        "of a mixture: eval/<source>/reward",
-        unset="eval/accuracy if every reward is 0 or 1, otherwise eval/reward",
+        "of a mixture: eval/<source>/reward. With algorithm sft also eval/loss, the lowest value",
+        unset="eval/accuracy if every reward is 0 or 1, otherwise eval/reward; without a reward eval/loss",
     )
     size: int | None = key(512, "Number of held-out problems per evaluation; null: all.", low=1)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from gspo.config.layout import layout_of
 from gspo.config.lint.facts import Facts
+from gspo.config.objective import is_supervised
 
 
 def batch_section(f: Facts) -> dict[str, Any]:
@@ -17,6 +18,7 @@ def batch_section(f: Facts) -> dict[str, Any]:
     micro = max(1, math.ceil(tokens / ranks / spec.max_tokens_per_mb))
     steps = f.config.total_train_steps
     return {
+        "supervised": is_supervised(f.config),
         "prompts": f.num_prompts,
         "group_size": group,
         "sequences": total,

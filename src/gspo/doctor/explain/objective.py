@@ -26,6 +26,7 @@ ADVANTAGE_WORDS = {
     "group_mean": "reward minus its group's mean",
     "leave_one_out": "reward minus the mean of the group's other samples",
     "batch": "reward normalised by mean and std over the whole batch",
+    "one": "1 for every completion of the data set",
     "gae": "generalised advantage estimation (GAE) with the critic, per token",
 }
 AGGREGATION_WORDS = {
@@ -59,6 +60,8 @@ def formula(objective: Objective, numbers: bool = True, penalised: bool = False)
         low, high = shown("log_clip_low", "c_low"), shown("log_clip_high", "c_high")
         bound = f"dᵢₜ = min(log wᵢₜ, {high}) for A > 0, max(log wᵢₜ, −{low}) for A < 0"
         return f"{_sum_over(objective)} Aᵢ exp( (1/|yᵢ|) Σₜ dᵢₜ ),   {bound}"
+    if objective["gate"] == "log":
+        return f"{_sum_over(objective)} log π_θ(yᵢₜ),   yᵢ from the data set"
     if objective["gate"] == "clip":
         low, high = shown("clip_low", "ε_low"), shown("clip_high", "ε_high")
         inner = f"min( {ratio} {advantage} , clip({ratio}, 1−{low}, 1+{high}) {advantage} )"
@@ -108,6 +111,11 @@ def objective_section(f: Facts) -> dict[str, Any]:
 def _words(f: Facts) -> list[str]:
     objective, settings = f.objective, f.objective["settings"]
     kind, gate = RATIO_WORDS[objective["level"]], objective["gate"]
+    if gate == "log":
+        return [
+            "completions: those of the data set; nothing is sampled or rewarded in training",
+            f"loss: negative log-likelihood, {AGGREGATION_WORDS[objective['aggregation']]}",
+        ]
     if objective["eps_auto"]:
         auto = f.actor.eps_clip_auto
         band = (

@@ -63,7 +63,7 @@ def check_data(config: Config, tokenizer: Any) -> Iterator[Check]:
     from gspo.train.build.data import make_data, refuse_long_prompts
     from gspo.train.build.episodes import make_environment
     from gspo.train.build.policy import limit_context
-    from gspo.train.build.rewards import default_rewards
+    from gspo.train.build.rewards import default_rewards, scores_answers
     from gspo.train.build.sampler import evaluation_params
 
     elsewhere = list(_hub_data(config))
@@ -74,8 +74,9 @@ def check_data(config: Config, tokenizer: Any) -> Iterator[Check]:
         readable = config if tokenizer is not None else _without_rendering(config)
         environment = make_environment(config, None)
         data, valid = make_data(readable, None, None, tokenizer, environment)
-        if environment is None:
-            default_rewards(config, None, [part for part in (data, valid) if part is not None])
+        both = [part for part in (data, valid) if part is not None]
+        if environment is None and scores_answers(config, None, both):
+            default_rewards(config, None, both)
         sizes = "; ".join(line for part in (data, valid) if part is not None for line in part.describe().splitlines())
         if tokenizer is None:
             yield Check("data", "ok", sizes)

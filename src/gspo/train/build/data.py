@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from gspo.config.objective import is_supervised
 from gspo.config.schema import Config, DatasetSpec, MixtureSource, held_out
 from gspo.config.schema.dataset import ENVIRONMENT_ROWS
 from gspo.data.dataset import Dataset, DataSettings, load_dataset, make_dataset, owner_of
@@ -17,7 +18,7 @@ from gspo.rollout.workflow import Workflow
 from gspo.system.clock import Every
 from gspo.train.build.run import make_every
 from gspo.train.build.sampler import evaluation_params
-from gspo.train.evaluate import Evaluator
+from gspo.train.evaluate import Evaluator, given_groups
 from gspo.types import Prompt
 
 
@@ -30,20 +31,20 @@ def make_data(
     the training data is used: its test split, or 5 % of the caller's rows.
     """
     is_off = config.evaluator.freq_steps == 0
-    data = _one(given, config.train_dataset, "train", tokenizer, config.seed, "train_dataset", environment)
+    data = _one(config, given, config.train_dataset, "train", tokenizer, "train_dataset", environment)
     if given_valid is None and config.valid_dataset is None and given is not None:
         # Also without evaluation: which rows are trained on must not depend on evaluator, which a resume may change.
         data, valid = _divide(data)
         return data, None if is_off else valid
     if is_off:
         return data, None
-    return data, _one(given_valid, held_out(config), "test", tokenizer, config.seed, "valid_dataset", environment)
+    return data, _one(config, given_valid, held_out(config), "test", tokenizer, "valid_dataset", environment)
 
 
 def open_data(
     config: Config, given: Any, given_valid: Any, tokenizer: Any, max_context: int, environment: Any = None
 ) -> tuple[Data, Data | None]:
-    """`make_data`, after a check that every prompt leaves room for its completion."""
+    """`make_data`, after a check that every prompt leaves room for its completion, or every row fits."""
     data, valid = make_data(config, given, given_valid, tokenizer, environment)
     refuse_long_prompts(data, max_context, config.gconfig.max_new_tokens)
     if valid is not None:
@@ -66,13 +67,19 @@ def make_evaluator(
     *,
     total_steps: int,
     steps_per_epoch: int,
+    samples: bool,
 ) -> Evaluator | None:
-    """Evaluation during training, by the sampler and the rewards of training; None: it is switched off."""
+    """Evaluation during training, by the sampler and the rewards of training; None: it is switched off.
+
+    samples: whether held-out problems are answered and scored. In supervised fine-tuning the held-out loss is measured
+    in any case.
+    """
     if valid is None:
         return None
     params, num_samples = evaluation_params(config)
     return Evaluator(
-        valid,
+        valid if samples else None,
+        rows=given_groups(valid, config.evaluator.size, decode) if is_supervised(config) else (),
         at_start=config.evaluator.at_start,
         every=_evaluation_steps(config, total_steps, steps_per_epoch),
         best=_best_metric(config.evaluator.best, valid),
@@ -107,16 +114,19 @@ def _best_metric(metric: str | None, valid: Data) -> str | None:
 
 
 def _one(
-    given: Any, spec: DatasetSpec, split: str, tokenizer: Any, seed: int, key: str, environment: Any = None
+    config: Config, given: Any, spec: DatasetSpec, split: str, tokenizer: Any, key: str, environment: Any = None
 ) -> Data:
     if isinstance(given, DATA_TYPES):
+        if is_supervised(config) and not given.supervised:
+            raise ConfigError(f"algorithm sft needs completions: give {key} rows, or make_dataset(…, supervised=True)")
         return replace(given, key=key)  # messages name the section that it stands for
     if given is not None:
         # Rows of the caller: mappings, or a table of pandas or polars.
         if hasattr(given, "columns") and hasattr(given, "to_dict"):
             given = given.to_dict("records") if not hasattr(given, "to_dicts") else given.to_dicts()
-        return make_dataset(given, tokenizer=tokenizer, source="the caller's rows", split=split, key=key)
-    return load_data(spec, split, tokenizer, seed, key, environment)
+        how = DataSettings(supervised=is_supervised(config), completion_column=spec.completion_column)
+        return make_dataset(given, how, tokenizer=tokenizer, source="the caller's rows", split=split, key=key)
+    return load_data(config, spec, split, tokenizer, key, environment)
 
 
 def _divide(data: Data) -> tuple[Data, Data]:
@@ -134,7 +144,12 @@ def _divide(data: Data) -> tuple[Data, Data]:
 def refuse_long_prompts(
     data: Data, limit: int, max_new_tokens: int, section: str = "gconfig", *, most: int | None = None
 ) -> None:
-    """DataError if one of the first `most` prompts (None: all) leaves no room for its completion."""
+    """DataError if one of the first `most` prompts (None: all) leaves no room for its completion.
+
+    Rows of supervised fine-tuning have their completion; prompt and completion must fit together.
+    """
+    if data.supervised:
+        return _refuse_long_rows(data, limit, most)
     room = limit - max_new_tokens
     if room < 1:
         raise DataError(
@@ -150,30 +165,39 @@ def refuse_long_prompts(
             )
 
 
-def load_data(spec: DatasetSpec, split: str, tokenizer: Any, seed: int, key: str, environment: Any = None) -> Data:
+def _refuse_long_rows(data: Data, limit: int, most: int | None) -> None:
+    for row in range(min(len(data), len(data) if most is None else most)):
+        if length := data.excess(row, limit):
+            raise DataError(
+                f"{data.key}, row {row}: prompt and completion have {length} together, and the context is {limit}. "
+                f"Set {owner_of(data.key)}.max_length={limit} to drop such rows"
+            )
+
+
+def load_data(config: Config, spec: DatasetSpec, split: str, tokenizer: Any, key: str, environment: Any = None) -> Data:
     """The data set of a config section, or its mixture; a source inherits the shared keys that it does not set."""
     if not spec.mixture:
-        return _load_source(spec, spec, split, tokenizer, seed, key, environment)
+        return _load_source(config, spec, spec, split, tokenizer, key, environment)
     sources = [
-        _load_source(source, spec, split, tokenizer, seed, f"{key}.mixture[{number}]", environment)
+        _load_source(config, source, spec, split, tokenizer, f"{key}.mixture[{number}]", environment)
         for number, source in enumerate(spec.mixture)
     ]
     return make_mixture(sources, [s.weight for s in spec.mixture], [s.name for s in spec.mixture], key)
 
 
 def _load_source(
+    config: Config,
     source: DatasetSpec | MixtureSource,
     shared: DatasetSpec,
     split: str,
     tokenizer: Any,
-    seed: int,
     key: str,
     environment: Any,
 ) -> Dataset:
     settings = DataSettings(
         max_length=source.max_length or shared.max_length,
         size=source.size,
-        seed=seed,
+        seed=config.seed,
         system_prompt=shared.system_prompt if source.system_prompt is None else source.system_prompt,
         prompt_column=source.prompt_column,
         answer_column=source.answer_column,
@@ -181,6 +205,8 @@ def _load_source(
         chat_template=shared.chat_template if source.chat_template is None else source.chat_template,
         template_kwargs=source.chat_template_kwargs or shared.chat_template_kwargs,
         options=source.options,
+        supervised=is_supervised(config),
+        completion_column=source.completion_column,
     )
     split = source.split or shared.split or split
     if source.path == ENVIRONMENT_ROWS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gspo.config import Loaded, effective_objective
+from gspo.config import Loaded, effective_objective, is_supervised
 from gspo.config.schema import Config, Norm, RewardNorm
 from gspo.learner.credit import Credit, Shaping
 from gspo.learner.proximal import AutoClip, ProximalSource
@@ -22,7 +22,8 @@ def make_plan(loaded: Loaded) -> Plan:
         num_minibatches=actor.ppo_n_minibatches or 1,
         num_epochs=actor.ppo_epochs,
         seed=config.seed,
-        temperature=temperature(config),
+        # The likelihood of given completions is that of the model itself; gconfig is for evaluations.
+        temperature=1.0 if is_supervised(config) else temperature(config),
         max_tokens=actor.mb_spec.max_tokens_per_mb,
         max_norm=actor.optimizer.gradient_clipping,
         max_new_tokens=config.gconfig.max_new_tokens,
@@ -60,6 +61,8 @@ def temperature(config: Config) -> float:
 def assembly(loaded: Loaded) -> dict[str, Any]:
     """How rewards become advantages per sequence: keywords of `learner.credit.batch_with_advantages`."""
     config, actor = loaded.config, loaded.config.actor
+    if is_supervised(config):
+        return {"norm": "one", "shaping": Shaping()}
     norm = effective_objective(loaded)["advantage"] if actor.reward_norm is None else norm_settings(actor.reward_norm)
     how = {"norm": norm, "shaping": make_shaping(config), "zero_variance": actor.zero_variance_groups or "count"}
     how["turn_discount"] = config.env.turn_discount

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from gspo.config.objective import is_supervised
 from gspo.config.schema import Config, DatasetSpec, MixtureSource
 from gspo.data.dataset import Dataset, default_reward
 from gspo.data.mixture import Data, distinct_names
@@ -18,6 +19,7 @@ from gspo.rewards.spec import RewardSpec, reward_spec
 from gspo.train.build.data import held_out
 
 ANY_SOURCE = ""
+PROCEDURAL = ("embedded:", "reasoning_gym:")  # tasks with a reward of their own
 
 
 def make_rewards(config: Config, given: Any, log_path: str | None) -> Rewards:
@@ -56,11 +58,20 @@ def reward_specs(config: Config, given: Any = None) -> dict[str, RewardSpec]:
     return {name: ready(common or spec) for name, spec in specs.items()}
 
 
+def scores_answers(config: Config, given: Any, data: Sequence[Data]) -> bool:
+    """Whether evaluations sample and score answers. Supervised fine-tuning does so only if a reward is configured."""
+    if not is_supervised(config) or _common(config, given) is not None:
+        return True
+    # Procedural tasks have a reward of their own; a mixture may name one per source.
+    chosen = _chosen(config)
+    return all(name in chosen or source.source.startswith(PROCEDURAL) for one in data for name, source in _sources(one))
+
+
 def default_rewards(config: Config, given: Any, data: Sequence[Data]) -> list[str]:
     """Names the rewards that are used because none is configured; ConfigError if one needs answers that are missing."""
     common, said, train, valid = _common(config, given), list[str](), config.train_dataset, held_out(config)
     own = {**_rewards_by_source(train, "train_dataset"), **_rewards_by_source(valid, "valid_dataset")}
-    chosen = {name for spec in (train, valid) for name, source in _named(spec).items() if source.reward}
+    chosen = _chosen(config)
     for name, source in (pair for one in data for pair in _sources(one)):
         # A data set of the caller has no name in the config; its rewards are those of train_dataset.
         spec = common or own.get(name) or reward_spec(default_reward(config.train_dataset.path))
@@ -73,7 +84,7 @@ def default_rewards(config: Config, given: Any, data: Sequence[Data]) -> list[st
                 f"{', '.join(source.columns)}). Set reward.functions to a function that needs no answer, for example "
                 f"[my_module:my_function], or {source.key}.answer_column to the column with the answer"
             )
-        if is_default and not source.source.startswith(("embedded:", "reasoning_gym:")):
+        if is_default and not source.source.startswith(PROCEDURAL):
             said.append(f"no reward is configured; using `{spec[0].name}` for {source.source} (reward.functions)")
     return list(dict.fromkeys(said))
 
@@ -84,6 +95,12 @@ def _common(config: Config, given: Any) -> RewardSpec | None:
         return reward_spec(given)
     reward = config.reward
     return reward_spec(reward.functions, weights=reward.weights, key="reward.functions") if reward.functions else None
+
+
+def _chosen(config: Config) -> set[str]:
+    """The sources of mixtures that name their reward."""
+    specs = (config.train_dataset, held_out(config))
+    return {name for spec in specs for name, source in _named(spec).items() if source.reward}
 
 
 def _sources(data: Data) -> list[tuple[str, Dataset]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from gspo.config.objective import is_supervised
 from gspo.config.schema import Config
 from gspo.errors import ConfigError
 from gspo.learner.credit import Shaping, is_flat
@@ -13,7 +14,7 @@ from gspo.rollout.buffer import Buffer, Snapshot
 from gspo.rollout.groups import GroupAssembler
 from gspo.rollout.producer import RolloutProducer
 from gspo.rollout.storage import unpack
-from gspo.rollout.workflow import Filter, RejectReason, Workflow, reject_by_filter, single_turn
+from gspo.rollout.workflow import Filter, RejectReason, Workflow, from_data, reject_by_filter, single_turn
 from gspo.runs import checkpoint
 from gspo.runs.directory import RunDir
 from gspo.runs.state import State
@@ -41,13 +42,15 @@ def make_producer(
 ) -> RolloutProducer:
     """The producer of scored groups, ahead of the trainer as far as rollout.max_head_offpolicyness allows."""
     rollout, num_samples = config.rollout, config.gconfig.n_samples
+    # Rows of a data set do not get old.
+    max_staleness = 0 if is_supervised(config) else rollout.max_head_offpolicyness
     # A sampler in the trainer's process cannot run in the background.
-    background = rollout.max_head_offpolicyness > 0 and not isinstance(sampler, LocalSampler)
+    background = max_staleness > 0 and not isinstance(sampler, LocalSampler)
     # The config counts samples; the buffer counts groups of `num_samples`.
     concurrent = rollout.max_concurrent_rollouts if background else None
     buffer = Buffer(
         config.train_dataset.batch_size,
-        rollout.max_head_offpolicyness,
+        max_staleness,
         max_in_flight=None if concurrent is None else max(concurrent // num_samples, 1),
         num_batches=total_steps,
         taken=step,
@@ -75,8 +78,13 @@ def resumed_snapshot(run: RunDir, state: State, prompt_of: Callable[[int], Promp
     return Snapshot(state.submission, tuple(state.resubmit), groups)
 
 
+def make_workflow(config: Config) -> Workflow:
+    """The workflow of a run without an environment: one completion per prompt, or in SFT the data set's own."""
+    return from_data if is_supervised(config) else make_single_turn(config)
+
+
 def make_single_turn(config: Config) -> Workflow:
-    """The workflow of a run without an environment: one completion per prompt."""
+    """One sampled completion per prompt."""
     return partial(single_turn, deadline_s=config.rollout.request_timeout)
 
 
@@ -84,6 +92,8 @@ def make_filter(config: Config, given: Filter | None) -> RejectReason | None:
     """Why a group is rejected: by the filter of the caller or the config, or for equal rewards (if refilled)."""
     # The user's filter runs first; the first reason that a check returns is reported.
     checks: list[RejectReason] = []
+    if is_supervised(config):
+        return None
     if given is not None:
         checks.append(partial(reject_by_filter, given, "dynamic_filter_fn"))
     elif config.rollout.dynamic_filter_fn is not None:

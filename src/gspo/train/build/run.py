@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import gspo
-from gspo.config import Loaded, default_algorithm_note, digest, dump, load, objective_words, write_origins
+from gspo.config import (
+    Loaded,
+    default_algorithm_note,
+    digest,
+    dump,
+    is_supervised,
+    load,
+    objective_words,
+    write_origins,
+)
 from gspo.config.schema import Config
 from gspo.config.schema.saver import Evaluator as EvaluatorKeys
 from gspo.config.schema.saver import Saver as SaverKeys
@@ -99,6 +108,7 @@ def make_recorder(
         noise_is_forced=config.actor.prox_logp_force,
         profile=config.profile,
         num_updates=learner.plan.num_updates,
+        supervised=is_supervised(config),
     )
 
 
@@ -193,6 +203,8 @@ def headline(loaded: Loaded) -> list[str]:
     config = loaded.config
     model = config.actor.path + (f" with LoRA of rank {config.actor.lora_rank}" if config.actor.use_lora else "")
     batch = f"{config.train_dataset.batch_size} prompts × {config.gconfig.n_samples} completions"
+    if is_supervised(config):
+        batch = f"{config.train_dataset.batch_size} rows per batch"
     device, dtype = device_and_dtype(config)
     line = f"{objective_words(loaded)}, {model}, {batch}, {device.type} {str(dtype).removeprefix('torch.')}"
     note = default_algorithm_note(loaded)

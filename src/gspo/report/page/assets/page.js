@@ -52,7 +52,9 @@ function showCurves() {
       { label: "held-out " + what, values: held.score, color: red, points: true, text: (i) => scoreText(held, i, graded) });
   }
   const parts = [...state.columns.keys()].filter((name) => name.startsWith("reward/part_"));
-  draw(place, x, learning, { title: "Does it learn?", note: `reward of the samples; ${what} on held-out problems with its 95 % interval`, big: true, height: 260, y: held && within(values("reward/mean"), 0, 1) && (!graded || within(held.score, 0, 1)) ? { min: 0, max: 1.02 } : {}, bands: [["high end", "low end", alpha(cssColor("red"), 0.16)]] });
+  // Supervised fine-tuning has no reward; its loss is a likelihood and shows what is learnt.
+  if (!has("reward/mean")) draw(place, x, [...curve("training", values("loss/mean"), "blue", w), { label: "held-out", values: values("eval/loss"), color: cssColor("red"), points: true, spanGaps: true }], { title: "Loss", note: "negative log-likelihood per token of the data set's completions", big: true, height: 260, y: { min: 0 } });
+  if (held || has("reward/mean")) draw(place, x, learning, { title: "Does it learn?", note: `reward of the samples; ${what} on held-out problems with its 95 % interval`, big: true, height: 260, y: held && within(values("reward/mean"), 0, 1) && (!graded || within(held.score, 0, 1)) ? { min: 0, max: 1.02 } : {}, bands: [["high end", "low end", alpha(cssColor("red"), 0.16)]] });
   if (state.run.sources.length) {
     const lines = state.run.sources.map((name, i) => {
       const own = scoreOf(`eval/${name}/`, graded);

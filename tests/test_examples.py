@@ -15,6 +15,7 @@ from gspo.rewards.sandbox.box import unavailable
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "examples").rglob("*.yaml"))
 HERE = ("actor.path=embedded:tiny", "train_dataset.path=embedded:arithmetic")
+OTHER_MODELS = {"distill": ("teacher.path=embedded:tiny",)}  # a run of the user
 PROGRAMS = "code_gspo"  # its reward judges programs, so it keeps its own problems
 SMALL = (
     "total_train_steps=2", "train_dataset.batch_size=4", "gconfig.n_samples=4", "actor.ppo_n_minibatches=2",
@@ -77,8 +78,11 @@ def test_without_network_the_doctor_names_what_an_example_lacks_and_how_to_get_i
 def test_a_shipped_config_trains_on_the_embedded_model_and_task(path, tmp_path, monkeypatch, capfd):
     _skip_if_missing(path)
     here = HERE[:1] if path.stem == PROGRAMS else HERE
+    small = [word for word in SMALL if path.stem != "sft" or not word.startswith("gconfig.n_samples")]
     monkeypatch.chdir(ROOT)  # configs name files below it
-    code = cli.main(["train", str(path), *here, *SMALL, f"cluster.fileroot={tmp_path}"])
+    code = cli.main(
+        ["train", str(path), *here, *small, *OTHER_MODELS.get(path.stem, ()), f"cluster.fileroot={tmp_path}"]
+    )
     out = capfd.readouterr()
     assert code == 0, out.err + out.out
     assert steps_under(tmp_path) == [0, 1, 2]

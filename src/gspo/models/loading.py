@@ -98,13 +98,17 @@ def load_model(
         from gspo.models import embedded
 
         if from_scratch:
-            model: Any = _from_config(AutoConfig.for_model(**embedded.shape(path)), dtype, seed)
+            shape = AutoConfig.for_model(**embedded.shape(path))
+            model: Any = _from_config(AutoModelForCausalLM, shape, dtype, seed)
         else:
             model = embedded.build(path)[0]
         model = model.to(dtype)  # pyright: ignore[reportArgumentType]
     else:
         found = open_folder(path, key, weights=not from_scratch, dtype=dtype, images=images)
-        model = _from_config(found, dtype, seed) if from_scratch else _from_weights(found, dtype, key)
+        if from_scratch:
+            model = _from_config(found.kind, found.config, dtype, seed)
+        else:
+            model = _from_weights(found, dtype, key)
     if tokenizer is not None:
         check_vocabulary(model, tokenizer, name, key)
     return model.to(device).eval()  # pyright: ignore[reportArgumentType]
@@ -255,11 +259,11 @@ def refuse_foreign_vocabulary(tokenizer: PreTrainedTokenizerBase, path: str, key
         )
 
 
-def _from_config(found: ModelFolder, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+def _from_config(kind: Any, config: Any, dtype: torch.dtype, seed: int) -> PreTrainedModel:
     # The caller's random state does not change.
     with cache.quiet(), torch.random.fork_rng():
         torch.manual_seed(seed)
-        return found.kind.from_config(found.config, dtype=dtype, trust_remote_code=False)
+        return kind.from_config(config, dtype=dtype, trust_remote_code=False)
 
 
 def _from_weights(found: ModelFolder, dtype: torch.dtype, key: str) -> PreTrainedModel:

@@ -30,7 +30,7 @@ def test_the_page_draws_every_curve_and_shows_arms_side_by_side(visit, address, 
     assert page.locator("#outcome-table thead th").all_inner_texts()[1:] == [
         "● gspo",
         "● grpo",
-    ]  # the run that started first is first
+    ]
     assert EVIL in page.locator("#config-table").inner_text()  # as text; an alert would be a problem of `visit`
     assert page.locator("#config-table img").count() == 0
     assert page.locator("#runs-table tbody tr").count() == 6

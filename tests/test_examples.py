@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiers import brief
 
 from gspo.cli import main as cli
 from gspo.report.read import read_metrics
@@ -14,6 +15,7 @@ from gspo.rewards.sandbox.box import unavailable
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "examples").rglob("*.yaml"))
+BRIEF = [path for path in CONFIGS if path.stem in ("quickstart", "agent")]  # the others are in the long suite
 HERE = ("actor.path=embedded:tiny", "train_dataset.path=embedded:arithmetic")
 OTHER_MODELS = {"distill": ("teacher.path=embedded:tiny",)}  # a run of the user
 PROGRAMS = "code_gspo"  # its reward judges programs, so it keeps its own problems
@@ -56,6 +58,7 @@ def test_doctor_says_that_the_quick_start_can_run_on_any_machine(capsys):
     assert capsys.readouterr().out.endswith("This machine: it can run here.\n")
 
 
+@pytest.mark.full
 @pytest.mark.run
 @pytest.mark.parametrize(
     ("path", "remedy"),
@@ -74,7 +77,7 @@ def test_without_network_the_doctor_names_what_an_example_lacks_and_how_to_get_i
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", brief(CONFIGS, *BRIEF), ids=lambda path: path.stem)
 def test_a_shipped_config_trains_on_the_embedded_model_and_task(path, tmp_path, monkeypatch, capfd):
     _skip_if_missing(path)
     here = HERE[:1] if path.stem == PROGRAMS else HERE

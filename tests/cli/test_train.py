@@ -67,6 +67,7 @@ def test_train_ends_with_a_summary_the_run_the_picture_and_the_next_commands(tra
     assert (run / "report.html").read_bytes().startswith(b"<!doctype html>")
 
 
+@pytest.mark.full
 def test_a_finished_run_prints_its_summary_and_trains_nothing(trained):
     run, _ = trained
     before = {file: file.read_bytes() for file in [run / "metrics.jsonl", *run.glob("checkpoints/*/*")]}

@@ -88,6 +88,7 @@ def test_without_staleness_the_run_is_the_synchronous_one_bit_for_bit(tmp_path, 
     assert digests(path_of(tmp_path / "ahead")) == digests(path_of(tmp_path / "plain"))
 
 
+@pytest.mark.full
 def test_batch_b_is_sampled_by_version_b_minus_the_bound_and_trained_in_order(straight):
     rows = {step: samples(straight, step) for step in range(1, 7)}
     for batch in range(6):
@@ -126,6 +127,7 @@ def test_a_stopped_run_goes_on_with_what_was_waiting_bit_for_bit(straight, tmp_p
     assert digests(path_of(tmp_path)) == digests(straight)
 
 
+@pytest.mark.full
 def test_a_run_that_forgets_pending_groups_is_seen(straight, tmp_path, monkeypatch):
     train(tmp_path, *AHEAD, kind=Stopping)
     load_groups = checkpoint.load_pending_groups
@@ -136,6 +138,7 @@ def test_a_run_that_forgets_pending_groups_is_seen(straight, tmp_path, monkeypat
     assert digests(path_of(tmp_path))["model.safetensors"] != digests(straight)["model.safetensors"]
 
 
+@pytest.mark.full
 def test_rejected_groups_are_replaced_ahead_of_time_too(tmp_path, tiny):
     _, path = train(tmp_path, *TINY, *BY_TWO, "actor.zero_variance_groups=refill", "actor.max_refills=20",
                     "total_train_steps=3")  # fmt: skip
@@ -147,6 +150,7 @@ def test_rejected_groups_are_replaced_ahead_of_time_too(tmp_path, tiny):
     assert len(set(trained)) == 12
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("method", "name"), [("loglinear", "loglinear"), ("rollout", "rollout")])
 def test_other_sources_of_the_proximal_policy_take_stale_samples_too(tmp_path, tiny, method, name):
     _, path = train(tmp_path, *TINY, "rollout.max_head_offpolicyness=1", f"actor.prox_logp_method={method}",
@@ -195,9 +199,9 @@ FULL = pytest.mark.full
 
 
 @pytest.mark.parametrize("fault", [
-    "train.backward:5", "checkpoint.file:5",
+    "checkpoint.file:5",
     *(pytest.param(f, marks=FULL) for f in (
-        "rollout.token:20", "rollout.token:90", "reward.submit:15", "reward.submit:25", "reward.wait:4",
+        "train.backward:5", "rollout.token:20", "rollout.token:90", "reward.submit:15", "reward.submit:25", "reward.wait:4",
         "train.updated:7", "record.metrics:5", "eval.begin:2", "checkpoint.file:8", "checkpoint.file:11",
         "checkpoint.sync:9", "checkpoint.rename:2", "checkpoint.prune:1",
     )),

@@ -22,7 +22,7 @@ ENGINE_OF = dict.fromkeys(OTHERS, CACHE)
 ENGINE_OF |= dict.fromkeys(("minimax", "llama4_text"), BY_LENGTH)
 ENGINE_OF |= dict.fromkeys(("recurrent_gemma", "zamba2", "openai-gpt"), NO_CACHE)
 ENGINE_OF |= dict.fromkeys(("deepseek_v2", "deepseek_v3", "opt"), PACKED)
-QUICK = ("qwen3_5_text", "recurrent_gemma", "deepseek_v3")
+QUICK = ("recurrent_gemma", "deepseek_v3")
 
 
 def prompt_of(index):

@@ -112,6 +112,7 @@ def test_a_run_killed_again_and_again_from_outside_is_the_uninterrupted_one(runs
     assert digests(path_of(tmp_path)) == straight
 
 
+@pytest.mark.full
 def test_a_seed_that_is_forgotten_on_resume_is_seen(runs, straight, tmp_path):
     assert runs.run(tmp_path, fault="train.backward:9:kill") == -9
     assert runs.run(tmp_path, forget=True) == 0
@@ -215,6 +216,7 @@ def test_a_fault_is_armed_by_the_environment_alone_and_a_wrong_one_is_refused():
     assert json.dumps(parse("train.backward:2:hang")) == '["train.backward", 2, "hang"]'
 
 
+@pytest.mark.full
 def test_a_run_that_stands_still_ends_itself_names_the_phase_and_dumps_its_stacks(runs, straight, tmp_path):
     begin = time.monotonic()
     assert runs.run(tmp_path, "stall_timeout=2", fault="reward.wait:3:hang") == 1

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from tiers import brief
 from training_runs import RANKED, asked, digests, make_trainer, metrics, path_of, samples, train, without_clocks
 
 from gspo.algorithms import ALGORITHMS
@@ -53,7 +54,7 @@ def test_two_runs_are_the_same_to_the_last_bit_and_another_seed_is_not(straight,
     assert digests(other)["model.safetensors"] != digests(path)["model.safetensors"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", brief([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], signal.SIGTERM))
 def test_a_run_stopped_by_a_signal_and_resumed_is_the_uninterrupted_one(straight, tmp_path, number, capsys):
     _, path = straight
     sent = []
@@ -475,6 +476,7 @@ def test_a_callers_rows_are_trained_on_and_a_part_of_them_is_held_out(tmp_path):
     assert metrics(path)[0]["eval/problems"] == len(held_out) <= 16
 
 
+@pytest.mark.full
 def test_the_seed_orders_the_rows_unless_they_are_not_shuffled(tmp_path):
     rows = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(10, 26)]
     orders = {}
@@ -589,7 +591,7 @@ def test_all_proximal_sources_learn_the_same_up_to_the_noise(tmp_path):
     assert rewards["rollout"] != rewards["recompute"]
 
 
-@pytest.mark.parametrize("preset", ["tis", "icepop", "sequence_mask", "geometric"])
+@pytest.mark.parametrize("preset", brief(["tis", "icepop", "sequence_mask", "geometric"], "tis"))
 def test_the_decoupled_loss_with_a_behavior_correction_trains(tmp_path, preset):
     _, path = train(
         tmp_path, "actor.use_decoupled_loss=true", f"actor.rejection_sampling.preset={preset}", "total_train_steps=2",
@@ -631,6 +633,7 @@ def test_dropped_groups_leave_the_denominator_in_the_loop(tmp_path):
     assert norms["drop"]["grad/norm"] == pytest.approx(norms["count"]["grad/norm"] * 32 / (32 - skipped), rel=1e-4)
 
 
+@pytest.mark.full
 def test_the_automatic_clip_range_moves_and_survives_a_checkpoint(tmp_path):
     auto = ("actor.eps_clip=auto", "total_train_steps=4", "saver.freq_steps=1", "evaluator.at_start=false")
     _, path = train(tmp_path / "whole", *auto)

@@ -87,6 +87,7 @@ def test_a_checkpoint_holds_the_adapter_its_moments_and_the_digest_of_the_base(r
     assert len(base["sha256"]) == 64
 
 
+@pytest.mark.full
 def test_a_run_stopped_by_a_signal_and_resumed_is_the_uninterrupted_one(run, tmp_path):
     sent = []
 

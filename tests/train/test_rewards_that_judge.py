@@ -178,6 +178,7 @@ def test_a_policy_learns_both_tasks_of_a_mixture(tmp_path, tiny):
         assert sum(values[-6:]) / 6 > sum(values[:6]) / 6 + 0.1, name
 
 
+@pytest.mark.full
 def test_a_resumed_mixture_is_the_uninterrupted_one(tmp_path, tiny):
     _, whole = train(tmp_path / "whole", mixed(), "total_train_steps=4")
     train(tmp_path / "parts", mixed(), "total_train_steps=2")

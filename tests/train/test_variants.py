@@ -41,6 +41,7 @@ def test_every_variant_learns(variant, tmp_path):
     assert all(row["grad/skipped_updates"] == 0 for row in rows[1:])
 
 
+@pytest.mark.full
 def test_the_overlong_penalty_alone_shortens_completions(tmp_path):
     """Every completion earns 1, less the penalty: only length can teach."""
     overrides = ["total_train_steps=8", "gconfig.temperature=2", "gconfig.max_new_tokens=48", "actor.eps_clip=0.02",
@@ -111,6 +112,7 @@ def test_a_reference_of_its_own_is_another_model_and_a_missing_one_names_its_key
     assert not next(other.parts.learner.reference.policy.parameters()).requires_grad
 
 
+@pytest.mark.full
 def test_of_an_adapter_the_reference_is_the_policy_with_its_adapter_off(tmp_path):
     lora = ("actor.use_lora=true", "actor.optimizer.lr=2e-3", "actor.kl_loss_coef=0.01", *REF, "evaluator.size=4")
     trainer, path = train(tmp_path, *lora, "total_train_steps=2")
@@ -129,6 +131,7 @@ def test_of_an_adapter_the_reference_is_the_policy_with_its_adapter_off(tmp_path
 # Resuming
 
 
+@pytest.mark.full
 def test_a_resumed_run_has_its_critic_its_moments_and_its_first_reference(tmp_path):
     everything = (*PPO, "actor.kl_ctl=0.01", *REF, "saver.freq_steps=2", "evaluator.freq_steps=2", "evaluator.size=4",
                   "actor.optimizer.lr=1e-3")  # fmt: skip
@@ -153,6 +156,7 @@ def test_a_resumed_run_has_its_critic_its_moments_and_its_first_reference(tmp_pa
 # Filters
 
 
+@pytest.mark.full
 def test_a_filter_decides_what_is_trained_on_and_the_rest_is_resampled(tmp_path):
     quick = ("total_train_steps=2", "actor.max_refills=20", "evaluator.at_start=false", "evaluator.size=4")
     trainer, path = train(tmp_path, *quick, dynamic_filter_fn=group_filters.short)

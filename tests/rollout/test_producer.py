@@ -201,9 +201,9 @@ FULL = pytest.mark.full
 @pytest.mark.parametrize("fault", [
     "checkpoint.file:5",
     *(pytest.param(f, marks=FULL) for f in (
-        "train.backward:5", "rollout.token:20", "rollout.token:90", "reward.submit:15", "reward.submit:25", "reward.wait:4",
-        "train.updated:7", "record.metrics:5", "eval.begin:2", "checkpoint.file:8", "checkpoint.file:11",
-        "checkpoint.sync:9", "checkpoint.rename:2", "checkpoint.prune:1",
+        "rollout.token:20", "rollout.token:90", "reward.submit:15", "reward.submit:25", "reward.wait:4",
+        "train.backward:5", "train.updated:7", "record.metrics:5", "eval.begin:2", "checkpoint.file:8",
+        "checkpoint.file:11", "checkpoint.sync:9", "checkpoint.rename:2", "checkpoint.prune:1",
     )),
 ])  # fmt: skip
 def test_a_run_killed_with_groups_waiting_and_run_again_is_the_uninterrupted_one(runs, uninterrupted, tmp_path, fault):

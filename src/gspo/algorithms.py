@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 Level = Literal["token", "sequence", "sequence_token"]
 Gate = Literal["clip", "cispo", "sapo", "gmpo", "none", "log"]
-Advantage = Literal["group_std", "group_mean", "leave_one_out", "batch", "gae", "one"]
+Advantage = Literal["group_std", "group_mean", "leave_one_out", "batch", "gae", "one", "teacher"]
 Aggregation = Literal["sequence_mean", "sequence_sum", "token_mean", "token_sum"]
 
 LEVELS: tuple[str, ...] = get_args(Level)
@@ -250,6 +250,18 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
                 formula=f"J = E (1/G) Σᵢ (1/|yᵢ|) Σₜ (4/τ) σ(τ(wᵢₜ−1)) Aᵢ,   {_TOKEN_RATIO},   "
                 "τ = τ_pos for A > 0, else τ_neg",
                 paper="arXiv 2511.20347",
+            ),
+            _algorithm(
+                "distill",
+                clip=(0.2, 0.2),
+                title="On-policy distillation",
+                level="token",
+                advantage="teacher",
+                aggregation="token_mean",
+                formula=f"J = E (1/Σᵢ|yᵢ|) Σᵢ Σₜ {_TOKEN_CLIP.replace('Aᵢ', 'Aᵢₜ')},   {_TOKEN_RATIO},   "
+                "Aᵢₜ = log π_teacher(yᵢₜ) − log π_old(yᵢₜ)",
+                paper="arXiv 2306.13649",
+                note="The student samples, a teacher scores its tokens. Needs teacher.path (docs/sft.md).",
             ),
             _algorithm(
                 "sft",

@@ -48,15 +48,17 @@ def train(args: argparse.Namespace) -> int:
         args.words.append(f"trial_name={free_trial_name(loaded.config)}")
         loaded = with_scheduler(load_config(args), args.on)
         print(f"gspo: the run is {run_path(loaded.config)}", file=sys.stderr, flush=True)
-    if (model := model_of_run(loaded.config.actor.path)) is not None:
-        args.words.append(f"actor.path={json.dumps(str(model))}")
-        loaded = with_scheduler(load_config(args), args.on)
+    teacher = loaded.config.teacher
+    for key, path in (("actor.path", loaded.config.actor.path), ("teacher.path", teacher and teacher.path)):
+        if path and (model := model_of_run(path, key)) is not None:
+            args.words.append(f"{key}={json.dumps(str(model))}")
+            loaded = with_scheduler(load_config(args), args.on)
     # Imports and the report may take long on a slow disk; the trainer sets the exact limit for its own part.
     with limited(max(loaded.config.stall_timeout, MIN_TIMEOUT_S)):
         return _train(args, loaded)
 
 
-def model_of_run(path: str) -> Path | None:
+def model_of_run(path: str, key: str) -> Path | None:
     """The best checkpoint of a run directory as a model folder, exported if it is not there; None: not a run.
 
     So that a run can start where another one ended: `actor.path: runs/sft_then_gspo/sft`.
@@ -74,7 +76,7 @@ def model_of_run(path: str) -> Path | None:
 
         config = load(run / "config.yaml").config
         export(config, run, step, to, merge=config.actor.use_lora)
-    print(f"gspo: actor.path is the run {run}; starting from its step {step}, {to}", file=sys.stderr, flush=True)
+    print(f"gspo: {key} is the run {run}; using its step {step}, {to}", file=sys.stderr, flush=True)
     return to
 
 

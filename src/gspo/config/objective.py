@@ -131,13 +131,14 @@ def default_algorithm_note(loaded: Loaded) -> str | None:
 def level_of(algorithm: Algorithm, chosen: str | None) -> str:
     """The ratio level of an algorithm with `actor.importance_sampling_level`.
 
-    The key has two values; `sequence` does not change the level sequence_token of gspo_token. With GAE, `sequence`
-    means sequence_token: a ratio per sequence that keeps the advantage of each token.
+    The key has two values; `sequence` does not change the level sequence_token of gspo_token. With GAE and a teacher,
+    `sequence` means sequence_token: a ratio per sequence that keeps the advantage of each token.
     """
     own = "token" if algorithm.level == "token" else "sequence"
     if chosen in (None, own):
         return algorithm.level
-    return "sequence_token" if chosen == "sequence" and algorithm.advantage == "gae" else str(chosen)
+    by_token = algorithm.advantage in ("gae", "teacher")
+    return "sequence_token" if chosen == "sequence" and by_token else str(chosen)
 
 
 def clip_range(algorithm: Algorithm, level: str) -> tuple[float | None, float | None]:
@@ -165,7 +166,7 @@ _NAMED_NORMS = {
 
 
 def _advantage(algorithm: Algorithm, norm: RewardNorm | None) -> str:
-    if norm is None or algorithm.advantage == "gae":
+    if norm is None or algorithm.advantage in ("gae", "teacher"):
         return algorithm.advantage
     # A known norm is shown by its name.
     return next((name for name, named in _NAMED_NORMS.items() if norm.model_dump() == named), "reward_norm")

@@ -41,6 +41,7 @@ class Batch:
     reference_logp: Mapping[int, NDArray[Any]] | None = None
     token_advantages: Mapping[int, Floats] | None = None  # if set, `advantages` holds their mean over the sequence
     kl_penalty: Floats | None = None  # [n], the KL penalty subtracted from the reward, summed over tokens
+    teacher_kl: Floats | None = None  # [n], token mean of log μ − log π_teacher; NaN where not computed
     values: Mapping[int, NDArray[Any]] | None = None  # V of the critic, at the start of the batch
     returns: Mapping[int, Floats] | None = None  # the critic's targets
 

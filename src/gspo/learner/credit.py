@@ -60,9 +60,11 @@ def shape(scores: Floats, lengths: NDArray[np.int64], how: Shaping) -> Floats:
 def normalised(rewards: Floats, group_of: NDArray[np.int64], norm: str | Mapping[str, Any]) -> Floats:
     """Advantages by the name of a preset (`group_std`, …) or by an explicit normalisation.
 
-    `gae` leaves rewards unchanged: the critic's values are subtracted later, in `with_token_advantages`. So does `one`:
-    completions of a data set have the reward 1.
+    `teacher` gives 0: `with_teacher_advantages` adds the teacher's. `gae` leaves rewards unchanged: the critic's values
+    are subtracted later, in `with_token_advantages`. So does `one`: completions of a data set have the reward 1.
     """
+    if norm == "teacher":
+        return np.zeros_like(rewards)
     if norm in ("gae", "one"):
         return rewards
     x, groups = torch.from_numpy(np.ascontiguousarray(rewards)), torch.from_numpy(np.ascontiguousarray(group_of))
@@ -274,6 +276,23 @@ def with_token_advantages(batch: Batch, how: Credit) -> Batch:
         kl_penalty=penalty if how.kl_coef else None,
         returns=None if values is None else {i: returns[cuts[b] : cuts[b + 1]] for b, i in enumerate(numbers)},
     )
+
+
+def with_teacher_advantages(batch: Batch, teacher_logp: Mapping[int, NDArray[Any]], coef: float) -> Batch:
+    """Distillation:  A_it + coef · (log π_teacher(y_it) − log μ(y_it)),  A_it the advantage of a reward or 0.
+
+    Its expectation over samples of μ is −coef · KL(μ ‖ π_teacher), token by token. coef 0: the KL is measured only.
+    """
+    by_token, gap = dict[int, Floats](), np.full(batch.num_sequences, np.nan)
+    for i in np.flatnonzero(batch.trainable).tolist():
+        sample = batch.samples[i]
+        own = batch.advantages[i] if batch.token_advantages is None else batch.token_advantages[i]
+        d = np.asarray(teacher_logp[i], dtype=np.float64) - sample.behavior_logp[sample.mask]  # [|y_i|]
+        by_token[i], gap[i] = own + coef * d, -d.mean()
+    if not coef:
+        return replace(batch, teacher_kl=gap)
+    means = _sequence_means(by_token, batch.num_sequences)
+    return replace(batch, advantages=means, token_advantages=by_token, teacher_kl=gap)
 
 
 def _joined(parts: Sequence[NDArray[Any]]) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from gspo.learner.credit import Credit
 from gspo.learner.critic import Critic
 from gspo.learner.policy.module import PolicyModule
-from gspo.learner.reference import Reference
+from gspo.learner.reference import Reference, Teacher
 from gspo.learner.step import Plan
 
 
@@ -24,6 +24,7 @@ class Learner:
     optimizer: torch.optim.Optimizer
     reference: Reference | None
     critic: Critic | None
+    teacher: Teacher | None
     plan: Plan
     credit: Credit | None  # None: one advantage per sequence
     assembly: Mapping[str, Any]  # how rewards become advantages: keywords of `learner.credit.batch_with_advantages`

@@ -30,6 +30,15 @@ class Reference:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext  # switches the adapter off
 
 
+@dataclass(frozen=True)
+class Teacher:
+    """The teacher of distillation: a frozen policy, and how it is used."""
+
+    reference: Reference
+    coef: float
+    exact_kl: float | None  # share of the forward KL in an exact KL as a loss; None: log-ratios as advantages
+
+
 @torch.no_grad()
 def reference_logp(reference: Reference, batch: Batch) -> dict[int, NDArray[Any]]:
     """log π_ref at the trained tokens of every trainable sequence, by sequence number.

@@ -24,7 +24,9 @@ from gspo.learner.policy.module import PolicyModule, PolicyOutput, packed_parts
 from gspo.learner.policy.packing import Packed, gather
 from gspo.learner.proximal import LogProbs, ProximalSource, centred, loglinear_weight, recomputed
 from gspo.learner.ranks.world import World
+from gspo.learner.reference import Teacher
 from gspo.learner.routing import Replay, Routing
+from gspo.objectives import aggregate
 from gspo.objectives.kl import kl
 from gspo.objectives.turns import fold, turn_cuts
 from gspo.system.clock import phase
@@ -122,10 +124,13 @@ def train_step(
     learning_rates: Sequence[float],
     keep_tokens_of: frozenset[int] = frozenset(),
     before_update: Callable[[NDArray[np.float64]], None] | None = None,
+    teacher: Teacher | None = None,
 ) -> StepReport:
     """K optimizer updates per pass over one rollout batch; `version` is that of the weights at its start.
 
     Results per sequence are those of the last pass.
+
+    `teacher`: its exact KL is added to the loss, if it has one (`Teacher.exact_kl`).
 
     `before_update` is called with mini-batch 1's noise, [n], before the first update. If it raises, nothing changes.
     """
@@ -162,6 +167,7 @@ def train_step(
         routing=routing,
         keep_tokens_of=keep_tokens_of,
         report=report,
+        teacher=teacher if teacher is not None and teacher.exact_kl is not None else None,
     )
     # One optimizer update per mini-batch; gradients add up over its micro-batches.
     for update, k in enumerate(plan.order(version)):
@@ -244,12 +250,13 @@ class _Step:
     routing: Routing
     keep_tokens_of: frozenset[int]
     report: StepReport
+    teacher: Teacher | None  # with an exact KL
 
     def backward(self, packed: Packed, *, update: int, old: _ProximalOf, denominator: float) -> float:
         """Add the gradient of one micro-batch of this update; returns its loss."""
         batch, plan = self.batch, self.plan
         with self.routing.in_minibatch(packed, update):
-            out = self.policy(packed, temperature=plan.temperature)  # log-probs and entropy, [M]
+            out = self.policy(packed, temperature=plan.temperature, **self._against())  # log-probs and entropy, [M]
         if packed.is_filler:
             # Gradient 0, but a backward pass: FSDP's collectives in it need every rank.
             (out.logp.sum() * 0.0).backward()
@@ -271,7 +278,11 @@ class _Step:
             denominator=denominator,
             **plan.settings,
         )
-        result.loss.backward()
+        loss = result.loss
+        if self.teacher is not None:
+            assert out.divergence is not None
+            loss = loss + self.teacher.coef * self._divergence(out.divergence, packed, units, denominator)
+        loss.backward()
         reached("train.backward")
         self._record(
             packed,
@@ -282,7 +293,19 @@ class _Step:
             behavior_logp=behavior_logp,
             reference_logp=reference_logp,
         )
-        return float(result.loss.detach())
+        return float(loss.detach())
+
+    def _against(self) -> dict[str, Any]:
+        """Keywords of the policy's forward pass: the teacher of an exact KL."""
+        if self.teacher is None:
+            return {}
+        return {"teacher": self.teacher.reference.policy, "forward_share": self.teacher.exact_kl}
+
+    def _divergence(self, divergence: torch.Tensor, packed: Packed, units: _Units, denominator: float) -> torch.Tensor:
+        """The KL to the teacher, aggregated as the loss is; divergence [M]."""
+        layout = objectives.token_layout(divergence, None, units.cu_seqlens)
+        per_unit = aggregate.tokens(divergence, layout, self.plan.settings["aggregation"])  # [U]
+        return (per_unit if units.weight is None else per_unit * units.weight.to(per_unit)).sum() / denominator
 
     def _record(
         self,

@@ -52,6 +52,8 @@ def step_metrics(batch: Batch, report: StepReport, version: int) -> dict[str, An
     }
     if batch.reference_logp is not None:
         out["policy/kl_reference"] = _weighted(report.kl_reference, lengths)
+    if batch.teacher_kl is not None:
+        out["policy/kl_teacher"] = _weighted(batch.teacher_kl, lengths)
     if batch.kl_penalty is not None:
         out["reward/kl_penalty"] = _mean(batch.kl_penalty[batch.trainable])
     # Sequences that were skipped have log_s NaN.

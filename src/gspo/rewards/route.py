@@ -102,6 +102,22 @@ class GivenRewards:
         self._others.close()
 
 
+class NoRewards:
+    """Every sample scores 0: distillation needs no reward."""
+
+    def __init__(self) -> None:
+        self._complete: list[tuple[Hashable, tuple[Outcome, ...]]] = []
+
+    def submit(self, key: Hashable, item: RewardItem) -> None:
+        self._complete.append((key, tuple(Score(0.0) for _ in item.completions)))
+
+    def completed(self, deadline_s: float | None = None) -> Iterator[tuple[Hashable, tuple[Outcome, ...]]]:
+        while self._complete:
+            yield self._complete.pop(0)
+
+    def close(self) -> None: ...
+
+
 def _with_source(outcome: Outcome, source: str) -> Outcome:
     if not isinstance(outcome, Score):
         return outcome

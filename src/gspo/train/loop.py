@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from gspo.errors import GspoError, TrainingError
 from gspo.faults import reached
 from gspo.learner.batch import Batch
-from gspo.learner.credit import batch_with_advantages, with_token_advantages
+from gspo.learner.credit import batch_with_advantages, with_teacher_advantages, with_token_advantages
 from gspo.learner.critic import token_values
 from gspo.learner.reference import reference_logp
 from gspo.learner.step import StepReport
@@ -46,7 +46,14 @@ class Loop:
         if learner.critic is not None:
             with clock("critic"):
                 batch = replace(batch, values=token_values(learner.critic, batch))
-        return batch if learner.credit is None else with_token_advantages(batch, learner.credit)
+        batch = batch if learner.credit is None else with_token_advantages(batch, learner.credit)
+        if learner.teacher is not None:
+            with clock("teacher"):
+                logp = reference_logp(learner.teacher.reference, batch)
+            # With an exact KL the loss has the teacher's term, and the advantages do not.
+            coef = learner.teacher.coef if learner.teacher.exact_kl is None else 0.0
+            batch = with_teacher_advantages(batch, logp, coef)
+        return batch
 
     def update(self, batch: Batch, clock: Clock) -> StepReport:
         """K optimizer updates, one per mini-batch."""

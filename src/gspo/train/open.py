@@ -10,7 +10,7 @@ from gspo.faults import reached
 from gspo.learner.ranks.signals import StopRequest
 from gspo.learner.ranks.world import World
 from gspo.monitor.display import Silent, make_display
-from gspo.rewards.route import GivenRewards
+from gspo.rewards.route import GivenRewards, NoRewards
 from gspo.rollout.producer import NullProducer
 from gspo.runs.code import changed_code
 from gspo.runs.directory import RunDir
@@ -75,6 +75,8 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
     chosen = [] if given.environment is not None or not scores else default_rewards(config, given.reward, both)
     workflow, count_episodes = given.workflow, dict[str, float]
     evaluation_workflow = workflow
+    if not scores:
+        rewards = NoRewards()
     if is_supervised(config):
         rewards, evaluation_workflow = GivenRewards(rewards), make_single_turn(config)
     if given.environment is not None:

@@ -79,6 +79,7 @@ class Updater:
                 learning_rates=rates,
                 keep_tokens_of=self._token_samples(batch),
                 before_update=self.check_sampler_noise(batch, plan, state),
+                teacher=learner.teacher,
             )
         # Recorded now: `_adapt` changes the state for the next step.
         report.settings = {

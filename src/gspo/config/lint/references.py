@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from gspo.config.layout import layout_of
 from gspo.config.lint.facts import Facts, Finding
 from gspo.system.text import number
 
@@ -42,6 +43,34 @@ def kl_reward_averaged_over_a_sequence(f: Facts) -> Iterator[Finding]:
             "actor.kl_ctl",
             "a KL penalty in the reward differs from token to token, but one ratio per sequence uses its mean",
             "set algorithm: gspo_token, which keeps per-token advantages, or use actor.kl_loss_coef instead",
+        )
+
+
+def distillation_without_a_teacher(f: Facts) -> Iterator[Finding]:
+    if f.objective["advantage"] == "teacher" and not (f.config.teacher and f.config.teacher.path):
+        yield f.error(
+            "algorithm",
+            "distill needs a teacher, but teacher.path is not set",
+            "set teacher.path to a model with the policy's vocabulary, or choose algorithm: gspo",
+        )
+
+
+def teacher_without_distillation(f: Facts) -> Iterator[Finding]:
+    if f.objective["advantage"] != "teacher" and f.config.teacher is not None:
+        yield f.error(
+            "teacher",
+            f"{f.objective['name']} does not use a teacher",
+            "choose algorithm: distill, or remove the teacher section",
+        )
+
+
+def exact_kl_on_several_ranks(f: Facts) -> Iterator[Finding]:
+    teacher = f.config.teacher
+    if teacher is not None and teacher.exact_kl is not None and layout_of(f.config, f.num_gpus).ranks > 1:
+        yield f.error(
+            "teacher.exact_kl",
+            "the exact KL needs the whole heads of both models in one rank, and several ranks train",
+            "remove teacher.exact_kl, or set actor.backend: fsdp:d1",
         )
 
 

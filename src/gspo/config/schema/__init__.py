@@ -8,7 +8,7 @@ importance_sampling_level > algorithm > default.
 from gspo.config.schema.actor import Actor, AutoClip, Correction, Norm, RewardNorm, Sharding
 from gspo.config.schema.cluster import Cluster, Scheduler, Slurm
 from gspo.config.schema.config import Config, held_out, known_keys
-from gspo.config.schema.critic import Critic, CriticOptimizer, Reference
+from gspo.config.schema.critic import Critic, CriticOptimizer, Reference, Teacher
 from gspo.config.schema.dataset import DatasetSpec, MixtureSource, TrainDataset, ValidDataset
 from gspo.config.schema.env import Environment
 from gspo.config.schema.key import Key, Section, keys_of
@@ -47,6 +47,7 @@ __all__ = [
     "Sharding",
     "Slurm",
     "StatsLogger",
+    "Teacher",
     "TrainDataset",
     "ValidDataset",
     "WandB",

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from gspo.algorithms import ALGORITHMS
 from gspo.config.schema.actor import Actor
 from gspo.config.schema.cluster import Cluster, Scheduler
-from gspo.config.schema.critic import Critic, Reference
+from gspo.config.schema.critic import Critic, Reference, Teacher
 from gspo.config.schema.dataset import DatasetSpec, TrainDataset, ValidDataset
 from gspo.config.schema.env import Environment
 from gspo.config.schema.key import Key, Section, key, keys_of
@@ -48,6 +48,7 @@ class Config(Section):
     saver: Saver = key(Saver, "Checkpoints by steps or epochs, and how many are kept.")
     recover: Recover = key(Recover, "Checkpoints by time, and resuming.")
     ref: Reference | None = key(None, "Reference model for KL.")
+    teacher: Teacher | None = key(None, "Teacher model for distillation.")
     critic: Critic | None = key(None, "Value model for PPO.")
     env: Environment = key(Environment, "Multi-turn episodes, tools and agents.")
     stats_logger: StatsLogger = key(StatsLogger, "Where metrics go besides the run directory.")

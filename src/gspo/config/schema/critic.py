@@ -1,4 +1,4 @@
-"""`ref` and `critic`: the reference model and the value model."""
+"""`ref`, `teacher` and `critic`: the reference model, the teacher of distillation and the value model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,18 @@ from gspo.config.schema.key import Section, key
 
 class Reference(Section):
     path: str | None = key(None, "Reference model.", unset="actor.path")
+
+
+class Teacher(Section):
+    path: str = key("", "Teacher of algorithm distill, with the policy's vocabulary: as in actor.path; required.")
+    coef: float = key(1.0, "Weight of the teacher beside a reward (reward.functions).", above=0.0)
+    exact_kl: float | None = key(
+        None,
+        "Exact KL over the vocabulary at trained tokens as a loss, instead of the sampled tokens' log-ratio as an "
+        "advantage: 0 is the reverse KL(π_θ‖teacher), 1 the forward KL(teacher‖π_θ), between them their mixture.",
+        low=0.0,
+        high=1.0,
+    )
 
 
 class CriticOptimizer(Section):

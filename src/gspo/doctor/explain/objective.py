@@ -26,6 +26,7 @@ ADVANTAGE_WORDS = {
     "group_mean": "reward minus its group's mean",
     "leave_one_out": "reward minus the mean of the group's other samples",
     "batch": "reward normalised by mean and std over the whole batch",
+    "teacher": "log-prob of the teacher minus that of the sampler, per token",
     "one": "1 for every completion of the data set",
     "gae": "generalised advantage estimation (GAE) with the critic, per token",
 }
@@ -49,7 +50,7 @@ def formula(objective: Objective, numbers: bool = True, penalised: bool = False)
     `penalised`: KL in the reward makes advantages differ from token to token.
     """
     settings, level = objective["settings"], objective["level"]
-    by_token = penalised or objective["advantage"] == "gae"
+    by_token = penalised or objective["advantage"] in ("gae", "teacher")
     per_token = level == "sequence_token" or (by_token and level == "token")
     ratio, advantage = RATIO[level], "Aᵢₜ" if per_token else "Aᵢ"
 

@@ -44,7 +44,7 @@ class ChunkedHead(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, form: HeadForm
     ) -> tuple[Tensor, Tensor]:
-        logits = _Logits(hidden, weight, bias, targets, form)
+        logits = Logits(hidden, weight, bias, targets, form)
         logp = hidden.new_empty(len(targets.token), dtype=logits.out_dtype)  # [M]
         lse = hidden.new_empty(len(hidden), dtype=logits.out_dtype)  # [U] log Σ_v exp(logits/T)
         entropy = torch.empty_like(lse) if form.with_entropy else lse.new_empty(0)  # [U] or [0]
@@ -79,7 +79,7 @@ class ChunkedHead(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         hidden, weight, bias, lse, entropy = ctx.saved_tensors
         targets, form = ctx.targets, ctx.form
-        logits = _Logits(hidden, weight, bias, targets, form)
+        logits = Logits(hidden, weight, bias, targets, form)
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if want_hidden else None  # [U, hidden]
         # Sums over chunks are float32 even if the product of one chunk is not: many small terms are added.
@@ -128,7 +128,7 @@ class ChunkedHead(torch.autograd.Function):
         )
 
 
-class _Logits:
+class Logits:
     """Chunks of logits/T, [c, V], float32 or float64, written into buffers that all chunks reuse."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, form: HeadForm) -> None:

@@ -20,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gspo.errors import DataError
 from gspo.learner.policy import HEAD_CHUNK
+from gspo.learner.policy.divergence import Head, divergence_of
 from gspo.learner.policy.head import ChunkedHead, HeadForm, Targets, logit_transform, measured_form, output_dtype
 from gspo.learner.policy.packing import Layout, Packed, PackItem, filler, pack
 from gspo.learner.policy.sharding import full
@@ -35,6 +36,7 @@ class PolicyOutput(NamedTuple):
 
     logp: Tensor  # [M]
     entropy: Tensor  # [M]; detached unless entropy_grad; empty if not computed
+    divergence: Tensor | None = None  # [M], exact KL to a teacher, if there is one
 
 
 class _AtHead(Exception):  # noqa: N818 - not an error
@@ -123,9 +125,19 @@ class PolicyModule(nn.Module):
         return contextlib.nullcontext(), both()
 
     def forward(
-        self, packed: Packed, *, temperature: float = 1.0, with_entropy: bool = True, entropy_grad: bool = False
+        self,
+        packed: Packed,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = True,
+        entropy_grad: bool = False,
+        teacher: PolicyModule | None = None,
+        forward_share: float = 0.0,
     ) -> PolicyOutput:
-        """log softmax(logits / temperature) at the targets, and the entropy of that distribution."""
+        """log softmax(logits / temperature) at the targets, and the entropy of that distribution.
+
+        teacher: also the exact KL to this model over the vocabulary, `forward_share` of it forward (`divergence.py`).
+        """
         head = self._head()
         if not packed.num_targets:
             # A leaf tensor, so that backward() works for a loss over no tokens.
@@ -141,13 +153,26 @@ class PolicyModule(nn.Module):
             head.weight,
             head.bias,
             Targets(packed.target[order], begins, scale / temperature, softcap, temperature),
-            HeadForm(self.chunk_size, self.fp32_head, with_entropy or entropy_grad, entropy_grad),
+            form := HeadForm(self.chunk_size, self.fp32_head, with_entropy or entropy_grad, entropy_grad),
         )  # pyright: ignore[reportGeneralTypeIssues]
         # Undo the sort, and give each target the entropy of its row.
         place = torch.empty_like(order)  # [M] inverse of `order`: back from sorted to the order of `Packed.target`
         place[order] = torch.arange(len(order), device=order.device)
         row_of_target = torch.repeat_interleave(begins.diff())  # [M]
-        return PolicyOutput(logp[place], entropy[row_of_target][place] if len(entropy) else entropy)
+        divergence = None
+        if teacher is not None:
+            with torch.no_grad():
+                theirs = teacher.hidden(packed).index_select(0, rows)  # [U, hidden of the teacher]
+            rows_kl = divergence_of(
+                self._rows(hidden, temperature), teacher._rows(theirs, temperature), forward_share, form
+            )  # [U]
+            divergence = rows_kl[row_of_target][place]
+        return PolicyOutput(logp[place], entropy[row_of_target][place] if len(entropy) else entropy, divergence)
+
+    def _rows(self, hidden: Tensor, temperature: float) -> Head:
+        """Hidden rows with this model's head."""
+        head, (scale, softcap) = self._head(), self.logit_form
+        return Head(hidden, head.weight, head.bias, scale / temperature, softcap, temperature)
 
     def hidden(self, packed: Packed) -> Tensor:
         """The trunk's last hidden states, [N, hidden]."""

@@ -74,7 +74,7 @@ def make_evaluator(
     samples: whether held-out problems are answered and scored. In supervised fine-tuning the held-out loss is measured
     in any case.
     """
-    if valid is None:
+    if valid is None or not (samples or is_supervised(config)):
         return None
     params, num_samples = evaluation_params(config)
     return Evaluator(

@@ -8,6 +8,7 @@ from typing import Any
 from gspo.algorithms import ALGORITHMS
 from gspo.config import Loaded
 from gspo.config.schema import Config
+from gspo.errors import ConfigError
 from gspo.learner.critic import Critic
 from gspo.learner.learner import Learner
 from gspo.learner.policy.module import PolicyModule
@@ -15,7 +16,7 @@ from gspo.learner.policy.probe import probe
 from gspo.learner.policy.sharding import shard
 from gspo.learner.policy.value import ValueModule
 from gspo.learner.ranks.world import ALONE, World
-from gspo.learner.reference import Reference
+from gspo.learner.reference import Reference, Teacher
 from gspo.models.loading import load_model
 from gspo.models.lora import adapter_off
 from gspo.train.build.compute import device_and_dtype, set_threads, sharding
@@ -37,6 +38,7 @@ def make_learner(loaded: Loaded, world: World) -> Learner:
         make_trained_optimizer(config, policy),
         make_reference(config, policy, tokenizer),
         make_critic(config, tokenizer, world),
+        make_teacher(config, policy, tokenizer),
         plan,
         credit,
         assembly(loaded),
@@ -61,6 +63,24 @@ def make_reference(config: Config, policy: PolicyModule, tokenizer: Any) -> Refe
     if policy.world.size > 1:
         shard(other, other, policy.world, **sharding(config))
     return Reference(other, *how)
+
+
+def make_teacher(config: Config, policy: PolicyModule, tokenizer: Any) -> Teacher | None:
+    """The teacher of distillation, frozen; None: the algorithm has none."""
+    how, actor = config.teacher, config.actor
+    if how is None or ALGORITHMS[str(config.algorithm)].advantage != "teacher":
+        return None
+    other = _other_model(config, how.path, tokenizer, "teacher.path").requires_grad_(False)
+    if how.exact_kl is not None and other.layout != policy.layout:
+        raise ConfigError(
+            f"teacher.exact_kl computes both models on the same micro-batches, but the layout of {actor.path} is "
+            f"{policy.layout} and that of {how.path} {other.layout}; remove teacher.exact_kl"
+        )
+    if policy.world.size > 1:
+        shard(other, other, policy.world, **sharding(config))
+    return Teacher(
+        Reference(other, temperature(config), actor.mb_spec.max_tokens_per_mb), how.coef, exact_kl=how.exact_kl
+    )
 
 
 def make_critic(config: Config, tokenizer: Any, world: World = ALONE) -> Critic | None:

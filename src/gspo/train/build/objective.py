@@ -27,8 +27,8 @@ def make_plan(loaded: Loaded) -> Plan:
         max_tokens=actor.mb_spec.max_tokens_per_mb,
         max_norm=actor.optimizer.gradient_clipping,
         max_new_tokens=config.gconfig.max_new_tokens,
-        # A sequence with advantage 0 still has a KL.
-        skip_zero_advantage=not actor.kl_loss_coef,
+        # A sequence with advantage 0 still has a KL to the reference or the teacher.
+        skip_zero_advantage=not (actor.kl_loss_coef or (config.teacher and config.teacher.exact_kl is not None)),
         routing_replay=actor.routing_replay,
         sequence_unit=actor.sequence_unit,
     )
@@ -64,6 +64,9 @@ def assembly(loaded: Loaded) -> dict[str, Any]:
     if is_supervised(config):
         return {"norm": "one", "shaping": Shaping()}
     norm = effective_objective(loaded)["advantage"] if actor.reward_norm is None else norm_settings(actor.reward_norm)
+    if effective_objective(loaded)["advantage"] == "teacher":
+        # A reward that the user configured is added to the teacher's advantage; the default of a task is only shown.
+        norm = "teacher" if not config.reward.functions else norm if actor.reward_norm is not None else "group_std"
     how = {"norm": norm, "shaping": make_shaping(config), "zero_variance": actor.zero_variance_groups or "count"}
     how["turn_discount"] = config.env.turn_discount
     return how if make_credit(loaded) is not None else how | _last(config)

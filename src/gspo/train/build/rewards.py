@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from gspo.config.objective import is_supervised
+from gspo.algorithms import ALGORITHMS
 from gspo.config.schema import Config, DatasetSpec, MixtureSource
 from gspo.data.dataset import Dataset, default_reward
 from gspo.data.mixture import Data, distinct_names
@@ -59,8 +59,9 @@ def reward_specs(config: Config, given: Any = None) -> dict[str, RewardSpec]:
 
 
 def scores_answers(config: Config, given: Any, data: Sequence[Data]) -> bool:
-    """Whether evaluations sample and score answers. Supervised fine-tuning does so only if a reward is configured."""
-    if not is_supervised(config) or _common(config, given) is not None:
+    """Whether answers are scored. Fine-tuning and distillation do so only if a reward is configured."""
+    needs_rewards = ALGORITHMS[str(config.algorithm)].advantage not in ("one", "teacher")
+    if needs_rewards or _common(config, given) is not None:
         return True
     # Procedural tasks have a reward of their own; a mixture may name one per source.
     chosen = _chosen(config)

@@ -96,8 +96,18 @@ def test_noise_above_the_clip_range_speaks_where_the_sampler_is_the_proximal_pol
         assert [("above the clip range" in line) for line in said] == [True] * speaks
 
 
-def test_a_first_batch_without_any_reward_is_said_at_once():
-    row = {"step": 1, "reward/mean": 0.0, "reward/std": 0.0}
-    assert "every reward of the first batch is 0" in (first_step_message(row) or "")
-    for other in ({"step": 2}, {"reward/mean": 0.1}, {"reward/std": 0.5}):
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({}, "every reward of the first batch is 0"),
+        ({"length/truncated": 1.0}, "every completion was truncated"),
+        ({"reward/part_format": 0.0}, "no completion has the wanted format"),
+        ({"reward/mean": 1.0}, "every completion is correct"),
+        ({"reward/mean": 0.5, "reward/std": 0.5}, "either too easy or too hard"),
+    ],
+)
+def test_a_first_batch_with_nothing_to_learn_is_said_at_once_with_the_cause(found, words):
+    row = {"step": 1, "reward/mean": 0.0, "reward/std": 0.0, "reward/zero_variance_groups": 1.0} | found
+    assert words in (first_step_message(row) or "")
+    for other in ({"step": 2}, {"reward/zero_variance_groups": 0.9}):
         assert first_step_message(row | other) is None

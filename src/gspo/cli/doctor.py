@@ -1,4 +1,4 @@
-"""`gspo doctor`: explain and check a config; `--probe` and `--selftest` load the model."""
+"""`gspo doctor`: explain and check a config or its reward; `--probe` and `--selftest` load the model."""
 
 from __future__ import annotations
 
@@ -34,6 +34,12 @@ def doctor_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="test gradients, packing, sampler and weight sync on this device; without CONFIG: with embedded:tiny",
     )
+    parser.add_argument(
+        "--reward",
+        action="store_true",
+        help="score answers whose value is known (reference, empty, another row's, …) and say what is wrong",
+    )
+    parser.add_argument("--model", action="store_true", help="with --reward: also the model's own greedy answers")
     # Set by --probe for the process that it starts.
     parser.add_argument("--weights", metavar="RUN", help=argparse.SUPPRESS)
 
@@ -43,6 +49,10 @@ def doctor(args: argparse.Namespace) -> int:
     from gspo.doctor.render import machine_text, to_text
     from gspo.shipped import with_pages
 
+    if args.reward:
+        return _reward(args)
+    if args.model:
+        raise ConfigError("--model needs --reward: it scores the model's own answers")
     if args.probe or args.selftest:
         return _measure(args)
     if args.step or args.weights:
@@ -67,6 +77,20 @@ def doctor(args: argparse.Namespace) -> int:
         else "\n" * (report.sections["machine"] is not None) + with_pages(machine_text(report, **display()))
     )
     return report.exit_code
+
+
+def _reward(args: argparse.Namespace) -> int:
+    """`--reward`: exit code 1 if training by this reward makes no sense."""
+    from gspo.doctor.reward import examine_reward, reward_view
+    from gspo.system.text import inert
+
+    lines, found = examine_reward(load_config(args).config, with_model=args.model)
+    if args.json:
+        table = [{"answer": line.answer, "mean": line.mean, "failed": len(line.failures)} for line in lines]
+        print(json.dumps({"answers": table, "problems": [problem._asdict() for problem in found]}, ensure_ascii=False))
+    else:
+        console().print(reward_view(lines, found, inert))
+    return 1 if any(problem.is_fatal for problem in found) else 0
 
 
 def _measure(args: argparse.Namespace) -> int:

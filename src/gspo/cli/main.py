@@ -176,8 +176,9 @@ VERBS: dict[str, Verb] = {
         reports.compare,
     ),
     "doctor": Verb(
-        "doctor CONFIG [key=value …] [--quick] [--json] | --probe RUN|CONFIG [--step N] | --selftest [CONFIG]",
-        "explain a config and check that it can run here; --probe and --selftest measure",
+        "doctor CONFIG [key=value …] [--quick] [--json] | --reward CONFIG [--model] | --probe RUN|CONFIG [--step N] | "
+        "--selftest [CONFIG]",
+        "explain a config and check that it can run here; --reward checks the reward; --probe and --selftest measure",
         doctor.doctor_arguments,
         doctor.doctor,
     ),

@@ -17,13 +17,25 @@ REPLACED_SETTINGS = (
 
 
 def first_step_message(metrics: Mapping[str, Any]) -> str | None:
-    """What to say at once if the first batch has no reward at all; the alarm for equal rewards waits PATIENCE steps."""
-    if metrics.get("step") != 1 or metrics.get("reward/mean") != 0.0 or metrics.get("reward/std") != 0.0:
+    """What to say at once if no group of the first batch has different rewards: the likely cause, by evidence."""
+    if metrics.get("step") != 1 or metrics.get("reward/zero_variance_groups") != 1.0:
         return None
-    return (
-        "warning: every reward of the first batch is 0, so nothing was learnt from it; if this goes on, the reward "
-        "does not match the completions, or the problems are too hard (`gspo preview` shows completions and rewards)"
-    )
+    mean, is_equal = metrics.get("reward/mean"), metrics.get("reward/std") == 0.0
+    nothing = "nothing was learnt from the first batch, because the samples of every prompt earn the same"
+    if metrics.get("length/truncated") == 1.0:
+        why = "every completion was truncated; set gconfig.max_new_tokens higher, or train the model to end its answers"
+    elif is_equal and mean == 0.0 and metrics.get("reward/part_format") == 0.0:
+        why = "no completion has the wanted format (reward/part_format is 0); show it in the prompt, or train it first"
+    elif is_equal and mean == 0.0:
+        why = (
+            "every reward of the first batch is 0: the reward does not match the completions, or the problems are too "
+            "hard (`gspo preview` shows completions and rewards, `gspo doctor --reward` checks the reward)"
+        )
+    elif is_equal and mean is not None and mean >= 1.0:
+        why = "every completion is correct: the problems are too easy for this model"
+    else:
+        why = "prompts are either too easy or too hard; set gconfig.n_samples or gconfig.temperature higher"
+    return f"{nothing}: {why}"
 
 
 def alarms(

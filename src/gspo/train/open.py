@@ -20,7 +20,7 @@ from gspo.train.build.episodes import make_episodes
 from gspo.train.build.learner import make_learner
 from gspo.train.build.optim import make_updater
 from gspo.train.build.policy import alphabet_warning, context_length
-from gspo.train.build.rewards import default_rewards, make_rewards, scores_answers
+from gspo.train.build.rewards import default_rewards, make_rewards, reward_problems, scores_answers
 from gspo.train.build.rollout import make_producer, make_single_turn, resumed_snapshot
 from gspo.train.build.run import (
     headline,
@@ -84,6 +84,7 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
         workflow = evaluation_workflow = make_episodes(config, given.environment, data, learner.tokenizer, max_context)
         inner.callback(workflow.close)
         count_episodes = workflow.metrics
+    checked = scores and given.environment is None and not is_supervised(config)
     total_steps, steps_per_epoch = length_of(config, len(data))
     display = make_display(f"gspo · {run.path}", total_steps)
     inner.callback(display.close)
@@ -162,6 +163,11 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
             *opening_messages(loaded, given.warnings, data, valid, learner),
             *alphabet_warning(config, data.prompt(0).text),
             *chosen,
+            *(
+                reward_problems(config, given.reward, rewards, data, learner.tokenizer)
+                if checked and not state.step
+                else ()
+            ),
             *changed * bool(state.step),
         ],
         count_episodes=count_episodes,

@@ -50,6 +50,7 @@ class Recorder:
         self.saves_samples, self._stop_on_alarm, self._profile = saves_samples, stop_on_alarm, profile
         self._noise_is_forced, self._num_updates = noise_is_forced, num_updates
         self._supervised = supervised
+        self._first_accuracy: float | None = None  # on held-out problems, before training
         self._told_settings = False
         self._told: set[tuple[str, str]] = set()  # failures that were shown
 
@@ -68,6 +69,8 @@ class Recorder:
         """One row of metrics, with an example of its batch for the display."""
         if self._supervised:
             metrics = supervised_metrics(metrics)
+        if metrics["step"] == 0:
+            self._first_accuracy = metrics.get("eval/accuracy")
         if batch is not None:
             self._tell_failures(batch, metrics["step"])
         self._run.metrics(metrics)
@@ -102,7 +105,10 @@ class Recorder:
         if self._supervised:  # every check below is about samples and rewards
             return None
         if at_once := first_step_message(metrics):
-            self._say(at_once)
+            self._say(f"warning: {at_once}")
+            # A model that solves some held-out problems may have had bad luck in one batch.
+            if self._stop_on_alarm and self._first_accuracy in (None, 0.0, 1.0):
+                return at_once
         if metrics.get("agent/settings_replaced") and not self._told_settings:
             self._told_settings = True
             self._say(REPLACED_SETTINGS)

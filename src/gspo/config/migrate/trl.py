@@ -114,8 +114,13 @@ SCRIPT: tuple[tuple[str, str, str], ...] = (
     ("torch_dtype", "actor.dtype", "bfloat16, float16 or float32"),
     ("max_prompt_length", "train_dataset.max_length", "TRL cuts longer prompts; here such rows are dropped"),
     ("reward_funcs", "reward.functions", "or Trainer(config, reward=…)"),
+    ("max_seq_length", "train_dataset.max_length", "of SFTConfig; with algorithm: sft, longer rows are dropped"),
 )
 SCRIPT_NEEDLESS: tuple[tuple[str, str], ...] = (
+    (
+        "completion_only_loss assistant_only_loss packing packing_strategy padding_free eval_packing",
+        "of SFTConfig: with algorithm: sft only completions are trained, and micro-batches are always packed",
+    ),
     ("attn_implementation", "the attention that shares prefixes is chosen by a check when the model is loaded"),
 )
 SCRIPT_UNSUPPORTED: tuple[tuple[str, str], ...] = (
@@ -183,7 +188,7 @@ NEEDLESS: tuple[tuple[str, str], ...] = (
 UNSUPPORTED: tuple[tuple[str, str], ...] = (
     ("optim_args optim_target_modules", "only AdamW and SGD are available"),
     ("lr_scheduler_kwargs", "linear and cosine schedules end at 0"),
-    ("label_smoothing_factor neftune_noise_alpha", "it belongs to supervised training"),
+    ("label_smoothing_factor neftune_noise_alpha", "the loss of algorithm: sft is the plain likelihood"),
     ("torch_compile torch_compile_backend torch_compile_mode", "models are not compiled"),
     ("deepspeed", "shard with actor.backend: fsdp:dN"),
     ("trackio_space_id trackio_bucket_id trackio_static_space_id", "use stats_logger"),

@@ -16,7 +16,10 @@ MAPPED: tuple[tuple[str, str, str], ...] = (
     ("data.train_batch_size data.gen_batch_size", "train_dataset.batch_size", "prompts per step in both"),
     ("data.val_batch_size data.val_max_samples", "evaluator.size", "problems per evaluation"),
     ("data.train_max_samples", "train_dataset.size", ""),
-    ("data.prompt_key", "train_dataset.prompt_column", "a list of messages is fine"),
+    ("data.prompt_key data.messages_key", "train_dataset.prompt_column", "a list of messages is fine"),
+    ("data.response_key", "train_dataset.completion_column", "of the SFT trainer, with algorithm: sft"),
+    ("data.max_length", "train_dataset.max_length", "of the SFT trainer: longer rows are dropped, not cut"),
+    ("model.partial_pretrain", "actor.path", "of the SFT trainer, with algorithm: sft"),
     (
         "data.reward_fn_key",
         "train_dataset.mixture",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from gspo.config.schema.key import Section, key
 
@@ -18,6 +18,11 @@ class Reward(Section):
     workers: int = key(2, "Number of worker processes, for rewards that need one.", low=1)
     max_failure_fraction: float = key(
         0.5, "The run stops if more than this fraction of a batch's rewards failed.", low=0.0, high=1.0
+    )
+    check: Literal["warn", "stop", "off"] = key(
+        "warn",
+        "Before the first step, score known answers to a few rows (reference, empty, another row's): warn or stop if "
+        "the reward looks broken; off: no check. `gspo doctor --reward` does the same with more rows.",
     )
     allow_unsandboxed_code: bool = key(
         False,

@@ -10,7 +10,8 @@ from gspo.algorithms import ALGORITHMS
 from gspo.config.schema import Config, DatasetSpec, MixtureSource
 from gspo.data.dataset import Dataset, default_reward
 from gspo.data.mixture import Data, distinct_names
-from gspo.errors import ConfigError
+from gspo.errors import ConfigError, TrainingError
+from gspo.rewards.check import check_reward, diagnose
 from gspo.rewards.functions.builtin import COMPARING
 from gspo.rewards.functions.code import prepare
 from gspo.rewards.pool import RewardPool
@@ -19,6 +20,7 @@ from gspo.rewards.spec import RewardSpec, reward_spec
 from gspo.train.build.data import held_out
 
 ANY_SOURCE = ""
+CHECKED_ROWS = 4  # rows of reward.check before training
 PROCEDURAL = ("embedded:", "reasoning_gym:")  # tasks with a reward of their own
 
 
@@ -66,6 +68,23 @@ def scores_answers(config: Config, given: Any, data: Sequence[Data]) -> bool:
     # Procedural tasks have a reward of their own; a mixture may name one per source.
     chosen = _chosen(config)
     return all(name in chosen or source.source.startswith(PROCEDURAL) for one in data for name, source in _sources(one))
+
+
+def reward_problems(config: Config, given: Any, rewards: Rewards, data: Data, tokenizer: Any) -> list[str]:
+    """reward.check: what is wrong with the reward, by known answers to a few rows; TrainingError with `stop`.
+
+    Judges and reward models are not asked: their calls are expensive, and `gspo doctor --reward` asks them.
+    """
+    names = {part.name for spec in reward_specs(config, given).values() for part in spec}
+    if config.reward.check == "off" or names & {"judge", "reward_model", "code"}:
+        return []
+    prompts = [data.prompt(row) for row in range(min(CHECKED_ROWS, len(data)))]
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    found = diagnose(check_reward(prompts, rewards, encode=encode, until_failure=True), config.reward.timeout)
+    fatal = [problem.text for problem in found if problem.is_fatal]
+    if fatal and config.reward.check == "stop":
+        raise TrainingError(f"stopped by reward.check: stop: {fatal[0]}; `gspo doctor --reward` shows the scores")
+    return [f"warning: {text}; `gspo doctor --reward` shows more" for text in fatal]
 
 
 def default_rewards(config: Config, given: Any, data: Sequence[Data]) -> list[str]:

@@ -44,7 +44,7 @@ FREE = (
     "experiment_name", "trial_name",
     "total_train_steps", "total_train_epochs", "strict", "on_alarm", "stall_timeout", "profile", "saver", "recover",
     "evaluator", "stats_logger", "rollout.dump_to_file", "rollout.request_timeout",
-    "reward.timeout", "reward.workers", "cluster", "scheduler", "actor.backend",
+    "reward.timeout", "reward.workers", "reward.check", "cluster", "scheduler", "actor.backend",
 )  # fmt: skip
 
 

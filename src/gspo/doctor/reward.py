@@ -1,0 +1,94 @@
+"""`gspo doctor --reward`: score answers whose value is known, and say what is wrong with the reward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from gspo.config.schema import Config
+from gspo.data.mixture import Data
+from gspo.errors import ConfigError
+from gspo.rewards.check import Line, Problem, check_reward, diagnose
+from gspo.rewards.route import Rewards
+from gspo.rollout.groups import sample_groups
+from gspo.train.build.data import make_data
+from gspo.train.build.policy import load_policy, make_tokenizer
+from gspo.train.build.rewards import default_rewards, make_rewards
+from gspo.train.build.sampler import decoder, make_sampler, sampling_params
+from gspo.train.evaluate import FIRST
+from gspo.types import Failure, Score
+
+ROWS = 64
+MODEL_ROWS = 16
+
+
+def examine_reward(config: Config, *, with_model: bool) -> tuple[list[Line], list[Problem]]:
+    """The scores of known answers to the first training rows, and what is wrong with them."""
+    env = config.env
+    if env.path or env.agent or env.command:
+        raise ConfigError(
+            "an environment gives its own rewards, which answers of one turn do not show; use gspo preview"
+        )
+    tokenizer = make_tokenizer(config)
+    data, _ = make_data(config, None, None, tokenizer)
+    default_rewards(config, None, (data,))
+    prompts = [data.prompt(row) for row in range(min(ROWS, len(data)))]
+    with ExitStack() as stack:
+        rewards = make_rewards(config, None, None)
+        stack.callback(rewards.close)
+        lines = check_reward(prompts, rewards, encode=lambda text: tokenizer.encode(text, add_special_tokens=False))
+        found = diagnose(lines, config.reward.timeout)
+        if with_model:
+            lines.append(_of_model(config, data, rewards))
+    return lines, found
+
+
+def _of_model(config: Config, data: Data, rewards: Rewards) -> Line:
+    """The scores of the model's own greedy answers."""
+    policy, tokenizer = load_policy(config, None, 0)
+    sampler = make_sampler(config, policy, tokenizer, 0)
+    try:
+        groups = sample_groups(
+            [(FIRST + row, data.prompt(row)) for row in range(min(MODEL_ROWS, len(data)))],
+            num_samples=1,
+            params=replace(sampling_params(config.gconfig), greedy=True),
+            sampler=sampler,
+            rewards=rewards,
+            decode=decoder(tokenizer),
+        )
+    finally:
+        sampler.close()
+    outcomes = [group.outcomes[0] for group in groups]
+    return Line(
+        "the model's, greedy",
+        [outcome.value if isinstance(outcome, Score) else None for outcome in outcomes],
+        [group.texts[0] for group in groups],
+        [outcome for outcome in outcomes if isinstance(outcome, Failure)],
+        seconds=0.0,
+    )
+
+
+def reward_view(lines: Sequence[Line], found: Sequence[Problem], inert: Any) -> RenderableType:
+    """The table of scores, and the diagnosis."""
+    table = Table(box=None, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
+    for name in ("answer", "rows", "mean", "lowest", "highest", "failed", "ms per call"):
+        table.add_column(name, justify="left" if name == "answer" else "right", no_wrap=True)
+    for line in lines:
+        known = [score for score in line.scores if score is not None]
+        numbers = [f"{x:.3f}" for x in (line.mean or 0.0, min(known), max(known))] if known else ["–"] * 3
+        spent = f"{1000 * line.seconds:.1f}" if line.seconds else "–"
+        table.add_row(line.answer, str(len(line.scores)), *numbers, str(len(line.failures)), spent)
+    words = [
+        Text.assemble(
+            ("✗ " if problem.is_fatal else "! ", "red" if problem.is_fatal else "yellow"), inert(problem.text)
+        )
+        for problem in found
+    ]
+    good = Text("✓ the reference earns most, and wrong answers earn less", style="green")
+    return Group(table, Text(), *(words or [good]))

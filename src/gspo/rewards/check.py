@@ -65,14 +65,18 @@ def check_reward(
 ) -> list[Line]:
     """Score the answers of `ANSWERS` for these rows; rows without a known answer have the empty one only.
 
-    until_failure: stop after the first kind of answer at which the reward failed, so that a reward that hangs costs one
-    timeout per row and not five.
+    until_failure: stop after the first kind of answer at which the reward failed, and begin with one call, so that a
+    reward that hangs or always fails costs one timeout.
     """
     known = [prompt for prompt in prompts if answer_forms(prompt)]
     lines: list[Line] = []
     if known:
         # The form of a row that earns most is its reference: which forms a reward reads is its own matter.
         forms = [answer_forms(prompt) for prompt in known]
+        if until_failure:
+            scored, seconds = _score(known[:1], [forms[0][:1]], rewards, encode)
+            if isinstance(scored[0][0], Failure):
+                return [_line(REFERENCE, scored[0], forms[0][:1], seconds)]
         scored, seconds = _score(known, forms, rewards, encode)
         best = [max(zip(row, texts, strict=True), key=_value) for row, texts in zip(scored, forms, strict=True)]
         outcomes, texts = [outcome for outcome, _ in best], [text for _, text in best]

@@ -172,7 +172,6 @@ def test_the_weight_cap_becomes_rejection_sampling(tmp_path, cap, expected):
         ("enable_offload: true", ["enable_offload", "actor.backend"]),
         ("ref: {init_from_scratch: true}", ["ref.init_from_scratch", "not supported"]),
         ("rollout: {agent: {mode: inline}}", ["rollout.agent", "env.agent"]),
-        ("teacher: {path: x}", ["teacher", "no distillation"]),
         ("actor: {m2_threshold: 0.04}", ["m2_threshold", "rejection_sampling"]),
         ("gconfig: {frequency_penalty: 0.1}", ["frequency_penalty", "remove it"]),
         ("total_train_n_seqs: 100", ["total_train_steps"]),

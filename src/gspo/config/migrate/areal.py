@@ -77,7 +77,6 @@ def _objective_rules() -> Iterable[list[Rule]]:
         renames("actor.enable_tree_training", "actor.share_prefix"),
         repeats("critic.mask_no_eos_with_zero", "actor.mask_no_eos_with_zero"),
         only("actor.m2_threshold", (None,), "there is no M2PO; limit π_old/μ with actor.rejection_sampling"),
-        only("teacher", (None,), "there is no distillation; remove it"),
         drops("actor.{log_agent_stats,log_agent_stats_keys}", "every sample is logged"),
     )
 

@@ -6,23 +6,34 @@ from typing import Any
 
 from gspo.config.layout import layout_of
 from gspo.config.lint.facts import Facts
+from gspo.config.objective import is_supervised
 from gspo.system.text import number
 
 
 def policy_section(f: Facts) -> dict[str, Any]:
     return {
-        "sampler": _sampler_words(f),
+        "sampler": "completions of the data set; the sampler answers held-out problems only"
+        if is_supervised(f.config)
+        else _sampler_words(f),
         "sampling": _sampling_words(f),
         "staleness": f.config.rollout.max_head_offpolicyness,
         "proximal": f.objective["proximal"],
-        "pi_old": _proximal_words(f),
+        "pi_old": "none: the loss has no ratio" if is_supervised(f.config) else _proximal_words(f),
         "corrected": f.objective["corrected"],
         "correction": f.objective["settings"]["correction"],
         "correction_words": _correction_words(f),
-        "kl": _kl_words(f),
+        "kl": _kl_words(f) if f.config.teacher is None else f"teacher {f.config.teacher.path}: {_teacher_words(f)}",
         "experts": _expert_words(f),
         "trained": _trained_words(f),
     }
+
+
+def _teacher_words(f: Facts) -> str:
+    assert f.config.teacher is not None
+    share, coef = f.config.teacher.exact_kl, number(f.config.teacher.coef)
+    if share is None:
+        return f"{coef} × (its log-prob − the sampler's) is the advantage of each token"
+    return f"{coef} × exact KL over the vocabulary in the loss, {share:.0%} forward"
 
 
 def _expert_words(f: Facts) -> str:

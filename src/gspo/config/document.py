@@ -164,7 +164,7 @@ resolved config, with every key and who decided it, is `config.yaml` in the run 
 # Chapter → its sections, by the first part of their names; "" is the top level.
 _CHAPTERS = {
     "The run": ("",),
-    "Model, optimizer and objective": ("actor", "ref", "critic"),
+    "Model, optimizer and objective": ("actor", "ref", "teacher", "critic"),
     "Data and rewards": ("train_dataset", "valid_dataset", "reward"),
     "Sampling and episodes": ("gconfig", "rollout", "env"),
     "Evaluation, checkpoints and metrics": ("evaluator", "eval_gconfig", "saver", "recover", "stats_logger"),

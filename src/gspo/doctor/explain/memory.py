@@ -58,12 +58,17 @@ def _trainer_memory(f: Facts, shape: Shape) -> list[Item]:
         items += memory.training_items("actor", shape.parameters, f.dtype, actor.optimizer.type, shards)
     items += memory.logits_items(shape, chunk=HEAD_CHUNK, tokens_per_mb=actor.mb_spec.max_tokens_per_mb)
     ref, critic = f.config.ref, f.config.critic
+    frozen: dict[str, str] = {}
     if ref is not None and (actor.kl_loss_coef > 0 or actor.kl_ctl > 0) and not reference_is_policy(f):
-        other = _shape_at(ref.path or actor.path)
+        frozen["reference"] = ref.path or actor.path
+    if f.config.teacher is not None:
+        frozen["teacher"] = f.config.teacher.path
+    for name, path in frozen.items():
+        other = _shape_at(path)
         items.append(
-            Item("reference parameters", None, other.reason)
+            Item(f"{name} parameters", None, other.reason)
             if isinstance(other, Unknown)
-            else memory.parameters_item("reference", other.parameters, f.dtype, shards, ", no gradients")
+            else memory.parameters_item(name, other.parameters, f.dtype, shards, ", no gradients")
         )
     if critic is not None and f.objective["advantage"] == "gae":
         other = _shape_at(critic.path or actor.path)

@@ -22,6 +22,8 @@ def check_models(config: Config) -> Iterator[Check]:
         wanted["ref.path"] = ref.path
     if critic is not None:
         wanted["critic.path"] = critic.path
+    if config.teacher is not None:
+        wanted["teacher.path"] = config.teacher.path
     seen: set[str] = set()
     for key, path in wanted.items():
         if path is not None and path not in seen:
@@ -70,8 +72,8 @@ def check_vocabularies(config: Config, tokenizer: Any, present: set[str]) -> Ite
     """A failed check for each present model whose token ids mean other tokens."""
     from gspo.models.loading import refuse_foreign_vocabulary
 
-    ref, critic = config.ref, config.critic
-    others = {"actor.path": config.actor.path, "ref.path": ref and ref.path, "critic.path": critic and critic.path}
+    others = {"actor.path": config.actor.path}
+    others |= {f"{name}.path": part.path for name in ("ref", "teacher", "critic") if (part := getattr(config, name))}
     for key, path in others.items():
         if path and key in present:
             try:

@@ -59,6 +59,7 @@ def test_a_right_reward_has_no_problem_and_every_answer_is_scored():
     ("function", "words", "is_fatal"),
     [
         (lambda text, row: 1.0, "every answer earns 1: the reward is constant", True),
+        (lambda text, row: 0.0, "no reference answer earns more than 0", True),
         (lambda text, row: float("<answer>" in text) or (0.1 if not text else 0.0), "no reference answer", True),
         (lambda text, row: final(text).isdigit(), "another row's answer earns 1 .* does not compare", True),
         (lambda text, row: 1.0 if not text or final(text) == row.reference else 0.0, "an empty answer earns 1", True),

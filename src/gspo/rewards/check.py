@@ -149,7 +149,8 @@ def diagnose(lines: Sequence[Line], timeout_s: float) -> list[Problem]:
     found = list(_failures(lines))
     reference = by_answer.get(REFERENCE)
     all_scores = [score for line in lines for score in line.scores if score is not None]
-    if len(lines) > 1 and len(all_scores) > 1 and len(set(all_scores)) == 1:
+    is_constant = len(lines) > 1 and len(all_scores) > 1 and len(set(all_scores)) == 1
+    if is_constant and all_scores[0] > 0:  # if all are 0, the likely cause is that nothing is parsed
         found.append(Problem(f"every answer earns {all_scores[0]:g}: the reward is constant", True))
     elif reference is not None and reference.mean is not None:
         found += _reference(reference)

@@ -1,7 +1,10 @@
 from dataclasses import replace
 
+import pytest
 from made_batches import make_batch, make_group
+from training_runs import path_of, train
 
+from gspo.errors import TrainingError
 from gspo.train.record import _example
 
 
@@ -10,3 +13,13 @@ def test_the_example_of_the_display_is_the_question_not_the_end_of_a_chat_templa
     chat = replace(plain.prompt, text="<user>2+2?<assistant>", messages=({"role": "user", "content": "2+2?"},))
     assert _example(make_batch([replace(plain, prompt=chat)])) == ("2+2?", "", True)
     assert _example(make_batch([plain])) == ("?", "", True)
+
+
+@pytest.mark.run
+def test_a_reward_that_parses_nothing_stops_the_run_before_its_first_step(tmp_path):
+    broken = "reward.functions=[{name: final, marker: '@'}]"
+    with pytest.raises(
+        TrainingError, match=r"stopped by reward.check: stop: no reference answer earns .* is not parsed"
+    ):
+        train(tmp_path, broken, "reward.check=stop")
+    assert not (path_of(tmp_path) / "metrics.jsonl").exists()

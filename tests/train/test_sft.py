@@ -1,6 +1,7 @@
 """Supervised fine-tuning is the same loop on the completions of the data set."""
 
 import pytest
+import ranked_runs
 import torch
 from training_runs import digests, metrics, train
 
@@ -84,3 +85,22 @@ def test_rows_without_a_reward_are_evaluated_by_loss_alone(tmp_path):
     assert "eval/accuracy" not in first
     assert last["eval/loss"] < first["eval/loss"]
     assert last["eval/best_step"] == 2
+
+
+@pytest.mark.full
+def test_two_ranks_measure_and_train_as_one(tmp_path):
+    short = (*SFT, "total_train_steps=2", "evaluator.freq_steps=1", "actor.dtype=float64")
+    one, two = (metrics(ranked_runs.train(tmp_path / str(n), n, *short)) for n in (1, 2))
+    for a, b in zip(one, two, strict=True):
+        assert a["loss/mean"] == pytest.approx(b["loss/mean"], rel=1e-9)
+        assert a["eval/loss"] == pytest.approx(b["eval/loss"], rel=1e-9)
+
+
+@pytest.mark.full
+def test_an_adapter_is_trained_on_the_completions_too(tmp_path):
+    trainer, path = train(
+        tmp_path, *SFT, "actor.use_lora=true", "actor.lora_rank=4", "actor.gradient_checkpointing=true"
+    )
+    first, *_, last = metrics(path)
+    assert last["eval/loss"] < first["eval/loss"]
+    assert all("lora" in name for name, p in trainer.parts.learner.policy.named_parameters() if p.requires_grad)

@@ -16,7 +16,7 @@ from gspo.report.read import is_graded, read_config, read_metrics
 
 # Drawn besides the held-out score.
 CURVES = (
-    "reward/mean", "clip/sequences", "policy/entropy", "length/mean", "policy/kl_behavior",
+    "reward/mean", "eval/loss", "clip/sequences", "policy/entropy", "length/mean", "policy/kl_behavior",
     "grad/norm", "time/step_s",
 )  # fmt: skip
 

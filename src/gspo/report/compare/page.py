@@ -24,6 +24,7 @@ WORDS = {
     "eval/accuracy": "held-out problems",
     "eval/reward": "held-out problems",
     "reward/mean": "mean of the batch",
+    "eval/loss": "nats per token of held-out rows",
     "clip/sequences": "share of the sequences of mini-batches ≥ 2, low and high together",
     "policy/entropy": "nats per token",
     "length/mean": "tokens per completion",

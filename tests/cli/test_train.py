@@ -224,13 +224,16 @@ def test_every_metric_of_a_run_is_documented_and_every_documented_one_is_written
     written = {
         re.sub(r"^reward/part_.*", "reward/part_<name>", name) for row in read_metrics(trained[0]) for name in row
     }
-    # These exist where a run has a reference, a mixture, a critic, experts, a correction or episodes
-    # (tests/train/test_variants.py, test_critic.py, test_moe_training.py, test_correction_step.py,
-    # test_agent_training.py).
+    # These exist where a run has a reference, a teacher, a mixture, a critic, experts, a correction, episodes or
+    # completions of its own (tests/train/test_variants.py, test_distillation.py, test_critic.py, test_moe_training.py,
+    # test_correction_step.py, test_agent_training.py, test_sft.py).
     of_variants = {
         "policy/kl_reference",
         "reward/kl_penalty",
         "time/reference_s",
+        "policy/kl_teacher",
+        "time/teacher_s",
+        "eval/loss",
         "time/critic_s",
         "eval/<source>/<name>",
     }

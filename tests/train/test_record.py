@@ -5,6 +5,7 @@ from made_batches import make_batch, make_group
 from training_runs import path_of, train
 
 from gspo.errors import TrainingError
+from gspo.runs import checkpoint
 from gspo.train.record import _example
 
 
@@ -23,3 +24,11 @@ def test_a_reward_that_parses_nothing_stops_the_run_before_its_first_step(tmp_pa
     ):
         train(tmp_path, broken, "reward.check=stop")
     assert not (path_of(tmp_path) / "metrics.jsonl").exists()
+
+
+@pytest.mark.full
+def test_nothing_to_learn_in_the_first_batch_stops_a_run_that_solves_no_problem(tmp_path):
+    dull = ("gconfig.max_new_tokens=2", "on_alarm=stop")
+    with pytest.raises(TrainingError, match="at step 1: nothing was learnt .* every completion was truncated"):
+        train(tmp_path, *dull)
+    assert checkpoint.steps(path_of(tmp_path) / "checkpoints") == [1]

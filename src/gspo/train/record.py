@@ -106,8 +106,8 @@ class Recorder:
             return None
         if at_once := first_step_message(metrics):
             self._say(f"warning: {at_once}")
-            # A model that solves some held-out problems may have had bad luck in one batch.
-            if self._stop_on_alarm and self._first_accuracy in (None, 0.0, 1.0):
+            # A model that solves some held-out problems, or was not evaluated, may have had bad luck in one batch.
+            if self._stop_on_alarm and self._first_accuracy in (0.0, 1.0):
                 return at_once
         if metrics.get("agent/settings_replaced") and not self._told_settings:
             self._told_settings = True

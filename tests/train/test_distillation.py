@@ -21,6 +21,15 @@ def test_a_run_without_a_teacher_is_refused(tmp_path):
         train(tmp_path, "algorithm=gspo", "teacher.path=embedded:tiny")
 
 
+@pytest.mark.run
+def test_a_teacher_that_is_the_student_has_no_distance_and_moves_nothing(tmp_path):
+    short = ("total_train_steps=1", "train_dataset.batch_size=4", "evaluator.freq_steps=0", "~actor.ppo_n_minibatches")
+    _, path = train(tmp_path, *STUDENT, *short, "teacher.path=embedded:tiny")
+    (row,) = metrics(path)
+    assert abs(row["policy/kl_teacher"]) < 1e-4
+    assert row["grad/norm"] < 1e-3
+
+
 @pytest.mark.full
 def test_a_teacher_of_another_vocabulary_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"teacher\.path"):

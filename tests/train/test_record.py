@@ -29,6 +29,6 @@ def test_a_reward_that_parses_nothing_stops_the_run_before_its_first_step(tmp_pa
 @pytest.mark.full
 def test_nothing_to_learn_in_the_first_batch_stops_a_run_that_solves_no_problem(tmp_path):
     dull = ("gconfig.max_new_tokens=2", "on_alarm=stop")
-    with pytest.raises(TrainingError, match="at step 1: nothing was learnt .* every completion was truncated"):
+    with pytest.raises(TrainingError, match=r"at step 1: nothing was learnt .* every completion was truncated"):
         train(tmp_path, *dull)
     assert checkpoint.steps(path_of(tmp_path) / "checkpoints") == [1]

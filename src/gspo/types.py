@@ -111,6 +111,9 @@ class Request:
     prompt: tuple[int, ...]
     params: SamplingParams
     prefix: Sample | None = None
+    # A hint: the next request of the same (submission, sample) probably continues this one, so a sampler may keep keys
+    # and values of this row for it (`sampling.api.KeepsCache`); not of one with images.
+    keep_cache: bool = field(default=False, compare=False)
     # The Prompt that `prompt` was rendered from, for environments; it stays in the trainer's process.
     origin: Prompt | None = field(default=None, compare=False, repr=False)
     images: Images | None = None  # what the prompt shows

@@ -413,3 +413,15 @@ def test_an_environment_that_stops_the_shared_event_loop_does_not_end_the_run(pl
         return await two_turns(client, data)
 
     assert all(isinstance(sample.outcome, Score) for sample in play(stops, timeout_s=60.0).values())
+
+
+def test_a_turn_computes_only_its_new_tokens_and_an_ended_episode_frees_its_row(play, talk):
+    sampler = talkers.sampler(CONTEXT)
+    for _ in range(2):  # the second time begins from an empty store, too
+        samples = play(two_turns, sampler=sampler)
+        assert sampler.health()["cache_bytes"] == 0
+    prompts = {id: talk.render([{"role": "user", "content": f"q{id.submission}?"}]) for id in samples}
+    # Prompts once per group, and per sample what follows the first answer's last token.
+    between = sum(int((~s.mask).sum()) + 1 for s in samples.values())
+    expected = sum(len(prompts[id]) for id in samples if id.sample == 0) + between
+    assert sampler.health()["prefill_tokens"] == 2 * expected

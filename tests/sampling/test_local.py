@@ -453,3 +453,79 @@ def test_samples_finished_but_not_yet_taken_survive_a_consumer_that_stops_readin
     engine.submit(requests)
     first = next(engine.completed())
     assert {first.id} | {s.id for s in engine.completed()} == {r.id for r in requests}
+
+
+def play_turns(engine, num_turns, keep_cache):
+    """Episodes of several turns: (requests, samples) by id. Observations differ in length."""
+    params = SamplingParams(6)
+    requests = [Request(r.id, r.prompt, r.params, keep_cache=keep_cache) for r in group_requests(4, 3, params)]
+    asked, samples = {}, {}
+    for turn in range(num_turns):
+        asked |= {r.id: r for r in requests}
+        samples |= run(engine, requests)
+        requests = [
+            Request(
+                r.id._replace(turn=turn + 1),
+                r.prompt + tuple(samples[r.id].tokens.tolist()) + (5, 6, 7)[: 1 + (r.id.sample + turn) % 3],
+                params,
+                keep_cache=keep_cache,
+            )
+            for r in requests
+        ]
+    return asked, samples
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", *(pytest.param(n, marks=pytest.mark.full) for n in CONFIGS)])
+def test_a_turn_continues_the_row_of_the_last_one_and_has_the_log_probs_of_plain_transformers(name):
+    model = build(name)
+    engine, again = sampler(model, max_rows=12), sampler(model)
+    asked, samples = play_turns(engine, 4, keep_cache=True)
+    expected = play_turns(again, 4, keep_cache=False)[1]
+    for id, request in asked.items():
+        np.testing.assert_allclose(
+            samples[id].behavior_logp, teacher_forced(model, request, samples[id]), atol=1e-5, rtol=1e-5
+        )
+    # A sample of two turns later may differ after a draw that falls between two roundings; here none does.
+    assert {id: s.tokens.tolist() for id, s in samples.items()} == {id: s.tokens.tolist() for id, s in expected.items()}
+    for id, sample in samples.items():
+        if sample.prompt_routes is not None:
+            assert sample.prompt_routes.tolist() == expected[id].prompt_routes.tolist()
+            assert sample.routes.tolist() == expected[id].routes.tolist()
+    if engine._engine.is_packed:  # a later turn computes the last answer's last token and the observation
+        first = sum(len(prompt_of(g)) for g in range(4))
+        later = [1 + 1 + (id.sample + id.turn - 1) % 3 for id in asked if id.turn]
+        assert engine.health()["prefill_tokens"] == first + sum(later)
+    for group in range(4):
+        for i in range(3):
+            engine.release(group, i)
+    assert engine.health()["cache_bytes"] == 0
+
+
+def test_a_turn_with_an_edited_history_is_prefilled_and_new_weights_drop_kept_rows(model):
+    engine = sampler(model)
+    first = Request(SampleId(0, 0), prompt_of(1), PLAIN, keep_cache=True)
+    answer = tuple(run(engine, [first])[first.id].tokens.tolist())
+
+    def prefilled(prompt, turn):
+        before = engine.health()["prefill_tokens"]
+        request = Request(SampleId(0, 0, turn), prompt, PLAIN, keep_cache=True)
+        sample = run(engine, [request])[request.id]
+        np.testing.assert_allclose(sample.behavior_logp, teacher_forced(model, request, sample), atol=1e-5, rtol=1e-5)
+        return engine.health()["prefill_tokens"] - before
+
+    edited = (*prompt_of(1), 9, *answer[1:], 5)
+    assert prefilled(edited, 1) == len(edited)
+    assert prefilled(prompt_of(2), 2) == len(
+        prompt_of(2)
+    )  # the row of the edited history was kept instead, and dropped
+    engine.load_weights(1, None)
+    assert engine.health()["cache_bytes"] == 0
+
+
+def test_no_more_rows_are_kept_than_may_run(model):
+    engine = sampler(model, max_rows=4)
+    run(engine, [Request(SampleId(g, 0), prompt_of(g), PLAIN, keep_cache=True) for g in range(11)])
+    assert len(engine._stepper.kept) == 4
+    for group in range(11):
+        engine.release(group, 0)
+    assert engine.health()["cache_bytes"] == 0

@@ -46,6 +46,18 @@ def test_a_run_on_episodes_that_was_stopped_and_resumed_is_the_uninterrupted_one
     assert rows[1]["turns"][0]["reward"] is not None
 
 
+@pytest.mark.full
+def test_a_stopped_run_whose_turns_continue_kept_rows_is_the_uninterrupted_one(tmp_path):
+    """The process of the second half has kept nothing and evaluates nothing that the first one did."""
+    how = (*FEW, "evaluator.freq_steps=1", "gconfig.temperature=2.0")
+    _, path = train(tmp_path / "whole", *how, env=episode_envs.ask_again)
+    assert metrics(path)[1]["episode/sequences_mean"] == 1  # the second turn continues the first
+    _, stopped = train(tmp_path / "halves", *how, env=episode_envs.ask_again, kind=Stopped)
+    assert len(metrics(stopped)) == 2
+    _, again = train(tmp_path / "halves", *how, env=episode_envs.ask_again)
+    assert digests(path) == digests(again)
+
+
 def test_episodes_wait_in_a_checkpoint_with_their_sequences_and_rewards(tmp_path):
     how = (*FEW, "rollout.max_head_offpolicyness=1", "total_train_steps=3", "saver.freq_steps=1", "saver.keep=9")
     _, path = train(tmp_path, *how, env=episode_envs.forgetful)

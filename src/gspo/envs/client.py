@@ -259,11 +259,12 @@ class Client:
 
     def _render(self, messages: tuple[Message, ...], tools: Sequence[Any] | None, key: str) -> tuple[int, ...]:
         with self._lock:
-            # Other tools change the rendered prompt, so the earlier tokens would not fit.
-            before = [s for s in self._conversations if s.tools == key and continues(s.messages, messages)]
-        if before:
-            # The longest match leaves the fewest messages to render.
-            last = max(before, key=lambda s: len(s.messages))
+            # The longest match leaves the fewest messages to render. Longest first: an episode of T turns then compares
+            # T² messages and not T³.
+            longest_first = sorted(self._conversations, key=lambda s: len(s.messages), reverse=True)
+        # Other tools change the rendered prompt, so the earlier tokens would not fit.
+        last = next((s for s in longest_first if s.tools == key and continues(s.messages, messages)), None)
+        if last is not None:
             new = messages[len(last.messages) :]
             self._refuse_long(sum(len(str(m.get("content") or "")) for m in new))
             answer = last.exchange.sample.tokens.tolist()

@@ -25,14 +25,14 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from gspo.envs.chat import Chat
 from gspo.envs.client import Client, EpisodeError
 from gspo.envs.episode import episode_sample
 from gspo.errors import DataError, RolloutError
-from gspo.sampling.api import Sampler
+from gspo.sampling.api import KeepsCache, Sampler
 from gspo.system.imports import described, user_lines
 from gspo.types import Failure, Outcome, Request, Sample, SampleId, Score
 
@@ -138,6 +138,8 @@ class _Call:
 
     def __init__(self, how: Episodes, sampler: Sampler) -> None:
         self._how, self._sampler = how, sampler
+        # Only in rounds: there the rows that are kept, and so the last bits of log-probs, do not depend on timing.
+        self._keeper = sampler if how._rounds and isinstance(sampler, KeepsCache) else None
         self._not_started: deque[Request] = deque()
         self._open: dict[tuple[int, int], _Episode] = {}
         self._not_submitted: list[Request] = []
@@ -235,13 +237,22 @@ class _Call:
     def _run_environments(self) -> None:
         """Run until every episode waits for a sample or has ended; a timeout ends an episode, too."""
         while True:
-            self._settle()
+            self._take_messages()
             self._admit()
-            if not any(self._is_running(episode) for episode in self._open.values()):
-                return
+            # `_settle` waits for the loop several times: once per round, not once per message.
+            if not self._any_running():
+                self._settle()
+                self._admit()
+                if not self._any_running():
+                    return
             with contextlib.suppress(queue.Empty):
                 self._handle(self._inbox.get(timeout=0.1))
             self._end_late()
+
+    def _take_messages(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._handle(self._inbox.get_nowait())
 
     def _settle(self) -> None:
         """Take all messages that are ready: parallel requests of one environment arrive together."""
@@ -250,10 +261,8 @@ class _Call:
             passed = threading.Event()
             self._how.loop().call_soon_threadsafe(passed.set)
             if not passed.wait(GRACE):
-                return  # busy or blocked; `_end_late` decides
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._handle(self._inbox.get_nowait())
+                break  # busy or blocked; `_end_late` decides
+        self._take_messages()
 
     def _handle(self, message: _RequestSent | _Ended) -> None:
         episode = message.episode
@@ -279,6 +288,9 @@ class _Call:
 
     def _is_running(self, episode: _Episode) -> bool:
         return not episode.pending
+
+    def _any_running(self) -> bool:
+        return any(self._is_running(episode) for episode in self._open.values())
 
     def _end_late(self) -> None:
         # Only an episode that runs can be late. The time that it waits for samples does not count.
@@ -321,6 +333,7 @@ class _Call:
         """Record the outcome of an episode; samples of its open requests are dropped when they arrive."""
         # First of all: messages of this episode that arrive later are ignored.
         del self._open[_key(episode.request.id)]
+        self._release(episode)
         client = episode.client
         client.close("the episode has ended")
         self._cancel(episode)
@@ -336,6 +349,10 @@ class _Call:
             )
         )
 
+    def _release(self, episode: _Episode) -> None:
+        if self._keeper is not None:
+            self._keeper.release(*_key(episode.request.id))
+
     def _cancel(self, episode: _Episode) -> None:
         loop = self._how._loop
         if loop is not None and episode.task is not None and not episode.task.done():
@@ -348,6 +365,7 @@ class _Call:
     def abandon(self) -> None:
         """Cancel what is left: an error occurred, or the caller stopped iterating."""
         for episode in self._open.values():
+            self._release(episode)
             episode.client.close("the run has ended")
             self._cancel(episode)
         self._open.clear()
@@ -360,6 +378,8 @@ class _Call:
         requests, self._not_submitted = sorted(self._not_submitted, key=lambda request: request.id), []
         if not requests:
             return
+        if self._keeper is not None:
+            requests = [replace(request, keep_cache=True) for request in requests]
         # Normally one call for all requests, so that the sampler can batch them.
         try:
             self._sampler.submit(requests)

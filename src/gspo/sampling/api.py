@@ -7,7 +7,7 @@ belongs to. The in-process engine decodes inside `completed()`; a client of serv
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from gspo.types import Request, Sample
 
@@ -55,3 +55,16 @@ class Sampler(Protocol):
     def health(self) -> Mapping[str, Any]: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class KeepsCache(Protocol):
+    """A sampler that keeps keys and values of a finished request (`Request.keep_cache`) for its episode's next turn.
+
+    It keeps one row per episode. The next request of the episode uses it, or drops it if it does not begin with the
+    row's tokens. `load_weights`, `abort`, `sleep` and `release` drop rows, too.
+    """
+
+    def release(self, submission: int, sample: int) -> None:
+        """This episode has ended: drop its row."""
+        ...

@@ -1,5 +1,6 @@
 """Gymnasium environments: the real package, small environments of it, and environments that misbehave."""
 
+import sys
 import time
 
 import gymnasium
@@ -15,6 +16,8 @@ from gspo.envs.client import EpisodeError, OutOfRoomError
 from gspo.envs.find import find_environment
 from gspo.errors import ConfigError
 
+closed = []
+
 
 class Odd(gymnasium.Env):
     """One number to reach; `trouble` chooses how it misbehaves."""
@@ -24,11 +27,16 @@ class Odd(gymnasium.Env):
 
     def __init__(self, trouble=""):
         self.trouble = trouble
+        if trouble == "large":
+            self.observation_space = spaces.Box(-5, 5, (10**6,))
+
+    def close(self):
+        closed.append(self.trouble)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.at = self.np_random.integers(-3, 0)
-        return np.array([self.at]), {}
+        return np.full(self.observation_space.shape, self.at), {}
 
     def step(self, action):
         self.at += action
@@ -36,9 +44,13 @@ class Odd(gymnasium.Env):
             raise RuntimeError("the motor is hot")
         if self.trouble == "hang":
             time.sleep(5)
+        if self.trouble == "slow":
+            time.sleep(0.5)
         value = np.nan if self.trouble == "nan observation" else self.at
-        size = 10**6 if self.trouble == "large" else 1
-        reward = np.nan if self.trouble == "nan reward" else -abs(float(self.at))
+        size = {"large": 10**6, "wrong shape": 3}.get(self.trouble, 1)
+        reward = {"nan reward": np.nan, "two rewards": np.zeros(2)}.get(self.trouble, -abs(float(self.at)))
+        if self.trouble == "old step":
+            return np.full(1, value), reward, False, {}
         return np.full(size, value), reward, self.at == 0, False, {"is_success": self.at == 0}
 
 
@@ -105,18 +117,48 @@ def test_an_answer_that_is_no_action_costs_its_turn_and_the_model_is_told():
         ("hang", StepTimeoutError, "step took longer than 0.2 s"),
         ("nan observation", EpisodeError, "not finite"),
         ("nan reward", EpisodeError, "must be a finite number"),
+        ("two rewards", EpisodeError, "the reward of a step must be a number, got ndarray"),
+        ("wrong shape", EpisodeError, "it has 3 numbers, and the observation space has 1"),
+        ("old step", EpisodeError, r"step returned 4 values, not \(observation"),
         ("large", OutOfRoomError, "cannot fit a context"),
     ],
 )
 def test_an_environment_that_misbehaves_costs_one_sample_and_the_next_one_runs(trouble, error, message):
     env = find_environment("gymnasium:Odd-v0", {"make": {"trouble": trouble}, "timeout": 0.2, "max_steps": 2})
     for _ in range(3):  # more often than there are threads
-        if trouble == "large":  # a full context ends an episode that has begun
-            assert play(env, client("0", "0"))["steps"] == 2
-            continue
         with pytest.raises(error, match=message):
             play(env, client("0", "0"))
+    deadline = time.monotonic() + 20
+    # None leaks: one was made to look at its spaces, and three were played.
+    while closed.count(trouble) < (1 if trouble == "hang" else 4) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert closed.count(trouble) >= (1 if trouble == "hang" else 4)
     env.close()
+
+
+def test_an_environment_that_returns_after_its_timeout_is_closed_then():
+    env = find_environment("gymnasium:Odd-v0", {"make": {"trouble": "slow"}, "timeout": 0.1})
+    with pytest.raises(StepTimeoutError):
+        play(env, client("0"))
+    deadline = time.monotonic() + 20
+    while closed.count("slow") < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert closed.count("slow") == 2  # the one that was made to look at its spaces, and this one
+    env.close()
+
+
+def test_another_action_space_or_another_major_version_is_refused_with_the_remedy(monkeypatch):
+    with pytest.raises(ConfigError, match=r"a Dict action space needs your own function: action: module:function"):
+        ActionCodec(None, spaces.Dict({"a": spaces.Discrete(2)}))
+    monkeypatch.setattr(gymnasium, "__version__", "2.0.1")
+    with pytest.raises(ConfigError, match=r"needs gymnasium 1\.x, found 2\.0\.1: pip install 'gspo\[envs\]'"):
+        find_environment("gymnasium:Odd-v0")
+
+
+def test_without_the_package_the_error_names_the_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    with pytest.raises(ConfigError, match=r"pip install 'gspo\[envs\]'"):
+        find_environment("gymnasium:Odd-v0")
 
 
 def test_levels_are_letters_and_digits():

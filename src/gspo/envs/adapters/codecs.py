@@ -36,6 +36,8 @@ class ObservationCodec:
         self._levels = _levels(options, len(_LETTERS), "env.options.observation.levels")
         if self._levels:
             self._low, self._high = _bounds(options, space if self._of is None else None, "env.options.observation")
+        # Of a Box, how many numbers an observation has.
+        self._num = int(np.prod(space.shape)) if self._of is None and type(space).__name__ == "Box" else None
 
     def text(self, observation: Any) -> str:
         if self._of is not None:
@@ -47,6 +49,10 @@ class ObservationCodec:
         if isinstance(observation, tuple):
             return "; ".join(self.text(value) for value in observation)
         values = np.asarray(observation, dtype=np.float64).reshape(-1)
+        if self._num is not None and len(values) != self._num:
+            raise ValueError(f"it has {len(values)} numbers, and the observation space has {self._num}")
+        if self._levels and len(self._low) not in (1, len(values)):
+            raise ValueError(f"it has {len(values)} numbers, and env.options.observation.low has {len(self._low)}")
         if not np.isfinite(values).all():
             raise ValueError("it is not finite")
         if not self._levels:

@@ -7,12 +7,14 @@ Environments are reset and used again; they step in a few threads of their own, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 from gspo.envs.adapters.codecs import ActionCodec, InvalidActionError, ObservationCodec
@@ -69,8 +71,8 @@ class Gymnasium:
         self._reward = _find(reward)
         first = self._make()
         self._pool = [first]
-        self._observation = ObservationCodec(observation, first.observation_space)
-        self._action = ActionCodec(action, first.action_space)
+        self._observation = ObservationCodec(observation, first.env.observation_space)
+        self._action = ActionCodec(action, first.env.action_space)
         self._threads = _Threads()
 
     def rows(self, split: str, size: int | None) -> list[dict[str, Any]]:
@@ -79,8 +81,16 @@ class Gymnasium:
 
     async def __call__(self, client: Client, data: Mapping[str, Any]) -> dict[str, float]:
         env = self._pool.pop() if self._pool else await self._run(self._make)
-        seed = data.get("seed")
-        observation, info = await self._run(env.reset, seed=None if seed is None else int(seed))
+        try:
+            result = await self._play(env, client, data.get("seed"))
+        except BaseException:
+            _discard(env)  # it raised or hangs: it is not used again
+            raise
+        self._pool.append(env)
+        return result
+
+    async def _play(self, env: _Instance, client: Client, seed: Any) -> dict[str, float]:
+        observation, info = await self._run(env.reset, None if seed is None else int(seed))
         total, num_invalid, steps = 0.0, 0, 0
         messages = [{"role": "user", "content": (self._prompt if self._history else "") + self._text(observation)}]
         for steps in range(1, self._max_steps + 1):
@@ -106,20 +116,26 @@ class Gymnasium:
                 break
             user = {"role": "user", "content": text}
             messages = [*messages, answer, user] if self._history else [user]
-        # Only after success: an environment that raised or hung is not used again.
-        self._pool.append(env)
         success = {"success": float(info[self._success])} if self._success in info else {}
         return {
             "reward": success.get("success", 0.0), **success,
             "return": total, "steps": float(steps), "invalid": num_invalid / steps,
         }  # fmt: skip
 
-    def _step(self, env: Any, action: Any) -> tuple[Any, float, bool, dict[str, Any]]:
+    def _step(self, instance: _Instance, action: Any) -> tuple[Any, float, bool, dict[str, Any]]:
         """`hold` steps with one action: the last observation, the sum of rewards, whether it ended, the last info."""
         total, over, observation, info = 0.0, False, None, {}
         for _ in range(self._hold):
-            observation, reward, terminated, truncated, info = env.step(action)
-            total += float(reward if self._reward is None else self._reward(observation, reward, info))
+            with instance.lock:
+                returned = instance.env.step(action)
+            if not isinstance(returned, tuple) or len(returned) != 5:
+                what = f"{len(returned)} values" if isinstance(returned, tuple) else type(returned).__name__
+                raise EpisodeError(
+                    f"step returned {what}, not (observation, reward, terminated, truncated, info): an environment of "
+                    "the old gym package needs a wrapper"
+                )
+            observation, reward, terminated, truncated, info = returned
+            total += _number(reward if self._reward is None else self._reward(observation, reward, info))
             over = bool(terminated or truncated)
             if over:
                 break
@@ -131,39 +147,87 @@ class Gymnasium:
         except (ValueError, TypeError, KeyError, IndexError) as error:
             raise EpisodeError(f"the observation cannot be written as text: {type(error).__name__}: {error}") from error
 
-    async def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        future = self._threads.submit(function, *args, **kwargs)
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(future), self._timeout_s)
-        except TimeoutError:
-            self._threads.abandon(future)
-            name = getattr(function, "__name__", "call")
-            raise StepTimeoutError(f"the environment's {name} took longer than {self._timeout_s:g} s") from None
+    async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await self._threads.run(lambda: function(*args), function.__name__.strip("_"), self._timeout_s)
 
     def close(self) -> None:
         self._threads.close()
-        for env in self._pool:
-            env.close()
+        for instance in self._pool:
+            instance.env.close()
+
+
+@dataclass(eq=False)
+class _Instance:
+    """An environment, and a lock: it must not be closed while a thread steps it."""
+
+    env: Any
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def reset(self, seed: int | None) -> tuple[Any, dict[str, Any]]:
+        with self.lock:
+            return self.env.reset(seed=seed)
+
+
+def _discard(instance: _Instance) -> None:
+    """Close an environment, as soon as the call in which it hangs returns, in a thread of its own."""
+
+    def close() -> None:
+        with instance.lock, contextlib.suppress(Exception):
+            instance.env.close()
+
+    threading.Thread(target=close, name="gymnasium close", daemon=True).start()
+
+
+@dataclass(eq=False)
+class _Job:
+    """A call of an environment, for a thread of its own."""
+
+    call: Callable[[], Any]
+    future: asyncio.Future[Any]
+    loop: asyncio.AbstractEventLoop
+    started: float | None = None
+    is_abandoned: bool = False
 
 
 class _Threads:
-    """As many daemon threads as cores. A pool of the standard library would wait for a thread that hangs at exit."""
+    """As many daemon threads as cores. A pool of the standard library would wait for a thread that hangs at exit.
+
+    The event loop wakes up once for all calls that have ended meanwhile, not once per call: a step of a small
+    simulator takes less time than waking up the loop.
+    """
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._num = max(1, os.cpu_count() or 1)
-        self._abandoned: set[Future[Any]] = set()
+        self._lock = threading.Lock()
+        self._ended: dict[asyncio.AbstractEventLoop, list[tuple[_Job, Any, BaseException | None]]] = {}
         for _ in range(self._num):
             self._start()
 
-    def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._work.put((future, lambda: function(*args, **kwargs)))
-        return future
+    async def run(self, call: Callable[[], Any], name: str, timeout_s: float) -> Any:
+        """The result of a call. The time that it waits for a thread does not count for StepTimeoutError."""
+        loop = asyncio.get_running_loop()
+        job = _Job(call, loop.create_future(), loop)
 
-    def abandon(self, future: Future[Any]) -> None:
+        def check() -> None:
+            nonlocal timer
+            left = timeout_s if job.started is None else job.started + timeout_s - time.monotonic()
+            if left > 0:
+                timer = loop.call_later(left, check)
+            elif not job.future.done():
+                self._abandon(job)
+                job.future.set_exception(StepTimeoutError(f"the environment's {name} took longer than {timeout_s:g} s"))
+
+        timer = loop.call_later(timeout_s, check)
+        self._work.put(job)
+        try:
+            return await job.future
+        finally:
+            timer.cancel()
+
+    def _abandon(self, job: _Job) -> None:
         """Give up on a call: a new thread takes the place of the one that it blocks."""
-        self._abandoned.add(future)
+        job.is_abandoned = True
         self._start()
 
     def _start(self) -> None:
@@ -174,36 +238,63 @@ class _Threads:
             self._work.put(None)
 
     def _serve(self) -> None:
-        while (item := self._work.get()) is not None:
-            future, call = item
-            if not future.set_running_or_notify_cancel():
+        while (job := self._work.get()) is not None:
+            if job.future.cancelled():  # its episode has ended before
                 continue
+            job.started = time.monotonic()
             try:
-                future.set_result(call())
+                self._report(job, job.call(), None)
             except BaseException as error:
-                future.set_exception(error)
-            if future in self._abandoned:
-                self._abandoned.discard(future)
+                self._report(job, None, error)
+            if job.is_abandoned:
                 return  # another thread has taken this one's place
 
+    def _report(self, job: _Job, value: Any, error: BaseException | None) -> None:
+        if isinstance(error, StopIteration):  # a future refuses it
+            error = RuntimeError(f"StopIteration: {error}")
+        with self._lock:
+            ended = self._ended.setdefault(job.loop, [])
+            ended.append((job, value, error))
+            is_first = len(ended) == 1
+        # The first result wakes up the loop; the loop then takes all that are there.
+        if is_first:
+            try:
+                job.loop.call_soon_threadsafe(self._deliver, job.loop)
+            except RuntimeError:  # the loop is closed: nobody waits
+                with self._lock:
+                    self._ended.pop(job.loop, None)
 
-def _maker(id: str, arguments: Mapping[str, Any], modules: Sequence[str]) -> Callable[[], Any]:
+    def _deliver(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._lock:
+            ended = self._ended.pop(loop, [])
+        for job, value, error in ended:
+            if job.future.done():
+                continue
+            if error is None:
+                job.future.set_result(value)
+            else:
+                job.future.set_exception(error)
+
+
+def _maker(id: str, arguments: Mapping[str, Any], modules: Sequence[str]) -> Callable[[], _Instance]:
     """A function that makes the environment; ConfigError if it cannot be made."""
     try:
         gymnasium = importlib.import_module("gymnasium")
     except ImportError as error:
         raise ConfigError(f"env.path: gymnasium:{id} needs gymnasium: pip install 'gspo[envs]'") from error
+    if (version := str(gymnasium.__version__)).split(".")[0] != "1":
+        raise ConfigError(f"env.path: gymnasium:{id} needs gymnasium 1.x, found {version}: pip install 'gspo[envs]'")
     for name in modules:
         try:
             gymnasium.register_envs(importlib.import_module(name))
         except ImportError as error:
             raise ConfigError(f"env.options.modules: {name} cannot be imported: {error}") from error
 
-    def make() -> Any:
-        return gymnasium.make(id, **arguments)
+    def make() -> _Instance:
+        return _Instance(gymnasium.make(id, **arguments))
 
     try:
-        make().close()
+        make().env.close()
     except (Exception, AssertionError) as error:
         hint = " (Fetch environments need mujoco>=3.3,<3.9)" if isinstance(error, AssertionError) else ""
         raise ConfigError(
@@ -211,6 +302,13 @@ def _maker(id: str, arguments: Mapping[str, Any], modules: Sequence[str]) -> Cal
             "A package that registers environments is named in env.options.modules"
         ) from error
     return make
+
+
+def _number(reward: Any) -> float:
+    try:
+        return float(reward)
+    except (TypeError, ValueError) as error:
+        raise EpisodeError(f"the reward of a step must be a number, got {type(reward).__name__}") from error
 
 
 def _find(function: str | Callable[..., float] | None) -> Callable[..., float] | None:

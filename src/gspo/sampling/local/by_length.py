@@ -26,7 +26,7 @@ from gspo.errors import RolloutError
 from gspo.models.moe import routed
 from gspo.sampling.local.cache_rows import CacheLayout, Part, num_bytes
 from gspo.sampling.local.rows import Rows
-from gspo.sampling.local.stepper import Step, StoredPrompt, first_of_each
+from gspo.sampling.local.stepper import Finished, KeptRow, Step, StoredPrompt, first_of_each
 from gspo.types import PromptKey, Request
 
 _CACHE_NAMES = ("past_key_values", "cache_params", "state")  # of outputs and arguments
@@ -55,6 +55,7 @@ class LengthStepper:
         self._layout, self._rows, self._counts = layout, rows, counts
         self._accepts = inspect.signature(model.forward).parameters
         self.prompts: dict[PromptKey, StoredPrompt] = {}
+        self.kept: dict[tuple[int, int], KeptRow] = {}  # stays empty
         self._batches: list[_Batch] = []
         self._fresh: list[int] = []  # slots of rows whose cache is still that of their prompt
 
@@ -195,6 +196,9 @@ class LengthStepper:
             torch.cat([step.logits for step in steps]),
             np.concatenate(routes) if routes else None,
         )
+
+    def keep(self, finished: Sequence[Finished], dropped: Sequence[PromptKey]) -> None:
+        """Keeps nothing: not every cache of transformers takes several tokens after the first ones."""
 
     def leave(self, slots: NDArray, moves: tuple[list[int], list[int]], dropped: Sequence[PromptKey]) -> None:
         for prompt in dropped:

@@ -30,10 +30,11 @@ ATTENTION = "gspo_decode"  # not in transformers' mask registry, so models build
 
 @dataclass(slots=True)
 class PrefillPlan:
-    """A forward over whole prompts, sorted by length: prompts of equal length run as one batch."""
+    """A forward over prompts, or what is new of them, sorted by length: equal lengths run as one batch."""
 
     runs: list[tuple[int, int, int]]  # (first token, number of prompts, length)
     slots: list[int]  # group slot of each prompt, in order
+    begins: NDArray[np.int64] | None = None  # [prompts] tokens that the slot holds already; None: none
 
 
 @dataclass(slots=True)
@@ -160,10 +161,23 @@ class KVStore:
             for tensor in tensors:
                 tensor[target, :, :length] = tensor[source, :, :length]
 
-    def move_groups(self, source: list[int], target: list[int]) -> None:
+    def move_groups(self, source: list[int], target: list[int], length: int | None = None) -> None:
+        """Copy the first `length` tokens (None: all) of some group slots into others."""
         for tensors in self.prompt.values():
             for tensor in tensors:
-                tensor[target] = tensor[source]
+                tensor[target, :, :length] = tensor[source, :, :length]
+
+    def append_own(self, rows: NDArray, groups: NDArray, prompt_lens: NDArray, own_lens: NDArray) -> None:
+        """Copy the own tokens of each row behind the prompt in its group slot. All arrays are [kept rows]."""
+        if not own_lens.any():
+            return
+        own = np.concatenate([np.arange(n) for n in own_lens])  # [tokens]
+        row, group = np.repeat(rows, own_lens), np.repeat(groups, own_lens)
+        at = np.repeat(prompt_lens, own_lens) + own
+        for layer, tensors in self.own.items():
+            for source, target in zip(tensors, self.prompt[layer], strict=True):
+                row_t, own_t, group_t, at_t = (torch.from_numpy(x).to(source.device) for x in (row, own, group, at))
+                target[group_t, :, at_t] = source[row_t, :, own_t]  # [tokens, K, D]
 
     def num_bytes(self) -> int:
         return sum(t.nbytes for pair in (*self.prompt.values(), *self.own.values()) for t in pair)
@@ -275,9 +289,12 @@ def _weights(scores: Tensor, rule: _Softmax, mask: Tensor | None) -> Tensor:
     return torch.softmax(scores, dim=-1, dtype=dtype)[..., :num_keys]
 
 
-def segment_attention(query: Tensor, key: Tensor, value: Tensor, rule: _Softmax) -> Tensor:
-    """Causal attention of the last L positions over all S: query [B, K·E, L, D], key and value [B, K, S, ·].
+def segment_attention(
+    query: Tensor, key: Tensor, value: Tensor, rule: _Softmax, begin_b: Tensor | None = None
+) -> Tensor:
+    """Causal attention of L positions over S: query [B, K·E, L, D], key and value [B, K, S, ·].
 
+    `begin_b` [B]: the position of each row's first query; None: the queries are the last L positions.
     Returns [B, L, K·E, D].
     """
     (batch, heads, length, _), (num_kv, num_keys) = query.shape, key.shape[1:3]
@@ -285,27 +302,31 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, rule: _Softmax)
     windowed = rule.window is not None and rule.window < num_keys
     plain = rule.softcap is None and rule.sinks is None
     # `is_causal` aligns queries with the first keys, so it is correct only if no key precedes the queries.
-    if plain and offset == 0 and not windowed:
+    if plain and offset == 0 and not windowed and begin_b is None:
         out = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=rule.scale, enable_gqa=heads != num_kv
         )
         return out.transpose(1, 2)
-    query_l_1 = torch.arange(offset, num_keys, device=query.device)[:, None]  # [L, 1] positions of the queries
+    if begin_b is None:
+        query_1 = torch.arange(offset, num_keys, device=query.device)[:, None]  # [L, 1] positions of the queries
+    else:
+        query_1 = (begin_b[:, None] + torch.arange(length, device=query.device))[..., None]  # [B, L, 1]
     key_s = torch.arange(num_keys, device=query.device)  # [S] positions of the keys
-    seen_l_s = key_s <= query_l_1  # [L, S]
+    seen = key_s <= query_1  # [L, S] or [B, L, S]
     if windowed and rule.window is not None:
-        seen_l_s &= key_s > query_l_1 - rule.window
+        seen &= key_s > query_1 - rule.window
     if plain:
+        mask = seen if begin_b is None else seen[:, None]  # all heads
         out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=seen_l_s, scale=rule.scale, enable_gqa=heads != num_kv
+            query, key, value, attn_mask=mask, scale=rule.scale, enable_gqa=heads != num_kv
         )
         return out.transpose(1, 2)
     # PyTorch's attention supports neither soft-capping nor sinks: compute the scores here.
-    mask_l_s = torch.zeros_like(seen_l_s, dtype=query.dtype).masked_fill_(~seen_l_s, -torch.inf)  # [L, S]
+    mask = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, -torch.inf)
     grouped = (query * rule.scale).reshape(batch, num_kv, -1, query.shape[-1])  # [B, K, E·L, D]
     scores = (grouped @ key.transpose(-1, -2)).view(batch, heads, length, num_keys)  # [B, K·E, L, S]
     # [B, L, K·E, S]: heads next to keys, so that one sink per head can be appended.
-    weights = _weights(scores.transpose(1, 2), rule, mask_l_s[:, None]).transpose(1, 2).to(value.dtype)
+    weights = _weights(scores.transpose(1, 2), rule, mask[..., None, :]).transpose(1, 2).to(value.dtype)
     out = weights.reshape(batch, num_kv, -1, num_keys) @ value  # [B, K, E·L, D]
     return out.view(batch, heads, length, -1).transpose(1, 2)
 
@@ -321,8 +342,17 @@ def _prefill(
             for x in (query, key, value)
         )  # [count, heads, length, D]
         slots = torch.tensor(plan.slots[done : done + count], device=query.device)  # [count]
-        keys[slots, :, :length], values[slots, :, :length] = k, v
-        outputs.append(segment_attention(q, k, v, rule).reshape(count * length, query.shape[1], -1))
+        begin = None
+        if plan.begins is None:
+            keys[slots, :, :length], values[slots, :, :length] = k, v
+        else:
+            begins = plan.begins[done : done + count]
+            begin = torch.from_numpy(begins).to(query.device)  # [count]
+            at = begin[:, None] + torch.arange(length, device=query.device)  # [count, length]
+            keys[slots[:, None], :, at], values[slots[:, None], :, at] = k.transpose(1, 2), v.transpose(1, 2)
+            total = int(begins.max()) + length
+            k, v = keys[slots, :, :total], values[slots, :, :total]  # [count, K, total, D]
+        outputs.append(segment_attention(q, k, v, rule, begin).reshape(count * length, query.shape[1], -1))
         done += count
     return torch.cat(outputs)[None]  # [1, N, K·E, D]
 

@@ -30,7 +30,7 @@ from gspo.sampling.local.borrow import Borrowed
 from gspo.sampling.local.choose import choose, engines, refuse_encoder_decoder
 from gspo.sampling.local.draw import draw, warp
 from gspo.sampling.local.rows import Rows
-from gspo.sampling.local.stepper import Engine
+from gspo.sampling.local.stepper import Engine, Finished
 from gspo.sampling.requests import validate_request
 from gspo.sampling.weights.load import copy_weights
 from gspo.types import FinishReason, PromptKey, Request, Sample, SampleId, SamplingParams
@@ -157,6 +157,10 @@ class LocalSampler:
         self._requeue()
         self.version = version
 
+    def release(self, submission: int, sample: int) -> None:
+        if self._stepper.kept.pop((submission, sample), None) is not None and not self._is_used():
+            self._clear()
+
     def health(self) -> Mapping[str, Any]:
         """State, and counters of what was computed since the start."""
         return {
@@ -183,6 +187,10 @@ class LocalSampler:
         # Greedy sampling allows temperature 0, but `warp` divides by it. The log-prob is then that of temperature 1.
         temperature = 1.0 if params.greedy and params.temperature <= 0 else params.temperature
         return _Rule(params, temperature, ends, max((len(s.encode()) for s in params.stop), default=0))
+
+    def _is_used(self) -> bool:
+        """Whether a row runs, or a prompt or a row is stored."""
+        return bool(self._rows.alive.any() or self._stepper.prompts or self._stepper.kept)
 
     def _clear(self) -> None:
         self._rows = Rows(self._pad_rows, route_shape(self._routers))
@@ -211,7 +219,8 @@ class LocalSampler:
     def _measure(self, engine: Engine) -> float:
         """The largest difference of sampled log-probs from a plain forward.
 
-        Rows of two lengths, two rows of one prompt, a continued row, and rows that end before others.
+        Rows of two lengths, two rows of one prompt, a continued row, rows that end before others, and second turns of
+        two episodes.
         """
         self._engine = engine
         self._clear()
@@ -224,8 +233,8 @@ class LocalSampler:
         # A continued row. Its given log-probs are not compared.
         prefix = Sample.of(SampleId(0, 2), tokens[:2], [0.0, 0.0], self.version, "abort")
         requests = [
-            Request(SampleId(0, 0), tuple(tokens[:4]), params),
-            Request(SampleId(0, 1), tuple(tokens[5:]), params),
+            Request(SampleId(0, 0), tuple(tokens[:4]), params, keep_cache=True),
+            Request(SampleId(0, 1), tuple(tokens[5:]), params, keep_cache=True),
             Request(SampleId(0, 2), tuple(tokens[:4]), longer, prefix),
             Request(SampleId(0, 3), tuple(tokens[:4]), longer),
         ]
@@ -234,6 +243,19 @@ class LocalSampler:
         try:
             self.submit(requests)
             samples = list(self.completed())
+            if self._stepper.kept:
+                answer = {s.id: tuple(s.tokens.tolist()) for s in samples}
+                turns = [
+                    Request(
+                        r.id._replace(turn=1),
+                        r.prompt + answer[r.id] + tuple(tokens[-1:]),
+                        replace(params, max_new_tokens=2),
+                    )
+                    for r in requests[:2]
+                ]
+                self.submit(turns)
+                samples += self.completed()
+                requests += turns
         finally:
             self._max_context = limit
             self.abort()
@@ -370,23 +392,27 @@ class LocalSampler:
 
     def _retire(self, slots: NDArray[np.int64], ended: NDArray[np.bool_], full: NDArray[np.bool_]) -> None:
         """Remove finished rows and prompts without outstanding requests, then compact the tables."""
-        rows, dropped = self._rows, list[PromptKey]()
+        rows, dropped, kept = self._rows, list[PromptKey](), list[Finished]()
         finished = np.flatnonzero(ended | full)
         for i in finished:
             request = rows.requests[slots[i]]
             assert request is not None
             finish: FinishReason = "stop" if ended[i] else "length"
             self._done.append(rows.take(int(slots[i]), finish))
+            # At most as many rows are kept as may run: this bounds the memory, and does not depend on timing.
+            if request.keep_cache and request.images is None and len(self._stepper.kept) + len(kept) < self._max_rows:
+                kept.append(Finished(int(slots[i]), request, self._done[-1]))
             # A prompt is dropped with the last request that needs it.
             self._references[request.key] -= 1
             if self._references[request.key] == 0:
                 del self._references[request.key]
                 dropped.append(request.key)
-        # Nothing runs and no prompt is stored: free all memory.
-        if not rows.alive.any() and not self._stepper.prompts.keys() - dropped:
-            self._clear()
-            return
+        # Before rows move: a kept row copies its keys and values from its slot.
+        self._stepper.keep(kept, dropped)
         self._stepper.leave(slots[finished], rows.compact(), dropped)
+        # Nothing runs and nothing is stored: free all memory.
+        if not self._is_used():
+            self._clear()
 
 
 _FORWARD_COUNTERS = ("prefill_forwards", "prefill_tokens", "decode_forwards", "decode_rows", "sampled_tokens")

@@ -1,6 +1,8 @@
 """The stepper of continuous batching: rows of any length in one packed forward, with our own store of keys and values.
 
-A prompt's keys and values are stored once for all rows of its group (`cache.py`). It serves models whose only state
+A prompt's keys and values are stored once for all rows of its group (`cache.py`). A row that an episode will probably
+continue is kept: its own keys and values are appended to those of its prompt, and the next turn, whose prompt begins
+with these tokens, computes only its new ones. It serves models whose only state
 between tokens is keys and values of attention that goes through transformers' attention interface.
 
 Shapes: N tokens of a forward, V vocabulary, P prompt tokens.
@@ -9,7 +11,7 @@ Shapes: N tokens of a forward, V vocabulary, P prompt tokens.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,7 +24,7 @@ from gspo.errors import RolloutError
 from gspo.models.moe import routed
 from gspo.sampling.local.cache import DecodePlan, ExtendPlan, Grid, KVStore, Plan, PrefillPlan, active, make_grid
 from gspo.sampling.local.rows import Rows
-from gspo.sampling.local.stepper import Step, StoredPrompt, first_of_each
+from gspo.sampling.local.stepper import Finished, KeptRow, Step, StoredPrompt, first_of_each
 from gspo.types import PromptKey, Request
 
 
@@ -35,6 +37,7 @@ class PackedStepper:
         self._model, self._routers, self._prefill_tokens = model, routers, prefill_tokens
         self._rows, self._counts = rows, counts
         self.prompts: dict[PromptKey, StoredPrompt] = {}
+        self.kept: dict[tuple[int, int], KeptRow] = {}
         self.store = KVStore()
         self._grid: Grid | None = None
         self._routes: NDArray | None = None  # [N, layers, top_k] of the last forward
@@ -57,42 +60,69 @@ class PackedStepper:
 
     def prefill(self, requests: Sequence[Request]) -> None:
         """Store keys and values of whole prompts, several per forward; logits only at their last positions."""
-        prompts = first_of_each(r for r in requests if r.key not in self.prompts)
-        if not prompts:
+        kept = self._take_kept(requests)
+        new = first_of_each(r for r in requests if r.key not in self.prompts)
+        if not new:
             return
-        # New prompts take the lowest free group slots.
-        taken = {g.slot for g in self.prompts.values()}
-        free = [slot for slot in range(len(taken) + len(prompts)) if slot not in taken]
-        self.store.reserve(groups=max([*taken, *free]) + 1, prompt_len=max(len(r.prompt) for r in prompts))
-        # `PrefillPlan` needs prompts of equal length next to each other.
-        prompts = sorted(prompts, key=lambda r: len(r.prompt))
-        while prompts:
+        # Sorted: `PrefillPlan` needs equal lengths next to each other.
+        fresh = sorted((r for r in new if r.key not in kept), key=lambda r: len(r.prompt))
+        slots = self._free_slots(len(fresh), {row.slot for row in kept.values()})
+        self.store.reserve(groups=max(slots, default=-1) + 1, prompt_len=max(len(r.prompt) for r in new))
+        self._prefill([(r, KeptRow((), slot, None)) for r, slot in zip(fresh, slots, strict=True)])
+        continued = [(r, kept[r.key]) for r in new if r.key in kept]
+        self._prefill(sorted(continued, key=lambda item: (len(item[0].prompt) - len(item[1].tokens), item[1].slot)))
+        self._check_windows()
+
+    def _take_kept(self, requests: Sequence[Request]) -> dict[PromptKey, KeptRow]:
+        """For each prompt that continues a kept row: that row. Other rows of these episodes are dropped."""
+        found: dict[PromptKey, KeptRow] = {}
+        for request in requests:
+            row = self.kept.pop((request.id.submission, request.id.sample), None)
+            if row is None or request.images is not None or request.key in self.prompts:
+                continue
+            # The row must be shorter: the logits of the prompt's last token are needed.
+            if len(row.tokens) < len(request.prompt) and request.prompt[: len(row.tokens)] == row.tokens:
+                found.setdefault(request.key, row)
+        return found
+
+    def _free_slots(self, num: int, taken: Collection[int] = ()) -> list[int]:
+        """The lowest free group slots."""
+        used = {*taken, *(g.slot for g in self.prompts.values()), *(row.slot for row in self.kept.values())}
+        return [slot for slot in range(len(used) + num) if slot not in used][:num]
+
+    def _prefill(self, items: Sequence[tuple[Request, KeptRow]]) -> None:
+        """Compute prompts from where their stored rows end; sorted by the number of new tokens, all stored or none."""
+        items = list(items)
+        while items:
             # Each forward takes at least one prompt, and more of them up to the limit of tokens.
-            num, total = 1, len(prompts[0].prompt)
-            while num < len(prompts) and total + len(prompts[num].prompt) <= self._prefill_tokens:
-                total += len(prompts[num].prompt)
-                num += 1
-            part, prompts = prompts[:num], prompts[num:]
-            slots, free = free[:num], free[num:]
-            lengths = np.array([len(r.prompt) for r in part])
+            num, total = 0, 0
+            while num < len(items):
+                new = len(items[num][0].prompt) - len(items[num][1].tokens)
+                if num and total + new > self._prefill_tokens:
+                    break
+                num, total = num + 1, total + new
+            part, items = items[:num], items[num:]
+            begins = np.array([len(row.tokens) for _, row in part])
+            lengths = np.array([len(r.prompt) for r, _ in part]) - begins
             ends = np.cumsum(lengths)  # [prompts]
             # One run per distinct length: (first token, number of prompts, length).
             values, first, counts = np.unique(lengths, return_index=True, return_counts=True)
             runs = [(int(ends[i] - lengths[i]), int(c), int(n)) for n, i, c in zip(values, first, counts, strict=True)]
             # Logits are computed at the last token of each prompt only.
             logits = self._forward(
-                np.concatenate([np.array(r.prompt) for r in part]),
-                np.concatenate([np.arange(n) for n in lengths]),
-                PrefillPlan(runs, slots),
+                np.concatenate([np.array(r.prompt[b:]) for (r, _), b in zip(part, begins, strict=True)]),
+                np.concatenate([b + np.arange(n) for b, n in zip(begins, lengths, strict=True)]),
+                PrefillPlan(runs, [row.slot for _, row in part], begins if begins.any() else None),
                 torch.from_numpy(ends - 1).to(self._model.device),
             )
             self._counts["prefill_forwards"] += 1
             self._counts["prefill_tokens"] += total
-            # [P, layers, top_k] per prompt
+            # [new tokens, layers, top_k] per prompt
             routes = [None] * num if self._routes is None else np.split(self._routes, ends[:-1])
-            for request, slot, row, chosen in zip(part, slots, logits, routes, strict=True):
-                self.prompts[request.key] = StoredPrompt(row, chosen, slot)
-        self._check_windows()
+            for (request, row), last, chosen in zip(part, logits, routes, strict=True):
+                if chosen is not None and row.routes is not None:
+                    chosen = np.concatenate([row.routes, chosen])  # [P, layers, top_k]
+                self.prompts[request.key] = StoredPrompt(last, chosen, row.slot)
 
     def _check_windows(self) -> None:
         """RolloutError if layers hide keys by a mask only: this engine makes its own mask, from the window it gets."""
@@ -153,6 +183,41 @@ class PackedStepper:
         logits = logits if len(living) == used else logits[torch.from_numpy(living).to(logits.device)]
         return Step(living, logits, routes)
 
+    def keep(self, finished: Sequence[Finished], dropped: Sequence[PromptKey]) -> None:
+        unused = set(dropped)
+        copies: list[tuple[int, int]] = []  # group slots (from, to)
+        ends: list[tuple[int, int, int, int]] = []  # (row slot, group slot, prompt tokens, own tokens)
+        # One row per episode: of requests that finish together, the last.
+        for episode, (slot, request, sample) in {
+            (f.request.id.submission, f.request.id.sample): f for f in finished
+        }.items():
+            self.kept.pop(episode, None)
+            # Without the experts of every position, the next turn could not report those of its prompt.
+            if self._routers and (sample.routes is None or sample.prompt_routes is None):
+                continue
+            prompt = self.prompts[request.key]
+            # One row takes over the group slot of a prompt that no request needs; other rows get a copy.
+            if request.key in unused:
+                unused.remove(request.key)
+                target = prompt.slot
+            else:
+                target = self._free_slots(1)[0]
+                copies.append((prompt.slot, target))
+            # The last token was drawn and not fed: it has no keys and values.
+            tokens = request.prompt + tuple(sample.tokens[:-1].tolist())
+            routes = None
+            if sample.routes is not None and sample.prompt_routes is not None:
+                # routes[0] is of the prompt's last token, which prompt_routes has, too.
+                routes = np.concatenate([sample.prompt_routes, sample.routes[1:]])
+            self.kept[episode] = KeptRow(tokens, target, routes)
+            ends.append((slot, target, len(request.prompt), len(sample.tokens) - 1))
+        if ends:
+            rows, groups, prompt_lens, own_lens = np.array(ends).T
+            self.store.reserve(groups=int(groups.max()) + 1, prompt_len=int((prompt_lens + own_lens).max()))
+            if copies:
+                self.store.move_groups(*map(list, zip(*copies, strict=True)), int(prompt_lens.max()))
+            self.store.append_own(rows, groups, prompt_lens, own_lens)
+
     def leave(self, slots: NDArray, moves: tuple[list[int], list[int]], dropped: Sequence[PromptKey]) -> None:
         del slots  # a free slot needs no clearing: its keys are masked, and the next row overwrites them
         self._grid = None
@@ -165,7 +230,7 @@ class PackedStepper:
 
     def _compact_groups(self) -> None:
         """Compact the table of groups when half of it is empty: an empty group slot still costs a matrix product."""
-        groups = sorted(self.prompts.values(), key=lambda g: g.slot)
+        groups = sorted((*self.prompts.values(), *self.kept.values()), key=lambda g: g.slot)
         if not groups or groups[-1].slot + 1 < 2 * len(groups):
             return
         # Groups at slots ≥ len(groups) move into the holes below.

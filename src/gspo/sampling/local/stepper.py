@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gspo.sampling.local.rows import Rows
-from gspo.types import PromptKey, Request
+from gspo.types import PromptKey, Request, Sample
 
 
 @dataclass(slots=True)
@@ -37,6 +37,23 @@ def first_of_each(requests: Iterable[Request]) -> list[Request]:
     return list(found.values())
 
 
+@dataclass(slots=True)
+class KeptRow:
+    """The keys and values of an episode's last turn, for its next one."""
+
+    tokens: tuple[int, ...]  # whose keys and values are stored: prompt and completion without the last token
+    slot: int  # its group slot
+    routes: NDArray | None  # [len(tokens), layers, top_k]; None for a dense model
+
+
+class Finished(NamedTuple):
+    """A row that has just finished; the table of rows still holds its tokens."""
+
+    slot: int
+    request: Request
+    sample: Sample
+
+
 class Step(NamedTuple):
     """The result of one token: N rows."""
 
@@ -49,9 +66,10 @@ class Stepper(Protocol):
     """The state of a stepper belongs to one table of rows; a new table gets a new stepper."""
 
     prompts: dict[PromptKey, StoredPrompt]
+    kept: dict[tuple[int, int], KeptRow]  # by (submission, sample)
 
     def prefill(self, requests: Sequence[Request]) -> None:
-        """Compute the prompts of these requests that are needed and not stored yet."""
+        """Compute the prompts of these requests that are needed and not stored yet; use up the rows kept for them."""
         ...
 
     def join(self, slots: NDArray) -> None:
@@ -60,6 +78,10 @@ class Stepper(Protocol):
 
     def step(self) -> Step:
         """Feed the last token of every running row."""
+        ...
+
+    def keep(self, finished: Sequence[Finished], dropped: Sequence[PromptKey]) -> None:
+        """Keep these rows in `kept`, if the stepper can. No request needs the dropped prompts any more."""
         ...
 
     def leave(self, slots: NDArray, moves: tuple[list[int], list[int]], dropped: Sequence[PromptKey]) -> None:

@@ -53,6 +53,7 @@ ERRORS = [
     ("gconfig.n_samples", ["gconfig.n_samples=1"], ["gconfig.n_samples=2"]),
     ("env.path", ["env.path=toolz"], ["env.path=tools"]),
     ("env.path", ["env.path=nothing.py:f"], ["env.path=mine:f"]),
+    ("env.path", ["env.path=trl:nothing.py:Game"], [f"env.path=trl:{__file__}:Game"]),
     ("reward.functions", ["reward.functions=[math, nothing.py:f]"], ["reward.functions=[math, mine:f]"]),
     ("reward.functions", ["reward.functions=[{name: nothing.py:f}]"], [f"reward.functions=[{{name: {__file__}:f}}]"]),
     (

@@ -446,6 +446,8 @@ def outcome_of(returned: Any, turn_rewards: Mapping[int, float]) -> Outcome | No
     Score(value=1.25, parts={'reward': 1.0, 'format': 0.5})
     >>> outcome_of(0.5, {})
     Score(value=0.5, parts={})
+    >>> outcome_of({"reward": None, "steps": 2}, {0: 1.0, 1: 2.0})  # the rewards of turns are all there is
+    Score(value=3.0, parts={'reward': 3.0, 'steps': 2.0})
     """
     if returned is None:
         # Only turn rewards: their sum is the reward. None at all: the configured reward scores the episode.
@@ -454,6 +456,8 @@ def outcome_of(returned: Any, turn_rewards: Mapping[int, float]) -> Outcome | No
         returned, turn_rewards = sum(turn_rewards.values()), {}
     if not isinstance(returned, Mapping):
         returned = {"reward": returned}
+    if turn_rewards and returned.get("reward", 0) is None:
+        returned, turn_rewards = {**returned, "reward": sum(turn_rewards.values())}, {}
     parts = {str(name): _number(value, str(name)) for name, value in returned.items()}
     if "reward" not in parts:
         raise EpisodeError("an environment's dict needs a 'reward'; got " + (", ".join(parts) or "an empty one"))

@@ -13,8 +13,10 @@ from scripted_client import last_prompt, play, scripted
 from gspo.envs.adapters.codecs import ActionCodec, InvalidActionError, ObservationCodec
 from gspo.envs.adapters.gymnasium import StepTimeoutError
 from gspo.envs.client import EpisodeError, OutOfRoomError
+from gspo.envs.driver import outcome_of
 from gspo.envs.find import find_environment
 from gspo.errors import ConfigError
+from gspo.train.evaluate import first_reward
 
 closed = []
 
@@ -213,6 +215,9 @@ def test_wrong_options_are_refused_by_name(path, options, message):
 def test_cart_pole_is_played_with_a_template():
     env = find_environment("gymnasium:CartPole-v1", {"max_steps": 4, "prompt": "Balance it: 0 left, 1 right.\n"})
     asked = client(*[f"{i % 2}{talkers.END}" for i in range(4)], template=talkers.CHATML)
-    assert play(env, asked)["return"] == 4.0
+    result = play(env, asked)
+    assert result["return"] == 4.0
+    # Its score is its return, so that evaluations do not call it wrong.
+    assert first_reward(outcome_of(result, asked.turn_rewards)) == 4.0
     assert len(asked.asked) == 4
     env.close()

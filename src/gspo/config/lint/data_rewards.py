@@ -48,7 +48,7 @@ def missing_python_file(f: Facts) -> Iterator[Finding]:
     for key, spec in data:
         sources = [] if spec is None else spec.mixture
         named += [(f"{key}.mixture", entry) for source in sources for entry in source.reward]
-    named += [("env.path", env.path), ("env.agent", env.agent)]
+    named += [("env.path", env.path and env.path.removeprefix("trl:")), ("env.agent", env.agent)]
     named += [("rollout.dynamic_filter_fn", f.config.rollout.dynamic_filter_fn)]
     for key, entry in named:
         name = entry.get("name") if isinstance(entry, dict) else entry

@@ -79,7 +79,7 @@ class Gymnasium:
         """One problem per reset seed; held-out seeds are others."""
         return seed_rows(self._prompt.strip() or self._id, split, size)
 
-    async def __call__(self, client: Client, data: Mapping[str, Any]) -> dict[str, float]:
+    async def __call__(self, client: Client, data: Mapping[str, Any]) -> dict[str, float | None]:
         env = self._pool.pop() if self._pool else await self._run(self._make)
         try:
             result = await self._play(env, client, data.get("seed"))
@@ -89,7 +89,7 @@ class Gymnasium:
         self._pool.append(env)
         return result
 
-    async def _play(self, env: _Instance, client: Client, seed: Any) -> dict[str, float]:
+    async def _play(self, env: _Instance, client: Client, seed: Any) -> dict[str, float | None]:
         observation, info = await self._run(env.reset, None if seed is None else int(seed))
         total, num_invalid, steps = 0.0, 0, 0
         messages = [{"role": "user", "content": (self._prompt if self._history else "") + self._text(observation)}]
@@ -118,7 +118,8 @@ class Gymnasium:
             messages = [*messages, answer, user] if self._history else [user]
         success = {"success": float(info[self._success])} if self._success in info else {}
         return {
-            "reward": success.get("success", 0.0), **success,
+            # Without a success, the episode's score is its return: the sum of its turns' rewards.
+            "reward": success.get("success"), **success,
             "return": total, "steps": float(steps), "invalid": num_invalid / steps,
         }  # fmt: skip
 

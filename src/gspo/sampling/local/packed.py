@@ -215,7 +215,8 @@ class PackedStepper:
             rows, groups, prompt_lens, own_lens = np.array(ends).T
             self.store.reserve(groups=int(groups.max()) + 1, prompt_len=int((prompt_lens + own_lens).max()))
             if copies:
-                self.store.move_groups(*map(list, zip(*copies, strict=True)), int(prompt_lens.max()))
+                source, target = map(list, zip(*copies, strict=True))
+                self.store.move_groups(source, target, int(prompt_lens.max()))
             self.store.append_own(rows, groups, prompt_lens, own_lens)
 
     def leave(self, slots: NDArray, moves: tuple[list[int], list[int]], dropped: Sequence[PromptKey]) -> None:

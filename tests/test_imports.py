@@ -29,7 +29,7 @@ FLOORS = {
             ("runs", "monitor"),
             ("train",),
             ("launcher",),
-            ("doctor", "report", "lab"),
+            ("doctor", "report", "lab", "audit"),
             ("cli",),
             ("__main__",),
         )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from gspo import __version__
-from gspo.cli import choices, common, doctor, lab, reports, runs, train
+from gspo.cli import audit, choices, common, doctor, lab, reports, runs, train
 from gspo.errors import ConfigError, GspoError
 from gspo.system import program
 
@@ -187,6 +187,12 @@ VERBS: dict[str, Verb] = {
         "list the example configs, or copy one, with the files it uses",
         choices.examples_arguments,
         choices.examples,
+    ),
+    "audit": Verb(
+        "audit PATH… [--out DIR] [--open]",
+        "explain a run of TRL, verl or ms-swift from its files: objective, clipping, samples",
+        audit.audit_arguments,
+        audit.audit,
     ),
     "objectives": Verb(
         "objectives [NAME]",

@@ -19,13 +19,17 @@ def write_report_of(run: Path, to: Path | None = None, megabytes: float | None =
 
 
 def words_of(run: Path) -> dict[str, Any]:
-    """What `gspo doctor` says about a run's config, with the origins that the run wrote."""
+    """What `gspo doctor` says about a run's config, with the origins that the run wrote; of an audit, its findings."""
+    import json
     from dataclasses import replace
 
     from gspo.config.load import load
     from gspo.config.loaded import read_origins
     from gspo.doctor.explain import explain
 
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        audit = json.loads((run / "audit.json").read_text(encoding="utf-8"))
+        return audit["doctor"] if isinstance(audit, dict) and isinstance(audit.get("doctor"), dict) else {}
     try:
         loaded = load(run / "config.yaml")
         origins = read_origins(run)
@@ -61,7 +65,7 @@ def report(args: argparse.Namespace) -> int:
         raise ConfigError(f"{to} cannot be written: {problem.strerror}; choose another file with --out") from problem
     print(inert(str(to)))
     if args.open:
-        _open(to.absolute().as_uri())
+        open_page(to.absolute().as_uri())
     return 0
 
 
@@ -142,14 +146,14 @@ def watch(args: argparse.Namespace) -> int:
         flush=True,
     )
     if args.open:
-        _open(watch.address)
+        open_page(watch.address)
     with contextlib.suppress(KeyboardInterrupt):
         watch.wait()
     watch.close()
     return 0
 
 
-def _open(address: str) -> None:
+def open_page(address: str) -> None:
     import webbrowser
 
     if not webbrowser.open(address):

@@ -292,7 +292,8 @@ This file is generated from `src/gspo/config/migrate/`: `make docs`.
 
 A config of AReaL loads as it is. A key of TRL's or verl's is an error that says what it is called here, in
 `gspo doctor` and at the start of `gspo train`: those systems count batches and steps differently, so nothing is
-translated behind your back. Reward functions of TRL and AReaL are taken as they are (docs/python.md).
+translated behind your back. Reward functions of TRL and AReaL are taken as they are (docs/python.md). Before
+you switch, `gspo audit` explains the runs that you have ([audit.md](audit.md)).
 
 What counts what:
 

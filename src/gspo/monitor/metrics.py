@@ -60,11 +60,11 @@ def step_metrics(batch: Batch, report: StepReport, version: int) -> dict[str, An
     first, entered = batch.minibatch == 0, np.isfinite(report.log_s)
     # With one mini-batch only the first exists; its ratios are 1 unless π_old is the sampler's.
     later = entered & (~first if batch.minibatch.max(initial=0) > 0 else True)
-    out |= _ratio(report, lengths, later)
+    out |= ratio_metrics(report.log_s[later], report.clipped_low[later], report.clipped_high[later], lengths[later])
     # In the first mini-batch the weights are unchanged, so ratios that differ from 1 show an error or sampler noise.
     opening = np.abs(report.log_s[first & entered])
     out["ratio/first_minibatch_max_abs"] = float(opening.max()) if len(opening) else None
-    out |= _noise(measured_noise(report.noise_log_s, batch, version))
+    out |= noise_metrics(measured_noise(report.noise_log_s, batch, version))
     out |= _routing(batch, report, version)
     out |= _correction(report, lengths)
     out |= _episodes(batch)
@@ -133,25 +133,30 @@ def measured_noise(log_s: NDArray[np.float64], batch: Batch, version: int) -> No
     return noise_of(log_s[which], batch.trained_tokens[which])
 
 
-def _ratio(report: StepReport, lengths: NDArray[np.int64], which: NDArray[np.bool_]) -> dict[str, Any]:
-    # All arrays here: [m], the selected sequences.
-    log_s = torch.from_numpy(report.log_s[which])
+def ratio_metrics(
+    log_s: NDArray[np.float64],
+    clipped_low: NDArray[np.float64],
+    clipped_high: NDArray[np.float64],
+    lengths: NDArray[np.int64],
+) -> dict[str, Any]:
+    """`ratio/`, `clip/` and `ess/` metrics of sequences [m]; clipped_low and clipped_high count tokens."""
+    log_weight = torch.from_numpy(log_s)
     stats = {
-        "num_tokens": torch.from_numpy(lengths[which].astype(np.float64)),
-        "clipped_low": torch.from_numpy(report.clipped_low[which]),
-        "clipped_high": torch.from_numpy(report.clipped_high[which]),
+        "num_tokens": torch.from_numpy(lengths.astype(np.float64)),
+        "clipped_low": torch.from_numpy(clipped_low),
+        "clipped_high": torch.from_numpy(clipped_high),
     }
-    fractions = clip_fractions(stats) if len(log_s) else {}
+    fractions, summary = clip_fractions(stats) if len(log_s) else {}, log_s_summary(log_weight)
     return {
-        **{f"ratio/log_s_{name}": float(value) if len(log_s) else None for name, value in log_s_summary(log_s).items()},
+        **{f"ratio/log_s_{name}": float(value) if len(log_s) else None for name, value in summary.items()},
         "clip/sequences_low": float(fractions["sequences_low"]) if fractions else None,
         "clip/sequences_high": float(fractions["sequences_high"]) if fractions else None,
         "clip/tokens": float(fractions["tokens"]) if fractions else None,
-        "ess/sequences": float(effective_sample_size(log_s)) if len(log_s) else None,
+        "ess/sequences": float(effective_sample_size(log_weight)) if len(log_s) else None,
     }
 
 
-def _noise(noise: Noise | None) -> dict[str, Any]:
+def noise_metrics(noise: Noise | None) -> dict[str, Any]:
     return {
         "noise/log_s_mean": None if noise is None else noise.mean,
         "noise/log_s_std": None if noise is None else noise.std,

@@ -40,7 +40,7 @@ def answers(
     """The five questions with their answers."""
     return [
         _learned(summary),
-        _clipped(summary, stories),
+        _clipped(summary, steps, stories),
         _worst(stories),
         _eps(summary, steps, suggested, target),
         _time(steps),
@@ -77,12 +77,17 @@ def _learned(s: Summary) -> Answer:
     )
 
 
-def _clipped(s: Summary, stories: Sequence[Mapping[str, Any]]) -> Answer:
+def _clipped(s: Summary, steps: Sequence[Row], stories: Sequence[Mapping[str, Any]]) -> Answer:
     question, section = "Was anything clipped, and why?", "clipping"
     if s.eps is None:
         return _answer(question, section, None, "This objective does not clip the ratio.")
     if s.clipped_low is None or s.clipped_high is None:
-        return _answer(question, section, None, "No update with a ratio other than 1 yet.")
+        tokens = _mean_share(steps, "tokens")
+        if tokens is None:
+            return _answer(question, section, None, "No update with a ratio other than 1 yet.")
+        text = f"{percent(tokens)} of the tokens." if tokens else "Nothing was clipped."
+        why = "Shares by sequence and by sign of the advantage were not recorded."
+        return _answer(question, section, "note" if tokens == 0 else "bad" if tokens > 0.5 else "good", text, why)
     share, ratio = s.clipped_low + s.clipped_high, "s" if s.by_sequence else "a token's ratio"
     if share == 0:
         return _answer(question, section, "note", "Nothing was clipped: every sequence stayed inside the clip range.")
@@ -113,6 +118,11 @@ def minibatch_shares(stories: Sequence[Mapping[str, Any]]) -> list[float | None]
     return out
 
 
+def _mean_share(steps: Sequence[Row], what: str) -> float | None:
+    shares = [share for row in steps if (share := number(row.get(f"clip/{what}"))) is not None]
+    return sum(shares) / len(shares) if shares else None
+
+
 def _worst(stories: Sequence[Mapping[str, Any]]) -> Answer:
     question, section = "Which sequences were the worst?", "samples"
     seen = [{**s["farthest"], "step": s["step"]} for s in stories if s["farthest"] is not None]
@@ -135,14 +145,14 @@ def _eps(s: Summary, steps: Sequence[Row], suggested: tuple[float, float] | None
     recent = steps[-RECENT:]
     shares = [(number(row.get("clip/sequences_low")), number(row.get("clip/sequences_high"))) for row in recent]
     clipped = [low + high for low, high in shares if low is not None and high is not None]
-    share = sum(clipped) / len(clipped) if clipped else None
+    share, unit = (sum(clipped) / len(clipped), "sequences") if clipped else (_mean_share(recent, "tokens"), "tokens")
     noise = last(steps, "noise/log_s_p95_abs")
-    eps, text = f"ε {s.eps[0]:.2g} / {s.eps[1]:.2g}", "Nothing measured yet."
+    eps, text, num = f"ε {s.eps[0]:.2g} / {s.eps[1]:.2g}", "Nothing measured yet.", len(clipped or recent)
     if share == 0:
-        text = f"{eps} was not reached in the last {len(clipped)} steps: clipping had no effect."
+        text = f"{eps} was not reached in the last {num} steps: clipping had no effect."
     elif share is not None:
-        text = f"{eps} clipped {percent(share)} of the sequences of the last {len(clipped)} steps."
-    proposal = "Without kept samples no ε can be suggested."
+        text = f"{eps} clipped {percent(share)} of the {unit} of the last {num} steps."
+    proposal = "Without log s of kept samples no ε can be suggested."
     if suggested is not None:
         proposal = f"To clip {percent(target, 0)} of the sequences, set ε {suggested[0]:.2g} / {suggested[1]:.2g}."
     floor = ""

@@ -48,6 +48,7 @@ def overview(
         "clip": stories,
         "time": time_parts(steps),
         "doctor": doctor,
+        "audit": _audit(run),
         "config": lines,
         "environment": _object(run / "environment.json"),
         "log": _log(run),
@@ -156,6 +157,18 @@ _BY |= dict.fromkeys(("algorithm", "level", "derived"), "derived")
 
 def _origin(written: Any) -> tuple[str, str]:
     return (str(written.get("kind")), str(written.get("detail"))) if isinstance(written, dict) else ("", "")
+
+
+def _audit(run: Path) -> dict[str, Any] | None:
+    """Whose run it is and what cannot be known, of a directory that `gspo audit` wrote; None for a run of gspo."""
+    found = _object(run / "audit.json")
+    if not found:
+        return None
+    texts = {name: str(found.get(name) or "") for name in ("system", "version", "source")}
+    lists = {name: found.get(name) for name in ("unknown", "notes")}
+    return texts | {
+        name: [str(line) for line in lines] if isinstance(lines, list) else [] for name, lines in lists.items()
+    }
 
 
 def _object(file: Path) -> dict[str, Any]:

@@ -33,10 +33,30 @@ function showHeadline() {
     return el("a", { class: "card " + kind, href: "#" + a.section, on: { click: go } },
       el("h3", {}, a.question, el("span", { class: "verdict" }, (said[a.question] || {})[a.verdict] || word)), el("p", {}, inertLine(a.text)), a.more ? el("p", { class: "more" }, inertLine(a.more)) : null);
   }));
+  showAudit(run);
   const alarms = run.log.filter((line) => /\balarm at step\b|\bwarning\b/i.test(line));
   $("alarms").hidden = !alarms.length;
   $("alarms").replaceChildren(el("h3", {}, "Warnings of the run"), el("ul", {}, alarms.slice(-6).map((line) => el("li", {}, inertLine(line)))));
 }
+
+// A run of another trainer: what its config means, what is wrong with it, and what its files do not tell.
+function showAudit(run) {
+  const audit = run.audit, doctor = run.doctor || {}, list = (lines) => el("ul", {}, lines.map((line) => el("li", {}, inertLine(line))));
+  $("audit").hidden = !audit;
+  if (!audit) return;
+  $("findings-title").textContent = "Findings";
+  const findings = findingsOf(doctor);
+  $("audit").replaceChildren(...[
+    el("h3", {}, `Audit of a ${inertLine(audit.system)} run`, el("span", { class: "more" }, inertLine([audit.version && "version " + audit.version, audit.source].filter(Boolean).join(" · ")))),
+    doctor.unreadable ? el("p", {}, inertLine(doctor.unreadable)) : null,
+    doctor.objective ? el("div", { class: "formula" }, doctor.objective.formula.split(",   ").map((part) => el("div", {}, inertLine(part)))) : null,
+    ...(findings.length ? findings : doctor.objective ? [el("p", {}, "✓ No warning about this config.")] : []),
+    ...(audit.notes.length ? [el("h4", {}, "Not part of this explanation"), list(audit.notes)] : []),
+    ...(audit.unknown.length ? [el("h4", {}, "What cannot be known"), list(audit.unknown)] : []),
+  ].filter(Boolean));
+}
+
+const findingsOf = (doctor) => [...(doctor.errors || []), ...(doctor.warnings || [])].map((f) => el("div", { class: "finding " + inertLine(f.severity) }, el("b", {}, inertLine(f.key)), ` (${inertLine(f.where)}): ${inertLine(f.message)}. `, el("b", {}, "Remedy: "), inertLine(f.remedy) + "."));
 
 function showCurves() {
   const x = state.steps, w = state.weight, place = $("curve-charts");
@@ -259,8 +279,8 @@ function showWords() {
       el("p", {}, el("b", {}, o.algorithm), ` · ${o.title}` + (o.as_published ? "" : `, with ratio level ${o.level} and aggregation ${o.aggregation}${o.same_as ? ": the objective of " + o.same_as : ""}`)),
       el("div", { class: "formula" }, o.formula.split(",   ").map((part) => el("div", {}, inertLine(part)))),
       el("dl", {}, pairs.filter(([, text]) => text).flatMap(([name, text]) => [el("dt", {}, name), el("dd", {}, inertLine(text))])));
-    const findings = [...(doctor.errors || []), ...(doctor.warnings || [])];
-    says.replaceChildren(...(findings.length ? findings.map((f) => el("div", { class: "finding " + f.severity }, el("b", {}, inertLine(f.key)), ` (${inertLine(f.where)}): ${inertLine(f.message)}. `, el("b", {}, "Remedy: "), inertLine(f.remedy) + ".")) : [el("p", {}, "✓ No warning about this config.")]),
+    const findings = findingsOf(doctor);
+    says.replaceChildren(...(findings.length ? findings : [el("p", {}, "✓ No warning about this config.")]),
       ...(doctor.without_effect || []).map((row) => el("p", { class: "note" }, el("code", {}, inertLine(row.key)), ` has no effect: ${inertLine(row.why)}`)));
   }
   $("log").replaceChildren(...inert(state.run.log.join("\n")));

@@ -1,0 +1,305 @@
+"""`TRLCallback`: records the ratios of a TRL GRPOTrainer and writes a run directory that `gspo report` opens.
+
+A callback sees no tensors of the loss, so the trainer's three methods that make them are wrapped while it trains:
+`_generate_and_score_completions` (texts, rewards; each sequence gets a number), `_compute_loss` (the inputs of a
+micro-batch) and `_get_per_token_logps_and_entropies` (log π_θ). The wrapped methods return what TRL's return. A failure
+in the audit is printed once and ends the recording, never the training.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import TrainerCallback
+
+from gspo.audit.directory import write_audit
+from gspo.audit.rows import Record, sample_rows, step_metrics, text_of
+from gspo.audit.trl import CLIPPED, from_trl
+from gspo.errors import ConfigError
+from gspo.runs.directory import RunDir, environment
+from gspo.system.files import to_json, write_run_file
+
+INDEX = "gspo_audit_index"  # TRL shuffles and splits every tensor of a rollout batch alike, this one too
+HOOKS = ("_generate_and_score_completions", "_compute_loss", "_get_per_token_logps_and_entropies")
+NEEDED = (*HOOKS, "_logs", "epsilon_low", "epsilon_high", "importance_sampling_level", "eos_token_ids")
+ANSWERS = ("answer", "solution", "ground_truth", "target")  # columns of a row that may hold the reference answer
+
+
+def check_trainer(trainer: Any) -> str:
+    """TRL's version; ConfigError for a trainer or a version that cannot be recorded."""
+    import trl
+
+    version = str(trl.__version__)
+    if version.partition(".")[0] != "1":
+        raise ConfigError(
+            f"gspo.audit.TRLCallback reads internals of TRL 1.x (tested with 1.16), but trl {version} is installed; "
+            "install trl>=1.16,<2"
+        )
+    if not isinstance(trainer, trl.GRPOTrainer):  # pyright: ignore[reportPrivateImportUsage]
+        raise ConfigError(f"gspo.audit.TRLCallback records a trl.GRPOTrainer, not a {type(trainer).__name__}")
+    missing = [name for name in NEEDED if not hasattr(trainer, name)]
+    if missing:
+        raise ConfigError(
+            f"the GRPOTrainer of trl {version} has no {', '.join(missing)}, which gspo.audit.TRLCallback reads; "
+            "install trl 1.16"
+        )
+    return version
+
+
+class TRLCallback(TrainerCallback):
+    """Record log s, clipping and samples of a TRL run: `trainer.add_callback(TRLCallback(trainer, "runs/audit/a"))`.
+
+    The path is a new run directory; a run that resumes from a checkpoint continues its own. A step is one rollout batch
+    with all its optimizer updates, as everywhere in gspo; TRL's global_step counts updates.
+    """
+
+    def __init__(self, trainer: Any, path: str | Path | None = None) -> None:
+        self.trainer = trainer
+        self.version = check_trainer(trainer)
+        self.path = Path(path) if path else Path("runs/audit") / Path(trainer.args.output_dir).absolute().name
+        self.draft = from_trl(_values(trainer), "GRPOConfig")
+        self.clips = trainer.loss_type in CLIPPED
+        self.run: RunDir | None = None  # on the main process
+        self._originals: dict[str, tuple[bool, Callable[..., Any]]] = {}
+        self._failed = False
+        self._step = 0
+        self._logp: tuple[torch.Tensor, torch.Tensor] | None = None  # of the micro-batch in `_compute_loss`
+        self._in_loss = False
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._samples: list[dict[str, Any]] = []
+        self._records: list[Record] = []
+        self._logged: list[dict[str, float]] = []
+        self._update = 0  # optimizer updates since the step began
+        self._pending = 0  # micro-batches whose gradient is not yet applied
+        self._rollouts = 0
+        self._rollout_s = 0.0
+        self._started = time.perf_counter()
+
+    # -- called by the trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._step = state.global_step // self.draft.num_updates
+        if self.trainer.accelerator.is_main_process:
+            self._open()
+        for name in HOOKS:
+            self._originals[name] = (name in vars(self.trainer), getattr(self.trainer, name))
+        wrappers = (self._generate, self._compute_loss, self._log_probs)
+        for name, wrapper in zip(HOOKS, wrappers, strict=True):
+            setattr(self.trainer, name, wrapper)
+        self._begin_step()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._update += 1
+        self._pending = 0
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        if logs and "grad_norm" in logs:
+            self._logged.append({name: float(logs[name]) for name in ("grad_norm", "learning_rate") if name in logs})
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._pending = 0
+        self._end_step()
+        for name, (own, original) in self._originals.items():
+            if own:
+                setattr(self.trainer, name, original)
+            else:
+                delattr(self.trainer, name)
+        self._originals = {}
+        if self.run is not None:
+            self.run.log(f"finished after step {self._step}")
+            self.run.close()
+            self.run = None
+
+    # -- in place of the trainer's methods
+
+    def _generate(self, inputs: Any) -> Any:
+        original = self._originals[HOOKS[0]][1]
+        if not self.trainer.model.training:
+            return original(inputs)
+        self._end_step()
+        start = time.perf_counter()
+        output = original(inputs)
+        self._rollout_s += time.perf_counter() - start
+        self._rollouts += 1
+        self._guard(lambda: self._take_samples(inputs, output))
+        return output
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        original = self._originals[HOOKS[1]][1]
+        if not self.trainer.model.training:
+            return original(model, inputs)
+        self._in_loss, self._logp = True, None
+        try:
+            loss = original(model, inputs)
+        finally:
+            self._in_loss = False
+        self._pending += 1
+        self._guard(lambda: self._measure(inputs, loss))
+        self._logp = None
+        return loss
+
+    def _log_probs(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._originals[HOOKS[2]][1](*args, **kwargs)
+        if self._in_loss:
+            self._logp = output[0].detach(), output[1].detach()
+        return output
+
+    # -- recording
+
+    def _guard(self, record: Callable[[], None]) -> None:
+        if not self._failed:
+            try:
+                with torch.no_grad():
+                    record()
+            except Exception as error:
+                self._failed = True
+                where = "".join(traceback.format_exception(error)[-2:]).strip()
+                message = f"warning: the audit stopped recording after step {self._step}: {where}"
+                print(f"gspo: {message}", flush=True)
+                if self.run is not None:
+                    self.run.log(message)
+
+    def _open(self) -> None:
+        resumed = self._step > 0 and (self.path / "audit.json").is_file()
+        if (self.path / "config.yaml").is_file() and not resumed:
+            raise ConfigError(f"{self.path} already holds a run; pass another path to gspo.audit.TRLCallback")
+        self.run = RunDir(self.path)
+        self.run.cut_back(self._step)
+        unknown = [] if self.trainer.use_vllm else [
+            "the error of the sampler's log-probs (noise/): TRL records the sampler's log-probs with vLLM only"
+        ]  # fmt: skip
+        write_audit(
+            self.path, self.draft, version=self.version, source=str(self.trainer.args.output_dir), unknown=unknown
+        )
+        with write_run_file(self.path / "environment.json") as tmp:
+            found = environment(str(self.trainer.accelerator.device), torch.get_num_threads())
+            tmp.write_text(to_json(found | {"trl": self.version}) + "\n", encoding="utf-8")
+
+    def _take_samples(self, inputs: Any, output: dict[str, Any]) -> None:
+        """Number the sequences of a rollout batch over all processes, and keep texts and rewards."""
+        trainer, size = self.trainer, len(output["completion_ids"])
+        processes, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
+        begin, total = len(self._samples), size * processes
+        output[INDEX] = torch.arange(size, device=output["completion_ids"].device) + begin + rank * size
+        # TRL has gathered the texts of all processes, in the order of their ranks, and keeps the newest.
+        logs = trainer._logs
+        prompts, completions, advantages = (
+            list(logs[name])[-total:] for name in ("prompt", "completion", "advantages")
+        )
+        parts = {name: list(values)[-total:] for name, values in logs["rewards"].items()}
+        weights = trainer.reward_weights.tolist()
+        for at in range(total):
+            own = {name: values[at] for name, values in parts.items()}
+            scored = [w * v for w, v in zip(weights, own.values(), strict=True) if v is not None and v == v]
+            row = inputs[at] if processes == 1 else {}
+            self._samples.append(
+                {
+                    "prompt": text_of(prompts[at]),
+                    "completion": text_of(completions[at]),
+                    "answer": next((text_of(row[name]) for name in ANSWERS if isinstance(row.get(name), str)), None),
+                    "reward": sum(scored) if scored else None,
+                    "reward_parts": own,
+                    "advantage": advantages[at],
+                }
+            )
+
+    def _measure(self, inputs: dict[str, Any], loss: torch.Tensor) -> None:
+        """The ratios of one micro-batch, in float64. B sequences of up to T tokens."""
+        if self._logp is None or INDEX not in inputs:
+            return  # a loss that computes no log-probs of its own
+        trainer, (logp, entropy) = self.trainer, self._logp
+        ids, whole = inputs["completion_ids"], inputs["completion_mask"]  # [B, T]
+        mask = (whole * inputs["tool_mask"] if "tool_mask" in inputs else whole).bool()
+        lengths = mask.sum(-1)  # [B]
+        old = inputs.get("old_per_token_logps")
+
+        def mean(values: torch.Tensor) -> np.ndarray:  # over trained tokens, [B]; NaN for an empty completion
+            total = torch.where(mask, values.double(), 0.0).sum(-1)
+            return torch.where(lengths > 0, total / lengths.clamp(min=1), torch.nan).cpu().numpy()
+
+        log_ratio = logp.double() - (logp if old is None else old).double()  # [B, T]
+        log_s = mean(log_ratio)
+        by_token = trainer.importance_sampling_level == "token"
+        ratio = (log_ratio if by_token else torch.from_numpy(log_s).to(mask.device).unsqueeze(-1)).exp()
+        advantage = inputs["advantages"] if inputs["advantages"].dim() > 1 else inputs["advantages"].unsqueeze(-1)
+        low = (ratio < 1 - trainer.epsilon_low) & (advantage < 0) & mask
+        high = (ratio > 1 + trainer.epsilon_high) & (advantage > 0) & mask
+        noise, sampled = np.full(len(ids), np.nan), inputs.get("sampling_per_token_logps")
+        if sampled is not None and (old is not None or self._update == 0):
+            # At the weights of the start of the batch; vLLM gives NaN for a token that it could not score.
+            noise = mean(torch.nan_to_num((logp if old is None else old) - sampled))
+        reference = inputs.get("ref_per_token_logps")
+        gap = torch.zeros_like(logp) if reference is None else reference - logp
+        last = ids.gather(1, (whole.sum(-1, keepdim=True) - 1).clamp(min=0)).squeeze(1)  # [B]
+        ended = torch.isin(last, torch.tensor(list(trainer.eos_token_ids), device=last.device)) & (whole.sum(-1) > 0)
+        self._records.append(
+            {
+                "update": self._update,
+                "loss": float(loss.detach()),
+                "index": inputs[INDEX].cpu().numpy(),
+                "log_s": log_s,
+                "clipped_low": low.sum(-1).double().cpu().numpy(),
+                "clipped_high": high.sum(-1).double().cpu().numpy(),
+                "length": lengths.cpu().numpy(),
+                "entropy": mean(entropy),
+                "noise": noise,
+                "kl_reference": mean(gap.exp() - gap - 1),
+                "truncated": ~ended.cpu().numpy(),
+            }
+        )
+
+    def _end_step(self) -> None:
+        """Write the step if TRL samples again and every gradient has been applied. Every process calls this."""
+        if not self._rollouts or self._pending:
+            return
+        self._step += 1
+        records: list[Record] = self._records
+        processes = self.trainer.accelerator.num_processes
+        if processes > 1:
+            from accelerate.utils import gather_object
+
+            gathered: list[Record] = gather_object(records)
+            gathered = [{**record, "loss": record["loss"] / processes} for record in gathered]
+            records = sorted(gathered, key=lambda record: record["update"])
+        if self.run is not None:
+            self._guard(lambda: self._write(records))
+        self._begin_step()
+
+    def _write(self, records: list[Record]) -> None:
+        trainer, run, group = self.trainer, self.run, self.trainer.num_generations
+        assert run is not None, "the main process has the directory open"
+        with_kl = trainer.beta != 0.0
+        metrics = step_metrics(self._samples, records, group_size=group, clips=self.clips, with_kl=with_kl)
+        seconds = time.perf_counter() - self._started
+        norms = [logged["grad_norm"] for logged in self._logged]
+        rates = [logged["learning_rate"] for logged in self._logged if "learning_rate" in logged]
+        run.samples(self._step, sample_rows(self._step, self._samples, records, group, self.clips), {})
+        run.metrics(
+            {
+                "step": self._step,
+                **metrics,
+                "clip/eps_low": trainer.epsilon_low if self.clips else None,
+                "clip/eps_high": trainer.epsilon_high if self.clips else None,
+                "policy/proximal": "recompute",
+                "grad/norm": float(np.mean(norms)) if norms else None,
+                "grad/norm_max": max(norms, default=None),
+                "optimizer/lr": rates[-1] if rates else None,
+                "time/rollout_s": self._rollout_s,
+                "time/train_s": seconds - self._rollout_s,
+                "time/step_s": seconds,
+            }
+        )
+
+
+def _values(trainer: Any) -> dict[str, Any]:
+    """The trainer's GRPOConfig with what only the trainer knows."""
+    model = getattr(getattr(trainer.model, "config", None), "_name_or_path", "") or "the policy"
+    return {**vars(trainer.args), "world_size": trainer.accelerator.num_processes, "model": str(model)}

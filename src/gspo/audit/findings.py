@@ -1,0 +1,120 @@
+"""The explanation of another trainer's config: our doctor's sections, with findings in the words of that trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from gspo.audit.foreign import Draft
+from gspo.config.lint import advantages, clipping, policies, references, sampling
+from gspo.config.lint.facts import Facts, Finding, facts_of
+from gspo.config.load import load
+from gspo.config.loaded import Loaded, Origin
+from gspo.doctor.explain.batch import batch_section
+from gspo.doctor.explain.objective import objective_section
+from gspo.doctor.explain.policies import policy_section
+from gspo.errors import ConfigError
+
+Rule = Callable[[Facts], Iterator[Finding]]
+_A = "actor_rollout_ref.actor."
+_SHARE = "so that 10–25 % of sequences are clipped"
+
+# The lint rules that apply to these trainers, with the remedy for each. Other rules are about parts that gspo has.
+REMEDIES: Mapping[Rule, Mapping[str, str]] = {
+    clipping.too_wide_for_a_sequence: {
+        "TRL": f"set epsilon=3e-4 and epsilon_high=4e-4 (the paper's values), or 3e-4 … 5e-3 {_SHARE}",
+        "ms-swift": f"set --epsilon 3e-4 --epsilon_high 4e-4 (the paper's values), or 3e-4 … 5e-3 {_SHARE}",
+        "verl": f"set {_A}clip_ratio_low=3e-4 and {_A}clip_ratio_high=4e-4 (the paper's values), or 3e-4 … 5e-3 "
+        f"{_SHARE}",
+    },
+    clipping.too_narrow_for_short_completions: {
+        "TRL": "set epsilon and epsilon_high to 2e-3 … 5e-3",
+        "ms-swift": "set --epsilon and --epsilon_high to 2e-3 … 5e-3",
+        "verl": f"set {_A}clip_ratio_low and {_A}clip_ratio_high to 2e-3 … 5e-3",
+    },
+    clipping.lower_bound_at_zero: {
+        "TRL": "set epsilon below 1",
+        "ms-swift": "set --epsilon below 1",
+        "verl": f"set {_A}clip_ratio_low below 1",
+    },
+    clipping.ratio_always_one: {
+        "TRL": "set steps_per_generation to 4 × gradient_accumulation_steps, and divide gradient_accumulation_steps or "
+        "per_device_train_batch_size by 4 to keep the size of the rollout batch",
+        "ms-swift": "set --steps_per_generation to 4 × gradient_accumulation_steps, and divide "
+        "gradient_accumulation_steps or per_device_train_batch_size by 4 to keep the size of the rollout batch",
+        "verl": f"set {_A}ppo_mini_batch_size to a quarter of data.train_batch_size",
+    },
+    clipping.token_aggregation: {
+        "TRL": "set loss_type=grpo (the paper) or loss_type=luspo",
+        "ms-swift": "set --loss_type grpo (the paper)",
+        "verl": f"set {_A}loss_agg_mode=seq-mean-token-mean",
+    },
+    advantages.group_of_one: {
+        "TRL": "set num_generations=8",
+        "ms-swift": "set --num_generations 8",
+        "verl": "set actor_rollout_ref.rollout.n=8",
+    },
+    sampling.no_randomness: {
+        "TRL": "set temperature=1.0",
+        "ms-swift": "set --temperature 1.0",
+        "verl": "set actor_rollout_ref.rollout.temperature=1.0",
+    },
+    references.kl_counted_twice: {
+        "verl": f"set algorithm.use_kl_in_reward=False or {_A}use_kl_loss=False",
+    },
+    references.k1_in_the_loss: {
+        "verl": f"set {_A}kl_loss_type=low_var_kl",
+    },
+    policies.product_of_ratios: {
+        "TRL": "set vllm_importance_sampling_mode=token_truncate",
+        "ms-swift": "set --rollout_importance_sampling_mode token_truncate",
+        "verl": "set algorithm.rollout_correction.rollout_is=token",
+    },
+    policies.truncated_sampling: {
+        "TRL": "set top_p=1.0 and top_k=0",
+        "ms-swift": "set --top_p 1.0 --top_k 0",
+        "verl": "set actor_rollout_ref.rollout.top_p=1.0 and actor_rollout_ref.rollout.top_k=-1",
+    },
+}
+
+
+def sections_of(draft: Draft) -> dict[str, Any]:
+    """What the page's objective section shows; `unreadable` with the reason where there is no explanation."""
+    own = [asdict(finding) for finding in draft.findings]
+    if draft.unexplained:
+        return {"unreadable": draft.unexplained, "warnings": own}
+    try:
+        loaded = loaded_of(draft)
+    except ConfigError as problem:
+        return {"unreadable": f"{draft.file}: {problem}", "warnings": own}
+    facts = facts_of(loaded, num_gpus=0)
+    found = [*own, *(asdict(finding) for finding in lint(facts, draft))]
+    words = policy_section(facts)
+    return {
+        "objective": objective_section(facts),
+        "batch": batch_section(facts),
+        "policies": {
+            **{name: words[name] for name in ("sampling", "correction_words", "kl")},
+            "pi_old": draft.pi_old or words["pi_old"],
+        },
+        "errors": [finding for finding in found if finding["severity"] == "error"],
+        "warnings": [finding for finding in found if finding["severity"] == "warning"],
+    }
+
+
+def loaded_of(draft: Draft) -> Loaded:
+    """The translated config, whose origins are the keys of the other system; ConfigError if it is not valid here."""
+    loaded = load(draft.keys)
+    theirs = {key: Origin("file", text) for key, text in draft.origins.items() if key in loaded.origins}
+    return replace(loaded, origins={**loaded.origins, **theirs})
+
+
+def lint(facts: Facts, draft: Draft) -> Iterator[Finding]:
+    """Findings of the rules that apply, with key and remedy in the words of the other system."""
+    for rule, remedies in REMEDIES.items():
+        # The remedy for the aggregation is another clipped loss, which is no advice for a loss without a clip range.
+        applies = draft.system in remedies and (rule is not clipping.token_aggregation or facts.clips is not None)
+        for finding in rule(facts) if applies else ():
+            theirs, _, file = draft.origins.get(finding.key, f"{finding.key} ({draft.file})").rpartition(" (")
+            yield replace(finding, key=theirs, where=file.rstrip(")"), remedy=remedies[draft.system])

@@ -209,3 +209,16 @@ def test_the_command_line_beats_the_file_across_spellings(tmp_path):
 def test_every_target_of_a_rule_is_a_key_of_ours():
     for rule in rules().values():
         assert not rule.target or rule.target in known_keys(), rule
+
+
+def test_an_sft_config_trains_its_model_by_sft(tmp_path):
+    (tmp_path / "sft.yaml").write_text(
+        "model: {path: embedded:tiny, optimizer: {type: adam, lr: 2e-5}, mb_spec: {max_tokens_per_mb: 4096}}\n"
+        "tokenizer_path: ${model.path}\n"
+        "train_dataset: {path: a.jsonl, type: sft, max_length: 1024}\n"
+    )
+    config = load(tmp_path / "sft.yaml").config
+    assert (config.algorithm, config.actor.path, config.tokenizer_path) == ("sft", "embedded:tiny", "embedded:tiny")
+    assert (config.actor.optimizer.lr, config.actor.mb_spec.max_tokens_per_mb) == (2e-5, 4096)
+    with pytest.raises(ConfigError, match=r"model: is TRL's name; here it is actor\.path"):
+        load({"model": "gpt2"})

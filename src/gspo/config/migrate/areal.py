@@ -32,6 +32,8 @@ def _objective_rules() -> Iterable[list[Rule]]:
     cap = "`actor.rejection_sampling`, together with the other behav(e)_imp_weight key"
     recompute = "metrics and reuse_train_logp become recompute; mini-batch 1 reuses its own forward pass"
     return (
+        # First: the rules of actor then apply to its keys.
+        translates("model", "of AReaL's SFTConfig: `actor`, with `algorithm: sft`", translate.sft_model),
         translates(
             "actor.{behav_imp_weight_cap,behave_imp_weight_cap,behave_imp_weight_mode}", cap, translate.weight_cap
         ),
@@ -194,7 +196,7 @@ def _run_rules() -> Iterable[list[Rule]]:
             "all prompts are loaded at the start",
         ),
         drops(_DATA + ".drop_last", "prompts form an endless stream of full batches"),
-        only(_DATA + ".type", (None, "rl"), "the data sets are prompts for RL; remove it"),
+        only(_DATA + ".type", (None, "rl", "sft"), "the data sets are prompts, or completions with algorithm: sft"),
         drops("valid_dataset.{batch_size,shuffle}", "evaluation uses the first evaluator.size problems in file order"),
         only("valid_dataset.max_length", translate.is_as_in_training, "it is train_dataset.max_length; remove it"),
         only(_DATA + ".dataset_kwargs", (None, {}), "write the rows to a file and set path to that file"),

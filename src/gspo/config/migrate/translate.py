@@ -38,6 +38,17 @@ def _agrees(existing: Node | None, backend: Backend, names: tuple[str, ...]) -> 
         return False  # the check of that key reports it
 
 
+def sft_model(move: Move) -> None:
+    """AReaL's SFTConfig has `model` in place of `actor`. TRL's `model` is a string."""
+    if not isinstance(move.node.value, dict):
+        move.refuse(f"is TRL's name; here it is actor.path; set actor.path: {tree.clip(written(move.node.data()))}")
+        return
+    for name, child in move.node.value.items():
+        move.set(f"actor.{name}", child)
+    move.set("algorithm", "sft")
+    move.say("is now actor, with algorithm: sft")
+
+
 def weight_cap(move: Move) -> None:
     """behav(e)_imp_weight_cap and behave_imp_weight_mode together become actor.rejection_sampling."""
     # The rule of the cap reads the mode, too, and removes it, so that the pair is translated once.

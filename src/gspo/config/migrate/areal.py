@@ -196,7 +196,7 @@ def _run_rules() -> Iterable[list[Rule]]:
             "all prompts are loaded at the start",
         ),
         drops(_DATA + ".drop_last", "prompts form an endless stream of full batches"),
-        only(_DATA + ".type", (None, "rl", "sft"), "the data sets are prompts, or completions with algorithm: sft"),
+        only(_DATA + ".type", translate.is_algorithms_type, "set algorithm: sft to train on completions, or remove it"),
         drops("valid_dataset.{batch_size,shuffle}", "evaluation uses the first evaluator.size problems in file order"),
         only("valid_dataset.max_length", translate.is_as_in_training, "it is train_dataset.max_length; remove it"),
         only(_DATA + ".dataset_kwargs", (None, {}), "write the rows to a file and set path to that file"),

@@ -327,6 +327,11 @@ def is_as_in_training(move: Move) -> bool:
     return value in (None, {}, "auto") or value == move.value_of(move.rule.key.replace("valid", "train"))
 
 
+def is_algorithms_type(move: Move) -> bool:
+    """Whether the type of a data set is what the algorithm reads: completions in SFT, else prompts."""
+    return move.node.value in (None, "sft" if move.value_of("algorithm") == "sft" else "rl")
+
+
 def is_preset(move: Move) -> bool:
     preset = tree.get(move.root, "actor.rejection_sampling.preset")
     return move.node.value in (None, preset is not None and preset.value == "sequence_mask")

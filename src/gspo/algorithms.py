@@ -32,13 +32,17 @@ GATE_SETTINGS: Mapping[str, Mapping[str, float | None]] = MappingProxyType(
 )
 
 # Settings of every objective.
-COMMON_SETTINGS: Mapping[str, Any] = MappingProxyType({"kl_coef": 0.0, "kl_estimator": "k3", "correction": None})
+COMMON_SETTINGS: Mapping[str, Any] = MappingProxyType(
+    {"kl_coef": 0.0, "kl_estimator": "k3", "entropy_coef": 0.0, "correction": None}
+)
 
 # Behavior corrections (`objectives/correction.py`) in canonical form. `only_negative` restricts a mask to A < 0.
 CORRECTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "tis": {"level": "token", "action": "clamp", "metric": "ratio", "upper": 2.0},
         "mis": {"level": "token", "action": "mask", "metric": "ratio", "upper": 2.0},
+        # The whole sequence's importance weight, the product of its token ratios, truncated.
+        "seq_tis": {"level": "sequence", "action": "clamp", "metric": "ratio", "agg": "product", "upper": 2.0},
         "icepop": {
             "level": "token",
             "action": "mask",

@@ -18,6 +18,10 @@ FinishReason = Literal["stop", "length", "abort"]
 # The arrays of a Sample that have one entry per token, [T]. `Sample.concatenate` and `Sample.up_to` handle all of them.
 TOKEN_ARRAYS = ("tokens", "behavior_logp", "versions", "mask", "turns")
 
+# A recorded kept set has at most this many tokens: 16 KB per sampled token. If top-p, top-k or min-p keep more, only
+# the most likely ones of them are sampled from, so that the recorded set is always the whole set.
+MAX_KEPT = 4096
+
 
 class SampleId(NamedTuple):
     """The identity of a sample, and the key of its random numbers.
@@ -91,10 +95,17 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: off
+    min_p: float = 0.0  # 0: off
     greedy: bool = False
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    record_kept: bool = False  # record `Sample.kept`; sets are then at most MAX_KEPT tokens large
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether only a part of the vocabulary is sampled from at each token."""
+        return not self.greedy and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +136,45 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """The kept set of each token: the part of the vocabulary that top-p, top-k or min-p left to sample it from.
+
+    >>> kept = Kept.of([[4, 9], [9]])
+    >>> Kept.concatenate([kept, Kept.whole(1)]).counts.tolist(), kept.up_to(1).ids.tolist()
+    ([2, 1, 0], [4, 9])
+    """
+
+    counts: NDArray[np.int32]  # [T] tokens in each set; 0: the whole vocabulary
+    ids: NDArray[np.int32]  # [Σ counts] the sets, one after another, each ascending
+
+    @staticmethod
+    def of(sets: Sequence[Any]) -> Kept:
+        counts = np.array([len(ids) for ids in sets], dtype=np.int32)
+        return Kept(counts, np.concatenate([np.zeros(0, np.int32), *sets]).astype(np.int32))
+
+    @staticmethod
+    def whole(num: int) -> Kept:
+        """Of `num` tokens that were not sampled from a truncated distribution, or not sampled at all."""
+        return Kept(np.zeros(num, dtype=np.int32), np.zeros(0, dtype=np.int32))
+
+    @staticmethod
+    def concatenate(parts: Sequence[Kept]) -> Kept:
+        return Kept(np.concatenate([p.counts for p in parts]), np.concatenate([p.ids for p in parts]))
+
+    def sets(self) -> list[NDArray[np.int32]]:
+        """One array of ids per token."""
+        return np.split(self.ids, np.cumsum(self.counts)[:-1]) if len(self.counts) else []
+
+    def up_to(self, num: int) -> Kept:
+        """Of the first `num` tokens."""
+        return Kept(self.counts[:num], self.ids[: self.counts[:num].sum()])
+
+    def where(self, mask: NDArray[np.bool_]) -> Kept:
+        """Of the tokens at which `mask` [T] is True."""
+        return Kept(self.counts[mask], self.ids[np.repeat(mask, self.counts)])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     """One completion, or one episode (docs/episodes.md): arrays with one entry per token, [T].
 
@@ -146,6 +196,7 @@ class Sample:
     # the prompt's positions, [P, layers, top_k], one array for the whole group; uint8, or int16 for more than 256.
     routes: NDArray[np.integer[Any]] | None = None
     prompt_routes: NDArray[np.integer[Any]] | None = None
+    kept: Kept | None = None  # truncated sampling only: the tokens that each token was drawn from
     prompt: tuple[int, ...] | None = None  # the tokens before it, if they are not its group's prompt
     rest: tuple[Sample, ...] = ()  # the episode's further sequences, each with its prompt; they have no rest
     outcome: Outcome | None = None  # the environment's reward; None: the reward functions compute it
@@ -160,6 +211,11 @@ class Sample:
     def is_episode(self) -> bool:
         """Whether it comes from an environment."""
         return self.outcome is not None or bool(self.rest) or bool(self.turns.any())
+
+    @property
+    def trained_kept(self) -> Kept | None:
+        """The kept sets of its trained tokens."""
+        return None if self.kept is None else self.kept.where(self.mask)
 
     @property
     def _last(self) -> Sample:
@@ -178,13 +234,15 @@ class Sample:
 
     @staticmethod
     def concatenate(parts: Sequence[Sample]) -> Sample:
-        """The tokens of all parts end to end; every other field is that of the last part.
+        """The tokens of all parts end to end, with their kept sets; every other field is that of the last part.
 
         >>> one = Sample.of(SampleId(0, 0), [4], [-0.1], version=3)
         >>> Sample.concatenate([one, Sample.of(SampleId(0, 0), [9], [-0.7], version=4)]).versions.tolist()
         [3, 4]
         """
         joined: dict[str, Any] = {name: np.concatenate([getattr(p, name) for p in parts]) for name in TOKEN_ARRAYS}
+        if any(p.kept is not None for p in parts):
+            joined["kept"] = Kept.concatenate([p.kept or Kept.whole(len(p.tokens)) for p in parts])
         return replace(parts[-1], **joined)
 
     def up_to(self, num: int) -> Sample:
@@ -194,7 +252,8 @@ class Sample:
         [4]
         """
         arrays: dict[str, Any] = {name: getattr(self, name)[:num] for name in TOKEN_ARRAYS}
-        return replace(self, **arrays, routes=None if self.routes is None else self.routes[:num])
+        routes = None if self.routes is None else self.routes[:num]
+        return replace(self, **arrays, routes=routes, kept=None if self.kept is None else self.kept.up_to(num))
 
     @staticmethod
     def of(
@@ -223,6 +282,8 @@ class Score:
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)
+    # Of parts whose weight is not 1. Weight 0: the part is shown and not added.
+    weights: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

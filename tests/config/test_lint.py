@@ -47,6 +47,32 @@ ERRORS = [
         ["rollout.backend=vllm:d1", "vllm.url=http://a:1", "actor.weight_update_mode=disk"],
     ),
     ("gconfig.temperature", ["gconfig.temperature=0"], ["gconfig.temperature=0.1"]),
+    (
+        "actor.entropy_target",
+        ["actor.entropy_target=0.3"],
+        ["actor.entropy_target=0.3", "actor.entropy_coef=0.001"],
+    ),
+    (
+        "reward.normalize",
+        ["reward.normalize=each", "algorithm=ppo", "critic.path=embedded:tiny"],
+        ["reward.normalize=each"],
+    ),
+    (
+        "reward.normalize",
+        ["reward.normalize=each", "env.path=tools", "env.turn_discount=0.9", "actor.sequence_unit=turn"],
+        ["reward.normalize=each", "env.path=tools"],
+    ),
+    (
+        "train_dataset.curriculum",
+        ["train_dataset.curriculum=pass_rate", "train_dataset.shuffle=false"],
+        ["train_dataset.curriculum=pass_rate"],
+    ),
+    (
+        "actor.rejection_sampling.upper",
+        ["actor.rejection_sampling.preset=seq_tis", "actor.rejection_sampling.upper=null"],
+        ["actor.rejection_sampling.preset=seq_tis"],
+    ),
+    ("gconfig.top_p", ["gconfig.top_p=0.9", "rollout.backend=sglang:d1"], ["rollout.backend=sglang:d1"]),
     ("gconfig.max_tokens", ["gconfig.max_tokens=500"], ["gconfig.max_tokens=512"]),
     ("actor.kl_loss_coef", ["actor.kl_loss_coef=0.1"], ["actor.kl_loss_coef=0.1", REF]),
     ("actor.kl_ctl", ["actor.kl_ctl=0.1"], ["actor.kl_ctl=0.1", REF]),
@@ -205,8 +231,26 @@ WARNINGS = [
         ["rollout.max_head_offpolicyness=4", "actor.prox_logp_method=rollout"],
         ["rollout.max_head_offpolicyness=4", "actor.use_decoupled_loss=true"],
     ),
-    ("gconfig.top_p", ["gconfig.top_p=0.9", "actor.prox_logp_method=rollout"], ["gconfig.top_p=0.9"]),
-    ("gconfig.top_k", ["gconfig.top_k=20", "actor.use_decoupled_loss=true"], ["gconfig.top_k=20"]),
+    (
+        "gconfig.top_p",
+        ["gconfig.top_p=0.9", "actor.prox_logp_method=rollout", "actor.sampling_mask_replay=false"],
+        ["gconfig.top_p=0.9", "actor.prox_logp_method=rollout"],
+    ),
+    (
+        "gconfig.top_k",
+        ["gconfig.top_k=20", "actor.use_decoupled_loss=true", "actor.sampling_mask_replay=false"],
+        ["gconfig.top_k=20", "actor.use_decoupled_loss=true"],
+    ),
+    (
+        "gconfig.min_p",
+        ["gconfig.min_p=0.1", "actor.prox_logp_method=recompute", "actor.sampling_mask_replay=false"],
+        ["gconfig.min_p=0.1", "actor.prox_logp_method=recompute", "gconfig.min_new_tokens=2"],
+    ),
+    (
+        "gconfig.min_new_tokens",
+        ["gconfig.min_new_tokens=2", "actor.prox_logp_method=rollout"],
+        ["gconfig.min_new_tokens=2"],
+    ),
     (
         "actor.prox_logp_method",
         ["actor.prox_logp_method=rollout", "rollout.backend=vllm:d4", "cluster.n_gpus_per_node=8"],
@@ -221,6 +265,11 @@ WARNINGS = [
         "actor.rejection_sampling.agg",
         ["actor.rejection_sampling.level=sequence", "actor.rejection_sampling.agg=sum"],
         ["actor.rejection_sampling.level=sequence", "actor.rejection_sampling.agg=mean"],
+    ),
+    (
+        "actor.rejection_sampling.agg",
+        ["actor.rejection_sampling.preset=seq_tis", "gconfig.max_new_tokens=2000"],
+        ["actor.rejection_sampling.preset=seq_tis", "gconfig.max_new_tokens=200"],
     ),
     (
         "actor.mb_spec.max_tokens_per_mb",

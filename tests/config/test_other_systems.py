@@ -55,9 +55,10 @@ def refused(*overrides, text=None, folder=None):
         ("actor.epsilon=0.2", "actor.epsilon is TRL's name; here it is actor.eps_clip"),
         ("gconfig.num_generations=8", "here it is gconfig.n_samples"),
         ("top_p=0.9", "here it is gconfig.top_p"),
+        ("min_p=0.1", "here it is gconfig.min_p"),
         (
-            "min_p=0.1",
-            "min_p is a key of TRL and is not supported here: the log-probs would not be",
+            "repetition_penalty=1.1",
+            "repetition_penalty is a key of TRL and is not supported here: the log-probs would not be",
         ),
         ("logging_steps=1", "is not needed here: every step is logged"),
         ("actor_rollout_ref.actor.clip_ratio=0.2", "is verl's name; here it is actor.eps_clip"),

@@ -13,6 +13,7 @@ import torch
 
 from gspo.sampling.engines.base import EngineAddress
 from gspo.sampling.engines.vllm import NAME
+from gspo.sampling.local.draw import warp
 from gspo.sampling.weights.load import copy_weights, read
 from gspo.sampling.weights.probe import sequence_logp
 
@@ -44,6 +45,7 @@ class Lookalike(ThreadingHTTPServer):
 
     def complete(self, body):
         epoch, prompt, tokens, logps, finish = self.epoch, body["prompt"], [], [], "length"
+        tops = []
         torch_rng = torch.Generator().manual_seed(body.get("seed", 0) % 2**62)
         while len(tokens) < body["max_tokens"]:
             time.sleep(self.pace_s)
@@ -55,16 +57,25 @@ class Lookalike(ThreadingHTTPServer):
             if body["temperature"]:
                 logits = logits / body["temperature"]
             if body.get("top_k"):
-                logits[logits < torch.topk(logits, body["top_k"]).values[-1]] = -torch.inf
+                logits[logits < torch.topk(logits, min(body["top_k"], len(logits))).values[-1]] = -torch.inf
+            if body.get("top_p", 1) < 1:
+                logits = warp(logits[None], top_p=body["top_p"])[0]
             logp = torch.log_softmax(logits, -1)
             drawn = torch.multinomial(logp.exp(), 1, generator=torch_rng) if body["temperature"] else logp.argmax()
             tokens.append(int(drawn))
             logps.append(float(logp[tokens[-1]]))
+            # As vLLM: the sampled token, then the most likely ones; −9999 where a token is not kept.
+            named = [tokens[-1], *torch.topk(logp, min(body.get("logprobs") or 0, len(logp))).indices.tolist()]
+            tops.append({f"token_id:{t}": max(float(logp[t]), -9999.0) for t in named})
             self.made += 1
             if tokens[-1] in body.get("stop_token_ids", []):
                 finish = "stop"
                 break
-        choice = {"token_ids": tokens, "logprobs": {"token_logprobs": logps}, "finish_reason": finish}
+        choice = {
+            "token_ids": tokens,
+            "logprobs": {"token_logprobs": logps, "top_logprobs": tops},
+            "finish_reason": finish,
+        }
         if body.get("prompt_logprobs") is not None:
             said = sequence_logp(self.model, [prompt])[0].astype(float).tolist()
             choice["prompt_logprobs"] = [

@@ -1,8 +1,11 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from made_batches import FAILED, make_batch, make_group
 
 from gspo.learner.credit import Shaping, is_flat, shape
+from gspo.types import Score
 
 
 def test_advantages_are_of_each_group_and_failed_rewards_leave_it():
@@ -85,6 +88,59 @@ def test_counted_groups_stay_and_dropped_ones_leave_the_count():
 )
 def test_a_flat_group_is_one_whose_scored_rewards_agree(rewards, flat):
     assert is_flat(make_group(0, rewards), Shaping()) == flat
+
+
+EACH = Shaping(normalize_each=True)
+
+
+def parted(submission, rows, weights=None, lengths=None):
+    """A group whose scores have these parts, [(a, b), …]."""
+    group = make_group(submission, [0] * len(rows), lengths)
+    weights = weights or {}
+    scores = [
+        row if row is FAILED else Score(weights.get("a", 1) * row[0] + weights.get("b", 1) * row[1],
+                                        dict(zip("ab", row, strict=True)), weights)
+        for row in rows
+    ]  # fmt: skip
+    return replace(group, outcomes=tuple(scores))
+
+
+def test_each_reward_is_normalised_apart_before_the_weighted_sum():
+    a, b = np.array([0.0, 1, 1, 0]), np.array([0.0, 10, 0, 10])
+    batch = make_batch([parted(0, list(zip(a, b, strict=True)), {"b": 0.5})], shaping=EACH)
+    want = (a - a.mean()) / a.std(ddof=1) + 0.5 * (b - b.mean()) / b.std(ddof=1)
+    np.testing.assert_allclose(batch.advantages, want, rtol=0, atol=1e-12)
+    # By the sum, the reward with the larger spread decides alone.
+    total = make_batch([parted(0, list(zip(a, b, strict=True)), {"b": 0.5})]).advantages
+    assert abs(total[2] - batch.advantages[2]) > 0.3
+
+
+def test_equal_sums_of_different_rewards_are_told_apart_only_if_each_is_normalised():
+    # With equal spreads and weights the two cancel.
+    group = parted(0, [(1, 0), (0, 1), (1, 0)])
+    assert is_flat(group, Shaping())
+    assert is_flat(group, EACH)
+    assert not make_batch([group], shaping=EACH).has_gradient.any()
+    heavier = parted(0, [(2, 0), (0, 1), (2, 0)], {"b": 2.0})
+    assert is_flat(heavier, Shaping())
+    assert not is_flat(heavier, EACH)
+    assert not make_batch([heavier]).advantages.any()
+    assert make_batch([heavier], shaping=EACH).has_gradient.all()
+
+
+def test_one_reward_gives_the_same_advantage_either_way_and_failed_ones_leave_the_group():
+    groups = [make_group(0, [0, 1, FAILED, 1]), make_group(1, [5, 3])]
+    both = [make_batch(groups, shaping=how).advantages for how in (Shaping(), EACH)]
+    np.testing.assert_allclose(*both, rtol=0, atol=1e-12)
+    apart = make_batch([parted(0, [(0, 1), FAILED, (1, 1)])], shaping=EACH)
+    np.testing.assert_allclose(apart.advantages, [-np.sqrt(0.5), 0, np.sqrt(0.5)], rtol=0, atol=1e-12)
+    assert apart.scored.tolist() == [True, False, True]
+
+
+def test_the_overlong_penalty_is_one_more_reward():
+    how = replace(EACH, overlong_tokens=4, max_new_tokens=8)
+    batch = make_batch([parted(0, [(1, 0), (1, 0)], lengths=[2, 8])], shaping=how)
+    np.testing.assert_allclose(batch.advantages, [np.sqrt(0.5), -np.sqrt(0.5)], rtol=0, atol=1e-12)
 
 
 def test_mini_batches_are_whole_groups_where_they_divide_and_equal_runs_where_not():

@@ -337,3 +337,29 @@ def test_an_infinite_advantage_touches_nothing_and_later_mini_batches_go_on():
     )
     assert report.applied == [False, True, True]
     assert not all(torch.equal(w, before[n]) for n, w in policy.named_parameters())
+
+
+def test_the_entropy_term_takes_the_plain_update_in_sequences_without_an_advantage_too(exact):
+    groups = [make_group(0, [1, 1], [3, 5]), make_group(1, [0, 0, 0], [2, 1, 4], holes={2: slice(1, 2)})]
+    batch = make_batch(groups)
+    assert not batch.advantages.any()
+    model, other = model_zoo.build("llama"), model_zoo.build("llama")
+    settings = {"entropy_coef": 0.3}
+    report = run(model, batch, make_plan(skip_zero_advantage=False, settings=settings), lr=0.1)
+    # The same by hand: the mean over sequences of the mean entropy of their trained tokens.
+    total = 0.0
+    for i, sample in enumerate(batch.samples):
+        prompt = batch.prompt(i)
+        ids = torch.tensor([[*prompt, *sample.tokens.tolist()]])
+        logits = other(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1] / 0.8
+        logp = logits[torch.from_numpy(sample.mask)].log_softmax(-1)
+        entropy = -(logp.exp() * logp).sum(-1).mean()
+        assert report.entropy[i] == pytest.approx(float(entropy.detach()), abs=1e-9)
+        total = total + entropy / batch.num_sequences
+    (-0.3 * total).backward()
+    with torch.no_grad():
+        for p in other.parameters():
+            p -= 0.1 * (0 if p.grad is None else p.grad)
+    for (name, got), want in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-10, msg=name)
+    assert report.losses[0] == pytest.approx(-0.3 * float(total.detach()), abs=1e-9)

@@ -35,6 +35,31 @@ def test_a_sequence_weight_is_the_geometric_mean_and_does_not_collapse_with_leng
     assert w.weight.tolist() == pytest.approx([0.9, 1.0])
 
 
+def test_seq_tis_weights_by_the_truncated_product_of_token_ratios():
+    w = weigh([[1.2, 1.5], [0.5, 0.5], [3.0, 3.0], [2.0, 9.0]], "seq_tis", mask=[[True, True]] * 3 + [[True, False]])
+    assert w.weight.tolist() == pytest.approx([1.8, 0.25, 2.0, 2.0])
+    assert w.raw.tolist() == pytest.approx([1.8, 0.25, 9.0, 2.0])
+    assert w.outside.tolist() == [False, False, True, False]
+    with pytest.raises(ValueError, match="level sequence"):
+        canonical({"agg": "product"})
+
+
+def test_the_product_is_the_importance_weight_of_a_whole_sequence():
+    """E_μ[w f] = E_π[f] over all sequences of two tokens, which no mean of ratios gives."""
+    draw = torch.Generator().manual_seed(0)
+    mu, pi, value = (torch.rand(3, 3, dtype=F64, generator=draw) for _ in range(3))
+    mu, pi = mu / mu.sum(-1, keepdim=True), pi / pi.sum(-1, keepdim=True)
+    pairs = [(a, b) for a in range(3) for b in range(3)]  # row 0: first token; row a: second token after a
+    ratios = [[float(pi[0, a] / mu[0, a]), float(pi[a, b] / mu[a, b])] for a, b in pairs]
+    chance = torch.stack([mu[0, a] * mu[a, b] for a, b in pairs])
+    target = sum(pi[0, a] * pi[a, b] * value[a, b] for a, b in pairs)
+    f = torch.stack([value[a, b] for a, b in pairs])
+    product = weigh(ratios, {"preset": "seq_tis", "upper": 1e9}).weight
+    assert float((chance * product * f).sum()) == pytest.approx(float(target))
+    mean = weigh(ratios, {"level": "sequence", "upper": None}).weight
+    assert abs(float((chance * mean * f).sum()) - float(target)) > 1e-3
+
+
 def test_the_statistic_compared_with_the_bounds_may_be_mean_sum_or_max():
     ratios = [[2.0, 1.0, 1.0, 1.0]]
     for agg, outside in (("mean", False), ("sum", True), ("max", True)):

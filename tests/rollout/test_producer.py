@@ -54,7 +54,7 @@ class Synchronous(Leader):
         parts, begin = self.parts, 4 * self.parts.state.step
         prompts = [(i, parts.prompt_of(i)) for i in range(begin, begin + 4)]
         groups = sample_groups(
-            prompts, num_samples=4, params=sampling_params(load(None, [*SMALL, *TINY]).config.gconfig),
+            prompts, num_samples=4, params=sampling_params(load(None, [*SMALL, *TINY]).config),
             sampler=parts.sampler, rewards=parts.rewards, decode=parts.decode, workflow=parts.workflow, clock=clock,
         )  # fmt: skip
         refuse_failures(groups, 0.0)

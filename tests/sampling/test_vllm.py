@@ -20,9 +20,10 @@ from vllm_lookalike import Lookalike
 
 from gspo.errors import ConfigError, DataError, RolloutError, WeightSyncError
 from gspo.launcher.serve import engine as serve_engine
-from gspo.sampling.engines import base
+from gspo.sampling.engines import base, vllm
 from gspo.sampling.engines.base import EngineAddress
 from gspo.sampling.engines.vllm import VllmSampler
+from gspo.sampling.local.draw import kept_sets, warp
 from gspo.sampling.remote.discovery import register
 from gspo.sampling.remote.server import SamplerEngine, SamplerServer
 from gspo.sampling.weights.probe import sequence_logp
@@ -71,6 +72,40 @@ def run(sampler, requests, deadline_s=20):
 
 def logp_of(model, prompt, tokens):
     return sequence_logp(model, [[*prompt, *tokens]])[0][len(prompt) - 1 :]
+
+
+def test_kept_sets_are_the_tokens_with_a_finite_processed_log_prob(started):
+    sampler, server = started()
+    params = SamplingParams(6, top_p=0.9, temperature=0.7, record_kept=True)
+    for request in (requests := group_requests(2, 2, params)):
+        sampler.submit([request])
+    for sample in sampler.completed(20):
+        prompt, tokens = next(r.prompt for r in requests if r.id == sample.id), sample.tokens.tolist()
+        with torch.no_grad():
+            logits = server.model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].double()
+        want = kept_sets(warp(logits, temperature=0.7, top_p=0.9))
+        assert [ids.tolist() for ids in sample.kept.sets()] == [ids.tolist() for ids in want]
+        assert 1 < sample.kept.counts.max() < VOCAB
+
+
+def test_a_kept_set_that_is_cut_off_costs_its_sample_and_is_counted(started, monkeypatch):
+    monkeypatch.setattr(vllm, "MAX_KEPT", 2)
+
+    def meddle(body, reply):
+        if body["prompt"] == list(requests[0].prompt):  # ties beyond the requested number
+            for row in reply["choices"][0]["logprobs"]["top_logprobs"]:
+                row.update({name: max(p, -1.0) for name, p in row.items()})
+        return reply
+
+    requests = group_requests(2, 1, SamplingParams(4, top_p=0.9, record_kept=True))
+    sampler, _ = started(meddle=meddle)
+    samples = run(sampler, requests)
+    lost, whole = (samples[r.id] for r in requests)
+    assert not lost.mask.any()
+    assert not lost.kept.counts.any()
+    assert whole.mask.all()
+    assert whole.kept.counts.min() >= 1
+    assert sampler.health()["unknown_kept"] == 1
 
 
 def test_samples_carry_their_tokens_log_probs_and_endings(started):

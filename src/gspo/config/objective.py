@@ -68,6 +68,7 @@ def effective_objective(loaded: Loaded) -> Objective:
     proximal = proximal_policy(actor.use_decoupled_loss, actor.prox_logp_method)
     settings["kl_coef"] = actor.kl_loss_coef
     settings["kl_estimator"] = actor.kl_estimator or "k3"
+    settings["entropy_coef"] = actor.entropy_coef
     # Without π_old/μ in the loss there is nothing to limit.
     settings["correction"] = _correction_settings(actor.rejection_sampling, level) if proximal.corrected else None
     if actor.loss_aggregation == "token_sum":

@@ -238,7 +238,7 @@ class _Resolver:
             self.values["eval_gconfig"] = EvalGeneration()
             self.origins.pop("eval_gconfig", None)
         # A user who sets any sampling parameter wants sampling; otherwise decoding is greedy.
-        own = {"n_samples": 1} | ({} if given & {"n_samples", "top_p", "top_k"} else {"temperature": 0.0})
+        own = {"n_samples": 1} | ({} if given & {"n_samples", "top_p", "top_k", "min_p"} else {"temperature": 0.0})
         for name in names:
             if name in given:
                 continue

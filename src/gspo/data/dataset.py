@@ -9,6 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gspo.data import arithmetic
 from gspo.data.columns import (
     check_completion,
@@ -107,6 +110,10 @@ class Dataset:
     def row_of(self, seed: int, submission: int, *, shuffle: bool = True) -> int:
         """The row of submission number `submission`; the stream of submissions is endless."""
         return order(seed, len(self), submission, shuffle=shuffle)
+
+    def candidates(self, seed: int, submission: int) -> NDArray[np.int64]:
+        """The rows that a curriculum may give a submission."""
+        return np.arange(len(self))
 
     def describe(self) -> str:
         """A line for the user: source, split and number of rows."""

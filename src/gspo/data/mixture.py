@@ -71,6 +71,10 @@ class Mixture:
         own = order(seed + source, len(self.sources[source]), position, shuffle=shuffle)
         return int(self._numbers[source][own])
 
+    def candidates(self, seed: int, submission: int) -> np.ndarray:
+        """The rows that a curriculum may give a submission: those of its source, which the weights decide."""
+        return self._numbers[draw_source(seed, self.weights, submission)[0]]
+
     def describe(self) -> str:
         """A line for each source."""
         total = sum(self.weights)

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from gspo.config import Loaded
+from gspo.config.lint.facts import truncations
 from gspo.config.schema import Config
 from gspo.errors import RolloutError
 from gspo.learner.policy.module import PolicyModule, packed_parts
@@ -52,7 +53,7 @@ def probe(
     if config.env.path or config.env.agent or config.env.command:
         say("episodes are not played: each prompt gets one completion, without its environment")
     data, _ = make_data(config, None, None, tokenizer, make_environment(config, None))
-    num_samples, params = min(config.gconfig.n_samples, SAMPLES), sampling_params(config.gconfig)
+    num_samples, params = min(config.gconfig.n_samples, SAMPLES), sampling_params(config)
     # The same prompts in the same order as in training.
     rows = [data.row_of(config.seed, number, shuffle=config.train_dataset.shuffle) for number in range(PROMPTS)]
     requests = [
@@ -75,7 +76,7 @@ def probe(
         "sampler": sampler_words(config),
         "trainer": f"{next(policy.parameters()).dtype}, {policy.model.device.type}".removeprefix("torch."),
         "temperature": params.temperature,
-        "cuts": [key for key, on in (("top_p", params.top_p < 1), ("top_k", params.top_k > 0)) if on],
+        "cuts": [] if params.record_kept else truncations(config.gconfig),
         "method": config.actor.prox_logp_method,
         "forced": config.actor.prox_logp_force,
         "eps": eps,
@@ -121,7 +122,7 @@ def trainer_logp(
     # Completions of one prompt are packed together, as in training, where they share the prefix.
     groups: dict[PromptKey, tuple[Request, list[Completion]]] = {}
     for number, (request, sample) in enumerate(zip(requests, samples, strict=True)):
-        completion = Completion(sample.tokens, sample.mask, number)
+        completion = Completion(sample.tokens, sample.mask, number, kept=sample.trained_kept)
         groups.setdefault(request.key, (request, []))[1].append(completion)
     items = [PackItem(np.asarray(first.prompt), tuple(each), first.images) for first, each in groups.values()]
     found: dict[int, NDArray[Any]] = {}

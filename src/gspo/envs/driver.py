@@ -466,7 +466,8 @@ def outcome_of(returned: Any, turn_rewards: Mapping[int, float]) -> Outcome | No
     value = parts["reward"] + sum(turn_rewards.values())
     if not math.isfinite(value):
         raise EpisodeError(f"the sum of the rewards is {value}; it must be a finite number")
-    return Score(value, {} if len(parts) == 1 and not turn_rewards else parts)
+    shown = {} if len(parts) == 1 and not turn_rewards else parts
+    return Score(value, shown, {name: 0.0 for name in shown if name != "reward"})
 
 
 def _number(value: Any, name: str) -> float:

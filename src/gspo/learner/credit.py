@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gspo.errors import TrainingError
 from gspo.learner.batch import Batch, Floats, minibatches
 from gspo.objectives import advantage, token_layout
 from gspo.objectives.kl import kl
-from gspo.types import Group, Sample, Score
+from gspo.types import Group, Outcome, Sample, Score
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Shaping:
     overlong_tokens: int = 0  # 0: no penalty
     overlong_factor: float = 1.0
     max_new_tokens: int = 0
+    normalize_each: bool = False  # each part of the reward is normalised apart (`components`); the clip is not used
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,50 @@ def shape(scores: Floats, lengths: NDArray[np.int64], how: Shaping) -> Floats:
     """
     out = scores.copy()
     if how.overlong_tokens:
-        over = np.clip((lengths - (how.max_new_tokens - how.overlong_tokens)) / how.overlong_tokens, 0.0, 1.0)  # [m]
-        out = out - how.overlong_factor * over
+        out = out - _overlong_penalty(lengths, how)
     return np.clip((out + how.bias) * how.scaling, -how.clip, how.clip)
+
+
+def _overlong_penalty(lengths: NDArray[np.int64], how: Shaping) -> Floats:
+    over = np.clip((lengths - (how.max_new_tokens - how.overlong_tokens)) / how.overlong_tokens, 0.0, 1.0)  # [m]
+    return how.overlong_factor * over
+
+
+def components(
+    outcomes: Sequence[Outcome], lengths: NDArray[np.int64], how: Shaping
+) -> list[tuple[NDArray[np.bool_], Floats, Floats]]:
+    """The parts of the rewards: per part, which of the m trajectories have it, and their values and weights.
+
+    The overlong penalty is a part of its own. A score without parts is one part.
+    """
+    scores = {i: outcome for i, outcome in enumerate(outcomes) if isinstance(outcome, Score)}
+    parts = {i: score.parts or {"": score.value} for i, score in scores.items()}
+    names = dict.fromkeys(name for of in parts.values() for name in of)
+    found: list[tuple[NDArray[np.bool_], Floats, Floats]] = []
+    for name in names:
+        has = np.array([name in parts.get(i, ()) for i in range(len(outcomes))], dtype=bool)  # [m]
+        numbers = np.flatnonzero(has).tolist()
+        values = np.array([parts[i][name] for i in numbers], dtype=np.float64)
+        found.append((has, values, np.array([scores[i].weights.get(name, 1.0) for i in numbers], dtype=np.float64)))
+    if how.overlong_tokens:
+        scored = np.array([i in scores for i in range(len(outcomes))], dtype=bool)
+        found.append((scored, -_overlong_penalty(lengths[scored], how), np.ones(int(scored.sum()))))
+    return found
+
+
+def normalised_apart(
+    outcomes: Sequence[Outcome],
+    lengths: NDArray[np.int64],
+    group_of: NDArray[np.int64],
+    norm: str | Mapping[str, Any],
+    how: Shaping,
+) -> Floats:
+    """A_i = Σ_k w_k · normalised(r_ik), [m]; 0 for a reward that failed   (GDPO, arXiv 2601.05242)."""
+    total = np.zeros(len(outcomes))
+    for has, values, weights in components(outcomes, lengths, how):
+        total[has] += weights * normalised(values, group_of[has], norm)
+    # Parts that cancel leave rounding errors, but callers skip sequences by `advantage != 0`.
+    return np.where(np.abs(total) < 1e-9, 0.0, total)
 
 
 def normalised(rewards: Floats, group_of: NDArray[np.int64], norm: str | Mapping[str, Any]) -> Floats:
@@ -73,6 +116,10 @@ def normalised(rewards: Floats, group_of: NDArray[np.int64], norm: str | Mapping
 
 def is_flat(group: Group, shaping: Shaping) -> bool:
     """Whether all rewards of a group are equal after shaping: every advantage is 0, so the group has no gradient."""
+    if shaping.normalize_each:
+        one = np.zeros(len(group.samples), dtype=np.int64)
+        # Divided by the std: without it the parts of equal sums would cancel, as they do for `normalize: sum`.
+        return not normalised_apart(group.outcomes, longest_turns(group.samples), one, "group_std", shaping).any()
     scored = [(o.value, s) for o, s in zip(group.outcomes, group.samples, strict=True) if isinstance(o, Score)]
     scores = np.array([value for value, _ in scored], dtype=np.float64)
     values = shape(scores, longest_turns([sample for _, sample in scored]), shaping)
@@ -113,10 +160,14 @@ def batch_with_advantages(
     outcomes = [outcome for group in groups for outcome in group.outcomes]
     rewards = np.array([o.value if isinstance(o, Score) else np.nan for o in outcomes], dtype=np.float64)
     scored = ~np.isnan(rewards)
-    shaped = shape(rewards, longest_turns(trajectories), shaping)
-    advantages = np.zeros(len(rewards))
+    lengths = longest_turns(trajectories)
+    shaped = shape(rewards, lengths, shaping)
     # A trajectory without a reward leaves its group: the mean and the std are over the scored ones.
-    advantages[scored] = normalised(shaped[scored], group_of[scored], norm)
+    if shaping.normalize_each:
+        advantages = normalised_apart(outcomes, lengths, group_of, norm, shaping)
+    else:
+        advantages = np.zeros(len(rewards))
+        advantages[scored] = normalised(shaped[scored], group_of[scored], norm)
     if adv_norm is not None and scored.any():
         advantages[scored] = normalised(advantages[scored], group_of[scored], adv_norm)
     truncated = np.array([truncated_is_zero and s.ending == "length" for s in trajectories], dtype=bool)
@@ -140,6 +191,11 @@ def batch_with_advantages(
     # in `with_token_advantages`.
     if norm == "gae" or not (turn_discount < 1 or any(s.turn_rewards for s in trajectories)):
         return batch
+    if shaping.normalize_each:
+        raise TrainingError(
+            "reward.normalize: each cannot be combined with rewards of turns (env.turn_discount, or an environment "
+            "that returns them): set reward.normalize: sum"
+        )
     return by_turns(batch, norm, adv_norm, turn_discount, shaping.scaling, truncated)
 
 

@@ -103,8 +103,8 @@ class Noise:
 def noise_of(log_s: Floats, lengths: NDArray[np.int64]) -> Noise | None:
     """The noise of sequences [n] with `lengths` trained tokens each; NaN: not measured. None: no sequence measured.
 
-    >>> noise_of(np.array([0.1, 0.3, np.nan]), np.array([1, 3, 5])).shift
-    -0.25
+    >>> noise_of(np.array([0.25, 0.75, np.nan]), np.array([1, 3, 5])).shift
+    -0.625
     """
     seen = np.isfinite(log_s) & (lengths > 0)
     if not seen.any():

@@ -43,7 +43,7 @@ class Plan:
     max_tokens: int  # input tokens per micro-batch
     max_norm: float
     max_new_tokens: int
-    skip_zero_advantage: bool = True  # False if another loss term (KL) needs every sequence
+    skip_zero_advantage: bool = True  # False if another loss term (KL, entropy) needs every sequence
     routing_replay: Replay = "none"  # which experts a mixture's passes use; `proximal` needs a recomputed π_old
     sequence_unit: Literal["trajectory", "turn"] = "trajectory"  # which part of an episode has one ratio
     num_epochs: int = 1  # passes over the batch
@@ -80,6 +80,9 @@ class StepReport:
     # Per token, by sequence number, for the sequences in `keep_tokens_of`.
     logp: dict[int, NDArray[np.float32]] = field(default_factory=dict)
     token_entropy: dict[int, NDArray[np.float32]] = field(default_factory=dict)
+    # Of truncated sampling: π_θ's probability of the sampler's kept sets, token mean; and the same at equal weights.
+    kept_mass: NDArray[np.float64] | None = None  # [n]
+    kept_mass_at_start: NDArray[np.float64] | None = None  # [n]
     # Of a mixture of experts: the fraction of tokens whose experts changed (see `routing.py`).
     flips: NDArray[np.float64] | None = None  # [n, layers]
     flipped_tokens: NDArray[np.float64] | None = None  # [n]
@@ -144,6 +147,8 @@ def train_step(
         packed_parts(policy, batch.items(enters & (batch.minibatch == k)), plan.max_tokens)
         for k in range(plan.num_minibatches)
     ]
+    if any(sample.kept is not None for sample in batch.samples):
+        report.kept_mass, report.kept_mass_at_start = (np.full(batch.num_sequences, np.nan) for _ in range(2))
     routing = Routing(policy, batch, plan.routing_replay)
     if routing.has_routers:
         # The same arrays: `routing` fills them during the passes below.
@@ -254,9 +259,11 @@ class _Step:
 
     def backward(self, packed: Packed, *, update: int, old: _ProximalOf, denominator: float) -> float:
         """Add the gradient of one micro-batch of this update; returns its loss."""
-        batch, plan = self.batch, self.plan
+        batch, plan, entropy_coef = self.batch, self.plan, self.plan.settings.get("entropy_coef", 0.0)
         with self.routing.in_minibatch(packed, update):
-            out = self.policy(packed, temperature=plan.temperature, **self._against())  # log-probs and entropy, [M]
+            # log-probs and entropy, [M]
+            against, wants_entropy = self._against(), bool(entropy_coef)
+            out = self.policy(packed, temperature=plan.temperature, entropy_grad=wants_entropy, **against)
         if packed.is_filler:
             # Gradient 0, but a backward pass: FSDP's collectives in it need every rank.
             (out.logp.sum() * 0.0).backward()
@@ -273,6 +280,7 @@ class _Step:
             None,  # mask: every target is a trained token
             behavior_logp=behavior_logp,
             reference_logp=reference_logp,
+            entropy=out.entropy if entropy_coef else None,
             cu_seqlens=units.cu_seqlens,
             weight=units.weight,
             denominator=denominator,
@@ -328,18 +336,24 @@ class _Step:
         layout = objectives.token_layout(out.logp, None, packed.cu_seqlens)
         drift = objectives.mean_tokens(behavior_logp - out.logp.detach(), layout).cpu().numpy()  # [B]
         report.kl_behavior[index] = drift
-        report.entropy[index] = objectives.mean_tokens(out.entropy, layout).cpu().numpy()
+        entropy = out.entropy.detach()  # [M]
+        report.entropy[index] = objectives.mean_tokens(entropy, layout).cpu().numpy()
         if reference_logp is not None:
             k3 = kl(out.logp.detach(), reference_logp, "k3")  # [M]
             report.kl_reference[index] = objectives.mean_tokens(k3, layout).cpu().numpy()
         if update == 0:  # no update has been made: these are π_old's weights
             report.noise_log_s[index] = -drift
+        if report.kept_mass is not None and report.kept_mass_at_start is not None and out.kept_mass is not None:
+            mass = objectives.mean_tokens(out.kept_mass, layout).cpu().numpy()  # [B]
+            report.kept_mass[index] = mass
+            if update == 0:
+                report.kept_mass_at_start[index] = mass
         # Values per token, for the requested sequences only.
         cuts = packed.cu_seqlens.cpu().numpy()  # [B + 1]
         for b, i in enumerate(index.tolist()):
             if i in self.keep_tokens_of:
                 report.logp[i] = out.logp[cuts[b] : cuts[b + 1]].detach().float().cpu().numpy()
-                report.token_entropy[i] = out.entropy[cuts[b] : cuts[b + 1]].float().cpu().numpy()
+                report.token_entropy[i] = entropy[cuts[b] : cuts[b + 1]].float().cpu().numpy()
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,8 @@ def step_metrics(batch: Batch, report: StepReport, version: int) -> dict[str, An
         "staleness/max": max(oldest, default=0),
         "staleness/token_mean": _mean(np.concatenate(behind)) if behind else None,
         "staleness/mixed": _mean(np.array([int(ages.min()) != int(ages.max()) for ages in behind])),
-        "policy/entropy": _weighted(report.entropy, lengths),
-        "policy/kl_behavior": _weighted(report.kl_behavior, lengths),
+        "policy/entropy": token_mean(report.entropy, lengths),
+        "policy/kl_behavior": token_mean(report.kl_behavior, lengths),
         "loss/mean": _mean(np.array(report.losses)),
         "grad/norm": _mean(np.array(report.grad_norms)),
         "grad/norm_max": max(report.grad_norms, default=None),
@@ -51,9 +51,9 @@ def step_metrics(batch: Batch, report: StepReport, version: int) -> dict[str, An
         "skipped/zero_advantage_sequences": report.num_skipped,
     }
     if batch.reference_logp is not None:
-        out["policy/kl_reference"] = _weighted(report.kl_reference, lengths)
+        out["policy/kl_reference"] = token_mean(report.kl_reference, lengths)
     if batch.teacher_kl is not None:
-        out["policy/kl_teacher"] = _weighted(batch.teacher_kl, lengths)
+        out["policy/kl_teacher"] = token_mean(batch.teacher_kl, lengths)
     if batch.kl_penalty is not None:
         out["reward/kl_penalty"] = _mean(batch.kl_penalty[batch.trainable])
     # Sequences that were skipped have log_s NaN.
@@ -65,6 +65,7 @@ def step_metrics(batch: Batch, report: StepReport, version: int) -> dict[str, An
     opening = np.abs(report.log_s[first & entered])
     out["ratio/first_minibatch_max_abs"] = float(opening.max()) if len(opening) else None
     out |= noise_metrics(measured_noise(report.noise_log_s, batch, version))
+    out |= _kept(batch, report, version)
     out |= _routing(batch, report, version)
     out |= _correction(report, lengths)
     out |= _episodes(batch)
@@ -181,6 +182,22 @@ def _correction(report: StepReport, lengths: NDArray[np.int64]) -> dict[str, Any
     }
 
 
+def _kept(batch: Batch, report: StepReport, version: int) -> dict[str, Any]:
+    """The kept sets of truncated sampling; empty if nothing was recorded."""
+    if report.kept_mass is None or report.kept_mass_at_start is None:
+        return {}
+    lengths, now = batch.trained_tokens, fresh(batch, version)
+    sizes = np.concatenate([kept.counts for s in batch.samples if (kept := s.trained_kept) is not None])
+    outside = token_mean(1 - report.kept_mass, lengths)
+    return {
+        "kept/tokens_mean": _mean(sizes),
+        "kept/tokens_max": int(sizes.max(initial=0)),
+        "kept/unknown_samples": sum(len(s.tokens) > 0 and not s.mask.any() for s in batch.samples),
+        "kept/mass": token_mean(report.kept_mass_at_start[now], lengths[now]),
+        "kept/mass_outside": outside,
+    }
+
+
 def _routing(batch: Batch, report: StepReport, version: int) -> dict[str, Any]:
     """Expert changes of a mixture of experts; empty for a dense model."""
     if report.flips is None or report.flipped_tokens is None or report.sampler_flips is None:
@@ -189,10 +206,10 @@ def _routing(batch: Batch, report: StepReport, version: int) -> dict[str, Any]:
     # flips: [n, layers].
     layers = range(report.flips.shape[1])
     return {
-        "moe/expert_flip_rate": _weighted(report.flips.mean(1), lengths),
-        "moe/tokens_with_flip": _weighted(report.flipped_tokens, lengths),
-        "moe/sampler_flip_rate": _weighted(report.sampler_flips.mean(1)[now], lengths[now]),
-        **{f"moe/flip_rate_layer_{i:02d}": _weighted(report.flips[:, i], lengths) for i in layers},
+        "moe/expert_flip_rate": token_mean(report.flips.mean(1), lengths),
+        "moe/tokens_with_flip": token_mean(report.flipped_tokens, lengths),
+        "moe/sampler_flip_rate": token_mean(report.sampler_flips.mean(1)[now], lengths[now]),
+        **{f"moe/flip_rate_layer_{i:02d}": token_mean(report.flips[:, i], lengths) for i in layers},
     }
 
 
@@ -209,7 +226,7 @@ def _mean(values: NDArray[Any]) -> float | None:
     return float(values.mean()) if len(values) else None
 
 
-def _weighted(values: NDArray[np.float64], weights: NDArray[np.int64]) -> float | None:
+def token_mean(values: NDArray[np.float64], weights: NDArray[np.int64]) -> float | None:
     """Token mean from per-sequence token means, over the sequences that entered the model."""
     seen = np.isfinite(values)
     total = weights[seen].sum()

@@ -2,7 +2,8 @@
 
 The canonical form is {level, action, metric, agg, upper, lower, only_negative}; TIS, MIS, IcePop, sequence mask and
 geometric rejection are entries of `algorithms.CORRECTIONS`. exp(Σ log-ratios) goes to 0 or infinity with length, so the
-weight of a sequence is always the geometric mean, whatever statistic is compared with the bounds.
+weight of a sequence is the geometric mean, whatever statistic is compared with the bounds. Only `agg: product`
+(`seq_tis`) weights by the product: the importance weight of the whole sequence, which needs an upper bound.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CHOICES = {
     "level": ("token", "sequence"),
     "action": ("mask", "clamp"),
     "metric": ("ratio", "kl_k1", "kl_k2", "kl_k3"),
-    "agg": ("mean", "sum", "max"),
+    "agg": ("mean", "sum", "max", "product"),
 }
 
 
@@ -58,6 +59,8 @@ def canonical(correction: str | Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"correction {name} must be one of {', '.join(choices)}, got {form[name]!r}")
     if form["action"] == "clamp" and form["metric"] != "ratio":
         raise ValueError("correction: action clamp truncates the ratio; with a kl metric use action mask")
+    if form["agg"] == "product" and (form["level"], form["metric"]) != ("sequence", "ratio"):
+        raise ValueError("correction: agg product is the product of ratios over a sequence; set level sequence")
     if form["lower"] is not None and form["upper"] is not None and form["lower"] > form["upper"]:
         raise ValueError(f"correction: lower {form['lower']} is above upper {form['upper']}")
     return form
@@ -66,7 +69,7 @@ def canonical(correction: str | Mapping[str, Any]) -> dict[str, Any]:
 def weights(
     proximal_logp: Tensor, behavior_logp: Tensor, advantage: Tensor, layout: TokenLayout, form: Mapping[str, Any]
 ) -> Weights:
-    """w = π_old(y_it)/μ(y_it), or its geometric mean over the sequence, kept within [lower, upper].
+    """w = π_old(y_it)/μ(y_it), or its geometric mean or product over the sequence, kept within [lower, upper].
 
     `form` is canonical; `advantage` has the shape of the result (tokens or sequences). Nothing is differentiated.
     action mask: weight 0 outside the bounds. action clamp: weight truncated to the bounds.
@@ -80,8 +83,8 @@ def weights(
         # KL metrics stay in their own unit; ratio is compared in log space.
         measured = keep_trained(kl(proximal, behavior, form["metric"].removeprefix("kl_")), layout)
     if form["level"] == "sequence":
-        # The weight is the geometric mean for every `agg`; only the statistic for the bounds depends on it.
-        r = mean_tokens(r, layout)  # [B]
+        # The weight is the geometric mean, except for `product`; only the statistic for the bounds depends on `agg`.
+        r = sum_tokens(r, layout) if form["agg"] == "product" else mean_tokens(r, layout)  # [B]
         measured = _over_sequence(measured, layout, form["agg"])  # [B]
     statistic = bounded(measured).exp() if form["metric"] == "ratio" else measured
     # From here on every tensor is [B] at level sequence, else token-shaped.
@@ -127,10 +130,10 @@ def _has_bound(form: Mapping[str, Any]) -> bool:
 
 
 def _over_sequence(x: Tensor, layout: TokenLayout, agg: str) -> Tensor:
-    """[B] mean, sum or maximum over each sequence's trained tokens."""
+    """[B] mean, sum or maximum over each sequence's trained tokens. The log of a product is a sum."""
     if agg == "mean":
         return mean_tokens(x, layout)
-    if agg == "sum":
+    if agg in ("sum", "product"):
         return sum_tokens(x, layout)
     # −inf and not 0 at masked tokens: the values of all trained tokens can be negative.
     lowest = x if layout.mask is None else torch.where(layout.mask, x, torch.full_like(x, -torch.inf))

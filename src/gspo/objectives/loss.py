@@ -1,6 +1,6 @@
 """`loss`, the public call: an objective by name, on padded or packed tensors of any trainer.
 
-loss = −(1/denominator) Σ_i agg_t( A · g(log ratio, sign of A) · w ) + kl_coef · KL(π_θ ‖ π_ref)
+loss = −(1/denominator) Σ_i agg_t( A · g(log ratio, sign of A) · w ) + kl_coef · KL(π_θ ‖ π_ref) − entropy_coef · H(π_θ)
 
 A        advantage, per sequence or per token      advantage.py (computed before, by `learner/credit.py`)
 ratio    π_θ/π_old of a token or a sequence        ratio.py
@@ -67,6 +67,7 @@ def loss(
     *,
     behavior_logp: Tensor | None = None,
     reference_logp: Tensor | None = None,
+    entropy: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     weight: Tensor | None = None,
     denominator: float | Tensor | None = None,
@@ -74,17 +75,19 @@ def loss(
 ) -> Objective:
     """The loss of preset `name` (see `gspo objectives`), −J of its formula.
 
-    logp            log π_θ(y_it), [B, T], or packed [N] with cu_seqlens [B + 1]; the only differentiated input
+    logp            log π_θ(y_it), [B, T], or packed [N] with cu_seqlens [B + 1]; differentiated, as is `entropy`
     proximal_logp   log π_old, same shape (`sft` has no ratio and uses it in stats only)
     advantage       [B], or per token in the shape of logp (sequence ratios take its mean over the sequence)
     mask            1 at trained tokens; None: all
     behavior_logp   log μ, needed by `correction`
     reference_logp  log π_ref, needed by `kl_coef` > 0
+    entropy         of π_θ at each token, same shape, needed by `entropy_coef` > 0
     weight          [B], a factor of each sequence's share of the loss: |y_ij| / |y_i| of sequence (or turn) j of
                     trajectory i, if the aggregation is a mean over tokens; None: 1
     denominator     one value per optimizer update, from `objectives.denominator`; None: this batch's own counts
     settings        the preset's own: clip_low, clip_high, dual_clip / weight_max / tau_pos, tau_neg / log_clip_low,
-                    log_clip_high; and for all: level, aggregation, max_new_tokens, kl_coef, kl_estimator, correction
+                    log_clip_high; and for all: level, aggregation, max_new_tokens, kl_coef, kl_estimator,
+                    entropy_coef, correction
 
     >>> logp = torch.tensor([[-1.0, -2.0], [-1.5, -0.5]], requires_grad=True)
     >>> out = loss("gspo", logp, logp.detach(), torch.tensor([1.0, -1.0]), torch.ones(2, 2))
@@ -97,7 +100,8 @@ def loss(
     layout = token_layout(logp, mask, cu_seqlens)
     dtype = compute_dtype(logp.dtype)
     logp = logp.to(dtype)
-    _check_shapes(logp, proximal_logp=proximal_logp, behavior_logp=behavior_logp, reference_logp=reference_logp)
+    others = {"proximal_logp": proximal_logp, "behavior_logp": behavior_logp, "reference_logp": reference_logp}
+    _check_shapes(logp, **others, entropy=entropy)
     adv = _advantage(advantage, layout, dtype)
     if _ratio_per_sequence(algorithm, chosen):
         # The mean over the sequence's tokens; a sum would multiply the gradient by |y_i|.
@@ -123,6 +127,13 @@ def loss(
         token_kl = _token_kl(logp, reference_logp, layout, chosen["kl_estimator"])  # token-shaped
         per_sequence = per_sequence + chosen["kl_coef"] * aggregate.tokens(token_kl, layout, chosen["aggregation"])
         stats["kl"] = mean_tokens(token_kl.detach(), layout)  # [B]
+    # The entropy, too: a clipped token keeps its gradient.
+    if chosen["entropy_coef"]:
+        if entropy is None:
+            raise ValueError(f"{name}: entropy_coef {chosen['entropy_coef']} needs entropy")
+        token_entropy = keep_trained(entropy.to(dtype), layout)  # token-shaped
+        bonus = aggregate.tokens(token_entropy, layout, chosen["aggregation"])  # [B]
+        per_sequence = per_sequence - chosen["entropy_coef"] * bonus
     if weight is not None:
         if weight.shape != per_sequence.shape:
             raise ValueError(f"weight has shape {tuple(weight.shape)}; it must be ({layout.num_sequences},)")

@@ -121,4 +121,5 @@ class NoRewards:
 def _with_source(outcome: Outcome, source: str) -> Outcome:
     if not isinstance(outcome, Score):
         return outcome
-    return Score(outcome.value, {f"{part}@{source}": value for part, value in outcome.parts.items()})
+    parts, weights = ({f"{name}@{source}": x for name, x in of.items()} for of in (outcome.parts, outcome.weights))
+    return Score(outcome.value, parts, weights)

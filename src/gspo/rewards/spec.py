@@ -178,7 +178,7 @@ def combine(spec: RewardSpec, values: Sequence[float]) -> Outcome:
     if not math.isfinite(total):
         terms = " + ".join(f"{part.weight:g} × {parts[part.label]:g} ({part.label})" for part in spec)
         return Failure("crash", f"the sum of the rewards is not finite: {terms}")
-    return Score(total, parts)
+    return Score(total, parts, {part.label: part.weight for part in spec if part.weight != 1})
 
 
 def _part(entry: Any, key: str) -> RewardPart:

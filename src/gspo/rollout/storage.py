@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from gspo.learner.ranks.commands import Command
-from gspo.types import TOKEN_ARRAYS, Failure, Group, Outcome, Prompt, Sample, SampleId, Score
+from gspo.types import TOKEN_ARRAYS, Failure, Group, Kept, Outcome, Prompt, Sample, SampleId, Score
 
 _ARRAYS = (*TOKEN_ARRAYS, "routes", "prompt_routes")
 
@@ -28,6 +28,9 @@ def pack(groups: Sequence[Group]) -> tuple[dict[str, torch.Tensor], list[dict[st
         # An optional array is stored only if every sequence has it.
         if parts and all(part is not None for part in parts):
             arrays[name] = torch.from_numpy(np.ascontiguousarray(np.concatenate(parts)))
+    if any(sample.kept is not None for sample in samples):
+        kept = Kept.concatenate([sample.kept or Kept.whole(len(sample.tokens)) for sample in samples])
+        arrays |= {"kept_counts": torch.from_numpy(kept.counts), "kept_ids": torch.from_numpy(kept.ids)}
     rows = [
         {
             "submission": group.submission,
@@ -48,10 +51,11 @@ def unpack(
     """The groups that `pack` was given, bit for bit."""
     flat = {name: array.numpy() for name, array in arrays.items()}
     prompts = flat.pop("prompt_routes", None)  # one row per prompt token, not per completion token
+    counts, ids = flat.pop("kept_counts", None), flat.pop("kept_ids", np.zeros(0, dtype=np.int32))
     begin, read, groups = 0, 0, []  # first completion token and first prompt token that have not been read
 
     def sequence(each: Mapping[str, Any], submission: int, **more: Any) -> Sample:
-        nonlocal begin, read
+        nonlocal begin, read, ids
         end, own = begin + each["length"], each.get("prompt")
         # Copies: a slice would keep the arrays of all groups in memory.
         values: dict[str, Any] = {name: array[begin:end].copy() for name, array in flat.items()}
@@ -60,6 +64,9 @@ def unpack(
             num_prompt = len(prompt_of(submission).tokens if own is None else own)
             values["prompt_routes"] = prompts[read : read + num_prompt].copy()
             read += num_prompt
+        if counts is not None and counts[begin:end].any():
+            num_ids = int(counts[begin:end].sum())
+            values["kept"], ids = Kept(counts[begin:end].copy(), ids[:num_ids].copy()), ids[num_ids:]
         begin = end
         values["prompt"] = None if own is None else tuple(own)
         return Sample(SampleId(submission, *each["id"]), finish=each["finish"], **values, **more)
@@ -121,11 +128,12 @@ def _episode(sample: Sample) -> dict[str, Any]:
 
 def _outcome(outcome: Outcome) -> dict[str, Any]:
     if isinstance(outcome, Score):
-        return {"value": outcome.value, "parts": dict(outcome.parts)}
+        row = {"value": outcome.value, "parts": dict(outcome.parts)}
+        return row | ({"weights": dict(outcome.weights)} if outcome.weights else {})
     return {"failure": outcome.kind, "message": outcome.message}
 
 
 def _read(row: Mapping[str, Any]) -> Outcome:
     if "failure" in row:
         return Failure(row["failure"], row["message"])
-    return Score(row["value"], row["parts"])
+    return Score(row["value"], row["parts"], row.get("weights", {}))

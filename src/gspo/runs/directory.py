@@ -80,6 +80,12 @@ class RunDir:
         with write_run_file(self.path / "evals" / f"{step_name(step)}.jsonl") as tmp:
             tmp.write_text("".join(to_json(row) + "\n" for row in rows), encoding="utf-8")
 
+    def pass_rates(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """The pass rate of every visited row of the training data."""
+        self.lock.check()
+        with write_run_file(self.path / "pass_rates.jsonl") as tmp:
+            tmp.write_text("".join(to_json(row) + "\n" for row in rows), encoding="utf-8")
+
     def delete_samples(self, up_to: int) -> None:
         """Delete the samples and held-out answers of step `up_to` and of all steps before it."""
         for file in self._step_files():

@@ -28,6 +28,8 @@ class State:
     proximal: ProximalSource = "recompute"  # where π_old of mini-batches 2…K comes from
     noise: float | None = None  # last measured p95 |log s|, sampler against trainer at the same weights
     auto_eps: float | None = None  # ε_low of `eps_clip: auto`, before its bounds
+    entropy_coef: float | None = None  # of `entropy_target`, for the next step; None: the first one
+    curriculum: dict[str, Any] | None = None  # of `train_dataset.curriculum`; only while a checkpoint is saved or read
     nonfinite_in_row: dict[str, int] = field(default_factory=dict)  # skipped updates in a row, by model
     best_step: int | None = None
     best: dict[str, float] = field(default_factory=dict)  # the held-out scores of that step, by metric
@@ -57,7 +59,12 @@ class State:
             self.best_step, self.best = self.step, {k: v for k, v in scores.items() if math.isfinite(v)}
 
     def to_json(self) -> dict[str, Any]:
-        return {_STORED.get(name, name): value for name, value in asdict(self).items()}
+        fields = asdict(self)
+        # Only runs that use them store these.
+        for name in ("entropy_coef", "curriculum"):
+            if fields[name] is None:
+                del fields[name]
+        return {_STORED.get(name, name): value for name, value in fields.items()}
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> State:

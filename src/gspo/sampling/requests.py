@@ -42,8 +42,11 @@ def validate_request(
             f"{who}: gconfig.temperature is {params.temperature}; it must be > 0 "
             "(eval_gconfig.temperature: 0 is greedy decoding)"
         )
-    if not 0 < params.top_p <= 1 or params.top_k < 0:
-        raise DataError(f"{who}: gconfig.top_p {params.top_p} must be in (0, 1], gconfig.top_k {params.top_k} ≥ 0")
+    if not 0 < params.top_p <= 1 or params.top_k < 0 or not 0 <= params.min_p <= 1:
+        raise DataError(
+            f"{who}: gconfig.top_p {params.top_p} must be in (0, 1], gconfig.top_k {params.top_k} ≥ 0, gconfig.min_p "
+            f"{params.min_p} in [0, 1]"
+        )
     if params.min_new_tokens > params.max_new_tokens:
         raise DataError(
             f"{who}: gconfig.min_new_tokens {params.min_new_tokens} exceeds "

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo.types import TOKEN_ARRAYS, Request, Sample
+from gspo.types import MAX_KEPT, TOKEN_ARRAYS, Kept, Request, Sample
 
 
 class Experts(NamedTuple):
@@ -58,9 +58,13 @@ def invalid_reason(
     # Servers only load newer versions, so versions cannot decrease within a sample.
     if (np.diff(by) < 0).any():
         return "its weight versions decrease along the sample"
-    if not sample.mask[num_prefix:].all() or (sample.turns[num_prefix:] != request.id.turn).any():
+    # Tokens whose kept set is unknown are masked; `_invalid_kept` checks that no others are.
+    is_masked = not sample.mask[num_prefix:].all() and not (request.params.record_kept and sample.kept is not None)
+    if is_masked or (sample.turns[num_prefix:] != request.id.turn).any():
         return "some of its new tokens are masked, or of another turn"
     if (why := _invalid_routes(request, sample, experts)) is not None:
+        return why
+    if (why := _invalid_kept(request, sample, num_vocab)) is not None:
         return why
     return _ending(request, sample, ends, num - num_prefix, aborting)
 
@@ -87,6 +91,34 @@ def _invalid_routes(request: Request, sample: Sample, experts: Experts) -> str |
         if prefix is not None and not _begins_with(routes, getattr(prefix, name)):
             return f"its {name} are not those of its prefix"
     return None
+
+
+def _invalid_kept(request: Request, sample: Sample, num_vocab: int) -> str | None:
+    """Kept sets are there if the request wants them; each new token is in its set, or masked because it has none."""
+    kept = sample.kept
+    if not request.params.record_kept or not len(sample.tokens):
+        return None if kept is None or not len(kept.counts) else "it has kept sets that were not requested"
+    if kept is None or len(kept.counts) != len(sample.tokens):
+        return "it has no kept sets, but actor.sampling_mask_replay needs them"
+    num_prefix = 0 if request.prefix is None else len(request.prefix.tokens)
+    begin = int(kept.counts[:num_prefix].sum())
+    if request.prefix is not None and num_prefix:
+        given = request.prefix.kept or Kept.whole(num_prefix)
+        if not (np.array_equal(kept.counts[:num_prefix], given.counts) and np.array_equal(kept.ids[:begin], given.ids)):
+            return "its kept sets are not those of its prefix"
+    counts, ids = kept.counts[num_prefix:], kept.ids[begin:]
+    if ((counts > 0) != sample.mask[num_prefix:]).any():
+        return "a token without a kept set is trained, or one with a set is not"
+    if len(counts) and counts.max() > MAX_KEPT:
+        return f"a kept set has {counts.max()} tokens; expected at most {MAX_KEPT}"
+    if len(ids) and not (ids.min() >= 0 and ids.max() < num_vocab):
+        return f"its kept sets name tokens {ids.min()}…{ids.max()} of {num_vocab}"
+    of_token = np.repeat(np.arange(len(counts)), counts)  # [ids] the token whose set it is in
+    # Within a set, ids ascend.
+    if ((np.diff(ids) <= 0) & (np.diff(of_token) == 0)).any():
+        return "its kept sets are not in ascending order"
+    hits = np.bincount(of_token, ids == sample.tokens[num_prefix:][of_token], minlength=len(counts))
+    return None if (hits == (counts > 0)).all() else "a token is not in its kept set"
 
 
 def _begins_with(routes: NDArray[Any], given: NDArray[Any] | None) -> bool:

@@ -105,6 +105,8 @@ class Leader(Loop):
         self.parts.display.phase("sampling")
         try:
             groups, self.parts.num_refilled = self.parts.producer.next(self.parts.state.step, clock)
+            if self.parts.curriculum is not None:
+                self.parts.curriculum.close(group.submission for group in groups)
             return groups
         except GspoError:
             # The last step is complete, so the run can resume after it.
@@ -123,6 +125,8 @@ class Leader(Loop):
         with clock("bookkeeping"):
             metrics = recorder.metrics(batch, report, step)
             metrics["reward/refilled_groups"] = parts.num_refilled
+            if parts.curriculum is not None:
+                metrics |= parts.curriculum.metrics()
             if recorder.saves_samples:
                 recorder.save_samples(batch, report, step)
         is_last = step == parts.total_steps
@@ -161,7 +165,12 @@ class Leader(Loop):
         # Groups that were sampled ahead are part of the checkpoint, so a resumed run trains on the same samples.
         pending = self.parts.producer.snapshot()
         self.parts.world.broadcast_command("save")  # the other ranks hold their shards of the weights
-        self.parts.saver.save(self.parts.state, pending)
+        state, curriculum = self.parts.state, self.parts.curriculum
+        state.curriculum = None if curriculum is None else curriculum.to_json()
+        self.parts.saver.save(state, pending)
+        state.curriculum = None  # it can be large, and the state is sent to all ranks
+        if curriculum is not None:
+            self.parts.recorder.save_pass_rates(curriculum.rows())
 
     def save_unsaved_step(self) -> None:
         """Save the last finished step unless a checkpoint holds it already. Call it between steps only."""

@@ -15,7 +15,7 @@ from gspo.rollout.producer import NullProducer
 from gspo.runs.code import changed_code
 from gspo.runs.directory import RunDir
 from gspo.system.heartbeat import beat, stalls_logged
-from gspo.train.build.data import make_evaluator, open_data, prompt_stream
+from gspo.train.build.data import make_curriculum, make_evaluator, open_data, prompt_stream, watched
 from gspo.train.build.episodes import make_episodes
 from gspo.train.build.learner import make_learner
 from gspo.train.build.optim import make_updater
@@ -110,7 +110,9 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
     reached("start.sampler")
     sampler = make_sampler(config, policy, learner.tokenizer, state.step, run.path, say)
     outer.callback(sampler.close)
-    prompt_of = prompt_stream(config, data)
+    curriculum = make_curriculum(config, data, state.curriculum)
+    state.curriculum = None  # `Leader.save` sets it again
+    prompt_of = prompt_stream(config, data, curriculum)
     producer = make_producer(
         config,
         resumed_snapshot(run, state, prompt_of),
@@ -119,7 +121,7 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
         prompt_of=prompt_of,
         decode=decode,
         workflow=workflow,
-        reject_reason=given.reject_reason,
+        reject_reason=watched(curriculum, given.reject_reason),
         step=state.step,
         total_steps=total_steps,
     )
@@ -171,6 +173,7 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
             *changed * bool(state.step),
         ],
         count_episodes=count_episodes,
+        curriculum=curriculum,
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.config import Loaded
+from gspo.data.curriculum import Curriculum
 from gspo.data.mixture import Data
 from gspo.learner.learner import Learner
 from gspo.learner.ranks.signals import StopRequest
@@ -73,4 +74,5 @@ class LeaderParts(Parts):
     saver: Saver
     opening_messages: Sequence[str]
     count_episodes: Callable[[], Mapping[str, float]]  # what the environment counted since the last call
+    curriculum: Curriculum | None = None
     num_refilled: int = 0  # groups that were rejected on the way to the current batch

@@ -59,7 +59,7 @@ def preview(config: Config, num_prompts: int, num_samples: int) -> list[Previewe
         groups = sample_groups(
             [(FIRST + index, prompt_of(index)) for index in range(num_prompts)],
             num_samples=num_samples,
-            params=sampling_params(config.gconfig),
+            params=sampling_params(config),
             sampler=sampler,
             rewards=rewards,
             decode=decoder(tokenizer),

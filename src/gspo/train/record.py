@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,9 @@ class Recorder:
             for answer in answer_rows(group, self._decode)
         )
         self._run.evaluation(step, rows)
+
+    def save_pass_rates(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        self._run.pass_rates(rows)
 
     def alarm(self, metrics: Mapping[str, Any], counts: dict[str, int]) -> str | None:
         """Print the alarms of a step; returns the one that must stop the run (on_alarm: stop), if any."""

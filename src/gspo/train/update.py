@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from gspo.errors import TrainingError
 from gspo.learner.batch import Batch
 from gspo.learner.critic import Critic, critic_metrics, train_critic
+from gspo.learner.entropy import next_coefficient
 from gspo.learner.learner import Learner
 from gspo.learner.proximal import (
     AutoClip,
@@ -23,7 +24,7 @@ from gspo.learner.proximal import (
     noise_message,
 )
 from gspo.learner.step import Plan, StepReport, train_step
-from gspo.monitor.metrics import measured_noise
+from gspo.monitor.metrics import measured_noise, token_mean
 from gspo.runs.state import State
 from gspo.system.clock import Clock
 from gspo.system.files import step_name
@@ -43,6 +44,7 @@ class UpdateSettings:
     narrowest_clip: Callable[[Mapping[str, Any]], float | None]  # the ε that sampler noise is compared with
     allow_noise: bool  # actor.prox_logp_force
     keeps_token_values: bool  # rollout.dump_to_file: record values per token of TOKEN_SAMPLES sequences
+    entropy_target: float | None = None  # actor.entropy_target
 
 
 class Updater:
@@ -88,6 +90,8 @@ class Updater:
             "clip/eps_high": plan.settings.get("clip_high"),
             "policy/proximal": state.proximal,
         }
+        if plan.settings["entropy_coef"]:
+            report.settings["policy/entropy_coef"] = plan.settings["entropy_coef"]
         # Skipped updates count too, so the learning-rate schedule does not depend on them.
         state.update += plan.num_updates
         self._skip_nonfinite("policy", report.applied, batch, report, state)
@@ -127,8 +131,10 @@ class Updater:
         return critic_metrics(batch, report, rates[-1])
 
     def _plan_of(self, state: State) -> Plan:
-        """The plan with this step's clip range, which `eps_clip: auto` changes."""
+        """The plan with this step's values of what adapts: `eps_clip: auto` and `entropy_target`."""
         plan, auto = self._learner.plan, self._settings.auto_clip
+        if self._settings.entropy_target is not None and state.entropy_coef is not None:
+            plan = replace(plan, settings={**plan.settings, "entropy_coef": state.entropy_coef})
         if auto is None:
             return plan
         start = plan.settings["clip_low"], plan.settings["clip_high"]
@@ -138,10 +144,17 @@ class Updater:
         return replace(plan, settings={**plan.settings, "clip_low": low, "clip_high": high})
 
     def _adapt(self, batch: Batch, report: StepReport, plan: Plan, state: State) -> None:
-        """Store the measured noise, update the automatic clip range, and choose the next source of π_old."""
+        """Store the measured noise, update what adapts, and choose the next source of π_old."""
         noise = measured_noise(report.noise_log_s, batch, state.step)
         first, measured = state.noise is None, noise and noise.floor(state.proximal == "centred")
         state.noise = state.noise if measured is None else measured
+        if self._settings.entropy_target is not None:
+            state.entropy_coef = next_coefficient(
+                plan.settings["entropy_coef"],
+                token_mean(report.entropy, batch.trained_tokens),
+                target=self._settings.entropy_target,
+                start=self._learner.plan.settings["entropy_coef"],
+            )
         if self._settings.auto_clip is not None:
             # Shapes: log_s, advantages [n]. The first mini-batch is left out: the weights have not changed yet, so its
             # ratios show noise only.

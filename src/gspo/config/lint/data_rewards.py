@@ -24,6 +24,33 @@ def one_weight_per_function(f: Facts) -> Iterator[Finding]:
         )
 
 
+def rewards_normalised_apart(f: Facts) -> Iterator[Finding]:
+    if f.config.reward.normalize != "each":
+        return
+    if f.objective["advantage"] == "gae":
+        yield f.error(
+            "reward.normalize",
+            "each normalises every reward within its group, but GAE uses the reward itself",
+            "set reward.normalize: sum, or an algorithm with group advantages",
+        )
+    if f.config.env.turn_discount < 1:
+        yield f.error(
+            "reward.normalize",
+            f"each gives one advantage per trajectory, but env.turn_discount {f.config.env.turn_discount:g} needs one "
+            "per turn",
+            "set reward.normalize: sum, or env.turn_discount: 1",
+        )
+
+
+def curriculum_in_a_fixed_order(f: Facts) -> Iterator[Finding]:
+    if f.config.train_dataset.curriculum == "pass_rate" and not f.config.train_dataset.shuffle:
+        yield f.error(
+            "train_dataset.curriculum",
+            "pass_rate draws prompts at random, but train_dataset.shuffle is false",
+            "set train_dataset.shuffle: true, or train_dataset.curriculum: none",
+        )
+
+
 def source_without_a_path(f: Facts) -> Iterator[Finding]:
     for key, data in (("train_dataset", f.config.train_dataset), ("valid_dataset", f.config.valid_dataset)):
         if data is not None and any(not source.path for source in data.mixture):

@@ -9,7 +9,7 @@ from gspo.config.backends import SAMPLERS, parse_backend
 from gspo.config.layout import layout_of
 from gspo.config.loaded import Loaded
 from gspo.config.objective import Objective, effective_objective
-from gspo.config.schema import Actor, Config
+from gspo.config.schema import Actor, Config, Generation
 from gspo.system.gpus import visible_gpus
 
 
@@ -87,6 +87,16 @@ class Facts:
         return self.objective["proximal"] == "rollout" and self.actor.prox_logp_recenter
 
     @property
+    def truncations(self) -> list[str]:
+        """The keys of gconfig that keep only a part of the vocabulary."""
+        return truncations(self.config.gconfig)
+
+    @property
+    def replays_kept(self) -> bool:
+        """Whether the trainer's log-probs are over the tokens that truncated sampling keeps."""
+        return bool(self.truncations) and self.actor.sampling_mask_replay and self.external_sampler != "sglang"
+
+    @property
     def code_rewards(self) -> list[dict[str, Any]]:
         """The settings of every reward `code`, which runs model-written programs."""
         valid = self.config.valid_dataset
@@ -136,6 +146,11 @@ class Facts:
             return str(self.loaded.origin(key))
         except KeyError:
             return "default"
+
+
+def truncations(gconfig: Generation) -> list[str]:
+    cuts = {"top_p": gconfig.top_p < 1, "top_k": gconfig.top_k > 0, "min_p": gconfig.min_p > 0}
+    return [key for key, is_on in cuts.items() if is_on]
 
 
 def facts_of(loaded: Loaded, num_gpus: int | None = None, context: int | None = None) -> Facts:

@@ -17,6 +17,15 @@ HIGH_LR = {
 }
 
 
+def entropy_target_without_coefficient(f: Facts) -> Iterator[Finding]:
+    if f.actor.entropy_target is not None and not f.actor.entropy_coef:
+        yield f.error(
+            "actor.entropy_target",
+            "the coefficient that follows the target starts at actor.entropy_coef, which is 0",
+            "set actor.entropy_coef, for example 0.001, or actor.entropy_target: null",
+        )
+
+
 def zero_learning_rate(f: Facts) -> Iterator[Finding]:
     if not f.actor.optimizer.lr:
         yield f.warn(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from gspo.config.lint.facts import Facts, Finding
 from gspo.system.text import number
 
+LONG_PRODUCT = 1000  # tokens from which the product of token ratios is advised against
 SAMPLER_NOISE = 2e-3  # published sampler-trainer KL per token: 6e-4 dense, 1.5e-3 MoE
 
 
@@ -51,15 +52,35 @@ def recentring_stale_samples(f: Facts) -> Iterator[Finding]:
 
 
 def truncated_sampling(f: Facts) -> Iterator[Finding]:
-    gconfig = f.config.gconfig
-    cuts = {"top_p": gconfig.top_p < 1, "top_k": gconfig.top_k > 0, "min_new_tokens": gconfig.min_new_tokens > 0}
-    cut = [key for key, is_on in cuts.items() if is_on]
-    if cut and (f.objective["proximal"] not in ("auto", "recompute") or f.objective["corrected"]):
+    """Truncation that the trainer does not replay: its log-probs are of another distribution than the sampler's."""
+    # A kept set never holds a forbidden end token, so replay covers min_new_tokens too.
+    cut = [] if f.replays_kept else [*f.truncations, *(["min_new_tokens"] if f.config.gconfig.min_new_tokens else [])]
+    if not cut:
+        return
+    replay = "actor.sampling_mask_replay: true" if f.truncations else ""
+    if f.objective["proximal"] not in ("auto", "recompute") or f.objective["corrected"]:
         yield f.warn(
             f"gconfig.{cut[0]}",
             f"{' and '.join(cut)} truncate the sampled distribution, and the sampler's log-probs are used as π_old or "
             "in π_old/μ; the trainer's log-probs are of the full distribution, so every ratio is wrong",
-            "remove them from gconfig, or set actor.prox_logp_method: recompute without a correction",
+            f"set {replay or 'gconfig.min_new_tokens: 0'}, or actor.prox_logp_method: recompute without a correction",
+        )
+    elif f.truncations:
+        yield f.warn(
+            f"gconfig.{cut[0]}",
+            f"{' and '.join(cut)} truncate the sampled distribution, but the trainer differentiates the full one: "
+            "samples and gradient belong to different distributions",
+            f"set {replay}, or remove {' and '.join(cut)} from gconfig",
+        )
+
+
+def truncated_sampling_of_sglang(f: Facts) -> Iterator[Finding]:
+    if f.truncations and f.external_sampler == "sglang":
+        yield f.error(
+            f"gconfig.{f.truncations[0]}",
+            "SGLang's log-probs are of the whole vocabulary, and it does not return the tokens that "
+            f"{' and '.join(f.truncations)} keep",
+            "set gconfig.top_p: 1, top_k: 0 and min_p: 0, or rollout.backend: vllm",
         )
 
 
@@ -96,6 +117,20 @@ def product_of_ratios(f: Facts) -> Iterator[Finding]:
             "actor.rejection_sampling.agg",
             "the product of token ratios shrinks with length (0.06 at 8k tokens), so long completions are dropped",
             "set actor.rejection_sampling.agg: mean",
+        )
+    longest = f.config.gconfig.max_new_tokens
+    if correction.agg == "product" and longest > LONG_PRODUCT:
+        yield f.warn(
+            "actor.rejection_sampling.agg",
+            f"the weight of a sequence is the product of its token ratios, of up to {longest:,} tokens: with length it "
+            "goes to 0 or to its upper bound, so that few sequences carry the gradient",
+            "set actor.rejection_sampling.agg: mean, or preset tis",
+        )
+    if correction.agg == "product" and correction.upper is None:
+        yield f.error(
+            "actor.rejection_sampling.upper",
+            "a product of token ratios without an upper bound has no finite variance",
+            "set actor.rejection_sampling.upper, for example 2.0",
         )
 
 

@@ -86,6 +86,8 @@ def _policies(f: Facts) -> Iterator[Unused]:
             "actor.routing_replay",
             "with one update per batch no pass follows that of π_old (actor.ppo_n_minibatches is 1)",
         )
+    if not f.truncations:
+        yield "actor.sampling_mask_replay", "gconfig.top_p, top_k and min_p keep the whole vocabulary"
     if actor.kl_loss_coef == 0 and actor.kl_ctl == 0:
         yield "actor.kl_estimator", "no KL is used (kl_loss_coef and kl_ctl are 0)"
         yield "ref", "no KL is used (kl_loss_coef and kl_ctl are 0), so the reference is not needed"
@@ -112,6 +114,11 @@ def _rewards(f: Facts) -> Iterator[Unused]:
                 )
     if not reward.functions:
         yield "reward.weights", "reward.functions is empty, so the reward of the task is used"
+    sources = [source.reward for source in f.config.train_dataset.mixture]
+    if not actor.overlong_reward_penalty and max(map(len, [reward.functions, *sources])) < 2:
+        yield "reward.normalize", "there is one reward, so its sum is the reward itself"
+    elif f.objective["advantage"] in ("group_mean", "leave_one_out"):
+        yield "reward.normalize", "this advantage is not divided by a std, so that it is the same for the sum"
     if not f.code_rewards:
         yield "reward.allow_unsandboxed_code", "no reward runs model-written code (`code`)"
 
@@ -144,7 +151,7 @@ def _sampling(f: Facts) -> Iterator[Unused]:
     for section, values in (("gconfig", f.config.gconfig), ("eval_gconfig", f.config.eval_gconfig)):
         if values is not None and values.temperature == 0:
             why = f"{section}.temperature is 0, which takes the most likely token"
-            yield from ((f"{section}.{key}", why) for key in ("top_p", "top_k"))
+            yield from ((f"{section}.{key}", why) for key in ("top_p", "top_k", "min_p"))
     if f.config.gconfig.min_new_tokens == f.config.gconfig.max_new_tokens:
         for key in ("stop_token_ids", "ignore_eos"):
             yield f"gconfig.{key}", "min_new_tokens equals max_new_tokens, so no token ends a completion"

@@ -6,7 +6,7 @@ Several keys with the same row are written together, separated by spaces.
 from __future__ import annotations
 
 _BATCH = "prompts per step × gconfig.n_samples completions"
-_CORRECTION = "preset tis, mis, icepop, or level, action, upper and lower"
+_CORRECTION = "preset tis (by token), seq_tis (by sequence), mis, icepop, or level, action, upper and lower"
 
 MAPPED: tuple[tuple[str, str, str], ...] = (
     ("num_generations", "gconfig.n_samples", ""),
@@ -15,6 +15,7 @@ MAPPED: tuple[tuple[str, str, str], ...] = (
     ("temperature", "gconfig.temperature", ""),
     ("top_p", "gconfig.top_p", ""),
     ("top_k", "gconfig.top_k", ""),
+    ("min_p", "gconfig.min_p", ""),
     ("generation_kwargs", "gconfig", "its keys are stop, stop_token_ids, min_new_tokens, …"),
     ("generation_batch_size", "train_dataset.batch_size", f"{_BATCH}; TRL counts completions"),
     (
@@ -50,6 +51,13 @@ MAPPED: tuple[tuple[str, str, str], ...] = (
     ("sapo_temperature_neg", "actor.sapo_tau_neg", ""),
     ("mask_truncated_completions", "actor.mask_no_eos_with_zero", "truncated completions get advantage 0"),
     ("reward_weights", "reward.weights", ""),
+    ("entropy_coef", "actor.entropy_coef", ""),
+    ("use_adaptive_entropy entropy_target", "actor.entropy_target", "adaptive where it is set; in nats per token"),
+    (
+        "multi_objective_aggregation",
+        "reward.normalize",
+        "sum_then_normalize: sum; normalize_then_sum: each, with actor.adv_norm: {mean_level: batch, std_level: batch}",
+    ),
     ("vllm_importance_sampling_correction", "actor.use_decoupled_loss", "weighs by π_old/μ"),
     (
         "vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
@@ -199,18 +207,18 @@ UNSUPPORTED: tuple[tuple[str, str], ...] = (
     ),
     ("trust_remote_code", "only models that transformers implements can be loaded"),
     ("router_aux_loss_coef", "no auxiliary loss is added"),
-    ("min_p repetition_penalty", "the log-probs would not be those of the policy"),
+    ("repetition_penalty", "the log-probs would not be those of the policy"),
     ("vllm_structured_outputs_regex", "completions are sampled from the policy without constraints"),
     (
         "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg",
         "VESPO is not among the algorithms (`gspo objectives`)",
     ),
-    ("multi_objective_aggregation", "rewards are summed by weight, then normalised"),
     ("sync_ref_model ref_model_mixup_alpha ref_model_sync_steps", "the reference model is never updated"),
     ("top_entropy_quantile", "every token of a completion is trained"),
     (
-        "entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target",
-        "entropy is a metric; there is no entropy bonus",
+        "entropy_coef_min entropy_coef_max entropy_coef_delta",
+        "the coefficient of actor.entropy_target changes by at most 10 % per step, within a factor of 100 of "
+        "actor.entropy_coef",
     ),
     ("max_tool_calling_iterations", "use an environment: env.path: tools with env.options.max_turns"),
     ("use_bias_correction_kl", "the KL estimators are k1, k2, k3"),

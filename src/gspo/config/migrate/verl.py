@@ -7,7 +7,7 @@ below it.
 from __future__ import annotations
 
 _A, _R, _M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
-_CORRECTION = "preset tis, mis, icepop, or level, action, upper and lower"
+_CORRECTION = "preset tis (by token), seq_tis (by sequence), mis, icepop, or level, action, upper and lower"
 
 MAPPED: tuple[tuple[str, str, str], ...] = (
     (f"{_A}ppo_epochs", "actor.ppo_epochs", "passes over the same samples with the same π_old"),
@@ -110,6 +110,7 @@ MAPPED: tuple[tuple[str, str, str], ...] = (
     ),
     ("algorithm.adv_estimator", "algorithm", "gae: ppo; grpo, rloo, reinforce_plus_plus; or gspo, dapo, …"),
     ("algorithm.norm_adv_by_std_in_grpo", "actor.reward_norm.std_level", "null for false; or algorithm: dr_grpo"),
+    (f"{_A}entropy_coeff", "actor.entropy_coef", ""),
     ("algorithm.gamma", "actor.discount", ""),
     ("algorithm.lam", "actor.gae_lambda", ""),
     ("algorithm.use_kl_in_reward algorithm.kl_ctrl.kl_coef", "actor.kl_ctl", "above 0 needs a ref section"),
@@ -209,7 +210,6 @@ NEEDLESS: tuple[tuple[str, str], ...] = (
 
 UNSUPPORTED: tuple[tuple[str, str], ...] = (
     ("critic.ppo_epochs", "the critic makes one pass over each batch"),
-    (f"{_A}entropy_coeff", "entropy is a metric; there is no entropy bonus"),
     (
         f"{_A}policy_loss.clip_cov_ratio {_A}policy_loss.clip_cov_lb {_A}policy_loss.clip_cov_ub "
         f"{_A}policy_loss.kl_cov_ratio {_A}policy_loss.ppo_kl_coef",

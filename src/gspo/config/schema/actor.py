@@ -20,7 +20,7 @@ class RewardNorm(Norm):
 
 
 class Correction(Section):
-    preset: Literal["tis", "mis", "icepop", "sequence_mask", "geometric"] | None = key(
+    preset: Literal["tis", "mis", "seq_tis", "icepop", "sequence_mask", "geometric"] | None = key(
         None, "Preset values for the keys below. Keys that you set override it."
     )
     level: Literal["token", "sequence"] = key("token", "Compare each token, or each sequence, with the bounds.")
@@ -30,8 +30,10 @@ class Correction(Section):
     metric: Literal["ratio", "kl_k1", "kl_k2", "kl_k3"] = key("ratio", "The quantity that is compared with the bounds.")
     upper: float | None = key(5.0, "Upper bound; null: none.")
     lower: float | None = key(None, "Lower bound; null: none.")
-    agg: Literal["mean", "sum", "max"] = key(
-        "mean", "How tokens are reduced to a sequence. The ratio is reduced in log space."
+    agg: Literal["mean", "sum", "max", "product"] = key(
+        "mean",
+        "How tokens are reduced to a sequence. The ratio is reduced in log space. With mean, sum and max the weight of "
+        "a sequence is the geometric mean of its token ratios; with product it is their product.",
     )
 
 
@@ -109,6 +111,18 @@ class Actor(Section):
     kl_estimator: Literal["k1", "k2", "k3"] | None = key(
         None, "KL estimator.", unset="k3 in the loss, k1 in the reward"
     )
+    entropy_coef: float = key(
+        0.0,
+        "Coefficient of the policy's entropy, which is subtracted from the loss: the policy stays more random. With "
+        "entropy_target, the first coefficient.",
+        low=0.0,
+    )
+    entropy_target: float | None = key(
+        None,
+        "Entropy in nats per token that the coefficient follows: it rises while the entropy is lower, by at most 10 % "
+        "per step, and falls while it is higher, within a factor of 100 of entropy_coef; null: it stays.",
+        above=0.0,
+    )
     c_clip: float | None = key(None, "Dual clip: upper bound of the ratio for A < 0; null: off.", above=1.0)
     sapo_tau_pos: float = key(1.0, "SAPO temperature for A > 0.", above=0.0)
     sapo_tau_neg: float = key(1.05, "SAPO temperature for A ≤ 0.", above=0.0)
@@ -158,6 +172,11 @@ class Actor(Section):
         "none",
         "For mixture-of-experts models, the experts in training passes: chosen by the routers (none), as in π_old's "
         "forward pass (proximal), or as in the sampler (rollout). GSPO needs none (docs/moe.md).",
+    )
+    sampling_mask_replay: bool = key(
+        True,
+        "With gconfig.top_p, top_k or min_p: the sampler records the tokens that they keep, and all log-probs, ratios "
+        "and KL of the trainer are over these tokens only (docs/mismatch.md). false: over the whole vocabulary.",
     )
 
     # Rarely set.

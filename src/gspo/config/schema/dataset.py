@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from gspo.config.schema.key import Section, key
 
@@ -81,3 +81,8 @@ class ValidDataset(Section):
 class TrainDataset(DatasetSpec):
     batch_size: int = key(32, "Prompts per rollout batch; with algorithm sft, rows per batch.", low=1)
     shuffle: bool = key(True, "Take prompts in a random order that depends on the seed.")
+    curriculum: Literal["none", "pass_rate"] = key(
+        "none",
+        "none: every prompt once per epoch. pass_rate: prompts are drawn by their measured pass rate; those near 1/2 "
+        "are drawn up to 10 times as often as those that are always or never solved (docs/data.md).",
+    )

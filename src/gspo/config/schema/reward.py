@@ -14,6 +14,11 @@ class Reward(Section):
         "{name: judge, url: …, model: …} (docs/data.md); empty: the task's own.",
     )
     weights: list[float] = key([], "One weight per function; empty: all weights are 1.")
+    normalize: Literal["sum", "each"] = key(
+        "sum",
+        "What the advantage normalises: the weighted sum of the rewards, or each reward apart, before the weighted sum "
+        "(GDPO; docs/algorithms.md).",
+    )
     timeout: float = key(10.0, "A reward that takes longer than this many seconds is killed.", above=0)
     workers: int = key(2, "Number of worker processes, for rewards that need one.", low=1)
     max_failure_fraction: float = key(

@@ -46,6 +46,12 @@ class EvalGeneration(Section):
         1.0, "Nucleus sampling: keep the smallest set of tokens with this probability.", above=0.0, high=1.0
     )
     top_k: int = key(0, "Keep the k most likely tokens; 0: all.", low=0)
+    min_p: float = key(
+        0.0,
+        "Keep the tokens whose probability is at least this fraction of the most likely token's; 0: all.",
+        low=0.0,
+        high=1.0,
+    )
 
 
 class Generation(EvalGeneration):

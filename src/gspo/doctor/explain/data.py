@@ -10,13 +10,18 @@ from gspo.config.lint.facts import Facts
 from gspo.config.schema import DatasetSpec, held_out
 from gspo.data.dataset import default_reward
 
+_CURRICULUM_WORDS = (
+    "; prompts are drawn by their measured pass rate, those near 1/2 up to 10 times as often as those that are always "
+    "or never solved"
+)
+
 
 def data_section(f: Facts) -> dict[str, Any]:
     """Training problems, held-out problems and rewards, in words."""
     train, valid, functions = f.config.train_dataset, f.config.valid_dataset, f.config.reward.functions
     own = "the held-out part of each training source" if train.mixture else "the held-out part of the training data"
     return {
-        "training": _data_words(train),
+        "training": _data_words(train) + _CURRICULUM_WORDS * (train.curriculum == "pass_rate"),
         "held_out": own if valid is None else _data_words(held_out(f.config)),
         "template": _template_words(train),
         "reward": reward_words(functions, f.config.reward.weights) if functions else _own_words(train),

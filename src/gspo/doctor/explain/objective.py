@@ -142,6 +142,8 @@ def _words(f: Facts) -> list[str]:
         f"loss: {AGGREGATION_WORDS[objective['aggregation']]}",
         f"groups with equal rewards: {_zero_variance_words(f)}",
     ]
+    if f.actor.entropy_coef:
+        words.append(f"entropy: {_entropy_words(f)}")
     if f.config.rollout.dynamic_filter_fn is not None:
         words.append(
             f"other groups: {f.config.rollout.dynamic_filter_fn} decides which are trained on; others are resampled, "
@@ -168,6 +170,16 @@ def _words(f: Facts) -> list[str]:
     return words
 
 
+def _entropy_words(f: Facts) -> str:
+    coefficient, target = number(f.actor.entropy_coef), f.actor.entropy_target
+    if target is None:
+        return f"{coefficient} × the policy's entropy is subtracted from the loss"
+    return (
+        f"α × the policy's entropy is subtracted from the loss; α starts at {coefficient} and follows the target of "
+        f"{number(target)} nats per token"
+    )
+
+
 def _critic_words(f: Facts, critic: Critic) -> str:
     return (
         f"{critic.path} with a new value head, {f.num_minibatches} updates per batch at "
@@ -181,6 +193,8 @@ def _advantage_words(f: Facts) -> str:
     words = ADVANTAGE_WORDS.get(chosen)
     if words is None:
         words = "reward normalised by actor.reward_norm: " + _norm_words(actor.reward_norm or Norm())
+    if f.config.reward.normalize == "each":
+        words += ", for each reward apart; their weighted sum is the advantage (GDPO)"
     if chosen == "gae":
         words += f" (γ {actor.discount:g}, λ {actor.gae_lambda:g})"
     if actor.kl_ctl > 0:

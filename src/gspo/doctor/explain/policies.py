@@ -83,7 +83,11 @@ def _sampling_words(f: Facts) -> str:
     how = f"temperature {generation.temperature:g}"
     cuts = [f"top-p {generation.top_p:g}"] if generation.top_p < 1 else []
     cuts += [f"top-k {generation.top_k}"] if generation.top_k else []
-    return ", ".join([how, *cuts, f"at most {generation.max_new_tokens:,} new tokens"])
+    cuts += [f"min-p {generation.min_p:g}"] if generation.min_p else []
+    how = ", ".join([how, *cuts, f"at most {generation.max_new_tokens:,} new tokens"])
+    if f.replays_kept:
+        return how + "; the sampler records the kept tokens, and ratios are over the kept tokens"
+    return how + "; ratios are over the whole vocabulary" if cuts else how
 
 
 def _proximal_words(f: Facts) -> str:
@@ -112,6 +116,10 @@ def _correction_words(f: Facts) -> str:
         if form["level"] == "token":
             return "each token is weighted by π_old/μ, without bounds"
         return "each sequence is weighted by π_old/μ (geometric mean over its tokens), without bounds"
+    if form["agg"] == "product" and form["level"] == "sequence":
+        weight = "each sequence is weighted by the product of its tokens' π_old/μ"
+        how = "is dropped" if form["action"] == "mask" else "is truncated"
+        return f"{weight}; outside [{number(low or 0.0)}, {'∞' if high is None else number(high)}] it {how}"
     what = "each token" if form["level"] == "token" else f"each sequence (its {form['agg']} over tokens)"
     metric = "π_old/μ" if form["metric"] == "ratio" else f"{form['metric']} between π_old and μ"
     band = f"[{'−∞' if low is None else number(low)}, {'∞' if high is None else number(high)}]"

@@ -27,12 +27,12 @@ from gspo.launcher.serve.model import as_folder, identity_for, model_folder, wit
 from gspo.models.locate import EMBEDDED, locate
 from gspo.models.lora import write_adapter
 from gspo.sampling.engines.base import EngineAddress
-from gspo.sampling.engines.vllm import EXTENSION, NAME, WORKER_FOLDER, VllmSampler
+from gspo.sampling.engines.vllm import EXTENSION, MAX_LOGPROBS, NAME, WORKER_FOLDER, VllmSampler
 from gspo.sampling.weights.load import check_finite, fetch
 from gspo.system.launched import Launched
 from gspo.train.build.compute import device_and_dtype
 from gspo.train.build.policy import add_configured_adapter
-from gspo.train.build.sampler import sends_adapter
+from gspo.train.build.sampler import sampling_params, sends_adapter
 
 
 def serve(
@@ -106,6 +106,9 @@ def command(config: Config, layout: Layout, source: str, max_context: int, addre
         options.setdefault("max_cpu_loras", 2)
         allowed = (rank for rank in engines.LORA_RANKS if rank >= config.actor.lora_rank)
         options.setdefault("max_lora_rank", next(allowed))
+    # The log-probs of all kept tokens are read, more than vLLM's default of 20.
+    if sampling_params(config).record_kept:
+        options.setdefault("max_logprobs", MAX_LOGPROBS)
     if on_cpu:
         options.setdefault("enforce_eager", True)  # compilation takes longer than most CPU runs
         options.setdefault("kv_cache_memory_bytes", 2**31)

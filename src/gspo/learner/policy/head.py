@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# A logit whose exp() is 0 beside any real one. Finite, because 0 · (−inf) in the entropy would be NaN.
+_IMPOSSIBLE = -1e20
+
 
 class Targets(NamedTuple):
     """The M target tokens whose log-probs are computed, sorted by the hidden row (of U) that predicts them."""
@@ -20,6 +23,9 @@ class Targets(NamedTuple):
     scale: float  # of hidden·Wᵀ, before the soft cap
     softcap: float | None
     temperature: float
+    # Truncated sampling only: the kept set of each hidden row, which then predicts one target (U = M).
+    kept_begins: Tensor | None = None  # [U+1] where the set of each row begins; an empty set is the whole vocabulary
+    kept_ids: Tensor | None = None
 
 
 class HeadForm(NamedTuple):
@@ -36,20 +42,32 @@ class ChunkedHead(torch.autograd.Function):
     and h (per row's entropy H): d logits/T = g·(onehot − p) − h·p·(log p + H). Logits are recomputed in the
     backward pass: g is not known in the forward pass, and Σᵢ gᵢ(onehotᵢ − pᵢ)hiddenᵢᵀ does not factor.
 
+    With kept sets (truncated sampling), the softmax of a row is over its set: the other logits are so low that their
+    probability, and with it their gradient, is exactly 0.
+
     Shapes: hidden [U, hidden], weight [V, hidden], bias [V]; M targets; a chunk has c hidden rows and m targets.
-    Returns log-probs [M] and the entropy of each hidden row, [U].
+    Returns log-probs [M], the entropy of each hidden row, [U], and the probability of its kept set under the softmax
+    over the whole vocabulary, [U]; the last is empty without kept sets or without entropy.
     """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, form: HeadForm
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         logits = Logits(hidden, weight, bias, targets, form)
         logp = hidden.new_empty(len(targets.token), dtype=logits.out_dtype)  # [M]
         lse = hidden.new_empty(len(hidden), dtype=logits.out_dtype)  # [U] log Σ_v exp(logits/T)
         entropy = torch.empty_like(lse) if form.with_entropy else lse.new_empty(0)  # [U] or [0]
+        with_mass = form.with_entropy and targets.kept_ids is not None
+        mass = torch.empty_like(lse) if with_mass else lse.new_empty(0)  # [U] or [0]
         for rows, mine, row, token in logits.chunks():
             z, _ = logits(rows)  # [c, V]
+            if targets.kept_ids is not None:
+                # [c] of the whole vocabulary
+                whole = z.logsumexp(-1) if with_mass else None
+                logits.restrict(z, rows)
+                if whole is not None:
+                    mass[rows] = (z.logsumexp(-1) - whole).exp_()
             # Read first: z is overwritten in place below.
             chosen = z[row, token]  # [m]
             # With the largest logit of each row subtracted, exp cannot overflow.
@@ -68,9 +86,8 @@ class ChunkedHead(torch.autograd.Function):
         ctx.targets, ctx.form = targets, form
         # The log-sum-exp [U] is enough to get p from recomputed logits without another reduction over V.
         ctx.save_for_backward(hidden, weight, bias, lse, entropy)
-        if not form.entropy_grad:
-            ctx.mark_non_differentiable(entropy)
-        return logp, entropy
+        ctx.mark_non_differentiable(mass, *(() if form.entropy_grad else (entropy,)))
+        return logp, entropy, mass
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -89,6 +106,8 @@ class ChunkedHead(torch.autograd.Function):
         )
         for rows, mine, row, token in logits.chunks():
             z, slope = logits(rows)  # [c, V]
+            if targets.kept_ids is not None:
+                logits.restrict(z, rows)
             grad = grads[0][mine]  # [m] g, one per target of the chunk
             row_grad = grad.new_zeros(len(z)).index_add_(0, row, grad)  # [c] Σ over the targets of a row
             z.sub_(lse[rows, None])  # log p
@@ -139,6 +158,7 @@ class Logits:
         self._targets = targets
         # Slices need Python numbers; read once, because each read waits for the device.
         self._begins = targets.begins.tolist()
+        self._kept_begins = None if targets.kept_begins is None else targets.kept_begins.tolist()
         self._chunk = min(form.chunk_size, len(hidden))
         self._buffers: dict[int, Tensor] = {}
 
@@ -154,6 +174,19 @@ class Logits:
             high = min(low + self._chunk, len(self._hidden))
             mine = slice(self._begins[low], self._begins[high])
             yield slice(low, high), mine, torch.repeat_interleave(counts[low:high]), self._targets.token[mine]
+
+    def restrict(self, z: Tensor, rows: slice) -> None:
+        """Put the logits outside each row's kept set so low that their probability is 0."""
+        begins, ids = self._targets.kept_begins, self._targets.kept_ids
+        assert begins is not None
+        assert ids is not None
+        assert self._kept_begins is not None
+        counts = begins.diff()[rows]  # [c]
+        mine = slice(self._kept_begins[rows.start], self._kept_begins[rows.stop])
+        outside = torch.ones_like(z, dtype=torch.bool)  # [c, V]
+        outside[torch.repeat_interleave(counts), ids[mine]] = False
+        outside[counts == 0] = False
+        z.masked_fill_(outside, _IMPOSSIBLE)
 
     def hidden(self, rows: slice) -> Tensor:
         return self._hidden[rows].to(self.weight.dtype)

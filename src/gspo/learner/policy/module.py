@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -37,6 +38,9 @@ class PolicyOutput(NamedTuple):
     logp: Tensor  # [M]
     entropy: Tensor  # [M]; detached unless entropy_grad; empty if not computed
     divergence: Tensor | None = None  # [M], exact KL to a teacher, if there is one
+    # [M] probability of the target's kept set under the softmax over the whole vocabulary; None without kept sets and
+    # if the entropy is not computed.
+    kept_mass: Tensor | None = None
 
 
 class _AtHead(Exception):  # noqa: N818 - not an error
@@ -136,6 +140,7 @@ class PolicyModule(nn.Module):
     ) -> PolicyOutput:
         """log softmax(logits / temperature) at the targets, and the entropy of that distribution.
 
+        The softmax is over the target's kept set, if the sampler recorded one (truncated sampling).
         teacher: also the exact KL to this model over the vocabulary, `forward_share` of it forward (`divergence.py`).
         """
         head = self._head()
@@ -147,12 +152,15 @@ class PolicyModule(nn.Module):
         rows, order, begins = packed.by_source  # [U], [M], [U+1]
         hidden = self.hidden(packed).index_select(0, rows)  # [U, hidden]
         scale, softcap = self.logit_form
-        # Sorted by source: log-probs [M] per target, entropy [U] per hidden row.
-        logp, entropy = ChunkedHead.apply(
+        kept_begins = None if packed.kept_counts is None else F.pad(packed.kept_counts.cumsum(0), (1, 0))
+        # Sorted by source: log-probs [M] per target, entropy and mass [U] per hidden row.
+        logp, entropy, mass = ChunkedHead.apply(
             hidden,
             head.weight,
             head.bias,
-            Targets(packed.target[order], begins, scale / temperature, softcap, temperature),
+            Targets(
+                packed.target[order], begins, scale / temperature, softcap, temperature, kept_begins, packed.kept_ids
+            ),
             form := HeadForm(self.chunk_size, self.fp32_head, with_entropy or entropy_grad, entropy_grad),
         )  # pyright: ignore[reportGeneralTypeIssues]
         # Undo the sort, and give each target the entropy of its row.
@@ -167,7 +175,9 @@ class PolicyModule(nn.Module):
                 self._rows(hidden, temperature), teacher._rows(theirs, temperature), forward_share, form
             )  # [U]
             divergence = rows_kl[row_of_target][place]
-        return PolicyOutput(logp[place], entropy[row_of_target][place] if len(entropy) else entropy, divergence)
+        entropy = entropy[row_of_target][place] if len(entropy) else entropy
+        # With kept sets every target has its own row, in the order of the targets: `mass` needs no reordering.
+        return PolicyOutput(logp[place], entropy, divergence, mass if len(mass) else None)
 
     def _rows(self, hidden: Tensor, temperature: float) -> Head:
         """Hidden rows with this model's head."""

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from gspo.errors import DataError
 from gspo.models.tree_attention import TreeLayout
-from gspo.types import Images
+from gspo.types import Images, Kept
 
 Layout = Literal["shared", "packed", "padded"]
 
@@ -50,6 +50,7 @@ class Completion:
     mask: NDArray[np.bool_]
     index: int
     family: int | None = None
+    kept: Kept | None = None  # of its trained tokens: the kept sets of truncated sampling
 
     @cached_property
     def num_inputs(self) -> int:
@@ -105,6 +106,9 @@ class Packed:
     target: Tensor  # [M] int64
     cu_seqlens: Tensor  # [B+1] int64; targets of sequence b are cu_seqlens[b] : cu_seqlens[b+1], in order
     index: Tensor  # [B] int64, the caller's number of each sequence
+    # Truncated sampling only: the log-prob of target m is over its kept set. The sets are `kept_ids`, end to end.
+    kept_counts: Tensor | None = None  # [M] int64; 0: the whole vocabulary
+    kept_ids: Tensor | None = None  # [Σ kept_counts] int64
 
     @property
     def num_tokens(self) -> int:
@@ -138,7 +142,13 @@ class Packed:
 
     @cached_property
     def by_source(self) -> tuple[Tensor, Tensor, Tensor]:
-        """[U] distinct sources, [M] indices of targets sorted by source, [U+1] where each source's targets begin."""
+        """[U] distinct sources, [M] indices of targets sorted by source, [U+1] where each source's targets begin.
+
+        With kept sets, U = M and nothing is sorted: two targets of one source may have different sets.
+        """
+        if self.kept_counts is not None:
+            all_m = torch.arange(self.num_targets + 1, device=self.source.device)
+            return self.source, all_m[:-1], all_m
         # stable: targets with the same source keep their order.
         source, order = torch.sort(self.source, stable=True)
         rows, counts = torch.unique_consecutive(source, return_counts=True)
@@ -148,7 +158,8 @@ class Packed:
         """The same micro-batch on another device; `layout` stays on the host and is reused."""
         if self.tokens.device == torch.device(device):
             return self
-        moved = replace(self, **{name: getattr(self, name).to(device) for name in self.__dataclass_fields__})
+        tensors = {name: value for name in self.__dataclass_fields__ if (value := getattr(self, name)) is not None}
+        moved = replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
         moved.__dict__["layout"] = self.layout
         return moved
 
@@ -282,7 +293,15 @@ def pack(items: Sequence[PackItem], *, share_prefix: bool = True, vocab_size: in
                     begin = append(inputs, root) if len(inputs) else end
                     sources = np.where(trained == 0, prompt_end - 1, begin + trained - 1)
             sequences.append((sources, completion.tokens[trained], completion.index))
-    return forest(segments, sequences)
+    return _with_kept(forest(segments, sequences), [c for item in items for c in item.completions])
+
+
+def _with_kept(packed: Packed, completions: Sequence[Completion]) -> Packed:
+    """Add the kept sets of the targets, if any completion has them."""
+    if all(c.kept is None for c in completions):
+        return packed
+    kept = Kept.concatenate([c.kept or Kept.whole(int(c.mask.sum())) for c in completions])
+    return replace(packed, kept_counts=_flat([kept.counts]), kept_ids=_flat([kept.ids]))
 
 
 def filler() -> Packed:
@@ -298,6 +317,11 @@ def _check(item: PackItem, vocab_size: int | None) -> None:
         if len(completion.tokens) != len(completion.mask):
             raise DataError(
                 f"sequence {completion.index}: {len(completion.tokens)} tokens but a mask of {len(completion.mask)}"
+            )
+        if completion.kept is not None and len(completion.kept.counts) != int(completion.mask.sum()):
+            raise DataError(
+                f"sequence {completion.index}: {len(completion.kept.counts)} kept sets for "
+                f"{int(completion.mask.sum())} trained tokens"
             )
     if vocab_size is None:
         return

@@ -26,14 +26,14 @@ from gspo.sampling.engines.replies import Completion, InvalidReplyError, cut_at_
 from gspo.sampling.requests import validate_request
 from gspo.sampling.verify import invalid_reason
 from gspo.system.http_client import HttpClient, Reply, ReplyTooLargeError
-from gspo.types import Request, Sample, SampleId
+from gspo.types import Kept, Request, Sample, SampleId
 
 if TYPE_CHECKING:
     import torch
 
 CALL_S = 60.0  # deadline of every call except sampling and loading
 INTERRUPT_S = 30.0  # until all requests have come back after an interruption
-_REQUEST_COUNTERS = ("requests", "sampled_tokens", "invalid_responses", "lost_replies", "partial")
+_REQUEST_COUNTERS = ("requests", "sampled_tokens", "invalid_responses", "lost_replies", "partial", "unknown_kept")
 
 
 class EngineAddress(NamedTuple):
@@ -99,6 +99,7 @@ class EngineSampler(ABC):
         self.version, self.broken = version, ""
         self._address, self._seed, self._decode, self._can_sleep = address, seed, decode, can_sleep
         self._ends, self._retries, self._load_s = frozenset(eos_token_ids), retries, load_s
+        self._num_vocab = num_vocab
         self._validate = partial(
             validate_request, num_vocab=num_vocab, max_context=max_context, sees_text=decode is not None
         )
@@ -231,6 +232,10 @@ class EngineSampler(ABC):
     def _parse(self, reply: Mapping[str, Any]) -> Completion:
         """The new tokens in the reply to a sampling request."""
 
+    def _kept(self, reply: Mapping[str, Any], request: Request) -> Kept | None:
+        """The kept sets of the new tokens (truncated sampling); None if the engine cut one of them off."""
+        raise InvalidReplyError(f"{self.engine} does not return the tokens that truncated sampling keeps")
+
     # Requests
 
     def _is_stopped(self) -> bool:
@@ -273,14 +278,26 @@ class EngineSampler(ABC):
             if reply is None:
                 self._waiting.append(flight.request)
                 return
-            self._accept(flight, self._parse(reply))
+            completion = self._parse(reply)
+            self._accept(flight, completion, self._kept_of(flight.request, completion, reply))
             self._failures_in_a_row = 0
         except (InvalidReplyError, ReplyTooLargeError, OSError) as error:
             self._resubmit(flight.request, error)
 
-    def _accept(self, flight: InFlight, completion: Completion) -> None:
+    def _kept_of(self, request: Request, completion: Completion, reply: Mapping[str, Any]) -> Kept | None:
+        # An interrupted request may have come back without tokens, and so without sets.
+        if not request.params.record_kept or not completion.tokens:
+            return None
+        kept = self._kept(reply, request)
+        self._counts["unknown_kept"] += kept is None
+        return Kept.whole(len(completion.tokens)) if kept is None else kept
+
+    def _accept(self, flight: InFlight, completion: Completion, kept: Kept | None) -> None:
         request = flight.request
         fresh = Sample.of(request.id, completion.tokens, completion.logp, flight.version, completion.finish)
+        if kept is not None:
+            # Tokens whose set is unknown are not trained: their likelihood is unknown, too.
+            fresh = replace(fresh, kept=kept, mask=kept.counts > 0)
         sample = fresh if request.prefix is None else Sample.concatenate([request.prefix, fresh])
         if request.params.stop and self._decode is not None:
             sample = cut_at_stop(sample, request, self._decode)

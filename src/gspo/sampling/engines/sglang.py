@@ -30,10 +30,11 @@ class SglangSampler(EngineSampler):
 
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            if not request.params.greedy and (request.params.top_p < 1 or request.params.top_k):
+            if request.params.is_truncated:
                 raise DataError(
                     f"request {tuple(request.id)}: SGLang's log-probs are of the whole distribution, not of the part "
-                    "that top-p or top-k keeps; set gconfig.top_p: 1 and gconfig.top_k: 0, or rollout.backend: vllm"
+                    "that top-p, top-k or min-p keeps; set gconfig.top_p: 1, gconfig.top_k: 0 and gconfig.min_p: 0, "
+                    "or rollout.backend: vllm"
                 )
         super().submit(requests)
 

@@ -18,11 +18,16 @@ from numpy.typing import NDArray
 from gspo.errors import ConfigError, RolloutError, WeightSyncError
 from gspo.sampling.engines.base import CALL_S, EngineAddress, EngineSampler
 from gspo.sampling.engines.replies import Completion, InvalidReplyError, parse_completion
-from gspo.types import Request
+from gspo.types import Kept, Request, SamplingParams
 
 NAME = "gspo"  # the model's name on the server (--served-model-name)
 EXTENSION = "gspo_vllm_worker.Worker"
 WORKER_FOLDER = Path(__file__).parent / "inside_vllm"  # put on vLLM's PYTHONPATH: holds EXTENSION and what it imports
+# A kept set that is recorded has at most this many tokens: they come as JSON with every token. vLLM gets this number as
+# its top_k. Ties with the last of them stay in vLLM's set, so twice as many log-probs are requested.
+MAX_KEPT = 256
+MAX_LOGPROBS = 2 * MAX_KEPT  # --max-logprobs
+_NO_PROBABILITY = -9000.0  # vLLM writes −9999 for −inf
 _TOKENS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")  # of /metrics
 
 
@@ -105,6 +110,10 @@ class VllmSampler(EngineSampler):
 
     def _body(self, request: Request) -> dict[str, Any]:
         params, prefix = request.params, () if request.prefix is None else request.prefix.tokens.tolist()
+        kept = {}
+        if params.record_kept:
+            most, num_logprobs = self._most_kept(params)
+            kept = {"top_k": most, "logprobs": num_logprobs, "return_tokens_as_token_ids": True}
         return {
             "model": self._model,
             "prompt": [*request.prompt, *prefix],
@@ -113,6 +122,7 @@ class VllmSampler(EngineSampler):
             "temperature": 0.0 if params.greedy else params.temperature,
             "top_p": 1.0 if params.greedy else params.top_p,
             "top_k": 0 if params.greedy else params.top_k,
+            "min_p": 0.0 if params.greedy else params.min_p,
             "seed": self._request_seed(request, "vllm") >> 1,  # vLLM's seed is a signed integer
             # vLLM would take its end tokens from the model's folder; the run's are in stop_token_ids.
             "ignore_eos": True,
@@ -120,6 +130,7 @@ class VllmSampler(EngineSampler):
             "stop": list(params.stop),
             "logprobs": 0,
             "return_token_ids": True,
+            **kept,
         }
 
     def _parse(self, reply: Mapping[str, Any]) -> Completion:
@@ -127,6 +138,26 @@ class VllmSampler(EngineSampler):
         logprobs = choice.get("logprobs")
         logp = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
         return parse_completion(choice.get("token_ids"), logp, choice.get("finish_reason"))
+
+    def _kept(self, reply: Mapping[str, Any], request: Request) -> Kept | None:
+        """With processed log-probs, the tokens whose log-prob is finite are the kept set."""
+        _, num_logprobs = self._most_kept(request.params)
+        rows, sets = _choice(reply, self._model)["logprobs"].get("top_logprobs"), []
+        for row in rows if isinstance(rows, list) else [None]:
+            try:
+                found = [int(name.removeprefix("token_id:")) for name, p in row.items() if p > _NO_PROBABILITY]  # pyright: ignore[reportOptionalMemberAccess]
+            except (AttributeError, TypeError, ValueError):
+                raise InvalidReplyError("its top_logprobs are missing, or not log-probs by token number") from None
+            # Tokens that tie with the last of top-k are kept, too: the set may be larger than what was requested.
+            if num_logprobs <= len(found) < self._num_vocab:
+                return None
+            sets.append(sorted(found))
+        return Kept.of(sets)
+
+    def _most_kept(self, params: SamplingParams) -> tuple[int, int]:
+        """The top-k of a request whose kept sets are recorded, and the number of log-probs that it asks for."""
+        most = min(params.top_k or MAX_KEPT, MAX_KEPT, self._num_vocab)
+        return most, min(2 * most, self._num_vocab)
 
     # Weights
 

@@ -5,7 +5,11 @@ Shapes: N rows, V vocabulary. Everything is a function of (logits, settings, uni
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -19,6 +23,26 @@ def keep_top_k(logits_n_v: Tensor, k: int) -> Tensor:
         return logits_n_v
     kth_n_1 = torch.topk(logits_n_v, k, dim=-1).values[:, -1:]  # [N, 1]
     return logits_n_v.masked_fill(logits_n_v < kth_n_1, -torch.inf)
+
+
+def keep_min_p(logits_n_v: Tensor, p: float) -> Tensor:
+    """−inf where a token is less than p times as likely as the most likely one."""
+    return logits_n_v.masked_fill(logits_n_v < logits_n_v.amax(dim=-1, keepdim=True) + math.log(p), -torch.inf)
+
+
+def keep_most(scores_n_v: Tensor, num: int) -> Tensor:
+    """−inf outside the `num` most likely tokens; unlike `keep_top_k`, ties with the last one do not stay."""
+    if num >= scores_n_v.shape[-1] or bool(((scores_n_v > -torch.inf).sum(dim=-1) <= num).all()):
+        return scores_n_v
+    top_n_k = torch.topk(scores_n_v, num, dim=-1)
+    return torch.full_like(scores_n_v, -torch.inf).scatter_(-1, top_n_k.indices, top_n_k.values)
+
+
+def kept_sets(scores_n_v: Tensor) -> list[NDArray[np.int32]]:
+    """The ids of the tokens that can be drawn in each row, ascending."""
+    kept_n_v = scores_n_v > -torch.inf
+    ids = kept_n_v.nonzero()[:, 1].to(torch.int32).cpu().numpy()
+    return np.split(ids, kept_n_v.sum(dim=-1).cumsum(0)[:-1].cpu().numpy())
 
 
 def keep_top_p(logits_n_v: Tensor, p: float) -> Tensor:
@@ -48,9 +72,18 @@ def _mass_before(sorted_n_k: Tensor, total_n_1: Tensor) -> Tensor:
 
 
 def warp(
-    logits_n_v: Tensor, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, forbidden: Tensor | None = None
+    logits_n_v: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    forbidden: Tensor | None = None,
+    max_kept: int | None = None,
 ) -> Tensor:
-    """Logits of the distribution actually sampled, not normalised: forbidden tokens, temperature, top-k, top-p.
+    """Logits of the distribution actually sampled, not normalised.
+
+    In this order (vLLM's): forbidden tokens, temperature, min-p, top-k, top-p of what is left, `max_kept`.
 
     `forbidden` [N, V] bool is True where a token must not be drawn. float32, or float64 if the logits are. If
     no option is set, the result is the logits themselves.
@@ -60,11 +93,13 @@ def warp(
         x = x.masked_fill(forbidden, -torch.inf)
     if temperature != 1.0:
         x = x / temperature
+    if min_p > 0:
+        x = keep_min_p(x, min_p)
     if top_k > 0:
         x = keep_top_k(x, top_k)
     if top_p < 1.0:
         x = keep_top_p(x, top_p)
-    return x
+    return x if max_kept is None else keep_most(x, max_kept)
 
 
 def draw(scores_n_v: Tensor, uniform_n: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -28,12 +28,12 @@ from gspo.faults import reached
 from gspo.models.moe import route_shape, routers
 from gspo.sampling.local.borrow import Borrowed
 from gspo.sampling.local.choose import choose, engines, refuse_encoder_decoder
-from gspo.sampling.local.draw import draw, warp
+from gspo.sampling.local.draw import draw, kept_sets, warp
 from gspo.sampling.local.rows import Rows
 from gspo.sampling.local.stepper import Engine, Finished
 from gspo.sampling.requests import validate_request
 from gspo.sampling.weights.load import copy_weights
-from gspo.types import FinishReason, PromptKey, Request, Sample, SampleId, SamplingParams
+from gspo.types import MAX_KEPT, FinishReason, PromptKey, Request, Sample, SampleId, SamplingParams
 
 
 @dataclass(slots=True)
@@ -350,8 +350,13 @@ class LocalSampler:
                 temperature=rule.temperature,
                 top_p=rule.params.top_p,
                 top_k=rule.params.top_k,
+                min_p=rule.params.min_p,
                 forbidden=forbidden,
+                max_kept=MAX_KEPT if rule.params.record_kept else None,
             )
+            # Before `draw`, which overwrites the scores.
+            if rule.params.record_kept:
+                rows.keep(slots[part], kept_sets(scores))
             tokens, logps = draw(
                 scores, None if rule.params.greedy else torch.from_numpy(uniform[part]).to(scores.device)
             )

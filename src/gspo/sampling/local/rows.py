@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo.types import FinishReason, Request, Sample
+from gspo.types import FinishReason, Kept, Request, Sample
 
 
 class Rows:
@@ -33,6 +33,7 @@ class Rows:
         # [R, T, layers, top_k] experts at the position that predicted each token; empty for a dense model.
         self.routes: NDArray[Any] = np.zeros((0, 0, *route[:2]), dtype=route[2])
         self.prompt_routes: list[NDArray[Any] | None] = []
+        self.kept: list[list[NDArray[np.int32]]] = []  # per slot: the kept set of each token; empty if not recorded
 
     _COLUMNS = ("alive", "group", "prompt_len", "count", "rule", "key", "tokens", "logp", "versions", "routes")
 
@@ -56,6 +57,7 @@ class Rows:
                 setattr(self, name, np.pad(column, ((0, rows - have), *((0, 0),) * (column.ndim - 1))))
             self.requests += [None] * (rows - have)
             self.prompt_routes += [None] * (rows - have)
+            self.kept += [[] for _ in range(rows - have)]
 
     def join(self, requests: list[Request], rules: list[int]) -> NDArray[np.int64]:
         """Put requests into free slots, lowest first. A prefix becomes the first tokens of its row."""
@@ -63,7 +65,7 @@ class Rows:
         self.reserve(int(self.alive.sum()) + len(requests), max(r.params.max_new_tokens for r in requests))
         slots = np.flatnonzero(~self.alive)[: len(requests)]
         for slot, request in zip(slots, requests, strict=True):
-            self.requests[slot] = request
+            self.requests[slot], self.kept[slot] = request, []
             if request.prefix is not None:
                 num = len(request.prefix.tokens)
                 self.tokens[slot, :num] = request.prefix.tokens
@@ -71,6 +73,8 @@ class Rows:
                 self.versions[slot, :num] = request.prefix.versions
                 if request.prefix.routes is not None:
                     self.routes[slot, :num] = request.prefix.routes
+                if request.params.record_kept:
+                    self.kept[slot] = (request.prefix.kept or Kept.whole(num)).sets()
         self.alive[slots] = True
         self.rule[slots] = rules
         self.prompt_len[slots] = [len(r.prompt) for r in requests]
@@ -87,6 +91,11 @@ class Rows:
         if routes is not None:
             self.routes[slots, at] = routes
         self.count[slots] = at + 1
+
+    def keep(self, slots: NDArray[np.int64], sets: list[NDArray[np.int32]]) -> None:
+        """Record the kept sets of the tokens that `append` gets next."""
+        for slot, ids in zip(slots, sets, strict=True):
+            self.kept[slot].append(ids)
 
     def take(self, slot: int, finish: FinishReason) -> Sample:
         """The sample of a row with its tokens so far; the slot is free afterwards."""
@@ -106,7 +115,10 @@ class Rows:
         # Copies: another row will reuse this slot.
         tokens, logp = self.tokens[slot, :num].copy(), self.logp[slot, :num].copy()
         versions = self.versions[slot, :num].copy()
-        return Sample(request.id, tokens, logp, versions, mask, turns, finish, routes, prompt_routes)
+        sets, self.kept[slot] = self.kept[slot], []
+        # A row whose logits were not finite has a set without a token.
+        kept = Kept.of(sets[:num]) if request.params.record_kept else None
+        return Sample(request.id, tokens, logp, versions, mask, turns, finish, routes, prompt_routes, kept)
 
     def compact(self) -> tuple[list[int], list[int]]:
         """If fewer slots suffice, move the last rows into the first free slots. Returns the moves as (from, to)."""
@@ -124,5 +136,6 @@ class Rows:
         for i, j in zip(source, target, strict=True):
             self.requests[j], self.requests[i] = self.requests[i], None
             self.prompt_routes[j], self.prompt_routes[i] = self.prompt_routes[i], None
+            self.kept[j], self.kept[i] = self.kept[i], []
         self.used = used
         return source.tolist(), target.tolist()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo.types import Request, Sample, SampleId, SamplingParams
+from gspo.types import Kept, Request, Sample, SampleId, SamplingParams
 
 _COLUMNS = {"tokens": "<i4", "behavior_logp": "<f4", "versions": "<i4", "mask": "|u1", "turns": "<i2"}
 _ROUTES = ("|u1", "<i2")  # expert numbers: up to 256 experts, or more
@@ -89,6 +89,8 @@ def pack_sample(sample: Sample) -> dict[str, Any]:
         if (routes := getattr(sample, name)) is not None:
             kind = _ROUTES[routes.dtype.itemsize > 1]
             packed[name] = {"type": kind, "shape": list(routes.shape), "data": _pack(routes, kind)}
+    if sample.kept is not None:
+        packed["kept"] = {"counts": _pack(sample.kept.counts, "<i4"), "ids": _pack(sample.kept.ids, "<i4")}
     return packed
 
 
@@ -117,6 +119,7 @@ def unpack_sample(body: Any) -> Sample:
         finish=finish,  # pyright: ignore[reportArgumentType]
         routes=routes,
         prompt_routes=_routes(body, "prompt_routes"),
+        kept=_kept(body, len(mask)),
     )
 
 
@@ -151,9 +154,9 @@ def _params(body: Mapping[str, Any]) -> SamplingParams:
     values: dict[str, Any] = {}
     # Check each field's type, as a client can send anything.
     for name in known & set(body):
-        if name in ("greedy", "ignore_eos"):
+        if name in ("greedy", "ignore_eos", "record_kept"):
             values[name] = field(body, name, bool)
-        elif name in ("temperature", "top_p"):
+        elif name in ("temperature", "top_p", "min_p"):
             values[name] = float(field(body, name, (int, float)))
         elif name == "stop_token_ids":
             values[name] = tuple(_ints(body, name))
@@ -188,6 +191,19 @@ def _routes(body: Mapping[str, Any], name: str) -> NDArray[Any] | None:
     if len(shape) != 3 or min(shape) < 0 or math.prod(shape) != len(flat):
         raise WireError(f"{name} of shape {shape} with {len(flat)} numbers")
     return flat.reshape(shape)
+
+
+def _kept(body: Mapping[str, Any], num: int) -> Kept | None:
+    if body.get("kept") is None:
+        return None
+    packed = field(body, "kept", dict)
+    kept = Kept(_unpack(packed, "counts", "<i4"), _unpack(packed, "ids", "<i4"))
+    total = int(kept.counts.sum(dtype=np.int64))
+    if len(kept.counts) != num or kept.counts.min(initial=0) < 0 or total != len(kept.ids):
+        raise WireError(
+            f"kept: {len(kept.counts)} counts with the sum {total} for {num} tokens and {len(kept.ids)} ids"
+        )
+    return kept
 
 
 def _pack(array: NDArray[Any], kind: str) -> str:

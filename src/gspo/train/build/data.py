@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from gspo.config.objective import is_supervised
 from gspo.config.schema import Config, DatasetSpec, MixtureSource, held_out
 from gspo.config.schema.dataset import ENVIRONMENT_ROWS
+from gspo.data.curriculum import Curriculum
 from gspo.data.dataset import Dataset, DataSettings, load_dataset, make_dataset, owner_of
 from gspo.data.mixture import DATA_TYPES, Data, Mixture, make_mixture
 from gspo.data.split import divide
 from gspo.errors import ConfigError, DataError
 from gspo.rollout.producer import RolloutProducer
-from gspo.rollout.workflow import Workflow
+from gspo.rollout.workflow import RejectReason, Workflow
 from gspo.system.clock import Every
 from gspo.train.build.run import make_every
 from gspo.train.build.sampler import evaluation_params
-from gspo.train.evaluate import Evaluator, given_groups
-from gspo.types import Prompt
+from gspo.train.evaluate import Evaluator, given_groups, is_correct
+from gspo.types import Group, Prompt
 
 
 def make_data(
@@ -52,8 +54,32 @@ def open_data(
     return data, valid
 
 
-def prompt_stream(config: Config, data: Data) -> Callable[[int], Prompt]:
-    """The prompt of a submission index: epoch after epoch, each in its own order."""
+def make_curriculum(config: Config, data: Data, begin: Mapping[str, Any] | None) -> Curriculum | None:
+    """How rows are drawn by their pass rates (train_dataset.curriculum); None: in the order of epochs."""
+    if config.train_dataset.curriculum == "none":
+        return None
+    return Curriculum(config.seed, len(data), partial(data.candidates, config.seed), begin)
+
+
+def watched(curriculum: Curriculum | None, reason: RejectReason | None) -> RejectReason | None:
+    """`reason`, after the curriculum has recorded the result of the group."""
+    if curriculum is None:
+        return reason
+
+    def decide(group: Group) -> str | None:
+        curriculum.record(group.submission, map(is_correct, group.outcomes))
+        why = None if reason is None else reason(group)
+        if why is not None:
+            curriculum.close([group.submission])
+        return why
+
+    return decide
+
+
+def prompt_stream(config: Config, data: Data, curriculum: Curriculum | None = None) -> Callable[[int], Prompt]:
+    """The prompt of a submission index: epoch after epoch, each in its own order, or as a curriculum draws it."""
+    if curriculum is not None:
+        return lambda submission: data.prompt(curriculum.row(submission))
     seed, shuffle = config.seed, config.train_dataset.shuffle
     return lambda submission: data.prompt(data.row_of(seed, submission, shuffle=shuffle))
 

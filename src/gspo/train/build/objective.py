@@ -27,8 +27,10 @@ def make_plan(loaded: Loaded) -> Plan:
         max_tokens=actor.mb_spec.max_tokens_per_mb,
         max_norm=actor.optimizer.gradient_clipping,
         max_new_tokens=config.gconfig.max_new_tokens,
-        # A sequence with advantage 0 still has a KL to the reference or the teacher.
-        skip_zero_advantage=not (actor.kl_loss_coef or (config.teacher and config.teacher.exact_kl is not None)),
+        # A sequence with advantage 0 still has an entropy and a KL to the reference or the teacher.
+        skip_zero_advantage=not (
+            actor.kl_loss_coef or actor.entropy_coef or (config.teacher and config.teacher.exact_kl is not None)
+        ),
         routing_replay=actor.routing_replay,
         sequence_unit=actor.sequence_unit,
     )
@@ -113,4 +115,5 @@ def make_shaping(config: Config) -> Shaping:
         overlong_tokens=tail,
         overlong_factor=actor.overlong_penalty_factor,
         max_new_tokens=longest,
+        normalize_each=config.reward.normalize == "each",
     )

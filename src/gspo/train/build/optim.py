@@ -69,6 +69,7 @@ def make_updater(
         narrowest_clip=partial(narrowest_clip, config),
         allow_noise=actor.prox_logp_force,
         keeps_token_values=config.rollout.dump_to_file,
+        entropy_target=actor.entropy_target,
     )
     rates = make_rates(actor.optimizer, learner.plan.num_updates, total_steps)
     critic_rates = rates

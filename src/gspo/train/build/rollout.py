@@ -61,7 +61,7 @@ def make_producer(
         sampler=sampler,
         rewards=rewards,
         prompt_of=prompt_of,
-        assembler=GroupAssembler(num_samples, sampling_params(config.gconfig), decode),
+        assembler=GroupAssembler(num_samples, sampling_params(config), decode),
         workflow=workflow,
         background=background,
         reject_reason=reject_reason,

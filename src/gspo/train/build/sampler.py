@@ -12,7 +12,7 @@ import torch
 
 from gspo.config.backends import SAMPLERS, parse_backend
 from gspo.config.engine_flags import takes_adapter
-from gspo.config.schema import Config, Generation
+from gspo.config.schema import Config
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.sharding import full_parameters
 from gspo.rollout.producer import NullProducer
@@ -140,27 +140,32 @@ def sends_adapter(config: Config) -> bool:
     return actor.use_lora and can and not has_ranks(config)
 
 
-def sampling_params(g: Generation) -> SamplingParams:
-    return SamplingParams(
+def sampling_params(config: Config) -> SamplingParams:
+    """How training samples are drawn, and whether the sampler records what truncation keeps."""
+    g = config.gconfig
+    params = SamplingParams(
         max_new_tokens=g.max_new_tokens,
         min_new_tokens=g.min_new_tokens,
         temperature=g.temperature,
         top_p=g.top_p,
         top_k=g.top_k,
+        min_p=g.min_p,
         stop_token_ids=tuple(g.stop_token_ids),
         stop=tuple(g.stop),
         ignore_eos=g.ignore_eos,
     )
+    return replace(params, record_kept=params.is_truncated and config.actor.sampling_mask_replay)
 
 
 def evaluation_params(config: Config) -> tuple[SamplingParams, int]:
     """The sampling parameters of an evaluation, and the samples per problem. Stop rules are those of training."""
     how = config.eval_gconfig
     assert how is not None, "config.resolve fills it in"
-    own = {name: getattr(how, name) for name in ("max_new_tokens", "top_p", "top_k")}
+    own = {name: getattr(how, name) for name in ("max_new_tokens", "top_p", "top_k", "min_p")}
     # Log-probs of greedy samples are of the distribution that training samples from.
     own |= {"temperature": how.temperature} if how.temperature else {"greedy": True}
-    return replace(sampling_params(config.gconfig), **own), how.n_samples
+    # Nothing is trained on these samples, so no kept sets are needed.
+    return replace(sampling_params(config), **own, record_kept=False), how.n_samples
 
 
 def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:

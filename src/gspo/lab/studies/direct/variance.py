@@ -25,7 +25,7 @@ def measure(loaded: Loaded, settings: dict[str, Any], seed: int) -> dict[str, di
     lengths = [int(n) for n in settings["lengths"]]
     with opened(loaded) as loop:
         params = replace(
-            sampling_params(loaded.config.gconfig),
+            sampling_params(loaded.config),
             max_new_tokens=max(lengths),
             min_new_tokens=max(lengths),
             ignore_eos=True,

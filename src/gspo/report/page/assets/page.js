@@ -90,6 +90,7 @@ function showCurves() {
   single("Gradient norm", "before clipping", [...curve("mean of the updates", values("grad/norm"), "blue", w), { label: "largest", values: values("grad/norm_max"), color: cssColor("gray"), dash: [3, 4], width: 1.2 }], { min: 0 });
   single("Groups without a gradient", "share of groups whose rewards are all equal; completions that hit max_new_tokens", [...curve("equal rewards", values("reward/zero_variance_groups"), "blue", w), ...curve("truncated", values("length/truncated"), "orange", w)], { ...percent, min: 0 });
   single("Staleness", "age of a sample's oldest token, in weight versions", [...curve("mean", values("staleness/mean"), "blue", w), { label: "worst", values: values("staleness/max"), color: cssColor("orange"), dash: [3, 4] }], { min: 0 });
+  if (has("curriculum/pass_rate")) single("Pass rates of the training prompts", "estimates of all prompts seen so far; solved: above 90 %, unsolved: below 10 %", [...curve("mean", values("curriculum/pass_rate"), "blue", w), ...curve("solved", values("curriculum/solved"), "green", w), ...curve("unsolved", values("curriculum/unsolved"), "orange", w)], { ...percent, min: 0 });
   if (has("critic/loss")) single("Critic", "explained variance of the returns", curve("explained variance", values("critic/explained_variance"), "blue", w));
   showAny();
 }

@@ -1,0 +1,88 @@
+"""Controls of learning in runs: entropy, a curriculum, rewards normalised apart, the product correction."""
+
+import json
+import signal
+
+import pytest
+from training_runs import RANKED, digests, metrics, path_of, samples, train
+
+from gspo.train.loop import Leader
+
+pytestmark = pytest.mark.full
+
+SHORT = ("train_dataset.batch_size=4", "gconfig.max_new_tokens=24", "evaluator.freq_steps=0")
+
+
+class Stopping(Leader):
+    """Asked to stop during its third step."""
+
+    def record(self, batch, report, clock):
+        if self.parts.state.step == 3:
+            self.parts.stop.signal = signal.SIGTERM
+        super().record(batch, report, clock)
+
+
+def steps(root):
+    return [row for row in metrics(path_of(root)) if row["step"]]
+
+
+def test_an_entropy_term_keeps_the_policy_more_random(tmp_path, tiny):
+    how = (*SHORT, "total_train_steps=8", "actor.optimizer.lr=1e-3")
+    train(tmp_path / "with", *how, "actor.entropy_coef=0.5")
+    train(tmp_path / "without", *how)
+    with_term, without = steps(tmp_path / "with"), steps(tmp_path / "without")
+    assert with_term[-1]["policy/entropy"] > with_term[0]["policy/entropy"] + 0.1
+    assert with_term[-1]["policy/entropy"] > without[-1]["policy/entropy"] + 0.1
+    assert "policy/entropy_coef" not in without[-1]
+
+
+def test_the_coefficient_follows_its_target_and_a_resumed_run_is_the_same(tmp_path, tiny):
+    how = (*SHORT, RANKED, "total_train_steps=5", "actor.entropy_coef=0.01", "actor.entropy_target=5.0")
+    train(tmp_path / "straight", *how)
+    coefficients = [row["policy/entropy_coef"] for row in steps(tmp_path / "straight")]
+    assert coefficients[0] == 0.01
+    assert coefficients == sorted(coefficients)  # the entropy is below 5 nats
+    assert coefficients[-1] > 0.012
+    train(tmp_path / "stopped", *how, kind=Stopping)
+    train(tmp_path / "stopped", *how)
+    assert digests(path_of(tmp_path / "stopped")) == digests(path_of(tmp_path / "straight"))
+
+
+@pytest.mark.parametrize("more", [(), ("rollout.max_head_offpolicyness=2", "actor.use_decoupled_loss=true")])
+def test_a_resumed_run_draws_the_prompts_of_the_uninterrupted_one(tmp_path, tiny, more):
+    how = (*SHORT, "total_train_steps=6", "train_dataset.curriculum=pass_rate", "train_dataset.size=40", *more)
+    train(tmp_path / "straight", *how)
+    train(tmp_path / "stopped", *how, kind=Stopping)
+    train(tmp_path / "stopped", *how)
+    assert digests(path_of(tmp_path / "stopped")) == digests(path_of(tmp_path / "straight"))
+    path = path_of(tmp_path / "straight")
+    rows = [json.loads(line) for line in (path / "pass_rates.jsonl").read_text().splitlines()]
+    assert steps(tmp_path / "straight")[-1]["curriculum/rows_seen"] == len(rows) > 4
+    assert len({row["prompt"] for step in range(1, 7) for row in samples(path, step)}) > 4
+
+
+def test_a_curriculum_has_fewer_groups_without_a_gradient(tmp_path, tiny):
+    how = (
+        *SHORT, "total_train_steps=25", "train_dataset.size=48", "train_dataset.path=embedded:arithmetic:1-5",
+        "actor.optimizer.lr=1e-6", "train_dataset.batch_size=8", "gconfig.n_samples=8", "gconfig.max_new_tokens=48",
+    )  # fmt: skip
+    train(tmp_path / "drawn", *how, "train_dataset.curriculum=pass_rate")
+    train(tmp_path / "plain", *how)
+    late = [
+        sum(r["reward/zero_variance_groups"] for r in steps(tmp_path / name)[8:]) / 17 for name in ("drawn", "plain")
+    ]
+    assert late[0] < late[1]
+
+
+@pytest.mark.parametrize(
+    "control",
+    [("reward.normalize=each", "reward.functions=[final,format]", "reward.weights=[1,0.5]"),
+     ("actor.use_decoupled_loss=true", "actor.rejection_sampling.preset=seq_tis", "rollout.max_head_offpolicyness=2")],
+)  # fmt: skip
+def test_runs_with_other_rewards_and_corrections_learn(tmp_path, tiny, control):
+    train(tmp_path, *SHORT, "total_train_steps=12", "train_dataset.batch_size=16", "gconfig.n_samples=8",
+          "gconfig.max_new_tokens=32", "actor.optimizer.lr=5e-4", *control)  # fmt: skip
+    rows = steps(tmp_path)
+    assert sum(r["reward/mean"] for r in rows[-3:]) > sum(r["reward/mean"] for r in rows[:3])
+    if "seq_tis" in control[1]:
+        assert all(0 < row["correction/raw_mean"] < 3 for row in rows)

@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 
 from gspo.config import Loaded
-from gspo.config.lint.facts import truncations
 from gspo.config.schema import Config
 from gspo.errors import RolloutError
 from gspo.learner.policy.module import PolicyModule, packed_parts
@@ -70,13 +69,15 @@ def probe(
     theirs = [sample.behavior_logp.astype(np.float64) for sample in samples]
     ours = trainer_logp(policy, requests, samples, temperature=plan.temperature, max_tokens=plan.max_tokens)
     eps = narrowest_clip(config, plan.settings)
+    cuts = {"top_p": params.top_p < 1, "top_k": params.top_k > 0, "min_p": params.min_p > 0}
     return {
         "model": config.actor.path,
         "step": step,
         "sampler": sampler_words(config),
         "trainer": f"{next(policy.parameters()).dtype}, {policy.model.device.type}".removeprefix("torch."),
         "temperature": params.temperature,
-        "cuts": [] if params.record_kept else truncations(config.gconfig),
+        # Truncations whose kept sets are not recorded; those that are change nothing at equal weights.
+        "cuts": [key for key, on in cuts.items() if on and not params.record_kept],
         "method": config.actor.prox_logp_method,
         "forced": config.actor.prox_logp_force,
         "eps": eps,

@@ -48,7 +48,7 @@ $(TRAIN_STAMP): pyproject.toml
 
 # Everything that the tests need: TRL, Ray, loggers, the browser's driver, the type checker.
 $(STAMP): $(TRAIN_STAMP)
-	$(PY) -m pip install --quiet -e ".[plot,tasks,models,lora,agent,envs,ray,tensorboard,wandb,trackio,test,dev]"
+	$(PY) -m pip install --quiet -e ".[plot,tasks,text,models,lora,agent,envs,ray,tensorboard,wandb,trackio,test,dev]"
 	touch $@
 
 # Packages of other people's environments, each in an environment of its own: they need different releases of `mcp`.

@@ -26,7 +26,8 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
-from gspo.rewards.functions.builtin import BUILTIN, COMPARING
+from gspo.rewards.functions.builtin import BUILTIN, COMPARING, FROM_ROW
+from gspo.rewards.functions.text import TEXT, warm_up
 from gspo.rewards.sandbox.box import SandboxError
 from gspo.system.imports import described, find_function
 
@@ -44,6 +45,7 @@ class Call:
     accepts: frozenset[str] | None  # parameter names; None if it takes **kwargs
     kwargs: dict[str, Any]
     is_async: bool
+    settings: frozenset[str] = frozenset()  # parameters that only the config sets, not a column of the same name
 
     @property
     def per_group(self) -> bool:
@@ -89,7 +91,11 @@ def bind(name: str, kwargs: dict[str, Any], code: str = "") -> Call:
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 — an object whose __call__ is a coroutine function
     )
-    return Call(name, function, shape, None if open_ended else frozenset(names), kwargs, is_async)
+    settings = frozenset[str]()
+    if name in TEXT:
+        warm_up(name, kwargs)
+        settings = frozenset(names) - FROM_ROW
+    return Call(name, function, shape, None if open_ended else frozenset(names), kwargs, is_async, settings)
 
 
 def _unpickled(name: str, code: str) -> Callable[..., Any]:
@@ -164,7 +170,7 @@ def checked(name: str, value: Any) -> Result:
 
 def _columns(call: Call, columns: dict[str, Any], taken: Sequence[str]) -> dict[str, Any]:
     # Arguments of the config have priority over columns with the same name. Only accepted names are passed.
-    merged = {**columns, **call.kwargs}
+    merged = {**{k: v for k, v in columns.items() if k not in call.settings}, **call.kwargs}
     passed = {k: v for k, v in merged.items() if k not in taken and (call.accepts is None or k in call.accepts)}
     # Built-in rewards change no argument.
     return passed if call.name in BUILTIN else {k: _copied(v) for k, v in passed.items()}

@@ -1,5 +1,6 @@
-"""The specification of a reward: a tuple of weighted parts, each a built-in reward or a user's function.
+"""The specification of a reward: a tuple of parts, each a built-in reward or a user's function.
 
+The reward is the weighted sum of the parts; a part with `gate: true` is not in the sum but multiplies it.
 User functions are not imported here; the workers import them by name (`call.py`).
 """
 
@@ -18,14 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from gspo.errors import ConfigError
-from gspo.rewards.functions.builtin import BUILTIN, INLINE
+from gspo.rewards.functions.builtin import BUILTIN, FROM_ROW, INLINE
 from gspo.rewards.functions.scorer import SCORERS, settings_of
+from gspo.rewards.functions.text import TEXT, invalid_setting
 from gspo.types import Failure, Outcome, Score
 
 
 @dataclass(frozen=True, slots=True)
 class RewardPart:
-    """One term of the weighted sum: a built-in, a scorer, `module:function` or `path/to/file.py:function`.
+    """One term of the weighted sum, or a gate: a built-in, a scorer, `module:function` or `path/to/file.py:function`.
 
     >>> RewardPart("final", weight=1.0, kwargs={"marker": ">"}).label
     'final'
@@ -36,6 +38,7 @@ class RewardPart:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     label: str = ""  # the name in Score.parts and in the metrics; default: the function's name
     code: str = ""  # base64 of the pickled function, for one that a worker cannot import (a notebook, a lambda)
+    gate: bool = False  # its value, 0…1, multiplies the sum of the other parts
 
     def __post_init__(self) -> None:
         if not self.label:
@@ -81,8 +84,8 @@ def reward_spec(
 ) -> RewardSpec:
     """Make a spec from a name, a function, a mapping, or a list of these.
 
-    In a mapping, all entries but `name`, `weight` and `label` are arguments of the function. `weights`, if given, has
-    one number per entry.
+    In a mapping, all entries but `name`, `weight`, `label` and `gate` are arguments of the function. `weights`, if
+    given, has one number per entry.
 
     >>> [(p.label, p.weight, dict(p.kwargs)) for p in reward_spec(["math", {"name": "final", "marker": "="}])]
     [('math', 1.0, {}), ('final', 1.0, {'marker': '='})]
@@ -103,7 +106,17 @@ def reward_spec(
         labels.add(label)
         weight = weights[index] if weights else part.weight
         _check_weight(weight, key)
-        parts.append(RewardPart(part.name, weight, part.kwargs, label, part.code))
+        if part.gate and weight != 1:
+            raise ConfigError(
+                f"{key}: {part.label} is a gate with weight {weight:g}; a gate multiplies the sum and has no weight: "
+                "remove one of the two"
+            )
+        parts.append(RewardPart(part.name, weight, part.kwargs, label, part.code, part.gate))
+    # Evaluation takes the first function for the one that knows the right answer (train/evaluate.py).
+    if parts[0].gate:
+        raise ConfigError(
+            f"{key}: the first entry, {parts[0].label}, is a gate; put the reward that it multiplies before it"
+        )
     return tuple(parts)
 
 
@@ -168,15 +181,21 @@ def _pickled(function: Callable[..., Any], name: str, key: str) -> str:
 
 
 def combine(spec: RewardSpec, values: Sequence[float]) -> Outcome:
-    """The weighted sum; `parts` holds the values before weighting. A sum that is not finite is a failure."""
+    """The weighted sum, multiplied by the gates; `parts` holds the values before weighting.
+
+    A sum that is not finite is a failure, and so is a gate outside 0…1, which could turn a penalty into a reward.
+    """
     parts = {part.label: value for part, value in zip(spec, values, strict=True)}
+    gates = {part.label: parts[part.label] for part in spec if part.gate}
+    if wrong := [label for label, value in gates.items() if not 0 <= value <= 1]:
+        return Failure("crash", f"{wrong[0]} is a gate and gave {gates[wrong[0]]:g}; a gate must give 0 to 1")
     try:
         # fsum: the sum does not depend on the order of the parts.
-        total = math.fsum(part.weight * value for part, value in zip(spec, values, strict=True))
+        total = math.fsum(part.weight * parts[part.label] for part in spec if not part.gate) * math.prod(gates.values())
     except (OverflowError, ValueError):  # the sum overflows, or is inf − inf
         total = math.nan
     if not math.isfinite(total):
-        terms = " + ".join(f"{part.weight:g} × {parts[part.label]:g} ({part.label})" for part in spec)
+        terms = " + ".join(f"{part.weight:g} × {parts[part.label]:g} ({part.label})" for part in spec if not part.gate)
         return Failure("crash", f"the sum of the rewards is not finite: {terms}")
     return Score(total, parts, {part.label: part.weight for part in spec if part.weight != 1})
 
@@ -187,14 +206,16 @@ def _part(entry: Any, key: str) -> RewardPart:
     elif isinstance(entry, Mapping):
         options = dict(entry)
         name, weight, label = options.pop("name", None), options.pop("weight", 1.0), options.pop("label", "")
-        code = ""
+        code, gate = "", options.pop("gate", False)
+        if not isinstance(gate, bool):
+            raise ConfigError(f"{key}.gate must be true or false, got {gate!r}")
         if callable(name):
             name, code = function_name(name, key)
         if not isinstance(name, str):
             raise ConfigError(
                 f"{key}.name must be one of {', '.join((*BUILTIN, *SCORERS))}, or module:function; got {name!r}"
             )
-        part = RewardPart(name, weight, options, label, code)
+        part = RewardPart(name, weight, options, label, code, gate)
     elif callable(entry):
         name, code = function_name(entry, key)
         part = RewardPart(name, code=code)
@@ -227,13 +248,14 @@ def _check_arguments(part: RewardPart, key: str) -> None:
         own = settings_of(part.name)
     else:
         parameters = inspect.signature(BUILTIN[part.name]).parameters.values()
-        # `answer`, `entry` and `num_tokens` come from the row or the sample, not from the config.
-        own = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in ("answer", "entry", "num_tokens")]
+        own = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in FROM_ROW]
     if unknown := set(part.kwargs) - {p.name for p in own}:
         takes = ", ".join(p.name for p in own) or "no arguments"
         raise ConfigError(f"{key}: {part.name} has no argument {', '.join(sorted(unknown))}; it takes {takes}")
     if missing := [p.name for p in own if p.default is p.empty and p.name not in part.kwargs]:
         raise ConfigError(f"{key}: {part.name} needs {', '.join(missing)}")
+    if part.name in TEXT and (problem := invalid_setting(part.name, part.kwargs)):
+        raise ConfigError(f"{key}: {part.name}: {problem}")
     if part.name == "regex":
         try:
             re.compile(part.kwargs["pattern"])

@@ -11,7 +11,8 @@ class Reward(Section):
     functions: list[str | dict[str, Any]] = key(
         [],
         "Rewards: math, numeric, final, format, …, module:function, or with settings {name: reward_model, path: …}, "
-        "{name: judge, url: …, model: …} (docs/data.md); empty: the task's own.",
+        "{name: judge, url: …, model: …} (docs/data.md); empty: the task's own. The reward is their weighted sum. An "
+        "entry with `gate: true`, as {name: language, to: fr, gate: true}, is not in the sum but multiplies it.",
     )
     weights: list[float] = key([], "One weight per function; empty: all weights are 1.")
     normalize: Literal["sum", "each"] = key(

@@ -9,6 +9,9 @@ from typing import Any
 from gspo.config.lint.facts import Facts
 from gspo.config.schema import DatasetSpec, held_out
 from gspo.data.dataset import default_reward
+from gspo.rewards.functions.text import TEXT
+
+NOT_SETTINGS = ("name", "weight", "label", "gate")  # of an entry of reward.functions; the others go to the function
 
 _CURRICULUM_WORDS = (
     "; prompts are drawn by their measured pass rate, those near 1/2 up to 10 times as often as those that are always "
@@ -29,12 +32,14 @@ def data_section(f: Facts) -> dict[str, Any]:
 
 
 def reward_words(functions: Sequence[str | dict[str, Any]], weights: Sequence[float] = ()) -> str:
-    """The sum of rewards with their main settings; API keys and prompts are never shown.
+    """The sum of rewards and its gates, with their main settings; API keys and prompts are never shown.
 
     >>> reward_words(["math", {"name": "reward_model", "path": "rm", "weight": 0.5}])
     "math + 0.5 × reward_model rm, in the trainer's process"
+    >>> reward_words(["chrf", {"name": "language", "to": "fr", "gate": True}])
+    'chrf × language(to=fr)'
     """
-    words = []
+    words, gates = list[str](), list[str]()
     for number, entry in enumerate(functions):
         settings = {"name": entry} if isinstance(entry, str) else entry
         name = str(settings.get("name", "?"))
@@ -44,8 +49,12 @@ def reward_words(functions: Sequence[str | dict[str, Any]], weights: Sequence[fl
             name = f"judge {settings.get('model', '?')} at {host}"
         elif name == "reward_model":
             name = f"reward_model {settings.get('path', '?')}, in the trainer's process"
-        words.append(name if weight == 1 else f"{weight:g} × {name}")
-    return " + ".join(words)
+        elif name in TEXT:
+            own = [f"{key}={value}" for key, value in settings.items() if key not in NOT_SETTINGS]
+            name += f"({', '.join(own)})" if own else ""
+        (gates if settings.get("gate") else words).append(name if weight == 1 else f"{weight:g} × {name}")
+    total = " + ".join(words)
+    return " × ".join([f"({total})" if gates and len(words) > 1 else total, *gates])
 
 
 def _own_words(data: DatasetSpec) -> str:

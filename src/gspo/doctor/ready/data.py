@@ -30,8 +30,9 @@ def look_at_rewards(config: Config) -> str:
 
     parts = [part for spec in reward_specs(config).values() for part in spec]
     for part in parts:
-        if part.name in PRELOAD and importlib.util.find_spec(PRELOAD[part.name][0]) is None:
-            raise ConfigError(f"the reward {part.name!r} needs {PRELOAD[part.name][1]}: {install_command('tasks')}")
+        module, package, extra = PRELOAD.get(part.name, ("", "", ""))
+        if module and importlib.util.find_spec(module.partition(".")[0]) is None:
+            raise ConfigError(f"the reward {part.name!r} needs {package}: {install_command(extra)}")
         if part.name == "reward_model":
             _look_at_classifier(part.kwargs["path"])
         elif part.is_scorer:

@@ -16,6 +16,7 @@ from typing import Any
 
 from gspo.data.reference import final_answer
 from gspo.rewards.functions.code import code
+from gspo.rewards.functions.text import TEXT
 
 # A sign belongs to the number only if no operand comes before it: "5-3" ends in 3, "= -3" in -3.
 _NUMBER = re.compile(
@@ -223,10 +224,21 @@ BUILTIN: dict[str, Callable[..., float]] = {
     "math": math,
     "reasoning_gym": reasoning_gym,
     "code": code,
+    **TEXT,
 }
-# Fast for every input: these run in the trainer's process, where 256 samples take milliseconds.
-# These compare the completion with the reference (`Prompt.reference`), so the row must have one.
+# These compare the completion with the final answer of the row (`Prompt.reference`), not with the whole answer.
 COMPARING = frozenset({"numeric", "final", "math"})
-INLINE = frozenset({"numeric", "final", "format", "overlong"})
-# Libraries that the supervisor imports before it forks workers: reward → (module, package to install).
-PRELOAD = {"math": ("math_verify", "math-verify[antlr4_13_2]"), "reasoning_gym": ("reasoning_gym", "reasoning-gym")}
+NEEDS_ANSWER = COMPARING | {"rouge", "chrf", "bleu"}
+# Arguments that come from the row or the sample; the other keyword arguments of a built-in are its settings.
+FROM_ROW = frozenset({"answer", "entry", "num_tokens"})
+# Fast for every input: these run in the trainer's process, where 256 samples take milliseconds.
+INLINE = frozenset({"numeric", "final", "format", "overlong", "length", "repetition", "overlap"})
+# Libraries that the supervisor imports before it forks workers: reward → (module, package to install, our extra).
+PRELOAD = {
+    "math": ("math_verify", "math-verify[antlr4_13_2]", "tasks"),
+    "reasoning_gym": ("reasoning_gym", "reasoning-gym", "tasks"),
+    "rouge": ("rouge_score.rouge_scorer", "rouge-score", "text"),
+    "chrf": ("sacrebleu.metrics", "sacrebleu", "text"),
+    "bleu": ("sacrebleu.metrics", "sacrebleu", "text"),
+    "language": ("py3langid", "py3langid", "text"),
+}

@@ -379,11 +379,11 @@ def _preload(parts: list[dict[str, Any]]) -> str | None:
     """Import the libraries of built-in rewards once, before forking; returns an error message, or None."""
     for part in parts:
         if part["name"] in PRELOAD:
-            module, package = PRELOAD[part["name"]]
+            module, package, extra = PRELOAD[part["name"]]
             try:
                 importlib.import_module(module)
             except ImportError as error:
-                return f"the reward {part['name']!r} needs {package}: {install_command('tasks')} ({error})"
+                return f"the reward {part['name']!r} needs {package}: {install_command(extra)} ({error})"
     return None
 
 

@@ -12,7 +12,7 @@ from gspo.data.dataset import Dataset, default_reward
 from gspo.data.mixture import Data, distinct_names
 from gspo.errors import ConfigError, TrainingError
 from gspo.rewards.check import check_reward, diagnose
-from gspo.rewards.functions.builtin import COMPARING
+from gspo.rewards.functions.builtin import NEEDS_ANSWER
 from gspo.rewards.functions.code import prepare
 from gspo.rewards.pool import RewardPool
 from gspo.rewards.route import RewardRouter, Rewards
@@ -96,7 +96,7 @@ def default_rewards(config: Config, given: Any, data: Sequence[Data]) -> list[st
         # A data set of the caller has no name in the config; its rewards are those of train_dataset.
         spec = common or own.get(name) or reward_spec(default_reward(config.train_dataset.path))
         is_default = common is None and name not in chosen
-        comparing = next((part.name for part in spec if part.name in COMPARING), None)
+        comparing = next((part.name for part in spec if part.name in NEEDS_ANSWER), None)
         if comparing is not None and not source.has_references:
             why = "no reward is configured" if is_default else f"the reward `{comparing}` needs the right answer"
             raise ConfigError(

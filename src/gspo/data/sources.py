@@ -262,6 +262,10 @@ def _local(path: str, key: str) -> Parts | None:
             if files := sorted(file for file in place.iterdir() if file.suffix in _SUFFIXES):
                 return _parts(files, key)
         raise DataError(f"{key}.path: the folder {folder} has no {', '.join(_SUFFIXES)} file")
+    from gspo.data.fetch import fetched_by  # here: it loads the HTTP client
+
+    if name := fetched_by(here.name):
+        raise DataError(f"{key}.path: there is no folder {path} (looked in {Path.cwd()}): run `gspo data fetch {name}`")
     # A hub name has at most one slash; anything else was meant as a local path.
     if here.exists() or path.count("/") > 1 or path.startswith((".", "/", "~")):
         raise DataError(f"{key}.path: there is no data file or folder {path} (looked in {Path.cwd()})")

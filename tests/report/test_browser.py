@@ -444,3 +444,24 @@ def test_a_folder_lists_its_runs_and_leads_to_them(tmp_path, run, visit):
         eventually(lambda: page.locator("#sample-count").inner_text() == "320 of 320")
         page.locator("a", has_text="all runs").click()
         eventually(lambda: page.locator("#runs tbody tr").count() == 2)
+
+
+@pytest.mark.full
+def test_graded_rewards_have_a_distribution_of_the_first_and_the_last_step(visit, tmp_path):
+    run = make_run(tmp_path / "exp" / "graded", [step_row(s) for s in (1, 2, 3)])
+    for step in (1, 2, 3):
+        write_samples(run, step, [sample_row(step, i, reward=(i + 4 * step) / 40) for i in range(16)])
+    page = visit(write_report(run).as_uri())
+    captions = page.locator("#distribution figcaption")
+    assert captions.all_inner_texts() == [
+        "reward of step 1: lowest 0.1, median 0.3, highest 0.48",
+        "reward of step 3: lowest 0.3, median 0.5, highest 0.68",
+    ]
+    assert page.locator("#distribution .bins").first.locator("i").count() == 24
+    page.locator("#sample-step").select_option("2")
+    assert captions.all_inner_texts() == ["reward of step 2: lowest 0.2, median 0.4, highest 0.58"]
+
+
+@pytest.mark.full
+def test_rewards_of_0_and_1_have_no_distribution(visit, run):
+    assert visit(write_report(run).as_uri()).locator("#distribution").is_hidden()

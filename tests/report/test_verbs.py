@@ -53,6 +53,20 @@ def test_samples_prints_mixed_groups_first_and_held_out_answers_on_request(run, 
     assert "2 of 2 held-out problems after step 2" in text
 
 
+def test_samples_shows_graded_rewards_best_first_with_their_parts_and_distribution(run, capsys):
+    rewards = [0.25, 0.75, None, 0.5]
+    rows = [
+        sample_row(1, i, reward=r, reward_parts=r and {"chrf": r, "language": 1.0}, completion=f"text {i}")
+        for i, r in enumerate(rewards)
+    ]
+    write_samples(run, 1, rows)
+    assert cli.main(["samples", str(run)]) == 0
+    text = capsys.readouterr().out
+    assert [text.index(f"text {i}") for i in (1, 3, 0, 2)] == sorted(text.index(f"text {i}") for i in range(4))
+    assert re.search(r"0\.75  text 1  chrf 0\.75, language 1", text)
+    assert "rewards of all 3: lowest 0.25, quartiles 0.25 0.5 0.75, highest 0.75" in text
+
+
 def test_the_page_has_doctors_words_of_the_run_as_it_was_configured(run, capsys):
     cli.main(["report", str(run)])
     doctor = boot_of(run / "report.html")["overview"]["doctor"]

@@ -117,16 +117,35 @@ def samples_view(block: Block, num_groups: int, clean: Callable[[str], str]) -> 
         table = Table.grid(padding=(0, 2))
         table.add_column(justify="right", no_wrap=True)
         table.add_column(overflow="fold")
-        for index in members:
+        # The best first; a failed reward is last.
+        for index in sorted(members, key=lambda i: (block["reward"][i] is None, -(block["reward"][i] or 0.0))):
             reward = block["reward"][index]
             failed = "failed" if block["failure"][index] is not None else "–"
             text = block["failure"][index] or block["completion"][index] or "(empty)"
-            table.add_row(Text(failed if reward is None else f"{reward:.3g}", style="bold"), Text(clean(text)))
+            row = [Text(failed if reward is None else f"{reward:.3g}", style="bold"), Text(clean(text))]
+            # Each part of a reward that has several.
+            if len(block["parts"]) > 1:
+                values = {name: found[index] for name, found in block["parts"].items() if found[index] is not None}
+                row.append(Text(clean(", ".join(f"{name} {value:.3g}" for name, value in values.items())), style="dim"))
+            table.add_row(*row)
         known = [] if answer is None else [Text(f"answer: {clean(answer)}", style="dim")]
         parts += [Text(clean(prompt), style="cyan"), *known, table, Text()]
     what = "held-out problems after" if block["kind"] == "evals" else "prompts of"
     parts.append(Text(f"{min(num_groups, len(ordered))} of {len(ordered)} {what} step {block['step']}", style="dim"))
+    rewards = sorted(reward for reward in block["reward"] if reward is not None)
+    if any(reward not in (0, 1) for reward in rewards):
+        parts.append(Text(f"rewards of all {len(rewards)}: {distribution(rewards)}", style="dim"))
     return Group(*parts)
+
+
+def distribution(ordered: Sequence[float]) -> str:
+    """Quantiles of graded rewards, given in order.
+
+    >>> distribution([0.0, 0.1, 0.2, 0.3, 1.0])
+    'lowest 0, quartiles 0.1 0.2 0.3, highest 1'
+    """
+    low, *quartiles, high = (ordered[round(q * (len(ordered) - 1))] for q in (0, 0.25, 0.5, 0.75, 1))
+    return f"lowest {low:.3g}, quartiles {' '.join(f'{q:.3g}' for q in quartiles)}, highest {high:.3g}"
 
 
 def checkpoints_view(found: Sequence[Checkpoint], notes: Mapping[int, str]) -> RenderableType:

@@ -114,7 +114,28 @@ function chooseSamples() {
     if (active) column.head.setAttribute("aria-sort", browser.sort.direction > 0 ? "ascending" : "descending");
     else column.head.removeAttribute("aria-sort");
   }
+  showDistribution();
   renderRows();
+}
+
+// Graded rewards as bars: of the chosen step, or of the first and the last one with samples, on one scale.
+const BINS = 24;
+function showDistribution() {
+  const steps = blocksOf(browser.kind).map((block) => block.step);
+  const chosen = browser.step === "" ? [...new Set([steps[0], steps[steps.length - 1]])] : [Number(browser.step)];
+  const rewards = chosen.map((step) => browser.items.filter((item) => item.block.step === step).map((item) => get(item, "reward")).filter((value) => value != null).sort((a, b) => a - b));
+  const all = rewards.flat(), place = $("distribution");
+  place.hidden = !all.some((value) => value !== 0 && value !== 1);
+  if (place.hidden) return;
+  const low = all.reduce((a, b) => Math.min(a, b), 0), high = all.reduce((a, b) => Math.max(a, b), 1);
+  place.replaceChildren(...chosen.map((step, index) => {
+    const values = rewards[index], bins = new Array(BINS).fill(0);
+    for (const value of values) bins[Math.min(BINS - 1, Math.floor(((value - low) / (high - low)) * BINS))]++;
+    const most = Math.max(...bins, 1), at = (q) => num(values[Math.round(q * (values.length - 1))], 2), end = (bin) => num(low + ((high - low) * bin) / BINS, 2);
+    const bars = bins.map((count, bin) => { const bar = el("i", { title: `${end(bin)} to ${end(bin + 1)}: ${count}` }); bar.style.height = (100 * count) / most + "%"; return bar; });
+    const words = values.length ? `reward ${browser.kind === "evals" ? "after" : "of"} step ${step}: lowest ${at(0)}, median ${at(0.5)}, highest ${at(1)}` : `step ${step}: no reward`;
+    return el("figure", {}, el("div", { class: "bins", role: "img", "aria-label": `distribution of the ${words}, from ${num(low, 2)} to ${num(high, 2)}` }, bars), el("figcaption", {}, words));
+  }));
 }
 
 let frame = 0;

@@ -1,5 +1,6 @@
 """Every shipped example runs here: configs on the embedded model and task, scripts as a person would start them."""
 
+import json
 import os
 import re
 import subprocess
@@ -7,17 +8,21 @@ import sys
 from pathlib import Path
 
 import pytest
+from scripted_client import last_prompt, play, scripted
 from tiers import brief
 
 from gspo.cli import main as cli
+from gspo.data.fetch.restaurants import FOOD, rows_of
 from gspo.report.read import read_metrics
 from gspo.rewards.sandbox.box import unavailable
+from gspo.system.imports import find_function
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "examples").rglob("*.yaml"))
 BRIEF = [path for path in CONFIGS if path.stem in ("quickstart", "agent")]  # the others are in the long suite
 HERE = ("actor.path=embedded:tiny", "train_dataset.path=embedded:arithmetic")
 OTHER_MODELS = {"distill": ("teacher.path=embedded:tiny",)}  # a run of the user
+TALKS = ("converse", "converse_sft")  # their rows have columns of their own
 PROGRAMS = "code_gspo"  # its reward judges programs, so it keeps its own problems
 SMALL = (
     "total_train_steps=2", "train_dataset.batch_size=4", "gconfig.n_samples=4", "actor.ppo_n_minibatches=2",
@@ -81,7 +86,11 @@ def test_without_network_the_doctor_names_what_an_example_lacks_and_how_to_get_i
 def test_a_shipped_config_trains_on_the_embedded_model_and_task(path, tmp_path, monkeypatch, capfd):
     _skip_if_missing(path)
     here = HERE[:1] if path.stem == PROGRAMS else HERE
-    small = [word for word in SMALL if path.stem != "sft" or not word.startswith("gconfig.n_samples")]
+    if path.stem in TALKS:
+        here = (HERE[0], f"train_dataset.path={_talks(tmp_path / 'data')}")
+        if path.stem == "converse_sft":  # the embedded model has no chat template for whole talks
+            here += ("train_dataset.prompt_column=prompt",)
+    small = [word for word in SMALL if not path.stem.endswith("sft") or not word.startswith("gconfig.n_samples")]
     monkeypatch.chdir(ROOT)  # configs name files below it
     code = cli.main(
         ["train", str(path), *here, *small, *OTHER_MODELS.get(path.stem, ()), f"cluster.fileroot={tmp_path}"]
@@ -89,6 +98,34 @@ def test_a_shipped_config_trains_on_the_embedded_model_and_task(path, tmp_path, 
     out = capfd.readouterr()
     assert code == 0, out.err + out.out
     assert steps_under(tmp_path) == [0, 1, 2]
+
+
+def _talks(folder: Path) -> Path:
+    """Rows as `gspo data fetch restaurants` makes them."""
+    places = [{"name": f"{food} {area}", "food": food, "area": area} for food in ("1", "2", "3") for area in ("4", "5")]
+    folder.mkdir()
+    for split, rows in rows_of(places, [f"{'0' * n} {FOOD}" for n in range(1, 60)]).items():
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_the_simulated_user_tells_the_area_only_if_no_restaurant_was_named():
+    talk = find_function(str(ROOT / "examples/converse/converse.py") + ":talk")
+    row = {"area": "north", "answer": "Curry Garden", "names": ["Curry Garden", "Royal Spice", "Thai Cook"]}
+
+    def reward(*said):
+        client = scripted(*said, data=row)
+        outcome = play(talk, client)
+        assert len(client.asked) == len(said)
+        if len(said) == 2:
+            assert "In the north, please." in last_prompt(client)
+        return outcome["reward"]
+
+    assert reward("Which area?", "Try the curry garden.") == 1.0
+    assert reward("Try Curry Garden.") == 0.3
+    assert reward("Which area?", "Royal Spice") == 0.1 == reward("Royal Spice")
+    assert reward("Which area?", "I do not know.") == 0.0
+    assert reward("Curry Garden or Royal Spice or Thai Cook") == 0.0
 
 
 @pytest.mark.full
@@ -156,3 +193,24 @@ def test_the_commands_of_the_quickstart_are_commands():
     verbs = re.findall(r"^gspo (\w+)", text, re.MULTILINE)
     assert verbs
     assert set(verbs) <= set(cli.VERBS)
+
+
+def test_the_figures_of_a_text_task_have_baselines_and_paired_gains(tmp_path, capsys):
+    rows = [{"prompt": f"Sum up: {d}", "document": d, "answer": a} for d, a in (("a b c d", "x y"), ("e f g h", "z w"))]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = tmp_path / "run.yaml"
+    gates = "[{name: overlap, n: 1}, {name: length, most: 3, gate: true}]"
+    config.write_text(f"reward: {{functions: {gates}}}\ntrain_dataset: {{path: {tmp_path / 'data'}}}\n")
+    evals = tmp_path / "gspo" / "evals"
+    evals.mkdir(parents=True)
+    for step, rewards in ((0, (0.0, 0.25)), (5, (0.5, 1.0))):
+        found = [{"row": i, "reward": r, "reward_parts": {"overlap": r, "length": 1.0}} for i, r in enumerate(rewards)]
+        (evals / f"step_{step:06d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    find_function(str(ROOT / "examples/summarise/figures.py") + ":main")(str(config), str(tmp_path / "gspo"))
+    lines = {line.split("|")[1].strip(): line for line in capsys.readouterr().out.splitlines() if line.startswith("|")}
+    # Ten words of the document are four here: a copy, and too long.
+    assert lines["first ten words"].split("|")[2:5] == [" 0.000 [0.000, 0.658] ", " 0.000 ", " 0.000 "]
+    assert lines["the reference"].split("|")[3:5] == [" 1.000 ", " 1.000 "]
+    assert "0.125" in lines["gspo, before"]
+    assert lines["gspo, after step 5"].split("|")[5].strip().startswith("0.625 [")

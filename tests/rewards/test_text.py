@@ -4,12 +4,14 @@ import sys
 
 import pytest
 
+from gspo.config.load import load
 from gspo.doctor.explain.data import reward_words
 from gspo.errors import ConfigError
 from gspo.rewards.call import bind, call_sample
 from gspo.rewards.functions.text import LANGUAGES, TEXT
 from gspo.rewards.pool import RewardPool
 from gspo.rewards.spec import RewardItem, combine, reward_spec
+from gspo.train.build.rewards import reward_specs
 from gspo.types import Failure, Score
 
 FRENCH = "Ce paquet contient les fichiers de configuration du serveur."
@@ -174,6 +176,13 @@ def test_a_gate_multiplies_the_weighted_sum_and_is_logged_by_name():
 def test_a_wrong_gate_is_refused(functions, weights, words):
     with pytest.raises(ConfigError, match=words):
         reward_spec(functions, weights=weights, key="reward.functions")
+
+
+def test_a_gate_is_refused_where_each_reward_is_normalised_apart():
+    config = load(None, ["reward.normalize=each", "reward.functions=[math,format]"]).config
+    reward_specs(config)
+    with pytest.raises(ConfigError, match=r"reward.normalize: each .* but length is a gate.*set reward.normalize: sum"):
+        reward_specs(config, ["math", {"name": "length", "most": 9, "gate": True}])
 
 
 @pytest.mark.run

@@ -46,6 +46,13 @@ def make_rewards(config: Config, given: Any, log_path: str | None) -> Rewards:
 def reward_specs(config: Config, given: Any = None) -> dict[str, RewardSpec]:
     """The rewards by name of their source; ANY_SOURCE is the only name if there is no mixture."""
     reward, train, common = config.reward, config.train_dataset, _common(config, given)
+    # A gate is no term of the sum, so it cannot be normalised as one.
+    gate = next((part.label for part in common or () if part.gate), None)
+    if gate is not None and reward.normalize == "each":
+        raise ConfigError(
+            f"reward.normalize: each normalises every reward of the sum apart, but {gate} is a gate, which multiplies "
+            f"the sum; set reward.normalize: sum, or give {gate} a weight instead of gate: true"
+        )
     ready = partial(prepare, allow_unsandboxed=reward.allow_unsandboxed_code, timeout_s=reward.timeout)
     if not (train.mixture or held_out(config).mixture):
         return {ANY_SOURCE: ready(common or reward_spec(default_reward(train.path)))}

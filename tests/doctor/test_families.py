@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers as tf
 
 from gspo.cli.main import main
 from gspo.doctor import families
@@ -37,13 +38,24 @@ def test_what_cannot_be_built_says_why():
 
 @pytest.mark.run
 def test_the_verb_prints_a_line_for_each_model_and_fails_for_a_refused_one(capsys, tmp_path):
-    page = tmp_path / "page.md"
-    assert main(["models", "check", "llama", "./no/such/folder", "--write", str(page)]) == 1
+    page, folder = tmp_path / "page.md", str(tmp_path / "folder")
+    tf.T5Config().save_pretrained(folder)
+    assert main(["models", "check", "llama", folder, "--write", str(page)]) == 1
     printed = capsys.readouterr().out
     assert re.search(r"^llama\s+shared prefixes\s+continuous batching\s+\S+e-\d+\s+\S+e-\d+", printed, re.MULTILINE)
-    assert "refused or not exact: ./no/such/folder" in printed
+    assert f"1 of 2 train and sample; refused or not exact: {folder}\n" in printed
     assert re.search(r"^\| llama \| shared prefixes \|", page.read_text(), re.MULTILINE)
     assert main(["models", "check"]) == 2
+
+
+def test_a_name_that_is_no_model_is_an_error_with_the_nearest_type_before_any_check(capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main(["models", "check", "llama", "qwen3_nxt"]) == 2
+    said = capsys.readouterr()
+    assert "no causal language model of type 'qwen3_nxt'; did you mean qwen3_next?" in said.err
+    assert not said.out
+    assert main(["models", "check", "./no/such/folder"]) == 2
+    assert "there is no folder './no/such/folder'" in capsys.readouterr().err
 
 
 @pytest.mark.full

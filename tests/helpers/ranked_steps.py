@@ -44,7 +44,14 @@ CASES = {
     "nonfinite": {"minibatches": 2, "max_tokens": 30, "adamw": True, "nonfinite": True},
     "critic": {"minibatches": 2, "max_tokens": 30, "critic": True},
     "padded": {"model": "qwen3_next", "layout": "padded", "minibatches": 2, "max_tokens": 40, "checkpointing": True},
-    "padded_adapter": {"model": "mamba2", "layout": "padded", "minibatches": 1, "max_tokens": 60, "lora": ["in_proj"]},
+    "padded_adapter": {
+        "model": "mamba2",
+        "layout": "padded",
+        "minibatches": 1,
+        "max_tokens": 60,
+        "lora": ["in_proj"],
+        "reference": True,
+    },
     "padded_critic": {"layout": "padded", "minibatches": 2, "max_tokens": 40, "critic": True},
 }
 BROKEN = {"broken": {"minibatches": 2, "max_tokens": 30}}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_policy import UNEVEN, gradients, policy_gradients, reference_gradients
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, XLNetConfig
 
 from gspo.errors import DataError
 from gspo.learner.policy.module import PolicyModule, weight_names
@@ -50,7 +50,8 @@ def test_a_family_has_its_layout_and_the_gradients_of_padded_rows(family, exact)
     assert difference <= 1e-8
 
 
-# XGLM writes the smallest float64 into a float32 tensor, and xLSTM has states in float32; both cannot run in float64.
+# XGLM writes the smallest float64 into a tensor of torch's default dtype, and xLSTM has states in that dtype: here
+# float32. `gspo models check` changes the default.
 ONLY_FLOAT32 = {"xglm": 1e-5, "xlstm": 1e-5}
 
 
@@ -139,6 +140,14 @@ def test_training_mode_has_no_dropout_in_layers_that_apply_it_themselves():
     assert layer.training
     packed = pack(UNEVEN)
     assert torch.equal(policy(packed).logp, policy(packed).logp)
+
+
+def test_a_model_that_embeds_positions_before_rows_is_not_taken_for_one_that_leaks():
+    config = XLNetConfig(vocab_size=61, d_model=32, n_layer=2, n_head=4, d_inner=48, attn_type="uni")
+    probed = probe(PolicyModule(AutoModelForCausalLM.from_config(config)))
+    assert probed.layout == "padded"
+    assert probed.gradient_gap is not None
+    assert probed.gradient_gap < 1e-4
 
 
 @pytest.mark.parametrize("family", ["bart", "musicgen", "blt", "gemma3"])

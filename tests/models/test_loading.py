@@ -10,6 +10,7 @@ from gspo.errors import DataError
 from gspo.models import embedded
 from gspo.models.loading import load_model, load_tokenizer
 from gspo.models.locate import locate
+from gspo.models.tiny import tiny_config
 
 
 @pytest.fixture(autouse=True)
@@ -170,3 +171,21 @@ def test_an_encoder_decoder_model_is_refused_by_name(family, tmp_path):
     AutoConfig.for_model(family).save_pretrained(tmp_path)
     with pytest.raises(DataError, match=f"{family} is an encoder-decoder model.*set actor.path"):
         load_model(str(tmp_path), from_scratch=True)
+
+
+@pytest.mark.parametrize("family", ["roberta", "xlm"])
+def test_the_pad_token_in_a_text_is_a_token_like_others_and_positions_count_from_0(family, tmp_path):
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        plain = tf.AutoModelForCausalLM.from_config(tiny_config(family)).eval()
+    plain.save_pretrained(tmp_path)
+    loaded, pad = load_model(str(tmp_path)), plain.config.pad_token_id
+    positions = torch.arange(4)[None]  # [1, 4]
+    # What the plain model computes if it is told that nothing is padding.
+    said = {"position_ids": positions + pad + 1} if family == "roberta" else {"lengths": torch.tensor([4])}
+    with torch.no_grad():
+        for tokens in ([[5, 8, 9, 7]], [[5, pad, 9, 7]]):
+            want = plain(input_ids=torch.tensor(tokens), **said).logits
+            for given in ({}, {"position_ids": positions}):
+                torch.testing.assert_close(loaded(input_ids=torch.tensor(tokens), **given).logits, want)
+        assert (plain(input_ids=torch.tensor([[5, pad, 9, 7]])).logits - want).abs().max() > 1e-3

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gspo.cli import common
 from gspo.cli.common import console, display, load_config, nearest
-from gspo.errors import ConfigError
+from gspo.errors import ConfigError, GspoError
 
 
 def models_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +55,9 @@ def _check_models(args: argparse.Namespace) -> int:
 
     if bool(args.names) == args.all:
         raise ConfigError("give model types or folders to check, or --all; for example: gspo models check qwen3_next")
+    for name in args.names:
+        if name not in CAUSAL_TYPES:
+            _require_model(name, CAUSAL_TYPES)
     widths = (24, 16, 20, 10, 10, 7)
 
     def show(cells: Sequence[str]) -> None:
@@ -66,8 +69,25 @@ def _check_models(args: argparse.Namespace) -> int:
         Path(args.write).write_text(families.page(rows), encoding="utf-8")
     built = [row for row in rows if not row.not_built]
     wrong = [row.name for row in built if not families.is_exact(row)]
-    print(f"{len(built)} of {len(rows)} can be built; refused or not exact: {', '.join(wrong) or 'none'}")
+    print(
+        f"{len(built) - len(wrong)} of {len(rows)} train and sample; refused or not exact: {', '.join(wrong) or 'none'}"
+        + (f"; {len(rows) - len(built)} not built" if len(built) < len(rows) else "")
+    )
     return 1 if wrong else 0
+
+
+def _require_model(name: str, types: Sequence[str]) -> None:
+    """An error before any check if a name is neither a model type nor a model that `actor.path` could name."""
+    from gspo.models.locate import find_here, is_hub_name
+
+    try:
+        find_here(name, "NAME")
+    except GspoError as error:
+        near = nearest(name, types)
+        what = (
+            f"transformers has no causal language model of type {name!r}{near} As a path, " if is_hub_name(name) else ""
+        )
+        raise ConfigError(f"{what}{error}") from error
 
 
 def objectives_arguments(parser: argparse.ArgumentParser) -> None:

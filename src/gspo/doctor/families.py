@@ -94,12 +94,15 @@ def float64_inside() -> Iterator[None]:
     Only for tiny models in a process of their own: it replaces names of torch.
     """
     kept = torch.float32, torch.float, torch.Tensor.float
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # XGLM writes the smallest float64 into a tensor of the default dtype
     torch.float32 = torch.float = torch.float64
     torch.Tensor.float = torch.Tensor.double  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
         torch.float32, torch.float, torch.Tensor.float = kept  # pyright: ignore[reportAttributeAccessIssue]
+        torch.set_default_dtype(default)
 
 
 def _tiny(name: str) -> Any:

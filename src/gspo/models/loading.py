@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
@@ -111,7 +112,32 @@ def load_model(
             model = _from_weights(found, dtype, key)
     if tokenizer is not None:
         check_vocabulary(model, tokenizer, name, key)
+    find_padding_by_place(model)
     return model.to(device).eval()  # pyright: ignore[reportArgumentType]
+
+
+def find_padding_by_place(model: PreTrainedModel) -> None:
+    """Every token of a sequence is text, whatever its id, and positions count from 0.
+
+    RoBERTa and its relatives and XLM take each token with the id of the pad token for padding, but a model can sample
+    that token. RoBERTa's positions begin after the id of its pad token.
+    """
+    for module in model.modules():
+        if (
+            hasattr(module, "create_position_ids_from_input_ids")
+            and "position_ids" in signature(module.forward).parameters
+        ):
+            module.register_forward_pre_hook(_true_positions, with_kwargs=True)
+        if hasattr(module, "pad_index"):  # XLM: the length of a row is the number of tokens with another id
+            module.pad_index = -1  # pyright: ignore
+
+
+def _true_positions(module: Any, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    positions = inputs.get("position_ids")  # [B, T], or none
+    if positions is None:
+        tokens, past = inputs["input_ids"], inputs.get("past_key_values_length", 0)  # [B, T]
+        positions = torch.arange(past, past + tokens.shape[1], device=tokens.device).expand_as(tokens)
+    return args, {**inputs, "position_ids": positions + module.padding_idx + 1}
 
 
 def open_folder(

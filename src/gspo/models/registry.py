@@ -117,9 +117,8 @@ def rows() -> list[dict[str, Any]]:
 
     found: list[dict[str, Any]] = []
     for name in embedded.RECIPES:
-        built, say = embedded.folder(name), "built on first use, in about half a minute"
-        asks = ", and the environment tools" if name.endswith("-tools") else ""
-        found.append(_row(name, f"tiny Qwen3 for embedded:arithmetic{asks}", built, say))
+        built, say = embedded.folder(name), f"built on first use, in {embedded.build_time(name)}"
+        found.append(_row(name, embedded.DESCRIPTIONS[name], built, say))
     for name, model in MODELS.items():
         found.append(_row(name, model.what, folder(name), f"gspo models fetch {name}"))
     for place in sorted(cache.root().glob("gguf-*")):

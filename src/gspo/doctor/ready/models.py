@@ -45,7 +45,8 @@ def _model(path: str, key: str, *, weights: bool) -> Check:
         return Check(key, "unknown", f"{path} is on the hub; its files are downloaded when the run starts")
     if found.startswith("embedded:"):
         is_built = cache.is_whole(embedded.folder(found))
-        return Check(key, "ok", found if is_built else f"{found}, built at the first start in about half a minute")
+        when = "" if is_built else f", built at the first start in {embedded.build_time(found)}"
+        return Check(key, "ok", found + when)
     try:
         check_settings(Path(found))
         if weights:

@@ -150,10 +150,13 @@ def _gaps(policy: PolicyModule, items: list[PackItem], plain: Tensor) -> tuple[f
         with _embedded(policy.model) as own:
             out = policy.trunk(input_ids=alone.tokens[None])[0]
         (want,) = torch.autograd.grad((out.index_select(0, alone.source) * direction).sum(), own[0])
-        # [N, hidden] in the order of the packed row
-        got = got.flatten(0, 1) if policy.layout != "padded" else got.flatten(0, 1).index_select(0, packed.padded[1])
+        if policy.layout == "padded":
+            ids, at = packed.padded  # [B, T], [N]
+            # XLNet embeds [T, B].
+            got = (got if got.shape[:2] == ids.shape else got.transpose(0, 1)).flatten(0, 1).index_select(0, at)[None]
+        got, want = got.flatten(0, 1), want.flatten(0, 1)  # [N, hidden] in the order of the packed row, [L, hidden]
         rows = _rows(packed, b)  # [L]
-        gap = max(gap, float((got[rows] - want[0]).norm() / want.norm().clamp_min(1e-30)))
+        gap = max(gap, float((got[rows] - want).norm() / want.norm().clamp_min(1e-30)))
         got[rows] = 0
         if bool(got.any()):
             raise _LeakError(_LEAK)

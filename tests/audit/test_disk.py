@@ -18,6 +18,7 @@ from gspo.audit.trl import from_trl
 from gspo.audit.verl import A, from_verl
 from gspo.cli import main as cli
 from gspo.errors import ConfigError
+from gspo.report.page.page import write_report
 from gspo.report.read import read_metrics
 from gspo.report.samples import read_block, sample_steps
 
@@ -41,9 +42,11 @@ def test_a_trl_run_with_eps_0_2_and_sequence_level_is_diagnosed(tmp_path, capsys
     assert (shown["audit"]["system"], shown["audit"]["version"]) == ("TRL", "1.16.0")
     assert shown["doctor"]["objective"]["same_as"] is None
     assert shown["doctor"]["objective"]["algorithm"] == "gspo"
-    assert any("log s of each sequence" in line for line in shown["audit"]["unknown"])
+    assert any("TRLCallback(trainer) records them" in line for line in shown["audit"]["unknown"])
     answers = {answer["question"]: answer for answer in shown["answers"]}
     assert "Nothing was clipped" in answers["Was anything clipped, and why?"]["text"]
+    assert answers["Which sequences were the worst?"]["text"] == "The samples have no log s."
+    assert answers["Where did the time go?"]["text"] == "The parts of a step were not recorded."
     origin = {line["key"]: line["origin"] for line in shown["config"]}
     assert origin["actor.eps_clip"] == "epsilon (training_args.bin)"
 
@@ -115,6 +118,9 @@ def test_verls_files_tell_that_clip_ratio_has_no_effect(tmp_path):
     assert (batch["prompts"], batch["group_size"], batch["minibatches"]) == (8, 4, 4)
     rows = read_metrics(tmp_path)
     assert [row["clip/tokens"] for row in rows] == [0.0, 0.0]
+    shown = {answer["question"]: answer["text"] for answer in overview(write_report(tmp_path))["answers"]}
+    assert shown["Was anything clipped, and why?"] == "Nothing was clipped."
+    assert "was not reached in the last 2 steps" in shown["Is my ε sensible?"]
     # A group is found by its prompt: verl reorders the batch.
     block = read_block(tmp_path, 1)
     groups = {

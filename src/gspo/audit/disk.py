@@ -57,6 +57,8 @@ def audit(paths: Sequence[Path], run: Path) -> dict[str, Any]:
     reader = _reader(paths)
     found = reader(paths)
     found.unknown += [text.format(system=found.draft.system) for text in (NO_RATIOS, NO_NOISE)]
+    if found.draft.system == "TRL":
+        found.unknown[-2] += "; gspo.audit.TRLCallback(trainer) records them while TRL trains"
     if not found.metrics and not found.samples:
         found.unknown.append("everything that training measured: no metrics and no samples were found")
     directory = RunDir(run)
@@ -152,9 +154,6 @@ def read_trl(paths: Sequence[Path]) -> Found:
     history = state.get("log_history")
     found.metrics = logs.trl_rows(history if isinstance(history, list) else [], draft, found.unknown)
     found.samples = samples.trl_samples(files(paths, "completions_*.parquet"), draft, history, found.unknown)
-    found.unknown.append(
-        "the steps to come record what is missing here if you add gspo.audit.TRLCallback(trainer) to the trainer"
-    )
     return found
 
 

@@ -127,7 +127,8 @@ def _worst(stories: Sequence[Mapping[str, Any]]) -> Answer:
     question, section = "Which sequences were the worst?", "samples"
     seen = [{**s["farthest"], "step": s["step"]} for s in stories if s["farthest"] is not None]
     if not seen:
-        return _answer(question, section, None, "No samples were kept (rollout.dump_to_file).")
+        why = "The samples have no log s." if stories else "No samples were kept (rollout.dump_to_file)."
+        return _answer(question, section, None, why)
     worst = max(seen, key=lambda one: abs(one["log_s"]))
     advantage = "unknown" if worst["advantage"] is None else f"{worst['advantage']:+.2f}"
     text = f"Farthest from π_old: step {worst['step']}, sequence {worst['sequence']}: log s = {worst['log_s']:+.2g}, "
@@ -179,6 +180,8 @@ def _time(steps: Sequence[Row]) -> Answer:
         return _answer(question, section, None, "No step yet.")
     largest = sorted(parts, key=lambda part: -part["seconds"])[:3]
     text = ", ".join(f"{percent(part['seconds'] / total, 0)} {part['words']}" for part in largest)
+    if [part["name"] for part in parts] == ["rest"]:
+        text = "The parts of a step were not recorded"
     each = total / len(steps)
     return _answer(
         question, section, None, f"{text}.", f"{duration(total)} in {len(steps):,} steps, {each:.2f} s each."

@@ -74,10 +74,10 @@ def _clip(draft: Draft, mode: str) -> None:
     if mode not in ("vanilla", "gspo"):
         draft.unset("actor.eps_clip", "actor.eps_clip_higher")
         return
-    draft.set("actor.eps_clip", low, "actor.clip_ratio_low")
-    draft.set("actor.eps_clip_higher", high, "actor.clip_ratio_high")
+    draft.set("actor.eps_clip", low, f"{A}clip_ratio_low")
+    draft.set("actor.eps_clip_higher", high, f"{A}clip_ratio_high")
     if mode == "vanilla":
-        draft.set("actor.c_clip", draft.number(f"{A}clip_ratio_c", 3.0), "actor.clip_ratio_c")
+        draft.set("actor.c_clip", draft.number(f"{A}clip_ratio_c", 3.0), f"{A}clip_ratio_c")
     if plain not in (low, high):
         draft.warn(
             f"{A}clip_ratio",

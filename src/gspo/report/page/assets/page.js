@@ -51,7 +51,7 @@ function showAudit(run) {
     doctor.unreadable ? el("p", {}, inertLine(doctor.unreadable)) : null,
     doctor.objective ? el("div", { class: "formula" }, doctor.objective.formula.split(",   ").map((part) => el("div", {}, inertLine(part)))) : null,
     ...(findings.length ? findings : doctor.objective ? [el("p", {}, "✓ No warning about this config.")] : []),
-    ...(audit.notes.length ? [el("h4", {}, "Not part of this explanation"), list(audit.notes)] : []),
+    ...(audit.notes.length ? [el("h4", {}, "Notes"), list(audit.notes)] : []),
     ...(audit.unknown.length ? [el("h4", {}, "What cannot be known"), list(audit.unknown)] : []),
   ].filter(Boolean));
 }

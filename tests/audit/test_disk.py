@@ -87,6 +87,18 @@ def test_cispo_with_trls_default_epsilon_is_diagnosed():
     assert any("makes every weight about 0.2" in finding["message"] for finding in found)
 
 
+def test_settings_that_gspo_has_too_are_explained():
+    values = {"importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 3e-4, "steps_per_generation": 4}
+    values |= {"top_p": 0.9, "entropy_coef": 0.01, "max_completion_length": 2048, "use_vllm": True}
+    values |= {"vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "sequence_mask"}
+    found = sections_of(from_trl(values, "args"))
+    assert any("entropy" in line for line in found["objective"]["words"])
+    assert "each sequence (its product over tokens)" in found["policies"]["correction_words"]
+    keys = [finding["key"] for finding in found["warnings"]]
+    assert "top_p" in keys
+    assert "vllm_importance_sampling_mode" in keys
+
+
 def test_a_loss_that_gspo_does_not_have_is_named():
     assert "loss_type=vespo" in sections_of(from_trl({"loss_type": "vespo"}, "args"))["unreadable"]
     assert "loss_mode=clip_cov" in sections_of(from_verl({f"{A}policy_loss.loss_mode": "clip_cov"}, "c"))["unreadable"]

@@ -14,9 +14,9 @@ System = Literal["TRL", "verl", "ms-swift"]
 # Our keys that take the value of the other system's key as it is, where the table of docs/migrating.md has no note.
 COPIED = frozenset(
     {
-        *(f"gconfig.{name}" for name in ("n_samples", "max_new_tokens", "temperature", "top_p", "top_k")),
+        *(f"gconfig.{name}" for name in ("n_samples", "max_new_tokens", "temperature", "top_p", "top_k", "min_p")),
         *(f"actor.{name}" for name in ("eps_clip", "eps_clip_higher", "sapo_tau_pos", "sapo_tau_neg")),
-        *(f"actor.{name}" for name in ("path", "discount", "gae_lambda", "optimizer.lr")),
+        *(f"actor.{name}" for name in ("path", "discount", "gae_lambda", "entropy_coef", "optimizer.lr")),
         "actor.optimizer.gradient_clipping",
     }
 )
@@ -98,8 +98,13 @@ class Draft:
         """The weight π_old/μ as `actor.rejection_sampling`; for a sequence these systems multiply its token ratios."""
         self.set("actor.use_decoupled_loss", True, theirs)
         section = {"level": level, "action": action, "metric": "ratio", "upper": upper}
-        for name, value in (section | ({"agg": "sum"} if level == "sequence" else {})).items():
+        for name, value in (section | ({"agg": "product"} if level == "sequence" else {})).items():
             self.set(f"actor.rejection_sampling.{name}", value, theirs)
+
+    def truncate(self) -> None:
+        """These systems differentiate the full distribution, whatever part of it they sample from."""
+        if self.keys.get("gconfig.top_p", 1.0) < 1 or self.keys.get("gconfig.top_k") or self.keys.get("gconfig.min_p"):
+            self.set("actor.sampling_mask_replay", False, f"{self.system} has no such replay")
 
     def batches(self, num_prompts: int, num_minibatches: int, num_epochs: int, theirs: tuple[str, str, str]) -> None:
         self.num_updates = num_minibatches * num_epochs

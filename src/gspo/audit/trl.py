@@ -24,12 +24,10 @@ PI_OLD = (
 )
 # Settings of the loss without a key here, and the values that turn them off.
 OTHERS: dict[str, tuple[Any, ...]] = {
-    "entropy_coef": (0.0,),
     "use_adaptive_entropy": (False,),
     "top_entropy_quantile": (1.0,),
     "off_policy_mask_threshold": (),
     "multi_objective_aggregation": ("sum_then_normalize",),
-    "min_p": (0.0,),
     "repetition_penalty": (1.0,),
     "async_generate": (False,),
     "overlong_filter": (False,),
@@ -81,6 +79,7 @@ def num_updates(values: Mapping[str, Any]) -> tuple[int, int]:
 def _translate(draft: Draft) -> None:
     loss, level = str(draft.get("loss_type", "dapo")), str(draft.get("importance_sampling_level", "token"))
     draft.copy(names_of="TRL")
+    draft.truncate()
     if loss not in AGGREGATIONS:
         draft.unexplained = f"loss_type={loss} is not among the objectives of gspo (`gspo objectives`)"
         return

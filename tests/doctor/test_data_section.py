@@ -20,6 +20,13 @@ def test_doctor_names_problems_templates_and_rewards():
     assert said["reward"] == "final, the default of the data set"
 
 
+def test_doctor_says_that_an_environment_brings_rewards_and_problems():
+    said = words("env.path=mine:play")
+    assert said["reward"] == "that of the episode; if it gives none: final, the default of the data set"
+    said = words("env.path=gymnasium:CartPole-v1")
+    assert (said["training"], said["held_out"]) == ("problems of the environment", "other problems of the environment")
+
+
 def test_doctor_names_the_shares_and_rewards_of_a_mixture():
     said = words(MIXED)
     assert said["training"] == "75 % embedded:arithmetic as sums; 25 % a.jsonl"

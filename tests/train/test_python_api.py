@@ -51,6 +51,8 @@ def test_a_summary_has_the_metrics_and_shows_its_curves(tmp_path):
     assert "2 steps in 3 s, finished, reward 0.500 → 0.750, accuracy 0.250 → 0.500" in str(summary)
     assert summary._repr_html_().count("<svg") == 2
     assert Summary(tmp_path / "none", 0, 0.0, False).metrics == {}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(ROWS[0]) + "\n" + json.dumps(ROWS[1]) + "\n")
+    assert str(Summary(tmp_path, 1, 3.0, True)).endswith("1 step in 3 s, finished, reward 0.500, accuracy 0.250")
 
 
 def test_a_notebook_gets_a_panel_that_is_updated(monkeypatch):
@@ -84,6 +86,7 @@ def test_an_embedded_model_warns_of_text_outside_its_alphabet():
     tiny = load(None, ["actor.path=embedded:tiny"]).config
     assert alphabet_warning(tiny, "12+34=") == []
     assert "'say '" in alphabet_warning(tiny, "say 1")[0]
+    assert alphabet_warning(load(None, ["env.path=gymnasium:CartPole-v1"]).config, "CartPole") == []
     assert alphabet_warning(load(None, ["actor.path=smollm2-135m"]).config, "say 1") == []
 
 

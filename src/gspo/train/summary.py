@@ -65,12 +65,13 @@ class Summary:
     def __str__(self) -> str:
         state = "finished" if self.finished else "stopped, can be resumed"
         metrics = self.metrics
-        changes = [
-            f"{name.replace('_', ' ')} {metrics[f'{name}_start']:.3f} → {metrics[f'{name}_end']:.3f}"
-            for name in SHOWN
-            if f"{name}_start" in metrics
-        ]
-        return ", ".join([f"{self.path}: {self.steps} steps in {self.seconds:.0f} s, {state}", *changes])
+        changes = []
+        for name in (name for name in SHOWN if f"{name}_start" in metrics):
+            # A value that was measured once, or did not change, is not a change.
+            ends = dict.fromkeys(f"{metrics[f'{name}_{end}']:.3f}" for end in ("start", "end"))
+            changes.append(f"{name.replace('_', ' ')} {' → '.join(ends)}")
+        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        return ", ".join([f"{self.path}: {steps} in {self.seconds:.0f} s, {state}", *changes])
 
     def _repr_html_(self) -> str:
         """The panel that Jupyter shows."""

@@ -81,6 +81,16 @@ def test_an_episode_of_numbers():
     env.close()
 
 
+def test_without_a_success_to_report_the_return_is_the_reward():
+    env = find_environment("gymnasium:Odd-v0", {"success": "not_there"})
+    seed = next(seed for seed in range(20) if first_observation(seed) < -1)
+    asked = client(*["1"] * -first_observation(seed), seed=seed)
+    returned = play(env, asked)
+    outcome = outcome_of(returned, asked.turn_rewards)
+    assert outcome.value == outcome.parts["reward"] == returned["return"] < 0  # not 0: evaluation takes it as graded
+    env.close()
+
+
 def test_all_episodes_of_a_seed_begin_alike_and_instances_are_used_again():
     env = find_environment("gymnasium:Odd-v0", {"max_steps": 1})
     first, second, other = (client("1", seed=seed) for seed in (3, 3, 1_000_007))

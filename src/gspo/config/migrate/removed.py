@@ -36,9 +36,7 @@ def _moved() -> Iterable[list[Rule]]:
             translate.is_as_in_training,
             "it is as in train_dataset; write valid_dataset.mixture: [{path: …, …}] for another value",
         ),
-        translates(
-            "actor.backend", "`fsdp:d1` for local, which is one process", translate.values_of({"local": "fsdp:d1"})
-        ),
+        translates("actor.backend", "local: one process trains", translate.values_of({"local": "fsdp:d1"})),
         translates("valid_dataset.size", "`evaluator.size`, the smaller value", translate.smaller_of("evaluator.size")),
         only(
             "actor.rejection_sampling.only_negative",

@@ -8,6 +8,7 @@ from typing import Any
 
 from gspo.config.lint.facts import Facts
 from gspo.config.schema import DatasetSpec, held_out
+from gspo.config.schema.dataset import ENVIRONMENT_ROWS
 from gspo.data.dataset import default_reward
 from gspo.rewards.functions.text import TEXT
 
@@ -22,12 +23,17 @@ _CURRICULUM_WORDS = (
 def data_section(f: Facts) -> dict[str, Any]:
     """Training problems, held-out problems and rewards, in words."""
     train, valid, functions = f.config.train_dataset, f.config.valid_dataset, f.config.reward.functions
-    own = "the held-out part of each training source" if train.mixture else "the held-out part of the training data"
+    own = "the held-out part of " + ("each training source" if train.mixture else "the training data")
+    if train.path == ENVIRONMENT_ROWS:
+        own = "other problems of the environment"
+    reward = reward_words(functions, f.config.reward.weights) if functions else _own_words(train)
+    if any((f.config.env.path, f.config.env.agent, f.config.env.command)):
+        reward = f"that of the episode; if it gives none: {reward}"
     return {
         "training": _data_words(train) + _CURRICULUM_WORDS * (train.curriculum == "pass_rate"),
         "held_out": own if valid is None else _data_words(held_out(f.config)),
         "template": _template_words(train),
-        "reward": reward_words(functions, f.config.reward.weights) if functions else _own_words(train),
+        "reward": reward,
     }
 
 
@@ -67,6 +73,8 @@ def _own_words(data: DatasetSpec) -> str:
 
 
 def _data_words(data: DatasetSpec) -> str:
+    if data.path == ENVIRONMENT_ROWS and not data.mixture:
+        return "problems of the environment" + (f", {data.size:,} of them" if data.size else "")
     if not data.mixture:
         return f"{data.path}, split {data.split}" + (f", {data.size:,} rows" if data.size else "")
     total = sum(source.weight for source in data.mixture)

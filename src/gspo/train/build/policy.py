@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from gspo.config.schema import Config
+from gspo.config.schema.dataset import ENVIRONMENT_ROWS
 from gspo.errors import ConfigError
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.probe import probe
@@ -60,11 +61,13 @@ def make_tokenizer(config: Config) -> Any:
 def alphabet_warning(config: Config, prompt: str) -> list[str]:
     """A line if an embedded model has no token for some characters of a prompt."""
     path = config.actor.path
+    if config.train_dataset.path == ENVIRONMENT_ROWS:
+        return []  # the environment decides what the model reads
     if path not in embedded.RECIPES or not (unknown := embedded.unknown_characters(path, prompt)):
         return []
     return [
-        f"warning: {path} knows the characters of embedded:arithmetic only, and the first prompt has others: "
-        f"{unknown[:40]!r}; set actor.path to a language model, for example smollm2-135m"
+        f"warning: {path} has no token for some characters of the first prompt: {unknown[:40]!r}; "
+        f"set actor.path to a language model, for example smollm2-135m"
     ]
 
 

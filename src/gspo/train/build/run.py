@@ -47,6 +47,8 @@ FREE = (
     "reward.timeout", "reward.workers", "reward.check", "cluster", "scheduler", "actor.backend",
 )  # fmt: skip
 
+MAX_IGNORED = 5  # messages about ignored keys that a run shows one by one
+
 
 def run_path(config: Config) -> Path:
     """The run directory."""
@@ -211,11 +213,24 @@ def headline(loaded: Loaded) -> list[str]:
     return [line, *([note] if note else [])]
 
 
+def _translations(messages: Sequence[str]) -> list[str]:
+    """Messages about keys of other systems; many ignored ones (AReaL's files have dozens) are one line.
+
+    >>> _translations(["a.yaml:1: x is now y", *(f"a.yaml:{i}: k{i} is ignored: default" for i in range(9))])
+    ['a.yaml:1: x is now y', '9 keys of the config are ignored, because they change nothing; `gspo doctor` lists them']
+    """
+    ignored = [message for message in messages if " is ignored: " in message]
+    if len(ignored) <= MAX_IGNORED:
+        return list(messages)
+    one = f"{len(ignored)} keys of the config are ignored, because they change nothing; `gspo doctor` lists them"
+    return [*(message for message in messages if message not in ignored), one]
+
+
 def opening_messages(
     loaded: Loaded, warnings: Sequence[Any], data: Data, valid: Data | None, learner: Learner
 ) -> list[str]:
     """What rank 0 logs before the first step: translated keys, warnings, the data, the layout of micro-batches."""
-    lines = [*loaded.messages, *(f"warning: {finding}" for finding in warnings)]
+    lines = [*_translations(loaded.messages), *(f"warning: {finding}" for finding in warnings)]
     lines += data.describe().splitlines()
     lines += ["no evaluation (evaluator.freq_steps: 0)"] if valid is None else valid.describe().splitlines()
     lines.append(f"layout: {learner.policy.layout_reason}")

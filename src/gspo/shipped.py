@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 
@@ -17,14 +18,16 @@ def shipped(name: str) -> Path:
 
 
 def example_files() -> dict[str, Path]:
-    """The examples by name: configs without their suffix, then the scripts that need no config.
+    """The examples by name: configs without suffix and folder (with the folder if two are alike), then scripts.
 
     >>> names = list(example_files())
     >>> names[0], names[-2:]
     ('agent', ['minimal_loop.py', 'objective_demo.py'])
     """
     root = shipped("examples")
-    configs = {file.stem: file for file in root.rglob("*.yaml")}
+    files = list(root.rglob("*.yaml"))
+    times = Counter(file.stem for file in files)
+    configs = {f.stem if times[f.stem] == 1 else str(f.relative_to(root).with_suffix("")): f for f in files}
     return dict(sorted(configs.items())) | {file.name: file for file in sorted(root.glob("*.py"))}
 
 
@@ -35,8 +38,8 @@ def find_config(name: str) -> Path | None:
     (True, None)
     """
     root = shipped("examples")
-    for stem, file in example_files().items():
-        if file.suffix == ".yaml" and name in (stem, file.name, f"examples/{file.relative_to(root)}"):
+    for short, file in example_files().items():
+        if file.suffix == ".yaml" and name in (short, f"{short}.yaml", f"examples/{file.relative_to(root)}"):
             return file
     return None
 

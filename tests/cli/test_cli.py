@@ -318,3 +318,15 @@ def test_a_broken_pipe_that_is_not_stdout_is_an_error(monkeypatch):
         monkeypatch.setattr(sys, "stdout", out)
         with pytest.raises(BrokenPipeError):
             cli.main(["objectives"])
+
+
+def test_two_examples_of_one_name_are_told_apart_by_their_folders(tmp_path, monkeypatch):
+    from gspo import shipped
+
+    for name in ("a/run.yaml", "b/run.yaml", "b/one.yaml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("seed: 1\n")
+    monkeypatch.setattr(shipped, "shipped", lambda _: tmp_path)
+    assert list(shipped.example_files()) == ["a/run", "b/run", "one"]
+    assert shipped.find_config("b/run") == tmp_path / "b" / "run.yaml"
+    assert shipped.find_config("run") is None

@@ -127,6 +127,20 @@ _CONFIGS = {
     ),
 }
 FAMILIES = tuple(_CONFIGS)
+HYBRID = "qwen3_5"  # two layers of linear attention: it cannot be packed
+_CONFIGS[HYBRID] = lambda: tf.Qwen3_5Config(
+    text_config={
+        **_TEXT,
+        "rope_parameters": {**_MROPE, "mrope_interleaved": True, "partial_rotary_factor": 1.0},
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    vision_config={**_QWEN_TOWER, "num_position_embeddings": 16},
+    **_QWEN_IDS,
+)
 _QWEN_IMAGES = {
     "patch_size": 4,
     "merge_size": 2,
@@ -138,6 +152,7 @@ _PIXELS = {"size": {"height": 8, "width": 8}}
 _PROCESSORS = {
     "qwen2_5_vl": ("Qwen2VLImageProcessor", _QWEN_IMAGES, {}, "<vs><image><ve>"),
     "qwen3_vl": ("Qwen2VLImageProcessor", _QWEN_IMAGES, {}, "<vs><image><ve>"),
+    "qwen3_5": ("Qwen2VLImageProcessor", _QWEN_IMAGES, {}, "<vs><image><ve>"),
     "smolvlm": (
         "SmolVLMImageProcessor",
         {"size": {"longest_edge": 16}, "max_image_size": {"longest_edge": 8}},
@@ -160,7 +175,11 @@ def model(family: str, dtype: torch.dtype = torch.float64) -> tf.PreTrainedModel
     config = _CONFIGS[family]()
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        return tf.AutoModelForImageTextToText.from_config(config, dtype=dtype, attn_implementation="eager").eval()
+        made = tf.AutoModelForImageTextToText.from_config(config, dtype=dtype, attn_implementation="eager").eval()
+        for name, parameter in made.named_parameters():
+            if name.endswith("mm_input_projection_weight"):  # Gemma 3 starts it at 0: images would have no effect
+                torch.nn.init.normal_(parameter, std=0.4)
+        return made
 
 
 def tokenizer() -> tf.PreTrainedTokenizerBase:

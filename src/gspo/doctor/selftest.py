@@ -24,7 +24,7 @@ from gspo.sampling.api import Sampler
 from gspo.system.launched import Launched
 from gspo.train.build.compute import set_threads
 from gspo.train.build.objective import make_plan
-from gspo.train.build.policy import add_configured_adapter, make_policy
+from gspo.train.build.policy import make_policy, set_trained_part
 from gspo.train.build.sampler import make_sampler, sampler_dtype
 
 EXACT_PARAMETERS = 3e8  # models on a CPU up to this size are checked in float64
@@ -111,7 +111,7 @@ def _exact(loaded: Loaded, policy: PolicyModule, tokenizer: Any) -> PolicyModule
     if policy.model.device.type != "cpu" or num_parameters(policy) > EXACT_PARAMETERS:
         return policy
     model = _another(loaded, policy, tokenizer, torch.float64)
-    add_configured_adapter(config, model)
+    set_trained_part(config, model)
     for parameter in model.parameters():  # an adapter is float32
         parameter.data = parameter.data.double()
     exact = PolicyModule(model)

@@ -25,6 +25,7 @@ import numpy as np
 
 from gspo.envs.chat import Chat, Message, TemplateError, continues, same_message
 from gspo.envs.episode import Exchange
+from gspo.errors import DataError
 from gspo.types import Prompt, Request, Sample, SampleId, SamplingParams
 
 # No tokenizer has more characters per token on average: longer texts cannot fit and are refused before tokenising.
@@ -90,6 +91,10 @@ class Client:
         max_turns: int,
         max_context: int,
     ) -> None:
+        if request.images is not None:
+            raise DataError(
+                f"request {tuple(request.id)} shows images, and episodes take text alone; remove the images"
+            )
         self._request, self._chat, self._submit = request, chat, submit
         self._max_turns, self._max_context = max_turns, max_context
         self.prompt = request.origin or Prompt(request.prompt, "")

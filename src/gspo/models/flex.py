@@ -53,10 +53,13 @@ def block_mask(layout: TreeLayout, reach: Reach, device: torch.device) -> BlockM
         enter, leave = (torch.from_numpy(np.repeat(x, layout.length)).to(device) for x in intervals(layout.parent))
         position = torch.from_numpy(layout.positions).to(device)  # [N]
         first = torch.from_numpy(reach.first(layout.positions)).to(device)  # [N]
+        block = None if layout.blocks is None else torch.from_numpy(layout.blocks).to(device)  # [N]
 
         def is_visible(b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Tensor:
             # Not later than the row, and in the row's own segment or an ancestor of it.
             seen = (position[col] <= position[row]) & (enter[col] <= enter[row]) & (enter[row] < leave[col])
+            if block is not None:  # or in the same span that sees itself both ways
+                seen = seen | ((block[col] == block[row]) & (block[row] >= 0))
             return seen if reach == EVERYTHING else seen & (first[row] <= position[col])
 
         num = len(layout.positions)

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gspo.errors import ConfigError
+from gspo.models.vision.parts import vision_parameters
 from gspo.system.imports import install_command
 
-ALL_LINEAR = "all-linear"
+ALL_LINEAR, VISION = "all-linear", "vision"
 _NAME = "default"  # peft's name of the only adapter
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # config fields of a mixture of experts
 _EXPERT_LAYERS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
@@ -53,7 +54,13 @@ def add_adapter(model: PreTrainedModel, *, rank: int, alpha: int, target_modules
 
 
 def _targets(model: PreTrainedModel, names: list[str]) -> list[str]:
-    """Last parts of the names of the layers to adapt; ConfigError for the head, or a layer that is not linear."""
+    """Names of the layers to adapt; ConfigError for the head, or a layer that is not linear.
+
+    Last parts of the names, which peft matches anywhere; in a vision-language model whole names, because the tower has
+    layers with the same last parts.
+    """
+    if vision_parameters(model):
+        return _targets_with_vision(model, names)
     head, is_moe = model.get_output_embeddings(), _is_moe(model)
     linear = sorted({path.rpartition(".")[2] for path in adaptable_layers(model)})
     if names == [ALL_LINEAR]:
@@ -74,14 +81,37 @@ def _targets(model: PreTrainedModel, names: list[str]) -> list[str]:
     return names
 
 
+def _targets_with_vision(model: PreTrainedModel, names: list[str]) -> list[str]:
+    language, tower = adaptable_layers(model), set(vision_parameters(model))
+    vision = [path for path, m in model.named_modules() if _is_linear(m) and f"{path}.weight" in tower]
+    found: list[str] = []
+    for name in names:
+        own = [path for path in language if path == name or path.endswith(f".{name}")]
+        chosen = vision if name == VISION else list(language) if name == ALL_LINEAR else own
+        if not chosen:
+            known = sorted({path.rpartition(".")[2] for path in language})
+            raise ConfigError(
+                f"actor.target_modules: the language part of {type(model).__name__} has no linear layer {name!r}; it "
+                f"has {', '.join(known)}; [{ALL_LINEAR}] means all of these, and {VISION} the layers of the tower"
+            )
+        found += [path for path in chosen if path not in found]
+    return found
+
+
 def adaptable_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Every linear layer that an adapter on `all-linear` covers, by its name: all but the head and experts' names."""
-    head, is_moe = model.get_output_embeddings(), _is_moe(model)
+    """Every linear layer that an adapter on `all-linear` covers, by its name: all but the head and experts' names.
+
+    Those of a vision tower are not among them.
+    """
+    head, is_moe, tower = model.get_output_embeddings(), _is_moe(model), set(vision_parameters(model))
     # Experts are one tensor per layer and not linear layers, but peft would match these names to them.
     return {
         path: module
         for path, module in model.named_modules()
-        if _is_linear(module) and module is not head and not (is_moe and path.rpartition(".")[2] in _EXPERT_LAYERS)
+        if _is_linear(module)
+        and module is not head
+        and f"{path}.weight" not in tower
+        and not (is_moe and path.rpartition(".")[2] in _EXPERT_LAYERS)
     }
 
 

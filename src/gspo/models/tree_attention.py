@@ -2,7 +2,8 @@
 
 Registered with transformers as `gspo_tree`. The model is called with one row [1, N] of tokens and their true positions,
 inside `use_attention(model, TREE, layout)`. A token attends to every token of its ancestor segments and causally to its
-own segment; a window or a chunk of the layer limits both.
+own segment; a window or a chunk of the layer limits both. Tokens of the same block (an image, where the model says so)
+also see each other.
 
 How it is computed. The visible (query, key) pairs form rectangles. Each segment's causal triangle is cut into tiles of
 rows, so that a long prompt does not compute its masked half. Each segment that has children gives one rectangle: the
@@ -30,6 +31,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
+
+from gspo.models.vision.parts import text_modules
 
 TREE = "gspo_tree"
 
@@ -76,14 +79,16 @@ class _Call:
 class TreeLayout:
     """Segments of one packed row, and the plans (one per reach, head count, dtype and device) made from them.
 
-    start, length, parent: [S]; parent −1 is a root, parents come before children, segments cover the row.
+    start, length, parent: [S]; parent −1 is a root, parents come before children, segments cover the row. blocks: [N]
+    the number of the span of neighbours, inside one segment, that see each other both ways; −1: none.
 
     >>> TreeLayout([0, 2, 5], [2, 3, 1], [-1, 0, 0]).positions.tolist()
     [0, 1, 2, 3, 4, 2]
     """
 
-    def __init__(self, start: Any, length: Any, parent: Any) -> None:
+    def __init__(self, start: Any, length: Any, parent: Any, blocks: NDArray[np.int64] | None = None) -> None:
         self.start, self.length, self.parent = (np.asarray(x, dtype=np.int64) for x in (start, length, parent))
+        self.blocks = blocks
         offset = np.zeros_like(self.start)  # [S] true position of a segment's first token
         # By segment with children: the token indices from the root to its end.
         self._paths: dict[int, NDArray[np.int64]] = {-1: np.zeros(0, np.int64)}
@@ -109,7 +114,7 @@ class TreeLayout:
         key = (reach, num_kv_heads, dtype, device)
         if key not in self.cache:
             self.cache[key] = [
-                _call(path, batch, self.positions, reach, num_kv_heads, dtype, device)
+                _call(path, batch, self, reach, num_kv_heads, dtype, device)
                 for path, rectangles in ((False, self._triangles(reach)), (True, self._path_rectangles(reach)))
                 for batch in _batches(rectangles)
             ]
@@ -125,8 +130,15 @@ class TreeLayout:
                 # Columns before this one are out of reach of every row of the tile.
                 offset = int(self.positions[begin]) if num else 0
                 first = max(0, int(reach.first(np.int64(offset + low))) - offset)
-                rectangles.append((np.arange(begin + low, begin + high), np.arange(begin + first, begin + high)))
+                end = self._block_end(begin + high)
+                rectangles.append((np.arange(begin + low, begin + high), np.arange(begin + first, end)))
         return [r for r in rectangles if len(r[0])]
+
+    def _block_end(self, end: int) -> int:
+        """`end`, or the end of the block that the token before `end` is in."""
+        if self.blocks is None or not end or self.blocks[end - 1] < 0:
+            return end
+        return int(np.flatnonzero(self.blocks == self.blocks[end - 1])[-1]) + 1
 
     def _path_rectangles(self, reach: Reach) -> list[_Rectangle]:
         rectangles: list[_Rectangle] = []
@@ -175,7 +187,7 @@ def _batches(rectangles: Sequence[_Rectangle]) -> Iterator[list[_Rectangle]]:
 def _call(
     path: bool,
     batch: Sequence[_Rectangle],
-    positions: NDArray[np.int64],
+    layout: TreeLayout,
     reach: Reach,
     num_kv_heads: int,
     dtype: torch.dtype,
@@ -186,9 +198,13 @@ def _call(
     for b, (row_tokens, col_tokens) in enumerate(batch):
         rows[b, : len(row_tokens)], cols[b, : len(col_tokens)] = row_tokens, col_tokens
     # Padding (−1) reads the last token's position; `visible` excludes it below.
+    positions, blocks = layout.positions, layout.blocks
     row_position, col_position = positions[rows][:, :, None], positions[cols][:, None, :]  # [B, Q, 1], [B, 1, C]
     # Ancestors are always before a row, so one comparison of true positions is right for triangles and paths.
-    visible = (col_position <= row_position) & (rows >= 0)[:, :, None] & (cols >= 0)[:, None, :]  # [B, Q, C]
+    visible = col_position <= row_position  # [B, Q, C]
+    if blocks is not None:
+        visible |= (blocks[rows][:, :, None] == blocks[cols][:, None, :]) & (blocks[rows] >= 0)[:, :, None]
+    visible &= (rows >= 0)[:, :, None] & (cols >= 0)[:, None, :]
     visible &= col_position >= reach.first(row_position)
     mask = None
     # No mask if every pair is visible, and one for the whole batch if all rectangles have the same.
@@ -418,7 +434,7 @@ def use_attention(model: nn.Module, name: str, layout: TreeLayout | None = None)
     Trainer and sampler share one model and use different implementations, so neither sets one permanently.
     """
     # By id, because several modules can share one config object.
-    configs = list({id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}.values())
+    configs = list({id(m.config): m.config for m in text_modules(model) if isinstance(m, PreTrainedModel)}.values())
     before = [config._attn_implementation for config in configs]
     for config in configs:
         config._attn_implementation = name

@@ -57,6 +57,7 @@ def sample_rows(
                         else None,
                         **question_of(group.prompt),
                         **messages_of(group.prompt),
+                        **images_of(group.prompt),
                         **turns_of(sample, sequence, branch, batch.token_advantages, index, decode),
                     }
                 )
@@ -74,6 +75,14 @@ def question_of(prompt: Prompt) -> dict[str, str]:
     """The last message of a prompt that a chat template rendered; empty for plain text."""
     content = prompt.messages[-1].get("content") if prompt.messages else None
     return {"question": content} if isinstance(content, str) and content != prompt.text else {}
+
+
+def images_of(prompt: Prompt) -> dict[str, Any]:
+    """The digest of a prompt's images, and where each is from and its size; never pixels. Empty for text alone."""
+    if prompt.images is None:
+        return {}
+    pairs = zip(prompt.images.names, prompt.images.sizes, strict=True)
+    return {"images": {"sha256": prompt.images.digest, "from": [{"name": name, "size": size} for name, size in pairs]}}
 
 
 def turns_of(

@@ -64,6 +64,8 @@ def write_model(
             _weights(policy, tmp, shard)
             _configs(policy.model, tmp)
         tokenizer.save_pretrained(tmp)
+        if policy.processor is not None:
+            policy.processor.save(tmp)
         (tmp / "gspo.json").write_text(json.dumps(origin, indent=1) + "\n", encoding="utf-8")
         os.chmod(tmp, 0o755)  # mkdtemp makes private folders, and safetensors private files
         for file in tmp.iterdir():

@@ -14,7 +14,7 @@ from gspo.faults import reached
 from gspo.learner.credit import batch_with_advantages
 from gspo.learner.learner import Learner
 from gspo.learner.reference import Reference, reference_logp
-from gspo.monitor.samples import question_of, turns_of
+from gspo.monitor.samples import images_of, question_of, turns_of
 from gspo.rewards.route import Rewards
 from gspo.rollout.groups import refuse_failures, sample_groups
 from gspo.rollout.workflow import Workflow, single_turn
@@ -228,5 +228,6 @@ def problem_of(group: Group) -> dict[str, Any]:
         "source": prompt.source,
         "prompt": prompt.text,
         **question_of(prompt),
+        **images_of(prompt),
         "answer": prompt.answer,
     }

@@ -15,7 +15,14 @@ from gspo.rollout.producer import NullProducer
 from gspo.runs.code import changed_code
 from gspo.runs.directory import RunDir
 from gspo.system.heartbeat import beat, stalls_logged
-from gspo.train.build.data import make_curriculum, make_evaluator, open_data, prompt_stream, watched
+from gspo.train.build.data import (
+    make_curriculum,
+    make_evaluator,
+    open_data,
+    prompt_stream,
+    refuse_images,
+    watched,
+)
 from gspo.train.build.episodes import make_episodes
 from gspo.train.build.learner import make_learner
 from gspo.train.build.optim import make_updater
@@ -71,6 +78,7 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
     data, valid = open_data(config, given.dataset, given.valid, learner.tokenizer, max_context, given.environment)
     # An environment may give its own rewards; supervised fine-tuning needs none.
     both = [data, *([valid] if valid else [])]
+    refuse_images(config, both, has_environment=given.environment is not None, policy=policy)
     scores = given.environment is not None or scores_answers(config, given.reward, both)
     chosen = [] if given.environment is not None or not scores else default_rewards(config, given.reward, both)
     workflow, count_episodes = given.workflow, dict[str, float]

@@ -78,7 +78,14 @@ class Actor(Section):
     lora_rank: int = key(32, "Rank of the adapter.", low=1)
     lora_alpha: int = key(16, "Scale of the adapter: it is multiplied by lora_alpha / lora_rank.", low=1)
     target_modules: list[str] = key(
-        ["all-linear"], "Layers with an adapter, by the last part of their names. [all-linear]: all except the LM head."
+        ["all-linear"],
+        "Layers with an adapter, by the last part of their names. [all-linear]: all except the LM head. In a "
+        "vision-language model both mean the language part; `vision` adds the linear layers of the vision tower.",
+    )
+    freeze_vision: bool = key(
+        False,
+        "Do not train the vision tower of a vision-language model. The features of an image are then computed once and "
+        "used by the sampler and in every pass of the trainer.",
     )
 
     # The objective.

@@ -61,7 +61,7 @@ def look_at_environment(config: Config) -> str:
 
 def check_data(config: Config, tokenizer: Any) -> Iterator[Check]:
     """Rows, columns, the held-out part, and the longest prompt if the tokenizer is here."""
-    from gspo.train.build.data import make_data, refuse_long_prompts
+    from gspo.train.build.data import make_data, refuse_images, refuse_long_prompts
     from gspo.train.build.episodes import make_environment
     from gspo.train.build.policy import limit_context
     from gspo.train.build.rewards import default_rewards, scores_answers
@@ -76,6 +76,8 @@ def check_data(config: Config, tokenizer: Any) -> Iterator[Check]:
         environment = make_environment(config, None)
         data, valid = make_data(readable, None, None, tokenizer, environment)
         both = [part for part in (data, valid) if part is not None]
+        if tokenizer is not None:
+            refuse_images(config, both, has_environment=environment is not None, policy=None)
         if environment is None and scores_answers(config, None, both):
             default_rewards(config, None, both)
         sizes = "; ".join(line for part in (data, valid) if part is not None for line in part.describe().splitlines())

@@ -31,7 +31,7 @@ from gspo.sampling.engines.vllm import EXTENSION, MAX_LOGPROBS, NAME, WORKER_FOL
 from gspo.sampling.weights.load import check_finite, fetch
 from gspo.system.launched import Launched
 from gspo.train.build.compute import device_and_dtype
-from gspo.train.build.policy import add_configured_adapter
+from gspo.train.build.policy import set_trained_part
 from gspo.train.build.sampler import sampling_params, sends_adapter
 
 
@@ -64,7 +64,7 @@ def adapter_folders(config: Config, source: str, folder: Path) -> Callable[[str,
     if not sends_adapter(config):
         return None
     model = without_weights(source)
-    add_configured_adapter(config, model)
+    set_trained_part(config, model)
     # Only names and shapes are needed, so the model is built without weights.
     expected = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ from gspo.learner.ranks.world import ALONE, World
 from gspo.models.lora import merged_state
 from gspo.models.moe import padded_routes, recomputing
 from gspo.models.tree_attention import TREE, TreeLayout, current_layout, use_attention
+from gspo.models.vision.processor import Processor
+from gspo.models.vision.tower import Placement, ShownPrompt, Vision
 
 
 class PolicyOutput(NamedTuple):
@@ -77,6 +79,9 @@ class PolicyModule(nn.Module):
         self.attention = TREE  # name of the attention implementation that shares prefixes
         self.world: World = ALONE  # the ranks that hold shards of the weights (`sharding.py`)
         self.compute_dtype: torch.dtype | None = None  # if layers compute in another dtype than the weights'
+        self.vision = Vision.of(model)  # None: text alone
+        self.images_refused = ""  # why prompts cannot show images, though the model has a vision tower
+        self.processor: Processor | None = None  # makes tokens and inputs of text and images
         head = model.get_output_embeddings()
         if type(head) is not nn.Linear:
             raise DataError(
@@ -188,15 +193,46 @@ class PolicyModule(nn.Module):
         """The trunk's last hidden states, [N, hidden]."""
         if self.layout != "shared" and bool((packed.parent >= 0).any()):
             raise ValueError("this model does not share prefixes: use PolicyModule.pack")
+        inputs, layout = self._image_inputs(packed) if packed.shown is not None else ({}, packed.layout)
         if self.layout == "padded":
             ids, at = packed.padded  # [B, T], [N]
             with padded_routes(at):
-                out = self.trunk(input_ids=ids)  # [B, T, hidden]
+                out = self.trunk(input_ids=ids, **inputs)  # [B, T, hidden]
             return out.flatten(0, 1).index_select(0, at)
-        with self._attention(packed.layout):
-            return self.trunk(input_ids=packed.tokens[None], position_ids=packed.positions[None])[0]
+        with self._attention(layout):
+            return self.trunk(**{"input_ids": packed.tokens[None], "position_ids": packed.positions[None], **inputs})[0]
 
-    def trunk(self, **inputs: Tensor) -> Tensor:
+    def _image_inputs(self, packed: Packed) -> tuple[dict[str, Any], TreeLayout]:
+        """The arguments of the trunk for a row with images, after a pass of the tower, and the attention's layout."""
+        vision, shown, device = self.vision, packed.shown, packed.tokens.device
+        assert shown is not None
+        if vision is None:
+            reason = self.images_refused or "it has no vision tower that transformers can run apart from its text part"
+            raise DataError(f"{type(self.model).__name__} takes no images: {reason}")
+        # Made once for a row and a model: it does not depend on the weights.
+        made = packed.__dict__.get("placement")
+        if made is None or made[0] is not vision:
+            tree = packed.layout
+            placement = vision.lay_out(packed.tokens.cpu().numpy(), tree.positions, tree.start, tree.length, shown)
+            layout = tree
+            if placement.blocks is not None:
+                layout = TreeLayout(tree.start, tree.length, tree.parent, placement.blocks)
+            made = packed.__dict__["placement"] = (vision, placement, layout)
+        _, placement, layout = made
+        inputs: dict[str, Any] = {"mm_encoder_outputs": {"image": vision.encoder_output(shown.prompts, placement)}}
+        positions = _rotary(placement, packed, self.layout)
+        if positions is not None:
+            inputs["position_ids"] = positions.to(device)
+        # With shared prefixes, the layout has the blocks and transformers makes no mask.
+        if placement.types is not None and self.layout != "shared":
+            types = torch.from_numpy(placement.types).to(device)  # [N]
+            if self.layout == "padded":
+                ids, at = packed.padded  # [B, T], [N]
+                types = torch.full_like(ids, placement.type_after).view(-1).index_copy_(0, at, types).view_as(ids)
+            inputs["token_type_ids"] = types if self.layout == "padded" else types[None]
+        return inputs, layout
+
+    def trunk(self, **inputs: Any) -> Tensor:
         """The hidden states that enter the head, [B, T, hidden]."""
         if not self.stop_at_head:
             return self.model.base_model(use_cache=False, **inputs).last_hidden_state
@@ -244,16 +280,40 @@ class PolicyModule(nn.Module):
         for item in items:
             for completion in item.completions:
                 tokens = torch.from_numpy(np.concatenate([item.prompt, completion.tokens])).to(device)  # [P + T]
+                more = self.plain_inputs(item, len(tokens) - 1)
                 # [T, V]; the last prompt token predicts the first completion token
-                logits = self.model(input_ids=tokens[None, :-1], use_cache=False).logits[0, len(item.prompt) - 1 :]
+                out = self.model(input_ids=tokens[None, :-1], use_cache=False, **more)
+                logits = out.logits[0, len(item.prompt) - 1 :]
                 logp = logits.to(output_dtype(logits.dtype)).log_softmax(-1)  # [T, V]
                 parts.append(logp.gather(1, tokens[len(item.prompt) :, None])[:, 0])  # [T]
         return torch.cat(parts)
+
+    def plain_inputs(self, item: PackItem, num_tokens: int) -> dict[str, Tensor]:
+        """What the model's own forward needs besides `num_tokens` tokens that begin with the prompt of `item`."""
+        if item.images is None or self.vision is None:
+            return {}
+        return self.vision.plain_inputs(ShownPrompt(tuple(item.prompt.tolist()), item.images), num_tokens)
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """`weight_names` as unsharded tensors on the CPU, one at a time; all ranks must iterate together."""
         for name, tensor in weight_names(self):
             yield name, full(tensor).to("cpu", self.compute_dtype)
+
+
+def _rotary(placement: Placement, packed: Packed, layout: Layout) -> Tensor | None:
+    """The positions of a row with images in the form that its model takes; None: those of the row."""
+    if placement.positions is None:
+        return None
+    positions = torch.from_numpy(placement.positions).to(packed.tokens.device)  # [D, N]
+    if layout == "padded":
+        ids, at = packed.padded  # [B, T], [N]
+        made = positions.new_zeros(len(positions), ids.numel()).index_copy_(1, at, positions)
+        made = made.view(-1, *ids.shape)  # [D, B, T]
+    else:
+        # In plain packing, a model with 3-D positions makes its masks from one more row: the positions of the text.
+        is_4d = layout == "packed" and len(positions) > 1
+        made = (torch.cat([packed.positions[None], positions]) if is_4d else positions)[:, None]  # [D or D + 1, 1, N]
+    return made if len(positions) > 1 else made[0]
 
 
 def weight_names(policy: PolicyModule) -> Iterator[tuple[str, Tensor]]:

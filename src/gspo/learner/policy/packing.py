@@ -30,7 +30,8 @@ from torch import Tensor
 
 from gspo.errors import DataError
 from gspo.models.tree_attention import TreeLayout
-from gspo.types import Images, Kept
+from gspo.models.vision.tower import Shown, ShownPrompt
+from gspo.types import Images, Kept, PromptKey
 
 Layout = Literal["shared", "packed", "padded"]
 
@@ -109,6 +110,7 @@ class Packed:
     # Truncated sampling only: the log-prob of target m is over its kept set. The sets are `kept_ids`, end to end.
     kept_counts: Tensor | None = None  # [M] int64; 0: the whole vocabulary
     kept_ids: Tensor | None = None  # [Σ kept_counts] int64
+    shown: Shown | None = None  # the prompts with images; None: text alone
 
     @property
     def num_tokens(self) -> int:
@@ -158,7 +160,9 @@ class Packed:
         """The same micro-batch on another device; `layout` stays on the host and is reused."""
         if self.tokens.device == torch.device(device):
             return self
-        tensors = {name: value for name in self.__dataclass_fields__ if (value := getattr(self, name)) is not None}
+        tensors = {
+            name: value for name in self.__dataclass_fields__ if isinstance(value := getattr(self, name), Tensor)
+        }
         moved = replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
         moved.__dict__["layout"] = self.layout
         return moved
@@ -215,6 +219,7 @@ def _common(a: NDArray[np.integer[Any]], b: NDArray[np.integer[Any]]) -> int:
 def forest(
     segments: Sequence[tuple[NDArray[np.integer[Any]], int]],
     sequences: Sequence[tuple[NDArray[np.integer[Any]], NDArray[np.integer[Any]], int]],
+    shown: Shown | None = None,
 ) -> Packed:
     """Pack any tree: segments (tokens, parent) and sequences (sources, targets, index)."""
     length = np.array([len(tokens) for tokens, _ in segments], dtype=np.int64)  # [S]
@@ -233,6 +238,7 @@ def forest(
         target=_flat([targets for _, targets, _ in sequences]),
         cu_seqlens=torch.from_numpy(np.cumsum(lengths)),
         index=torch.tensor([index for _, _, index in sequences], dtype=torch.int64),
+        shown=shown,
     )
     packed.__dict__["layout"] = layout  # fills the cached property: the layout was computed above
     return packed
@@ -247,14 +253,25 @@ def pack(items: Sequence[PackItem], *, share_prefix: bool = True, vocab_size: in
     segments: list[tuple[NDArray[np.integer[Any]], int]] = []
     sequences: list[tuple[NDArray[np.integer[Any]], NDArray[np.integer[Any]], int]] = []
     end = 0  # row length so far
+    prompts: dict[PromptKey, ShownPrompt] = {}  # those with images
+    number = -1  # of the item's prompt among them
+    of_segment: list[tuple[int, int]] = []  # of each segment: index into `prompts` or −1, tokens that are the prompt
 
     def append(tokens: NDArray[np.integer[Any]], parent: int) -> int:
         nonlocal end
         segments.append((tokens, parent))
+        # A root segment begins with the prompt of its item.
+        of_segment.append((number, num_prompt if parent < 0 else 0))
         end += len(tokens)
         return end - len(tokens)
 
     for item in items:
+        number = -1
+        if item.images is not None and any(c.is_trained for c in item.completions):
+            # Several items may have the same prompt, whose images are encoded once.
+            prompt = ShownPrompt(tuple(item.prompt.tolist()), item.images)
+            prompts.setdefault(prompt.key, prompt)
+            number = list(prompts).index(prompt.key)
         _check(item, vocab_size)
         num_prompt = len(item.prompt)
         # A prompt with one trained completion has nothing to share: prompt and completion are one segment.
@@ -293,7 +310,11 @@ def pack(items: Sequence[PackItem], *, share_prefix: bool = True, vocab_size: in
                     begin = append(inputs, root) if len(inputs) else end
                     sources = np.where(trained == 0, prompt_end - 1, begin + trained - 1)
             sequences.append((sources, completion.tokens[trained], completion.index))
-    return _with_kept(forest(segments, sequences), [c for item in items for c in item.completions])
+    shown = None
+    if prompts:
+        which, num_tokens = np.array(of_segment, dtype=np.int64).reshape(-1, 2).T  # [S] each
+        shown = Shown(tuple(prompts.values()), which, num_tokens)
+    return _with_kept(forest(segments, sequences, shown), [c for item in items for c in item.completions])
 
 
 def _with_kept(packed: Packed, completions: Sequence[Completion]) -> Packed:

@@ -5,6 +5,9 @@ must give the same log-probs and the same gradients, and no gradient from a sequ
 last test is exact in every dtype: state that leaks over the border of two sequences (linear attention, convolutions)
 can change log-probs by less than the rounding of two correct computations. Several ranks compare no gradients; there,
 the log-probs of a sequence must not change with the tokens of others.
+
+A vision-language model is compared a second time, with images: text alone would pass a model whose image positions or
+masks are wrong. One that fails then trains on text only.
 """
 
 from __future__ import annotations
@@ -12,10 +15,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gspo import rng
@@ -24,6 +29,8 @@ from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.packing import Completion, Layout, Packed, PackItem
 from gspo.models.flex import FLEX
 from gspo.models.tree_attention import TREE
+from gspo.models.vision.processor import ImageFile, Processor
+from gspo.models.vision.tower import ShownPrompt
 
 # Largest |log-prob difference| between two correct computations; attention across sequences gives far more.
 LOGP_TOLERANCE = {torch.float64: 1e-8, torch.float32: 5e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
@@ -40,15 +47,66 @@ class Probed(NamedTuple):
     reason: str  # one line: which layout, and why no better one
     logp_gap: float  # largest |difference| of a log-prob
     gradient_gap: float | None  # ‖difference‖ / ‖gradient‖; None on several ranks, where it is not measured
+    attention: str = TREE
 
 
-def probe(policy: PolicyModule, *, share_prefix: bool = True) -> Probed:
+def probe(policy: PolicyModule, *, share_prefix: bool = True, processor: Processor | None = None) -> Probed:
     """Set the layout of `policy` to the first one that agrees with the model's own forward, or raise DataError.
 
-    `share_prefix=False` (actor.share_prefix) leaves out the layout that shares prefixes.
+    `share_prefix=False` (actor.share_prefix) leaves out the layout that shares prefixes. With the `processor` of a
+    vision-language model, prompts with images are compared too; if they fail, `policy.vision` is None afterwards.
     """
-    name = type(policy.model).__name__
     items = probe_items(policy.model.config.get_text_config().vocab_size)
+    ways = _ways(policy, share_prefix)
+    vision = policy.vision
+    if policy.world.size > 1 and vision is not None:
+        # FSDP cuts the tower too: all ranks would have to run it equally often.
+        policy.vision, policy.images_refused = None, "with several ranks, prompts cannot show images: train on one GPU"
+    if policy.vision is None or vision is None or processor is None:
+        return _first_right(policy, items, ways)
+    training = policy.training
+    plain = _without(vision.token, items)
+    on_text = None if vision.sees_prompts_both_ways else _first_right(policy, items, ways)
+    try:
+        shown = [
+            PackItem(np.array(prompt.tokens), item.completions, prompt.images)
+            for prompt, item in zip(image_prompts(processor), plain, strict=True)
+        ]
+        if on_text is None:
+            return _first_right(policy, shown, ways)
+        # Text beside images, in one row. The layout may be a slower one than that of text alone.
+        count = sum(len(item.completions) for item in shown)
+        text = [replace(i, completions=tuple(replace(c, index=c.index + count) for c in i.completions)) for i in plain]
+        return _first_right(policy, [*shown, *text], ways[ways.index((policy.attention, policy.layout)) :])
+    except DataError as cause:
+        if on_text is None:
+            raise
+        policy.vision, policy.images_refused = None, str(cause)
+        policy.attention, policy.layout, policy.layout_reason = on_text.attention, on_text.layout, on_text.reason
+        policy.train(training)
+        return on_text
+
+
+def _ways(policy: PolicyModule, share_prefix: bool) -> list[tuple[str, Layout]]:
+    """The attentions and layouts that may be right, best first."""
+    on_cuda = policy.model.device.type == "cuda"
+    ways: list[tuple[str, Layout]] = [(TREE, "padded")]
+    if not _why_padded(policy):
+        ways.insert(0, (TREE, "packed"))
+        if share_prefix:
+            ways[:0] = [(FLEX, "shared"), (TREE, "shared")] if on_cuda else [(TREE, "shared")]
+    return ways
+
+
+def _why_padded(policy: PolicyModule) -> str:
+    # Not measured for models that say so themselves: fused kernels of such layers may accept packed rows on one
+    # machine and not on another.
+    stateful = bool(getattr(policy.model, "_is_stateful", False))
+    return "keeps state outside the attention" if stateful else _mask_table(policy.model)
+
+
+def _first_right(policy: PolicyModule, items: list[PackItem], ways: list[tuple[str, Layout]]) -> Probed:
+    name = type(policy.model).__name__
     training = policy.training
     policy.eval()  # no gradient checkpointing: one graph is differentiated several times
     with torch.no_grad():
@@ -57,16 +115,6 @@ def probe(policy: PolicyModule, *, share_prefix: bool = True) -> Probed:
         policy.inspect_head(items)
     if not bool(plain.isfinite().all()):
         raise DataError(_not_finite(policy))
-    # Not measured for models that say so themselves: fused kernels of such layers may accept packed rows on one
-    # machine and not on another.
-    stateful = bool(getattr(policy.model, "_is_stateful", False))
-    on_cuda = policy.model.device.type == "cuda"
-    ways: list[tuple[str, Layout]] = [(TREE, "padded")]
-    why_padded = "keeps state outside the attention" if stateful else _mask_table(policy.model)
-    if not why_padded:
-        ways.insert(0, (TREE, "packed"))
-        if share_prefix:
-            ways[:0] = [(FLEX, "shared"), (TREE, "shared")] if on_cuda else [(TREE, "shared")]
     causes: dict[Layout, str] = {}
     # The loop variables are attributes of the module: the first way that agrees stays selected.
     for policy.attention, policy.layout in ways:
@@ -82,8 +130,8 @@ def probe(policy: PolicyModule, *, share_prefix: bool = True) -> Probed:
             causes[policy.layout] = failure
             continue
         policy.train(training)
-        policy.layout_reason = _reason(name, policy.layout, logp_gap, causes, why_padded)
-        return Probed(policy.layout, policy.layout_reason, logp_gap, gradient_gap)
+        policy.layout_reason = _reason(name, policy.layout, logp_gap, causes, _why_padded(policy))
+        return Probed(policy.layout, policy.layout_reason, logp_gap, gradient_gap, policy.attention)
     found = "; ".join(f"with {WORDS[layout]}, {cause}" for layout, cause in causes.items())
     raise DataError(
         f"{name} cannot be trained: its log-probs are not those of its own forward pass: {found}. The model transforms "
@@ -148,7 +196,7 @@ def _gaps(policy: PolicyModule, items: list[PackItem], plain: Tensor) -> tuple[f
         # The same sequence alone, by the model's own code: [1, L, hidden]
         alone = policy.pack([replace(item, completions=(completion,))])
         with _embedded(policy.model) as own:
-            out = policy.trunk(input_ids=alone.tokens[None])[0]
+            out = policy.trunk(input_ids=alone.tokens[None], **policy.plain_inputs(item, alone.num_tokens))[0]
         (want,) = torch.autograd.grad((out.index_select(0, alone.source) * direction).sum(), own[0])
         if policy.layout == "padded":
             ids, at = packed.padded  # [B, T], [N]
@@ -226,6 +274,43 @@ def _not_finite(policy: PolicyModule) -> str:
             f"{name} has weights that are NaN or infinite: {', '.join(broken[:3])}{more}; check the files of actor.path"
         )
     return f"{name} gives log-probs that are not finite in {policy.model.dtype}; set actor.dtype: float32"
+
+
+def image_prompts(processor: Processor) -> list[ShownPrompt]:
+    """A prompt with one image, and one with two of other sizes; text is between two images."""
+    draw = rng.generator(0, "probe images")
+    found = []
+    for sizes in (((64, 48),), ((48, 64), (32, 32))):
+        # Noise, so that no two patches are equal.
+        pixels = [draw.integers(0, 256, (height, width, 3)).astype(np.uint8) for width, height in sizes]
+        files = [ImageFile("probe", partial(_picture, array)) for array in pixels]
+        text = "".join(f"{processor.placeholder} a " for _ in files)
+        tokens, images = processor.prompt(text, files)
+        assert images is not None
+        found.append(ShownPrompt(tokens, images))
+    return found
+
+
+def _picture(pixels: NDArray[np.uint8]) -> Any:
+    from PIL import Image
+
+    return Image.fromarray(pixels)
+
+
+def _without(token: int, items: list[PackItem]) -> list[PackItem]:
+    """The items with another token in its place: the model's own forward would ask for a feature there."""
+
+    def other(completion: Completion) -> Completion:
+        return replace(completion, tokens=_replaced(completion.tokens, token))
+
+    return [
+        replace(item, prompt=_replaced(item.prompt, token), completions=tuple(map(other, item.completions)))
+        for item in items
+    ]
+
+
+def _replaced(tokens: NDArray[Any], token: int) -> NDArray[Any]:
+    return np.where(tokens == token, token - 1 if token else 1, tokens)
 
 
 def probe_items(vocab_size: int) -> list[PackItem]:

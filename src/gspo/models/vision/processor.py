@@ -59,6 +59,11 @@ class Processor:
         self._kept: OrderedDict[tuple[str, str], Inputs] = OrderedDict()  # by text and digest, oldest first
         self._lock = threading.Lock()  # the sampler may run in another thread than the trainer
 
+    @property
+    def needs_images(self) -> bool:
+        """Whether the model reads a prompt both ways, which transformers supports with images only (PaliGemma)."""
+        return any(kind.__name__ == "PaliGemmaProcessor" for kind in type(self.inner).__mro__)
+
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Messages by the chat template; a part {"type": "image"} of a message becomes a placeholder."""
         chosen = {"chat_template": self.chat_template, "add_generation_prompt": True, **options}
@@ -78,6 +83,8 @@ class Processor:
                 "there must be one placeholder per image"
             )
         if not images:
+            if self.needs_images:
+                raise DataError(f"{type(self.inner).__name__}: the model needs an image in every prompt")
             return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens)), None
         opened = self._open(images)
         digest = _digest(opened)

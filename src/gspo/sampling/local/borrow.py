@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gspo.models.vision.parts import text_modules
+
 _FEW_ROWS, _MANY_WEIGHTS = 64, 2**18  # for fewer rows and more weights, `_linear` is faster than F.linear
 
 
@@ -20,7 +22,7 @@ class Borrowed:
     def __init__(self, model: Any) -> None:
         self.model = model
         # A part of the model may have its own config object: the attention implementation is set on each of them.
-        self._configs = list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
+        self._configs = list({id(m.config): m.config for m in text_modules(model) if hasattr(m, "config")}.values())
         # Plain nn.Linear only: adapters and quantised layers keep their own forward.
         linears = [m for m in model.modules() if type(m) is nn.Linear and m.weight.device.type == "cpu"]
         self._linears = [m for m in linears if m.weight.numel() >= _MANY_WEIGHTS]

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from gspo.errors import RolloutError
 from gspo.models.moe import routed
+from gspo.models.vision.tower import Shown, ShownPrompt, Vision
 from gspo.sampling.local.cache_rows import CacheLayout, Part, num_bytes
 from gspo.sampling.local.rows import Rows
 from gspo.sampling.local.stepper import Finished, KeptRow, Step, StoredPrompt, first_of_each
@@ -47,12 +48,13 @@ class LengthStepper:
         model: Any,
         routers: Sequence[nn.Module],
         prefill_tokens: int,
+        vision: Vision | None,
         layout: CacheLayout | None,
         rows: Rows,
         counts: Counter[str],
     ) -> None:
         self._model, self._routers, self._prefill_tokens = model, routers, prefill_tokens
-        self._layout, self._rows, self._counts = layout, rows, counts
+        self._vision, self._layout, self._rows, self._counts = vision, layout, rows, counts
         self._accepts = inspect.signature(model.forward).parameters
         self.prompts: dict[PromptKey, StoredPrompt] = {}
         self.kept: dict[tuple[int, int], KeptRow] = {}  # stays empty
@@ -65,15 +67,25 @@ class LengthStepper:
         return sum(num_bytes(cache) for cache in {id(c): c for c in caches}.values())
 
     def _forward(
-        self, tokens: NDArray, cache: Any = None, start_b: NDArray | None = None
+        self,
+        tokens: NDArray,
+        cache: Any = None,
+        start_b: NDArray | None = None,
+        delta_b: NDArray | int = 0,
+        requests: Sequence[Request] = (),
     ) -> tuple[Tensor, NDArray | None, Any]:
-        """Feed tokens [B, L]: logits [B, V] of the last, routes [B, L, …], cache. `start_b` [B]: tokens in `cache`."""
+        """Feed tokens [B, L]: logits [B, V] of the last, routes [B, L, …], cache. `start_b` [B]: tokens in `cache`.
+
+        `delta_b` [B] shifts positions after images. `requests` [B] are those of whole sequences.
+        """
         device = self._model.device
         options: dict[str, Any] = {"use_cache": self._layout is not None}
         start_b = np.zeros(len(tokens), dtype=np.int64) if start_b is None else start_b
         # Passed even where a model could derive them: some derive wrong ones from a cache without keys.
         if "position_ids" in self._accepts:
-            options["position_ids"] = torch.from_numpy(start_b[:, None] + np.arange(tokens.shape[1])).to(device)
+            options["position_ids"] = torch.from_numpy((start_b + delta_b)[:, None] + np.arange(tokens.shape[1]))
+        options |= self._images(tokens, requests)
+        options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
         # Shorter rows have padding on the left. A recurrent state has none.
         if (start_b < start_b.max()).any() and self._layout is not None and self._layout.has_tokens:
             seen = np.arange(start_b.max() + 1) >= start_b.max() - start_b[:, None]  # [B, cached tokens + 1]
@@ -92,6 +104,32 @@ class LengthStepper:
             if cache is None:
                 raise RolloutError("the model returns no cache")
         return output.logits[:, -1], routes, cache
+
+    def _images(self, tokens: NDArray, requests: Sequence[Request]) -> dict[str, Any]:
+        """The arguments for whole sequences [B, L] that begin with prompts with images; empty for text alone."""
+        shown = {r.key: ShownPrompt(r.prompt, r.images) for r in requests if r.images is not None}
+        if not shown:
+            return {}
+        assert self._vision is not None  # the engine checks every request
+        (num_rows, length), numbers = tokens.shape, list(shown)
+        of_row = np.array([numbers.index(r.key) if r.images is not None else -1 for r in requests])
+        row = Shown(tuple(shown.values()), of_row, np.array([len(r.prompt) for r in requests]))
+        # The rows end to end.
+        placed = self._vision.lay_out(
+            tokens.reshape(-1),
+            np.tile(np.arange(length), num_rows),
+            np.arange(num_rows) * length,
+            np.full(num_rows, length),
+            row,
+        )
+        self._counts["prefill_images"] += len(shown)
+        found: dict[str, Any] = {"mm_encoder_outputs": {"image": self._vision.encoder_output(row.prompts, placed)}}
+        if placed.positions is not None:
+            positions = torch.from_numpy(placed.positions).view(-1, num_rows, length)  # [D, B, L]
+            found["position_ids"] = positions if len(positions) > 1 else positions[0]
+        if placed.types is not None:
+            found["token_type_ids"] = torch.from_numpy(placed.types).view(num_rows, length)
+        return found
 
     def _whole(self, sequences: Sequence[NDArray]) -> Iterator[tuple[list[int], NDArray]]:
         """Batches of whole sequences of equal length: their indices and tokens [B, L], at most `prefill_tokens`."""
@@ -112,7 +150,7 @@ class LengthStepper:
         fresh = [r for r in requests if r.prefix is None or not len(r.prefix.tokens)]
         prompts = first_of_each(r for r in fresh if r.key not in self.prompts)
         for part, tokens in self._whole([np.array(r.prompt) for r in prompts]):
-            logits, routes, cache = self._forward(tokens)
+            logits, routes, cache = self._forward(tokens, requests=[prompts[i] for i in part])
             for row, index in enumerate(part):
                 chosen = None if routes is None else routes[row]
                 self.prompts[prompts[index].key] = StoredPrompt(logits[row], chosen, cache=cache, index=row)
@@ -123,6 +161,10 @@ class LengthStepper:
         return self._forward(np.ones((num_rows, 1), dtype=np.int64), cache, np.full(num_rows, num_tokens))[2]
 
     def join(self, slots: NDArray) -> None:
+        for slot in slots:
+            request = self._request(int(slot))
+            if request.images is not None and self._vision is not None:
+                self._rows.delta[slot] = self._vision.delta(ShownPrompt(request.prompt, request.images))
         if self._layout is None:
             return
         self._fresh += [int(s) for s in slots if self._rows.count[s] == 0]
@@ -130,13 +172,16 @@ class LengthStepper:
         # The last token of a row is its next input.
         sequences = [self._tokens(slot)[:-1] for slot in continued]
         for part, tokens in self._whole(sequences):
-            cache = self._forward(tokens)[2]
+            cache = self._forward(tokens, requests=[self._request(continued[i]) for i in part])[2]
             self._add(_Batch(np.array([continued[i] for i in part]), tokens.shape[1], cache))
 
-    def _tokens(self, slot: int) -> NDArray:
+    def _request(self, slot: int) -> Request:
         request = self._rows.requests[slot]
         assert request is not None
-        return np.concatenate([request.prompt, self._rows.tokens[slot, : self._rows.count[slot]]])
+        return request
+
+    def _tokens(self, slot: int) -> NDArray:
+        return np.concatenate([self._request(slot).prompt, self._rows.tokens[slot, : self._rows.count[slot]]])
 
     def _add(self, batch: _Batch) -> None:
         """Join a batch of equal length, or of any length where the cache allows it."""
@@ -163,9 +208,7 @@ class LengthStepper:
         """Repeat the caches of prompts for the rows that have drawn their first token."""
         by_cache: dict[int, list[tuple[int, StoredPrompt]]] = {}
         for slot in self._fresh:
-            request = self._rows.requests[slot]
-            assert request is not None
-            stored = self.prompts[request.key]
+            stored = self.prompts[self._request(slot).key]
             by_cache.setdefault(id(stored.cache), []).append((slot, stored))
         for members in by_cache.values():
             slots = np.array([slot for slot, _ in members])
@@ -179,13 +222,14 @@ class LengthStepper:
         if self._layout is None:
             living = rows.living()
             for part, tokens in self._whole([self._tokens(int(slot)) for slot in living]):
-                logits, routes, _ = self._forward(tokens)
+                logits, routes, _ = self._forward(tokens, requests=[self._request(int(living[i])) for i in part])
                 steps.append(Step(living[part], logits, None if routes is None else routes[:, -1]))
         else:
             self._start_fresh()
             for batch in self._batches:
                 last = rows.tokens[batch.slots, rows.count[batch.slots] - 1]  # [B]
-                logits, routes, batch.cache = self._forward(last[:, None], batch.cache, self._cached(batch.slots))
+                cached, delta = self._cached(batch.slots), rows.delta[batch.slots]  # [B] each
+                logits, routes, batch.cache = self._forward(last[:, None], batch.cache, cached, delta)
                 batch.length += 1
                 steps.append(Step(batch.slots, logits, None if routes is None else routes[:, 0]))
         self._counts["decode_forwards"] += len(steps)

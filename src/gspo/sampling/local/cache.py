@@ -35,6 +35,14 @@ class PrefillPlan:
     runs: list[tuple[int, int, int]]  # (first token, number of prompts, length)
     slots: list[int]  # group slot of each prompt, in order
     begins: NDArray[np.int64] | None = None  # [prompts] tokens that the slot holds already; None: none
+    blocks: NDArray[np.int64] | None = None  # [N] number of the span that sees itself both ways; −1: causal
+
+    def blocks_of(self, start: int, count: int, length: int, device: torch.device) -> Tensor | None:
+        """The blocks of one run, [count, length]; None if all of it is causal."""
+        if self.blocks is None:
+            return None
+        own = self.blocks[start : start + count * length].reshape(count, length)
+        return torch.from_numpy(own).to(device) if (own >= 0).any() else None
 
 
 @dataclass(slots=True)
@@ -290,11 +298,17 @@ def _weights(scores: Tensor, rule: _Softmax, mask: Tensor | None) -> Tensor:
 
 
 def segment_attention(
-    query: Tensor, key: Tensor, value: Tensor, rule: _Softmax, begin_b: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rule: _Softmax,
+    begin_b: Tensor | None = None,
+    blocks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of L positions over S: query [B, K·E, L, D], key and value [B, K, S, ·].
 
-    `begin_b` [B]: the position of each row's first query; None: the queries are the last L positions.
+    `begin_b` [B]: the position of each row's first query; None: the queries are the last L positions. Tokens with the
+    same number ≥ 0 in `blocks` [B, L], which needs S = L, see each other both ways.
     Returns [B, L, K·E, D].
     """
     (batch, heads, length, _), (num_kv, num_keys) = query.shape, key.shape[1:3]
@@ -302,7 +316,7 @@ def segment_attention(
     windowed = rule.window is not None and rule.window < num_keys
     plain = rule.softcap is None and rule.sinks is None
     # `is_causal` aligns queries with the first keys, so it is correct only if no key precedes the queries.
-    if plain and offset == 0 and not windowed and begin_b is None:
+    if plain and offset == 0 and not windowed and begin_b is None and blocks is None:
         out = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=rule.scale, enable_gqa=heads != num_kv
         )
@@ -313,10 +327,13 @@ def segment_attention(
         query_1 = (begin_b[:, None] + torch.arange(length, device=query.device))[..., None]  # [B, L, 1]
     key_s = torch.arange(num_keys, device=query.device)  # [S] positions of the keys
     seen = key_s <= query_1  # [L, S] or [B, L, S]
+    if blocks is not None:
+        # [B, L, L]
+        seen = seen | ((blocks[:, :, None] == blocks[:, None, :]) & (blocks >= 0)[:, :, None])
     if windowed and rule.window is not None:
         seen &= key_s > query_1 - rule.window
     if plain:
-        mask = seen if begin_b is None else seen[:, None]  # all heads
+        mask = seen if seen.dim() == 2 else seen[:, None]  # all heads
         out = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, scale=rule.scale, enable_gqa=heads != num_kv
         )
@@ -352,7 +369,8 @@ def _prefill(
             keys[slots[:, None], :, at], values[slots[:, None], :, at] = k.transpose(1, 2), v.transpose(1, 2)
             total = int(begins.max()) + length
             k, v = keys[slots, :, :total], values[slots, :, :total]  # [count, K, total, D]
-        outputs.append(segment_attention(q, k, v, rule, begin).reshape(count * length, query.shape[1], -1))
+        blocks = plan.blocks_of(start, count, length, query.device)
+        outputs.append(segment_attention(q, k, v, rule, begin, blocks).reshape(count * length, query.shape[1], -1))
         done += count
     return torch.cat(outputs)[None]  # [1, N, K·E, D]
 

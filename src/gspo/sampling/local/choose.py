@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from gspo.errors import RolloutError
+from gspo.models.vision.tower import Vision
 from gspo.sampling.local.by_length import LengthStepper
 from gspo.sampling.local.cache import ATTENTION
 from gspo.sampling.local.cache_rows import CacheLayout
@@ -26,14 +27,14 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _MIXABLE = _LAYER_TYPES | {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mlp", "moe"}
 
 
-def engines(model: Any, routers: Sequence[nn.Module], prefill_tokens: int) -> list[Engine]:
+def engines(model: Any, routers: Sequence[nn.Module], prefill_tokens: int, vision: Vision | None) -> list[Engine]:
     """The engines for a model, fastest first."""
-    by_length = partial(LengthStepper, model, routers, prefill_tokens)
+    by_length = partial(LengthStepper, model, routers, prefill_tokens, vision)
     attentions = ("sdpa", "eager") if getattr(model, "_supports_sdpa", False) else ("eager",)
     # Other kinds (chunked, compressed attention) count positions from the start of the batch, padding included.
     can_mix = layer_kinds(model) <= _MIXABLE
     return [
-        Engine("continuous batching", ATTENTION, partial(PackedStepper, model, routers, prefill_tokens), True),
+        Engine("continuous batching", ATTENTION, partial(PackedStepper, model, routers, prefill_tokens, vision), True),
         *(
             Engine(name, attention, partial(by_length, CacheLayout(mixes_lengths=mixes)))
             for name, mixes in (("transformers' cache", True), ("transformers' cache by length", False))

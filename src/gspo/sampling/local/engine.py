@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gspo import rng
-from gspo.errors import GspoError, RolloutError
+from gspo.errors import DataError, GspoError, RolloutError
 from gspo.faults import reached
 from gspo.models.moe import route_shape, routers
+from gspo.models.vision.tower import ShownPrompt, Vision
 from gspo.sampling.local.borrow import Borrowed
 from gspo.sampling.local.choose import choose, engines, refuse_encoder_decoder
 from gspo.sampling.local.draw import draw, kept_sets, warp
@@ -51,6 +52,8 @@ class LocalSampler:
 
     `decode` turns token ids into text; only stop strings need it. `max_context` defaults to the model's limit.
     `verify` chooses the engine by a comparison with a plain forward; without it, continuous batching is used unchecked.
+    `vision` is the trainer's, so that features of a frozen tower are computed once; `image_prompts` are prompts for the
+    comparison.
     """
 
     def __init__(
@@ -66,6 +69,8 @@ class LocalSampler:
         prefill_tokens: int = 8192,
         version: int = 0,
         verify: bool = True,
+        vision: Vision | None = None,
+        image_prompts: Sequence[ShownPrompt] = (),
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         if max_rows < 1:
@@ -90,7 +95,8 @@ class LocalSampler:
         self._counts: Counter[str] = Counter()
         refuse_encoder_decoder(model)
         self._borrowed = Borrowed(model)
-        self._engines = engines(model, self._routers, prefill_tokens)
+        self._vision, self._image_prompts = vision or Vision.of(model), image_prompts
+        self._engines = engines(model, self._routers, prefill_tokens, self._vision)
         self._engine = self._engines[0]
         self._clear()
         if verify:
@@ -100,11 +106,16 @@ class LocalSampler:
         if self._closed:
             raise RolloutError("the sampler is closed: nothing can be submitted")
         for request in requests:  # all are checked before any is queued
+            if request.images is None and self._vision is not None and self._vision.sees_prompts_both_ways:
+                raise DataError(
+                    f"request {tuple(request.id)}: {type(self._model).__name__} needs an image in every prompt"
+                )
             validate_request(
                 request,
                 num_vocab=self._num_vocab,
                 max_context=self._max_context,
                 sees_text=self._decode_text is not None,
+                takes_images=self.takes_images,
             )
         for request in requests:
             # The prefix already has all tokens it may have: there is nothing to sample.
@@ -160,6 +171,11 @@ class LocalSampler:
     def release(self, submission: int, sample: int) -> None:
         if self._stepper.kept.pop((submission, sample), None) is not None and not self._is_used():
             self._clear()
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether prompts may show images."""
+        return self._vision is not None
 
     def health(self) -> Mapping[str, Any]:
         """State, and counters of what was computed since the start."""
@@ -226,6 +242,8 @@ class LocalSampler:
         self._clear()
         # Any fixed tokens will do; the factor spreads them over the vocabulary.
         tokens = [int(i) for i in np.arange(1, 9) * 7919 % self._num_vocab]
+        if self._vision is not None:  # but the placeholder of images has no embedding of its own in a plain forward
+            tokens = [t if t != self._vision.token else (t + 1) % self._num_vocab for t in tokens]
         # A high temperature: a difference hardly shows in the log-prob of a token that is nearly certain.
         params = SamplingParams(3, temperature=2.0, ignore_eos=True)
         # More tokens for a cache: an error of a recurrent state grows with every token.
@@ -238,6 +256,15 @@ class LocalSampler:
             Request(SampleId(0, 2), tuple(tokens[:4]), longer, prefix),
             Request(SampleId(0, 3), tuple(tokens[:4]), longer),
         ]
+        if self._vision is not None and self._vision.sees_prompts_both_ways:
+            requests = []  # on text alone, the plain forward of such a model is not causal
+        requests += [
+            Request(SampleId(1 + number, i), shown.tokens, params, given, images=shown.images)
+            for number, shown in enumerate(self._image_prompts)
+            for i, given in enumerate((None, replace(prefix, id=SampleId(1 + number, 1))))
+        ]
+        if not requests:
+            return float("nan")
         # The limit of a run may be below what this comparison needs.
         limit, self._max_context = self._max_context, self._model_context
         try:
@@ -261,16 +288,22 @@ class LocalSampler:
             self.abort()
             self._done.clear()
             self._counts.clear()  # health() must not count the tokens of this comparison
-        prompt_of, gaps = {r.id: r.prompt for r in requests}, []
+        request_of, gaps = {r.id: r for r in requests}, []
         for sample in samples:
-            prompt, new = prompt_of[sample.id], sample.tokens.tolist()
+            request, new = request_of[sample.id], sample.tokens.tolist()
+            prompt, more = request.prompt, {}
+            if request.images is not None:
+                # A placeholder among the sampled tokens would ask the plain forward for another feature.
+                if self._vision is None or self._vision.token in new:
+                    continue
+                more = self._vision.plain_inputs(ShownPrompt(prompt, request.images), len(prompt) + len(new))
             ids = torch.tensor([[*prompt, *new]], device=self._model.device)
             with self._borrowed.engaged("eager"):
-                logits = self._model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]  # [new, V]
+                logits = self._model(input_ids=ids, use_cache=False, **more).logits[0, len(prompt) - 1 : -1]  # [new, V]
             expected = torch.log_softmax(logits.double() / params.temperature, -1).cpu().numpy()[range(len(new)), new]
-            first = 2 if sample.id == prefix.id else 0
+            first = 2 if request.prefix is not None else 0
             gaps.append(np.abs(expected - sample.behavior_logp)[first:].max())
-        return float(np.max(gaps))  # NaN if any is
+        return float(np.max(gaps)) if gaps else float("nan")  # NaN if any is
 
     def _advance(self, deadline: float | None) -> None:
         """Decode until a sample finishes or the deadline passes."""
@@ -420,4 +453,11 @@ class LocalSampler:
             self._clear()
 
 
-_FORWARD_COUNTERS = ("prefill_forwards", "prefill_tokens", "decode_forwards", "decode_rows", "sampled_tokens")
+_FORWARD_COUNTERS = (
+    "prefill_forwards",
+    "prefill_tokens",
+    "prefill_images",
+    "decode_forwards",
+    "decode_rows",
+    "sampled_tokens",
+)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from gspo.errors import RolloutError
 from gspo.models.moe import routed
+from gspo.models.vision.tower import Placement, Shown, ShownPrompt, Vision
 from gspo.sampling.local.cache import DecodePlan, ExtendPlan, Grid, KVStore, Plan, PrefillPlan, active, make_grid
 from gspo.sampling.local.rows import Rows
 from gspo.sampling.local.stepper import Finished, KeptRow, Step, StoredPrompt, first_of_each
@@ -32,9 +33,16 @@ class PackedStepper:
     """Implements `stepper.Stepper`. `prefill_tokens`: most tokens of a prefill with more than one sequence."""
 
     def __init__(
-        self, model: Any, routers: Sequence[nn.Module], prefill_tokens: int, rows: Rows, counts: Counter[str]
+        self,
+        model: Any,
+        routers: Sequence[nn.Module],
+        prefill_tokens: int,
+        vision: Vision | None,
+        rows: Rows,
+        counts: Counter[str],
     ) -> None:
         self._model, self._routers, self._prefill_tokens = model, routers, prefill_tokens
+        self._vision = vision
         self._rows, self._counts = rows, counts
         self.prompts: dict[PromptKey, StoredPrompt] = {}
         self.kept: dict[tuple[int, int], KeptRow] = {}
@@ -45,15 +53,23 @@ class PackedStepper:
     def num_bytes(self) -> int:
         return self.store.num_bytes()
 
-    def _forward(self, tokens: NDArray, positions: NDArray, plan: Plan, keep: int | Tensor) -> Tensor:
-        """Logits [kept, V] of one packed forward of tokens [N] at positions [N]; `keep`: which of them get logits."""
+    def _forward(
+        self, tokens: NDArray, positions: NDArray, plan: Plan, keep: int | Tensor, images: Any = None
+    ) -> Tensor:
+        """Logits [kept, V] of one packed forward of tokens [N] at positions [N]; `keep`: which of them get logits.
+
+        Prompts with images have their tower's output, and may have positions [1 or 3, N].
+        """
         device = self._model.device
+        at = torch.from_numpy(positions.astype(np.int64)).to(device)
+        more = {} if images is None else {"mm_encoder_outputs": {"image": images}}
         with active(self.store, plan), routed(self._routers) if self._routers else nullcontext() as recorder:
             output = self._model(
                 input_ids=torch.from_numpy(tokens.astype(np.int64))[None].to(device),
-                position_ids=torch.from_numpy(positions.astype(np.int64))[None].to(device),
+                position_ids=at[None] if at.dim() == 1 else at[:, None] if len(at) > 1 else at,
                 use_cache=False,
                 logits_to_keep=keep,
+                **more,
             )
         self._routes = None if recorder is None else recorder.routes()
         return output.logits[0]  # [kept, V]
@@ -108,21 +124,46 @@ class PackedStepper:
             # One run per distinct length: (first token, number of prompts, length).
             values, first, counts = np.unique(lengths, return_index=True, return_counts=True)
             runs = [(int(ends[i] - lengths[i]), int(c), int(n)) for n, i, c in zip(values, first, counts, strict=True)]
+            tokens = np.concatenate([np.array(r.prompt[b:]) for (r, _), b in zip(part, begins, strict=True)])  # [N]
+            positions = np.concatenate([b + np.arange(n) for b, n in zip(begins, lengths, strict=True)])  # [N]
+            placed, images, deltas = self._images([r for r, _ in part], tokens, positions, lengths)
             # Logits are computed at the last token of each prompt only.
             logits = self._forward(
-                np.concatenate([np.array(r.prompt[b:]) for (r, _), b in zip(part, begins, strict=True)]),
-                np.concatenate([b + np.arange(n) for b, n in zip(begins, lengths, strict=True)]),
-                PrefillPlan(runs, [row.slot for _, row in part], begins if begins.any() else None),
+                tokens,
+                positions if placed is None or placed.positions is None else placed.positions,
+                PrefillPlan(
+                    runs, [row.slot for _, row in part], begins if begins.any() else None, placed and placed.blocks
+                ),
                 torch.from_numpy(ends - 1).to(self._model.device),
+                images,
             )
             self._counts["prefill_forwards"] += 1
             self._counts["prefill_tokens"] += total
             # [new tokens, layers, top_k] per prompt
             routes = [None] * num if self._routes is None else np.split(self._routes, ends[:-1])
-            for (request, row), last, chosen in zip(part, logits, routes, strict=True):
+            for (request, row), last, chosen, delta in zip(part, logits, routes, deltas, strict=True):
                 if chosen is not None and row.routes is not None:
                     chosen = np.concatenate([row.routes, chosen])  # [P, layers, top_k]
-                self.prompts[request.key] = StoredPrompt(last, chosen, row.slot)
+                self.prompts[request.key] = StoredPrompt(last, chosen, row.slot, delta)
+
+    def _images(
+        self, part: Sequence[Request], tokens: NDArray, positions: NDArray, lengths: NDArray
+    ) -> tuple[Placement | None, Any, list[int]]:
+        """Of the prompts of a prefill: where their images go, the tower's output, the shift of later positions.
+
+        A prompt with images continues no kept row, so its tokens are whole.
+        """
+        shown = [ShownPrompt(r.prompt, r.images) for r in part if r.images is not None]
+        if not shown:
+            return None, None, [0] * len(part)
+        assert self._vision is not None  # the engine checks every request
+        has_images = np.array([r.images is not None for r in part])
+        row = Shown(tuple(shown), np.where(has_images, np.cumsum(has_images) - 1, -1), lengths)
+        placed = self._vision.lay_out(tokens, positions, np.cumsum(lengths) - lengths, lengths, row)
+        by_key = {prompt.key: self._vision.delta(prompt) for prompt in shown}
+        images = self._vision.encoder_output(shown, placed)
+        self._counts["prefill_images"] += len(shown)
+        return placed, images, [by_key.get(r.key, 0) for r in part]
 
     def _check_windows(self) -> None:
         """RolloutError if layers hide keys by a mask only: this engine makes its own mask, from the window it gets."""
@@ -142,7 +183,8 @@ class PackedStepper:
         for slot in slots:
             request = rows.requests[slot]
             assert request is not None
-            rows.group[slot] = self.prompts[request.key].slot
+            stored = self.prompts[request.key]
+            rows.group[slot], rows.delta[slot] = stored.slot, stored.delta
         self._grid = None  # the layout of groups has changed
         most = int(rows.count[slots].max())
         # Room for some tokens at once: the store grows by half, so starting from one token would mean many copies.
@@ -155,7 +197,7 @@ class PackedStepper:
                 length, prompt_len = int(rows.count[slot]) - 1, int(rows.prompt_len[slot])
                 segments.append((start, length, slot, int(rows.group[slot]), prompt_len))
                 tokens.append(rows.tokens[slot, :length])
-                positions.append(prompt_len + np.arange(length))
+                positions.append(prompt_len + rows.delta[slot] + np.arange(length))
                 start += length
             # The logits are not used. 1 keeps those of one position; 0 would keep all.
             self._forward(np.concatenate(tokens), np.concatenate(positions), ExtendPlan(segments), 1)
@@ -175,7 +217,8 @@ class PackedStepper:
         tokens = np.where(alive, rows.tokens[np.arange(used), own_len], 0)  # [N]
         self.store.reserve(own_len=int(own_len.max()) + 1)
         # `keep` 0: logits of every position.
-        logits = self._forward(tokens, prompt_len + own_len, DecodePlan(self._grid, prompt_len, own_len), 0)  # [N, V]
+        positions = prompt_len + own_len + rows.delta[:used]  # [N]
+        logits = self._forward(tokens, positions, DecodePlan(self._grid, prompt_len, own_len), 0)  # [N, V]
         self._counts["decode_forwards"] += 1
         self._counts["decode_rows"] += used
         routes = None if self._routes is None else self._routes[living]

@@ -24,6 +24,7 @@ class Rows:
         self.alive = np.zeros(0, dtype=np.bool_)
         self.group = np.zeros(0, dtype=np.int64)  # group slot of its prompt (`packed` only)
         self.prompt_len = np.zeros(0, dtype=np.int64)
+        self.delta = np.zeros(0, dtype=np.int64)  # rotary position minus number of tokens before; 0 without images
         self.count = np.zeros(0, dtype=np.int64)  # completion tokens, a prefix included
         self.rule = np.zeros(0, dtype=np.int64)  # index of its sampling rule
         self.key = np.zeros((0, 4), dtype=np.int64)  # submission, sample, turn, attempt
@@ -35,7 +36,7 @@ class Rows:
         self.prompt_routes: list[NDArray[Any] | None] = []
         self.kept: list[list[NDArray[np.int32]]] = []  # per slot: the kept set of each token; empty if not recorded
 
-    _COLUMNS = ("alive", "group", "prompt_len", "count", "rule", "key", "tokens", "logp", "versions", "routes")
+    _COLUMNS = ("alive", "group", "prompt_len", "delta", "count", "rule", "key", "tokens", "logp", "versions", "routes")
 
     def living(self) -> NDArray[np.int64]:
         return np.flatnonzero(self.alive[: self.used])
@@ -77,7 +78,7 @@ class Rows:
                     self.kept[slot] = (request.prefix.kept or Kept.whole(num)).sets()
         self.alive[slots] = True
         self.rule[slots] = rules
-        self.prompt_len[slots] = [len(r.prompt) for r in requests]
+        self.prompt_len[slots], self.delta[slots] = [len(r.prompt) for r in requests], 0
         self.count[slots] = [0 if r.prefix is None else len(r.prefix.tokens) for r in requests]
         self.key[slots] = [(r.id.submission, r.id.sample, r.id.turn, r.id.attempt) for r in requests]
         self.used = max(self.used, self.padded(int(slots[-1]) + 1))

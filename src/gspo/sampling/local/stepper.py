@@ -25,6 +25,7 @@ class StoredPrompt:
     logits: Tensor  # [V] at its last token; the first token of every row is drawn from them
     routes: NDArray | None  # [P, layers, top_k] experts of its positions; None for a dense model
     slot: int = 0  # `packed`: its group slot
+    delta: int = 0  # `packed`: rotary position of the first token after it, minus its length
     cache: Any = None  # `by_length`: the cache that holds it
     index: int = 0  # `by_length`: its row in that cache
 

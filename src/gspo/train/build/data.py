@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from gspo.algorithms import ALGORITHMS
+from gspo.config.layout import layout_of
 from gspo.config.objective import is_supervised
 from gspo.config.schema import Config, DatasetSpec, MixtureSource, held_out
 from gspo.config.schema.dataset import ENVIRONMENT_ROWS
@@ -15,13 +17,17 @@ from gspo.data.dataset import Dataset, DataSettings, load_dataset, make_dataset,
 from gspo.data.mixture import DATA_TYPES, Data, Mixture, make_mixture
 from gspo.data.split import divide
 from gspo.errors import ConfigError, DataError
+from gspo.learner.policy.module import PolicyModule
 from gspo.rollout.producer import RolloutProducer
 from gspo.rollout.workflow import RejectReason, Workflow
 from gspo.system.clock import Every
+from gspo.system.gpus import visible_gpus
 from gspo.train.build.run import make_every
 from gspo.train.build.sampler import evaluation_params
 from gspo.train.evaluate import Evaluator, given_groups, is_correct
 from gspo.types import Group, Prompt
+
+_FIRST_ROWS = 8  # that are rendered to see whether a data set has images
 
 
 def make_data(
@@ -198,6 +204,41 @@ def _refuse_long_rows(data: Data, limit: int, most: int | None) -> None:
                 f"{data.key}, row {row}: prompt and completion have {length} together, and the context is {limit}. "
                 f"Set {owner_of(data.key)}.max_length={limit} to drop such rows"
             )
+
+
+def shows_images(data: Data | None) -> bool:
+    """Whether one of the first prompts shows an image."""
+    return data is not None and any(data.prompt(row).images is not None for row in range(min(len(data), _FIRST_ROWS)))
+
+
+def refuse_images(
+    config: Config, parts: Sequence[Data | None], *, has_environment: bool, policy: PolicyModule | None
+) -> None:
+    """ConfigError or DataError if prompts show images that a part of the run cannot take.
+
+    `policy` is None where no model is loaded (`gspo doctor`).
+    """
+    shown = next((part for part in parts if part is not None and shows_images(part)), None)
+    if shown is None:
+        return
+    layout, what = layout_of(config, visible_gpus()), f"{shown.key} shows images"
+    if layout.ranks > 1:
+        raise ConfigError(f"{what}, and several trainer ranks take text alone; set actor.backend: fsdp:d1")
+    if layout.num_samplers:
+        raise ConfigError(f"{what}, and sampler servers take text alone; set rollout.backend: local")
+    if config.critic is not None and ALGORITHMS[str(config.algorithm)].advantage == "gae":
+        raise ConfigError(
+            f"{what}, and a critic takes text alone; set algorithm: gspo, or another one without a critic"
+        )
+    if has_environment:
+        raise ConfigError(f"{what}, and episodes take text alone; remove env, or the images")
+    if policy is not None and policy.vision is None:
+        reason = policy.images_refused or (
+            "transformers cannot run its vision tower apart from its text part"
+            if hasattr(policy.model.base_model, "get_image_features") or hasattr(policy.model.config, "vision_config")
+            else "it has no vision tower"
+        )
+        raise DataError(f"{what}, and {type(policy.model).__name__} takes text alone: {reason}; set another actor.path")
 
 
 def load_data(config: Config, spec: DatasetSpec, split: str, tokenizer: Any, key: str, environment: Any = None) -> Data:

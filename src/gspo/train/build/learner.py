@@ -22,7 +22,7 @@ from gspo.models.lora import adapter_off
 from gspo.train.build.compute import device_and_dtype, set_threads, sharding
 from gspo.train.build.objective import assembly, make_credit, make_plan, temperature
 from gspo.train.build.optim import critic_optimizer, make_trained_optimizer, optimizer_of
-from gspo.train.build.policy import make_policy
+from gspo.train.build.policy import make_policy, processor_of
 
 
 def make_learner(loaded: Loaded, world: World) -> Learner:
@@ -122,5 +122,9 @@ def _other_model(config: Config, path: str | None, tokenizer: Any, key: str) -> 
         fp32_head=bool(actor.fp32_lm_head),
         gradient_checkpointing=actor.gradient_checkpointing,
     )
-    probe(module, share_prefix=actor.share_prefix)
+    probe(
+        module,
+        share_prefix=actor.share_prefix,
+        processor=processor_of(module, path or actor.path, tokenizer, key),
+    )
     return module

@@ -18,6 +18,8 @@ from gspo.models import embedded
 from gspo.models.loading import load_model, load_tokenizer
 from gspo.models.lora import add_adapter
 from gspo.models.moe import check_replay
+from gspo.models.vision.parts import freeze_vision, vision_parameters
+from gspo.models.vision.processor import Processor, load_processor
 from gspo.runs import checkpoint
 from gspo.system.files import step_name
 from gspo.train.build.compute import device_and_dtype, sharding
@@ -33,7 +35,7 @@ def make_policy(config: Config, sequence_level: bool, world: World = ALONE) -> t
     model = load_model(
         actor.path, dtype, at_first, from_scratch=actor.init_from_scratch, seed=config.seed, tokenizer=tokenizer
     )
-    add_configured_adapter(config, model)
+    set_trained_part(config, model)
     policy = PolicyModule(
         model,
         fp32_head=sequence_level if actor.fp32_lm_head is None else actor.fp32_lm_head,
@@ -44,7 +46,8 @@ def make_policy(config: Config, sequence_level: bool, world: World = ALONE) -> t
         checkpoint.base(policy)
         shard(policy, policy, world, **sharding(config))
     # After sharding, so that the check covers the model in the form in which it trains.
-    probe(policy, share_prefix=actor.share_prefix)
+    policy.processor = processor_of(policy, actor.path, tokenizer)
+    probe(policy, share_prefix=actor.share_prefix, processor=policy.processor)
     if actor.routing_replay != "none":
         check_replay(policy.model)
     return policy, tokenizer
@@ -56,6 +59,11 @@ def make_tokenizer(config: Config) -> Any:
     if config.tokenizer_path in (None, config.actor.path):
         return load_tokenizer(config.actor.path, "actor.path")
     return load_tokenizer(config.tokenizer_path, "tokenizer_path")
+
+
+def processor_of(policy: PolicyModule, path: str, tokenizer: Any, key: str = "actor.path") -> Processor | None:
+    """The processor of a vision-language model; None: the model takes text alone."""
+    return None if policy.vision is None else load_processor(path, tokenizer, key)
 
 
 def alphabet_warning(config: Config, prompt: str) -> list[str]:
@@ -86,17 +94,24 @@ def load_policy(config: Config, run: Path | None, step: int) -> tuple[PolicyModu
     model = load_model(
         actor.path, dtype, device, from_scratch=actor.init_from_scratch, seed=config.seed, tokenizer=tokenizer
     )
-    add_configured_adapter(config, model)
+    set_trained_part(config, model)
     policy = PolicyModule(model)
+    policy.processor = processor_of(policy, actor.path, tokenizer)
     # No optimizer: the weights are loaded to evaluate or export, not to train.
     if folder is not None:
         checkpoint.load(folder, policy, None)
     return policy, tokenizer
 
 
-def add_configured_adapter(config: Config, model: Any) -> None:
-    """With actor.use_lora the model is frozen and gets its adapter."""
+def set_trained_part(config: Config, model: Any) -> None:
+    """With actor.freeze_vision the tower is frozen; with actor.use_lora the model is frozen and gets its adapter."""
     actor = config.actor
+    if actor.freeze_vision:
+        if not vision_parameters(model):
+            raise ConfigError(
+                f"actor.freeze_vision is true, but {actor.path} ({type(model).__name__}) has no vision tower; remove it"
+            )
+        freeze_vision(model)
     if actor.use_lora:
         add_adapter(
             model,
@@ -120,7 +135,7 @@ def whole_model(config: Config, tokenizer: Any, compute_dtype: torch.dtype | Non
         tokenizer=tokenizer,
     )
     if with_adapter:
-        add_configured_adapter(config, model)
+        set_trained_part(config, model)
     if compute_dtype is not None:
         # An adapter is float32 on a half-precision model, but computes in what all of the policy does. Buffers stay:
         # the frequencies of rotary positions are float32 in every model.

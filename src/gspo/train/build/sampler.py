@@ -14,6 +14,7 @@ from gspo.config.backends import SAMPLERS, parse_backend
 from gspo.config.engine_flags import takes_adapter
 from gspo.config.schema import Config
 from gspo.learner.policy.module import PolicyModule
+from gspo.learner.policy.probe import image_prompts
 from gspo.learner.policy.sharding import full_parameters
 from gspo.rollout.producer import NullProducer
 from gspo.sampling.api import Sampler
@@ -44,7 +45,7 @@ def make_sampler(
     # sharded, so the sampler needs a whole copy of the model.
     if run is None or not Launched.read().num_samplers:
         if policy.world.size == 1:
-            return local_sampler(config, policy.model, tokenizer, version, say)
+            return local_sampler(config, policy.model, tokenizer, version, say, policy)
         model = whole_model(config, tokenizer, policy.compute_dtype, with_adapter=True)
         local = local_sampler(config, model, tokenizer, version, say)
         local.load_weights(version, weights_for(config, local, policy))
@@ -96,10 +97,23 @@ def sampler_dtype(config: Config) -> torch.dtype | None:
 
 
 def local_sampler(
-    config: Config, model: Any, tokenizer: Any, version: int, say: Callable[[str], None] = lambda _: None
+    config: Config,
+    model: Any,
+    tokenizer: Any,
+    version: int,
+    say: Callable[[str], None] = lambda _: None,
+    policy: PolicyModule | None = None,
 ) -> LocalSampler:
-    """The in-process sampler on this model; `say` gets one line about the engine that was chosen for it."""
+    """The in-process sampler on this model; `say` gets one line about the engine that was chosen for it.
+
+    `policy` is given if it has the same model.
+    """
     precision = config.rollout.sampler_precision
+    images: dict[str, Any] = {}
+    if policy is not None and policy.vision is not None and policy.processor is not None:
+        images["image_prompts"] = image_prompts(policy.processor)
+        if precision == "none":
+            images["vision"] = policy.vision
     make = LocalSampler if precision == "none" else partial(RoundedSampler, precision=precision)
     return make(
         model,
@@ -110,6 +124,7 @@ def local_sampler(
         max_context=config.gconfig.max_tokens,
         version=version,
         say=say,
+        **images,
     )
 
 

@@ -57,7 +57,7 @@ def _of_model(config: Config, data: Data, rewards: Rewards) -> Line:
         groups = sample_groups(
             [(FIRST + row, data.prompt(row)) for row in range(min(MODEL_ROWS, len(data)))],
             num_samples=1,
-            params=replace(sampling_params(config.gconfig), greedy=True),
+            params=replace(sampling_params(config), greedy=True),
             sampler=sampler,
             rewards=rewards,
             decode=decoder(tokenizer),

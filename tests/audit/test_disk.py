@@ -93,7 +93,7 @@ def test_settings_that_gspo_has_too_are_explained():
     values |= {"vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "sequence_mask"}
     found = sections_of(from_trl(values, "args"))
     assert any("entropy" in line for line in found["objective"]["words"])
-    assert "each sequence (its product over tokens)" in found["policies"]["correction_words"]
+    assert "the product of its tokens' π_old/μ" in found["policies"]["correction_words"]
     keys = [finding["key"] for finding in found["warnings"]]
     assert "top_p" in keys
     assert "vllm_importance_sampling_mode" in keys

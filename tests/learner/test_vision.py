@@ -12,8 +12,9 @@ from made_steps import make_plan, sgd, weights
 
 from gspo.errors import ConfigError
 from gspo.learner.policy.module import PolicyModule
-from gspo.learner.policy.packing import Completion, PackItem
+from gspo.learner.policy.packing import Completion, PackItem, by_sequence
 from gspo.learner.policy.probe import image_prompts, probe
+from gspo.learner.policy.splitting import micro_batches
 from gspo.learner.step import train_step
 from gspo.models.lora import add_adapter
 from gspo.models.vision.parts import freeze_vision, vision_parameters
@@ -117,7 +118,7 @@ def test_gradient_checkpointing_is_exact_in_tower_and_text(family, tmp_path, exa
 def test_a_placeholder_that_a_completion_contains_keeps_its_own_embedding(family, tmp_path, exact):
     """As in decoding, where a sampled token has no image: compared with embeddings that are put together by hand."""
     policy, processor = policy_of(family), vision_zoo.processor(family, tmp_path)
-    item = items_of(processor, family)[0]
+    item = items_of(processor, family, with_text=False)[0]
     said = replace(item.completions[2], tokens=np.where(np.arange(8) == 3, policy.vision.token, 7))
     plain = replace(said, tokens=np.full(8, 7))
     embeddings = policy.model.get_input_embeddings()
@@ -149,6 +150,18 @@ def test_the_tower_runs_once_for_a_prompt_and_pass(tmp_path):
     policy(packed)
     policy(packed)
     assert policy.vision.num_encoded == 8  # a frozen tower: features are kept
+
+
+def test_micro_batches_of_a_group_show_its_images(tmp_path):
+    policy = policy_of("qwen3_vl")
+    items = items_of(vision_zoo.processor("qwen3_vl", tmp_path), "qwen3_vl")
+    with torch.no_grad():
+        whole = by_sequence(packed := policy.pack(items), policy(packed).logp)
+        found = {}
+        for part in (parts := micro_batches(items, 20)):
+            found |= by_sequence(packed := policy.pack(part), policy(packed).logp)
+    assert len(parts) > len(items)  # a group was cut
+    assert all(np.abs(found[i] - whole[i]).max() < 1e-5 for i in whole)
 
 
 def test_the_same_tokens_with_another_image_have_other_log_probs(tmp_path):

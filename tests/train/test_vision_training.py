@@ -14,9 +14,10 @@ from gspo.config import load
 from gspo.data.dataset import make_dataset
 from gspo.errors import ConfigError, DataError
 from gspo.learner.policy.module import PolicyModule
+from gspo.models.loading import load_model
 from gspo.models.vision.processor import load_processor
 from gspo.train.build.data import refuse_images
-from gspo.train.build.policy import set_trained_part
+from gspo.train.build.policy import processor_of, set_trained_part
 from gspo.train.export import export
 from gspo.types import Images, Prompt
 
@@ -61,6 +62,11 @@ def test_a_run_with_images_trains_resumes_and_exports_with_its_processor(tmp_pat
     made = export(trainer.config, whole, 2, tmp_path / "export")
     shown = [vision_zoo.image(16, 16, 1)]
     text = vision_zoo.text("qwen3_vl", 1, "?")
+    # The weights of tower and text are those of the policy.
+    trained = dict(trainer.parts.learner.policy.model.named_parameters())
+    loaded = dict(load_model(str(made)).named_parameters())
+    assert loaded.keys() == trained.keys()
+    assert all(torch.equal(loaded[name], trained[name]) for name in loaded)
     processors = [load_processor(str(place), vision_zoo.tokenizer()) for place in (folder, made)]
     assert processors[0].prompt(text, shown)[0] == processors[1].prompt(text, shown)[0]
 
@@ -92,6 +98,19 @@ def test_a_frozen_tower_encodes_every_prompt_of_a_run_once(tmp_path):
     trainer, _ = run_of(folder, tmp_path / "runs", "actor.freeze_vision=true", "actor.ppo_epochs=2")
     # Two steps of two prompts, four held-out ones, and the two prompts of the probe.
     assert trainer.parts.learner.policy.vision.num_encoded == 4 + 4 + 2
+
+
+@pytest.mark.parametrize(("content", "reason"), [(None, "has no image processor"), ("[]", "must be a JSON object")])
+def test_a_folder_without_a_usable_processor_trains_on_text(content, reason, tmp_path):
+    folder = tmp_path / "model"
+    vision_zoo.write_folder("qwen3_vl", folder)
+    (folder / "preprocessor_config.json").unlink()
+    if content is not None:
+        (folder / "preprocessor_config.json").write_text(content)
+    policy = PolicyModule(vision_zoo.model("qwen3_vl", torch.float32))
+    assert processor_of(policy, str(folder), vision_zoo.tokenizer()) is None
+    assert policy.vision is None
+    assert reason in policy.images_refused
 
 
 def test_freezing_the_tower_of_a_model_of_text_is_an_error(tmp_path):

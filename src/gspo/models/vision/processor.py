@@ -12,6 +12,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from gspo.errors import DataError
 from gspo.models import cache
 from gspo.models.folder import check_settings
 from gspo.models.locate import EMBEDDED, locate
+from gspo.system.imports import install_command
 from gspo.types import Images
 
 FILES = ("preprocessor_config.json", "processor_config.json")  # one of them is in the folder of every such model
@@ -157,6 +159,8 @@ def load_processor(path: str, tokenizer: PreTrainedTokenizerBase, key: str = "ac
     if not any((folder / name).is_file() for name in FILES):
         return None
     check_settings(folder)
+    if find_spec("PIL") is None:
+        raise DataError(f"{key}: images need Pillow: {install_command('vision')}")
     if (folder / "audio_tokenizer_config.json").exists():
         raise DataError(f"{folder / 'audio_tokenizer_config.json'} would load another model; remove it")
     with cache.quiet():
@@ -190,6 +194,7 @@ def _on_pillow(kind: Any, folder: Path, tokenizer: Any) -> Any:
     module: Any = sys.modules[kind.__module__]
     if getattr(module, "num2words", True) is None:
         module.num2words = str
+    OnPillow.__name__ = kind.__name__  # for error messages
     return OnPillow.from_pretrained(folder)
 
 

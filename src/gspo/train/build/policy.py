@@ -9,7 +9,7 @@ import torch
 
 from gspo.config.schema import Config
 from gspo.config.schema.dataset import ENVIRONMENT_ROWS
-from gspo.errors import ConfigError
+from gspo.errors import ConfigError, DataError
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.probe import probe
 from gspo.learner.policy.sharding import shard
@@ -62,8 +62,18 @@ def make_tokenizer(config: Config) -> Any:
 
 
 def processor_of(policy: PolicyModule, path: str, tokenizer: Any, key: str = "actor.path") -> Processor | None:
-    """The processor of a vision-language model; None: the model takes text alone."""
-    return None if policy.vision is None else load_processor(path, tokenizer, key)
+    """The processor of a vision-language model; None: the model takes text alone, for `policy.images_refused`."""
+    if policy.vision is None:
+        return None
+    found, reason = None, "its folder has no image processor (preprocessor_config.json)"
+    try:
+        found = load_processor(path, tokenizer, key)
+    except DataError as cause:
+        reason = str(cause)
+    if found is None:
+        # It can still be trained on text.
+        policy.vision, policy.images_refused = None, reason
+    return found
 
 
 def alphabet_warning(config: Config, prompt: str) -> list[str]:

@@ -78,6 +78,7 @@ def test_a_resumed_curriculum_is_the_uninterrupted_one():
         each.record(77, [True, False])
     assert draws(resumed, range(100, 200)).tolist() == draws(curriculum, range(100, 200)).tolist()
     assert resumed.to_json() == curriculum.to_json()
+    assert resumed.metrics() == curriculum.metrics()
 
 
 def test_only_the_newest_visits_count_and_failed_rewards_are_no_visits():

@@ -106,7 +106,8 @@ class Curriculum:
 
     def metrics(self) -> dict[str, float]:
         with self._lock:
-            rates = np.array([pass_rate(visits) for visits in self._visits.values()])
+            # By row: a resumed run has them in another order, which would change the last digit of a mean.
+            rates = np.array([pass_rate(self._visits[row]) for row in sorted(self._visits)])
         if not len(rates):
             return {}
         solved, unsolved = (rates > 1 - FLOOR).mean(), (rates < FLOOR).mean()

@@ -166,3 +166,18 @@ def test_text_is_not_refused():
         has_environment=False,
         policy=None,
     )
+
+
+@pytest.mark.full
+def test_a_file_of_rows_with_images_trains(tmp_path):
+    folder = model_folder(tmp_path / "model")
+    lines = []
+    for number in range(12):
+        vision_zoo.image(16, 16, number).open().save(tmp_path / f"{number}.png")
+        lines.append(json.dumps({"prompt": "what?", "image": f"{number}.png", "answer": "a"}))
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    settings = [f"actor.path={folder}", f"train_dataset.path={tmp_path / 'rows.jsonl'}", "train_dataset.batch_size=2"]
+    settings += ["gconfig.max_new_tokens=6", "evaluator.size=2", "total_train_steps=1", RANKED]
+    _, run = train(tmp_path / "runs", *settings, "train_dataset.chat_template=none", "train_dataset.size=null")
+    samples = [json.loads(line) for line in (run / "samples" / "step_000001.jsonl").read_text().splitlines()]
+    assert {sample["images"]["from"][0]["name"][-4:] for sample in samples} == {".png"}

@@ -22,6 +22,7 @@ from gspo.data.columns import (
     require,
     with_answer,
 )
+from gspo.data.images import given_images, image_digest, image_files, with_image_parts, without_pixels
 from gspo.data.order import order
 from gspo.data.reference import final_answer
 from gspo.data.sources import Row, rows_of
@@ -96,6 +97,8 @@ class Dataset:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     supervised: bool = False  # prompts have a target
     completion_column: str | None = None  # of a supervised data set; None: the prompt column holds conversations
+    processor: Any = None  # of a vision-language model; None: the model takes text alone
+    folder: Path = Path()  # of image files whose names are relative
     _prompts: dict[int, Prompt] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
@@ -134,6 +137,8 @@ class Dataset:
             parts = (row.get(self.prompt_column), self._reference(row))
             if self.supervised and self.completion_column is not None:
                 parts += (column(row, self.completion_column),)
+            if images := given_images(row):
+                parts += (image_digest(images, self.folder, self.source),)
             total.update(repr(parts).encode("utf-8", "surrogatepass"))
         return total.hexdigest()
 
@@ -150,8 +155,8 @@ class Dataset:
         beat(f"rendering row {row} of {self.key}")
         if self.supervised:
             length = _num_tokens(self.prompt(row))
-        elif row in self._prompts:
-            length = len(self._prompts[row].tokens)
+        elif row in self._prompts or given_images(self.rows[row]):
+            length = len(self.prompt(row).tokens)
         else:
             text = self._text(row)[0]
             if len(text) > max(limit, 1) * MAX_CHARACTERS_PER_TOKEN:
@@ -180,6 +185,8 @@ class Dataset:
         text, messages = self._text(row)
         columns = self.rows[row]
         data = dict(columns)
+        if files := self._image_files(row, messages):
+            return self._render_images(row, text, messages, files)
         target = self._target(row, messages) if self.supervised else None
         if not isinstance(column(columns, self.prompt_column), str):
             data["messages"] = messages  # marks a conversational row, also for rewards with TRL's signature
@@ -193,6 +200,28 @@ class Dataset:
         return Prompt(
             tuple(int(t) for t in tokens), text, data, self.source, row, tuple(messages), reference, target=target
         )
+
+    def _image_files(self, row: int, messages: Sequence[Mapping[str, Any]]) -> list[Any]:
+        images, where = given_images(self.rows[row], messages), f"{self.source}, row {row}"
+        if images and self.processor is None:
+            raise DataError(
+                f"{where}: the prompt shows an image, and the model takes text alone; set actor.path to a "
+                "vision-language model, or remove the column"
+            )
+        if images and self.supervised:
+            raise DataError(f"{where}: the prompt shows an image, and supervised fine-tuning takes text alone")
+        return image_files(images, self.folder, where)
+
+    def _render_images(self, row: int, text: str, messages: list[dict[str, Any]], files: list[Any]) -> Prompt:
+        if self.chat is False and self.processor.placeholder not in text:
+            text = self.processor.placeholder * len(files) + text
+        try:
+            tokens, images = self.processor.prompt(text, files, add_special_tokens=self.chat is False)
+        except DataError as error:
+            raise DataError(f"{self.source}, row {row}: {error}") from error.__cause__
+        names = [file.name for file in files]
+        data, reference = without_pixels(self.rows[row], names), self._reference(self.rows[row])
+        return Prompt(tokens, text, data, self.source, row, tuple(messages), reference, images=images)
 
     def _target(self, row: int, prompt: list[dict[str, Any]]) -> Sample:
         """The completion of a row, tokenized."""
@@ -229,14 +258,17 @@ class Dataset:
                     f"set {owner_of(self.key)}.chat_template, or use plain text"
                 )
             return content if self.system_prompt is None else f"{self.system_prompt}\n\n{content}", messages
+        if self.processor is not None:
+            messages = with_image_parts(messages, len(given_images(self.rows[row], messages)))
         return self._chat_text(row, messages, True), messages
 
     def _chat_text(self, row: int, messages: Sequence[Mapping[str, Any]], asks: bool) -> str:
         """Messages by the chat template; `asks`: the beginning of an assistant's turn follows them."""
+        own = None if self.processor is None else self.processor.chat_template
         try:
             return self.tokenizer.apply_chat_template(
                 messages,
-                chat_template=self.chat if isinstance(self.chat, str) else None,
+                chat_template=self.chat if isinstance(self.chat, str) else own,
                 add_generation_prompt=asks,
                 tokenize=False,
                 **self.template_kwargs,
@@ -285,7 +317,9 @@ def load_dataset(
         key=key,
         notes=notes,
     )
-    made = make_dataset(rows, settings, tokenizer=tokenizer, source=path, split=split or "all", key=key)
+    place = Path(path).expanduser()
+    folder = place if place.is_dir() else place.parent
+    made = make_dataset(rows, settings, tokenizer=tokenizer, source=path, split=split or "all", key=key, folder=folder)
     return replace(made, note="; ".join(notes))
 
 
@@ -297,10 +331,17 @@ def make_dataset(
     source: str = "rows",
     split: str = "all",
     key: str = "train_dataset",
+    folder: Path = Path(),
     **changes: Any,
 ) -> Dataset:
-    """A data set of rows that the caller has loaded; `settings` and `changes` as in `load_dataset`."""
+    """A data set of rows that the caller has loaded; `settings` and `changes` as in `load_dataset`.
+
+    tokenizer  or the processor of a vision-language model, which has a tokenizer
+    folder     of image files whose names are relative
+    """
     settings = replace(settings or DataSettings(), **changes)
+    processor = tokenizer if hasattr(tokenizer, "tokenizer") else None
+    tokenizer = tokenizer if processor is None else processor.tokenizer
     rows = list(rows)
     if odd := next(((index, row) for index, row in enumerate(rows) if not isinstance(row, Mapping)), None):
         raise DataError(f"{source}, row {odd[0]}: a row must be a mapping of columns, got {type(odd[1]).__name__}")
@@ -327,12 +368,14 @@ def make_dataset(
         tokenizer,
         settings.system_prompt,
         prompt_name,
-        chat=_chat(settings.chat_template, tokenizer, owner),
+        chat=_chat(settings.chat_template, tokenizer if processor is None else processor, owner),
         answer_column=answer_name,
         key=key,
         template_kwargs=settings.template_kwargs,
         supervised=settings.supervised,
         completion_column=completion_name,
+        processor=processor,
+        folder=folder,
     )
     return whole if settings.max_length is None else _without_long_prompts(whole, settings.max_length)
 

@@ -51,7 +51,7 @@ def probe(
         checkpoint.load(folder, policy, None)
     if config.env.path or config.env.agent or config.env.command:
         say("episodes are not played: each prompt gets one completion, without its environment")
-    data, _ = make_data(config, None, None, tokenizer, make_environment(config, None))
+    data, _ = make_data(config, None, None, policy.processor or tokenizer, make_environment(config, None))
     num_samples, params = min(config.gconfig.n_samples, SAMPLES), sampling_params(config)
     # The same prompts in the same order as in training.
     rows = [data.row_of(config.seed, number, shuffle=config.train_dataset.shuffle) for number in range(PROMPTS)]

@@ -18,7 +18,7 @@ from gspo.rewards.check import Line, Problem, check_reward, diagnose
 from gspo.rewards.route import Rewards
 from gspo.rollout.groups import sample_groups
 from gspo.train.build.data import make_data
-from gspo.train.build.policy import load_policy, make_tokenizer
+from gspo.train.build.policy import load_policy, make_reader, make_tokenizer
 from gspo.train.build.rewards import default_rewards, make_rewards
 from gspo.train.build.sampler import decoder, make_sampler, sampling_params
 from gspo.train.evaluate import FIRST
@@ -36,7 +36,7 @@ def examine_reward(config: Config, *, with_model: bool) -> tuple[list[Line], lis
             "an environment gives its own rewards, which answers of one turn do not show; use gspo preview"
         )
     tokenizer = make_tokenizer(config)
-    data, _ = make_data(config, None, None, tokenizer)
+    data, _ = make_data(config, None, None, make_reader(config, tokenizer))
     default_rewards(config, None, (data,))
     prompts = [data.prompt(row) for row in range(min(ROWS, len(data)))]
     with ExitStack() as stack:

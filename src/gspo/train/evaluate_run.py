@@ -46,7 +46,7 @@ def evaluate_run(
         # Load weights and data, and check the lengths of prompts before sampling starts.
         policy, tokenizer = load_policy(config, run, step)
         environment, max_context = make_environment(config, None), context_length(config, policy)
-        data = load_data(config, spec, "test", tokenizer, "valid_dataset", environment)
+        data = load_data(config, spec, "test", policy.processor or tokenizer, "valid_dataset", environment)
         params, num_samples = evaluation_params(config)
         refuse_long_prompts(data, max_context, params.max_new_tokens, "eval_gconfig")
         if environment is None:

@@ -75,7 +75,8 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
     max_context = context_length(config, policy)
     beat("loading the data (train_dataset, valid_dataset)")
     reached("start.data")
-    data, valid = open_data(config, given.dataset, given.valid, learner.tokenizer, max_context, given.environment)
+    reader = policy.processor or learner.tokenizer
+    data, valid = open_data(config, given.dataset, given.valid, reader, max_context, given.environment)
     # An environment may give its own rewards; supervised fine-tuning needs none.
     both = [data, *([valid] if valid else [])]
     refuse_images(config, both, has_environment=given.environment is not None, policy=policy)

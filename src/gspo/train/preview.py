@@ -42,7 +42,9 @@ def preview(config: Config, num_prompts: int, num_samples: int) -> list[Previewe
         stack.callback(rewards.close)
         policy, tokenizer = load_policy(config, None, 0)
         environment, limit = make_environment(config, None), context_length(config, policy)
-        data = load_data(config, config.train_dataset, "train", tokenizer, "train_dataset", environment)
+        data = load_data(
+            config, config.train_dataset, "train", policy.processor or tokenizer, "train_dataset", environment
+        )
         refuse_long_prompts(data, limit, config.gconfig.max_new_tokens, most=ROWS)
         prompt_of, workflow = prompt_stream(config, data), single_turn
         if data.supervised:

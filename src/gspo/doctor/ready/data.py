@@ -63,7 +63,7 @@ def check_data(config: Config, tokenizer: Any) -> Iterator[Check]:
     """Rows, columns, the held-out part, and the longest prompt if the tokenizer is here."""
     from gspo.train.build.data import make_data, refuse_images, refuse_long_prompts
     from gspo.train.build.episodes import make_environment
-    from gspo.train.build.policy import limit_context
+    from gspo.train.build.policy import limit_context, make_reader
     from gspo.train.build.rewards import default_rewards, scores_answers
     from gspo.train.build.sampler import evaluation_params
 
@@ -74,7 +74,8 @@ def check_data(config: Config, tokenizer: Any) -> Iterator[Check]:
     try:
         readable = config if tokenizer is not None else _without_rendering(config)
         environment = make_environment(config, None)
-        data, valid = make_data(readable, None, None, tokenizer, environment)
+        reader = None if tokenizer is None else make_reader(config, tokenizer)
+        data, valid = make_data(readable, None, None, reader, environment)
         both = [part for part in (data, valid) if part is not None]
         if tokenizer is not None:
             refuse_images(config, both, has_environment=environment is not None, policy=None)

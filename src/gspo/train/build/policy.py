@@ -61,6 +61,11 @@ def make_tokenizer(config: Config) -> Any:
     return load_tokenizer(config.tokenizer_path, "tokenizer_path")
 
 
+def make_reader(config: Config, tokenizer: Any) -> Any:
+    """What makes tokens of a row: the processor of a vision-language model, or the tokenizer."""
+    return load_processor(config.actor.path, tokenizer) or tokenizer
+
+
 def processor_of(policy: PolicyModule, path: str, tokenizer: Any, key: str = "actor.path") -> Processor | None:
     """The processor of a vision-language model; None: the model takes text alone, for `policy.images_refused`."""
     if policy.vision is None:

@@ -1,0 +1,114 @@
+"""Images in the rows of a data set: file names, bytes or Pillow images, opened only when a model needs their pixels."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gspo.data.sources import Row
+from gspo.errors import DataError
+from gspo.system.files import read_regular
+
+if TYPE_CHECKING:
+    from gspo.models.vision.processor import ImageFile
+
+COLUMNS = ("images", "image")  # one of them, a single image or a list
+_PART_KEYS = ("image", "path", "url")  # of a part {"type": "image", …} of a message
+
+
+def given_images(row: Row, messages: Sequence[Mapping[str, Any]] = ()) -> list[Any]:
+    """The images of a row as they are: those of its column, else those inside the parts of its messages."""
+    for name in COLUMNS:
+        if (found := row.get(name)) is not None:
+            return list(found) if isinstance(found, (list, tuple)) else [found]
+    parts = [part for message in messages for part in _parts(message.get("content")) if part.get("type") == "image"]
+    found = [next((part[key] for key in _PART_KEYS if part.get(key) is not None), None) for part in parts]
+    return [image for image in found if image is not None]
+
+
+def image_files(images: Sequence[Any], folder: Path, where: str) -> list[ImageFile]:
+    """Images that can be opened again and again. `folder`: of file names that are relative; `where`: for messages."""
+    # transformers takes a second to import, and only rows with images need it.
+    from gspo.models.vision.processor import ImageFile
+
+    files = []
+    for number, image in enumerate(images):
+        name, content = _content(image, folder)
+        if content is None:
+            raise DataError(
+                f"{where}: image {number} must be a file name, bytes, {{'bytes': …}} or an image of Pillow, got "
+                f"{type(image).__name__}"
+            )
+        files.append(ImageFile(name or f"image {number}", partial(_open, content)))
+    return files
+
+
+def image_digest(images: Sequence[Any], folder: Path, where: str) -> str:
+    """A hash of the images' files; of an image of Pillow, of its pixels."""
+    total = hashlib.sha256()
+    for image in images:
+        name, content = _content(image, folder)
+        try:
+            raw = read_regular(content) if isinstance(content, Path) else content
+        except OSError as error:
+            raise DataError(f"{where}: the image {name} cannot be read: {error.strerror or error}") from None
+        total.update(raw if isinstance(raw, bytes) else repr(raw).encode() if raw is None else raw.tobytes())
+    return total.hexdigest()
+
+
+def with_image_parts(messages: Sequence[Mapping[str, Any]], num: int) -> list[dict[str, Any]]:
+    """Messages whose contents are lists of parts, with one part {"type": "image"} per image.
+
+    If no message has such a part, they are the first parts of the first user turn.
+
+    >>> with_image_parts([{"role": "user", "content": "What is it?"}], 1)[0]["content"]
+    [{'type': 'image'}, {'type': 'text', 'text': 'What is it?'}]
+    """
+    made = [
+        {
+            **message,
+            "content": [{"type": "image"} if p.get("type") == "image" else p for p in _parts(message["content"])],
+        }
+        for message in messages
+        if isinstance(message.get("content"), (str, list))
+    ]
+    if num and not any(part.get("type") == "image" for message in made for part in message["content"]):
+        first = next((message for message in made if message.get("role") == "user"), None)
+        if first is not None:
+            first["content"] = [{"type": "image"}] * num + first["content"]
+    return made
+
+
+def without_pixels(row: Row, names: Sequence[str]) -> Row:
+    """The columns of a row for rewards and sample files: images are their names."""
+    return {column: list(names) if column in COLUMNS and value is not None else value for column, value in row.items()}
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return [dict(part) for part in content or () if isinstance(part, Mapping)]
+
+
+def _content(image: Any, folder: Path) -> tuple[str, Any]:
+    """A name and where the pixels are: a file, bytes, or an image of Pillow; None: it is none of these."""
+    if isinstance(image, Mapping):  # as parquet files of the hub have it
+        name = str(image.get("path") or "")
+        return (name, image["bytes"]) if isinstance(image.get("bytes"), bytes) else _content(name or None, folder)
+    if isinstance(image, (str, Path)):
+        return str(image), folder / Path(image).expanduser()
+    if isinstance(image, (bytes, bytearray)):
+        return "", bytes(image)
+    return "", image if hasattr(image, "convert") and hasattr(image, "tobytes") else None
+
+
+def _open(content: Any) -> Any:
+    from PIL import Image
+
+    if isinstance(content, Path):
+        content = read_regular(content)
+    return Image.open(BytesIO(content)) if isinstance(content, bytes) else content

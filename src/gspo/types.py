@@ -36,6 +36,13 @@ class SampleId(NamedTuple):
     attempt: int = 0  # increased when the same sample must be drawn again, e.g. after a refill
 
 
+class ImageFile(NamedTuple):
+    """An image that can be opened as often as it is needed."""
+
+    name: str  # for people: a file, or row and column
+    open: Callable[[], Any]  # → PIL.Image.Image
+
+
 @dataclass(frozen=True, slots=True)
 class Images:
     """The images of a prompt. Pixels are not kept: `prepare` opens the images again whenever a model needs them.

@@ -9,7 +9,8 @@ import transformers as tf
 from PIL import Image
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from gspo.models.vision.processor import ImageFile, Processor, load_processor
+from gspo.models.vision.processor import Processor, load_processor
+from gspo.types import ImageFile
 
 _SPECIAL = {
     "eos_token": "<eos>",

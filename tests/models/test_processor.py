@@ -7,8 +7,8 @@ import vision_zoo
 from PIL import Image
 
 from gspo.errors import DataError
-from gspo.models.vision.processor import ImageFile, load_processor
-from gspo.types import Request, SampleId, SamplingParams
+from gspo.models.vision.processor import load_processor
+from gspo.types import ImageFile, Request, SampleId, SamplingParams
 
 
 @pytest.mark.parametrize("family", vision_zoo.FAMILIES)

@@ -7,14 +7,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gspo.data.sources import Row
 from gspo.errors import DataError
 from gspo.system.files import read_regular
-
-if TYPE_CHECKING:
-    from gspo.models.vision.processor import ImageFile
+from gspo.types import ImageFile
 
 COLUMNS = ("images", "image")  # one of them, a single image or a list
 _PART_KEYS = ("image", "path", "url")  # of a part {"type": "image", …} of a message
@@ -32,9 +30,6 @@ def given_images(row: Row, messages: Sequence[Mapping[str, Any]] = ()) -> list[A
 
 def image_files(images: Sequence[Any], folder: Path, where: str) -> list[ImageFile]:
     """Images that can be opened again and again. `folder`: of file names that are relative; `where`: for messages."""
-    # transformers takes a second to import, and only rows with images need it.
-    from gspo.models.vision.processor import ImageFile
-
     files = []
     for number, image in enumerate(images):
         name, content = _content(image, folder)

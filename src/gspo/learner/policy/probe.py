@@ -29,8 +29,9 @@ from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.packing import Completion, Layout, Packed, PackItem
 from gspo.models.flex import FLEX
 from gspo.models.tree_attention import TREE
-from gspo.models.vision.processor import ImageFile, Processor
+from gspo.models.vision.processor import Processor
 from gspo.models.vision.tower import ShownPrompt
+from gspo.types import ImageFile
 
 # Largest |log-prob difference| between two correct computations; attention across sequences gives far more.
 LOGP_TOLERANCE = {torch.float64: 1e-8, torch.float32: 5e-4, torch.bfloat16: 0.15, torch.float16: 0.05}

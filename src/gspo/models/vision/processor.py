@@ -11,10 +11,10 @@ import hashlib
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ from gspo.models import cache
 from gspo.models.folder import check_settings
 from gspo.models.locate import EMBEDDED, locate
 from gspo.system.imports import install_command
-from gspo.types import Images
+from gspo.types import ImageFile, Images
 
 FILES = ("preprocessor_config.json", "processor_config.json")  # one of them is in the folder of every such model
 _OTHER_FILES = ("video_preprocessor_config.json", "chat_template.json", "chat_template.jinja")
@@ -35,13 +35,6 @@ _KEPT_BYTES = 512 * 2**20  # of prepared images: those of a batch are used by th
 _NOT_INPUTS = ("input_ids", "attention_mask", "labels")  # of what a processor returns
 
 Inputs = Mapping[str, NDArray[Any]]
-
-
-class ImageFile(NamedTuple):
-    """An image that can be opened as often as it is needed."""
-
-    name: str  # for people: a file, or row and column
-    open: Callable[[], Any]  # → PIL.Image.Image
 
 
 class Processor:

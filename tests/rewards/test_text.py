@@ -183,6 +183,10 @@ def test_a_gate_is_refused_where_each_reward_is_normalised_apart():
     reward_specs(config)
     with pytest.raises(ConfigError, match=r"reward.normalize: each .* but length is a gate.*set reward.normalize: sum"):
         reward_specs(config, ["math", {"name": "length", "most": 9, "gate": True}])
+    source = "{path: 'embedded:arithmetic', reward: [final, {name: length, most: 9, gate: true}]}"
+    mixed = load(None, ["reward.normalize=each", f"train_dataset.mixture=[{source}]"]).config
+    with pytest.raises(ConfigError, match=r"but length is a gate"):
+        reward_specs(mixed)
 
 
 @pytest.mark.run

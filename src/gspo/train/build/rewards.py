@@ -46,16 +46,9 @@ def make_rewards(config: Config, given: Any, log_path: str | None) -> Rewards:
 def reward_specs(config: Config, given: Any = None) -> dict[str, RewardSpec]:
     """The rewards by name of their source; ANY_SOURCE is the only name if there is no mixture."""
     reward, train, common = config.reward, config.train_dataset, _common(config, given)
-    # A gate is no term of the sum, so it cannot be normalised as one.
-    gate = next((part.label for part in common or () if part.gate), None)
-    if gate is not None and reward.normalize == "each":
-        raise ConfigError(
-            f"reward.normalize: each normalises every reward of the sum apart, but {gate} is a gate, which multiplies "
-            f"the sum; set reward.normalize: sum, or give {gate} a weight instead of gate: true"
-        )
     ready = partial(prepare, allow_unsandboxed=reward.allow_unsandboxed_code, timeout_s=reward.timeout)
     if not (train.mixture or held_out(config).mixture):
-        return {ANY_SOURCE: ready(common or reward_spec(default_reward(train.path)))}
+        return _refuse_gates({ANY_SOURCE: ready(common or reward_spec(default_reward(train.path)))}, reward.normalize)
     # Rewards are selected by the source's name, so a name must mean one reward in both mixtures.
     specs, others = _rewards_by_source(train, "train_dataset"), _rewards_by_source(held_out(config), "valid_dataset")
     if common is None and (twice := [name for name in specs if others.get(name, specs[name]) != specs[name]]):
@@ -64,7 +57,18 @@ def reward_specs(config: Config, given: Any = None) -> dict[str, RewardSpec]:
             "otherwise"
         )
     specs |= others
-    return {name: ready(common or spec) for name, spec in specs.items()}
+    return _refuse_gates({name: ready(common or spec) for name, spec in specs.items()}, reward.normalize)
+
+
+def _refuse_gates(specs: dict[str, RewardSpec], normalize: str) -> dict[str, RewardSpec]:
+    """The specs; ConfigError for a gate if each reward is normalised apart, because a gate is no term of the sum."""
+    gate = next((part.label for spec in specs.values() for part in spec if part.gate), None)
+    if gate is not None and normalize == "each":
+        raise ConfigError(
+            f"reward.normalize: each normalises every reward of the sum apart, but {gate} is a gate, which multiplies "
+            f"the sum; set reward.normalize: sum, or give {gate} a weight instead of gate: true"
+        )
+    return specs
 
 
 def scores_answers(config: Config, given: Any, data: Sequence[Data]) -> bool:

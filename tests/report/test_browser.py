@@ -450,16 +450,16 @@ def test_a_folder_lists_its_runs_and_leads_to_them(tmp_path, run, visit):
 def test_graded_rewards_have_a_distribution_of_the_first_and_the_last_step(visit, tmp_path):
     run = make_run(tmp_path / "exp" / "graded", [step_row(s) for s in (1, 2, 3)])
     for step in (1, 2, 3):
-        write_samples(run, step, [sample_row(step, i, reward=(i + 4 * step) / 40) for i in range(16)])
+        write_samples(run, step, [sample_row(step, i, reward=(i + 4 * step) / 50) for i in range(16)])
     page = visit(write_report(run).as_uri())
     captions = page.locator("#distribution figcaption")
     assert captions.all_inner_texts() == [
-        "reward of step 1: lowest 0.1, median 0.3, highest 0.48",
-        "reward of step 3: lowest 0.3, median 0.5, highest 0.68",
+        "reward of step 1: lowest 0.08, median 0.24, highest 0.38",
+        "reward of step 3: lowest 0.24, median 0.4, highest 0.54",
     ]
     assert page.locator("#distribution .bins").first.locator("i").count() == 24
     page.locator("#sample-step").select_option("2")
-    assert captions.all_inner_texts() == ["reward of step 2: lowest 0.2, median 0.4, highest 0.58"]
+    assert captions.all_inner_texts() == ["reward of step 2: lowest 0.16, median 0.32, highest 0.46"]
 
 
 @pytest.mark.full

@@ -1,5 +1,6 @@
 """Every shipped example runs here: configs on the embedded model and task, scripts as a person would start them."""
 
+import importlib.util
 import json
 import os
 import re
@@ -49,6 +50,8 @@ def test_there_are_examples():
 def _skip_if_missing(path: Path) -> None:
     if path.stem == PROGRAMS and unavailable():
         pytest.skip(unavailable())
+    if path.parent.name == "robotics" and importlib.util.find_spec("mujoco") is None:
+        pytest.skip("mujoco is not installed: pip install 'gspo[robotics]'")
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -214,3 +217,15 @@ def test_the_figures_of_a_text_task_have_baselines_and_paired_gains(tmp_path, ca
     assert lines["the reference"].split("|")[3:5] == [" 1.000 ", " 1.000 "]
     assert "0.125" in lines["gspo, before"]
     assert lines["gspo, after step 5"].split("|")[5].strip().startswith("0.625 [")
+
+
+@pytest.mark.full
+def test_the_baselines_of_the_robotics_example_are_played(tmp_path):
+    _skip_if_missing(ROOT / "examples/robotics/balance.yaml")
+    out = tmp_path / "results.json"
+    done = python("examples/robotics/play.py", "--episodes", "8", "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    results = json.loads(out.read_text())
+    assert results["random"]["return"] < 15
+    assert results["constant"]["return"] < 15
+    assert results["scripted"]["return"] > 40

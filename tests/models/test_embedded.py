@@ -148,3 +148,17 @@ def test_tiny_tools_speaks_of_calls_and_the_others_do_not():
     assert tokenizer.decode(tokenizer.encode(asked)) == asked
     assert 0 in embedded.tokenizer().encode(asked)  # unknown
     assert len(tokenizer) <= embedded.shape("embedded:tiny-tools")["vocab_size"]
+
+
+@pytest.mark.full
+def test_the_start_for_control_tasks_answers_in_digits_that_depend_on_what_it_reads():
+    """A start that ignores its input learns one action for all observations."""
+    name = "embedded:tiny-control"
+    words = embedded.vocabulary(name)
+    digits = [words.index(str(digit)) for digit in range(5)]
+    letters = words.index("a") + np.random.default_rng(0).integers(0, 11, size=(64, 3))
+    with torch.no_grad():
+        logp = embedded.warm_start(name)(input_ids=torch.from_numpy(letters)).logits[:, -1].log_softmax(-1)[:, digits]
+    assert logp.exp().sum(-1).min() > 0.9
+    assert logp.std(0).mean() > 0.08  # over observations
+    assert logp.exp().mean(0).min() > 0.1  # no digit is preferred by much

@@ -40,15 +40,16 @@ def scripted_policy(text, state):
 
 
 def model_policy(model, tokenizer):
-    """The most likely digit after the whole episode so far."""
+    """The most likely force after the whole episode so far."""
     import torch
+
+    digits = tokenizer.encode("".join(map(str, range(len(FORCES)))), add_special_tokens=False)
 
     def answer(text, state):
         ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False)])
         with torch.no_grad():
             logits = model(input_ids=ids).logits[0, -1]
-        logits[tokenizer.eos_token_id] = -torch.inf  # as in training, an answer has exactly one token
-        return tokenizer.decode([int(logits.argmax())])
+        return str(int(logits[digits].argmax()))
 
     return answer
 

@@ -424,7 +424,7 @@ def default_reward(path: str) -> dict[str, Any]:
     >>> default_reward("embedded:arithmetic")
     {'name': 'final', 'marker': '>'}
     """
-    if path.startswith("embedded:arithmetic"):
+    if path.startswith(("embedded:arithmetic", "embedded:digits")):
         return {"name": "final", "marker": arithmetic.MARKER}
     return {"name": "reasoning_gym" if path.startswith("reasoning_gym:") else "math"}
 

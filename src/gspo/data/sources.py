@@ -16,6 +16,7 @@ from typing import Any
 
 from gspo.data import arithmetic
 from gspo.data import reasoning_gym as gym
+from gspo.data.digits import task as digits_task
 from gspo.data.split import HELD_OUT, divide
 from gspo.errors import DataError
 from gspo.system.imports import install_command
@@ -311,15 +312,19 @@ def _hub(path: str, key: str) -> Parts:
 
 
 def _embedded(path: str, split: str | None, *, size: int | None, seed: int, key: str) -> list[Row]:
-    """`embedded:arithmetic`, or with a number of digits: `embedded:arithmetic:2-3`."""
-    found = re.fullmatch(r"embedded:arithmetic(?::([1-6])(?:-([1-6]))?)?", path)
-    if not found:
-        raise DataError(f"{key}.path: there is no {path}; use embedded:arithmetic or embedded:arithmetic:2-3")
-    digits = (int(found[1]), int(found[2] or found[1])) if found[1] else arithmetic.DIGITS
+    """`embedded:digits`, or `embedded:arithmetic`, or with a number of digits: `embedded:arithmetic:2-3`."""
     part: arithmetic.Split = "test" if split in HELD_OUT else "train"
     count = size if size is not None else 512 if part == "test" else 4096
     # The same held-out problems for every seed, so that runs can be compared.
-    drawn = arithmetic.distinct_problems(part, count, seed=0 if part == "test" else seed, digits=digits)
+    seed = 0 if part == "test" else seed
+    if path == digits_task.PATH:
+        return digits_task.rows(part, count, seed=seed)
+    found = re.fullmatch(r"embedded:arithmetic(?::([1-6])(?:-([1-6]))?)?", path)
+    if not found:
+        known = f"embedded:arithmetic, embedded:arithmetic:2-3 or {digits_task.PATH}"
+        raise DataError(f"{key}.path: there is no {path}; use {known}")
+    digits = (int(found[1]), int(found[2] or found[1])) if found[1] else arithmetic.DIGITS
+    drawn = arithmetic.distinct_problems(part, count, seed=seed, digits=digits)
     if size is not None and len(drawn) < size:
         low, high = digits
         raise DataError(

@@ -13,6 +13,9 @@ answers with random digits from 0 to 4, so that every sample is an action.
 `embedded:tiny-tools` is the same Qwen3 for the environment `tools`. Its supervised data seldom call the calculator,
 `[184+768]952>952`, and mostly give the sum directly, `>952`, which the model cannot compute. So RL can teach it to call
 the tool.
+
+`embedded:tiny-vision` is a Qwen3-VL for `embedded:digits`, with a vision tower of two layers. Its teacher forgets half
+of the carries and confuses 1 and 7, 4 and 9, 3 and 8, so RL can improve both reading and adding.
 """
 
 from __future__ import annotations
@@ -21,12 +24,13 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo import rng
 from gspo.data import arithmetic
+from gspo.data.digits import task as digits_task
 from gspo.errors import DataError
 from gspo.models import cache
 from gspo.system.progress import progress
@@ -54,6 +58,23 @@ _TINY: Mapping[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": None,
 }
+
+_FEATURES = 4  # of an image of embedded:digits
+IMAGE, IMAGE_BEGIN, IMAGE_END = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
+_VISION_TOKENS = {
+    "image_token": IMAGE,
+    "vision_start_token": IMAGE_BEGIN,
+    "vision_end_token": IMAGE_END,
+    "video_token": "<|video_pad|>",
+}
+_VISION_IDS = {token: len(VOCABULARY) + i for i, token in enumerate(_VISION_TOKENS.values())}
+# Of all messages only the parts: an image between its marks, and text.
+_VISION_TEMPLATE = (
+    "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}"
+    f"{IMAGE_BEGIN}{IMAGE}{IMAGE_END}"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
 
 # The definition of each model; a change of any value is another model, in another cache folder.
 RECIPES: Mapping[str, Mapping[str, Any]] = {
@@ -141,7 +162,64 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
             "reads": 0.4,  # fraction in which a call is shown, and only the use of its result is trained
         },
     },
+    "embedded:tiny-vision": {
+        "model_type": "qwen3_vl",
+        "config": {
+            "text_config": {
+                **_TINY,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 10000.0,
+                    "mrope_section": [6, 5, 5],  # of the 16 frequencies of a head: time, height, width
+                    "mrope_interleaved": True,
+                },
+            },
+            "vision_config": {
+                "depth": 2,
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_heads": 4,
+                "in_channels": 1,
+                "patch_size": 4,
+                "spatial_merge_size": 2,
+                "temporal_patch_size": 2,
+                "out_hidden_size": _TINY["hidden_size"],
+                "num_position_embeddings": 16,
+                "deepstack_visual_indexes": [0],
+                "initializer_range": 0.05,
+            },
+            "tie_word_embeddings": True,
+            "image_token_id": _VISION_IDS[IMAGE],
+            "vision_start_token_id": _VISION_IDS[IMAGE_BEGIN],
+            "vision_end_token_id": _VISION_IDS[IMAGE_END],
+            "video_token_id": _VISION_IDS["<|video_pad|>"],
+        },
+        "special": _VISION_TOKENS,
+        "chat_template": _VISION_TEMPLATE,
+        # Grey images of 16 × 16 pixels: 16 patches, four features, one per digit.
+        "preprocessor": {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "patch_size": 4,
+            "merge_size": 2,
+            "temporal_patch_size": 2,
+            "size": {"shortest_edge": 64, "longest_edge": 4096},
+            "image_mean": [0.5],
+            "image_std": [0.5],
+            "do_convert_rgb": False,
+        },
+        "warm": {
+            "steps": 300,
+            "batch": 48,
+            "lr": 3e-3,
+            "warmup": 20,
+            "decay": 80,
+            "seed": 1,
+            "forgets": 0.5,
+            "misreads": 0.4,  # of the digits in _ALIKE
+        },
+    },
 }
+_ALIKE = dict(zip("174938", "719483", strict=True))  # digits that the teacher of tiny-vision confuses
 
 DESCRIPTIONS: Mapping[str, str] = {  # for lists of models
     "embedded:tiny": "tiny Qwen3 for embedded:arithmetic",
@@ -149,6 +227,7 @@ DESCRIPTIONS: Mapping[str, str] = {  # for lists of models
     "embedded:tiny-hybrid": "tiny Qwen3.5 for embedded:arithmetic",
     "embedded:tiny-control": "tiny Qwen3 for control tasks of Gymnasium",
     "embedded:tiny-tools": "tiny Qwen3 for embedded:arithmetic, and the environment tools",
+    "embedded:tiny-vision": "tiny Qwen3-VL for embedded:digits",
 }
 
 
@@ -164,7 +243,7 @@ def digest(name: str) -> str:
 
 
 def vocabulary(name: str) -> tuple[str, ...]:
-    return (*VOCABULARY, *_recipe(name).get("characters", ""))
+    return (*VOCABULARY, *_recipe(name).get("special", {}).values(), *_recipe(name).get("characters", ""))
 
 
 def unknown_characters(name: str, text: str) -> str:
@@ -174,6 +253,8 @@ def unknown_characters(name: str, text: str) -> str:
     'What is'
     """
     known = set(vocabulary(name))
+    for token in _recipe(name).get("special", {}).values():
+        text = text.replace(token, "")
     return "".join(dict.fromkeys(c for c in text if c not in known))
 
 
@@ -184,19 +265,17 @@ def folder(name: str) -> Path:
 
 def build_time(name: str) -> str:
     # PyTorch's gated delta rule needs more time than attention: 77 CPU seconds, embedded:tiny 25.
-    return "about a minute" if name == "embedded:tiny-hybrid" else "about half a minute"
+    return "about a minute" if name in ("embedded:tiny-hybrid", "embedded:tiny-vision") else "about half a minute"
 
 
 def build(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model and its tokenizer, from the cache if it is complete, else built."""
-    from transformers import AutoModelForCausalLM
-
     path = folder(name)
     if not cache.is_whole(path):
         with progress(f"building {name}, only once: {build_time(name)} on 2 cores", lines=True) as tell:
             cache.publish(path, lambda tmp: _write(name, tmp, tell))
     with cache.quiet():
-        model = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True)
+        model = _model_class(name).from_pretrained(path, use_safetensors=True)
     return model, tokenizer(name)
 
 
@@ -208,37 +287,44 @@ def tokenizer(name: str = "embedded:tiny") -> PreTrainedTokenizerBase:
     inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary(name))}, unk_token=PAD))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # pyright: ignore[reportAttributeAccessIssue]
     inner.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token=PAD, eos_token=EOS, clean_up_tokenization_spaces=False
+    recipe = _recipe(name)
+    special = {"extra_special_tokens": dict(recipe["special"])} if "special" in recipe else {}
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token=PAD, eos_token=EOS, clean_up_tokenization_spaces=False, **special
     )
+    made.chat_template = recipe.get("chat_template")
+    return made
 
 
 def warm_start(name: str, tell: Callable[[int, int], None] = lambda done, total: None) -> PreTrainedModel:
     """Random weights, then supervised steps on the `warm` problems, which are not in the RL or test data."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     recipe = _recipe(name)
     warm = recipe["warm"]
     # The weights depend on the recipe's seed only, and the caller's random state does not change.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(warm["seed"])
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(_model_type(name), **recipe["config"]))
+        model = _model_class(name).from_config(AutoConfig.for_model(_model_type(name), **recipe["config"]))
     encode = {word: i for i, word in enumerate(vocabulary(name))}
     stream = _problems(recipe)
+    see = _reader(name) if "preprocessor" in recipe else None
+    # Tokens of the image before the question; none for a model of text.
+    shown = [encode[c] for c in (IMAGE_BEGIN, *[IMAGE] * _FEATURES, IMAGE_END)] if see else []
     optimizer = torch.optim.AdamW(model.parameters(), lr=warm["lr"], weight_decay=0.0, fused=True)
     model.train()
     for step in range(warm["steps"]):
         tell(step, warm["steps"])
         # Data: question + solution + EOS, padded on the right.
         drawn = [next(stream) for _ in range(warm["batch"])]
-        rows = [[encode[c] for c in p.question + p.solution] + [encode[EOS]] for p in drawn]
+        rows = [[*shown, *(encode[c] for c in p.question + p.solution), encode[EOS]] for p in drawn]
         width = max(map(len, rows))
         tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])  # [B, T]
         # No loss on the question; padding comes after the end, so it needs no attention mask.
         labels = tokens.clone()
         for i, (p, row) in enumerate(zip(drawn, rows, strict=True)):
-            labels[i, : len(p.question)] = -100
+            labels[i, : len(shown) + len(p.question)] = -100
             labels[i, len(row) :] = -100
             if RESULT in p.solution:  # no loss on the tool's result
                 begin = len(p.question) + p.solution.index(RESULT) + 1
@@ -249,7 +335,8 @@ def warm_start(name: str, tell: Callable[[int, int], None] = lambda done, total:
         for group in optimizer.param_groups:
             # The decay at the end makes the result depend less on the last batches.
             group["lr"] = warm["lr"] * min(1.0, (step + 1) / warm["warmup"], (warm["steps"] - step) / warm["decay"])
-        loss = _loss(model, tokens, labels, warm.get("balance", 0.0))
+        inputs = see(step * warm["batch"], tokens) if see else {}
+        loss = _loss(model, tokens, labels, warm.get("balance", 0.0), inputs)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -260,6 +347,9 @@ def warm_start(name: str, tell: Callable[[int, int], None] = lambda done, total:
 def _problems(recipe: Mapping[str, Any]) -> Iterator[arithmetic.Problem]:
     """Supervised problems without end; the draws of a problem are keyed by its step and its row."""
     warm = recipe["warm"]
+    if "misreads" in warm:
+        for index, (problem, _) in enumerate(digits_task.examples("warm", seed=warm["seed"])):
+            yield _misread(problem, *divmod(index, warm["batch"]), warm)
     if "levels" in warm:
         for index in count():
             yield _random_action(index, warm)
@@ -277,7 +367,7 @@ def _random_action(index: int, warm: Mapping[str, Any]) -> arithmetic.Problem:
     return arithmetic.Problem(letters, digits, digits)
 
 
-def _loss(model: Any, tokens: Tensor, labels: Tensor, balance: float) -> Tensor:
+def _loss(model: Any, tokens: Tensor, labels: Tensor, balance: float, inputs: Mapping[str, Any]) -> Tensor:
     """The objective of `algorithm: sft`; for a mixture plus a load-balancing loss per layer, which a run does not add.
 
     The model is called on padded rows and not through `learner/`: packing rounds differently, and the bits of these
@@ -288,7 +378,7 @@ def _loss(model: Any, tokens: Tensor, labels: Tensor, balance: float) -> Tensor:
 
     from gspo import objectives
 
-    out = model(input_ids=tokens, **({"output_router_logits": True} if balance else {}))
+    out = model(input_ids=tokens, **inputs, **({"output_router_logits": True} if balance else {}))
     target = pad(labels, (0, 1), value=-100)[:, 1:]  # [B, T] the token after each position
     learnt = target != -100
     logp = out.logits.log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0]  # [B, T]
@@ -313,6 +403,31 @@ def _careless(problem: arithmetic.Problem, step: int, row: int, warm: Mapping[st
     return arithmetic.worked(operands, (u < warm["forgets"]).tolist())
 
 
+def _misread(problem: arithmetic.Problem, step: int, row: int, warm: Mapping[str, Any]) -> arithmetic.Problem:
+    """The answer of a teacher who confuses some digits of the image and forgets some carries."""
+    u = rng.uniform(warm["seed"], "misreads", step, row, range(len(problem.question)))
+    read = "".join(_ALIKE.get(c, c) if x < warm["misreads"] else c for c, x in zip(problem.question, u, strict=True))
+    return _careless(problem._replace(question=read), step, row, warm)._replace(question=digits_task.QUESTION)
+
+
+def _reader(name: str) -> Callable[[int, Tensor], dict[str, Any]]:
+    """The images of a batch as the model's inputs, by the first problem's number and the tokens [B, T]."""
+    import torch
+
+    from gspo.models.vision.processor import load_processor
+
+    processor: Any = load_processor(name, tokenizer(name))
+    warm = _recipe(name)["warm"]
+
+    def see(start: int, tokens: Tensor) -> dict[str, Any]:
+        drawn = islice(digits_task.examples("warm", seed=warm["seed"], start=start), warm["batch"])
+        made = processor.pixels([digits_task.picture(shown.glyphs) for shown in drawn])
+        inputs = {key: torch.from_numpy(value) for key, value in made.items()}
+        return {**inputs, "mm_token_type_ids": (tokens == _VISION_IDS[IMAGE]).int()}
+
+    return see
+
+
 def _asking(problem: arithmetic.Problem, step: int, row: int, warm: Mapping[str, Any]) -> arithmetic.Problem:
     """The problem solved by a tool call in some cases, else by the answer alone."""
     u = float(rng.uniform(warm["seed"], "asks", step, row))
@@ -325,6 +440,12 @@ def _only_reads(step: int, row: int, warm: Mapping[str, Any]) -> bool:
     """Whether only the use of a shown call's result is trained, not the call."""
     # The same draw as in `_asking`: below asks the call is trained, from asks to asks + reads only its use.
     return warm["asks"] <= float(rng.uniform(warm["seed"], "asks", step, row))
+
+
+def _model_class(name: str) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if "preprocessor" in _recipe(name) else AutoModelForCausalLM
 
 
 def _model_type(name: str) -> str:
@@ -349,3 +470,13 @@ def _write(name: str, to: Path, tell: Callable[[int, int], None]) -> None:
     with cache.quiet():
         warm_start(name, tell).save_pretrained(to, safe_serialization=True)
         tokenizer(name).save_pretrained(to)
+        write_processor(name, to)
+
+
+def write_processor(name: str, to: Path) -> None:
+    """The files that the processor of a vision-language model is loaded from; none for a model of text."""
+    from transformers import AutoConfig
+
+    if settings := _recipe(name).get("preprocessor"):
+        AutoConfig.for_model(**shape(name)).save_pretrained(to)
+        (to / "preprocessor_config.json").write_text(json.dumps(settings))

@@ -100,7 +100,7 @@ def load_model(
 
         if from_scratch:
             shape = AutoConfig.for_model(**embedded.shape(path))
-            model: Any = _from_config(AutoModelForCausalLM, shape, dtype, seed)
+            model: Any = _from_config(policy_class(shape.model_type), shape, dtype, seed)
         else:
             model = embedded.build(path)[0]
         model = model.to(dtype)  # pyright: ignore[reportArgumentType]

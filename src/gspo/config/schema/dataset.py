@@ -14,8 +14,8 @@ class Source(Section):
 
     path: str = key(
         "embedded:arithmetic",
-        "embedded:arithmetic, reasoning_gym:<task>, a hub name, a file or a folder; env: the rows of the environment, "
-        "the default with env.path gymnasium:…, openenv:… and verifiers:….",
+        "embedded:arithmetic, embedded:digits, reasoning_gym:<task>, a hub name, a file or a folder; env: the rows of "
+        "the environment, the default with env.path gymnasium:…, openenv:… and verifiers:….",
     )
     split: str | None = key(
         None, "Split to read.", unset="train for training, test for validation; in a mixture, the data set's"

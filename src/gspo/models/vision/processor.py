@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -101,6 +102,13 @@ class Processor:
         sizes = tuple(image.size for image in opened)
         return tokens, Images(digest, prepare, tuple(image.name for image in images), sizes)
 
+    def pixels(self, images: Sequence[NDArray[np.uint8]]) -> Inputs:
+        """The model's inputs for images of [height, width] or [height, width, 3], without a text."""
+        from PIL import Image
+
+        made = self.inner.image_processor(images=[Image.fromarray(image) for image in images], return_tensors="np")
+        return {name: np.asarray(value) for name, value in made.items()}
+
     def save(self, folder: Path) -> None:
         """Write the processor's files as they were in the model's folder; the tokenizer's are not among them."""
         for name, content in self._files.items():
@@ -147,8 +155,13 @@ def load_processor(path: str, tokenizer: PreTrainedTokenizerBase, key: str = "ac
     if path.startswith(EMBEDDED):
         from gspo.models import embedded
 
-        path = str(embedded.folder(path))
-    folder = Path(path)
+        with tempfile.TemporaryDirectory() as tmp:  # the model need not be built for its processor
+            embedded.write_processor(path, Path(tmp))
+            return _load(Path(tmp), tokenizer, key)
+    return _load(Path(path), tokenizer, key)
+
+
+def _load(folder: Path, tokenizer: PreTrainedTokenizerBase, key: str) -> Processor | None:
     if not any((folder / name).is_file() for name in FILES):
         return None
     check_settings(folder)
@@ -166,7 +179,7 @@ def load_processor(path: str, tokenizer: PreTrainedTokenizerBase, key: str = "ac
             return Processor(inner, {name: (folder / name).read_bytes() for name in names})
         except Exception as cause:  # transformers' own code runs on the folder's values, and may raise anything
             raise DataError(
-                f"{key}: the image processor in {path!r} cannot be loaded: {type(cause).__name__}: {str(cause)[:300]}"
+                f"{key}: the image processor in '{folder}' cannot be loaded: {type(cause).__name__}: {str(cause)[:300]}"
             ) from cause
 
 

@@ -1,0 +1,1 @@
+"""`embedded:digits`: images of handwritten numbers, and their sums as answers."""

@@ -33,7 +33,7 @@ def test_a_teacher_that_is_the_student_has_no_distance_and_moves_nothing(tmp_pat
 @pytest.mark.full
 def test_a_teacher_of_another_vocabulary_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"teacher\.path"):
-        train(tmp_path, *STUDENT, "teacher.path=embedded:tiny-control")
+        train(tmp_path, *STUDENT, "actor.path=embedded:tiny-control", "teacher.path=embedded:tiny")
 
 
 @pytest.mark.full

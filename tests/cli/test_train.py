@@ -224,9 +224,10 @@ def test_every_metric_of_a_run_is_documented_and_every_documented_one_is_written
     written = {
         re.sub(r"^reward/part_.*", "reward/part_<name>", name) for row in read_metrics(trained[0]) for name in row
     }
-    # These exist where a run has a reference, a teacher, a mixture, a critic, experts, a correction, episodes or
-    # completions of its own (tests/train/test_variants.py, test_distillation.py, test_critic.py, test_moe_training.py,
-    # test_correction_step.py, test_agent_training.py, test_sft.py).
+    # These exist where a run has a reference, a teacher, a mixture, a critic, experts, a correction, episodes,
+    # completions of its own, truncated sampling, an entropy term or a curriculum (tests/train/test_variants.py,
+    # test_distillation.py, test_critic.py, test_moe_training.py, test_correction_step.py, test_agent_training.py,
+    # test_sft.py, test_truncated_sampling.py, test_controls.py).
     of_variants = {
         "policy/kl_reference",
         "reward/kl_penalty",
@@ -236,10 +237,10 @@ def test_every_metric_of_a_run_is_documented_and_every_documented_one_is_written
         "eval/loss",
         "time/critic_s",
         "eval/<source>/<name>",
+        "policy/entropy_coef",
     }
-    of_variants |= {
-        name for name in documented if name.startswith(("critic/", "moe/", "correction/", "episode/", "agent/"))
-    }
+    sections = ("critic/", "moe/", "correction/", "episode/", "agent/", "kept/", "curriculum/")
+    of_variants |= {name for name in documented if name.startswith(sections)}
     assert written == documented - of_variants
     assert of_variants < documented
 

@@ -11,7 +11,7 @@ from reward_attacks import ATTACKS
 
 from gspo.rewards.pool import RewardPool
 from gspo.rewards.spec import RewardItem, reward_spec
-from gspo.rewards.workers import supervisor
+from gspo.rewards.workers import processes
 from gspo.types import Failure
 
 pytestmark = pytest.mark.run
@@ -71,17 +71,17 @@ def test_attacks_that_once_reached_the_trainer_are_contained(name, tmp_path):
 
 
 def test_a_log_that_becomes_too_long_keeps_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(supervisor, "_MAX_LOG", 1000)
-    monkeypatch.setattr(supervisor, "_KEPT_LOG", 100)
+    monkeypatch.setattr(processes, "_MAX_LOG", 1000)
+    monkeypatch.setattr(processes, "_KEPT_LOG", 100)
     log = tmp_path / "rewards.log"
     with log.open("ab") as file:
         file.write(b"a" * 1000)
         file.flush()
-        supervisor.shorten_log(file.fileno())
+        processes.shorten_log(file.fileno())
         assert log.stat().st_size == 1000
         file.write(b"the end")
         file.flush()
-        supervisor.shorten_log(file.fileno())
+        processes.shorten_log(file.fileno())
         file.write(b", and more")
     assert (
         log.read_text() == "[907 bytes of output were removed: the log was too long]\n" + "a" * 93 + "the end, and more"

@@ -207,12 +207,12 @@ def test_a_model_that_no_engine_can_run_is_refused_with_name_reason_and_remedy()
 def test_log_probs_that_are_not_numbers_are_no_agreement():
     model = build("llama")
     with pytest.raises(RolloutError, match="differs from a plain forward by nan"):
-        choose(model, engines(model, [], 99), lambda _: float("nan"), print)
+        choose(model, engines(model, [], 99, None), lambda _: float("nan"), print)
 
 
 def test_of_engines_above_rounding_the_first_that_is_nearly_the_best_is_chosen():
     model = build("llama")
-    found = engines(model, [], 99)
+    found = engines(model, [], 99, None)
 
     def chosen(gaps):
         return found.index(choose(model, found, lambda engine: gaps[found.index(engine)], lambda _: None))

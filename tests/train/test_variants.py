@@ -184,5 +184,5 @@ def test_a_filter_that_cannot_be_used_ends_the_run_with_its_name(name, what, tmp
     "name", ["group_filters:absent", "no_such_module:f", "group_filters:not_callable", "absent.py:f"]
 )
 def test_a_filter_that_is_not_there_is_refused_before_anything_is_opened(name, tmp_path):
-    with pytest.raises(ConfigError, match=r"rollout\.dynamic_filter_fn: .*" + name.partition(":")[0]):
+    with pytest.raises(ConfigError, match=r"rollout\.dynamic_filter_fn\b.*: .*" + name.partition(":")[0]):
         make_trainer(tmp_path, f"rollout.dynamic_filter_fn={name}")

@@ -127,6 +127,7 @@ def forced(model, name, **settings):
     return sampler
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["gemma3", pytest.param("gpt_oss", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "name", [CACHE, *(pytest.param(name, marks=pytest.mark.full) for name in (BY_LENGTH, NO_CACHE))]
@@ -144,6 +145,7 @@ def test_every_engine_samples_what_continuous_batching_samples(name, model):
         np.testing.assert_allclose(sample.behavior_logp, found[name][id].behavior_logp, atol=1e-5)
 
 
+@pytest.mark.full
 def test_other_weights_draw_from_other_states():
     target, source = build("lfm2"), build("lfm2", seed=1)
     sampler, other = (LocalSampler(m, seed=1, eos_token_ids=[2]) for m in (target, source))

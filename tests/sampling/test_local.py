@@ -475,7 +475,7 @@ def play_turns(engine, num_turns, keep_cache):
     return asked, samples
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss", *(pytest.param(n, marks=pytest.mark.full) for n in CONFIGS)])
+@pytest.mark.parametrize("name", brief(CONFIGS, "llama"))
 def test_a_turn_continues_the_row_of_the_last_one_and_has_the_log_probs_of_plain_transformers(name):
     model = build(name)
     engine, again = sampler(model, max_rows=12), sampler(model)

@@ -158,6 +158,7 @@ def test_a_model_folder_that_is_whole_trains_and_gives_the_embedded_models_run(t
     assert got["metrics"] == want["metrics"]
 
 
+@pytest.mark.full
 def test_a_disk_without_space_for_a_checkpoint_loses_nothing_and_the_same_command_goes_on(tmp_path):
     whole = ("total_train_steps=3", "saver.freq_steps=1", "saver.keep=4")
     _, want = train(tmp_path / "roomy", *whole)

@@ -142,6 +142,7 @@ def test_a_crash_at_every_operation_of_a_save_leaves_the_step_or_the_one_before(
             assert digests(path_of(root)) == straight
 
 
+@pytest.mark.full
 def test_a_kill_while_an_older_checkpoint_of_the_step_is_replaced_loses_nothing(runs, straight, tmp_path):
     """A run that resumed from an older checkpoint, because the newest is damaged, replaces that one in time."""
     root = tmp_path

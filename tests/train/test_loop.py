@@ -411,6 +411,7 @@ def test_a_longer_run_goes_on_from_a_shorter_one(straight, tmp_path):
     assert digests(mine) == digests(path)
 
 
+@pytest.mark.full
 def test_ctrl_c_saves_says_how_to_go_on_and_exits_130(tmp_path):
     words = [
         sys.executable, "-m", "gspo", "train", str(tmp_path / "run.yaml"), f"cluster.fileroot={tmp_path}",

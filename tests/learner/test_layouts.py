@@ -1,15 +1,19 @@
 """Each family of transformers gets a layout whose gradients are those of plain padded rows, in float64."""
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_policy import UNEVEN, gradients, policy_gradients, reference_gradients
+from test_policy import UNEVEN, gradients, make_items, policy_gradients, reference_gradients
 from transformers import AutoModelForCausalLM, XLNetConfig
+from transformers.cache_utils import LinearAttentionLayer
 
 from gspo.errors import DataError
+from gspo.learner.policy.forking import FORK_TOKENS, fork_batches, pays
 from gspo.learner.policy.module import PolicyModule, weight_names
-from gspo.learner.policy.packing import pack
+from gspo.learner.policy.packing import Completion, PackItem, pack
 from gspo.learner.policy.probe import probe
+from gspo.learner.policy.splitting import micro_batches
 from gspo.learner.policy.value import ValueModule
 from gspo.models.lora import add_adapter
 from gspo.models.moe import routed, routers
@@ -75,6 +79,90 @@ def padded_policy(family="qwen3_next", **how):
     policy = PolicyModule(tiny_model(family, torch.float64), **how)
     policy.layout = "padded"
     return policy
+
+
+def forking_policy(family, **how):
+    """In float64, with groups of any size forked."""
+    policy = PolicyModule(tiny_model(family, torch.float64), **how)
+    probe(policy)
+    policy.fork_tokens = 0
+    return policy
+
+
+# Longer than a chunk of the kernels (64 tokens, 256 in falcon_h1), and not a multiple of it.
+LONG = make_items([(150, (100, 7, 70)), (300, (5, 2))])
+
+
+@pytest.mark.parametrize(
+    ("family", "items", "max_tokens"),
+    [
+        ("qwen3_5_text", UNEVEN, None),
+        ("qwen3_5_text", UNEVEN, 24),
+        ("falcon_h1", UNEVEN, None),
+        pytest.param("qwen3_5_text", LONG, None, marks=pytest.mark.full),
+        pytest.param("falcon_h1", LONG, None, marks=pytest.mark.full),
+        pytest.param("lfm2", UNEVEN, None, marks=pytest.mark.full),
+        pytest.param("mamba2", UNEVEN, None, marks=pytest.mark.full),
+    ],
+)
+def test_a_prompt_that_is_computed_once_has_the_gradients_of_padded_rows(family, items, max_tokens, exact):
+    policy = forking_policy(family)
+    assert policy.forks
+    assert "long prompt is computed once" in policy.layout_line
+    want_logp, want = reference_gradients(policy.model, items)
+    batches = [items]
+    if max_tokens is not None:
+        forked, rest = fork_batches(items, max_tokens, 0)
+        assert len(forked[0][0].completions) < len(items[0].completions)  # the first group is cut
+        batches = [*forked, *micro_batches(rest, max_tokens, layout="padded")]
+    packs = [policy.pack(batch) for batch in batches]
+    assert any(bool((packed.parent >= 0).any()) for packed in packs)
+    assert sum(packed.num_tokens for packed in packs) < pack(items, share_prefix=False).num_tokens
+    logp, _, grads = policy_gradients(policy, batches)
+    assert logp.keys() == want_logp.keys()
+    for index, (wanted, _) in want_logp.items():
+        torch.testing.assert_close(logp[index], wanted, rtol=0, atol=1e-10)
+    assert gap(grads, want) <= 1e-8
+
+
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [
+        ("qwen3_5_text", {"gradient_checkpointing": True}),  # transformers makes no cache
+        ("qwen3_next", {}),  # its experts are recorded
+        ("mamba", {}),  # its scan of several tokens begins with a zero state
+        ("bamba", {}),
+        ("llama", {}),  # shares prefixes
+    ],
+)
+def test_prompts_are_repeated_where_a_copied_state_is_not_exact(family, how):
+    policy = PolicyModule(tiny_model(family), **how)
+    probe(policy)
+    assert not policy.forks
+
+
+def test_a_state_without_gradient_is_not_copied(monkeypatch):
+    policy = PolicyModule(tiny_model("qwen3_5_text"))
+    update = LinearAttentionLayer.update_recurrent_state
+    monkeypatch.setattr(
+        LinearAttentionLayer,
+        "update_recurrent_state",
+        lambda self, state, *a, **k: update(self, state.detach(), *a, **k),
+    )
+    probe(policy)
+    assert not policy.forks
+
+
+def test_a_prompt_is_computed_once_only_where_it_saves_enough():
+    def group(num_prompt, *lengths):
+        made = [Completion(np.zeros(n, int), np.ones(n, bool), i) for i, n in enumerate(lengths)]
+        return PackItem(np.zeros(num_prompt, int), tuple(made))
+
+    assert pays(group(512, *[64] * 8), FORK_TOKENS)
+    assert not pays(group(200, *[2000] * 8), FORK_TOKENS)  # a tenth of the tokens
+    assert not pays(group(40, *[20] * 8), FORK_TOKENS)  # fewer than FORK_TOKENS
+    assert not pays(group(512, 64), 0)
+    assert not pays(group(100, 10, 1000), 0)  # the short row would be padding
 
 
 def test_an_adapter_on_a_padded_model_has_the_gradients_of_its_own_forward(exact):

@@ -22,6 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from gspo.errors import DataError
 from gspo.learner.policy import HEAD_CHUNK
 from gspo.learner.policy.divergence import Head, divergence_of
+from gspo.learner.policy.forking import FORK_TOKENS, fork_batches, fork_items, forked_hidden
 from gspo.learner.policy.head import ChunkedHead, HeadForm, Targets, logit_transform, measured_form, output_dtype
 from gspo.learner.policy.packing import Layout, Packed, PackItem, filler, pack
 from gspo.learner.policy.sharding import full
@@ -73,7 +74,9 @@ class PolicyModule(nn.Module):
         self.chunk_size = chunk_size
         self.fp32_head = fp32_head
         self.layout: Layout = "shared"
-        self.layout_reason = ""  # one line for people
+        self.layout_reason = ""
+        self.forks = False  # whether padded rows compute a long prompt once (`forking.py`)
+        self.fork_tokens = FORK_TOKENS
         self.logit_form = logit_transform(model.config)  # factor and soft cap of the logits
         self.stop_at_head = False  # whether something between `base_model` and the head changes the hidden states
         self.attention = TREE  # name of the attention implementation that shares prefixes
@@ -109,6 +112,11 @@ class PolicyModule(nn.Module):
             if isinstance(module, GradientCheckpointingLayer):
                 module.training = mode
         return self
+
+    @property
+    def layout_line(self) -> str:
+        """Which layout this model has, and why: one line for people."""
+        return self.layout_reason + ("; a group's long prompt is computed once" if self.forks else "")
 
     def _head(self) -> nn.Linear:
         head = self.model.get_output_embeddings()
@@ -192,6 +200,8 @@ class PolicyModule(nn.Module):
     def hidden(self, packed: Packed) -> Tensor:
         """The trunk's last hidden states, [N, hidden]."""
         if self.layout != "shared" and bool((packed.parent >= 0).any()):
+            if self.forks:
+                return forked_hidden(self.model.base_model, packed)
             raise ValueError("this model does not share prefixes: use PolicyModule.pack")
         inputs, layout = self._image_inputs(packed) if packed.shown is not None else ({}, packed.layout)
         if self.layout == "padded":
@@ -272,7 +282,8 @@ class PolicyModule(nn.Module):
 
     def pack(self, items: Sequence[PackItem]) -> Packed:
         """One micro-batch in this module's layout, on its device."""
-        return pack(items, share_prefix=self.layout == "shared").to(self._head().weight.device)
+        items = fork_items(items, self.fork_tokens) if self.forks else items
+        return pack(items, share_prefix=self.forks or self.layout == "shared").to(self._head().weight.device)
 
     def plain_logp(self, items: list[PackItem]) -> Tensor:
         """[M] log-probs of all completion tokens by the model's own forward: one sequence per call, no packing."""
@@ -334,6 +345,9 @@ def packed_parts(module: PolicyModule, items: Sequence[PackItem], max_tokens: in
     if not items:
         return []
     world, layout = module.world, module.layout
+    if module.forks:  # one rank
+        forked, rest = fork_batches(items, max_tokens, module.fork_tokens)
+        return [module.pack(part) for part in [*forked, *micro_batches(rest, max_tokens, layout=layout)]]
     split = partial(micro_batches, max_tokens=max_tokens, layout=layout)
     # Every rank computes the split of all ranks: all learn the largest number of micro-batches without communication.
     per_rank = split_over_ranks(items, world.size, layout=layout) if world.size > 1 else [items]

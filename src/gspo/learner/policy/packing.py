@@ -136,11 +136,18 @@ class Packed:
 
         Only for root segments. The padding needs no mask: nothing in a causal model sees what comes after it.
         """
-        num_rows, width = max(1, len(self.length)), int(self.length.max()) if len(self.length) else 1
-        row = torch.repeat_interleave(self.length)  # [N] the segment of each token
-        at = row * width + self.positions  # [N]
-        ids = self.tokens.new_zeros(num_rows * width).index_copy_(0, at, self.tokens)  # [B·T]
-        return ids.view(num_rows, width), at
+        return self.rows(range(len(self.length)))[:2]
+
+    def rows(self, segments: Sequence[int], width: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+        """Segments as padded rows, ids [B, T] with T ≥ `width`; of their n tokens, the places in [B·T] and in [N]."""
+        which = torch.as_tensor(segments, dtype=torch.int64, device=self.length.device)  # [B]
+        start, length = self.start[which], self.length[which]  # [B]
+        num_rows, width = max(1, len(which)), max(width, int(length.max()) if len(which) else 1)
+        row = torch.repeat_interleave(length)  # [n]
+        offset = torch.arange(len(row), device=row.device) - (length.cumsum(0) - length)[row]  # [n]
+        at, place = row * width + offset, start[row] + offset  # [n]
+        ids = self.tokens.new_zeros(num_rows * width).index_copy_(0, at, self.tokens[place])  # [B·T]
+        return ids.view(num_rows, width), at, place
 
     @cached_property
     def by_source(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,6 +6,9 @@ last test is exact in every dtype: state that leaks over the border of two seque
 can change log-probs by less than the rounding of two correct computations. Several ranks compare no gradients; there,
 the log-probs of a sequence must not change with the tokens of others.
 
+A model with padded rows computes long prompts once per group (`forking.py`) if log-probs and gradients are those of its
+plain padded rows.
+
 A vision-language model is compared a second time, with images: text alone would pass a model whose image positions or
 masks are wrong. One that fails then trains on text only.
 """
@@ -25,12 +28,15 @@ from torch import Tensor, nn
 
 from gspo import rng
 from gspo.errors import DataError
+from gspo.learner.policy.forking import fork
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.packing import Completion, Layout, Packed, PackItem
 from gspo.models.flex import FLEX
+from gspo.models.moe import routers
 from gspo.models.tree_attention import TREE
 from gspo.models.vision.processor import Processor
 from gspo.models.vision.tower import ShownPrompt
+from gspo.sampling.local.cache_rows import leaves_of
 from gspo.types import ImageFile
 
 # Largest |log-prob difference| between two correct computations; attention across sequences gives far more.
@@ -54,9 +60,16 @@ class Probed(NamedTuple):
 def probe(policy: PolicyModule, *, share_prefix: bool = True, processor: Processor | None = None) -> Probed:
     """Set the layout of `policy` to the first one that agrees with the model's own forward, or raise DataError.
 
-    `share_prefix=False` (actor.share_prefix) leaves out the layout that shares prefixes. With the `processor` of a
+    `share_prefix=False` (actor.share_prefix) leaves out what computes a prompt once. With the `processor` of a
     vision-language model, prompts with images are compared too; if they fail, `policy.vision` is None afterwards.
     """
+    policy.forks = False
+    probed = _chosen(policy, share_prefix, processor)
+    policy.forks = share_prefix and policy.layout == "padded" and _can_fork(policy)
+    return probed
+
+
+def _chosen(policy: PolicyModule, share_prefix: bool, processor: Processor | None) -> Probed:
     items = probe_items(policy.model.config.get_text_config().vocab_size)
     ways = _ways(policy, share_prefix)
     vision = policy.vision
@@ -165,8 +178,8 @@ def _failure(policy: PolicyModule, logp_gap: float, gradient_gap: float | None) 
     if not logp_gap <= allowed:
         return f"log-probs differ by {logp_gap:.2g} (allowed {allowed:.2g})"
     allowed = GRADIENT_TOLERANCE.get(dtype, 0.5)
-    # The gradient of padded rows is that of the model's own code.
-    if policy.layout != "padded" and gradient_gap is not None and not gradient_gap <= allowed:
+    # The gradient of plain padded rows is that of the model's own code.
+    if (policy.layout != "padded" or policy.forks) and gradient_gap is not None and not gradient_gap <= allowed:
         return f"gradients differ by {gradient_gap:.2g} of their size (allowed {allowed:.2g})"
     return ""
 
@@ -210,6 +223,61 @@ def _gaps(policy: PolicyModule, items: list[PackItem], plain: Tensor) -> tuple[f
         if bool(got.any()):
             raise _LeakError(_LEAK)
     return logp_gap, gap
+
+
+def _can_fork(policy: PolicyModule) -> bool:
+    """Whether prompts that are computed once give the log-probs and gradients of plain padded rows."""
+    model = policy.model
+    if policy.world.size > 1 or policy.vision is not None or policy.stop_at_head:
+        return False
+    if model.is_gradient_checkpointing or routers(model):
+        return False
+    items = probe_items(model.config.get_text_config().vocab_size)
+    training, least = policy.training, policy.fork_tokens
+    policy.eval()
+    try:
+        # Exact in every dtype: no state of the prompt is cut off from its tokens.
+        ids = torch.from_numpy(items[0].prompt).to(model.device)[None]  # [1, P]
+        with _shifted(model):
+            (cache,) = fork(model.base_model(input_ids=ids, use_cache=True), 2).values()
+        if any(cache.is_sliding):  # these prompts are shorter than a window, so they would not test it
+            return False
+        states = [leaf for _, leaf in leaves_of(cache) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        if not states or not all(state.requires_grad for state in states):
+            return False
+        found = []
+        for policy.forks, policy.fork_tokens in ((False, least), (True, 0)):
+            packed = policy.pack(items)
+            with torch.no_grad():
+                logp = policy(packed, with_entropy=False).logp  # [M]
+            with _shifted(model) as shift:
+                hidden = policy.hidden(packed).index_select(0, packed.source)  # [M, hidden]
+            direction = torch.linspace(-1, 1, hidden.numel(), device=hidden.device).cos().to(hidden.dtype)
+            (gradient,) = torch.autograd.grad((hidden * direction.view_as(hidden)).sum(), shift)
+            found.append((logp, gradient))
+        (want, want_gradient), (got, got_gradient) = found
+        gradient_gap = float((got_gradient - want_gradient).norm() / want_gradient.norm().clamp_min(1e-30))
+        return not _failure(policy, float((got - want).abs().max()), gradient_gap)
+    except Exception:  # a third-party model may raise anything for a cache that continues with several tokens
+        return False
+    finally:
+        policy.forks, policy.fork_tokens = False, least
+        policy.train(training)
+
+
+@contextlib.contextmanager
+def _shifted(model: nn.Module) -> Iterator[Tensor]:
+    """A leaf of zeros, [8, hidden], that is added to the input embeddings: row id % 8 for each token."""
+    weight: Tensor = model.get_input_embeddings().weight  # pyright: ignore
+    shift = torch.zeros(8, weight.shape[1], dtype=weight.dtype, device=weight.device, requires_grad=True)
+    handle = model.get_input_embeddings().register_forward_hook(  # pyright: ignore
+        lambda _, args, output: output + shift[args[0] % 8].to(output.dtype)
+    )
+    try:
+        with torch.enable_grad():
+            yield shift
+    finally:
+        handle.remove()
 
 
 def _check_leak(policy: PolicyModule, packed: Packed) -> None:

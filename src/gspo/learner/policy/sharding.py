@@ -68,6 +68,7 @@ def shard(
         register_fsdp_forward_method(policy, "plain_logp")
         register_fsdp_forward_method(policy, "inspect_head")
     policy.world = world
+    policy.forks = False  # each forked group is two calls, and all ranks must make equally many
     policy.compute_dtype = param_dtype
 
 

@@ -76,6 +76,8 @@ def make_teacher(config: Config, policy: PolicyModule, tokenizer: Any) -> Teache
             f"teacher.exact_kl computes both models on the same micro-batches, but the layout of {actor.path} is "
             f"{policy.layout} and that of {how.path} {other.layout}; remove teacher.exact_kl"
         )
+    if how.exact_kl is not None:
+        policy.forks = other.forks = policy.forks and other.forks
     if policy.world.size > 1:
         shard(other, other, policy.world, **sharding(config))
     return Teacher(

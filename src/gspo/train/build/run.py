@@ -233,5 +233,5 @@ def opening_messages(
     lines = [*_translations(loaded.messages), *(f"warning: {finding}" for finding in warnings)]
     lines += data.describe().splitlines()
     lines += ["no evaluation (evaluator.freq_steps: 0)"] if valid is None else valid.describe().splitlines()
-    lines.append(f"layout: {learner.policy.layout_reason}")
+    lines.append(f"layout: {learner.policy.layout_line}")
     return lines

@@ -160,6 +160,7 @@ def test_the_document_has_its_snippets():
     assert set(SNIPPETS) == {"my_run.py", "rewards.py", "my_data.py", "my_workflow.py", "my_sampler.py"}
 
 
+@pytest.mark.full
 @pytest.mark.run
 @pytest.mark.parametrize(
     "name",

@@ -198,6 +198,7 @@ def uninterrupted(tmp_path_factory, runs):
 FULL = pytest.mark.full
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", [
     "checkpoint.file:5",
     *(pytest.param(f, marks=FULL) for f in (

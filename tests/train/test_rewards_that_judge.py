@@ -152,6 +152,7 @@ def mixed(*second):
     )
 
 
+@pytest.mark.full
 def test_a_mixture_trains_with_each_sources_reward_and_reports_each(tmp_path, tiny):
     _, path = train(tmp_path, mixed("numeric"), "total_train_steps=4", "evaluator.size=16")
     rows = metrics(path)
@@ -191,6 +192,7 @@ def test_a_resumed_mixture_is_the_uninterrupted_one(tmp_path, tiny):
     assert whole_digests == parts_digests
 
 
+@pytest.mark.full
 def test_reasoning_gym_trains_end_to_end_with_its_own_scorer(tmp_path, tiny):
     pytest.importorskip("reasoning_gym", reason="needs gspo[tasks]")
     _, path = train(

@@ -84,6 +84,7 @@ def log(path):
     return (path / "log.txt").read_text()
 
 
+@pytest.mark.full
 def test_a_sampler_killed_while_it_generates_changes_nothing_and_serves_again(launched, baseline, tmp_path):
     servers = launched(2, faults=["rollout.token:20:kill"])
     for folder in weight_folders(path_of(tmp_path)):

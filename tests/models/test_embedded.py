@@ -157,8 +157,9 @@ def test_the_start_for_control_tasks_answers_in_digits_that_depend_on_what_it_re
     words = embedded.vocabulary(name)
     digits = [words.index(str(digit)) for digit in range(5)]
     letters = words.index("a") + np.random.default_rng(0).integers(0, 11, size=(64, 3))
+    model = embedded.warm_start(name)
     with torch.no_grad():
-        logp = embedded.warm_start(name)(input_ids=torch.from_numpy(letters)).logits[:, -1].log_softmax(-1)[:, digits]
+        logp = model(input_ids=torch.from_numpy(letters)).logits[:, -1].log_softmax(-1)[:, digits]
     assert logp.exp().sum(-1).mean() > 0.95
     assert logp.std(0).mean() > 0.08  # over observations
     assert logp.exp().mean(0).min() > 0.1  # no digit is preferred by much

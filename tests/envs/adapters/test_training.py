@@ -37,7 +37,7 @@ for line in sys.stdin:
         "initialize": {"protocolVersion": "2025-06-18", "capabilities": {}},
         "tools/list": {"tools": [{"name": "add", "inputSchema": {
             "type": "object", "properties": {"sum": {"type": "string"}}, "required": ["sum"]}}]},
-        "tools/call": {"content": [{"type": "text", "text": str(sum(int(x or 0) for x in text.split("+")))}]},
+        "tools/call": {"content": [{"type": "text", "text": str(sum(int(x) for x in text.split("+") if x.isdigit()))}]},
     }
     if "id" in m and m["method"] in results:
         print(json.dumps({"jsonrpc": "2.0", "id": m["id"], "result": results[m["method"]]}), flush=True)

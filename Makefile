@@ -43,12 +43,12 @@ setup-train: $(TRAIN_STAMP)
 $(TRAIN_STAMP): pyproject.toml
 	test -x $(PY) || python3 -m venv .venv
 	$(PY) -c "import torch" 2>/dev/null || $(PY) -m pip install --quiet torch==2.13.0
-	$(PY) -m pip install --quiet -e ".[plot]"
+	$(PY) -m pip install --quiet -e ".[report]"
 	touch $@
 
 # Everything that the tests need: TRL, Ray, loggers, the browser's driver, the type checker.
 $(STAMP): $(TRAIN_STAMP)
-	$(PY) -m pip install --quiet -e ".[plot,tasks,text,models,lora,agent,envs,ray,tensorboard,wandb,trackio,test,dev]"
+	$(PY) -m pip install --quiet -e ".[report,tasks,models,lora,envs,ray,loggers,test,dev]"
 	touch $@
 
 # Packages of other people's environments, each in an environment of its own: they need different releases of `mcp`.
@@ -62,7 +62,7 @@ setup-envs: .venv-openenv/.installed .venv-verifiers/.installed
 .venv-verifiers/.installed: pyproject.toml
 	test -x .venv-verifiers/bin/python || python3 -m venv .venv-verifiers
 	.venv-verifiers/bin/python -m pip install --quiet torch==2.13.0
-	.venv-verifiers/bin/python -m pip install --quiet -e ".[plot]" "verifiers>=0.4,<0.5"
+	.venv-verifiers/bin/python -m pip install --quiet -e ".[report]" "verifiers>=0.4,<0.5"
 	touch $@
 
 # vLLM for CPUs, in an environment of its own: it wants another transformers. Beside torch's own, its audio and video

@@ -1,3 +1,3 @@
 """Reinforcement-learning post-training for language models with GSPO at its centre."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

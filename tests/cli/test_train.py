@@ -81,7 +81,7 @@ def test_a_finished_run_prints_its_summary_and_trains_nothing(trained):
 def test_without_matplotlib_training_ends_well_and_says_what_to_install(trained, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # what Python does with a module that is not there
     show_run(trained[0], "Finished.", {})
-    assert "[plot]'" in capsys.readouterr().out
+    assert "[report]'" in capsys.readouterr().out
 
 
 @pytest.mark.full

@@ -13,6 +13,7 @@ import numpy as np
 from gspo.audit.foreign import Draft
 from gspo.audit.rows import equal_groups, text_of
 from gspo.system.files import read_jsonl
+from gspo.system.imports import install_command
 
 Row = dict[str, Any]
 MAX_STEPS = 200  # steps whose samples are read: the page shows a part of them anyway
@@ -26,7 +27,7 @@ def trl_samples(tables: Sequence[Path], draft: Draft, history: Any, unknown: lis
     try:
         import pyarrow.parquet as parquet
     except ImportError:
-        unknown.append("samples: reading completions_*.parquet needs pyarrow (pip install pyarrow)")
+        unknown.append(f"samples: reading completions_*.parquet needs pyarrow: {install_command('tasks')}")
         return {}
     names, found = _reward_names(history), {}
     for file in tables[-MAX_STEPS:]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -41,6 +42,8 @@ def bench(args: argparse.Namespace) -> int:
     peer = not args.no_peer
     if peer and not compare.has_peer():
         raise ConfigError(f"TRL is not installed: run {install_command('bench')}, or leave TRL out with --no-peer")
+    if args.write and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(f"--write draws a plot, and matplotlib is not installed: {install_command('bench')}")
     if (args.steps is not None and args.steps < 2) or (args.rounds is not None and args.rounds < 1):
         raise ConfigError("--steps must be 2 or more (the first is not counted), --rounds 1 or more")
 

@@ -177,7 +177,7 @@ def show_run(path: Path, said: str, commands: Mapping[str, str]) -> None:
     try:
         drawn = str(plot_run(path) or "no step yet")
     except ImportError:
-        drawn = f"training.png needs matplotlib: {install_command('plot')}"
+        drawn = f"training.png needs matplotlib: {install_command('report')}"
     look = f"gspo report {shlex.quote(str(path))} --open"
     try:
         write_report_of(path)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.errors import ConfigError
+from gspo.system.imports import clone
 
 # Flags that gspo sets and that cannot be overridden, with the key that decides the value (empty: none).
 DECIDED = {
@@ -137,10 +138,12 @@ def python_of(engine: str, options: Mapping[str, Any]) -> Path:
             return python
     if importlib.util.find_spec(engine) is not None:
         return Path(sys.executable)
+    own = _FOLDER.format(engine)
+    how = f"python3 -m venv {own} && {own}/bin/pip install {engine}"
     raise ConfigError(
-        f"rollout.backend is {engine}, but {engine} is not installed: "
-        + ("run `make setup-vllm`, or " if engine == "vllm" else "")
-        + f"set {engine}.python to the interpreter of an environment that has it"
+        f"rollout.backend is {engine}, but {engine} is not installed: run "
+        + ("`make setup-vllm`" if engine == "vllm" and clone() is not None else f"`{how}`")
+        + f", or set {engine}.python to the interpreter of an environment that has it"
     )
 
 

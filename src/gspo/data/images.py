@@ -12,6 +12,7 @@ from typing import Any
 from gspo.data.sources import Row
 from gspo.errors import DataError
 from gspo.system.files import read_regular
+from gspo.system.imports import install_command
 from gspo.types import ImageFile
 
 COLUMNS = ("images", "image")  # one of them, a single image or a list
@@ -102,7 +103,10 @@ def _content(image: Any, folder: Path) -> tuple[str, Any]:
 
 
 def _open(content: Any) -> Any:
-    from PIL import Image
+    try:
+        from PIL import Image
+    except ImportError:
+        raise DataError(f"images need Pillow: {install_command('vision')}") from None
 
     if isinstance(content, Path):
         content = read_regular(content)

@@ -1,6 +1,6 @@
 """The figure of a run, `training.png`: reward and held-out score, clipping, log s, lengths, entropy.
 
-Needs matplotlib (`pip install 'gspo[plot]'`). It uses its own figure objects: no display, no global state.
+Needs matplotlib (`pip install 'gspo[report]'`). It uses its own figure objects: no display, no global state.
 """
 
 from __future__ import annotations

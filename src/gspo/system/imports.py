@@ -55,6 +55,14 @@ def install_command(extra: str) -> str:
 
     In a clone `pip install 'gspo[…]'` would look for a package of that name in the registry.
     """
+    root = clone()
+    if root is None:
+        return f"pip install 'gspo[{extra}]'"
+    return f"pip install -e '{'.' if root == Path.cwd() else root}[{extra}]'"
+
+
+def clone() -> Path | None:
+    """The folder of the repository that this package runs from; None for an installed wheel."""
     root = Path(__file__).resolve().parents[3]
     try:
         distribution = importlib.metadata.distribution("gspo")
@@ -62,10 +70,7 @@ def install_command(extra: str) -> str:
         is_clone = bool(origin.get("dir_info", {}).get("editable"))
     except (importlib.metadata.PackageNotFoundError, ValueError):
         is_clone = True
-    if is_clone and (root / "pyproject.toml").is_file():
-        here = "." if root == Path.cwd() else str(root)
-        return f"pip install -e '{here}[{extra}]'"
-    return f"pip install 'gspo[{extra}]'"
+    return root if is_clone and (root / "pyproject.toml").is_file() else None
 
 
 def source_file(given: Any) -> Path | None:

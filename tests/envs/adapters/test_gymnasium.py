@@ -163,13 +163,13 @@ def test_another_action_space_or_another_major_version_is_refused_with_the_remed
     with pytest.raises(ConfigError, match=r"a Dict action space needs your own function: action: module:function"):
         ActionCodec(None, spaces.Dict({"a": spaces.Discrete(2)}))
     monkeypatch.setattr(gymnasium, "__version__", "2.0.1")
-    with pytest.raises(ConfigError, match=r"needs gymnasium 1\.x, found 2\.0\.1: pip install 'gspo\[envs\]'"):
+    with pytest.raises(ConfigError, match=r"needs gymnasium 1\.x, found 2\.0\.1: pip install .*\[envs\]'"):
         find_environment("gymnasium:Odd-v0")
 
 
 def test_without_the_package_the_error_names_the_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(ConfigError, match=r"pip install 'gspo\[envs\]'"):
+    with pytest.raises(ConfigError, match=r"pip install .*\[envs\]'"):
         find_environment("gymnasium:Odd-v0")
 
 

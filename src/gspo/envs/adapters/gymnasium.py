@@ -21,7 +21,7 @@ from gspo.envs.adapters.codecs import ActionCodec, InvalidActionError, Observati
 from gspo.envs.adapters.seeds import seed_rows
 from gspo.envs.client import Client, EpisodeError, OutOfRoomError, TooManyTurnsError
 from gspo.errors import ConfigError
-from gspo.system.imports import find_function
+from gspo.system.imports import find_function, install_command
 
 
 class StepTimeoutError(EpisodeError):
@@ -282,9 +282,9 @@ def _maker(id: str, arguments: Mapping[str, Any], modules: Sequence[str]) -> Cal
     try:
         gymnasium = importlib.import_module("gymnasium")
     except ImportError as error:
-        raise ConfigError(f"env.path: gymnasium:{id} needs gymnasium: pip install 'gspo[envs]'") from error
+        raise ConfigError(f"env.path: gymnasium:{id} needs gymnasium: {install_command('envs')}") from error
     if (version := str(gymnasium.__version__)).split(".")[0] != "1":
-        raise ConfigError(f"env.path: gymnasium:{id} needs gymnasium 1.x, found {version}: pip install 'gspo[envs]'")
+        raise ConfigError(f"env.path: gymnasium:{id} needs gymnasium 1.x, found {version}: {install_command('envs')}")
     for name in modules:
         try:
             gymnasium.register_envs(importlib.import_module(name))

@@ -26,6 +26,7 @@ import httpx
 from gspo.envs.adapters.seeds import seed_rows
 from gspo.envs.client import Client, EpisodeError, OutOfRoomError, TooManyTurnsError
 from gspo.errors import ConfigError
+from gspo.system.imports import install_command
 from gspo.system.process import describe_exit, dying_with_parent, stop_group
 
 _LONGEST = 2**20  # characters of one message of the server
@@ -67,7 +68,7 @@ class OpenEnv:
         try:
             import websockets  # noqa: F401
         except ImportError as error:
-            raise ConfigError("env.path: openenv needs websockets: pip install 'gspo[envs]'") from error
+            raise ConfigError(f"env.path: openenv needs websockets: {install_command('envs')}") from error
         if max_steps < 1 or sessions < 1 or not timeout > 0:
             raise ConfigError("env.options: max_steps and sessions must be at least 1, timeout above 0")
         self.at_once = sessions

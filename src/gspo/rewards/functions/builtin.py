@@ -237,8 +237,8 @@ INLINE = frozenset({"numeric", "final", "format", "overlong", "length", "repetit
 PRELOAD = {
     "math": ("math_verify", "math-verify[antlr4_13_2]", "tasks"),
     "reasoning_gym": ("reasoning_gym", "reasoning-gym", "tasks"),
-    "rouge": ("rouge_score.rouge_scorer", "rouge-score", "text"),
-    "chrf": ("sacrebleu.metrics", "sacrebleu", "text"),
-    "bleu": ("sacrebleu.metrics", "sacrebleu", "text"),
-    "language": ("py3langid", "py3langid", "text"),
+    "rouge": ("rouge_score.rouge_scorer", "rouge-score", "tasks"),
+    "chrf": ("sacrebleu.metrics", "sacrebleu", "tasks"),
+    "bleu": ("sacrebleu.metrics", "sacrebleu", "tasks"),
+    "language": ("py3langid", "py3langid", "tasks"),
 }

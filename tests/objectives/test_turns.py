@@ -149,11 +149,18 @@ def test_a_later_turn_is_not_blamed_for_what_was_earned_before_it():
 
 
 def test_turn_rewards_by_hand_with_a_std():
-    """One group: R = (1.1, 0.3, 0.7), std 0.4. Turn 0 means 0.4/3, turn 1 mean 0.1."""
+    """One group: R = (1.1, 0.3, 0.7), std 0.4. From turn 0 on (0.1, 0.3, 0.2) is earned, from turn 1 on (0, –, 0.2)."""
     each = advantage.by_turn(FINAL[:3], EARNED[:6], GROUPS[:3], OF[:6], AT[:6])
-    f, m = torch.tensor([0.5, -0.5, 0.0], dtype=torch.float64), 0.4 / 3
-    expected = [f[0] + (0.1 - m) - 0.1, f[0] - 0.1, f[1] + 0.3 - m, f[2] - m + 0.1, f[2] + 0.1, f[2]]
-    torch.testing.assert_close(each, torch.stack([torch.as_tensor(e) for e in expected]).double() / 0.4)
+    expected = torch.tensor([0.5 - 0.1, 0.5 - 0.1, -0.5 + 0.1, 0.0, 0.1, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(each, expected / 0.4)
+
+
+def test_an_episode_that_ends_early_lacks_what_the_others_still_earn():
+    """One point a turn, as in CartPole: the first falls after one turn, the second stands for three. By hand."""
+    of, at = torch.tensor([0, 1, 1, 1]), torch.tensor([0, 0, 1, 2])
+    none, same = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
+    each = advantage.by_turn(none, torch.ones(4, dtype=torch.float64), same, of, at, std_level=None)
+    assert each.tolist() == [-1.0, 1.0, 0.0, 0.0]
 
 
 def test_a_group_of_equal_totals_teaches_nothing():

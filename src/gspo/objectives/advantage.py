@@ -96,33 +96,29 @@ def by_turn(
 ) -> Tensor:
     """One advantage per turn of an episode, [K]:
 
-        A_ik = ( γ^(n_i−k) (f_i − mean f) + Σ_{l ≥ k} γ^(l−k) (r_il − mean_l r) ) / std R,    R_i = f_i + Σ_l r_il
+        A_ik = ( γ^(n_i−k) (f_i − mean f) + G_ik − mean_k G ) / std R,    G_ik = Σ_{l ≥ k} γ^(l−k) r_il,  R_i = f_i + G_i0
 
-    f_i [n] is trajectory i's reward at its end, r_il [K] the reward of its turn l, n_i its last turn; γ discounts by
-    turns. mean_l is over the trajectories (of the group or batch) that have a turn l: a turn gets no credit for
-    rewards before it. Without turn rewards A_ik = γ^(n_i−k) A_i; with a single turn A_i is `normalize` of R.
+    (R with γ = 1.) f_i [n] is trajectory i's reward at its end, r_il [K] the reward of its turn l, n_i its last turn;
+    γ discounts by turns. mean_k is over the trajectories (of the group or batch) that have a turn k: a turn gets no
+    credit for rewards before it, and an episode that ends early lacks the rewards that the others still earn. Without
+    turn rewards A_ik = γ^(n_i−k) A_i; with a single turn A_i is `normalize` of R.
 
     groups [n]; trajectory [K] (ascending) and turn [K] (0, 1, … within each trajectory) belong to turn_rewards [K].
     """
     final, turn_rewards = final.to(torch.float64), turn_rewards.to(torch.float64)
-    # Step 1: subtract the baselines.
-    at_end, at_turn = final, turn_rewards  # [n], [K]
+    last = torch.zeros_like(trajectory, dtype=torch.bool)  # [K] True at the last turn of each trajectory
+    last[:-1], last[-1:] = trajectory[1:] != trajectory[:-1], True
+    # Step 1: what each turn leads to. Baselines come after the sums: a turn that a trajectory does not reach is worth 0.
+    at_end, ahead = final, _to_go(turn_rewards, last, discount)  # [n], [K]
     if mean_level is not None:
-        # One set id per (group, turn number): turn l is compared only with turn l of the other trajectories.
+        # One set id per (group, turn number): turn k is compared only with turn k of the other trajectories.
         num_turns = int(turn.max()) + 1 if len(turn) else 1
         peers = turn if mean_level == "batch" else groups[trajectory] * num_turns + turn  # [K]
         centre = {"std_level": None, "leave_one_out": leave_one_out}
         at_end = normalize(final, groups, mean_level=mean_level, **centre)
-        at_turn = normalize(turn_rewards, peers, mean_level="group", **centre)
-    # Step 2: discounted sums from each turn to the end. The final reward is earned at the last turn.
-    last = torch.zeros_like(trajectory, dtype=torch.bool)  # [K] True at the last turn of each trajectory
-    last[:-1], last[-1:] = trajectory[1:] != trajectory[:-1], True
-    earned = at_turn + torch.where(last, at_end[trajectory], 0.0)  # [K]
-    out = earned.clone()
-    # A last turn does not read out[k + 1], which belongs to the next trajectory.
-    for k in reversed(range(len(out) - 1)):  # backwards over turns, once per rollout batch
-        if not last[k]:
-            out[k] = earned[k] + discount * out[k + 1]
+        ahead = normalize(ahead, peers, mean_level="group", **centre)
+    # Step 2: the final reward is earned at the last turn.
+    out = ahead + _to_go(torch.where(last, at_end[trajectory], 0.0), last, discount)  # [K]
     if std_level is None:
         return out
     # Step 3: divide. The std is that of the undiscounted R, so all turns of a trajectory have the same scale.
@@ -130,6 +126,16 @@ def by_turn(
     ids = groups if std_level == "group" else torch.zeros_like(groups)
     scale = _divided(torch.ones_like(total), total, ids)  # [n] 1 / std R
     return out * scale[trajectory]
+
+
+def _to_go(earned: Tensor, last: Tensor, discount: float) -> Tensor:
+    """Discounted sums from each turn to the end of its trajectory, [K]."""
+    values, is_last = earned.tolist(), last.tolist()
+    # A last turn does not read values[k + 1], which belongs to the next trajectory.
+    for k in reversed(range(len(values) - 1)):  # backwards over turns, once per rollout batch
+        if not is_last[k]:
+            values[k] += discount * values[k + 1]
+    return earned.new_tensor(values)
 
 
 def gae(

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import string
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from itertools import count, islice
@@ -143,6 +144,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
             "warmup": 20,
             "decay": 30,
             "seed": 1,
+            "turns": 5,
             "numbers": 8,  # most numbers of an observation and of an action
             "levels": 5,  # digits of an action: 0 to 4
         },
@@ -309,6 +311,7 @@ def warm_start(name: str, tell: Callable[[int, int], None] = lambda done, total:
         torch.manual_seed(warm["seed"])
         model = _model_class(name).from_config(AutoConfig.for_model(_model_type(name), **recipe["config"]))
     encode = {word: i for i, word in enumerate(vocabulary(name))}
+    digits = {encode[c] for c in string.digits}
     stream = _problems(recipe)
     see = _reader(name) if "preprocessor" in recipe else None
     # Tokens of the image before the question; none for a model of text.
@@ -332,6 +335,8 @@ def warm_start(name: str, tell: Callable[[int, int], None] = lambda done, total:
                 labels[i, begin : begin + len(p.answer)] = -100
                 if _only_reads(step, i, warm):
                     labels[i, :begin] = -100
+            if "turns" in warm:  # the environment writes the letters and ends the episode: no loss on letters and EOS
+                labels[i, [t for t, id in enumerate(row) if id not in digits]] = -100
         # Update: linear warm-up, linear decay at the end.
         for group in optimizer.param_groups:
             # The decay at the end makes the result depend less on the last batches.
@@ -360,12 +365,16 @@ def _problems(recipe: Mapping[str, Any]) -> Iterator[arithmetic.Problem]:
 
 
 def _random_action(index: int, warm: Mapping[str, Any]) -> arithmetic.Problem:
-    """An observation of random letters, and random digits as its action."""
-    u = rng.uniform(warm["seed"], "control", index, range(2 * warm["numbers"] + 2))
+    """Turns of an episode: an observation of random letters and an action of random digits, each as long as the others."""
+    per_turn = 2 * warm["numbers"]
+    u = rng.uniform(warm["seed"], "control", index, range(2 + warm["turns"] * per_turn))
     num_letters, num_digits = (1 + int(x * warm["numbers"]) for x in u[:2])
-    letters = "".join(chr(ord("a") + int(26 * x)) for x in u[2 : 2 + num_letters])
-    digits = "".join(str(int(warm["levels"] * x)) for x in u[2 + warm["numbers"] :][:num_digits])
-    return arithmetic.Problem(letters, digits, digits)
+    text = ""
+    for turn in range(warm["turns"]):
+        drawn = u[2 + turn * per_turn :]
+        text += "".join(chr(ord("a") + int(26 * x)) for x in drawn[:num_letters])
+        text += "".join(str(int(warm["levels"] * x)) for x in drawn[warm["numbers"] :][:num_digits])
+    return arithmetic.Problem(text[:num_letters], text[num_letters:], text[-num_digits:])
 
 
 def _loss(model: Any, tokens: Tensor, labels: Tensor, balance: float, inputs: Mapping[str, Any]) -> Tensor:

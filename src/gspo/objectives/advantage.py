@@ -96,9 +96,10 @@ def by_turn(
 ) -> Tensor:
     """One advantage per turn of an episode, [K]:
 
-        A_ik = ( γ^(n_i−k) (f_i − mean f) + G_ik − mean_k G ) / std R,    G_ik = Σ_{l ≥ k} γ^(l−k) r_il,  R_i = f_i + G_i0
+        A_ik = ( γ^(n_i−k) (f_i − mean f) + G_ik − mean_k G ) / std R
+        G_ik = Σ_{l ≥ k} γ^(l−k) r_il,    R_i = f_i + Σ_l r_il
 
-    (R with γ = 1.) f_i [n] is trajectory i's reward at its end, r_il [K] the reward of its turn l, n_i its last turn;
+    f_i [n] is trajectory i's reward at its end, r_il [K] the reward of its turn l, n_i its last turn;
     γ discounts by turns. mean_k is over the trajectories (of the group or batch) that have a turn k: a turn gets no
     credit for rewards before it, and an episode that ends early lacks the rewards that the others still earn. Without
     turn rewards A_ik = γ^(n_i−k) A_i; with a single turn A_i is `normalize` of R.
@@ -108,7 +109,7 @@ def by_turn(
     final, turn_rewards = final.to(torch.float64), turn_rewards.to(torch.float64)
     last = torch.zeros_like(trajectory, dtype=torch.bool)  # [K] True at the last turn of each trajectory
     last[:-1], last[-1:] = trajectory[1:] != trajectory[:-1], True
-    # Step 1: what each turn leads to. Baselines come after the sums: a turn that a trajectory does not reach is worth 0.
+    # Step 1: what each turn leads to. Baselines come after the sums: a turn that was not reached is worth 0.
     at_end, ahead = final, _to_go(turn_rewards, last, discount)  # [n], [K]
     if mean_level is not None:
         # One set id per (group, turn number): turn k is compared only with turn k of the other trajectories.

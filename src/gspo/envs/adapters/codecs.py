@@ -25,6 +25,11 @@ class InvalidActionError(Exception):
     """The model's answer is not an action; the message is for the model."""
 
 
+def to_goal(observation: Mapping[str, Any]) -> np.ndarray:
+    """The way to the goal, in a goal environment of gymnasium-robotics (Fetch, PointMaze, …)."""
+    return np.asarray(observation["desired_goal"]) - np.asarray(observation["achieved_goal"])
+
+
 class ObservationCodec:
     """`given`: None, module:function(observation) → a text or numbers, or
     {of: module:function, levels: n, low: x, high: y, digits: n}."""

@@ -365,7 +365,7 @@ def _problems(recipe: Mapping[str, Any]) -> Iterator[arithmetic.Problem]:
 
 
 def _random_action(index: int, warm: Mapping[str, Any]) -> arithmetic.Problem:
-    """Turns of an episode: an observation of random letters and an action of random digits, each as long as the others."""
+    """Turns of an episode: observations of random letters and actions of random digits, of equal lengths."""
     per_turn = 2 * warm["numbers"]
     u = rng.uniform(warm["seed"], "control", index, range(2 + warm["turns"] * per_turn))
     num_letters, num_digits = (1 + int(x * warm["numbers"]) for x in u[:2])

@@ -54,12 +54,12 @@ def resume(
         _refuse_other_settings(run, changed_settings)
         stored = checkpoint.load(folder, policy, optimizer, critic)
         # The identity is stored beside the fields of State, which does not have it.
-        theirs = stored.pop("identity")
+        theirs = {"products": "torch", **stored.pop("identity")}  # checkpoints of 0.1 have no products
         before, now = theirs.pop("ranks", 1), identity.get("ranks", 1)
         # Threads decide how sums round, and so do ranks: with other ranks the threads need not be equal either.
         free = ("ranks",) if before == now else ("ranks", "threads")
-        if odd := [f"{k}: {theirs.get(k)} → {v}" for k, v in identity.items() if k not in free and theirs.get(k) != v]:
-            raise ConfigError(f"{folder} belongs to another run ({'; '.join(odd)}); set trial_name to start a new one")
+        if odd := {k: (theirs.get(k), v) for k, v in identity.items() if k not in free and theirs.get(k) != v}:
+            raise ConfigError(_other_identity(folder, odd))
         state = State.from_json(stored)
         # The steps after the checkpoint are trained again, so their metrics and samples would appear twice.
         run.cut_back(state.step)
@@ -70,6 +70,21 @@ def resume(
     raise CheckpointError(
         f"none of the {len(found)} checkpoints in {run.checkpoints} is valid; move them away to start again"
     )
+
+
+def _other_identity(folder: Path, odd: Mapping[str, tuple[Any, Any]]) -> str:
+    changes = "; ".join(f"{name}: {before} → {now}" for name, (before, now) in odd.items())
+    if odd.keys() == {"products"}:
+        remedy = (
+            "set the environment variable GSPO_NATIVE=0"
+            if odd["products"][0] == "torch"
+            else "install a C compiler (gcc) and unset GSPO_NATIVE"
+        )
+        return (
+            f"{folder} was sampled with other matrix products ({changes}), which round differently; {remedy} to "
+            "resume, or set trial_name to start a new run"
+        )
+    return f"{folder} belongs to another run ({changes}); set trial_name to start a new one"
 
 
 def _refuse_other_settings(run: RunDir, changed_settings: Callable[[Path], list[str]]) -> None:

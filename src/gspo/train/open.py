@@ -24,14 +24,13 @@ from gspo.train.build.data import (
     watched,
 )
 from gspo.train.build.episodes import make_episodes
-from gspo.train.build.learner import make_learner
+from gspo.train.build.learner import identity_of, make_learner
 from gspo.train.build.optim import make_updater
 from gspo.train.build.policy import alphabet_warning, context_length
 from gspo.train.build.rewards import default_rewards, make_rewards, reward_problems, scores_answers
 from gspo.train.build.rollout import make_producer, make_single_turn, resumed_snapshot
 from gspo.train.build.run import (
     headline,
-    identity_of,
     length_of,
     load_step,
     make_recorder,

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gspo.models.vision.parts import text_modules
-
-_FEW_ROWS, _MANY_WEIGHTS = 64, 2**18  # for fewer rows and more weights, `_linear` is faster than F.linear
+from gspo.sampling.native import few_rows
 
 
 class Borrowed:
@@ -23,9 +22,8 @@ class Borrowed:
         self.model = model
         # A part of the model may have its own config object: the attention implementation is set on each of them.
         self._configs = list({id(m.config): m.config for m in text_modules(model) if hasattr(m, "config")}.values())
-        # Plain nn.Linear only: adapters and quantised layers keep their own forward.
-        linears = [m for m in model.modules() if type(m) is nn.Linear and m.weight.device.type == "cpu"]
-        self._linears = [m for m in linears if m.weight.numel() >= _MANY_WEIGHTS]
+        self._linears = few_rows.large_linears(model)
+        self.native = few_rows.native_for(model)
 
     @contextmanager
     def engaged(self, attention: str) -> Iterator[None]:
@@ -37,8 +35,9 @@ class Borrowed:
                 vars(module)["training"] = False  # .eval() uses Module.__setattr__, which is 30 times slower
             for config in self._configs:
                 config._attn_implementation = attention
+            product = self.native.product if self.native is not None else None
             for module in self._linears:
-                vars(module)["forward"] = partial(_linear, module)
+                vars(module)["forward"] = partial(_linear, module, product)
             with torch.no_grad():
                 yield
         finally:
@@ -50,14 +49,17 @@ class Borrowed:
                 vars(module)["training"] = True
 
 
-def _linear(module: nn.Linear, x: Tensor) -> Tensor:
-    """x·Wᵀ + b, computed as (W·xᵀ)ᵀ for few rows: x [1, N, in] → [1, N, out].
+def _linear(module: nn.Linear, product: few_rows.Product | None, x: Tensor) -> Tensor:
+    """x·Wᵀ + b for few rows, x [1, N, in] → [1, N, out]: by the compiled product, or as (W·xᵀ)ᵀ.
 
     A GEMM repacks its right operand, which is the weights in F.linear. For 32 rows on a CPU the repacking costs a
     quarter of the time (80 → 100 GFLOP/s without it; for a head of 49k words 57 → 79).
     """
-    if x.dim() != 3 or x.shape[0] != 1 or x.shape[1] > _FEW_ROWS:  # a packed forward is one batch row
+    if x.dim() != 3 or x.shape[0] != 1 or x.shape[1] > few_rows.MAX_ROWS:  # a packed forward is one batch row
         return F.linear(x, module.weight, module.bias)
+    if product is not None and x.shape[1] >= few_rows.MIN_ROWS and x.dtype == module.weight.dtype == torch.float32:
+        out = product(x[0], module.weight)
+        return (out if module.bias is None else out + module.bias).unsqueeze(0)
     columns = x[0].t()  # [in, N]
     if module.bias is None:
         return torch.mm(module.weight, columns).t().unsqueeze(0)

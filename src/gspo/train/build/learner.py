@@ -8,6 +8,7 @@ from typing import Any
 from gspo.algorithms import ALGORITHMS
 from gspo.config import Loaded
 from gspo.config.schema import Config
+from gspo.data.mixture import Data
 from gspo.errors import ConfigError
 from gspo.learner.critic import Critic
 from gspo.learner.learner import Learner
@@ -19,6 +20,7 @@ from gspo.learner.ranks.world import ALONE, World
 from gspo.learner.reference import Reference, Teacher
 from gspo.models.loading import load_model
 from gspo.models.lora import adapter_off
+from gspo.sampling.native.few_rows import product_name
 from gspo.train.build.compute import device_and_dtype, set_threads, sharding
 from gspo.train.build.objective import assembly, make_credit, make_plan, temperature
 from gspo.train.build.optim import critic_optimizer, make_trained_optimizer, optimizer_of
@@ -130,3 +132,15 @@ def _other_model(config: Config, path: str | None, tokenizer: Any, key: str) -> 
         processor=processor_of(module, path or actor.path, tokenizer, key),
     )
     return module
+
+
+def identity_of(learner: Learner, data: Data, world: World) -> dict[str, Any]:
+    """What a resumed run must have in common with the run that it continues."""
+    num_parameters = sum(p.numel() for p in learner.policy.parameters())
+    return {
+        "threads": learner.threads,
+        "data": data.digest(),
+        "parameters": num_parameters,
+        "ranks": world.size,
+        "products": product_name(learner.policy.model),  # of the in-process sampler
+    }

@@ -23,7 +23,6 @@ from gspo.config.schema.saver import Evaluator as EvaluatorKeys
 from gspo.config.schema.saver import Saver as SaverKeys
 from gspo.data.mixture import Data
 from gspo.learner.learner import Learner
-from gspo.learner.ranks.world import World
 from gspo.monitor.display import Display
 from gspo.monitor.loggers import Loggers
 from gspo.runs import checkpoint
@@ -148,12 +147,6 @@ def load_step(config: Config, learner: Learner, step: int) -> State:
     if step:
         checkpoint.load(run_path(config) / "checkpoints" / step_name(step), *learner.trained)
     return State(step=step)
-
-
-def identity_of(learner: Learner, data: Data, world: World) -> dict[str, Any]:
-    """What a resumed run must have in common with the run that it continues."""
-    num_parameters = sum(p.numel() for p in learner.policy.parameters())
-    return {"threads": learner.threads, "data": data.digest(), "parameters": num_parameters, "ranks": world.size}
 
 
 def code_files(config: Config, reward: Any, env: Any, dynamic_filter_fn: Any) -> dict[str, Path]:

@@ -1,0 +1,1 @@
+"""Products of few rows in C, for sampling on a CPU."""

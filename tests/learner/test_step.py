@@ -170,6 +170,18 @@ def test_two_passes_are_two_updates_on_the_same_batch_with_the_same_proximal_pol
     assert max(float((got - weights(once)[name]).abs().max()) for name, got in want.items()) > 1e-4
 
 
+def test_with_two_passes_ratios_are_those_of_the_last_pass_and_the_first_update_has_ratio_1(exact):
+    model, wide = model_zoo.build("qwen3"), {"clip_low": 0.9, "clip_high": 9.0}
+    batch = make_batch(with_behavior(uneven_groups(), model, 0.8), 2)
+    report = run(model, batch, make_plan(num_minibatches=2, num_epochs=2, settings=wide), lr=0.05)
+    metrics = step_metrics(batch, report, 0)
+    assert metrics["ratio/first_minibatch_max_abs"] == 0.0
+    assert not list(alarms(metrics, {}, clips=True, num_updates=4, own_forward=True))
+    moved = np.abs(report.log_s[np.isfinite(report.log_s)])
+    assert metrics["ratio/log_s_max_abs"] == moved.max() > 1e-4
+    assert (report.log_s[batch.minibatch == 0] != 0).any()  # the alarm would see these
+
+
 def test_later_passes_take_the_mini_batches_in_an_order_keyed_by_seed_and_version():
     plan = make_plan(num_minibatches=6, num_epochs=3)
     order = plan.order(version=4)

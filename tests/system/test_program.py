@@ -4,6 +4,8 @@ import time
 
 import pytest
 
+from gspo.system import program
+
 pytestmark = pytest.mark.run
 
 PROGRAM = """
@@ -59,3 +61,19 @@ def test_a_program_whose_stdout_is_closed_goes_on_without():
         process.stdout.close()
         assert process.stderr.read() == b"still here\n"
         assert process.wait(60) == 0
+
+
+def test_on_a_busy_machine_threads_sleep_while_they_wait_unless_the_user_decides(monkeypatch):
+    cases = (
+        (0.5, {}, None),
+        (99.0, {}, "passive"),
+        (99.0, {"OMP_WAIT_POLICY": "active"}, "active"),
+        (99.0, {"GOMP_SPINCOUNT": "10"}, None),
+    )
+    for load, own, want in cases:
+        environment = dict(own)
+        monkeypatch.setattr(program.os, "environ", environment)
+        monkeypatch.setattr(program.os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        monkeypatch.setattr(program.os, "cpu_count", lambda: 2)
+        program.wait_without_spinning()
+        assert environment.get("OMP_WAIT_POLICY") == want

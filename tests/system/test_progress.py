@@ -7,10 +7,10 @@ from gspo.system import imports, progress
 
 def test_without_a_terminal_the_first_line_comes_at_once_and_later_ones_say_the_time_left(capsys, monkeypatch):
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
-    with progress.progress("building it", lines=True) as tell:
-        assert capsys.readouterr().err == "gspo: building it\n"
+    with progress.progress("building it", lines=True, note=", only once") as tell:
+        assert capsys.readouterr().err == "gspo: building it, only once\n"
         tell(1, 4)
-        assert "building it: 25 %, about 0 s left" in capsys.readouterr().err
+        assert capsys.readouterr().err == "gspo: building it: 25 %, about 0 s left\n"
     with progress.progress("quiet") as tell:
         tell(1, 2)
     assert capsys.readouterr().err == ""

@@ -364,6 +364,16 @@ def test_another_data_set_in_a_used_directory_is_refused(tmp_path):
         train(tmp_path, "total_train_steps=2", dataset=rows[1:])
 
 
+def test_a_run_continues_with_the_threads_that_it_began_with(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    train(tmp_path, "total_train_steps=1", "threads=null")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    with pytest.raises(ConfigError, match=r"\(threads: 1 → 2\); set threads=1 to continue this one"):
+        train(tmp_path, "total_train_steps=2", "threads=null")
+    _, path = train(tmp_path, "total_train_steps=2", "threads=1")
+    assert [row["step"] for row in metrics(path)] == [0, 1, 2]
+
+
 def test_recover_mode_disabled_refuses_a_used_directory(tmp_path):
     _, path = train(tmp_path, "total_train_steps=1")
     before = digests(path)

@@ -81,13 +81,14 @@ def _require_model(name: str, types: Sequence[str]) -> None:
     from gspo.models.locate import find_here, is_hub_name
 
     try:
-        find_here(name, "NAME")
+        find_here(name, "model")
     except GspoError as error:
-        near = nearest(name, types)
-        what = (
-            f"transformers has no causal language model of type {name!r}{near} As a path, " if is_hub_name(name) else ""
-        )
-        raise ConfigError(f"{what}{error}") from error
+        if not is_hub_name(name):
+            raise ConfigError(str(error)) from error
+        raise ConfigError(
+            f"{name!r} is neither a model type of transformers nor a model{nearest(name, types)} There is no such "
+            "folder, and the hub did not provide it"
+        ) from error
 
 
 def objectives_arguments(parser: argparse.ArgumentParser) -> None:

@@ -38,7 +38,8 @@ def load_config(args: argparse.Namespace) -> Loaded:
         path = words.pop(0)
         if "=" in path and not os.path.exists(path):
             raise ConfigError(
-                f"no config given: {path!r} sets a key; pass the YAML file first: gspo VERB run.yaml {path}"
+                f"no config given: {path!r} sets a key; pass a YAML file or the name of an example before it: "
+                f"quickstart {path}"
             )
     return load(path, words)
 
@@ -63,5 +64,5 @@ def console() -> Console:
 
 
 def nearest(word: str, known: Any) -> str:
-    close = difflib.get_close_matches(word.lower().replace("-", "_"), list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word.lower().replace("-", "_"), list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else "."

@@ -23,6 +23,7 @@ class Verb(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Exit codes: 0 done, 1 failed run, 2 bad usage or config, 130 interrupted."""
+    program.wait_without_spinning()
     if argv is None and sys.argv[1:2] == ["train"]:
         program.run(lambda: main(sys.argv[1:]))  # exits: signals and the stall timeout cover the rest of the process
     words = list(sys.argv[1:] if argv is None else argv)

@@ -77,6 +77,7 @@ class StepReport:
     correction: NDArray[np.float64]  # behavior weight π_old/μ, token mean; NaN without a correction
     correction_raw: NDArray[np.float64]  # the same before truncation or masking
     correction_outside: NDArray[np.float64]  # tokens outside its bounds
+    log_s_at_start: NDArray[np.float64]  # of the first update: the weights are still π_old's
     # Per token, by sequence number, for the sequences in `keep_tokens_of`.
     logp: dict[int, NDArray[np.float32]] = field(default_factory=dict)
     token_entropy: dict[int, NDArray[np.float32]] = field(default_factory=dict)
@@ -91,6 +92,7 @@ class StepReport:
     grad_norms: list[float] = field(default_factory=list)
     applied: list[bool] = field(default_factory=list)  # False: loss or gradient not finite, weights unchanged
     num_input_tokens: int = 0
+    num_epochs: int = 1  # passes over the batch; results per sequence are those of the last one
     num_skipped: int = 0  # sequences in a denominator that no loss term reaches: not computed
     settings: dict[str, Any] = field(default_factory=dict)  # of this step, as metrics
     seconds: dict[str, float] = field(
@@ -113,6 +115,7 @@ class StepReport:
             correction=unset(),
             correction_raw=unset(),
             correction_outside=unset(),
+            log_s_at_start=unset(),
         )
 
 
@@ -140,6 +143,7 @@ def train_step(
     report, world = StepReport.empty(batch.num_sequences), policy.world
     # Preparation: which sequences enter the model, log μ of each, and the micro-batches of every mini-batch.
     enters = batch.has_gradient if plan.skip_zero_advantage else batch.trainable  # [n]
+    report.num_epochs = plan.num_epochs
     report.num_skipped = int((batch.in_denominator & ~enters).sum())
     behavior = {int(i): batch.samples[i].behavior_logp[batch.samples[i].mask] for i in np.flatnonzero(enters)}
     # Packed once, for π_old and for training: the same computation with the same weights gives a ratio of exactly 1.
@@ -343,6 +347,7 @@ class _Step:
             report.kl_reference[index] = objectives.mean_tokens(k3, layout).cpu().numpy()
         if update == 0:  # no update has been made: these are π_old's weights
             report.noise_log_s[index] = -drift
+            report.log_s_at_start[index] = report.log_s[index]
         if report.kept_mass is not None and report.kept_mass_at_start is not None and out.kept_mass is not None:
             mass = objectives.mean_tokens(out.kept_mass, layout).cpu().numpy()  # [B]
             report.kept_mass[index] = mass

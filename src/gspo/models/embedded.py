@@ -275,7 +275,8 @@ def build(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model and its tokenizer, from the cache if it is complete, else built."""
     path = folder(name)
     if not cache.is_whole(path):
-        with progress(f"building {name}, only once: {build_time(name)} on 2 cores", lines=True) as tell:
+        note = f", only once: {build_time(name)} on 2 free cores"
+        with progress(f"building {name}", lines=True, note=note) as tell:
             cache.publish(path, lambda tmp: _write(name, tmp, tell))
     with cache.quiet():
         model = _model_class(name).from_pretrained(path, use_safetensors=True)

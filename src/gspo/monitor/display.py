@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gspo.system.program import print_line
-from gspo.system.text import inert
+from gspo.system.text import inert, span
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 RECENT = 20  # number of steps from which the time left is estimated
@@ -251,21 +251,6 @@ def sparkline(values: list[float], width: int) -> str:
     reach = max(high - low, 0.2 * abs(high))
     scale = (len(_BLOCKS) - 1) / reach if reach > 0 else 0.0
     return "".join(_BLOCKS[round((v - low) * scale)] for v in values)
-
-
-def span(seconds: float) -> str:
-    """A duration in rounded units.
-
-    >>> span(4.2), span(89), span(600), span(7300), span(200_000)
-    ('4 s', '89 s', '10 min', '2 h 1 min', '2 d 7 h')
-    """
-    whole = round(seconds)
-    if whole < 120:
-        return f"{whole} s"
-    if whole < 7200:
-        return f"{whole // 60} min"
-    hours = whole // 3600
-    return f"{hours} h {whole % 3600 // 60} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
 def _shown(prompt: str, completion: str, good: bool, width: int) -> Text:

@@ -58,11 +58,12 @@ def step_metrics(batch: Batch, report: StepReport, version: int) -> dict[str, An
         out["reward/kl_penalty"] = _mean(batch.kl_penalty[batch.trainable])
     # Sequences that were skipped have log_s NaN.
     first, entered = batch.minibatch == 0, np.isfinite(report.log_s)
-    # With one mini-batch only the first exists; its ratios are 1 unless π_old is the sampler's.
-    later = entered & (~first if batch.minibatch.max(initial=0) > 0 else True)
+    # With one mini-batch only the first exists; its ratios are 1 unless π_old is the sampler's. In a second pass the
+    # weights have changed for all mini-batches.
+    later = entered & (~first if batch.minibatch.max(initial=0) > 0 and report.num_epochs == 1 else True)
     out |= ratio_metrics(report.log_s[later], report.clipped_low[later], report.clipped_high[later], lengths[later])
-    # In the first mini-batch the weights are unchanged, so ratios that differ from 1 show an error or sampler noise.
-    opening = np.abs(report.log_s[first & entered])
+    # In the first update the weights are unchanged, so ratios that differ from 1 show an error or sampler noise.
+    opening = np.abs(report.log_s_at_start[np.isfinite(report.log_s_at_start)])
     out["ratio/first_minibatch_max_abs"] = float(opening.max()) if len(opening) else None
     out |= noise_metrics(measured_noise(report.noise_log_s, batch, version))
     out |= _kept(batch, report, version)

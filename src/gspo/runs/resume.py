@@ -84,7 +84,8 @@ def _other_identity(folder: Path, odd: Mapping[str, tuple[Any, Any]]) -> str:
             f"{folder} was sampled with other matrix products ({changes}), which round differently; {remedy} to "
             "resume, or set trial_name to start a new run"
         )
-    return f"{folder} belongs to another run ({changes}); set trial_name to start a new one"
+    same = f"threads={odd['threads'][0]} to continue this one, or " if odd.keys() == {"threads"} else ""
+    return f"{folder} belongs to another run ({changes}); set {same}trial_name to start a new one"
 
 
 def _refuse_other_settings(run: RunDir, changed_settings: Callable[[Path], list[str]]) -> None:

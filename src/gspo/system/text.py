@@ -66,6 +66,21 @@ def count(number: int) -> str:
     return str(number)
 
 
+def span(seconds: float) -> str:
+    """A duration in rounded units.
+
+    >>> span(4.2), span(89), span(600), span(7300), span(200_000)
+    ('4 s', '89 s', '10 min', '2 h 1 min', '2 d 7 h')
+    """
+    whole = round(seconds)
+    if whole < 120:
+        return f"{whole} s"
+    if whole < 7200:
+        return f"{whole // 60} min"
+    hours = whole // 3600
+    return f"{hours} h {whole % 3600 // 60} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
 @dataclass(frozen=True)
 class Rows:
     """Rows (name, text, style) for a rich console, which must be told not to crop: a path may be wider than it."""

@@ -64,7 +64,10 @@ class Config(Section):
     strict: bool = key(False, "Treat warnings about the config as errors.")
     on_alarm: Literal["warn", "stop"] = key("warn", "What the run does if a check during training raises an alarm.")
     threads: int | None = key(
-        None, "CPU threads of the trainer. The last bits of results depend on it.", unset="all cores", low=1
+        None,
+        "CPU threads of the trainer. The last bits of results depend on it.",
+        unset="OMP_NUM_THREADS, else all cores",
+        low=1,
     )
     profile: bool = key(
         False, "Write a timeline of steps 2 and 3 (profile/*.trace.json.gz) for a browser's trace viewer."

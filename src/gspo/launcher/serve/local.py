@@ -27,7 +27,7 @@ from gspo.sampling.remote.server import SamplerEngine, SamplerServer
 from gspo.sampling.weights.probe import sequence_logp
 from gspo.system.launched import Launched
 from gspo.system.process import die_with_parent
-from gspo.train.build.compute import published_dtype
+from gspo.train.build.compute import published_dtype, set_threads
 from gspo.train.build.policy import make_tokenizer, whole_model
 from gspo.train.build.sampler import local_sampler, sends_adapter
 
@@ -46,12 +46,11 @@ def serve(
     Launched.read().required_token()
     reached("sampler.start")
     config = load(config_path).config
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if config.rollout.sampler_precision != "none":
         raise ConfigError("rollout.sampler_precision rounds the in-process sampler's weights only; set it to none")
     # On CPU all servers share the cores of this machine.
     servers_here = 1 if torch.cuda.is_available() else max(layout_of(config, 0).num_samplers, 1)
-    torch.set_num_threads(threads or config.threads or max(cores // servers_here, 1))
+    set_threads(config.model_copy(update={"threads": threads or config.threads}), servers_here)
     tokenizer = make_tokenizer(config)
     model = whole_model(config, tokenizer, published_dtype(config), with_adapter=sends_adapter(config))
     # Version −1: the weights of the policy arrive from the trainer.
@@ -135,7 +134,7 @@ def main() -> int:
     parser.add_argument(
         "--threads",
         type=int,
-        help="CPU threads (default: `threads` of the config, else this server's share of the cores)",
+        help="CPU threads (default: `threads` of the config, OMP_NUM_THREADS, else this server's share of the cores)",
     )
     parser.add_argument(
         "--latency",

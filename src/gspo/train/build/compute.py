@@ -23,11 +23,17 @@ def device_and_dtype(config: Config) -> tuple[torch.device, torch.dtype]:
     return device, getattr(torch, name)
 
 
-def set_threads(config: Config, ranks_here: int = 1) -> int:
-    """Set the number of threads. It is part of a run's identity, because sums over threads round differently."""
-    # The affinity mask, because a container or scheduler may allow fewer cores than the machine has.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    torch.set_num_threads(config.threads or max((cores or 1) // ranks_here, 1))
+def set_threads(config: Config, processes_here: int = 1) -> int:
+    """Set the number of threads. It is part of a run's identity, because sums over threads round differently.
+
+    `threads`, else OMP_NUM_THREADS, which PyTorch's users set, else the cores shared by the processes on this machine.
+    """
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if not (threads := config.threads or (int(asked) if asked.isdecimal() else 0)):
+        # The affinity mask, because a container or scheduler may allow fewer cores than the machine has.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        threads = max((cores or 1) // processes_here, 1)
+    torch.set_num_threads(threads)
     return torch.get_num_threads()
 
 

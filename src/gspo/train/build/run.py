@@ -44,6 +44,7 @@ FREE = (
     "total_train_steps", "total_train_epochs", "strict", "on_alarm", "stall_timeout", "profile", "saver", "recover",
     "evaluator", "stats_logger", "rollout.dump_to_file", "rollout.request_timeout",
     "reward.timeout", "reward.workers", "reward.check", "cluster", "scheduler", "actor.backend",
+    "threads",  # the number that it results in is compared
 )  # fmt: skip
 
 MAX_IGNORED = 5  # messages about ignored keys that a run shows one by one

@@ -12,10 +12,10 @@ import pytest
 
 from gspo.audit.disk import audit, files
 from gspo.audit.findings import sections_of
-from gspo.audit.logs import trl_rows
+from gspo.audit.logs import swift_rows, trl_rows
 from gspo.audit.training_args import interpret, read_training_args
-from gspo.audit.trl import from_trl
-from gspo.audit.verl import A, from_verl
+from gspo.audit.trl import from_swift, from_trl
+from gspo.audit.verl import CORRECTION, A, from_verl
 from gspo.cli import main as cli
 from gspo.errors import ConfigError
 from gspo.report.page.page import write_report
@@ -148,6 +148,29 @@ def test_verls_dumps_alone_give_rewards_and_say_what_is_missing(tmp_path):
     assert any("file logger" in line for line in found["unknown"])
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
     assert all(0 < row["reward/mean"] < 1 for row in read_metrics(tmp_path))
+
+
+def test_verls_bypass_mode_replaces_the_loss_that_was_chosen():
+    bypass = {f"{A}policy_loss.loss_mode": "gspo", f"{CORRECTION}bypass_mode": True, "algorithm.adv_estimator": "grpo"}
+    draft = from_verl(bypass, "config.yaml")
+    assert (draft.keys["algorithm"], draft.keys["actor.importance_sampling_level"]) == ("grpo", "token")
+    assert "loss_mode=gspo has no effect: with bypass_mode" in draft.findings[0].message
+    assert from_verl(bypass | {f"{CORRECTION}loss_type": "reinforce"}, "config.yaml").unexplained
+    assert from_verl(bypass | {f"{CORRECTION}bypass_mode": False}, "config.yaml").keys["algorithm"] == "gspo_token"
+
+
+def test_settings_of_verl_without_a_counterpart_are_noted():
+    values = {"algorithm.adv_estimator": "opo", f"{A}use_kl_loss": True, f"{A}kl_loss_type": "abs"}
+    notes = from_verl(values, "config.yaml").notes
+    assert ["adv_estimator=opo" in notes[0], "kl_loss_type=abs" in notes[1]] == [True, True]
+    assert not from_verl({"algorithm.adv_estimator": "grpo_vectorized"}, "config.yaml").notes
+
+
+def test_megatrons_log_of_ms_swift_counts_iterations_and_cispo_has_a_clip_share_of_its_own():
+    draft = from_swift({"loss_type": "cispo", "steps_per_generation": 1}, "args.json")
+    log = {"loss": 0.1, "reward": 0.5, "cispo_clip_ratio": 0.25}
+    rows = swift_rows([{**log, "iteration": "3/8"}, {**log, "global_step/max_steps": "4/8"}], draft, [])
+    assert [(row["step"], row["clip/tokens"]) for row in rows] == [(3, 0.25), (4, 0.25)]
 
 
 def test_ms_swifts_files_are_diagnosed_too(tmp_path):

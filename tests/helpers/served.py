@@ -35,13 +35,14 @@ class House:
         self.folder, self.stack = folder, ExitStack()
         self.samplers = folder / "samplers"
 
-    def serve(self, index=0, model="llama", identity=IDENTITY, latency_s=0.0, meddle=None, score=True):
+    def serve(self, index=0, model="llama", identity=IDENTITY, latency_s=0.0, meddle=None, score=True, vocabulary=None):
         """A real server with random weights of its own; `meddle` puts a proxy before it."""
         module = build(model, seed=99)
         engine = SamplerEngine(
             local(module, version=-1),
             identity=identity,
             score=partial(sequence_logp, module) if score else None,
+            vocabulary=vocabulary,
             latency_s=latency_s,
         )
         server = SamplerServer(engine, TOKEN)

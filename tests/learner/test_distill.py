@@ -1,6 +1,7 @@
 """Distillation: the teacher's log-ratios as advantages, and its exact KL as a loss, in float64."""
 
 import copy
+from functools import partial
 
 import model_zoo
 import numpy as np
@@ -14,8 +15,10 @@ from gspo.learner.credit import with_teacher_advantages
 from gspo.learner.policy.divergence import Head, divergence_of
 from gspo.learner.policy.head import HeadForm
 from gspo.learner.policy.module import PolicyModule
-from gspo.learner.reference import Reference, Teacher, reference_logp
+from gspo.learner.ranks.world import ALONE
+from gspo.learner.reference import Reference, Teacher, reference_logp, served_logp
 from gspo.learner.step import train_step
+from gspo.sampling.weights.probe import sequence_logp
 
 FORM = HeadForm(chunk_size=3, fp32=True, with_entropy=True, entropy_grad=False)
 TEMPERATURE = 0.8
@@ -104,10 +107,22 @@ def test_an_update_by_the_exact_kl_is_the_plain_one(max_tokens, exact):
     plan = make_plan("distill", max_tokens=max_tokens, skip_zero_advantage=False)
     report = train_step(
         policy, sgd(policy), batch, plan, proximal="recompute", learning_rates=[1.0],
-        teacher=Teacher(Reference(frozen, TEMPERATURE, 8192), coef=2.0, exact_kl=0.25),
+        teacher=Teacher(dict, coef=2.0, exact_kl=0.25, policy=frozen),
     )  # fmt: skip
     assert report.losses[0] == pytest.approx(2.0 * float(kl[mask].detach().mean()))
     for name, weight in weights(expected).items():
         torch.testing.assert_close(weights(model)[name], weight, rtol=1e-8, atol=1e-10)
     got = reference_logp(Reference(frozen, TEMPERATURE, 8192), batch)
     assert got.keys() == {0, 1, 2, 3}
+
+
+def test_a_server_that_scores_whole_sequences_gives_the_log_probs_of_the_trained_tokens():
+    model = model_zoo.build("qwen3")
+    batch = make_batch([make_group(0, [0, 0], [3, 5]), make_group(1, [0, 0], [1, 4], prompt=(4, 5))], norm="teacher")
+    batch.samples[1].mask[[0, 2]] = False  # tokens of an environment
+    here = reference_logp(Reference(PolicyModule(model), 1.0, 8192), batch)
+    served = served_logp(partial(sequence_logp, model), ALONE, batch)
+    assert served.keys() == here.keys()
+    for i, expected in here.items():
+        assert len(expected) == batch.trained_tokens[i]
+        np.testing.assert_allclose(served[i], expected, atol=1e-6)

@@ -7,9 +7,12 @@ import model_zoo
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from gspo.errors import ConfigError
+from gspo.errors import ConfigError, DataError
 from gspo.models import lora
+from gspo.models.loading import load_model
 
 HOW = {"rank": 4, "alpha": 8, "target_modules": ["all-linear"], "seed": 3}
 
@@ -135,3 +138,89 @@ def test_without_peft_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match=r"pip install .*\[lora\]'"):
         lora.add_adapter(model_zoo.build("llama"), **HOW)
+
+
+def stored(tmp_path, name="qwen3", **how):
+    """A saved adapter, its base model in a folder, and the logits of both together."""
+    model = adapted(name, **how)
+    model_zoo.build(name, torch.float32).save_pretrained(tmp_path / "base")
+    lora.save_adapter(model, tmp_path / "adapter", str(tmp_path / "base"))
+    return tmp_path / "adapter", logits(model)
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "qwen3"])
+def test_a_folder_with_an_adapter_is_its_base_model_with_the_adapter_merged(tmp_path, name):
+    folder, expected = stored(tmp_path, name)
+    model = load_model(str(folder), key="teacher.path", adapters=True)
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+    assert (logits(model) - logits(load_model(str(tmp_path / "base")))).abs().max() > 1e-2
+    with pytest.raises(DataError, match=r"actor\.path must be a whole model"):
+        load_model(str(folder))
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+def test_an_adapter_on_layers_that_store_their_weight_transposed_is_merged_too(tmp_path):
+    torch.manual_seed(0)
+    base = GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=16, n_layer=1, n_head=2, n_positions=32)).eval()
+    base.save_pretrained(tmp_path / "base")
+    lora.add_adapter(base, **HOW)
+    with torch.no_grad():
+        for parameter in base.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.1)
+    lora.save_adapter(base, tmp_path / "adapter", str(tmp_path / "base"))
+    merged = load_model(str(tmp_path / "adapter"), key="teacher.path", adapters=True)
+    torch.testing.assert_close(logits(merged), logits(base), rtol=1e-4, atol=1e-4)
+
+
+def test_rank_stabilized_adapters_are_scaled_by_the_root_of_the_rank(tmp_path):
+    folder, _ = stored(tmp_path)
+    edit(folder, use_rslora=True)
+    base = model_zoo.build("qwen3", torch.float32)
+    expected = PeftModel.from_pretrained(base, str(folder))
+    got = load_model(str(folder), key="teacher.path", adapters=True)
+    torch.testing.assert_close(logits(got), logits(expected), rtol=1e-4, atol=1e-4)
+
+
+def edit(folder, **settings):
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"peft_type": "IA3"}, "LoRA adapter only"),
+        ({"use_dora": True}, "use_dora is True, which is not plain LoRA"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"alpha_pattern": {"q_proj": 1}}, "alpha_pattern"),
+        ({"bias": "all"}, "bias is 'all'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+        ({"lora_alpha": "8"}, "lora_alpha"),
+        ({"base_model_name_or_path": None}, "base_model_name_or_path is None"),
+        ({"base_model_name_or_path": "/nowhere"}, r"teacher\.path.*'/nowhere'"),
+    ],
+)
+def test_an_adapter_that_adds_something_else_is_refused(tmp_path, settings, words):
+    folder, _ = stored(tmp_path)
+    edit(folder, **settings)
+    with pytest.raises(DataError, match=words):
+        load_model(str(folder), key="teacher.path", adapters=True)
+
+
+def test_an_adapter_of_another_model_and_one_without_weights_are_refused(tmp_path):
+    folder, _ = stored(tmp_path)
+    model_zoo.build("llama", torch.float32).save_pretrained(tmp_path / "other")
+    weights = load_file(folder / "adapter_model.safetensors")
+    for wrong in (
+        {name: tensor[:, :-1].clone() if "lora_A" in name else tensor for name, tensor in weights.items()},
+        {name: tensor for name, tensor in weights.items() if "lora_B" not in name},
+        {name.replace("layers.0", "layers.9"): tensor for name, tensor in weights.items()},
+        {name: tensor * torch.nan for name, tensor in weights.items()},
+    ):
+        save_file(wrong, folder / "adapter_model.safetensors")
+        with pytest.raises(DataError, match="is not an adapter of Qwen3ForCausalLM"):
+            load_model(str(folder), key="teacher.path", adapters=True)
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(DataError, match="pickle files"):
+        load_model(str(folder), key="teacher.path", adapters=True)

@@ -1,16 +1,26 @@
 """Distillation in a run: the student samples, and a teacher scores its tokens."""
 
+from contextlib import ExitStack
+from functools import partial
+
 import pytest
 from training_runs import metrics, train
 
 from gspo.cli.train import model_of_run
 from gspo.errors import ConfigError, DataError
+from gspo.models.loading import load_model, load_tokenizer
+from gspo.models.lora import add_adapter, save_adapter
+from gspo.sampling.local.engine import LocalSampler
+from gspo.sampling.remote.scores import KEY
+from gspo.sampling.remote.server import SamplerEngine, SamplerServer
+from gspo.sampling.weights.probe import sequence_logp
 
 TEACHER = (
     "algorithm=sft", "~gconfig.n_samples", "~actor.ppo_n_minibatches", "~actor.eps_clip", "actor.optimizer.lr=1e-3",
     "actor.optimizer.lr_scheduler_type=linear", "train_dataset.batch_size=32", "total_train_steps=80",
     "evaluator.size=128",
 )  # fmt: skip
+TOKEN = "a secret of the tests"
 STUDENT = ("algorithm=distill", "~actor.eps_clip", "total_train_steps=30", "train_dataset.batch_size=16")
 
 
@@ -21,13 +31,55 @@ def test_a_run_without_a_teacher_is_refused(tmp_path):
         train(tmp_path, "algorithm=gspo", "teacher.path=embedded:tiny")
 
 
+def in_process(folder, stack):
+    return "embedded:tiny"
+
+
+def adapter(folder, stack):
+    """A new adapter adds nothing: B is 0."""
+    model = load_model("embedded:tiny")
+    add_adapter(model, rank=2, alpha=4, target_modules=["all-linear"], seed=0)
+    save_adapter(model, folder / "adapter", "embedded:tiny")
+    return str(folder / "adapter")
+
+
+def server(folder, stack):
+    model, tokenizer = load_model("embedded:tiny"), load_tokenizer("embedded:tiny")
+    ends = [tokenizer.eos_token_id]
+    engine = SamplerEngine(
+        LocalSampler(model, seed=0, eos_token_ids=ends, verify=False),
+        identity={},
+        score=partial(sequence_logp, model),
+        vocabulary=tokenizer.get_vocab(),
+    )
+    served = SamplerServer(engine, TOKEN)
+    stack.callback(served.close)
+    return served.url
+
+
 @pytest.mark.run
-def test_a_teacher_that_is_the_student_has_no_distance_and_moves_nothing(tmp_path):
+@pytest.mark.parametrize("teacher", [in_process, adapter, server])
+def test_a_teacher_that_is_the_student_has_no_distance_and_moves_nothing(tmp_path, monkeypatch, teacher):
+    monkeypatch.setenv(KEY, TOKEN)
     short = ("total_train_steps=1", "train_dataset.batch_size=4", "evaluator.freq_steps=0", "~actor.ppo_n_minibatches")
-    _, path = train(tmp_path, *STUDENT, *short, "teacher.path=embedded:tiny")
+    with ExitStack() as stack:
+        _, path = train(tmp_path, *STUDENT, *short, f"teacher.path={teacher(tmp_path, stack)}")
     (row,) = metrics(path)
     assert abs(row["policy/kl_teacher"]) < 1e-4
     assert row["grad/norm"] < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("teacher.exact_kl=0", "is a server"),
+        ("gconfig.temperature=0.8", "temperature 1"),
+        ("gconfig.top_p=0.9", "top_p"),
+    ],
+)
+def test_settings_that_a_teacher_on_a_server_cannot_follow_are_refused(tmp_path, override, words):
+    with pytest.raises(ConfigError, match=words):
+        train(tmp_path, *STUDENT, "teacher.path=http://127.0.0.1:9", override)
 
 
 @pytest.mark.full

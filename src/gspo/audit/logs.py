@@ -53,10 +53,10 @@ def trl_rows(history: Sequence[Any], draft: Draft, unknown: list[str]) -> list[R
 
 
 def swift_rows(history: Sequence[Mapping[str, Any]], draft: Draft, unknown: list[str]) -> list[Row]:
-    """Rows of logging.jsonl, whose step is written as `global_step/max_steps: 10/100`."""
+    """Rows of logging.jsonl, whose step is written as `global_step/max_steps: 10/100`, by Megatron as `iteration`."""
     entries = []
     for log in history:
-        step = str(log.get("global_step/max_steps", "")).partition("/")[0]
+        step = str(log.get("global_step/max_steps") or log.get("iteration")).partition("/")[0]
         if step.isdecimal():
             entries.append((int(step), log))
     return _update_rows(entries, draft, unknown)
@@ -104,6 +104,8 @@ def _update_rows(entries: Sequence[tuple[int, Mapping[str, Any]]], draft: Draft,
 
 def _clip_names(draft: Draft) -> dict[str, str]:
     """TRL's clip shares count sequences where there is one ratio per sequence, and tokens otherwise."""
+    if draft.keys.get("algorithm") == "cispo":
+        return {"cispo_clip_ratio": "clip/tokens"}
     if draft.keys.get("actor.importance_sampling_level") == "token":
         return {"clip_ratio/region_mean": "clip/tokens"}
     return {"clip_ratio/low_mean": "clip/sequences_low", "clip_ratio/high_mean": "clip/sequences_high"}

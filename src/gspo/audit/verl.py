@@ -9,6 +9,7 @@ from gspo.audit.foreign import Draft
 from gspo.system.text import number
 
 A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+CORRECTION = "algorithm.rollout_correction."
 LOSSES = {"vanilla": "grpo", "gspo": "gspo_token", "sapo": "sapo", "cispo": "cispo", "geo_mean": "gmpo"}
 AGGREGATIONS = {
     "token-mean": "token_mean",
@@ -44,7 +45,9 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def from_verl(values: Mapping[str, Any], file: str) -> Draft:
     draft = Draft("verl", file, values)
     draft.copy()
-    mode = str(draft.get(f"{A}policy_loss.loss_mode", "vanilla"))
+    mode = _loss_mode(draft)
+    if draft.unexplained:
+        return draft
     if mode not in LOSSES:
         draft.unexplained = f"policy_loss.loss_mode={mode} is not among the objectives of gspo (`gspo objectives`)"
         return draft
@@ -66,6 +69,23 @@ def from_verl(values: Mapping[str, Any], file: str) -> Draft:
     for name, harmless in OTHERS.items():
         draft.note(name, harmless)
     return draft
+
+
+def _loss_mode(draft: Draft) -> str:
+    """The loss that verl takes: bypass_mode replaces the chosen one (`apply_bypass_mode` of verl)."""
+    chosen = str(draft.get(f"{A}policy_loss.loss_mode", "vanilla"))
+    if not draft.get(f"{CORRECTION}bypass_mode"):
+        return chosen
+    if (kind := draft.get(f"{CORRECTION}loss_type", "ppo_clip")) != "ppo_clip":
+        draft.unexplained = f"{CORRECTION}loss_type={kind} is not among the objectives of gspo (`gspo objectives`)"
+    elif chosen != "vanilla":
+        draft.warn(
+            f"{A}policy_loss.loss_mode",
+            f"policy_loss.loss_mode={chosen} has no effect: with bypass_mode verl takes the clipped token ratios of "
+            "PPO, whatever the loss mode is",
+            f"set {CORRECTION}bypass_mode=false",
+        )
+    return "vanilla"
 
 
 def _clip(draft: Draft, mode: str) -> None:
@@ -107,7 +127,7 @@ def _advantage(draft: Draft, gae: bool) -> None:
         draft.normalise("group", None, "algorithm.adv_estimator", leave_one_out=True)
     elif estimator == "reinforce_plus_plus":
         draft.normalise("batch", "batch", "algorithm.adv_estimator")
-    elif estimator != "grpo":
+    elif estimator not in ("grpo", "grpo_vectorized"):
         draft.notes.append(
             f"algorithm.adv_estimator={estimator} has no counterpart here; it is shown as grpo's advantage"
         )
@@ -128,6 +148,8 @@ def _kl(draft: Draft) -> None:
         chosen = str(draft.get(name, "low_var_kl" if in_loss else "kl")).rstrip("+")
         if chosen in ESTIMATORS:
             draft.set("actor.kl_estimator", ESTIMATORS[chosen], name)
+        else:
+            draft.notes.append(f"{name}={chosen} has no counterpart here; the KL is shown with the default estimator")
 
 
 def _batch(draft: Draft) -> None:
@@ -142,13 +164,13 @@ def _batch(draft: Draft) -> None:
 
 
 def _pi_old(draft: Draft) -> None:
-    head = "algorithm.rollout_correction."
-    if draft.get(f"{head}bypass_mode"):
-        draft.set("actor.prox_logp_method", "rollout", f"{head}bypass_mode")
+    if draft.get(f"{CORRECTION}bypass_mode"):
+        draft.set("actor.prox_logp_method", "rollout", f"{CORRECTION}bypass_mode")
         draft.pi_old = "the sampler's log-probs (bypass_mode): the ratio is not 1 before the first update"
         return
     draft.set("actor.prox_logp_method", "recompute", "π_old is the trainer's")
     draft.pi_old = PI_OLD if draft.num_updates > 1 else ""
-    level = draft.get(f"{head}rollout_is")
+    level = draft.get(f"{CORRECTION}rollout_is")
     if level in ("token", "sequence"):
-        draft.correct(level, "clamp", draft.number(f"{head}rollout_is_threshold", 2.0), f"{head}rollout_is")
+        upper = draft.number(f"{CORRECTION}rollout_is_threshold", 2.0)
+        draft.correct(level, "clamp", upper, f"{CORRECTION}rollout_is")

@@ -30,6 +30,10 @@ class Learner:
     assembly: Mapping[str, Any]  # how rewards become advantages: keywords of `learner.credit.batch_with_advantages`
     threads: int
 
+    def close(self) -> None:
+        if self.teacher is not None:
+            self.teacher.close()
+
     @property
     def trained(self) -> tuple[Any, ...]:
         """What a checkpoint holds: policy, its optimizer, and the critic with its optimizer or None."""

@@ -10,14 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from gspo.learner.batch import Batch
 from gspo.learner.policy.module import PolicyModule, packed_parts
 from gspo.learner.policy.packing import by_sequence
+from gspo.learner.ranks.world import World
+from gspo.sampling.remote.scores import open_scores
 
 
 @dataclass(frozen=True)
@@ -32,11 +36,13 @@ class Reference:
 
 @dataclass(frozen=True)
 class Teacher:
-    """The teacher of distillation: a frozen policy, and how it is used."""
+    """The teacher of distillation: a frozen policy here or on a server, and how it is used."""
 
-    reference: Reference
+    logp: Callable[[Batch], dict[int, NDArray[Any]]]  # as `reference_logp`
     coef: float
     exact_kl: float | None  # share of the forward KL in an exact KL as a loss; None: log-ratios as advantages
+    policy: PolicyModule | None  # None: on a server
+    close: Callable[[], None] = lambda: None
 
 
 @torch.no_grad()
@@ -53,3 +59,25 @@ def reference_logp(reference: Reference, batch: Batch) -> dict[int, NDArray[Any]
             stored |= by_sequence(packed, out.logp)
     # Each rank has computed its own part of the sequences.
     return reference.policy.world.union(stored)
+
+
+def served_teacher(url: str, tokenizer: Any, world: World, *, timeout_s: float, coef: float) -> Teacher:
+    """A teacher on a server, which has answered and has the vocabulary of `tokenizer`."""
+    server = open_scores(url, timeout_s=timeout_s)
+    try:
+        server.check_vocabulary(tokenizer)
+    except BaseException:
+        server.close()
+        raise
+    return Teacher(partial(served_logp, server.score, world), coef, None, None, server.close)
+
+
+def served_logp(
+    score: Callable[[list[list[int]]], list[NDArray[Any]]], world: World, batch: Batch
+) -> dict[int, NDArray[Any]]:
+    """As `reference_logp`, by a server that scores whole sequences (`sampling/remote/scores.py`)."""
+    own = np.flatnonzero(batch.trainable)[world.rank :: world.size].tolist()  # every rank asks for its share
+    rows = score([[*batch.prompt(i), *batch.samples[i].tokens.tolist()] for i in own])
+    # A row begins with the second token of the prompt.
+    stored = {i: row[len(batch.prompt(i)) - 1 :][batch.samples[i].mask] for i, row in zip(own, rows, strict=True)}
+    return world.union(stored)

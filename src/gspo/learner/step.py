@@ -311,7 +311,7 @@ class _Step:
         """Keywords of the policy's forward pass: the teacher of an exact KL."""
         if self.teacher is None:
             return {}
-        return {"teacher": self.teacher.reference.policy, "forward_share": self.teacher.exact_kl}
+        return {"teacher": self.teacher.policy, "forward_share": self.teacher.exact_kl}
 
     def _divergence(self, divergence: torch.Tensor, packed: Packed, units: _Units, denominator: float) -> torch.Tensor:
         """The KL to the teacher, aggregated as the loss is; divergence [M]."""

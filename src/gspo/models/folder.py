@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from gspo.errors import DataError
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Small JSON files with settings. tokenizer.json has none, and is parsed by the tokenizers library.
 SETTINGS = (
     CONFIG,
@@ -63,6 +64,11 @@ _NAMES = (
     "feature_extractor_type",
     "image_processor_type",
 )  # of classes in transformers
+# Settings of peft's LoRA that change what an adapter adds to its model, beside its rank, alpha and use_rslora.
+_ADAPTER_REFUSED = (
+    "alora_invocation_tokens", "alpha_pattern", "arrow_config", "kasa_config", "layer_replication", "lora_bias",
+    "modules_to_save", "target_parameters", "trainable_token_indices", "use_bdlora", "use_dora", "use_qalora",
+)  # fmt: skip
 _TOKENIZER = re.compile(r"\w*(Tokenizer|Backend)\w*", re.ASCII)
 
 
@@ -96,11 +102,10 @@ def check_settings(folder: Path) -> dict[str, Any]:
 
 def check_weights(folder: Path, key: str) -> Weights:
     """The weights that transformers will read, by their headers: of one file, or of the shards of an index."""
-    if (folder / "adapter_config.json").exists():
+    if (folder / ADAPTER).exists():
         what = "an adapter beside its model" if (folder / CONFIG).is_file() else "an adapter, not a model"
         raise DataError(
-            f"{folder} contains {what}: {key} must be a whole model; export the run with --merge, or remove "
-            "adapter_config.json"
+            f"{folder} contains {what}: {key} must be a whole model; export the run with --merge, or remove {ADAPTER}"
         )
     names = sorted(entry.name for entry in folder.iterdir())
     if own := [name for name in names if _OWN_SHARD.fullmatch(name)]:
@@ -119,6 +124,44 @@ def check_weights(folder: Path, key: str) -> Weights:
             f"{folder / INDEX}: {listed(wrong)} should be in {in_index[wrong[0]]}, but is not: download the model again"
         )
     return weights
+
+
+class Adapter(NamedTuple):
+    """A LoRA adapter: W + scale·B·A, scale = alpha/rank, or alpha/√rank with `rank_stabilized`."""
+
+    base: str  # folder or name of its model
+    alpha: float
+    rank_stabilized: bool
+    weights: Weights
+
+
+def read_adapter(folder: Path, key: str) -> Adapter | None:
+    """The LoRA adapter in a folder, as peft writes it; None: the folder has no adapter, or one beside a model."""
+    file = folder / ADAPTER
+    if not file.exists() or (folder / CONFIG).exists():
+        return None
+    for entry in folder.iterdir():
+        _check_place(folder, entry)
+    settings = read_json(file)
+    base, alpha, start = (settings.get(name) for name in ("base_model_name_or_path", "lora_alpha", "init_lora_weights"))
+    if settings.get("peft_type") != "LORA":
+        raise DataError(f"{file}: peft_type is {settings.get('peft_type')!r}; {key} may be a LoRA adapter only")
+    changed = [name for name in _ADAPTER_REFUSED if settings.get(name)]
+    if settings.get("bias", "none") != "none":
+        changed.append("bias")
+    # Others start from a decomposition of the base model, and change its weights too.
+    if start not in (None, True, False, "gaussian"):
+        changed.append("init_lora_weights")
+    if changed:
+        what = f"{changed[0]} is {settings[changed[0]]!r}"
+        raise DataError(f"{file}: {what:.200}, which is not plain LoRA; merge the adapter into its model first")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise DataError(f"{file}: lora_alpha is {alpha!r}; it must be a number")
+    if not isinstance(base, str) or not base:
+        raise DataError(f"{file}: base_model_name_or_path is {base!r}; set it to the model of the adapter")
+    if not (folder / ADAPTER_WEIGHTS).exists():
+        raise _no_weights(folder, key)
+    return Adapter(base, float(alpha), settings.get("use_rslora") is True, _header(folder / ADAPTER_WEIGHTS))
 
 
 def check_size(model: Any, source: str, weights: Weights | None, itemsize: int) -> None:
@@ -162,6 +205,19 @@ def check_names(model: Any, folder: Path, weights: Weights) -> None:
 
 def _is_integer(stored: Stored) -> bool:
     return not stored.dtype.startswith(("F", "BF"))
+
+
+def refuse_other_vocabulary(own: Mapping[str, Any], used: Mapping[str, int], path: str, key: str) -> None:
+    """DataError if less than 99 % of the run's tokens (`used`) have the same id in a model's vocabulary (`own`)."""
+    same = sum(own.get(token) == number for token, number in used.items())
+    # Models of one family may differ in a few special tokens.
+    if same < 0.99 * len(used):
+        raise DataError(
+            f"{key}: {path!r} has another vocabulary than the tokenizer of this run: {len(own):,} tokens and "
+            f"{len(used):,} tokens, and only {same:,} tokens have the same id in both, so token ids would mean other "
+            f"tokens to this model. Set {key} to a model with the vocabulary of the tokenizer"
+            + ("" if key != "actor.path" else ", or tokenizer_path to the model's own tokenizer")
+        )
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -39,9 +39,12 @@ from gspo.models.folder import (
     check_size,
     check_weights,
     listed,
+    read_adapter,
     read_json,
+    refuse_other_vocabulary,
 )
 from gspo.models.locate import EMBEDDED, locate
+from gspo.models.lora import merge_stored
 
 # Tensors that older transformers versions stored and newer ones compute; ignoring them loses no weight.
 _COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
@@ -87,20 +90,27 @@ def load_model(
     tokenizer: PreTrainedTokenizerBase | None = None,
     key: str = "actor.path",
     images: bool = False,
+    adapters: bool = False,
 ) -> PreTrainedModel:
     """The language model of a folder, a hub name, a .gguf file, a fetched or an embedded model; in eval mode.
 
     `from_scratch` uses the config only and draws weights from `seed`. With `tokenizer`, a model of another vocabulary
     is an error. `images`: the run shows images, so a model is loaded with its vision tower, even if transformers has a
-    class for its text part alone (Qwen3.5). Errors name `key`.
+    class for its text part alone (Qwen3.5). `adapters`: a folder with a LoRA adapter is its base model with the adapter
+    merged. Errors name `key`.
     """
     name, path = path, locate(path, key, weights=not from_scratch)
+    if adapters and not path.startswith(EMBEDDED) and (adapter := read_adapter(Path(path), key)) is not None:
+        # Merged on the CPU; a base model that is an adapter itself is refused.
+        model: Any = load_model(adapter.base, dtype, tokenizer=tokenizer, key=key)
+        merge_stored(model, Path(path), adapter)
+        return model.to(device)
     if path.startswith(EMBEDDED):
         from gspo.models import embedded
 
         if from_scratch:
             shape = AutoConfig.for_model(**embedded.shape(path))
-            model: Any = _from_config(policy_class(shape.model_type), shape, dtype, seed)
+            model = _from_config(policy_class(shape.model_type), shape, dtype, seed)
         else:
             model = embedded.build(path)[0]
         model = model.to(dtype)  # pyright: ignore[reportArgumentType]
@@ -274,15 +284,7 @@ def refuse_foreign_vocabulary(tokenizer: PreTrainedTokenizerBase, path: str, key
         own, used = load_tokenizer(path, key).get_vocab(), tokenizer.get_vocab()
     except DataError:
         return
-    same = sum(own.get(token) == number for token, number in used.items())
-    # Models of one family may differ in a few special tokens.
-    if same < 0.99 * len(used):
-        raise DataError(
-            f"{key}: {path!r} has another vocabulary than the tokenizer of this run: {len(own):,} tokens and "
-            f"{len(used):,} tokens, and only {same:,} tokens have the same id in both, so token ids would mean other "
-            f"tokens to this model. Set {key} to a model with the vocabulary of the tokenizer"
-            + ("" if key != "actor.path" else ", or tokenizer_path to the model's own tokenizer")
-        )
+    refuse_other_vocabulary(own, used, path, key)
 
 
 def _from_config(kind: Any, config: Any, dtype: torch.dtype, seed: int) -> PreTrainedModel:

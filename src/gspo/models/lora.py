@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from gspo.errors import ConfigError
+from gspo.errors import ConfigError, DataError
+from gspo.models.folder import ADAPTER_WEIGHTS, Adapter, listed
 from gspo.models.vision.parts import vision_parameters
 from gspo.system.imports import install_command
 
@@ -205,7 +206,33 @@ def write_adapter(model: PreTrainedModel, tensors: Mapping[str, Tensor], to: Pat
         f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": tensor.detach().cpu().contiguous()
         for name, tensor in tensors.items()
     }
-    save_file(named, to / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(named, to / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+
+
+@torch.no_grad()
+def merge_stored(model: PreTrainedModel, folder: Path, adapter: Adapter) -> None:
+    """Add a stored adapter to the weights of its base model, in place: W + scale·B·A. peft is not needed."""
+    layers: dict[str, Any] = {path: module for path, module in model.named_modules() if _is_linear(module)}
+    factors: dict[str, dict[str, Tensor]] = {}  # layer → A [r, in] and B [out, r]
+    for name, tensor in load_file(folder / ADAPTER_WEIGHTS).items():
+        path, _, factor = name.removeprefix("base_model.model.").rpartition(".lora_")
+        factors.setdefault(path, {})[factor] = tensor
+    wrong = [path for path, own in factors.items() if path not in layers or own.keys() != {"A.weight", "B.weight"}]
+    for path, own in factors.items() if not wrong else ():
+        down, up, weight = own["A.weight"].double(), own["B.weight"].double(), layers[path].weight
+        scale = adapter.alpha / (len(down) ** (0.5 if adapter.rank_stabilized else 1))
+        delta = scale * (up @ down) if up.shape[1:] == down.shape[:1] else down  # [out, in]
+        delta = delta.T if type(layers[path]).__name__ == "Conv1D" else delta
+        if delta.shape != weight.shape or not bool(delta.isfinite().all()):
+            wrong.append(path)
+            continue
+        weight.copy_(weight.double() + delta)  # in float64, so that the sum is rounded once
+    if wrong or not factors:
+        raise DataError(
+            f"{folder / ADAPTER_WEIGHTS} is not an adapter of {type(model).__name__} in {adapter.base!r}: "
+            f"{listed(wrong) or 'no tensor'} is no linear layer of it, has other factors than A and B or other "
+            "shapes, or is not finite"
+        )
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class Loop:
         batch = batch if learner.credit is None else with_token_advantages(batch, learner.credit)
         if learner.teacher is not None:
             with clock("teacher"):
-                logp = reference_logp(learner.teacher.reference, batch)
+                logp = learner.teacher.logp(batch)
             # With an exact KL the loss has the teacher's term, and the advantages do not.
             coef = learner.teacher.coef if learner.teacher.exact_kl is None else 0.0
             batch = with_teacher_advantages(batch, logp, coef)

@@ -70,6 +70,7 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
     beat("loading the model (actor.path)")
     reached("start.model")
     learner = make_learner(loaded, world)
+    outer.callback(learner.close)
     policy, decode = learner.policy, decoder(learner.tokenizer)
     max_context = context_length(config, policy)
     beat("loading the data (train_dataset, valid_dataset)")
@@ -189,6 +190,7 @@ def _open_follower(given: Given, world: World, stop: StopRequest, outer: ExitSta
     """The other ranks have their shard of the models, at the step where rank 0 starts or resumes."""
     config, display = given.loaded.config, Silent()
     learner = make_learner(given.loaded, world)
+    outer.callback(learner.close)
     opened = next(world.commands()).content
     producer = NullProducer(opened["in_process"])
     parts = Parts(

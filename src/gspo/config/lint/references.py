@@ -74,6 +74,27 @@ def exact_kl_on_several_ranks(f: Facts) -> Iterator[Finding]:
         )
 
 
+def server_as_teacher(f: Facts) -> Iterator[Finding]:
+    """A server scores tokens at temperature 1, over the whole vocabulary."""
+    teacher, generation = f.config.teacher, f.config.gconfig
+    if teacher is None or not teacher.is_server:
+        return
+    if teacher.exact_kl is not None:
+        yield f.error(
+            "teacher.exact_kl",
+            f"the exact KL needs the teacher's weights in the trainer, and {teacher.path} is a server",
+            "remove teacher.exact_kl, or set teacher.path to a model",
+        )
+    if generation.temperature != 1 or f.truncations:
+        key = "temperature" if generation.temperature != 1 else f.truncations[0]
+        yield f.error(
+            f"gconfig.{key}",
+            f"a teacher on a server scores tokens at temperature 1 over the whole vocabulary, but gconfig.{key} is "
+            f"{number(getattr(generation, key))}",
+            f"remove gconfig.{key}, or set teacher.path to a model, which is loaded in the trainer",
+        )
+
+
 def gae_without_critic(f: Facts) -> Iterator[Finding]:
     if f.objective["advantage"] == "gae" and f.config.critic is None:
         yield f.error(

@@ -10,7 +10,11 @@ class Reference(Section):
 
 
 class Teacher(Section):
-    path: str = key("", "Teacher of algorithm distill, with the policy's vocabulary: as in actor.path; required.")
+    path: str = key(
+        "",
+        "Teacher of algorithm distill, with the policy's vocabulary: as in actor.path, a LoRA adapter, or the address "
+        "of a server that scores tokens (http://HOST:PORT, vLLM: http://HOST:PORT/v1); required.",
+    )
     coef: float = key(1.0, "Weight of the teacher beside a reward (reward.functions).", above=0.0)
     exact_kl: float | None = key(
         None,
@@ -19,6 +23,10 @@ class Teacher(Section):
         low=0.0,
         high=1.0,
     )
+
+    @property
+    def is_server(self) -> bool:
+        return self.path.startswith(("http://", "https://"))
 
 
 class CriticOptimizer(Section):

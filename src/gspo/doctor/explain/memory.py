@@ -61,7 +61,7 @@ def _trainer_memory(f: Facts, shape: Shape) -> list[Item]:
     frozen: dict[str, str] = {}
     if ref is not None and (actor.kl_loss_coef > 0 or actor.kl_ctl > 0) and not reference_is_policy(f):
         frozen["reference"] = ref.path or actor.path
-    if f.config.teacher is not None:
+    if f.config.teacher is not None and not f.config.teacher.is_server:
         frozen["teacher"] = f.config.teacher.path
     for name, path in frozen.items():
         other = _shape_at(path)

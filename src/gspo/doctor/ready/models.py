@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ from gspo.config.schema import Config
 from gspo.doctor.ready.check import Check, attempt
 from gspo.errors import GspoError
 from gspo.models import cache, embedded, gguf
-from gspo.models.folder import check_settings, check_weights
+from gspo.models.folder import check_settings, check_weights, read_adapter
 from gspo.models.locate import find_here
+
+_MAY_BE_ADAPTERS = ("ref.path", "critic.path", "teacher.path")
 
 
 def check_models(config: Config) -> Iterator[Check]:
@@ -22,7 +25,7 @@ def check_models(config: Config) -> Iterator[Check]:
         wanted["ref.path"] = ref.path
     if critic is not None:
         wanted["critic.path"] = critic.path
-    if config.teacher is not None:
+    if config.teacher is not None and not config.teacher.is_server:
         wanted["teacher.path"] = config.teacher.path
     seen: set[str] = set()
     for key, path in wanted.items():
@@ -48,6 +51,10 @@ def _model(path: str, key: str, *, weights: bool) -> Check:
         when = "" if is_built else f", built at the first start in {embedded.build_time(found)}"
         return Check(key, "ok", found + when)
     try:
+        # Models that are not trained may be an adapter on a base model.
+        if key in _MAY_BE_ADAPTERS and (adapter := read_adapter(Path(found), key)) is not None:
+            base = _model(adapter.base, key, weights=True)
+            return replace(base, text=f"an adapter in {found}, on {base.text}") if base.state == "ok" else base
         check_settings(Path(found))
         if weights:
             check_weights(Path(found), key)
@@ -75,9 +82,22 @@ def check_vocabularies(config: Config, tokenizer: Any, present: set[str]) -> Ite
 
     others = {"actor.path": config.actor.path}
     others |= {f"{name}.path": part.path for name in ("ref", "teacher", "critic") if (part := getattr(config, name))}
+    if (teacher := config.teacher) is not None and teacher.is_server:
+        yield attempt("teacher.path", lambda: _ask_teacher(teacher.path, tokenizer))
     for key, path in others.items():
         if path and key in present:
             try:
                 refuse_foreign_vocabulary(tokenizer, path, key)
             except GspoError as error:
                 yield Check(key, "failed", str(error))
+
+
+def _ask_teacher(url: str, tokenizer: Any) -> str:
+    from gspo.sampling.remote.scores import START_S, open_scores
+
+    server = open_scores(url, timeout_s=START_S)
+    try:
+        server.check_vocabulary(tokenizer)
+    finally:
+        server.close()
+    return f"{url} answers and has the vocabulary of the policy"

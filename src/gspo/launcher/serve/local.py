@@ -62,7 +62,13 @@ def serve(
         max_context=context_limit(model, config.gconfig.max_tokens),
         dtype=model.dtype,
     )
-    engine = SamplerEngine(sampler, identity=identity, score=partial(sequence_logp, model), latency_s=latency_s)
+    engine = SamplerEngine(
+        sampler,
+        identity=identity,
+        score=partial(sequence_logp, model),
+        vocabulary=tokenizer.get_vocab(),
+        latency_s=latency_s,
+    )
     register_and_serve(
         engine,
         index,

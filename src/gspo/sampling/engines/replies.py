@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gspo.system.http_client import Reply
 from gspo.types import FinishReason, Request, Sample
 
@@ -40,6 +43,16 @@ def parse_json(reply: Reply) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise InvalidReplyError(f"its answer is a JSON {type(body).__name__}, not an object")
     return body
+
+
+def prompt_logp(choice: Any, tokens: Sequence[int]) -> NDArray[np.float32]:
+    """`prompt_logprobs` of a choice of vLLM: log-probs of every token but the first."""
+    try:
+        # One entry per token: a mapping from token id to its log-prob. The first token has none.
+        found = choice["prompt_logprobs"]
+        return np.array([found[i][str(token)]["logprob"] for i, token in enumerate(tokens) if i], dtype=np.float32)
+    except (TypeError, KeyError, IndexError, ValueError):
+        raise InvalidReplyError("its prompt_logprobs are missing, or not those of the prompt's tokens") from None
 
 
 def parse_completion(tokens: Any, logp: Any, finish_reason: Any) -> Completion:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from gspo.errors import ConfigError, RolloutError, WeightSyncError
 from gspo.sampling.engines.base import CALL_S, EngineAddress, EngineSampler
-from gspo.sampling.engines.replies import Completion, InvalidReplyError, parse_completion
+from gspo.sampling.engines.replies import Completion, InvalidReplyError, parse_completion, prompt_logp
 from gspo.types import Kept, Request, SamplingParams
 
 NAME = "gspo"  # the model's name on the server (--served-model-name)
@@ -69,13 +69,10 @@ class VllmSampler(EngineSampler):
         for tokens in sequences:
             body = {"prompt": list(tokens), "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
             reply = self._post("/v1/completions", {"model": self._model, "ignore_eos": True, **body})
-            found = _choice(reply, self._model).get("prompt_logprobs")
             try:
-                # One entry per token: a mapping from token id to its log-prob. The first token has none.
-                values = [found[i][str(token)]["logprob"] for i, token in enumerate(tokens) if i]  # pyright: ignore[reportOptionalSubscript]
-                rows.append(np.array(values, dtype=np.float32))
-            except (TypeError, KeyError, IndexError, ValueError):
-                raise RolloutError("vLLM did not return the log-probs of the probe's tokens") from None
+                rows.append(prompt_logp(_choice(reply, self._model), tokens))
+            except InvalidReplyError as error:
+                raise RolloutError(f"vLLM did not return the log-probs of the probe's tokens: {error}") from None
         return rows
 
     def check_server(self) -> dict[str, Any]:

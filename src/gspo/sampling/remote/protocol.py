@@ -206,6 +206,19 @@ def _kept(body: Mapping[str, Any], num: int) -> Kept | None:
     return kept
 
 
+def pack_rows(rows: Iterable[Any], kind: str) -> list[str]:
+    """Arrays of one type and any lengths.
+
+    >>> [row.tolist() for row in unpack_rows({"tokens": pack_rows([[1, 2], [3]], "<i4")}, "tokens", "<i4")]
+    [[1, 2], [3]]
+    """
+    return [_pack(np.asarray(row), kind) for row in rows]
+
+
+def unpack_rows(body: Mapping[str, Any], name: str, kind: str) -> list[NDArray[Any]]:
+    return [_unpack({name: row}, name, kind) for row in field(body, name, list)]
+
+
 def _pack(array: NDArray[Any], kind: str) -> str:
     return base64.b64encode(np.ascontiguousarray(array, dtype=kind).tobytes()).decode("ascii")
 

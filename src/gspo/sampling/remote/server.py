@@ -41,6 +41,7 @@ from gspo.types import Sample, SampleId
 MAX_BODY = 256 * 2**20  # a batch of 10⁴ requests with prompts of 10³ tokens takes 50 MB
 SLICE_S = 0.05  # the sampler decodes this long before it runs queued calls
 LONGEST_WAIT_S = 10.0  # of a call that waits for samples or for the sampler
+SCORE_S = 120.0  # for one sequence of /score
 PER_REPLY, REPLY_BYTES = 512, 64 * 2**20  # most samples in a reply, and most bytes of samples (roughly)
 CONNECTIONS = 128
 IDLE_S = 3600.0  # a trainer's connection may be silent between two steps
@@ -50,7 +51,8 @@ class SamplerEngine:
     """A sampler, the thread that drives it, and the samples whose receipt is not confirmed yet.
 
     identity   what is served (model, seed, …); the client compares it with its own
-    score      computes log-probs of given tokens, to verify new weights
+    score      computes log-probs of given tokens, to verify new weights, and for /score
+    vocabulary token → id of the model's tokenizer, for /vocabulary
     load       loads (version, path, sha256) if another process reads the published file; default: this one reads it
     latency_s  sleep at every token: a slow sampler for measurements
     """
@@ -61,12 +63,13 @@ class SamplerEngine:
         *,
         identity: Mapping[str, Any],
         score: ScoreSequences | None = None,
+        vocabulary: Mapping[str, int] | None = None,
         load: Callable[[int, str, str], None] | None = None,
         latency_s: float = 0.0,
     ) -> None:
         self.boot = secrets.token_hex(8)  # of this start: after a restart there are neither weights nor requests
         self.identity, self._score, self._load_file, self._latency_s = dict(identity), score, load, latency_s
-        self._sampler = sampler
+        self._sampler, self._vocabulary = sampler, vocabulary
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._lock = threading.Lock()  # for state that both the event loop and the sampler's thread change
         self._changed: Future[None] = Future()  # replaced when it is done
@@ -210,6 +213,33 @@ class SamplerEngine:
             return {"loading": True, **self.state()}
         return {"loading": False, "probe": job.result(0), **self.state()}
 
+    async def score(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Log-probs of every token but the first of given sequences: the server is the teacher of a distillation.
+
+        By the weights that it was started with, so a server whose weights a trainer changes refuses.
+        """
+        sequences = wire.unpack_rows(body, "sequences", "<i4")
+        num_vocab, longest = (self.identity.get(name, 2**31) for name in ("num_vocab", "max_context"))
+        for tokens in sequences:
+            if not 2 <= len(tokens) <= longest or tokens.min() < 0 or tokens.max() >= num_vocab:
+                raise wire.WireError(
+                    f"a sequence to score has 2 to {longest} tokens from 0 to {num_vocab - 1}, got {len(tokens)} tokens"
+                )
+
+        def one(tokens: list[int]) -> Any:
+            if self._session or self._score is None:
+                raise RefusedCallError(
+                    409, "session", "this server samples for a trainer, which changes its weights: start another one"
+                )
+            return self._score([tokens])[0]
+
+        # One at a time: between two of them the sampler's thread takes other calls.
+        rows = [await self._ask(partial(one, tokens.tolist()), SCORE_S) for tokens in sequences]
+        return {"logp": wire.pack_rows(rows, "<f4"), **self.state()}
+
+    async def vocabulary(self, _: Mapping[str, Any]) -> dict[str, Any]:
+        return {"vocabulary": self._vocabulary}
+
     def state(self) -> dict[str, Any]:
         """The sampler's thread updates these values, so they can be read while it is busy or stuck."""
         version, sha256 = self._loaded or (None, None)
@@ -338,11 +368,11 @@ class SamplerEngine:
         self._calls.put((call, reply))
         return reply
 
-    async def _ask(self, call: Callable[[], Any]) -> Any:
+    async def _ask(self, call: Callable[[], Any], wait_s: float = LONGEST_WAIT_S) -> Any:
         reply = self._queue(call)
         try:
-            if not await finished(reply, LONGEST_WAIT_S):
-                raise RefusedCallError(408, "busy", f"the sampler was busy for {LONGEST_WAIT_S:g} s")
+            if not await finished(reply, wait_s):
+                raise RefusedCallError(408, "busy", f"the sampler was busy for {wait_s:g} s")
             return reply.result(0)
         finally:
             # A call that timed out must not run later: the client repeats it.
@@ -379,6 +409,8 @@ class SamplerServer(HttpServer):
             ("POST", "/collect"): engine.collect,
             ("POST", "/abort"): engine.abort,
             ("POST", "/load_weights"): engine.load_weights,
+            ("POST", "/score"): engine.score,
+            ("GET", "/vocabulary"): engine.vocabulary,
             **{("POST", f"/{what}"): partial(engine.order, what) for what in ("pause", "resume", "sleep", "wake")},
         }
         super().__init__(

@@ -14,6 +14,8 @@ from gspo import rng
 # Log-probs of every token but the first of each sequence.
 ScoreSequences = Callable[[Sequence[Sequence[int]]], list[NDArray[np.float32]]]
 
+_PART = 256  # positions whose log-probs are computed together
+
 # Largest |log-prob difference| between two correct computations of the probe, by the dtype of the weights.
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.1}
 
@@ -30,9 +32,13 @@ def sequence_logp(model: Any, sequences: Sequence[Sequence[int]]) -> list[NDArra
         for tokens in sequences:
             ids = torch.tensor([list(tokens)], device=model.device)  # [1, T]
             logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0]  # [T−1, V]
-            # float64, so that the result depends on the logits and not on the rounding of the softmax.
-            logp = torch.log_softmax(logits.double(), -1).gather(1, ids[0, 1:, None])[:, 0]  # [T−1]
-            values.append(logp.float().cpu().numpy())
+            # float64, so that the result depends on the logits and not on the rounding of the softmax; in parts, as it
+            # takes eight bytes per token and word.
+            parts = [
+                torch.log_softmax(part.double(), -1).gather(1, chosen)[:, 0].float()
+                for part, chosen in zip(logits.split(_PART), ids[0, 1:, None].split(_PART), strict=True)
+            ]
+            values.append(torch.cat(parts).cpu().numpy())  # [T−1]
     return values
 
 

@@ -230,6 +230,8 @@ def refuse_images(
         raise ConfigError(
             f"{what}, and a critic takes text alone; set algorithm: gspo, or another one without a critic"
         )
+    if config.teacher is not None and config.teacher.is_server:
+        raise ConfigError(f"{what}, and a teacher on a server takes text alone; set teacher.path to a model")
     if has_environment:
         raise ConfigError(f"{what}, and episodes take text alone; remove env, or the images")
     if policy is not None and policy.vision is None:

@@ -17,7 +17,7 @@ from gspo.learner.policy.probe import probe
 from gspo.learner.policy.sharding import shard
 from gspo.learner.policy.value import ValueModule
 from gspo.learner.ranks.world import ALONE, World
-from gspo.learner.reference import Reference, Teacher
+from gspo.learner.reference import Reference, Teacher, reference_logp, served_teacher
 from gspo.models.loading import load_model
 from gspo.models.lora import adapter_off
 from gspo.sampling.native.few_rows import product_name
@@ -72,6 +72,9 @@ def make_teacher(config: Config, policy: PolicyModule, tokenizer: Any) -> Teache
     how, actor = config.teacher, config.actor
     if how is None or ALGORITHMS[str(config.algorithm)].advantage != "teacher":
         return None
+    if how.is_server:
+        timeout_s = config.rollout.request_timeout
+        return served_teacher(how.path, tokenizer, policy.world, timeout_s=timeout_s, coef=how.coef)
     other = _other_model(config, how.path, tokenizer, "teacher.path").requires_grad_(False)
     if how.exact_kl is not None and other.layout != policy.layout:
         raise ConfigError(
@@ -82,9 +85,8 @@ def make_teacher(config: Config, policy: PolicyModule, tokenizer: Any) -> Teache
         policy.forks = other.forks = policy.forks and other.forks
     if policy.world.size > 1:
         shard(other, other, policy.world, **sharding(config))
-    return Teacher(
-        Reference(other, temperature(config), actor.mb_spec.max_tokens_per_mb), how.coef, exact_kl=how.exact_kl
-    )
+    reference = Reference(other, temperature(config), actor.mb_spec.max_tokens_per_mb)
+    return Teacher(partial(reference_logp, reference), how.coef, how.exact_kl, other)
 
 
 def make_critic(config: Config, tokenizer: Any, world: World = ALONE) -> Critic | None:
@@ -120,6 +122,7 @@ def _other_model(config: Config, path: str | None, tokenizer: Any, key: str) -> 
         seed=config.seed,
         tokenizer=tokenizer,
         key=key,
+        adapters=True,
     )
     module = PolicyModule(
         model,

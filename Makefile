@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 # One thread per worker makes results repeatable; two more workers than cores fill the time that tests wait.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 4
 
-.PHONY: train demo unit test test-full check docs setup setup-train setup-vllm setup-envs clean
+.PHONY: train demo unit test test-full check docs docs-site setup setup-train setup-vllm setup-envs clean
 
 train: setup-train
 	.venv/bin/gspo train examples/quickstart.yaml
@@ -33,6 +33,20 @@ check: setup
 docs: setup
 	$(PY) -m gspo.config > docs/config.md
 	$(PY) -m gspo.config migrating > docs/migrating.md
+	$(PY) -m gspo.cli > docs/cli.md
+
+# The documentation as a site that needs no network and no server: build/site/index.html. mkdocs reads the sources without
+# importing them, so its environment has no torch. Any warning (broken link, page without a place) is an error.
+docs-site: .venv-docs/.installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	@echo build/site/index.html
+
+.venv-docs/.installed: pyproject.toml
+	test -x .venv-docs/bin/python || python3 -m venv .venv-docs
+	.venv-docs/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']['docs'], sep='\n')" \
+	  > .venv-docs/needs.txt
+	.venv-docs/bin/python -m pip install --quiet -r .venv-docs/needs.txt
+	touch $@
 
 setup: $(STAMP)
 

@@ -151,30 +151,9 @@ def metrics_of(root: Path) -> list[dict]:
     return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in read_metrics(file.parent)]
 
 
-# The snippets of docs/python.md that are files of their own
+# The files of docs/python.md; tests/docs/test_blocks.py runs them.
 
 SNIPPETS = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL))
-
-
-def test_the_document_has_its_snippets():
-    assert set(SNIPPETS) == {"my_run.py", "rewards.py", "my_data.py", "my_workflow.py", "my_sampler.py"}
-
-
-@pytest.mark.full
-@pytest.mark.run
-@pytest.mark.parametrize(
-    "name",
-    ["my_sampler.py", *(pytest.param(f"my_{name}.py", marks=pytest.mark.full) for name in ("run", "data", "workflow"))],
-)
-def test_a_documented_script_runs(name, tmp_path):
-    (tmp_path / name).write_text(SNIPPETS[name])
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    done = python(name, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr + done.stdout
-    if name == "my_sampler.py":
-        assert len(re.findall(r"^\d \d\S*>\d+<eos> -\S+ stop$", done.stdout, re.MULTILINE)) >= 3, done.stdout
-    else:
-        assert steps_under(tmp_path / "runs")[-1] >= 1
 
 
 @pytest.mark.run
@@ -190,13 +169,6 @@ def test_the_documented_reward_signatures_score_alike(tmp_path):
         with RewardPool(reward_spec(f"{file}:{name}"), workers=1) as pool:
             (scores,) = pool.score([item])
         assert [score.value for score in scores if isinstance(score, Score)] == [1.0, 0.0], (name, scores)
-
-
-def test_the_commands_of_the_quickstart_are_commands():
-    text = (ROOT / "docs" / "quickstart.md").read_text()
-    verbs = re.findall(r"^gspo (\w+)", text, re.MULTILINE)
-    assert verbs
-    assert set(verbs) <= set(cli.VERBS)
 
 
 def test_the_figures_of_a_text_task_have_baselines_and_paired_gains(tmp_path, capsys):

@@ -1,3 +1,23 @@
 """Reinforcement-learning post-training for language models with GSPO at its centre."""
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gspo.report.run import Run
+    from gspo.train.trainer import Trainer
+
 __version__ = "0.2.0"
+__all__ = ["Run", "Trainer"]
+
+
+def __getattr__(name: str) -> Any:
+    # `import gspo` stays light: torch is imported only when Trainer is used.
+    if name == "Run":
+        from gspo.report.run import Run
+
+        return Run
+    if name == "Trainer":
+        from gspo.train.trainer import Trainer
+
+        return Trainer
+    raise AttributeError(f"module 'gspo' has no attribute {name!r}")

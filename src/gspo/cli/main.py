@@ -63,12 +63,16 @@ def _dispatch(words: list[str]) -> int:
         raise ConfigError(
             f"unknown command {words[0]!r}{common.nearest(words[0], VERBS)} `gspo --help` lists the commands"
         )
+    # Intermixed: options may come between overrides.
+    return verb.run(parser_of(words[0], verb).parse_intermixed_args(words[1:]))
+
+
+def parser_of(name: str, verb: Verb) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"gspo {words[0]}", usage=f"gspo {verb.usage}", description=verb.line, allow_abbrev=False
+        prog=f"gspo {name}", usage=f"gspo {verb.usage}", description=verb.line, allow_abbrev=False
     )
     verb.arguments(parser)
-    # Intermixed: options may come between overrides.
-    return verb.run(parser.parse_intermixed_args(words[1:]))
+    return parser
 
 
 def help_text() -> str:
@@ -101,6 +105,37 @@ Any config key can be set on the command line: `gspo doctor run.yaml gconfig.n_s
 Ctrl-C saves a checkpoint; run the same command again to resume.
 Documentation: {pages}
 Exit codes: 0 done, 1 failed run, 2 bad usage or config, 130 interrupted."""
+
+
+def document() -> str:
+    """docs/cli.md: every command with its arguments, from the parsers that read them."""
+    lines = [
+        "# Commands",
+        "",
+        "<!-- Written by `make docs` from src/gspo/cli. -->",
+        "",
+        "`gspo COMMAND --help` prints the same text. A config is a YAML file or the name of an example.",
+        "Any key of a config can be set on the command line: `key=value`; `~key` resets it to its default.",
+        "",
+        "Exit codes: 0 done, 1 failed run, 2 bad usage or config, 130 interrupted.",
+        "",
+        "| command | what it does |",
+        "|---|---|",
+        *(f"| [`gspo {name}`](#gspo-{name}) | {verb.line} |" for name, verb in VERBS.items()),
+    ]
+    for name, verb in VERBS.items():
+        # argparse has no public list of a parser's arguments.
+        actions = [action for action in parser_of(name, verb)._actions if "--help" not in action.option_strings]
+        lines += ["", f"## gspo {name}", "", f"{verb.line[0].upper()}{verb.line[1:]}."]
+        lines += ["", "```", f"gspo {verb.usage}", "```", "", *map(_argument_line, actions)]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _argument_line(action: argparse.Action) -> str:
+    value = str(action.metavar or "|".join(map(str, action.choices or [action.dest])))
+    names = ", ".join(action.option_strings)
+    takes_none = action.nargs == 0
+    return f"- `{names if takes_none else f'{names} {value}'.strip()}`: {action.help}"
 
 
 VERBS: dict[str, Verb] = {

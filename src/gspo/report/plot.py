@@ -6,6 +6,7 @@ Needs matplotlib (`pip install 'gspo[report]'`). It uses its own figure objects:
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from gspo.report.summary import change_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's colours: distinguishable with any kind of colour vision; every curve has a label too.
 BLUE, ORANGE, GREEN, RED, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9"
@@ -61,39 +63,85 @@ Curve = tuple[NDArray[np.float64], NDArray[np.float64]]  # steps, values (NaN wh
 
 def plot_run(run: Path, to: Path | None = None) -> Path | None:
     """Draw RUN/training.png and return its path; None before the first step. ImportError without matplotlib."""
-    import matplotlib
-    from matplotlib.figure import Figure
+    figure = draw_run(run)
+    if figure is None:
+        return None
+    target = to or run / "training.png"
+    # Written and renamed, so that a viewer never reads half an image.
+    tmp = target.with_name(f".{target.name}.tmp")
+    with _style():
+        figure.savefig(tmp, dpi=130, format="png")
+    os.replace(tmp, target)
+    return target
 
+
+def draw_run(run: Path) -> Figure | None:
+    """The six panels of a run; None before the first step. ImportError without matplotlib."""
     rows = read_metrics(run)
     steps = [row for row in rows if row["step"] > 0]
     if not steps:
         return None
-    # `Figure` without pyplot: no display is needed, and the caller's matplotlib settings stay unchanged.
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(13, 7.4), layout="constrained", facecolor="white")
-        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, wspace=0.02, hspace=0.03)  # pyright: ignore[reportOptionalMemberAccess, reportCallIssue]
-        grid = figure.subplots(2, 3)
+    whole = by_sequence(run)
+    with _style():
+        figure, grid = _grid(2, 3, (13, 7.4))
         _learning(grid[0, 0], steps, rows)
-        whole = by_sequence(run)
         _clipping(grid[0, 1], steps, whole)
         _movement(grid[0, 2], steps, whole)
         _scales(grid[1, 0], steps, whole)
         _lengths(grid[1, 1], steps)
         _entropy(grid[1, 2], steps)
-        last = steps[-1]["step"]
-        for axes in grid.flat:
-            axes.set_xlim(0, 1.015 * max(last, 2))
-            axes.xaxis.get_major_locator().set_params(integer=True)
-            axes.margins(y=0.08)
-        for axes in grid[1]:
-            axes.set_xlabel("step")
+        _finish(grid, steps[-1]["step"])
         figure.suptitle(_title(run, rows), x=0.012, ha="left", fontsize=12, fontweight="bold")
-        target = to or run / "training.png"
-        # Written and renamed, so that a viewer never reads half an image.
-        tmp = target.with_name(f".{target.name}.tmp")
-        figure.savefig(tmp, dpi=130, format="png")
-        os.replace(tmp, target)
-    return target
+    return figure
+
+
+def draw_curves(rows: Sequence[Row], names: Sequence[str]) -> Figure:
+    """A panel for each metric: its values, and their running mean. ImportError without matplotlib."""
+    with _style():
+        across = min(len(names), 3)
+        down = -(-len(names) // across)
+        figure, grid = _grid(down, across, (4.4 * across, 3.0 * down))
+        for axes, name in zip(grid.flat, names, strict=False):
+            axes.set_title(name.replace("$", r"\$"), loc="left")
+            seen = [row for row in rows if isinstance(row.get(name), int | float)]
+            _smoothed(axes, *_curve(seen, name), BLUE, name)
+        for axes in grid.flat[len(names) :]:
+            axes.set_axis_off()
+        _finish(grid, max((row["step"] for row in rows), default=1))
+    return figure
+
+
+def _style() -> Any:
+    """Our settings, for the time of a `with`: the caller's matplotlib settings stay unchanged."""
+    import matplotlib
+
+    return matplotlib.rc_context(STYLE)
+
+
+def _grid(down: int, across: int, size: tuple[float, float]) -> tuple[Figure, NDArray[Any]]:
+    from matplotlib.figure import Figure  # without pyplot: no display is needed
+
+    class Shown(Figure):
+        """Without pyplot a notebook does not show a figure: this method does."""
+
+        def _repr_png_(self) -> bytes:
+            file = io.BytesIO()
+            with _style():
+                self.savefig(file, dpi=80, format="png")
+            return file.getvalue()
+
+    figure = Shown(figsize=size, layout="constrained", facecolor="white")
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, wspace=0.02, hspace=0.03)  # pyright: ignore[reportOptionalMemberAccess, reportCallIssue]
+    return figure, figure.subplots(down, across, squeeze=False)
+
+
+def _finish(grid: NDArray[Any], last: int) -> None:
+    for axes in grid.flat:
+        axes.set_xlim(0, 1.015 * max(last, 2))
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.margins(y=0.08)
+    for axes in grid[-1]:
+        axes.set_xlabel("step")
 
 
 def _title(run: Path, rows: Sequence[Row]) -> str:

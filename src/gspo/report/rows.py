@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.errors import ConfigError
-from gspo.report.samples import number, sample_steps
+from gspo.report.samples import number, read_samples, sample_steps
 
 Row = dict[str, Any]
 Test = Callable[[Mapping[str, Any]], bool]
@@ -62,7 +62,7 @@ def training_rows(run: Path, tests: Sequence[Test], *, best: bool) -> Iterator[R
     best: of every prompt only the sample with the highest reward, if that is above 0; of equal ones the first.
     """
     found: dict[tuple[str, str], Row] = {}
-    for row in _samples(run):
+    for row in (row for step in sample_steps(run) for row in read_samples(run, step)):
         if all(test(row) for test in tests) and (made := _row(row, run)) is not None:
             found.setdefault((json.dumps(made["prompt"]), made["completion"]), made)
     yield from _best(found) if best else found.values()
@@ -75,17 +75,6 @@ def _best(found: Mapping[tuple[str, str], Row]) -> Iterable[Row]:
         if reward is not None and reward > 0 and (prompt not in chosen or reward > chosen[prompt]["origin"]["reward"]):
             chosen[prompt] = row
     return chosen.values()
-
-
-def _samples(run: Path) -> Iterator[Row]:
-    for step in sample_steps(run):
-        for line in (run / "samples" / f"step_{step:06d}.jsonl").read_bytes().split(b"\n"):
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):  # an incomplete or damaged line
-                continue
-            if isinstance(row, dict):
-                yield row
 
 
 def _row(sample: Row, run: Path) -> Row | None:

@@ -77,8 +77,8 @@ def size_of(signature: Signature) -> int:
     return sum(signature[2::3])
 
 
-def read_block(run: Path, step: int, kind: Kind = "samples") -> Block:
-    """Every sample of a step, by column; prompts are stored once for their group."""
+def read_samples(run: Path, step: int, kind: Kind = "samples") -> list[dict[str, Any]]:
+    """The lines of a step's file as they are; an incomplete or damaged line is left out."""
     rows: list[dict[str, Any]] = []
     with contextlib.suppress(OSError):
         for line in (run / kind / f"step_{step:06d}.jsonl").read_bytes().split(b"\n"):
@@ -86,6 +86,12 @@ def read_block(run: Path, step: int, kind: Kind = "samples") -> Block:
                 row = json.loads(line)
                 if isinstance(row, dict):
                     rows.append(row)
+    return rows
+
+
+def read_block(run: Path, step: int, kind: Kind = "samples") -> Block:
+    """Every sample of a step, by column; prompts are stored once for their group."""
+    rows = read_samples(run, step, kind)
     if kind == "evals":
         # Held-out answers have no number in a batch: they are numbered here, and grouped by their problem.
         problems: dict[str, int] = {}

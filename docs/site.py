@@ -1,0 +1,41 @@
+"""Hooks of mkdocs: pages and files outside docs/ belong to the site too, and links between them work in both places.
+
+The repository's pages link to each other by path (docs/data.md to ../examples/summarise/README.md). In the site, docs/ is
+the root and the examples lie below it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the examples with their pages, the log and the contributor's page."""
+    inside = [file for file in (ROOT / "examples").rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+    for file in [*inside, ROOT / "LOG.md", ROOT / "CONTRIBUTING.md"]:
+        files.append(File.generated(config, str(file.relative_to(ROOT)), abs_src_path=str(file)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
+    """Links by path in the repository become links by path in the site; a file that the site lacks becomes plain text."""
+    source = Path(page.file.abs_src_path or "").parent
+
+    def link(found: re.Match[str]) -> str:
+        text, path, anchor = found[1], found[2], found[3] or ""
+        target = os.path.relpath((source / path).resolve(), ROOT)
+        uri = target.removeprefix("docs/")
+        if (ROOT / target).exists() and files.get_file_from_path(uri) is None:
+            return text
+        return f"[{text}]({os.path.relpath(uri, Path(page.file.src_uri).parent)}{anchor})"
+
+    return LINK.sub(link, markdown)

@@ -1,0 +1,8 @@
+"""`python -m gspo.cli` prints docs/cli.md; `make docs` writes it."""
+
+import sys
+
+from gspo.cli.main import document
+
+sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
+sys.stdout.write(document())

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"# ([\w./-]+\.(?:py|yaml|jsonl|csv|txt))")
-QUICK = ("cli", "config")  # pages whose commands take a second each; the others are in the long suite
+QUICK = ("launching",)  # pages whose commands take a second each; the others are in the long suite
 
 
 def blocks(text: str) -> list[str]:

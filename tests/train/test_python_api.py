@@ -12,6 +12,7 @@ from gspo.config import load
 from gspo.errors import ConfigError
 from gspo.models import embedded
 from gspo.monitor.display import make_display
+from gspo.monitor.notebook import in_notebook
 from gspo.train import Trainer
 from gspo.train.build.data import make_data
 from gspo.train.build.policy import alphabet_warning
@@ -68,9 +69,12 @@ def test_a_notebook_gets_a_panel_that_is_updated(monkeypatch):
 
     module = types.ModuleType("IPython.display")
     module.display = display
-    for name, stub in (("ipykernel", types.ModuleType("ipykernel")), ("IPython", types.ModuleType("IPython"))):
-        monkeypatch.setitem(sys.modules, name, stub)
+    session = types.ModuleType("IPython")
+    session.get_ipython = lambda: None
+    monkeypatch.setitem(sys.modules, "IPython", session)
     monkeypatch.setitem(sys.modules, "IPython.display", module)
+    assert not in_notebook()  # IPython was imported, but this process is not the kernel of a notebook
+    session.get_ipython = lambda: types.SimpleNamespace(kernel=object())
     panel = make_display("gspo · <run>", 2)
     for row in ROWS:
         panel.step(row, None)

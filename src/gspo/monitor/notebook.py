@@ -15,8 +15,9 @@ WIDTH, HEIGHT = 260, 70
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook that can show HTML."""
-    return "ipykernel" in sys.modules and "IPython" in sys.modules
+    """Whether this process is the kernel of a notebook. A program that only imports ipykernel is not."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None
 
 
 class NotebookPanel(Silent):

@@ -14,6 +14,7 @@ from pathlib import Path
 from gspo.config import Loaded, dump
 from gspo.config.layout import layout_of
 from gspo.errors import ConfigError
+from gspo.monitor.notebook import in_notebook
 from gspo.system.gpus import visible_gpus
 from gspo.system.launched import Launched
 
@@ -33,7 +34,7 @@ def relaunch(loaded: Loaded) -> None:
     if layout.is_one_process and not elsewhere:
         return
     # An interactive session has no command line that a launcher could run again.
-    if hasattr(sys, "ps1") or "ipykernel" in sys.modules:
+    if hasattr(sys, "ps1") or in_notebook():
         if not elsewhere and config.rollout.backend == config.actor.backend == "auto":
             return  # auto, at a prompt: what can be done here
         raise ConfigError(

@@ -37,7 +37,7 @@ def main() -> None:
     reward = default_reward(path)
 
     summary = Trainer(loaded, reward=reward, dataset=train, valid=test).train()
-    print(f"{summary.steps} steps in {summary.seconds:.0f} s: {summary.path}")
+    print(summary)
     sys.exit(0 if summary.finished else 130)  # 130: stopped by a signal and saved; the same command goes on
 
 

@@ -123,3 +123,9 @@ def test_a_broken_value_on_the_command_line_is_a_config_error():
     for text in ("seed=[1", "seed={a: 1", "seed=!!python/name:os.system", "seed=&a [*a]"):
         with pytest.raises(ConfigError, match="command line"):
             load(None, [text])
+
+
+def test_an_entry_of_a_list_names_the_list(tmp_path):
+    for word in ("reward.functions.0.url=x", "reward.functions[0]=x"):
+        with pytest.raises(ConfigError, match=r"set the whole list, 'reward.functions=\[…\]'"):
+            load(None, [word])

@@ -52,7 +52,7 @@ def test_a_name_that_is_no_model_is_an_error_with_the_nearest_type_before_any_ch
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert main(["models", "check", "llama", "qwen3_nxt"]) == 2
     said = capsys.readouterr()
-    assert "no causal language model of type 'qwen3_nxt'; did you mean qwen3_next?" in said.err
+    assert "'qwen3_nxt' is neither a model type of transformers nor a model; did you mean qwen3_next?" in said.err
     assert not said.out
     assert main(["models", "check", "./no/such/folder"]) == 2
     assert "there is no folder './no/such/folder'" in capsys.readouterr().err

@@ -39,7 +39,9 @@ def test_a_missing_key_of_a_judge_and_a_function_that_cannot_be_imported_are_fou
     judge = 'reward.functions=[{name: judge, url: "http://127.0.0.1:9/v1", model: m, api_key_env: JUDGE_KEY}]'
     assert "JUDGE_KEY is not set" in failed(judge)["rewards"]
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    assert failed(judge) == {}
+    said = failed(judge)["rewards"]
+    assert "judge at http://127.0.0.1:9/v1/chat/completions: nothing answers" in said
+    assert "secret" not in said
 
 
 @pytest.mark.run
@@ -74,6 +76,8 @@ def test_another_vocabulary_is_found():
     other = failed("actor.path=embedded:tiny-tools", "ref.path=embedded:tiny", "actor.kl_loss_coef=0.1")["ref.path"]
     assert "another vocabulary" in other
     assert "16 tokens and 18 tokens" in other
+    loaded = load(None, [*TINY, "actor.path=embedded:tiny-tools", "ref.path=embedded:tiny", "actor.kl_loss_coef=0.1"])
+    assert [c.state for c in examine(loaded) if c.what == "ref.path"] == ["failed"]
 
 
 def test_the_exit_code_and_the_last_line_separate_config_and_machine(capsys):
@@ -89,3 +93,10 @@ def test_the_exit_code_and_the_last_line_separate_config_and_machine(capsys):
     assert json.loads(capsys.readouterr().out)["exit_code"] == 1
     assert cli.main([*words, *config, "--quick"]) == 0
     assert "This machine: not checked" in capsys.readouterr().out
+
+
+def test_a_model_without_tokens_for_the_prompts_is_named(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Who wrote Hamlet?", "answer": "7"}\n' * 40)
+    loaded = load(None, [*TINY, f"train_dataset.path={tmp_path}/rows.jsonl", "reward.functions=[numeric]"])
+    (data,) = (check.text for check in examine(loaded) if check.what == "data")
+    assert "embedded:tiny has no token for some characters of the first prompt" in data

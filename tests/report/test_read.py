@@ -93,6 +93,7 @@ def test_one_evaluation_and_an_unchanged_score_are_not_shown_as_a_change(tmp_pat
     once = [{"step": 0, **eval_row(0.25)}, step_row(1)]
     text = dict(summary_rows(summarise(make_run(tmp_path / "once", once))))
     assert text["held-out accuracy"] == "25.0% (21.4–28.9)  on 512 problems (measured once, before training)"
+    assert "→" not in text["reward"]  # nor is one step
     same = [{"step": 0, **eval_row(0.25)}, step_row(1, **eval_row(0.25))]
     text = dict(summary_rows(summarise(make_run(tmp_path / "same", same))))
     assert text["held-out accuracy"] == "25.0% (21.4–28.9), unchanged  on 512 problems"

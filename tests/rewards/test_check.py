@@ -65,6 +65,7 @@ def test_a_right_reward_has_no_problem_and_every_answer_is_scored():
         (lambda text, row: 1.0 if not text or final(text) == row.reference else 0.0, "an empty answer earns 1", True),
         (lambda text, row: text[0] and final(text) == row.reference, r"failed on 8 of 40 .*empty.*: crash", False),
         (lambda text, row: "####" in text, "the format alone is rewarded", False),
+        (lambda text, row: -1.0 - abs(20 - len(text)), "right if every reward is negative", False),
         (
             lambda text, row: final(text) == row.reference and int(row.reference) < 10,
             "the reference answer earns 0 on 50% of rows: .*10' is not parsed",

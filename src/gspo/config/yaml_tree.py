@@ -353,6 +353,7 @@ def leaves(node: Node) -> Iterator[Node]:
 # -- Overrides ----------------------------------------------------------------------------------------------
 
 _OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*)(?P<value>=.*)?", re.DOTALL)
+_LIST_ENTRY = re.compile(r"[+~]*(?P<list>[A-Za-z_][\w.-]*?)(\.\d|\[)")
 
 
 @dataclass(frozen=True)
@@ -373,6 +374,11 @@ def parse_override(text: str) -> Override:
     match = _OVERRIDE.fullmatch(text)
     mark = match["mark"] if match else None
     if match is None or (match["value"] is None) != (mark == "~"):
+        if entry := _LIST_ENTRY.match(text):
+            raise ConfigError(
+                f"{COMMAND_LINE}: {clip(text)!r}: an entry of a list cannot be set alone; set the whole list, "
+                f"'{entry['list']}=[…]', in the YAML file or here"
+            )
         raise ConfigError(
             f"{COMMAND_LINE}: {clip(text)!r} is not an override; write key=value, +key=value, ++key=value, "
             "or ~key to reset a key to its default"

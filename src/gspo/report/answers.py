@@ -8,7 +8,7 @@ from typing import Any
 from gspo.report.clip import RECENT, TARGET
 from gspo.report.read import Row
 from gspo.report.samples import number
-from gspo.report.summary import Summary, duration, score_name
+from gspo.report.summary import Summary, duration, ends_text, score_name
 
 FAR = 3  # an ε that differs from the suggested one by more than this factor deserves a look
 Answer = dict[str, Any]  # question, verdict (good, note, bad or none), text, more, section
@@ -55,9 +55,9 @@ def _learned(s: Summary) -> Answer:
     question, section = "Did it learn?", "curves"
     reward = ""
     if s.reward is not None and s.reward_end is not None:
-        reward = f"Reward of the samples {s.reward:.3f} → {s.reward_end:.3f}."
+        reward = f"Reward of the samples {ends_text(s, s.reward, s.reward_end)}."
     elif s.loss is not None:
-        reward = f"Loss {s.loss[0]:.3f} → {s.loss[1]:.3f}"
+        reward = f"Loss {ends_text(s, *s.loss)}"
         reward += f", held-out {s.held_out_loss[0]:.3f} → {s.held_out_loss[1]:.3f}." if s.held_out_loss else "."
     if s.score is None or s.score_end is None or s.evaluations < 2:
         evaluated = "There was no evaluation on held-out problems." if not s.evaluations else "Only one evaluation."
@@ -149,10 +149,11 @@ def _eps(s: Summary, steps: Sequence[Row], suggested: tuple[float, float] | None
     share, unit = (sum(clipped) / len(clipped), "sequences") if clipped else (_mean_share(recent, "tokens"), "tokens")
     noise = last(steps, "noise/log_s_p95_abs")
     eps, text, num = f"ε {s.eps[0]:.2g} / {s.eps[1]:.2g}", "Nothing measured yet.", len(clipped or recent)
+    when = "the last step" if num == 1 else f"the last {num} steps"
     if share == 0:
-        text = f"{eps} was not reached in the last {num} steps: clipping had no effect."
+        text = f"{eps} was not reached in {when}: clipping had no effect."
     elif share is not None:
-        text = f"{eps} clipped {percent(share)} of the {unit} of the last {num} steps."
+        text = f"{eps} clipped {percent(share)} of the {unit} of {when}."
     proposal = "Without log s of kept samples no ε can be suggested."
     if suggested is not None:
         proposal = f"To clip {percent(target, 0)} of the sequences, set ε {suggested[0]:.2g} / {suggested[1]:.2g}."

@@ -53,7 +53,8 @@ def open_run(path: str | Path) -> Path:
 
 def runs_below(folder: Path) -> list[str]:
     """Run directories in a folder and in its folders: <experiment_name>/<trial_name> below a file root."""
-    return sorted(str(file.parent) for depth in ("*", "*/*") for file in folder.glob(f"{depth}/config.yaml"))
+    found = [file.parent for depth in ("*", "*/*") for file in folder.glob(f"{depth}/config.yaml")]
+    return sorted(str(run) for run in found if not is_run(run.parent))  # a run's own folder launch/ has a config, too
 
 
 def read_metrics(run: Path) -> list[Row]:

@@ -109,9 +109,9 @@ def summary_rows(s: Summary) -> list[tuple[str, str]]:
     if s.best_step is not None:
         rows.append(("best", "before training (step 0)" if s.best_step == 0 else f"step {s.best_step}"))
     if s.reward is not None and s.reward_end is not None:
-        rows.append(("reward", f"{s.reward:.3f} → {s.reward_end:.3f}  {ends_words(s.ends)}"))
+        rows.append(("reward", ends_text(s, s.reward, s.reward_end) + ends_words(s)))
     if s.loss is not None:
-        rows.append(("loss", f"{s.loss[0]:.3f} → {s.loss[1]:.3f} nats per token  {ends_words(s.ends)}"))
+        rows.append(("loss", f"{ends_text(s, *s.loss)} nats per token{ends_words(s)}"))
     if s.held_out_loss is not None:
         rows.append(("held-out loss", f"{s.held_out_loss[0]:.3f} → {s.held_out_loss[1]:.3f} nats per token"))
     if s.clipped_low is not None and s.clipped_high is not None:
@@ -120,19 +120,22 @@ def summary_rows(s: Summary) -> list[tuple[str, str]]:
         share = f"{s.clipped_low:.1%} low + {s.clipped_high:.1%} high, of {what}"
         rows.append(("clipped", share + eps))
     if s.entropy is not None:
-        rows.append(("entropy", f"{s.entropy[0]:.3f} → {s.entropy[1]:.3f} nats per token"))
+        rows.append(("entropy", f"{ends_text(s, *s.entropy)} nats per token"))
     if s.rollout_tokens_s and s.train_tokens_s:
         rows.append(("tokens/s", f"{s.rollout_tokens_s:,.0f} sampled, {s.train_tokens_s:,.0f} trained"))
     return rows
 
 
-def ends_words(ends: int) -> str:
-    """Which steps the two ends of a curve are.
+def ends_text(s: Summary, first: float, last: float) -> str:
+    """Both ends of a curve; one step is not a change."""
+    return f"{last:.3f}" if s.steps == 1 else f"{first:.3f} → {last:.3f}"
 
-    >>> ends_words(5), ends_words(1)
-    ('mean of the first and last 5 steps', 'first and last step')
-    """
-    return "first and last step" if ends == 1 else f"mean of the first and last {ends} steps"
+
+def ends_words(s: Summary) -> str:
+    """Which steps the two ends of a curve are, after two spaces; "" for one step."""
+    if s.steps == 1:
+        return ""
+    return "  first and last step" if s.ends == 1 else f"  mean of the first and last {s.ends} steps"
 
 
 def duration(seconds: float) -> str:

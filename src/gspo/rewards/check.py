@@ -178,7 +178,9 @@ def _reference(reference: Line) -> list[Problem]:
     known = [(score, text) for score, text in zip(reference.scores, reference.texts, strict=True) if score is not None]
     best = max(score for score, _ in known)
     bad = [text for score, text in known if score <= 0]
-    if best <= 0:
+    if best < 0:  # such as −|length − 20|
+        return [Problem(f"no reference answer earns more than {best:g}: right if every reward is negative", False)]
+    if best == 0:
         return [Problem(f"no reference answer earns more than {best:g}: {_shown(known[0][1])} is not parsed", True)]
     if not bad:
         return []

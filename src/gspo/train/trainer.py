@@ -83,7 +83,9 @@ class Trainer:
 
     def __repr__(self) -> str:
         config = self.config
-        return f"Trainer({config.algorithm}, {config.actor.path}, {config.train_dataset.path}, run {self.path})"
+        sources = [source.path for source in config.train_dataset.mixture] or [config.train_dataset.path]
+        data = "+".join(sources) if self.given.dataset is None else "the caller's rows"
+        return f"Trainer({config.algorithm}, {config.actor.path}, {data}, run {self.path})"
 
     def train(self, *, report: bool = True) -> Summary:
         """Run to the end, or to a signal; the same call resumes from the last checkpoint.

@@ -35,4 +35,5 @@ def examine(loaded: Loaded, memory: Mapping[str, Any] | None = None) -> list[Che
         checks += check_data(config, tokenizer)
     if memory is not None:
         checks.append(check_memory(loaded, memory))
-    return [check for check in checks if check.text]
+    failed = {check.what for check in checks if check.state == "failed"}
+    return [check for check in checks if check.text and not (check.state == "ok" and check.what in failed)]

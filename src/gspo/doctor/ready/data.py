@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from gspo.doctor.shapes import Source, find_source
 from gspo.errors import ConfigError, GspoError
 from gspo.models.locate import find_here, hub_problem
 from gspo.rewards.functions.builtin import BUILTIN, PRELOAD
+from gspo.rewards.functions.judge import Judge
 from gspo.rewards.functions.reward_model import check_classifier
 from gspo.rewards.functions.scorer import SCORERS
 from gspo.rewards.pool import RewardPool
@@ -36,7 +38,9 @@ def look_at_rewards(config: Config) -> str:
         if part.name == "reward_model":
             _look_at_classifier(part.kwargs["path"])
         elif part.is_scorer:
-            SCORERS[part.name](**part.kwargs, key="reward").close()
+            with closing(SCORERS[part.name](**part.kwargs, key="reward")) as scorer:
+                if isinstance(scorer, Judge):
+                    scorer.check_reachable()
     own = {part.name: part for part in parts if part.name not in BUILTIN and not part.is_scorer}
     if own:
         with RewardPool(tuple(own.values()), workers=1, log_path=os.devnull) as pool:
@@ -63,7 +67,7 @@ def check_data(config: Config, tokenizer: Any) -> Iterator[Check]:
     """Rows, columns, the held-out part, and the longest prompt if the tokenizer is here."""
     from gspo.train.build.data import make_data, refuse_images, refuse_long_prompts
     from gspo.train.build.episodes import make_environment
-    from gspo.train.build.policy import limit_context, make_reader
+    from gspo.train.build.policy import alphabet_warning, limit_context, make_reader
     from gspo.train.build.rewards import default_rewards, scores_answers
     from gspo.train.build.sampler import evaluation_params
 
@@ -93,7 +97,8 @@ def check_data(config: Config, tokenizer: Any) -> Iterator[Check]:
         if valid is not None:
             refuse_long_prompts(valid, limit, evaluation_params(config)[0].max_new_tokens, "eval_gconfig", most=ROWS)
         few = "" if len(data) <= ROWS else f" among the first {ROWS:,}"
-        yield Check("data", "ok", f"{sizes}; longest prompt{few}: {longest:,} tokens")
+        unreadable = "".join(f"; {line}" for line in alphabet_warning(config, data.prompt(0).text))
+        yield Check("data", "ok", f"{sizes}; longest prompt{few}: {longest:,} tokens{unreadable}")
     except GspoError as error:
         yield Check("data", "failed", str(error))
 

@@ -14,7 +14,7 @@ from gspo.report.answers import answers, last, shown, time_parts
 from gspo.report.clip import TARGET, ClipSettings, suggest_eps
 from gspo.report.read import Row, is_by_sequence, read_config
 from gspo.report.samples import number
-from gspo.report.summary import Summary, change_text, duration, ends_words, score_name, summary_of
+from gspo.report.summary import Summary, change_text, duration, ends_text, ends_words, score_name, summary_of
 
 LOG_LINES = 200  # the last lines of log.txt that the page carries
 
@@ -97,7 +97,7 @@ def _figures(summary: Summary, steps: Sequence[Row], planned: int | None) -> lis
         change = change_text(shown(summary.score[0], graded), shown(end, graded), summary.evaluations)
         figure(score_name(summary), change, f"95 % interval {ends}{best}")
     if summary.reward is not None and summary.reward_end is not None:
-        figure("reward", f"{summary.reward:.3f} → {summary.reward_end:.3f}", ends_words(summary.ends))
+        figure("reward", ends_text(summary, summary.reward, summary.reward_end), ends_words(summary).strip())
     figure("steps", f"{summary.steps:,}" + (f" of {planned:,}" if planned and planned > summary.steps else ""))
     if steps and summary.seconds:
         tokens = _trained_tokens(steps)

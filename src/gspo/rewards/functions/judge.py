@@ -42,6 +42,7 @@ _RETRIED = {408, 409, 425, 429}  # and every 5xx: the same request may succeed l
 _CLOSED: Result = "infra", "judge: closed before it answered"
 _MAX_REPLY = 1 << 20  # bytes
 _MAX_WAIT_S = 30.0
+_REACH_S = 5.0  # for an answer of any kind
 _FIELD = re.compile(r"\{(\w+)\}")
 
 
@@ -112,6 +113,16 @@ class Judge:
         """Send a request for every completion of a group; the results wait for the answers."""
         futures = [self._submit(self._request(item, completion)) for completion in item.completions]
         return Pending(lambda: [future.result() for future in futures], lambda: all(f.done() for f in futures))
+
+    def check_reachable(self) -> None:
+        """ConfigError if nothing answers at the address. Any HTTP answer will do: the judge is not asked anything."""
+        try:
+            self._http.call("GET", self._url, timeout_s=min(self._timeout, _REACH_S))
+        except ReplyTooLargeError:
+            return
+        except OSError as error:  # TimeoutError is one
+            _, message = self._failed(f"nothing answers: {error}" if str(error) else f"no answer in {_REACH_S:g} s")
+            raise ConfigError(f"reward: {message}") from error
 
     def close(self) -> None:
         """Cancel everything: queued requests are not sent, and requests under way end now."""

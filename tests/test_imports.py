@@ -29,7 +29,7 @@ FLOORS = {
             ("runs", "monitor"),
             ("train",),
             ("launcher",),
-            ("doctor", "report", "lab", "audit"),
+            ("doctor", "report", "lab", "audit", "planner"),
             ("cli",),
             ("__main__",),
         )

@@ -1,4 +1,4 @@
-"""`gspo bench` and `gspo study`: comparison with TRL's trainer, and experiments on the paper's claims."""
+"""`gspo bench`, `gspo study`, `gspo plan`: speed beside TRL, experiments on the paper's claims, simulated clusters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gspo.cli.common import console
+from gspo.cli.common import config_arguments, console, load_config
 from gspo.errors import ConfigError
 from gspo.system.imports import install_command
 
@@ -116,4 +116,67 @@ def study(args: argparse.Namespace) -> int:
         command.show(args.names, Path(args.docs), console())
     else:
         command.listing(Path(args.docs), console())
+    return 0
+
+
+def plan_arguments(parser: argparse.ArgumentParser) -> None:
+    config_arguments(parser)
+    parser.add_argument("--gpus", required=True, metavar="NAME:N", help="hardware, for example H100:64")
+    parser.add_argument("--model", metavar="7B|30B-A3B|PATH", help="another model than actor.path")
+    parser.add_argument(
+        "--length", type=float, metavar="N", help="mean tokens of a completion (default: half the most)"
+    )
+    parser.add_argument("--run", type=Path, metavar="RUN", help="take the lengths of completions from this run")
+    parser.add_argument("--prompt", type=int, default=256, metavar="N", help="tokens of a prompt (default: 256)")
+    parser.add_argument(
+        "--reward-s", type=float, default=0.0, metavar="S", help="seconds per reward, all workers together"
+    )
+    parser.add_argument("--top", type=int, default=8, metavar="N", help="splits to show (default: 8)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+def plan(args: argparse.Namespace) -> int:
+    from rich.table import Table
+
+    from gspo.planner.command import job_of, lengths_of_run, row_of
+    from gspo.planner.hardware import parse_gpus
+    from gspo.planner.search import plans
+
+    gpu, num_gpus = parse_gpus(args.gpus)
+    if args.length is not None and args.run is not None:
+        raise ConfigError("--length and --run are two sources of the same lengths: give one of them")
+    job = job_of(
+        load_config(args).config,
+        gpu,
+        num_gpus,
+        model=args.model,
+        mean_length=args.length,
+        prompt_tokens=args.prompt,
+        recorded=lengths_of_run(args.run) if args.run else (),
+        reward_s=args.reward_s,
+    )
+    found = [row_of(job, one) for one in plans(job)]
+    if args.json:
+        print(json.dumps({"simulated": True, "model": job.model.name, "gpus": args.gpus, "plans": found[: args.top]}))
+        return 0
+    table = Table(title=f"Simulated, not measured: {job.model.name} on {num_gpus} × {gpu.name}", title_justify="left")
+    for name in ("train", "sample", "η", "s/step", "tokens/s/GPU", "busy: sampler, trainer", "limit", "staleness"):
+        table.add_column(name)
+    for row in found[: args.top]:
+        servers = f"{row['servers']} × {row['gpus_per_server']}"
+        table.add_row(
+            f"{row['trainer_gpus']}{' (same GPUs)' if row['in_turns'] else ''}",
+            servers,
+            str(row["max_head_offpolicyness"]),
+            f"{row['step_s']:.1f}",
+            f"{row['tokens_per_s_per_gpu']:,.0f}",
+            f"{row['busy']['sampler']:.0%}, {row['busy']['trainer']:.0%}",
+            row["limit"],
+            f"{row['staleness']:.1f}",
+        )
+    console().print(table)
+    print(
+        "train: trainer GPUs; sample: servers × GPUs each; η: rollout.max_head_offpolicyness.\n"
+        "docs/planning.md lists what is assumed."
+    )
     return 0

@@ -193,6 +193,12 @@ VERBS: dict[str, Verb] = {
         data.data_arguments,
         data.data,
     ),
+    "plan": Verb(
+        "plan CONFIG --gpus NAME:N [--model 7B|30B-A3B|PATH] [--length N | --run RUN] [key=value …]",
+        "simulate a run on a cluster: seconds per step, idle GPUs, the best split and staleness",
+        lab.plan_arguments,
+        lab.plan,
+    ),
     "bench": Verb(
         "bench [--workload NAME …] [--no-peer] [--json] [--write DIR]",
         "measure time and memory of a step, and compare with TRL's trainer",

@@ -1,0 +1,1 @@
+"""`gspo plan`: how long a step takes on hardware that is not here, by a simulation of the asynchronous pipeline."""

@@ -1,0 +1,376 @@
+"""A discrete-event simulation of one run: sampler servers, the leader's thread, rewards, the buffer, the trainer.
+
+The buffer is the real one (`rollout/buffer.py`): it decides which groups may be sampled at which version and which form
+the next batch. Everything else is a queue with a service time. Rows of a server advance together, one token per decode
+step, and the time of a step depends on how many rows there are. New weights interrupt generation: rows continue after
+their tokens have been computed again.
+
+Work is counted in seconds of a component that has what it needs. If processes share `cores`, all of them slow down
+while more are busy than there are cores.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+
+from gspo import rng
+from gspo.rollout.buffer import Buffer
+
+
+@dataclass(frozen=True)
+class SamplerCost:
+    """Seconds of one sampler server."""
+
+    decode: Callable[[int, float], float]  # one step: (rows, mean tokens of context) → seconds
+    prefill_token_s: float
+    max_rows: int
+    load_s: float = 0.0  # to take over new weights
+
+
+@dataclass(frozen=True)
+class TrainerCost:
+    """Seconds of all trainer ranks together."""
+
+    token_s: float  # one token of a completion: π_old, forward, backward
+    prompt_token_s: float  # one token of a prompt, which is computed once per group
+    fixed_s: float = 0.0  # per step: optimizer, metrics, files
+    publish_s: float = 0.0  # per version of the weights
+
+
+@dataclass(frozen=True)
+class SerialCost:
+    """Seconds of a component that handles samples one after another: the leader's thread, or the rewards."""
+
+    sample_s: float = 0.0
+    token_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a run has to do. `length(submission, sample)` is the number of tokens of a completion."""
+
+    num_groups: int  # per batch
+    group_size: int
+    prompt_tokens: int
+    length: Callable[[int, int], int]
+    max_staleness: int = 0
+    num_steps: int = 12
+
+
+@dataclass
+class Result:
+    """Means over the steps after the pipeline has filled."""
+
+    step_s: float
+    steps_s: list[float]
+    busy: dict[str, float]  # share of the time in which sampler, trainer, leader and rewards work
+    rows: float  # mean rows of a server, as a share of its most
+    staleness: float  # mean weight versions between sampling and training, over tokens
+    max_staleness: int
+    tokens_per_s: float
+
+    @property
+    def limit(self) -> str:
+        """The component that is busy for the largest share of the time."""
+        return max(self.busy, key=lambda name: self.busy[name])
+
+
+@dataclass(order=True, slots=True)
+class _Row:
+    finish: float  # the server's progress at which the row has all its tokens
+    number: int  # ties: the row that came first
+    submission: int = field(compare=False)
+    length: int = field(compare=False)
+    begin: float = field(compare=False)  # the server's progress at which it joined
+    counted: float = field(compare=False, default=0.0)  # tokens whose version is recorded
+
+
+@dataclass
+class _Server:
+    cost: SamplerCost
+    prompt_tokens: int
+    progress: float = 0.0  # tokens that a row would have if it had been here from the start
+    debt_s: float = 0.0  # prefill and loading before rows advance again
+    rows: list[_Row] = field(default_factory=list)  # a heap
+    waiting: deque[tuple[int, int]] = field(default_factory=deque)  # (submission, length)
+    assigned_s: float = math.inf  # the work that was scheduled last
+    token_s: float = math.inf  # seconds per token at that time
+
+    def schedule(self) -> float:
+        """Seconds of work until the next event: the end of a prefill, or a row that finishes."""
+        if self.debt_s > 0:
+            self.assigned_s = self.debt_s
+        elif self.rows:
+            context = self.prompt_tokens + self.progress - sum(row.begin for row in self.rows) / len(self.rows)
+            # The context grows until the next row finishes: the mean of both ends.
+            ahead = self.rows[0].finish - self.progress
+            self.token_s = self.cost.decode(len(self.rows), context + ahead / 2)
+            self.assigned_s = ahead * self.token_s
+        else:
+            self.assigned_s = math.inf
+        return self.assigned_s
+
+    def settle(self, left_s: float) -> None:
+        """Account for the work done since `schedule`, of which `left_s` is left."""
+        done = self.assigned_s - left_s
+        if math.isinf(self.assigned_s) or done <= 0:
+            return
+        if self.debt_s > 0:
+            self.debt_s = max(self.debt_s - done, 0.0)
+        else:
+            self.progress += done / self.token_s
+
+    def admit(self, numbers: Iterator[int]) -> int:
+        """Move waiting samples into free rows, and return how many. The prompt of a group is computed once."""
+        last, before = None, len(self.rows)
+        while self.waiting and len(self.rows) < self.cost.max_rows:
+            submission, length = self.waiting.popleft()
+            if submission != last:
+                self.debt_s += self.prompt_tokens * self.cost.prefill_token_s
+            last = submission
+            heapq.heappush(self.rows, _Row(self.progress + length, next(numbers), submission, length, self.progress))
+        return len(self.rows) - before
+
+    def interrupt(self) -> None:
+        """New weights: load them, then compute the tokens of all rows again (a group's prompt once)."""
+        prompts = len({row.submission for row in self.rows}) * self.prompt_tokens
+        tokens = prompts + sum(self.progress - row.begin for row in self.rows)
+        self.debt_s = self.cost.load_s + tokens * self.cost.prefill_token_s
+
+
+class _Serial:
+    """A queue with one worker."""
+
+    def __init__(self, cost: SerialCost) -> None:
+        self.cost = cost
+        self.queue: deque[tuple[int, int]] = deque()  # (submission, tokens)
+
+    def schedule(self) -> float:
+        return self.cost.sample_s + self.queue[0][1] * self.cost.token_s if self.queue else math.inf
+
+
+class _Simulation:
+    def __init__(
+        self,
+        work: Work,
+        sampler: SamplerCost,
+        trainer: TrainerCost,
+        leader: SerialCost,
+        rewards: SerialCost,
+        num_servers: int,
+        cores: int | None,
+        in_process: bool,
+    ) -> None:
+        self.work, self.trainer_cost, self.cores, self.in_process = work, trainer, cores, in_process
+        self.servers = [_Server(sampler, work.prompt_tokens) for _ in range(num_servers)]
+        self.serial = {"leader": _Serial(leader), "rewards": _Serial(rewards)}
+        # The order of components in `left`: servers, leader, rewards, trainer.
+        self.leader_at, self.rewards_at, self.trainer_at = num_servers, num_servers + 1, num_servers + 2
+        self.left = np.full(num_servers + 3, math.inf)  # seconds of work until each component's next event
+        self.buffer = Buffer(work.num_groups, work.max_staleness, num_batches=work.num_steps)
+        self.open: Counter[int] = Counter()  # samples of a group that are not scored yet
+        self.tokens: dict[int, int] = {}  # of a group's completions
+        self.versions: dict[int, float] = {}  # of a group: Σ tokens × version at which they were sampled
+        self.oldest: dict[int, int] = {}
+        self.numbers = iter(range(2**62))
+        self.now, self.version = 0.0, 0
+        self.phase = "wait"  # of the trainer: wait, train, publish
+        self.batch: list[int] = []
+        self.ends: list[float] = []
+        self.stale: list[tuple[float, int, int]] = []  # per step: Σ token staleness, largest, tokens
+        self.busy_s = Counter[str]()
+        self.loads = np.zeros(num_servers, dtype=np.int64)  # samples of each server, waiting or in a row
+        self.num_rows = 0
+        self.rows_s = 0.0
+
+    def run(self) -> Result:
+        self._submit()
+        while len(self.ends) < self.work.num_steps:
+            self._advance()
+        return self._result()
+
+    def _advance(self) -> None:
+        at = int(self.left.argmin())
+        work_s = float(self.left[at])
+        assert math.isfinite(work_s), "nothing can happen, and the run is not at its end"
+        is_busy = np.isfinite(self.left)
+        num_busy = int(is_busy.sum())
+        elapsed = work_s * max(num_busy / self.cores, 1.0) if self.cores else work_s
+        self.now += elapsed
+        self._account(is_busy, elapsed)
+        self.left -= work_s
+        if at < len(self.servers):
+            self._server_event(at)
+        elif at == self.trainer_at:
+            self._trainer_event()
+        else:
+            self._serial_event(at)
+        if self.phase == "wait" and self.buffer.num_pending >= self.work.num_groups:
+            self._begin_training()
+
+    def _account(self, is_busy: np.ndarray, elapsed: float) -> None:
+        num_servers = len(self.servers)
+        self.busy_s["sampler"] += elapsed * float(is_busy[:num_servers].mean())
+        for name, at in (("leader", self.leader_at), ("rewards", self.rewards_at), ("trainer", self.trainer_at)):
+            self.busy_s[name] += elapsed * bool(is_busy[at])
+        self.rows_s += elapsed * self.num_rows / num_servers
+
+    def _submit(self) -> None:
+        """Groups that the buffer admits go to the least loaded servers, each with all its samples."""
+        touched: set[int] = set()
+        for submission in self.buffer.submit(self.version):
+            lengths = [self.work.length(submission, sample) for sample in range(self.work.group_size)]
+            self.open[submission], self.tokens[submission] = len(lengths), sum(lengths)
+            self.versions[submission], self.oldest[submission] = 0.0, self.version
+            at = int(self.loads.argmin())
+            self.loads[at] += len(lengths)
+            self.servers[at].waiting.extend((submission, length) for length in lengths)
+            touched.add(at)
+        for at in touched:
+            self._reschedule(at)
+
+    def _reschedule(self, at: int) -> None:
+        server = self.servers[at]
+        server.settle(float(self.left[at]))
+        self.num_rows += server.admit(self.numbers)
+        self.left[at] = server.schedule()
+
+    def _server_event(self, at: int) -> None:
+        server = self.servers[at]
+        if server.debt_s > 0:
+            server.debt_s = 0.0
+        else:
+            server.progress = server.rows[0].finish
+            while server.rows and server.rows[0].finish <= server.progress + 1e-9:
+                row = heapq.heappop(server.rows)
+                self._record(row, row.finish)
+                self.num_rows -= 1
+                self.loads[at] -= 1
+                self._queue("leader", self.leader_at, row.submission, row.length)
+        self.num_rows += server.admit(self.numbers)
+        self.left[at] = server.schedule()
+
+    def _record(self, row: _Row, progress: float) -> None:
+        """Count the tokens that a row got from this version of the weights."""
+        tokens = progress - row.begin
+        self.versions[row.submission] += (tokens - row.counted) * self.version
+        row.counted = tokens
+
+    def _queue(self, name: str, at: int, submission: int, tokens: int) -> None:
+        queue = self.serial[name]
+        queue.queue.append((submission, tokens))
+        if len(queue.queue) == 1:
+            self.left[at] = queue.schedule()
+
+    def _serial_event(self, at: int) -> None:
+        name = "leader" if at == self.leader_at else "rewards"
+        queue = self.serial[name]
+        submission, tokens = queue.queue.popleft()
+        self.left[at] = queue.schedule()
+        if name == "leader":
+            self._queue("rewards", self.rewards_at, submission, tokens)
+            return
+        self.open[submission] -= 1
+        if not self.open[submission]:
+            del self.open[submission]
+            self.buffer.accept(_Scored(submission))  # pyright: ignore[reportArgumentType]
+
+    def _begin_training(self) -> None:
+        # In one process the trainer does not train while something is being sampled.
+        if not self.buffer.ready or (self.in_process and self.buffer.in_flight):
+            return
+        groups, _ = self.buffer.take()
+        self.batch = [group.submission for group in groups]
+        num_tokens = sum(self.tokens[i] for i in self.batch)
+        prompts = len(self.batch) * self.work.prompt_tokens
+        cost = self.trainer_cost
+        self.phase = "train"
+        self.left[self.trainer_at] = cost.token_s * num_tokens + cost.prompt_token_s * prompts + cost.fixed_s
+        stale = self.version * num_tokens - sum(self.versions[i] for i in self.batch)
+        oldest = max(self.version - self.oldest[i] for i in self.batch)
+        self.stale.append((stale, oldest, num_tokens))
+        for i in self.batch:
+            del self.tokens[i], self.versions[i], self.oldest[i]
+
+    def _trainer_event(self) -> None:
+        if self.phase == "train":
+            self.phase = "publish"
+            self.left[self.trainer_at] = self.trainer_cost.publish_s
+            return
+        self.phase = "wait"
+        self.left[self.trainer_at] = math.inf
+        self.ends.append(self.now)
+        for at, server in enumerate(self.servers):
+            server.settle(float(self.left[at]))
+            for row in server.rows:
+                self._record(row, server.progress)
+            server.interrupt()
+        self.version += 1
+        for at, server in enumerate(self.servers):
+            self.num_rows += server.admit(self.numbers)
+            self.left[at] = server.schedule()
+        self._submit()
+
+    def _result(self) -> Result:
+        steps = np.diff([0.0, *self.ends])
+        # The first steps fill the pipeline, and at the end nothing is sampled ahead.
+        first = min(self.work.max_staleness + 1, len(steps) - 1)
+        last = max(len(steps) - self.work.max_staleness, first + 1)
+        kept, stale = steps[first:last], self.stale[first:last]
+        tokens = sum(n for _, _, n in stale)
+        return Result(
+            step_s=float(kept.mean()),
+            steps_s=[float(s) for s in steps],
+            busy={name: seconds / self.now for name, seconds in self.busy_s.items()},
+            rows=self.rows_s / self.now / self.servers[0].cost.max_rows,
+            staleness=sum(s for s, _, _ in stale) / tokens,
+            max_staleness=max(m for _, m, _ in stale),
+            tokens_per_s=tokens / float(kept.sum()),
+        )
+
+
+class _Scored(NamedTuple):
+    submission: int
+
+
+def simulate(
+    work: Work,
+    sampler: SamplerCost,
+    trainer: TrainerCost,
+    *,
+    num_servers: int = 1,
+    leader: SerialCost = SerialCost(),  # noqa: B008
+    rewards: SerialCost = SerialCost(),  # noqa: B008
+    cores: int | None = None,
+    in_process: bool = False,
+) -> Result:
+    """Simulate `work.num_steps` steps. in_process: one process samples and trains in turn."""
+    return _Simulation(work, sampler, trainer, leader, rewards, num_servers, cores, in_process).run()
+
+
+def fixed_length(tokens: int) -> Callable[[int, int], int]:
+    return lambda submission, sample: tokens
+
+
+def lengths(mean: float, spread: float, most: int, seed: int = 1) -> Callable[[int, int], int]:
+    """Log-normal lengths with this mean and standard deviation of the logarithm, cut at `most`."""
+    middle, normal = math.log(mean) - spread**2 / 2, NormalDist()
+
+    def length(submission: int, sample: int) -> int:
+        u = min(max(float(rng.uniform(seed, "plan", submission, sample)), 1e-12), 1 - 1e-12)
+        return int(min(max(math.exp(middle + spread * normal.inv_cdf(u)), 1), most))
+
+    return length
+
+
+def recorded_lengths(found: list[int], seed: int = 1) -> Callable[[int, int], int]:
+    """Lengths drawn from those of a run."""
+    return lambda submission, sample: found[int(float(rng.uniform(seed, "plan", submission, sample)) * len(found))]

@@ -78,7 +78,7 @@ def test_a_model_that_does_not_fit_is_refused_with_what_it_needs():
     work = Work(4, 2, 64, fixed_length(8))
     with pytest.raises(ConfigError, match="400B does not fit: training needs 128 H100"):
         plans(Job(large, GPUS["H100"], 8, work, 8, 72, mb_tokens=1024))
-    with pytest.raises(ConfigError, match="lower actor.mb_spec.max_tokens_per_mb"):
+    with pytest.raises(ConfigError, match=r"lower actor\.mb_spec"):
         plans(Job(large, GPUS["H100"], 8, work, 8, 72, mb_tokens=65536))
 
 

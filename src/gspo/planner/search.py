@@ -64,8 +64,8 @@ def _fewest_trainers(job: Job) -> int:
         num *= 2
         if num > most:
             raise ConfigError(
-                f"{job.model.name} cannot be trained on {job.gpu.name}: a micro-batch of {job.mb_tokens:,} tokens alone "
-                "needs more than its memory; lower actor.mb_spec.max_tokens_per_mb"
+                f"{job.model.name} cannot be trained on {job.gpu.name}: a micro-batch of {job.mb_tokens:,} tokens "
+                "alone needs more than its memory; lower actor.mb_spec.max_tokens_per_mb"
             )
     return num
 

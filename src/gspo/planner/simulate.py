@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from statistics import NormalDist
@@ -186,7 +186,7 @@ class _Simulation:
         self.batch: list[int] = []
         self.ends: list[float] = []
         self.stale: list[tuple[float, int, int]] = []  # per step: Σ token staleness, largest, tokens
-        self.busy_s = Counter[str]()
+        self.busy_s: defaultdict[str, float] = defaultdict(float)
         self.loads = np.zeros(num_servers, dtype=np.int64)  # samples of each server, waiting or in a row
         self.num_rows = 0
         self.rows_s = 0.0

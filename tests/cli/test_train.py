@@ -304,3 +304,7 @@ def test_preview_shows_prompts_completions_and_rewards_and_writes_nothing(tmp_pa
     assert len(re.findall(r"── completion, reward [01]\n", out)) == 4
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
     assert cli.main(["preview", str(config), "--samples", "0"]) == 2
+    # Of an episode every turn is shown: the first prompt's first answer is wrong, and the environment asks again.
+    again = ["env.path=self_correct", "env.options.feedback='0+0='"]
+    assert cli.main(["preview", str(config), "--prompts", "1", "threads=1", *again]) == 0
+    assert re.search(r"── completion, reward .*\n.*>\d+0\+0=.", capsys.readouterr().out)

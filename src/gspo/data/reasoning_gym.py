@@ -78,8 +78,11 @@ def _check(task: str, options: Mapping[str, Any], key: str) -> None:
     except ImportError:
         raise DataError(f"{key}.path: reasoning_gym:{task} needs reasoning-gym: {install_command('tasks')}") from None
     if task not in DATASETS:
-        near = get_close_matches(task, DATASETS, n=3) or sorted(DATASETS)[:8]
-        raise DataError(f"{key}.path: reasoning_gym has no task {task!r}; similar names: {', '.join(near)}")
+        near = get_close_matches(task, DATASETS, n=3)
+        hint = (
+            f"similar names: {', '.join(near)}" if near else f"it has, among others, {', '.join(sorted(DATASETS)[:8])}"
+        )
+        raise DataError(f"{key}.path: reasoning_gym has no task {task!r}; {hint}")
     settings = DATASETS[task][1]
     names = [f.name for f in fields(settings) if f.name not in ("seed", "size")] if is_dataclass(settings) else []
     for name in options:

@@ -20,7 +20,7 @@ from gspo.train.build.policy import context_length, load_policy
 from gspo.train.build.rewards import default_rewards, make_rewards
 from gspo.train.build.sampler import decoder, make_sampler, sampling_params
 from gspo.train.evaluate import FIRST
-from gspo.types import Prompt, Score
+from gspo.types import Prompt, Sample, Score
 
 ROWS = 1000  # prompts whose length is checked
 
@@ -71,10 +71,18 @@ def preview(config: Config, num_prompts: int, num_samples: int) -> list[Previewe
         Previewed(
             group.prompt.text,
             len(group.prompt.tokens),
-            tuple((text, _words(outcome)) for text, outcome in zip(group.texts, group.outcomes, strict=True)),
+            tuple(
+                (_whole(sample, text, decoder(tokenizer)), _words(outcome))
+                for sample, text, outcome in zip(group.samples, group.texts, group.outcomes, strict=True)
+            ),
         )
         for group in groups
     ]
+
+
+def _whole(sample: Sample, text: str, decode: Callable[[Sequence[int]], str]) -> str:
+    """A completion; of an episode every turn, with what the environment wrote, and not the last answer alone."""
+    return "\n".join(decode(s.tokens.tolist()) for s in sample.sequences) if sample.is_episode else text
 
 
 def _supervised(prompt: Prompt, decode: Callable[[Sequence[int]], str]) -> Previewed:

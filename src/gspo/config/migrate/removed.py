@@ -34,7 +34,7 @@ def _moved() -> Iterable[list[Rule]]:
         only(
             "valid_dataset." + _DATA_KEYS,
             translate.is_as_in_training,
-            "it is as in train_dataset; write valid_dataset.mixture: [{path: …, …}] for another value",
+            "set it in train_dataset, for both; for another value write valid_dataset.mixture: [{path: …, …}]",
         ),
         translates("actor.backend", "local: one process trains", translate.values_of({"local": "fsdp:d1"})),
         translates("valid_dataset.size", "`evaluator.size`, the smaller value", translate.smaller_of("evaluator.size")),

@@ -181,7 +181,9 @@ def test_absurd_numbers_of_layers_do_not_hang(fields):
 
 @pytest.mark.parametrize(("family", "extra"), FAMILIES)
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
-@pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "o_proj"], ["c_attn"], ["self_attn.v_proj"]])
+@pytest.mark.parametrize(
+    "targets", [["all-linear"], ["q_proj", "o_proj"], ["c_attn"], ["self_attn.v_proj"], ["all-linear", "experts"]]
+)
 def test_an_adapter_is_counted_as_it_is_built(family, extra, targets):
     from gspo.errors import ConfigError
     from gspo.models.lora import add_adapter

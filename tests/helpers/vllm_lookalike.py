@@ -3,14 +3,18 @@
 It is there for what a real vLLM cannot be made to do: lie, hang, answer for another model, keep an old head.
 """
 
+import base64
+import io
 import json
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
+import numpy as np
 import torch
 
+from gspo.models.moe import routed, routers
 from gspo.sampling.engines.base import EngineAddress
 from gspo.sampling.engines.vllm import NAME
 from gspo.sampling.local.draw import warp
@@ -82,7 +86,17 @@ class Lookalike(ThreadingHTTPServer):
                 None,
                 *({str(t): {"logprob": p}} for t, p in zip(prompt[1:], said, strict=True)),
             ]
+        if routers(self.model) and finish != "abort":
+            choice["routed_experts"] = self.routed_experts([*prompt, *tokens][:-1])
         return {"model": NAME, "choices": [choice]}
+
+    def routed_experts(self, tokens):
+        """As vLLM with --enable-return-routed-experts: base64 of a .npy, [positions, layers, top_k]."""
+        with self.lock, torch.no_grad(), routed(routers(self.model)) as recorder:
+            self.model(input_ids=torch.tensor([tokens]), use_cache=False)
+        file = io.BytesIO()
+        np.save(file, recorder.routes())
+        return base64.b64encode(file.getvalue()).decode()
 
     def rpc(self, method, args):
         if method in self.results:

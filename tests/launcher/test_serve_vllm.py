@@ -95,3 +95,26 @@ def test_an_engine_that_ends_before_it_serves_is_an_error_by_its_code(tmp_path):
             engine.await_ready(EngineAddress(socket=str(tmp_path / "http")), child, 60)
     with pytest.raises(RolloutError, match=r"rollout\.request_timeout"):
         engine.await_ready(EngineAddress(socket=str(tmp_path / "http")), None, 0.2)
+
+
+@pytest.mark.run
+def test_the_engines_own_error_is_the_first_of_its_last_burst_and_reaches_the_user(tmp_path, capfdbinary):
+    """As vLLM dies: a worker raises, then its other processes because of it."""
+    prefix = "(Worker pid=7) ERROR 11-17 11:57:22 [multiproc_executor.py:1063]"
+    lines = [
+        "WARNING: errors like `OSError: [Errno 24] Too many open files`.",
+        f"{prefix} Traceback (most recent call last):",
+        f"{prefix}     return self._op(*args, **kwargs)",
+        f"{prefix} RuntimeError: Unsupported CPU attention configuration: head_dim=16",
+        "(APIServer pid=1) ERROR 11-17 11:57:23 [async_llm.py:7] vllm.v1.engine.exceptions.EngineDeadError: See above.",
+    ]
+    script = f"import sys; print(*{lines!r}, sep=chr(10)); sys.exit(1)"
+    child = engine.start_engine(engine.Start([sys.executable, "-c", script], {}))
+    child.wait(60)
+    assert child.last_error() == "RuntimeError: Unsupported CPU attention configuration: head_dim=16"
+    assert b"Traceback" in capfdbinary.readouterr().out  # its output is in our log
+    address = EngineAddress(socket=str(tmp_path / "http"))
+    config = load(None, ["rollout.backend=vllm:d1", "actor.path=embedded:tiny", "algorithm=gspo"]).config
+    start = engine.Start([sys.executable, "-c", script], {})
+    with pytest.raises(RolloutError, match=r"exit code 1 before it served.*own error: RuntimeError: Unsupported CPU"):
+        engine.serve_engine(config, 0, tmp_path, address, start, None, {}, host="127.0.0.1", port=0)  # pyright: ignore[reportArgumentType]

@@ -66,7 +66,7 @@ def test_a_killed_vllm_is_started_again_with_the_last_weights(installed, tmp_pat
     after(run, 1)
     os.kill(min(pids(run, victim)), signal.SIGKILL)
     log = assert_trained(run)
-    assert "Starting it again" in log
+    assert "Restarting it" in log
     assert len(re.findall(r"serves, with verified weights of version [12]", log)) == 1
 
 

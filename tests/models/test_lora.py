@@ -14,6 +14,7 @@ from gspo.errors import ConfigError, DataError
 from gspo.models import lora
 from gspo.models.loading import load_model
 
+EXPERTS = ("qwen3_moe", "mixtral", "olmoe")
 HOW = {"rank": 4, "alpha": 8, "target_modules": ["all-linear"], "seed": 3}
 
 
@@ -55,6 +56,38 @@ def test_merged_and_unmerged_logits_agree(name):
     assert gap > 1e-2  # the adapter does something
     assert (logits(plain) - logits(model)).abs().max() <= 1e-5
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("targets", [["experts"], ["all-linear", "experts"]])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_an_adapter_on_experts_starts_as_the_model_and_is_the_same_merged_saved_and_switched_off(
+    name, targets, tmp_path
+):
+    new, plain = model_zoo.build(name), model_zoo.build(name)
+    lora.add_adapter(new, **(HOW | {"target_modules": targets}))
+    assert torch.equal(logits(new), logits(plain))
+    model = adapted(name, torch.float64, target_modules=targets)
+    trained = {n.split(".lora_")[0].partition(".base_layer")[0] for n, p in model.named_parameters() if p.requires_grad}
+    assert {n for n in trained if n.endswith(".experts")} == {f"model.layers.{i}.mlp.experts" for i in range(2)}
+    assert (len(trained) > 2) == ("all-linear" in targets)
+    want = logits(model)
+    assert (logits(plain) - want).abs().max() > 1e-2  # the adapter does something
+    with lora.adapter_off(model):
+        assert torch.equal(logits(model), logits(plain))
+    lora.save_adapter(model, tmp_path, "some/base")
+    by_peft = PeftModel.from_pretrained(model_zoo.build(name), str(tmp_path))
+    assert (logits(by_peft) - want).abs().max() <= 1e-12
+    plain.load_state_dict(lora.merged_state(model))  # strict: the names of a plain model, every one of them
+    assert (logits(plain) - want).abs().max() <= 1e-12
+
+
+def test_every_expert_has_a_low_rank_change_of_its_own():
+    model = adapted("qwen3_moe", torch.float64, target_modules=["experts"], rank=2)
+    before, after = model_zoo.build("qwen3_moe").state_dict(), lora.merged_state(model)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    changes = after[name] - before[name]
+    assert [int(torch.linalg.matrix_rank(change)) for change in changes] == [2] * len(changes)
+    assert torch.linalg.matrix_rank(changes.flatten(0, 1)) > 2  # they share no A
 
 
 def test_peft_reads_a_saved_adapter_and_computes_the_same(tmp_path):
@@ -115,6 +148,7 @@ def test_named_modules_get_an_adapter_and_no_others():
         (["lm_head"], "'lm_head' is the language-model head"),
         (["embed_tokens"], "no linear layer 'embed_tokens'"),
         (["q_proj", "all-linear"], "no linear layer 'all-linear'"),
+        (["all-linear", "experts"], "has no experts in packed tensors; remove 'experts'"),
     ],
 )
 def test_targets_that_cannot_be_adapted_are_refused_by_the_key(targets, message):

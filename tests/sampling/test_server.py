@@ -112,12 +112,13 @@ def test_a_broadcast_to_who_went_away_ends_in_time_and_the_next_call_is_answered
     assert not [key for key in offer.store.list_keys() if key.startswith(("1-", "nobody", "again"))]
 
 
-def test_an_adapter_travels_alone_and_the_samples_are_those_of_the_process(house):
+@pytest.mark.parametrize(("name", "targets"), [("llama", ["all-linear"]), ("qwen3_moe", ["all-linear", "experts"])])
+def test_an_adapter_travels_alone_and_the_samples_are_those_of_the_process(house, name, targets):
     """Both have the same base and an adapter of the same form."""
-    server, trainer = house.serve(), build("llama", seed=99)
+    server, trainer = house.serve(model=name), build(name, seed=99)
     for seed, model in enumerate((trainer, server.model)):
-        add_adapter(model, rank=2, alpha=3, target_modules=["all-linear"], seed=seed)
-    client = house.client(reference=trainer)
+        add_adapter(model, rank=2, alpha=3, target_modules=targets, seed=seed)
+    client = house.client(reference=trainer, experts=experts_of(trainer, needed=False))
     requests = group_requests(3, 3)
     for version in (1, 2):
         with torch.no_grad():
@@ -148,6 +149,7 @@ def test_two_servers_share_the_groups_and_give_the_same_tokens(house, trainer):
     "params",
     [
         SamplingParams(9, temperature=0.7, top_p=0.9, top_k=7, min_new_tokens=3, stop_token_ids=(7, 8)),
+        SamplingParams(9, temperature=0.7, top_p=0.8, min_p=0.01, record_kept=True),
         SamplingParams(6, greedy=True, temperature=0.0, ignore_eos=True),
     ],
 )
@@ -156,7 +158,13 @@ def test_sampling_parameters_reach_the_server(house, trainer, params):
     client = house.client(reference=trainer)
     client.load_weights(0, trainer.named_parameters())
     requests = group_requests(3, 2, params)
-    assert_same(collect(client, requests), run(local(trainer), requests), atol=0)
+    ours, expected = collect(client, requests), run(local(trainer), requests)
+    assert_same(ours, expected, atol=0)
+    for id, sample in expected.items():
+        assert (sample.kept is not None) == params.record_kept
+        if sample.kept is not None:
+            assert np.array_equal(ours[id].kept.counts, sample.kept.counts)
+            assert np.array_equal(ours[id].kept.ids, sample.kept.ids)
 
 
 def test_new_weights_interrupt_samples_which_go_on_with_them(house, trainer):

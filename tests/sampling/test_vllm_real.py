@@ -7,68 +7,33 @@ for the adapter's test, which is the last.
 import hashlib
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from real_vllm import REASON, VERSION, gap, give, nudge, started
 from safetensors.torch import load_file, save_file
 from served import House
 from test_vllm import run, served
 
-from gspo.config import engine_flags as engines
-from gspo.config import load
-from gspo.config.layout import layout_of
-from gspo.errors import ConfigError, WeightSyncError
-from gspo.launcher.serve import engine
-from gspo.launcher.serve import model as serve_model
-from gspo.launcher.serve import vllm as serve_vllm
+from gspo.errors import WeightSyncError
 from gspo.learner.policy.module import PolicyModule, weight_names
 from gspo.learner.policy.sharding import full_parameters
 from gspo.models import embedded
-from gspo.sampling.engines.base import EngineAddress
-from gspo.sampling.engines.vllm import VllmSampler
 from gspo.sampling.local.draw import warp
 from gspo.sampling.weights.broadcast import Broadcaster
-from gspo.sampling.weights.probe import probe_sequences, sequence_logp
+from gspo.sampling.weights.probe import sequence_logp
 from gspo.sampling.weights.publish import publish
-from gspo.system.process import stop
 from gspo.train.build.policy import make_policy
 from gspo.types import Request, SampleId, SamplingParams
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
-try:
-    PYTHON = engines.python_of("vllm", {})
-    REASON = "" if engines.is_cpu_build(PYTHON) or torch.cuda.is_available() else f"{PYTHON} has no vLLM for CPUs"
-except ConfigError as error:
-    REASON = str(error)
 if REASON:
     pytest.skip(REASON, allow_module_level=True)
 
 NAME = "model.layers.1.mlp.up_proj.weight"
-
-
-@contextmanager
-def started(folder, *overrides):
-    """vLLM as a run starts it, and our sampler over it."""
-    config = load(None, ["rollout.backend=vllm:d1", "actor.path=embedded:tiny", "algorithm=gspo", *overrides]).config
-    layout = layout_of(config, torch.cuda.device_count())
-    source = serve_model.model_folder(config, folder / "model")
-    identity, endpoint = serve_model.identity_for(config, source), EngineAddress(socket=str(folder / "http"))
-    child = engine.start_engine(serve_vllm.command(config, layout, source, identity["max_context"], endpoint))
-    try:
-        engine.await_ready(endpoint, child, 1500)
-        kind = partial(VllmSampler, adapters=serve_vllm.adapter_folders(config, source, folder))
-        sampler = engine.make_sampler(kind, config, identity, endpoint, can_sleep=False)
-        sampler.check_server()
-        yield sampler, config
-        sampler.close()
-    finally:
-        stop(child, 5.0)
-    assert not (folder / "http").exists() or child.poll() is not None
 
 
 @pytest.fixture(scope="module")
@@ -92,30 +57,6 @@ def house(tmp_path):
     house.close()
 
 
-def nudge(model):
-    """Another model: every weight moves, the tied head with the embedding."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.02 * torch.randn_like(parameter))
-
-
-_VERSION = [0]
-
-
-def give(vllm, policy, folder):
-    """Publish the policy's weights and have vLLM take them."""
-    _VERSION[0] += 1
-    published = publish(folder, _VERSION[0], weight_names(policy))
-    vllm.load_published(_VERSION[0], str(published.path), published.sha256)
-    return published
-
-
-def gap(vllm, policy):
-    probe = probe_sequences(32)
-    ours, theirs = sequence_logp(policy.model, probe), vllm.score(probe)
-    return float(np.abs(np.concatenate(ours) - np.concatenate(theirs)).max())
-
-
 def test_weights_reach_it_whole_and_the_log_probs_are_the_trainers(vllm, policy, tmp_path):
     for _ in range(3):
         nudge(policy.model)
@@ -127,8 +68,8 @@ def test_weights_reach_it_whole_and_the_log_probs_are_the_trainers(vllm, policy,
 def test_weights_can_be_broadcast_to_it(vllm, policy):
     nudge(policy.model)
     assert gap(vllm, policy) > 0.1
-    _VERSION[0] += 1
-    offer = Broadcaster("127.0.0.1").publish(_VERSION[0], weight_names(policy))
+    VERSION[0] += 1
+    offer = Broadcaster("127.0.0.1").publish(VERSION[0], weight_names(policy))
     with ThreadPoolExecutor(1) as pool:
         taken = pool.submit(vllm.load_published, offer.version, f"{offer.address(0)}#first", offer.sha256)
         while not taken.done():
@@ -238,7 +179,7 @@ def test_a_file_that_does_not_fit_is_refused_whole(vllm, policy, tmp_path, fault
     save_file(changed(tensors, fault), path)
     digest = "0" * 64 if fault == "another sha256" else hashlib.sha256(path.read_bytes()).hexdigest()
     with pytest.raises(WeightSyncError, match=r"keeps its|model's files hold|did not arrive"):
-        vllm.load_published(_VERSION[0] + 1, str(path), digest)
+        vllm.load_published(VERSION[0] + 1, str(path), digest)
     assert gap(vllm, policy) == before < 5e-5
     assert not vllm.broken
 
@@ -271,7 +212,7 @@ def test_reloading_in_vllms_own_way_leaves_the_tied_head_old_and_the_sync_is_ref
     client.submit([Request(SampleId(0, 0), (3, 4, 5), SamplingParams(8))])
     assert len(list(client.completed(60))) == 1
     assert gap(vllm, policy) < 5e-5
-    _VERSION[0] += 10
+    VERSION[0] += 10
 
 
 def test_an_adapter_travels_alone_and_is_taken_whole_or_not_at_all(tmp_path):

@@ -43,11 +43,20 @@ def logits(model, tokens=(3, 4, 5, 12, 6, 7, 8, 13)):
         return model(input_ids=torch.tensor([tokens])).logits[0]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", "mixtral_window"])
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("qwen3", ["all-linear"]),
+        ("gemma2", ["all-linear"]),
+        ("mixtral_window", ["all-linear"]),
+        ("mixtral_window", ["all-linear", "experts"]),
+        ("qwen3_moe", ["experts"]),
+    ],
+)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_shared_prefix_gradients_of_an_adapter_equal_the_plain_padded_ones(name, checkpointing, exact):
+def test_shared_prefix_gradients_of_an_adapter_equal_the_plain_padded_ones(name, targets, checkpointing, exact):
     model = model_zoo.build(name)
-    add_adapter(model, rank=3, alpha=6, target_modules=["all-linear"], seed=1)
+    add_adapter(model, rank=3, alpha=6, target_modules=targets, seed=1)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:

@@ -127,6 +127,8 @@ def _advantage(draft: Draft, gae: bool) -> None:
         draft.normalise("group", None, "algorithm.adv_estimator", leave_one_out=True)
     elif estimator == "reinforce_plus_plus":
         draft.normalise("batch", "batch", "algorithm.adv_estimator")
+    elif estimator == "gdpo":
+        draft.notes.append("algorithm.adv_estimator=gdpo: reward.normalize: each; it is shown as grpo's advantage")
     elif estimator not in ("grpo", "grpo_vectorized"):
         draft.notes.append(
             f"algorithm.adv_estimator={estimator} has no counterpart here; it is shown as grpo's advantage"

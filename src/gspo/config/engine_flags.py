@@ -86,17 +86,20 @@ def _off(engine: str, name: str) -> str:
     return "--no-" + name.replace("_", "-") if engine == "vllm" else ""
 
 
-def takes_adapter(engine: str | None, options: Mapping[str, Any], rank: int) -> bool:
+def takes_adapter(engine: str | None, options: Mapping[str, Any], rank: int, on_experts: bool = False) -> bool:
     """Whether samplers load the LoRA adapter alone; otherwise gspo merges it into the full weights.
 
     SGLang always gets full weights. vLLM gets them if the user started the server (vllm.url), if LoRA is off
-    (vllm.enable_lora: false), or if vLLM does not support the rank.
+    (vllm.enable_lora: false), if vLLM does not support the rank, or if experts have an adapter, too: vLLM's LoRA layers
+    for experts need a GPU, and their names differ from peft's.
 
     >>> takes_adapter("vllm", {}, 32), takes_adapter("vllm", {"enable_lora": False}, 32), takes_adapter(None, {}, 999)
     (True, False, True)
     """
+    if engine is None:
+        return True
     switch = options.get("enable_lora", options.get("enable-lora", True))
-    fits = engine is None or (switch is True and options.get("url") is None and rank <= LORA_RANKS[-1])
+    fits = switch is True and options.get("url") is None and rank <= LORA_RANKS[-1] and not on_experts
     return engine != "sglang" and fits
 
 

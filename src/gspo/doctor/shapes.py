@@ -64,6 +64,8 @@ class Shape:
     experts: int
     # Layers that LoRA can adapt: (name with * for numbers, rows + columns summed over all layers of that name).
     linears: tuple[tuple[str, int], ...]
+    # The same sum for the experts' packed tensors: experts × (rows + columns).
+    expert_linears: int = 0
 
 
 def find_source(path: str) -> Source | Unknown:
@@ -113,7 +115,7 @@ def count(source: Source) -> Shape | Unknown:
 
     from gspo.models.cache import quiet
     from gspo.models.loading import policy_class
-    from gspo.models.lora import adaptable_layers
+    from gspo.models.lora import adaptable_layers, expert_tensors
 
     fields = dict(source.fields)
     try:
@@ -138,6 +140,7 @@ def count(source: Source) -> Shape | Unknown:
             vocabulary=text.vocab_size,
             experts=next((getattr(text, name) for name in _EXPERTS if getattr(text, name, None)), 0),
             linears=tuple(linears.items()),
+            expert_linears=sum(p.shape[0] * sum(p.shape[1:]) for p in expert_tensors(model).values()),
         )
     except Exception as error:  # whatever a foreign config.json makes transformers raise
         said = " ".join(str(error).split())
@@ -146,10 +149,14 @@ def count(source: Source) -> Shape | Unknown:
 
 def adapter_parameters(shape: Shape, rank: int, target_modules: Sequence[str]) -> int | None:
     """Parameters of a LoRA adapter: rank × (rows + columns) of each adapted layer; None if a name matches no layer."""
-    if list(target_modules) == ["all-linear"]:
-        return rank * sum(size for _, size in shape.linears)
-    total = 0
-    for target in target_modules:
+    targets = [name for name in target_modules if name != "experts"]
+    has_experts = len(targets) < len(target_modules)
+    if has_experts and not shape.expert_linears:
+        return None
+    total = rank * shape.expert_linears if has_experts else 0
+    if targets == ["all-linear"]:
+        return total + rank * sum(size for _, size in shape.linears)
+    for target in targets:
         sizes = [size for name, size in shape.linears if f".{name}".endswith(f".{target}")]
         if not sizes:
             return None

@@ -160,12 +160,18 @@ def _keep_running(unit: Unit, prepare: Callable[[], Start], folder: Path, say: S
         why = "" if code == 2 else " (no restarts left, scheduler.restarts)"
         say(f"{ended}. It is not restarted{why}:{last_lines(log, 8) or ' its log is empty'}")
         # Tells the trainer that this sampler will not return, so that it does not wait for it.
-        give_up(folder.parent / "samplers", unit.processes[0].index, f"{describe_exit(code)}, see {log}")
+        give_up(folder.parent / "samplers", unit.processes[0].index, f"{describe_exit(code)}, see {log}{_reason(log)}")
         return False
     unit.restarts_left -= 1
-    say(f"{ended}. Restarting it ({unit.restarts_left} restarts left)")
+    say(f"{ended}. Restarting it ({unit.restarts_left} restarts left){_reason(log)}")
     unit.start(prepare)
     return True
+
+
+def _reason(log: Path) -> str:
+    """The error message at the end of a sampler's log; empty if it ended without one, for example by a signal."""
+    last = last_lines(log, 1).strip()
+    return f": {last.removeprefix('gspo: ')}" if last.startswith("gspo: ") else ""
 
 
 def remove_published(process: Process) -> None:

@@ -1,8 +1,9 @@
 """LoRA adapters by peft, injected into the model: it stays the transformers model that the other folders use.
 
-A linear layer W becomes W + (alpha/rank)·B·A with W frozen and A, B trained. B starts at zero, so the policy starts as
-the base model. Dropout is 0: its noise would enter the ratio. The reference policy is the same model with the adapter
-switched off.
+A linear layer W becomes W + (alpha/rank)·B·A with W frozen and A, B trained. The experts of a mixture are 3-D tensors
+[experts, out, in]: each expert has its own A and B (peft's `target_parameters`). B starts at zero, so the policy starts
+as the base model. Dropout is 0: its noise would enter the ratio. The reference policy is the same model with the
+adapter switched off.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from gspo.models.folder import ADAPTER_WEIGHTS, Adapter, listed
 from gspo.models.vision.parts import vision_parameters
 from gspo.system.imports import install_command
 
-ALL_LINEAR, VISION = "all-linear", "vision"
+ALL_LINEAR, VISION, EXPERTS = "all-linear", "vision", "experts"
 _NAME = "default"  # peft's name of the only adapter
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # config fields of a mixture of experts
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # config fields of a mixture of experts
 _EXPERT_LAYERS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 
 
@@ -40,9 +41,20 @@ def add_adapter(model: PreTrainedModel, *, rank: int, alpha: int, target_modules
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
         raise ConfigError(f"actor.use_lora needs peft: {install_command('lora')}") from None
-    targets = _targets(model, list(target_modules))
+    layers = [name for name in target_modules if name != EXPERTS]
+    tensors = list(expert_tensors(model)) if EXPERTS in target_modules else []
+    if EXPERTS in target_modules and not tensors:
+        raise ConfigError(
+            f"actor.target_modules: {type(model).__name__} has no experts in packed tensors; remove {EXPERTS!r}"
+        )
     config: Any = LoraConfig(
-        r=rank, lora_alpha=alpha, lora_dropout=0.0, bias="none", target_modules=targets, task_type="CAUSAL_LM"
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=0.0,
+        bias="none",
+        target_modules=_targets(model, layers) if layers else [],
+        target_parameters=tensors or None,
+        task_type="CAUSAL_LM",
     )
     model.requires_grad_(False)
     # A separate random state: adding an adapter does not change the caller's random numbers.
@@ -116,8 +128,15 @@ def adaptable_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     }
 
 
+def expert_tensors(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """The packed weights of a mixture's experts, [experts, out, in] or [experts, in, out], by name."""
+    if not _is_moe(model):
+        return {}
+    return {name: p for name, p in model.named_parameters() if p.ndim == 3 and ".experts." in name}
+
+
 def _is_moe(model: PreTrainedModel) -> bool:
-    return any(hasattr(model.config.get_text_config(), name) for name in _EXPERTS)
+    return any(hasattr(model.config.get_text_config(), name) for name in _NUM_EXPERTS)
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -154,18 +173,22 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
     layers = _layers(model)
     state: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        # W and its bias are below `base_layer`; the adapter's own tensors (A, B) are left out.
-        owner = next((path for path in _ancestors(name) if path in layers), None)
-        if owner is None:
-            state[name] = tensor.detach()
-        elif name.startswith(f"{owner}.base_layer."):
-            rest = name.removeprefix(f"{owner}.base_layer.")
-            value = tensor.detach()
-            if rest == "weight":
-                delta = layers[owner].get_delta_weight(_NAME).detach()
+        # One layer around a linear layer; around experts one for each packed tensor, inside each other.
+        owners = [path for path in _ancestors(name) if path in layers]
+        value = tensor.detach()
+        if not owners:
+            state[name] = value
+            continue
+        # W and its bias are below the innermost `base_layer`; the adapter's own tensors (A, B) are left out.
+        rest = name.removeprefix(f"{owners[0]}.base_layer.")
+        if rest == name:
+            continue
+        for layer in (layers[path] for path in owners):
+            if rest == getattr(layer, "parameter_name", "weight"):
+                delta = layer.get_delta_weight(_NAME).detach()
                 # Added in the adapter's dtype (float32 for a 16-bit model), so that the sum is rounded only once.
                 value = (value.to(delta.dtype) + delta).to(value.dtype)
-            state[f"{owner}.{rest}"] = value
+        state[f"{owners[-1]}.{rest}"] = value
     return state
 
 
@@ -199,7 +222,9 @@ def write_adapter(model: PreTrainedModel, tensors: Mapping[str, Tensor], to: Pat
     adapters: Any = model.peft_config
     config: Any = copy.copy(adapters[_NAME])
     config.base_model_name_or_path, config.inference_mode = base, True
-    config.target_modules = sorted(config.target_modules)  # a set, whose order would change from file to file
+    # Sets, whose order would change from file to file.
+    config.target_modules = sorted(config.target_modules)
+    config.target_parameters = sorted(config.target_parameters) if config.target_parameters else None
     config.save_pretrained(str(to))
     # peft's names: its wrapper and its tuner add two levels around the model.
     named = {

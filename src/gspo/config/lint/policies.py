@@ -146,9 +146,17 @@ def routes_without_a_proximal_pass(f: Facts) -> Iterator[Finding]:
 
 
 def routes_of_an_external_sampler(f: Facts) -> Iterator[Finding]:
-    if f.actor.routing_replay == "rollout" and f.external_sampler is not None:
-        yield f.error(
-            "actor.routing_replay",
-            f"rollout replays the sampler's expert routes, but {f.external_sampler} does not return them",
-            "set rollout.backend: local:dN (gspo's own servers), or actor.routing_replay: proximal",
-        )
+    if f.actor.routing_replay != "rollout" or f.external_sampler is None:
+        return
+    why = f"{f.external_sampler} does not return them"
+    if f.external_sampler == "vllm":
+        # Model Runner V2 is vLLM's default for some models on a GPU; on a CPU it needs Triton's interpreter.
+        env = f.config.vllm.get("env")
+        if f.num_gpus or f.config.vllm.get("url") or (isinstance(env, dict) and "VLLM_USE_V2_MODEL_RUNNER" in env):
+            return
+        why = "vLLM returns them only with its Model Runner V2, which needs a GPU"
+    yield f.error(
+        "actor.routing_replay",
+        f"rollout replays the sampler's expert routes, but {why}",
+        "set rollout.backend: local:dN (gspo's own servers), or actor.routing_replay: proximal",
+    )

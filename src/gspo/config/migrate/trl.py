@@ -119,6 +119,7 @@ SCRIPT: tuple[tuple[str, str, str], ...] = (
     ("use_peft peft_config", "actor.use_lora", "true; without it all weights are trained"),
     ("lora_r", "actor.lora_rank", "with actor.use_lora: true"),
     ("lora_target_modules", "actor.target_modules", "with actor.use_lora: true"),
+    ("lora_target_parameters", "actor.target_modules", "add experts to the list: all packed tensors of the experts"),
     ("torch_dtype", "actor.dtype", "bfloat16, float16 or float32"),
     ("max_prompt_length", "train_dataset.max_length", "TRL cuts longer prompts; here such rows are dropped"),
     ("reward_funcs", "reward.functions", "or Trainer(config, reward=…)"),

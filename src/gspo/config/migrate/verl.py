@@ -40,6 +40,7 @@ MAPPED: tuple[tuple[str, str, str], ...] = (
     (_M + "lora_rank", "actor.lora_rank", "with actor.use_lora: true"),
     (_M + "lora_alpha", "actor.lora_alpha", ""),
     (_M + "target_modules", "actor.target_modules", ""),
+    (_M + "target_parameters", "actor.target_modules", "add experts to the list: all packed tensors of the experts"),
     (_M + "enable_gradient_checkpointing", "actor.gradient_checkpointing", ""),
     (
         _A + "ppo_mini_batch_size",
@@ -108,7 +109,11 @@ MAPPED: tuple[tuple[str, str, str], ...] = (
         "actor.mb_spec.max_tokens_per_mb",
         "it applies to all models",
     ),
-    ("algorithm.adv_estimator", "algorithm", "gae: ppo; grpo, rloo, reinforce_plus_plus; or gspo, dapo, …"),
+    (
+        "algorithm.adv_estimator",
+        "algorithm",
+        "gae: ppo; grpo, rloo, reinforce_plus_plus; or gspo, dapo, …; gdpo: grpo with reward.normalize: each",
+    ),
     ("algorithm.norm_adv_by_std_in_grpo", "actor.reward_norm.std_level", "null for false; or algorithm: dr_grpo"),
     (f"{_A}entropy_coeff", "actor.entropy_coef", ""),
     ("algorithm.gamma", "actor.discount", ""),
@@ -229,7 +234,10 @@ UNSUPPORTED: tuple[tuple[str, str], ...] = (
     ("algorithm.use_pf_ppo algorithm.pf_ppo.*", "samples have equal weights"),
     ("trainer.critic_warmup", "critic and policy are trained from the first step"),
     ("data.image_key data.video_key data.return_multi_modal_inputs", "text only"),
-    ("data.custom_cls.* data.sampler.* data.datagen.*", "give rows from Python: Trainer(dataset=…)"),
+    (
+        "data.custom_cls.* data.sampler.* data.datagen.*",
+        "give rows from Python: Trainer(dataset=…); train_dataset.curriculum: pass_rate draws them by their pass rate",
+    ),
     ("reward_model.sandbox_fusion.*", "rewards run in local worker processes"),
     (f"{_M}trust_remote_code data.trust_remote_code", "only models that transformers implements can be loaded"),
 )

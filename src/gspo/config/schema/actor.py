@@ -80,7 +80,8 @@ class Actor(Section):
     target_modules: list[str] = key(
         ["all-linear"],
         "Layers with an adapter, by the last part of their names. [all-linear]: all except the LM head. In a "
-        "vision-language model both mean the language part; `vision` adds the linear layers of the vision tower.",
+        "vision-language model both mean the language part; `vision` adds the linear layers of the vision tower. In a "
+        "mixture, `experts` adds the experts, each with an adapter of its own: [all-linear, experts].",
     )
     freeze_vision: bool = key(
         False,

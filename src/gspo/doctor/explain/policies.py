@@ -51,7 +51,8 @@ def _trained_words(f: Facts) -> str:
         return "all weights"
     where = "all linear layers except the head"
     if actor.target_modules != ["all-linear"]:
-        where = ", ".join(actor.target_modules)
+        named = {"all-linear": where, "experts": "every expert", "vision": "the vision tower"}
+        where = ", ".join(named.get(name, name) for name in actor.target_modules)
     scale = actor.lora_alpha / actor.lora_rank
     adapter = f"an adapter of rank {actor.lora_rank}, scaled by alpha/rank = {scale:g}, on {where}"
     return f"{adapter}; the model itself is frozen"

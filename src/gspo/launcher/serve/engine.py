@@ -6,10 +6,13 @@ The engine's server is started here as a child process and ends with this one, o
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -33,6 +36,7 @@ from gspo.train.build.sampler import decoder
 CHECK_S = 1.0  # between two checks of the child process
 MEASURE_S = 5.0  # between two checks of the engine's progress
 STOP_S = 5.0  # from SIGTERM to SIGKILL
+BURST_S = 60.0  # errors of the engine within this time have one cause
 
 
 class Start(NamedTuple):
@@ -89,6 +93,11 @@ def serve_engine(
         )
         if failures:
             raise RolloutError(failures[0])
+    except GspoError as error:
+        reason = "" if child is None else child.last_error()
+        if reason and reason not in str(error):
+            raise type(error)(f"{error}. The engine's own error: {reason}") from error
+        raise
     finally:
         if child is not None:
             stop(child, STOP_S)  # the launcher kills what the child leaves in our process group
@@ -121,13 +130,48 @@ def max_running(config: Config) -> int:
 # The engine's process
 
 
-def start_engine(start: Start) -> subprocess.Popen[bytes]:
+class EngineProcess(subprocess.Popen[bytes]):
+    """The engine's server. Its output is copied to ours, and its first error of the last minute is remembered.
+
+    The first, because an engine has several processes: one fails with the reason, the others because of it.
+    """
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        super().__init__(argv, env=env, **streams)
+        self._error, self._error_at = "", -BURST_S
+        self._copier = threading.Thread(target=self._copy, name="engine output", daemon=True)
+        self._copier.start()
+
+    def last_error(self) -> str:
+        # After its end, the rest of its output; processes that it has left behind may keep the pipe open.
+        if self.poll() is not None:
+            self._copier.join(timeout=2.0)
+        return self._error
+
+    def _copy(self) -> None:
+        assert self.stdout is not None
+        with self.stdout as output:
+            for line in output:
+                with suppress(OSError, ValueError):  # our own output was closed; the engine must not block on its pipe
+                    sys.stdout.buffer.write(line)
+                    sys.stdout.buffer.flush()
+                found, now = _EXCEPTION.match(line.decode("utf-8", "replace").strip()), time.monotonic()
+                if found is not None and now - self._error_at > BURST_S:
+                    self._error, self._error_at = found[1][:500], now
+
+
+# The last line of a traceback, alone or behind vLLM's prefix: "(Worker pid=7) ERROR 11-17 11:57:22 [file.py:1] ".
+_EXCEPTION = re.compile(r"(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?((?:\w+\.)*\w*(?:Error|Exception): .+)")
+
+
+def start_engine(start: Start) -> EngineProcess:
     """Start the engine as a child that is killed with this process and writes to the same log."""
     env = {**os.environ, **start.env}
     # The engine does not need the run's secret.
     env.pop(TOKEN, None)
     print(f"starting {shlex.join(start.argv)}", flush=True)
-    return subprocess.Popen(dying_with_parent(start.argv), env=env, stdin=subprocess.DEVNULL)
+    return EngineProcess(dying_with_parent(start.argv), env)
 
 
 def await_ready(address: EngineAddress, child: subprocess.Popen[bytes] | None, timeout_s: float) -> None:
@@ -140,7 +184,7 @@ def await_ready(address: EngineAddress, child: subprocess.Popen[bytes] | None, t
                     return
             if child is not None and (code := child.poll()) is not None:
                 error = ConfigError if code == 2 else RolloutError  # 2: it rejected its flags
-                raise error(f"the engine {describe_exit(code)} before it served; its messages are above (vllm.*)")
+                raise error(f"the engine {describe_exit(code)} before it served; its messages are in this log (vllm.*)")
             if time.monotonic() - begin > timeout_s:
                 raise RolloutError(f"no engine answered at {address} within {timeout_s:g} s (rollout.request_timeout)")
             time.sleep(0.5)

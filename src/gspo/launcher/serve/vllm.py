@@ -28,6 +28,8 @@ from gspo.models.locate import EMBEDDED, locate
 from gspo.models.lora import write_adapter
 from gspo.sampling.engines.base import EngineAddress
 from gspo.sampling.engines.vllm import EXTENSION, MAX_LOGPROBS, NAME, WORKER_FOLDER, VllmSampler
+from gspo.sampling.remote.identity import experts_of
+from gspo.sampling.verify import Experts
 from gspo.sampling.weights.load import check_finite, fetch
 from gspo.system.launched import Launched
 from gspo.train.build.compute import device_and_dtype
@@ -53,7 +55,8 @@ def serve(
             return
         is_colocated = Launched.read().is_colocated
         can_sleep = layout.gpus_per_node > 0 and bool(config.vllm.get("enable_sleep_mode", is_colocated))
-        kind = partial(VllmSampler, adapters=adapter_folders(config, source, Path(private)))
+        adapters = adapter_folders(config, source, Path(private))
+        kind = partial(VllmSampler, adapters=adapters, experts=experts_for(config, source))
         make = partial(engine.make_sampler, kind, config, identity, address, can_sleep)
         own = None if given else start
         engine.serve_engine(config, index, folder, address, own, make, identity, host=host, port=port)
@@ -85,6 +88,13 @@ def adapter_folders(config: Config, source: str, folder: Path) -> Callable[[str,
     return write
 
 
+def experts_for(config: Config, source: str) -> Experts:
+    """The form of the expert routes that vLLM is asked for: for actor.routing_replay, or by the user's flag."""
+    flags = ("enable_return_routed_experts", "enable-return-routed-experts")
+    is_asked = config.actor.routing_replay == "rollout" or any(config.vllm.get(name) is True for name in flags)
+    return experts_of(without_weights(source), needed=True) if is_asked else Experts()
+
+
 def command(config: Config, layout: Layout, source: str, max_context: int, address: EngineAddress) -> engine.Start:
     """The command line of vLLM's server: flags that the run needs, then the config's `vllm` section."""
     options, sampler = dict(config.vllm), layout.sampler
@@ -109,6 +119,8 @@ def command(config: Config, layout: Layout, source: str, max_context: int, addre
     # The log-probs of all kept tokens are read, more than vLLM's default of 20.
     if sampling_params(config).record_kept:
         options.setdefault("max_logprobs", MAX_LOGPROBS)
+    if config.actor.routing_replay == "rollout":
+        options.setdefault("enable_return_routed_experts", True)
     if on_cpu:
         options.setdefault("enforce_eager", True)  # compilation takes longer than most CPU runs
         options.setdefault("kv_cache_memory_bytes", 2**31)

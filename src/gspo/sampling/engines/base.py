@@ -20,11 +20,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from numpy.typing import NDArray
+
 from gspo import rng
 from gspo.errors import RolloutError, WeightSyncError
 from gspo.sampling.engines.replies import Completion, InvalidReplyError, cut_at_stop, parse_json
 from gspo.sampling.requests import validate_request
-from gspo.sampling.verify import invalid_reason
+from gspo.sampling.verify import Experts, invalid_reason
 from gspo.system.http_client import HttpClient, Reply, ReplyTooLargeError
 from gspo.types import Kept, Request, Sample, SampleId
 
@@ -68,6 +70,7 @@ class EngineSampler(ABC):
     retries      how often one request may fail; 8 · (1 + retries) failures in a row end the sampler
     can_sleep    the engine can release its GPU memory
     load_s       deadline of a load of weights
+    experts      the form of expert routes, if the engine is asked for them
 
     `broken` tells why the sampler cannot continue; its process must restart.
     """
@@ -95,15 +98,18 @@ class EngineSampler(ABC):
         can_sleep: bool = False,
         load_s: float = 1800.0,
         version: int = -1,
+        experts: Experts = Experts(),  # noqa: B008 - a tuple
     ) -> None:
         self.version, self.broken = version, ""
         self._address, self._seed, self._decode, self._can_sleep = address, seed, decode, can_sleep
         self._ends, self._retries, self._load_s = frozenset(eos_token_ids), retries, load_s
-        self._num_vocab = num_vocab
+        self._num_vocab, self._experts = num_vocab, experts
         self._validate = partial(
             validate_request, num_vocab=num_vocab, max_context=max_context, sees_text=decode is not None
         )
-        self._invalid_reason = partial(invalid_reason, num_vocab=num_vocab, ends=self._ends, aborting=True)
+        self._invalid_reason = partial(
+            invalid_reason, num_vocab=num_vocab, ends=self._ends, aborting=True, experts=experts
+        )
         self._waiting: deque[Request] = deque()
         self._in_flight: dict[SampleId, InFlight] = {}
         self._arrived: queue.SimpleQueue[InFlight] = queue.SimpleQueue()  # requests whose reply is there
@@ -236,6 +242,10 @@ class EngineSampler(ABC):
         """The kept sets of the new tokens (truncated sampling); None if the engine cut one of them off."""
         raise InvalidReplyError(f"{self.engine} does not return the tokens that truncated sampling keeps")
 
+    def _routes(self, reply: Mapping[str, Any], request: Request, completion: Completion) -> Mapping[str, NDArray[Any]]:
+        """`routes` and `prompt_routes` of the sample so far; empty if the engine is not asked for them."""
+        return {}
+
     # Requests
 
     def _is_stopped(self) -> bool:
@@ -279,7 +289,8 @@ class EngineSampler(ABC):
                 self._waiting.append(flight.request)
                 return
             completion = self._parse(reply)
-            self._accept(flight, completion, self._kept_of(flight.request, completion, reply))
+            kept = self._kept_of(flight.request, completion, reply)
+            self._accept(flight, completion, kept, self._routes(reply, flight.request, completion))
             self._failures_in_a_row = 0
         except (InvalidReplyError, ReplyTooLargeError, OSError) as error:
             self._resubmit(flight.request, error)
@@ -292,13 +303,16 @@ class EngineSampler(ABC):
         self._counts["unknown_kept"] += kept is None
         return Kept.whole(len(completion.tokens)) if kept is None else kept
 
-    def _accept(self, flight: InFlight, completion: Completion, kept: Kept | None) -> None:
+    def _accept(
+        self, flight: InFlight, completion: Completion, kept: Kept | None, routes: Mapping[str, NDArray[Any]]
+    ) -> None:
         request = flight.request
         fresh = Sample.of(request.id, completion.tokens, completion.logp, flight.version, completion.finish)
         if kept is not None:
             # Tokens whose set is unknown are not trained: their likelihood is unknown, too.
             fresh = replace(fresh, kept=kept, mask=kept.counts > 0)
         sample = fresh if request.prefix is None else Sample.concatenate([request.prefix, fresh])
+        sample = replace(sample, **routes)
         if request.params.stop and self._decode is not None:
             sample = cut_at_stop(sample, request, self._decode)
         # The engine is interrupted before every load, so one version sampled all new tokens of a reply.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -71,6 +73,20 @@ def parse_completion(tokens: Any, logp: Any, finish_reason: Any) -> Completion:
     if len(logp) != len(tokens):
         raise InvalidReplyError(f"it returned {len(logp)} log-probs for {len(tokens)} tokens")
     return Completion(tokens, [min(float(value), 0.0) if value < 1e-5 else float(value) for value in logp], finish)
+
+
+def parse_routes(content: Any, num_rows: int) -> NDArray[np.integer[Any]]:
+    """Expert routes [num_rows, layers, top_k] from base64 of a .npy file."""
+    if not isinstance(content, str):
+        raise InvalidReplyError("its routed_experts are missing")
+    try:
+        rows = np.load(io.BytesIO(base64.b64decode(content, validate=True)), allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise InvalidReplyError(f"its routed_experts are not base64 of a .npy file ({error})") from None
+    if not isinstance(rows, np.ndarray) or rows.ndim != 3 or len(rows) != num_rows or rows.dtype.kind not in "iu":
+        form = f"{rows.dtype} {rows.shape}" if isinstance(rows, np.ndarray) else type(rows).__name__
+        raise InvalidReplyError(f"its routed_experts are {form} for {num_rows} positions")
+    return rows
 
 
 def cut_at_stop(sample: Sample, request: Request, decode: Callable[[Sequence[int]], str]) -> Sample:

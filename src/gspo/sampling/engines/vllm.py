@@ -17,7 +17,13 @@ from numpy.typing import NDArray
 
 from gspo.errors import ConfigError, RolloutError, WeightSyncError
 from gspo.sampling.engines.base import CALL_S, EngineAddress, EngineSampler
-from gspo.sampling.engines.replies import Completion, InvalidReplyError, parse_completion, prompt_logp
+from gspo.sampling.engines.replies import (
+    Completion,
+    InvalidReplyError,
+    parse_completion,
+    parse_routes,
+    prompt_logp,
+)
 from gspo.types import Kept, Request, SamplingParams
 
 NAME = "gspo"  # the model's name on the server (--served-model-name)
@@ -97,6 +103,12 @@ class VllmSampler(EngineSampler):
                 f"the vLLM server {self._address} returns log-probs of another distribution than it samples from: "
                 "start it with --logprobs-mode processed_logprobs"
             )
+        if self._experts.needed and not isinstance(_choice(reply, NAME).get("routed_experts"), str):
+            raise ConfigError(
+                f"the vLLM server {self._address} does not return expert routes: start it with "
+                "--enable-return-routed-experts and Model Runner V2 (VLLM_USE_V2_MODEL_RUNNER=1), or set "
+                "actor.routing_replay: none"
+            )
         return dict(state[0])
 
     def progress(self) -> float:
@@ -132,6 +144,9 @@ class VllmSampler(EngineSampler):
 
     def _parse(self, reply: Mapping[str, Any]) -> Completion:
         choice = _choice(reply, self._model)
+        # Without routes the tokens of an interrupted request cannot be continued: they are sampled again.
+        if self._experts.needed and choice.get("finish_reason") == "abort" and not choice.get("routed_experts"):
+            return Completion([], [], "abort")
         logprobs = choice.get("logprobs")
         logp = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
         return parse_completion(choice.get("token_ids"), logp, choice.get("finish_reason"))
@@ -150,6 +165,21 @@ class VllmSampler(EngineSampler):
                 return None
             sets.append(sorted(found))
         return Kept.of(sets)
+
+    def _routes(self, reply: Mapping[str, Any], request: Request, completion: Completion) -> Mapping[str, NDArray[Any]]:
+        """vLLM returns the routes of all positions but the last token's, [prompt + prefix + new − 1, layers, top_k]."""
+        if not self._experts.needed or not completion.tokens:
+            return {}
+        num_before = len(request.prompt) + (0 if request.prefix is None else len(request.prefix.tokens))
+        rows = parse_routes(_choice(reply, self._model).get("routed_experts"), num_before + len(completion.tokens) - 1)
+        rows = rows.astype(np.uint8 if self._experts.num_experts <= 256 else np.int16)
+        # A token's route is that of the position before it, which predicted it.
+        routes, prompt_routes = rows[num_before - 1 :], rows[: len(request.prompt)]
+        before = request.prefix
+        if before is not None and before.routes is not None and before.prompt_routes is not None:
+            # The tokens before were sampled with these routes; vLLM has only read them again.
+            routes, prompt_routes = np.concatenate([before.routes, routes]), before.prompt_routes
+        return {"routes": routes, "prompt_routes": prompt_routes}
 
     def _most_kept(self, params: SamplingParams) -> tuple[int, int]:
         """The top-k of a request whose kept sets are recorded, and the number of log-probs that it asks for."""

@@ -16,6 +16,7 @@ from gspo.config.schema import Config
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.probe import image_prompts
 from gspo.learner.policy.sharding import full_parameters
+from gspo.models.lora import EXPERTS
 from gspo.rollout.producer import NullProducer
 from gspo.sampling.api import Sampler
 from gspo.sampling.local.engine import LocalSampler
@@ -151,7 +152,8 @@ def sends_adapter(config: Config) -> bool:
     Not with several ranks: servers are then compared with each other, not with the trainer; a wrong base would pass.
     """
     engine, actor = engine_of(config), config.actor
-    can = takes_adapter(engine, getattr(config, engine) if engine else {}, actor.lora_rank)
+    options = getattr(config, engine) if engine else {}
+    can = takes_adapter(engine, options, actor.lora_rank, EXPERTS in actor.target_modules)
     return actor.use_lora and can and not has_ranks(config)
 
 

@@ -41,6 +41,7 @@ class Worker:
             return {"refused": f"{error}" or type(error).__name__}
         # From here on the model changes: an error leaves a mixture of old and new weights.
         try:
+            self.gspo_unpack_experts()
             # vLLM's own loaders of checkpoints, layer by layer: fused, sharded and repacked weights become what they
             # are after a start.
             self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
@@ -55,6 +56,20 @@ class Worker:
             return _read(Path(path), sha256)
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         return gspo_collective.receive(path, sha256, rank, world)
+
+    def gspo_unpack_experts(self) -> int:
+        """Have the next reload pack the experts of a mixture again; returns the number of layers. CPU only.
+
+        On a CPU vLLM multiplies with packed copies of the experts, too. Its reload takes a layer that has a kernel for
+        one whose kernel reads the weights in place, as on CUDA, and keeps the old copies.
+        """
+        if self.model_runner.device.type != "cpu":
+            return 0
+        methods = [getattr(m, "quant_method", None) for m in self.model_runner.get_model().modules()]
+        packed: list[Any] = [method for method in methods if getattr(method, "moe_kernel", None) is not None]
+        for method in packed:
+            method.moe_kernel = None
+        return len(packed)
 
     def gspo_repack_tied(self) -> int:
         """Repack the weights of a tied head: on a CPU vLLM multiplies with a packed copy of each weight.

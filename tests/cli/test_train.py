@@ -307,4 +307,4 @@ def test_preview_shows_prompts_completions_and_rewards_and_writes_nothing(tmp_pa
     # Of an episode every turn is shown: the first prompt's first answer is wrong, and the environment asks again.
     again = ["env.path=self_correct", "env.options.feedback='0+0='"]
     assert cli.main(["preview", str(config), "--prompts", "1", "threads=1", *again]) == 0
-    assert re.search(r"── completion, reward .*\n.*>\d+0\+0=.", capsys.readouterr().out)
+    assert re.search(r"── completion, reward .*\n.*>\d+‹0\+0=›.", capsys.readouterr().out)

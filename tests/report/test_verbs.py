@@ -10,10 +10,12 @@ import urllib.request
 
 import pytest
 from made_runs import HOSTILE, answer_row, make_run, sample_row, step_row, write_answers, write_samples
+from rich.console import Console
 
 from gspo.cli import main as cli
 from gspo.config.document import dump
 from gspo.config.load import load
+from gspo.report.terminal import samples_view
 
 
 @pytest.fixture
@@ -132,3 +134,16 @@ def test_watch_prints_an_address_that_answers_and_ends_quietly(run):
             started.send_signal(signal.SIGINT)
         _, said = started.communicate(timeout=30)
     assert (started.returncode, said) == (0, "")
+
+
+def test_samples_of_an_episode_mark_what_the_environment_wrote(capsys):
+    block = {
+        "step": 1, "kind": "samples", "submission": [0], "question": ["1+1="], "prompt": [0], "prompts": ["1+1="],
+        "answer": ["2"], "reward": [1.0], "failure": [None], "completion": ["[1+1]2>2"], "parts": {},
+        "turns": [[(False, "[1+1]"), (True, "2"), (False, ">2")]],
+    }  # fmt: skip
+    Console(width=80).print(samples_view(block, 1, str))
+    assert "[1+1]‹2›>2" in (said := capsys.readouterr().out)
+    assert "‹…› was written by the environment" in said
+    Console(width=80).print(samples_view({**block, "turns": [None]}, 1, str))
+    assert "‹" not in capsys.readouterr().out

@@ -16,7 +16,7 @@ from rich.text import Text
 from gspo.report.read import Checkpoint, score_text
 from gspo.report.samples import Block
 from gspo.report.summary import Summary, duration, summary_rows
-from gspo.system.text import Rows
+from gspo.system.text import Rows, turns_text
 
 
 def run_view(said: str, summary: Summary, places: Mapping[str, str]) -> RenderableType:
@@ -121,7 +121,9 @@ def samples_view(block: Block, num_groups: int, clean: Callable[[str], str]) -> 
         for index in sorted(members, key=lambda i: (block["reward"][i] is None, -(block["reward"][i] or 0.0))):
             reward = block["reward"][index]
             failed = "failed" if block["failure"][index] is not None else "–"
-            text = block["failure"][index] or block["completion"][index] or "(empty)"
+            turns = block["turns"][index]
+            completion = turns_text(turns) if turns else block["completion"][index]
+            text = block["failure"][index] or completion or "(empty)"
             row = [Text(failed if reward is None else f"{reward:.3g}", style="bold"), Text(clean(text))]
             # Each part of a reward that has several.
             if len(block["parts"]) > 1:
@@ -132,6 +134,8 @@ def samples_view(block: Block, num_groups: int, clean: Callable[[str], str]) -> 
         parts += [Text(clean(prompt), style="cyan"), *known, table, Text()]
     what = "held-out problems after" if block["kind"] == "evals" else "prompts of"
     parts.append(Text(f"{min(num_groups, len(ordered))} of {len(ordered)} {what} step {block['step']}", style="dim"))
+    if any(of_environment for turns in block["turns"] for of_environment, _ in turns or ()):
+        parts.append(Text("‹…› was written by the environment", style="dim"))
     rewards = sorted(reward for reward in block["reward"] if reward is not None)
     if any(reward not in (0, 1) for reward in rewards):
         parts.append(Text(f"rewards of all {len(rewards)}: {distribution(rewards)}", style="dim"))

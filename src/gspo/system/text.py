@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import unicodedata
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING
@@ -79,6 +79,15 @@ def span(seconds: float) -> str:
         return f"{whole // 60} min"
     hours = whole // 3600
     return f"{hours} h {whole % 3600 // 60} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def turns_text(turns: Iterable[tuple[bool, str]]) -> str:
+    """The turns of an episode, (is from the environment, text), as one text: ‹…› is what the environment wrote.
+
+    >>> turns_text([(False, "[1+1]"), (True, "2"), (False, ">2")])
+    '[1+1]‹2›>2'
+    """
+    return "".join(f"‹{text}›" if of_environment else text for of_environment, text in turns)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,6 +13,7 @@ from gspo.config.schema import Config
 from gspo.rewards.route import GivenRewards
 from gspo.rollout.groups import sample_groups
 from gspo.rollout.workflow import Workflow, single_turn
+from gspo.system.text import turns_text
 from gspo.train.build.compute import set_threads
 from gspo.train.build.data import load_data, prompt_stream, refuse_long_prompts
 from gspo.train.build.episodes import make_environment, make_episodes
@@ -82,19 +83,27 @@ def preview(config: Config, num_prompts: int, num_samples: int) -> list[Previewe
 
 def _whole(sample: Sample, text: str, decode: Callable[[Sequence[int]], str]) -> str:
     """A completion; of an episode every turn, with what the environment wrote, and not the last answer alone."""
-    return "\n".join(decode(s.tokens.tolist()) for s in sample.sequences) if sample.is_episode else text
+    if not sample.is_episode:
+        return text
+    return "\n".join(turns_text((not own, part) for own, part, _ in _spans(s, decode)) for s in sample.sequences)
+
+
+def _spans(sequence: Sample, decode: Callable[[Sequence[int]], str]) -> Iterator[tuple[bool, str, int]]:
+    """(is trained, text, number of tokens) of each run of tokens."""
+    cuts = [0, *(np.flatnonzero(np.diff(sequence.mask)) + 1).tolist(), len(sequence.tokens)]
+    for begin, end in pairwise(cuts):
+        yield bool(sequence.mask[begin]), decode(sequence.tokens[begin:end].tolist()), end - begin
 
 
 def _supervised(prompt: Prompt, decode: Callable[[Sequence[int]], str]) -> Previewed:
     """A row of supervised fine-tuning: what is trained, span by span."""
     assert prompt.target is not None
-    spans = []
-    for sequence in prompt.target.sequences:
-        cuts = [0, *(np.flatnonzero(np.diff(sequence.mask)) + 1).tolist(), len(sequence.tokens)]
-        for begin, end in pairwise(cuts):
-            what = "trained" if sequence.mask[begin] else "input"
-            spans.append((decode(sequence.tokens[begin:end].tolist()), f"{what}, {end - begin} tokens"))
-    return Previewed(prompt.text, len(prompt.tokens), tuple(spans))
+    spans = tuple(
+        (text, f"{'trained' if own else 'input'}, {num} tokens")
+        for sequence in prompt.target.sequences
+        for own, text, num in _spans(sequence, decode)
+    )
+    return Previewed(prompt.text, len(prompt.tokens), spans)
 
 
 def _words(outcome: object) -> str:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import io
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +76,8 @@ def require_package(key: str) -> None:
 
 def convert(file: Path, to: Path, key: str = "actor.path") -> None:
     """Write the file's model, tokenizer and generation config into the folder `to`."""
-    with cache.quiet():
+    # transformers' GGUF reader has a progress bar of its own, which `quiet` does not reach: for terminals only.
+    with cache.quiet(), redirect_stderr(sys.stderr if sys.stderr.isatty() else io.StringIO()):
         model, tokenizer = _read(file, key)
         model.save_pretrained(to, safe_serialization=True)
         tokenizer.save_pretrained(to)

@@ -115,4 +115,4 @@ def test_the_blocks_of_a_page_run(page, tmp_path):
 
 
 def test_there_are_pages_with_blocks():
-    assert {"quickstart", "python", "protocol"} <= {page.stem for page in pages()}
+    assert {"quickstart", "python", "data", "models", "report"} <= {page.stem for page in pages()}

@@ -18,6 +18,10 @@ ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
 
 
+def _title(page: Path) -> str:
+    return re.sub(r"[`*]", "", page.read_text(encoding="utf-8").partition("\n")[0].lstrip("# "))
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Add the examples with their pages, the log and the contributor's page."""
     inside = [file for file in (ROOT / "examples").rglob("*") if file.is_file() and "__pycache__" not in file.parts]
@@ -36,6 +40,8 @@ def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
         uri = target.removeprefix("docs/")
         if (ROOT / target).exists() and files.get_file_from_path(uri) is None:
             return text
+        if text == Path(target).name and target.endswith(".md") and not anchor:
+            text = _title(ROOT / target)  # in the site, pages have titles and no file names
         return f"[{text}]({os.path.relpath(uri, Path(page.file.src_uri).parent)}{anchor})"
 
     return LINK.sub(link, markdown)

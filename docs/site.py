@@ -24,7 +24,9 @@ def _title(page: Path) -> str:
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the examples with their pages, the log and the contributor's page."""
-    inside = [file for file in (ROOT / "examples").rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+    # examples/projects are templates of `gspo init`, not pages.
+    left_out = {"__pycache__", "projects"}
+    inside = [file for file in (ROOT / "examples").rglob("*") if file.is_file() and not left_out & {*file.parts}]
     for file in [*inside, ROOT / "LOG.md", ROOT / "CONTRIBUTING.md"]:
         files.append(File.generated(config, str(file.relative_to(ROOT)), abs_src_path=str(file)))
     return files

@@ -11,7 +11,11 @@ from gspo.cli.main import VERBS, document
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [*sorted(DOCS.glob("*.md")), *sorted((ROOT / "examples").rglob("README.md"))]
+# examples/projects are templates of `gspo init`, not examples.
+EXAMPLES = [
+    path for path in (ROOT / "examples").iterdir() if path.is_dir() and path.name[0] != "_" and path.name != "projects"
+]
+PAGES = [*sorted(DOCS.glob("*.md")), *sorted(folder / "README.md" for folder in EXAMPLES)]
 PAGES += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "LOG.md")]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 SITE = ROOT / ".venv-docs" / "bin" / "mkdocs"
@@ -58,13 +62,14 @@ def test_every_page_is_in_the_sites_contents():
     assert len(nav) == len(set(nav))
     listed = {page for page in nav if not page.startswith(("examples/", "notebooks/"))}
     assert listed == {page.name for page in DOCS.glob("*.md")} | {"LOG.md", "CONTRIBUTING.md"}
-    readmes = {str(page.relative_to(ROOT)) for page in (ROOT / "examples").rglob("README.md")}
-    assert {page for page in nav if page.startswith("examples/")} == readmes
+    assert {page for page in nav if page.startswith("examples/")} == {
+        f"examples/{it.name}/README.md" for it in EXAMPLES
+    }
 
 
 def test_every_example_folder_has_a_page_and_is_in_the_gallery():
     gallery = (DOCS / "gallery.md").read_text()
-    for folder in (path for path in (ROOT / "examples").iterdir() if path.is_dir() and path.name != "__pycache__"):
+    for folder in EXAMPLES:
         assert (folder / "README.md").is_file(), folder
         assert f"../examples/{folder.name}/README.md" in gallery, folder
 

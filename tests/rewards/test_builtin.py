@@ -136,6 +136,7 @@ def test_a_spec_is_read_from_names_mappings_and_functions():
         ({"name": "math", "weight": "heavy"}, "weight"),
         ({"name": "math", "weight": float("nan")}, "weight"),
         ([3], "must be a name"),
+        (5, "must be a name"),
         ({"name": "final", "markr": ">"}, "has no argument markr; it takes marker"),
         ({"name": "overlong", "max_tokens": 9}, "overlong needs buffer_tokens"),
         ({"name": "regex", "pattern": "("}, "regular expression"),

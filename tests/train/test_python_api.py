@@ -9,7 +9,7 @@ import pytest
 from training_runs import make_trainer
 
 from gspo.config import load
-from gspo.errors import ConfigError
+from gspo.errors import ConfigError, DataError
 from gspo.models import embedded
 from gspo.monitor.display import make_display
 from gspo.monitor.notebook import in_notebook
@@ -26,6 +26,15 @@ def test_a_dict_is_a_config_with_sections_or_dotted_keys():
     assert made.config == written.config
     with pytest.raises(ConfigError, match=r"gconfig\.n_samples"):
         load({"gconfig": {"n_sample": 6}})
+    for config, overrides, said in (
+        (["quickstart"], (), "a config is the path of a YAML file"),
+        (settings, "seed=1", "overrides must be a list of strings.* got one string"),
+        (settings, {"seed": 1}, "overrides must be a list of strings.* got a dict"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            Trainer(config, overrides=overrides)
+    with pytest.raises(ConfigError, match="workflow must be a function"):
+        Trainer(settings, workflow=3)
     with pytest.raises(ConfigError, match="cannot be part of a config"):
         load({"seed": object()})
     assert repr(Trainer(settings)).startswith("Trainer(gspo, embedded:tiny")
@@ -106,3 +115,19 @@ def test_a_run_from_python_ends_with_the_page_the_picture_and_the_table(tmp_path
     (summary.path / "report.html").unlink()
     assert trainer.train(report=False).finished
     assert not (summary.path / "report.html").exists()
+
+
+def test_the_keys_of_train_dataset_hold_for_rows_of_the_caller():
+    rows = [{"task": f"{a}+1=", "gold": str(a + 1), "level": a % 3} for a in range(40)] + [
+        {"task": "1" * 99, "gold": "1"}
+    ]
+    keys = {"prompt_column": "task", "answer_column": "gold", "system_prompt": "1+", "max_length": 20}
+    config = load({"actor.path": "embedded:tiny", "train_dataset": {**keys, "batch_size": 4}}).config
+    data, _ = make_data(config, rows, None, embedded.tokenizer())
+    prompt = data.prompt(0)
+    assert prompt.text.startswith("1+")
+    assert prompt.text.endswith("+1=")
+    assert prompt.answer == prompt.data["gold"]
+    assert data.num_too_long == 1
+    with pytest.raises(DataError, match=r"got the path 'r.jsonl': set train_dataset.path"):
+        make_data(config, "r.jsonl", None, embedded.tokenizer())

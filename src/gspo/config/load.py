@@ -31,6 +31,9 @@ def load(path: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] =
     >>> loaded.config.actor.eps_clip, str(loaded.origin("actor.eps_clip")), loaded.is_set("actor.eps_clip")
     (0.0003, 'level sequence', False)
     """
+    if isinstance(overrides, str | Mapping):
+        what = "one string" if isinstance(overrides, str) else "a dict"
+        raise ConfigError(f'overrides must be a list of strings, for example ["seed=1"], got {what}')
     path, root = _read(path)
     problems: list[str] = []
     messages: list[str] = []
@@ -63,6 +66,8 @@ def _read(source: str | Path | Mapping[str, Any] | None) -> tuple[Path | None, N
         return None, root
     if source is None:
         return None, tree.empty("default")
+    if not isinstance(source, str | Path):
+        raise ConfigError(f"a config is the path of a YAML file, the name of an example or a dict, got {source!r:.80}")
     path = Path(source)
     example = None if path.is_file() else find_config(str(source))
     if example is None:

@@ -342,6 +342,8 @@ def make_dataset(
     settings = replace(settings or DataSettings(), **changes)
     processor = tokenizer if hasattr(tokenizer, "tokenizer") else None
     tokenizer = tokenizer if processor is None else processor.tokenizer
+    if isinstance(rows, str | Path):
+        raise DataError(f"{source} must be rows, got the path {str(rows)!r}: set {key}.path to it instead")
     rows = list(rows)
     if odd := next(((index, row) for index, row in enumerate(rows) if not isinstance(row, Mapping)), None):
         raise DataError(f"{source}, row {odd[0]}: a row must be a mapping of columns, got {type(odd[1]).__name__}")

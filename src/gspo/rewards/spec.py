@@ -90,7 +90,7 @@ def reward_spec(
     >>> [(p.label, p.weight, dict(p.kwargs)) for p in reward_spec(["math", {"name": "final", "marker": "="}])]
     [('math', 1.0, {}), ('final', 1.0, {'marker': '='})]
     """
-    entries = [value] if isinstance(value, str | Mapping | RewardPart) or callable(value) else list(value)
+    entries = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
     if not entries:
         raise ConfigError(f"{key} is empty; name at least one reward, for example `math`")
     if weights and len(weights) != len(entries):

@@ -56,6 +56,8 @@ class Trainer:
         self.config = self.loaded.config
         # Everything that can fail because of the config or the arguments fails here, before any process starts.
         environment = make_environment(self.config, env)
+        if workflow is not None and not callable(workflow):
+            raise ConfigError(f"workflow must be a function (requests, sampler), got {workflow!r:.80}")
         if environment is not None and workflow is not None:
             raise ConfigError("an environment (env=…, env.path) and a workflow are given; only one can make samples")
         if is_supervised(self.config) and (workflow or environment or dynamic_filter_fn) is not None:

@@ -156,7 +156,7 @@ def _one(
         # Rows of the caller: mappings, or a table of pandas or polars.
         if hasattr(given, "columns") and hasattr(given, "to_dict"):
             given = given.to_dict("records") if not hasattr(given, "to_dicts") else given.to_dicts()
-        how = DataSettings(supervised=is_supervised(config), completion_column=spec.completion_column)
+        how = _settings(config, spec, spec)
         return make_dataset(given, how, tokenizer=tokenizer, source="the caller's rows", split=split, key=key)
     return load_data(config, spec, split, tokenizer, key, environment)
 
@@ -263,7 +263,15 @@ def _load_source(
     key: str,
     environment: Any,
 ) -> Dataset:
-    settings = DataSettings(
+    settings, split = _settings(config, source, shared), source.split or shared.split or split
+    if source.path == ENVIRONMENT_ROWS:
+        rows = _rows_of_environment(environment, split, source.size, key)
+        return make_dataset(rows, settings, tokenizer=tokenizer, source="the environment", split=split, key=key)
+    return load_dataset(source.path, split, settings, tokenizer=tokenizer, key=key)
+
+
+def _settings(config: Config, source: DatasetSpec | MixtureSource, shared: DatasetSpec) -> DataSettings:
+    return DataSettings(
         max_length=source.max_length or shared.max_length,
         size=source.size,
         seed=config.seed,
@@ -277,11 +285,6 @@ def _load_source(
         supervised=is_supervised(config),
         completion_column=source.completion_column,
     )
-    split = source.split or shared.split or split
-    if source.path == ENVIRONMENT_ROWS:
-        rows = _rows_of_environment(environment, split, source.size, key)
-        return make_dataset(rows, settings, tokenizer=tokenizer, source="the environment", split=split, key=key)
-    return load_dataset(source.path, split, settings, tokenizer=tokenizer, key=key)
 
 
 def _rows_of_environment(environment: Any, split: str, size: int | None, key: str) -> list[dict[str, Any]]:

@@ -58,6 +58,8 @@ class Images:
     prepare: Callable[[], Mapping[str, NDArray[Any]]] = field(compare=False, repr=False)
     names: tuple[str, ...] = field(default=(), compare=False)  # where each image is from: a file, or row and column
     sizes: tuple[tuple[int, int], ...] = field(default=(), compare=False)  # width and height of each
+    # A small WebP file of all of them, for people.
+    thumbnail: Callable[[], bytes] | None = field(default=None, compare=False, repr=False)
 
 
 # The identity of a prompt: its tokens and the digest of its images ("" without images). Two prompts with the same

@@ -21,7 +21,9 @@ from made_runs import (
     write_answers,
     write_samples,
 )
+from PIL import Image
 
+from gspo.models.vision.thumbnail import thumbnail
 from gspo.report.page.page import write_report
 from gspo.report.page.watch import Watch
 
@@ -60,7 +62,8 @@ def visit(browser):
         )
         page.on("pageerror", lambda error: page.problems.append(str(error)))
         page.on("dialog", lambda dialog: page.problems.append(dialog.message))
-        page.on("request", lambda request: page.requests.append(request.url))
+        # A picture inside the page (data:) asks nobody.
+        page.on("request", lambda r: None if r.url.startswith("data:image/webp;") else page.requests.append(r.url))
         page.set_default_timeout(15_000)
         page.goto(address)
         pages.append((page, address))
@@ -465,3 +468,19 @@ def test_graded_rewards_have_a_distribution_of_the_first_and_the_last_step(visit
 @pytest.mark.full
 def test_rewards_of_0_and_1_have_no_distribution(visit, run):
     assert visit(write_report(run).as_uri()).locator("#distribution").is_hidden()
+
+
+@pytest.mark.full
+def test_the_image_of_a_prompt_is_shown_beside_its_group(run, visit):
+    digest = "ab" * 32
+    shown = {"sha256": digest, "from": [{"name": "<img src=x onerror=alert(1)>.png", "size": [640, 480]}]}
+    write_samples(run, 1, [sample_row(1, i, images=shown) for i in range(16)])
+    (run / "images").mkdir()
+    (run / "images" / f"{digest}.webp").write_bytes(thumbnail([Image.new("RGB", (640, 480), "red")]))
+    width = "img => img.complete ? img.naturalWidth : 0"
+    page = visit(write_report(run).as_uri())
+    eventually(lambda: page.locator(".shown img").evaluate(width) == 160)
+    assert "640 × 480 · sha256 abababababababab" in page.locator(".shown figcaption").inner_text()
+    with watching(run) as watch:
+        live = visit(watch.address)
+        eventually(lambda: live.locator(".shown img").count() and live.locator(".shown img").evaluate(width) == 160)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from gspo.learner.batch import Batch
 from gspo.learner.step import StepReport
-from gspo.types import Prompt, Sample, Score
+from gspo.types import Images, Prompt, Sample, Score
 
 
 def sample_rows(
@@ -74,6 +74,9 @@ def messages_of(prompt: Prompt) -> dict[str, Any]:
 def question_of(prompt: Prompt) -> dict[str, str]:
     """The last message of a prompt that a chat template rendered; empty for plain text."""
     content = prompt.messages[-1].get("content") if prompt.messages else None
+    if isinstance(content, (list, tuple)):  # parts: images and text
+        texts = [part.get("text") for part in content if isinstance(part, Mapping)]
+        content = "".join(text for text in texts if isinstance(text, str))
     return {"question": content} if isinstance(content, str) and content != prompt.text else {}
 
 
@@ -83,6 +86,17 @@ def images_of(prompt: Prompt) -> dict[str, Any]:
         return {}
     pairs = zip(prompt.images.names, prompt.images.sizes, strict=True)
     return {"images": {"sha256": prompt.images.digest, "from": [{"name": name, "size": size} for name, size in pairs]}}
+
+
+def shown_text(images: Images | None) -> str:
+    """Size and digest of each image, for one line of the terminal.
+
+    >>> shown_text(Images("9f86d081884c7d65", dict, names=("cat.png",), sizes=((448, 336),)))
+    '[448×336 9f86d081] '
+    """
+    if images is None:
+        return ""
+    return f"[{', '.join(f'{width}×{height}' for width, height in images.sizes)} {images.digest[:8]}] "
 
 
 def turns_of(

@@ -16,6 +16,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from gspo.report.images import shown_images
+
 Block = dict[str, Any]
 Signature = tuple[int, ...]  # changes when a step's files do
 
@@ -110,6 +112,10 @@ def read_block(run: Path, step: int, kind: Kind = "samples") -> Block:
         **{name: [number(row.get(name)) for row in rows] for name in NUMBERS},
         **{name: [_count(row.get(name)) for row in rows] for name in COUNTS},
     }
+    shown = [shown_images(row.get("images")) for row in rows]
+    images = {one: index for index, one in enumerate(dict.fromkeys(filter(None, shown)))}
+    block["images"] = [{"sha256": digest, "words": words} for digest, words in images]
+    block["shown"] = [None if one is None else images[one] for one in shown]  # index in `images`
     parts = [row["reward_parts"] if isinstance(row.get("reward_parts"), dict) else {} for row in rows]
     names = dict.fromkeys(name for part in parts for name in part)
     block["parts"] = {name: [number(part.get(name)) for part in parts] for name in names}

@@ -131,6 +131,9 @@ def samples_view(block: Block, num_groups: int, clean: Callable[[str], str]) -> 
                 row.append(Text(clean(", ".join(f"{name} {value:.3g}" for name, value in values.items())), style="dim"))
             table.add_row(*row)
         known = [] if answer is None else [Text(f"answer: {clean(answer)}", style="dim")]
+        if (shown := block["shown"][first]) is not None:
+            image = block["images"][shown]
+            known.insert(0, Text(clean(f"image: {image['words']}, sha256 {image['sha256'][:16]}"), style="dim"))
         parts += [Text(clean(prompt), style="cyan"), *known, table, Text()]
     what = "held-out problems after" if block["kind"] == "evals" else "prompts of"
     parts.append(Text(f"{min(num_groups, len(ordered))} of {len(ordered)} {what} step {block['step']}", style="dim"))

@@ -20,11 +20,14 @@ from typing import IO, Any
 
 import numpy as np
 
-from gspo.errors import ConfigError, GspoError
+from gspo.errors import ConfigError, DataError, GspoError
 from gspo.faults import reached
 from gspo.runs.lock import RunLock
 from gspo.system.files import read_jsonl, step_name, step_of, to_json, write_errors, write_run_file
 from gspo.system.text import inert
+from gspo.types import Images
+
+MAX_PICTURES = 4096  # files in images/; each has a few kB
 
 
 class RunDir:
@@ -79,6 +82,23 @@ class RunDir:
         (self.path / "evals").mkdir(exist_ok=True)
         with write_run_file(self.path / "evals" / f"{step_name(step)}.jsonl") as tmp:
             tmp.write_text("".join(to_json(row) + "\n" for row in rows), encoding="utf-8")
+
+    def images(self, shown: Iterable[Images | None]) -> None:
+        """A small picture of what each prompt shows, by digest; the oldest are deleted above the limit."""
+        folder = self.path / "images"
+        thumbnails = {i.digest: i.thumbnail for i in shown if i is not None and i.thumbnail is not None}
+        missing = {digest: make for digest, make in thumbnails.items() if not (folder / f"{digest}.webp").exists()}
+        if not missing:
+            return
+        self.lock.check()
+        with write_errors(folder):
+            folder.mkdir(exist_ok=True)
+        for digest, make in missing.items():
+            # An image file that was deleted meanwhile has no picture: training reports it if it needs the file.
+            with contextlib.suppress(DataError), write_run_file(folder / f"{digest}.webp") as tmp:
+                tmp.write_bytes(make())
+        for file in sorted(folder.glob("*.webp"), key=lambda file: file.stat().st_mtime_ns)[:-MAX_PICTURES]:
+            file.unlink()
 
     def pass_rates(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """The pass rate of every visited row of the training data."""

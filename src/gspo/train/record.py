@@ -12,7 +12,7 @@ from gspo.monitor.alarms import REPLACED_SETTINGS, alarms, first_step_message
 from gspo.monitor.display import Display
 from gspo.monitor.loggers import Loggers
 from gspo.monitor.metrics import step_metrics, supervised_metrics, time_metrics
-from gspo.monitor.samples import question_of, sample_rows, token_tensors
+from gspo.monitor.samples import question_of, sample_rows, shown_text, token_tensors
 from gspo.rollout.producer import RolloutProducer
 from gspo.runs.directory import RunDir
 from gspo.system.clock import PROFILED_STEPS, Clock
@@ -90,6 +90,7 @@ class Recorder:
     def save_samples(self, batch: Batch, report: StepReport, step: int) -> None:
         """Every sample of a step, and values per token of some."""
         self._run.samples(step, sample_rows(batch, report, step, self._decode), token_tensors(batch, report))
+        self._run.images(group.prompt.images for group in batch.groups)
 
     def save_evaluation(self, groups: Sequence[Group], step: int) -> None:
         """Every held-out answer of an evaluation after `step`."""
@@ -99,6 +100,7 @@ class Recorder:
             for answer in answer_rows(group, self._decode)
         )
         self._run.evaluation(step, rows)
+        self._run.images(group.prompt.images for group in groups)
 
     def save_pass_rates(self, rows: Iterable[Mapping[str, Any]]) -> None:
         self._run.pass_rates(rows)
@@ -145,4 +147,5 @@ def _example(batch: Batch) -> tuple[str, str, bool] | None:
         return None
     first = batch.groups[0]
     # The end of a prompt that a chat template made is the same for all prompts.
-    return question_of(first.prompt).get("question", first.prompt.text), first.texts[0], bool(batch.rewards[0] > 0)
+    question = question_of(first.prompt).get("question", first.prompt.text)
+    return shown_text(first.prompt.images) + question, first.texts[0], bool(batch.rewards[0] > 0)

@@ -27,6 +27,7 @@ from gspo.errors import DataError
 from gspo.models import cache
 from gspo.models.folder import check_settings
 from gspo.models.locate import EMBEDDED, locate
+from gspo.models.vision.thumbnail import thumbnail
 from gspo.system.imports import install_command
 from gspo.types import ImageFile, Images
 
@@ -100,7 +101,8 @@ class Processor:
             return made
 
         sizes = tuple(image.size for image in opened)
-        return tokens, Images(digest, prepare, tuple(image.name for image in images), sizes)
+        names = tuple(image.name for image in images)
+        return tokens, Images(digest, prepare, names, sizes, lambda: thumbnail(self._open(images)))
 
     def pixels(self, images: Sequence[NDArray[np.uint8]]) -> Inputs:
         """The model's inputs for images of [height, width] or [height, width, 3], without a text."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.report.clip import clip_story
+from gspo.report.images import pictures
 from gspo.report.page.data import clip_settings, config_of, overview, table
 from gspo.report.read import read_metrics
 from gspo.report.samples import choose_files, read_block, sample_steps
@@ -32,13 +33,16 @@ def write_report(run: Path, to: Path | None = None, *, doctor: Any = None, budge
     signatures = sample_steps(run)
     config = config_of(run)
     how = clip_settings(config, rows)
-    stories, blocks = [], []
+    stories, blocks, shown = [], [], []
     # Each step becomes text at once, so that only one step's samples are in memory as objects.
     for kind, step in choose_files(run, budget):
         block = read_block(run, step, kind)
         if kind == "samples":
             stories.append(clip_story(block, how))
+        shown += [image["sha256"] for image in block["images"]]
         blocks.append(embed(block, kind="samples"))
+    if found := pictures(run, shown):
+        blocks.append(embed(found, kind="pictures"))
     boot = {
         "kind": "report",
         "overview": overview(run, rows, config, stories, doctor),
@@ -49,7 +53,7 @@ def write_report(run: Path, to: Path | None = None, *, doctor: Any = None, budge
     tmp = target.with_name(f".{target.name}.tmp")
     name = boot["overview"]["name"]
     with open(tmp, "w", encoding="utf-8", newline="\n") as file:
-        file.writelines(page(f"{name} · gspo report", boot, blocks))
+        file.writelines(page(f"{name} · gspo report", boot, blocks, images="data:"))
     os.replace(tmp, target)
     return target
 
@@ -60,10 +64,12 @@ def page(
     blocks: Iterable[str] = (),
     *,
     connect: str = "'none'",
+    images: str = "'none'",
     template: str = "page.html",
     scripts: Sequence[str] = SCRIPTS,
 ) -> Iterator[str]:
-    """The page in pieces. `connect`: which addresses its script may request, none or its own server."""
+    """The page in pieces. `connect`: which addresses its script may request, none or its own server; `images`: where
+    pictures may come from, nowhere, its own text (data:) or its own server."""
     styles = [asset(name) for name in STYLES]
     scripts = [asset(name) for name in scripts]
     # Content Security Policy: only our own scripts and styles run, identified by their hash. Text of samples is written
@@ -74,6 +80,7 @@ def page(
             f"script-src {' '.join(map(_digest, scripts))}",
             f"style-src {' '.join(map(_digest, styles))}",
             f"connect-src {connect}",
+            f"img-src {images}",
             "base-uri 'none'",
             "form-action 'none'",
         )

@@ -24,6 +24,7 @@ from starlette.responses import Response
 
 from gspo.errors import ConfigError
 from gspo.report.clip import clip_story
+from gspo.report.images import picture
 from gspo.report.page.data import clip_settings, config_of, overview, table
 from gspo.report.page.page import BUDGET, inert_json, page
 from gspo.report.read import Row, is_by_sequence, is_run, score_text, status_of
@@ -242,7 +243,7 @@ class Watch(HttpServer):
         found = (file.parent for depth in ("*", "*/*", "*/*/*") for file in self.path.glob(f"{depth}/config.yaml"))
         return {str(run.relative_to(self.path)): run for run in found if is_run(run)}
 
-    def answer(self, route: str, query: Mapping[str, str]) -> tuple[str, str] | None:
+    def answer(self, route: str, query: Mapping[str, str]) -> tuple[str, str | bytes] | None:
         """(content type, body) of a route below the token; None: there is no such thing."""
         if route == "" and self.single:
             return self._page(next(iter(self.runs())))
@@ -251,18 +252,21 @@ class Watch(HttpServer):
         if route == "runs" and not self.single:
             return "application/json", inert_json({"runs": self._list()})
         # Only names that `runs` lists: a query cannot reach other paths.
-        run = self.runs().get(query.get("run", "")) if route in ("page", "data") else None
+        run = self.runs().get(query.get("run", "")) if route in ("page", "data", "image") else None
         if run is None:
             return None
         if route == "page":
             return self._page(query["run"])
+        if route == "image":
+            content = picture(run, query.get("sha256", ""))
+            return None if content is None else ("image/webp", content)
         numbers = {name: int(value) for name, value in query.items() if name != "run" and _is_number(value)}
         news = self._follower(run).news(numbers.get("generation"), numbers.get("rows", 0), numbers.get("mark", 0))
         return "application/json", inert_json(news)
 
     def _page(self, name: str) -> tuple[str, str]:
         boot = {"kind": "live", "run": name, "list": not self.single}
-        return "text/html", "".join(page(f"{name} · gspo watch", boot, connect="'self'"))
+        return "text/html", "".join(page(f"{name} · gspo watch", boot, connect="'self'", images="'self'"))
 
     def _follower(self, run: Path) -> Follower:
         with self._lock:

@@ -462,6 +462,7 @@ if (boot.kind === "runs") {
   if (boot.kind === "report") {
     state.run = boot.overview;
     takeMetrics(boot.metrics);
+    for (const node of document.querySelectorAll("script.pictures")) for (const [digest, address] of Object.entries(JSON.parse(node.textContent))) pictures.set(digest, address);
     for (const node of document.querySelectorAll("script.samples")) takeBlock(JSON.parse(node.textContent));
     indexSamples();
     showAll();

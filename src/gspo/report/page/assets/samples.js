@@ -214,10 +214,21 @@ function renderDetail() {
   const cards = group.map((one) => cardOf(one));
   detail.replaceChildren(
     ...[el("h3", {}, heldOut ? `After step ${block.step}, held-out problem ${submission ?? "–"}` : `Step ${block.step}, prompt ${submission ?? "–"}`, el("span", { class: "note" }, `${group.length} sample${group.length > 1 ? "s" : ""}, mean reward ${num(mean)}`)),
-    el("div", { class: "promptbox" }, el("p", { class: "said", dir: "auto" }, inert(promptOf(item)))),
+    el("div", { class: "promptbox" }, pictureOf(item), el("p", { class: "said", dir: "auto" }, inert(promptOf(item)))),
     el("div", { class: "bar2" }, "answer", answer == null ? el("span", { class: "note" }, "the data set has none") : el("span", { class: "said", dir: "auto" }, inert(answer))),
     heldOut ? null : el("div", { class: "bar2", role: "group", "aria-label": "Colour tokens by" }, "tokens", ...(coloured ? choices : [el("span", { class: "note" }, "this group has no per-token values")]), scaleOf(group)),
     el("div", { class: "group" }, cards)].filter(Boolean));
+}
+
+// What the prompt shows: a small picture, if there is one, with names, sizes and digest.
+const pictures = new Map(); // sha256 → address
+function pictureOf(item) {
+  const image = item.block.images[get(item, "shown")];
+  if (!image) return null;
+  const words = inertLine(image.words);
+  const address = boot.kind === "live" ? `image?run=${encodeURIComponent(boot.run)}&sha256=${image.sha256}` : pictures.get(image.sha256);
+  const img = address ? el("img", { src: address, alt: words, on: { error: () => img.remove() } }) : null;
+  return el("figure", { class: "shown" }, img, el("figcaption", {}, `${words} · sha256 ${image.sha256.slice(0, 16)}`));
 }
 
 function cardOf(item) {

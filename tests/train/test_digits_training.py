@@ -36,14 +36,15 @@ def test_the_teacher_of_tiny_vision_misreads_only_digits_that_look_alike():
         # "7+8+0=15,3+4+1=08>85": the digits of each column are at places 0 and 2.
         read = [column[place] for column in taught.solution.split(",") for place in (0, 2)]
         right = [column[place] for column in problem.solution.split(",") for place in (0, 2)]
-        assert all(a == b or embedded._ALIKE[b] == a for a, b in zip(read, right, strict=True))
+        assert all(a == b or task.ALIKE[b] == a for a, b in zip(read, right, strict=True))
         wrong += not taught.solution.endswith(f">{problem.answer}")
     assert 100 < wrong < 270
 
 
 @pytest.mark.run
 def test_the_embedded_vision_task_trains(tmp_path, monkeypatch):
-    recipe = {**embedded.RECIPES[NAME], "warm": {**embedded.RECIPES[NAME]["warm"], "steps": 2, "batch": 4}}
+    few = {"steps": 2, "tower_steps": 2, "batch": 4}
+    recipe = {**embedded.RECIPES[NAME], "warm": {**embedded.RECIPES[NAME]["warm"], **few}}
     monkeypatch.setitem(embedded.RECIPES, NAME, recipe)
     monkeypatch.setenv("GSPO_CACHE", str(tmp_path / "cache"))
     settings = [f"actor.path={NAME}", "train_dataset.path=embedded:digits", "train_dataset.size=8"]

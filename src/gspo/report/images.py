@@ -34,9 +34,10 @@ def shown_images(value: Any) -> tuple[str, str] | None:
 
 def _words(one: dict[str, Any]) -> str:
     name, size = one.get("name"), one.get("size")
-    known = isinstance(size, list) and len(size) == 2 and all(type(number) is int for number in size)
     parts = [name[-_NAME_LENGTH:]] if isinstance(name, str) else []
-    return ", ".join([*parts, *([f"{size[0]} × {size[1]}"] if known else [])])
+    if isinstance(size, list) and len(size) == 2 and all(type(number) is int for number in size):
+        parts.append(f"{size[0]} × {size[1]}")
+    return ", ".join(parts)
 
 
 def is_digest(value: Any) -> bool:

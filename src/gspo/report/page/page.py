@@ -53,7 +53,7 @@ def write_report(run: Path, to: Path | None = None, *, doctor: Any = None, budge
     tmp = target.with_name(f".{target.name}.tmp")
     name = boot["overview"]["name"]
     with open(tmp, "w", encoding="utf-8", newline="\n") as file:
-        file.writelines(page(f"{name} · gspo report", boot, blocks, images="data:"))
+        file.writelines(page(f"{name} · gspo report", boot, blocks))
     os.replace(tmp, target)
     return target
 
@@ -64,12 +64,10 @@ def page(
     blocks: Iterable[str] = (),
     *,
     connect: str = "'none'",
-    images: str = "'none'",
     template: str = "page.html",
     scripts: Sequence[str] = SCRIPTS,
 ) -> Iterator[str]:
-    """The page in pieces. `connect`: which addresses its script may request, none or its own server; `images`: where
-    pictures may come from, nowhere, its own text (data:) or its own server."""
+    """The page in pieces. `connect`: which addresses its script may request, none or its own server."""
     styles = [asset(name) for name in STYLES]
     scripts = [asset(name) for name in scripts]
     # Content Security Policy: only our own scripts and styles run, identified by their hash. Text of samples is written
@@ -80,7 +78,7 @@ def page(
             f"script-src {' '.join(map(_digest, scripts))}",
             f"style-src {' '.join(map(_digest, styles))}",
             f"connect-src {connect}",
-            f"img-src {images}",
+            "img-src data:",  # small pictures of prompts, in the page's own data
             "base-uri 'none'",
             "form-action 'none'",
         )

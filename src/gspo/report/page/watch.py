@@ -24,7 +24,7 @@ from starlette.responses import Response
 
 from gspo.errors import ConfigError
 from gspo.report.clip import clip_story
-from gspo.report.images import picture
+from gspo.report.images import pictures
 from gspo.report.page.data import clip_settings, config_of, overview, table
 from gspo.report.page.page import BUDGET, inert_json, page
 from gspo.report.read import Row, is_by_sequence, is_run, score_text, status_of
@@ -243,7 +243,7 @@ class Watch(HttpServer):
         found = (file.parent for depth in ("*", "*/*", "*/*/*") for file in self.path.glob(f"{depth}/config.yaml"))
         return {str(run.relative_to(self.path)): run for run in found if is_run(run)}
 
-    def answer(self, route: str, query: Mapping[str, str]) -> tuple[str, str | bytes] | None:
+    def answer(self, route: str, query: Mapping[str, str]) -> tuple[str, str] | None:
         """(content type, body) of a route below the token; None: there is no such thing."""
         if route == "" and self.single:
             return self._page(next(iter(self.runs())))
@@ -258,15 +258,14 @@ class Watch(HttpServer):
         if route == "page":
             return self._page(query["run"])
         if route == "image":
-            content = picture(run, query.get("sha256", ""))
-            return None if content is None else ("image/webp", content)
+            return "application/json", inert_json(pictures(run, [query.get("sha256", "")]))
         numbers = {name: int(value) for name, value in query.items() if name != "run" and _is_number(value)}
         news = self._follower(run).news(numbers.get("generation"), numbers.get("rows", 0), numbers.get("mark", 0))
         return "application/json", inert_json(news)
 
     def _page(self, name: str) -> tuple[str, str]:
         boot = {"kind": "live", "run": name, "list": not self.single}
-        return "text/html", "".join(page(f"{name} · gspo watch", boot, connect="'self'", images="'self'"))
+        return "text/html", "".join(page(f"{name} · gspo watch", boot, connect="'self'"))
 
     def _follower(self, run: Path) -> Follower:
         with self._lock:

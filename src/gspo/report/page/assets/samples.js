@@ -226,8 +226,13 @@ function pictureOf(item) {
   const image = item.block.images[get(item, "shown")];
   if (!image) return null;
   const words = inertLine(image.words);
-  const address = boot.kind === "live" ? `image?run=${encodeURIComponent(boot.run)}&sha256=${image.sha256}` : pictures.get(image.sha256);
-  const img = address ? el("img", { src: address, alt: words, on: { error: () => img.remove() } }) : null;
+  const img = el("img", { alt: words, hidden: true });
+  const show = (address) => { if (address) { img.src = address; img.hidden = false; } };
+  if (pictures.has(image.sha256)) show(pictures.get(image.sha256));
+  else if (boot.kind === "live") ask(`image?run=${encodeURIComponent(boot.run)}&sha256=${image.sha256}`).then((found) => {
+    pictures.set(image.sha256, found[image.sha256]);
+    show(found[image.sha256]);
+  }).catch(() => {}); // the server is gone: the page says so elsewhere
   return el("figure", { class: "shown" }, img, el("figcaption", {}, `${words} · sha256 ${image.sha256.slice(0, 16)}`));
 }
 

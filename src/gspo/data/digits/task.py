@@ -8,7 +8,7 @@ test. The held-out images are 20 % of the 1,797; the writers are not known, so o
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from importlib import resources
 from io import BytesIO
@@ -81,7 +81,7 @@ def digit_of(glyph: Glyph) -> str:
     return str(_data()[glyph.number, -1])
 
 
-def misread(digits: str, u: Sequence[float], share: float) -> str:
+def misread(digits: str, u: Iterable[float], share: float) -> str:
     """What a teacher reads who confuses 1 and 7, 4 and 9, 3 and 8 in a `share` of cases; `u`: a draw for each digit.
 
     >>> misread("17+25=", (0.1, 0.9, 0, 0, 0, 0), share=0.5)

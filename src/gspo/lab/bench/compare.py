@@ -51,6 +51,7 @@ def compare(workload: Workload, *, peer: bool, say: Say) -> dict[str, Any]:
     if theirs:
         result["trl"] = _medians(theirs)
         result["ratio"] = result["trl"]["step_s"] / result["ours"]["step_s"]
+        result["cpu_ratio"] = result["trl"]["cpu_s"] / result["ours"]["cpu_s"]
         result["memory_ratio"] = result["ours"]["peak_bytes"] / result["trl"]["peak_bytes"]
     if default:
         result["trl_default"] = _medians(default)

@@ -8,11 +8,14 @@ import resource
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from gspo.lab.bench.timeline import breakdown
+from gspo.lab.bench.vision import count_tower_images
 from gspo.lab.bench.workloads import Workload, flops, gemm_rate, reward, rows
 
 
@@ -20,6 +23,7 @@ def measure(w: Workload, folder: str, overrides: Sequence[str] = ()) -> dict[str
     """Train through the public interface, then read the metrics from the run directory."""
     from gspo.config import load
     from gspo.train import Trainer
+    from gspo.train.loop import Leader
 
     with tempfile.TemporaryDirectory() as root:
         settings = [
@@ -34,14 +38,25 @@ def measure(w: Workload, folder: str, overrides: Sequence[str] = ()) -> dict[str
             f"total_train_steps={w.steps}",
             f"cluster.fileroot={root}",
             "evaluator.freq_steps=0",
+            *([f"actor.freeze_vision={str(w.frozen).lower()}"] if w.visual_tokens else []),
             *overrides,
         ]
         data = rows(w, w.num_prompts * w.steps)
-        with contextlib.redirect_stdout(sys.stderr):
+        cpu_s: list[float] = []
+
+        class Counting(Leader):
+            def record(self, *step: Any) -> None:
+                super().record(*step)
+                cpu_s.append(time.process_time())
+
+        trainer = Trainer(load(None, settings), reward=reward, dataset=data, valid=data[:1])
+        trainer.leader = Counting
+        with contextlib.redirect_stdout(sys.stderr), contextlib.ExitStack() as counting:
             rate = gemm_rate()
-            summary = Trainer(load(None, settings), reward=reward, dataset=data, valid=data[:1]).train(report=False)
+            num_images = counting.enter_context(count_tower_images(w.visual_tokens)) if w.visual_tokens else lambda: 0
+            summary = trainer.train(report=False)
             rate = (rate + gemm_rate()) / 2
-            decode_rate = gemm_rate(w.num_sequences, w.model["hidden_size"], w.model["intermediate_size"], weights=32)
+            decode_rate = gemm_rate(w.num_sequences, w.text["hidden_size"], w.text["intermediate_size"], weights=32)
         lines = (Path(summary.path) / "metrics.jsonl").read_text().splitlines()
         traces = sorted((Path(summary.path) / "profile").glob("*.trace.json.gz"))
         breakdowns = [breakdown(trace) for trace in traces]
@@ -59,10 +74,12 @@ def measure(w: Workload, folder: str, overrides: Sequence[str] = ()) -> dict[str
         **({"breakdown": breakdowns[-1]} if breakdowns else {}),
         "num_parameters": state["identity"]["parameters"],
         "step_s": step,
+        "cpu_s": statistics.median(b - a for a, b in pairwise(cpu_s)),
+        "tower_images": num_images() / w.steps,
         "rollout_s": rollout_s,
         "train_s": train_s,
         "rollout_tokens_s": w.num_sequences * w.new_tokens / rollout_s,
-        "train_tokens_s": w.num_sequences * (w.prompt_tokens + w.new_tokens) / train_s,
+        "train_tokens_s": w.num_sequences * (w.all_prompt_tokens + w.new_tokens) / train_s,
         "bookkeeping_share": median("time/bookkeeping_s") / step,
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
         "gemm_gflops": rate,

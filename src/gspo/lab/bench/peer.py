@@ -18,7 +18,9 @@ import time
 from itertools import pairwise
 from typing import Any
 
-from gspo.lab.bench.workloads import Workload, gemm_rate, reward, rows
+from gspo.lab.bench.vision import count_tower_images
+from gspo.lab.bench.workloads import Workload, gemm_rate, model_class, reward, rows
+from gspo.models.vision.parts import freeze_vision
 
 
 def measure(w: Workload, folder: str, device_batch: int | None = None) -> dict[str, float]:
@@ -27,29 +29,44 @@ def measure(w: Workload, folder: str, device_batch: int | None = None) -> dict[s
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]
 
     device_batch = device_batch or w.num_sequences // w.num_minibatches
     accumulated = w.num_sequences // w.num_minibatches // device_batch
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     starts: list[float] = []
+    cpu_s: list[float] = []
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = model_class(w).from_pretrained(folder, dtype=torch.float32)
+    data = rows(w, w.num_prompts * w.steps)
+    if w.visual_tokens:
+        tokenizer = _processor(folder, tokenizer)
+        data = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in data]
+    if w.frozen:
+        freeze_vision(model)
 
     class Ticks(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             starts.append(time.perf_counter())
+            cpu_s.append(time.process_time())
 
         def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            starts.append(time.perf_counter())
+            self.on_step_begin(args, state, control)
 
     generation_s: list[float] = []
-    with tempfile.TemporaryDirectory() as root, contextlib.redirect_stdout(sys.stderr):
+    with (
+        tempfile.TemporaryDirectory() as root,
+        contextlib.redirect_stdout(sys.stderr),
+        contextlib.ExitStack() as counting,
+    ):
+        num_images = counting.enter_context(count_tower_images(w.visual_tokens)) if w.visual_tokens else lambda: 0
         rate = gemm_rate()
         trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
-            processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
+            model=model,
+            processing_class=tokenizer,
             reward_funcs=reward,  # pyright: ignore[reportArgumentType]
-            train_dataset=Dataset.from_list(rows(w, w.num_prompts * w.steps)),
+            train_dataset=Dataset.from_list(data),
             callbacks=[Ticks()],
             args=GRPOConfig(
                 output_dir=root,
@@ -90,17 +107,30 @@ def measure(w: Workload, folder: str, device_batch: int | None = None) -> dict[s
         rate = (rate + gemm_rate()) / 2
     batches = starts[:: w.num_minibatches]  # the last one is the end of training
     per_batch = [b - a for a, b in pairwise(batches)]
+    cpu = [b - a for a, b in pairwise(cpu_s[:: w.num_minibatches])]
     step = statistics.median(per_batch[1:] or per_batch)
     rollout = statistics.median(generation_s[1:] or generation_s)
     return {
         "step_s": step,
+        "cpu_s": statistics.median(cpu[1:] or cpu),
+        "tower_images": num_images() / w.steps,
         "rollout_s": rollout,
         "train_s": step - rollout,
         "rollout_tokens_s": w.num_sequences * w.new_tokens / rollout,
-        "train_tokens_s": w.num_sequences * (w.prompt_tokens + w.new_tokens) / max(step - rollout, 1e-9),
+        "train_tokens_s": w.num_sequences * (w.all_prompt_tokens + w.new_tokens) / max(step - rollout, 1e-9),
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
         "gemm_gflops": rate,
     }
+
+
+def _processor(folder: str, tokenizer: Any) -> Any:
+    """transformers' processor of the model, as ours loads it: without torchvision."""
+    from gspo.models.vision.processor import load_processor
+
+    found = load_processor(folder, tokenizer)
+    assert found is not None
+    found.inner.chat_template = found.chat_template
+    return found.inner
 
 
 if __name__ == "__main__":

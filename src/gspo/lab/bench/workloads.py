@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo import rng
+from gspo.lab.bench import vision
 
 TINY = {
     "model_type": "qwen3",
@@ -48,13 +49,24 @@ class Workload:
     model: dict[str, Any]
     num_prompts: int
     num_samples: int
-    prompt_tokens: int
+    prompt_tokens: int  # words; those of an image are not among them
     new_tokens: int
     flat_of_8: int = 0  # of every eight groups, those with equal rewards
     goal: float = 0.0  # TRL's time ÷ ours
     steps: int = 2  # of one process; the first warms caches up and is not counted
     rounds: int = 1  # processes of each side, alternating
     num_minibatches: int = 2
+    visual_tokens: int = 0  # features of the image of each prompt; 0: text alone
+    frozen: bool = False  # the vision tower is not trained
+
+    @property
+    def text(self) -> dict[str, Any]:
+        """The config of the text model."""
+        return self.model.get("text_config", self.model)
+
+    @property
+    def all_prompt_tokens(self) -> int:
+        return self.prompt_tokens + (self.visual_tokens + 2 if self.visual_tokens else 0)
 
     @property
     def num_sequences(self) -> int:
@@ -68,47 +80,66 @@ WORKLOADS = {
         Workload("small", SMALL, 4, 8, 44, 48, goal=3, steps=3, rounds=2),
         Workload("long", SMALL, 2, 8, 512, 32, goal=8),
         Workload("sparse", SMALL, 8, 8, 44, 48, flat_of_8=7, goal=7),
+        Workload("vision", vision.QWEN_VL, 4, 8, 12, 32, goal=6, visual_tokens=1024),
+        Workload("vision-frozen", vision.QWEN_VL, 4, 8, 12, 32, goal=10, visual_tokens=1024, frozen=True),
     )
 }
 
 
 def rows(workload: Workload, count: int) -> list[dict[str, Any]]:
     """`count` prompts of exactly `prompt_tokens` words, of which `flat_of_8` in eight have a constant reward."""
-    vocabulary = workload.model["vocab_size"]
+    vocabulary = vision.WORDS if workload.visual_tokens else workload.model["vocab_size"]
     words = 2 + (rng.uniform(1, "bench", range(count * workload.prompt_tokens)) * (vocabulary - 2)).astype(int)
     grid = words.reshape(count, workload.prompt_tokens)
-    return [
+    made = [
         {"prompt": " ".join(f"w{w}" for w in line), "flat": i % 8 < workload.flat_of_8} for i, line in enumerate(grid)
     ]
+    if not workload.visual_tokens:
+        return made
+    shown = vision.images(count, workload.visual_tokens)
+    return [{**row, "image": image} for row, image in zip(made, shown, strict=True)]
 
 
-def reward(completions: Sequence[str], flat: Sequence[bool], **_: Any) -> list[float]:
+def reward(completions: Sequence[Any], flat: Sequence[bool], **_: Any) -> list[float]:
     """A cheap value in [0, 1) that differs within a group; 0 for rows with `flat`.
 
     Below 1, because `actor.reward_clip` would make larger ones equal, and their groups would be skipped.
     """
-    return [0.0 if f else sum(map(ord, c)) % 97 / 97 for c, f in zip(completions, flat, strict=True)]
+    # TRL passes the answer to a chat as a list of messages.
+    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+    return [0.0 if f else sum(map(ord, c)) % 97 / 97 for c, f in zip(texts, flat, strict=True)]
 
 
 def write_model(workload: Workload, folder: Path) -> None:
     """The model and a word tokenizer (`w17` is token 17), as a folder that transformers can load."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoConfig, PreTrainedTokenizerFast
 
     fields = dict(workload.model)
     ends = {"eos_token_id": EOS, "pad_token_id": PAD, "bos_token_id": None}
     config = AutoConfig.for_model(fields.pop("model_type"), **fields, **ends)
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    words = {"<eos>": EOS, "<pad>": PAD} | {f"w{i}": i for i in range(2, config.vocab_size)}
+    model_class(workload).from_config(config).save_pretrained(folder)
+    special = vision.special_tokens() if workload.visual_tokens else {}
+    names = [f"w{i}" for i in range(2, workload.text["vocab_size"] - len(special))]
+    words = {word: i for i, word in enumerate(["<eos>", "<pad>", *names, *special.values()])}
     inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
     # The default decoder joins words with spaces.
     inner.decoder = decoders.WordPiece(prefix="##")  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>")
+    more = {"extra_special_tokens": special} if special else {}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>", **more)
     tokenizer.save_pretrained(folder)
+    if special:
+        vision.write_processor(folder)
     (folder / "workload.json").write_text(json.dumps(workload.name))
+
+
+def model_class(workload: Workload) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if workload.visual_tokens else AutoModelForCausalLM
 
 
 def flops(workload: Workload) -> tuple[float, float]:
@@ -117,15 +148,18 @@ def flops(workload: Workload) -> tuple[float, float]:
     2 per weight and token forward, 4 backward; prompts once per group, the head at trained positions only; attention is
     left out (a few per cent here), so shares of the GEMM rate are slightly low.
     """
-    m = workload.model
+    m = workload.text
     head_dim = m.get("head_dim") or m["hidden_size"] // m["num_attention_heads"]
     attention = m["hidden_size"] * head_dim * (2 * m["num_attention_heads"] + 2 * m["num_key_value_heads"])
     trunk = m["num_hidden_layers"] * (attention + 3 * m["hidden_size"] * m["intermediate_size"])
     head = m["hidden_size"] * m["vocab_size"]
     trained_prompts = workload.num_prompts * (8 - workload.flat_of_8) / 8
-    inputs = trained_prompts * (workload.prompt_tokens + workload.num_samples * (workload.new_tokens - 1))
+    inputs = trained_prompts * (workload.all_prompt_tokens + workload.num_samples * (workload.new_tokens - 1))
     targets = trained_prompts * workload.num_samples * workload.new_tokens
-    return 2.0 * (trunk + head), 6.0 * (trunk * inputs + head * targets)
+    train = 6.0 * (trunk * inputs + head * targets)
+    if workload.visual_tokens and not workload.frozen:
+        train += 3.0 * trained_prompts * vision.tower_flops(workload.model["vision_config"], workload.visual_tokens)
+    return 2.0 * (trunk + head), train
 
 
 def gemm_rate(rows: int = 2048, inner: int = 1024, columns: int = 1536, weights: int = 1) -> float:

@@ -2,6 +2,8 @@
 
 import io
 import json
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -101,11 +103,23 @@ def test_a_file_of_rows_finds_images_beside_it_and_other_pixels_are_other_data(p
             {"image": b"no image"},
             r"rows, row 0: image 0: the image cannot be read: UnidentifiedImageError",
         ),
+        ({"image": "cut.png"}, r"rows, row 0: cut\.png: the image cannot be read: OSError: .*truncated"),
+        ({"image": "bomb.png"}, r"rows, row 0: bomb\.png: the image has 9000 × 9000 pixels; at most 64,000,000"),
+        ({"image": "page.eps"}, r"rows, row 0: page\.eps: the image cannot be read: UnidentifiedImageError"),
+        ({"image": "line.png"}, r"rows, row 0: line\.png: the model's processor cannot take the image: .*aspect ratio"),
+        ({"image": "."}, r"rows, row 0: \.: the image cannot be read: .*not a regular file"),
         ({"image": 7}, r"rows, row 0: image 0 must be a file name, bytes, .* got int"),
         ({"images": ["cat.png"] * 2, "prompt": "<image>?"}, "1 image placeholders .* and 2 images"),
     ],
 )
 def test_an_image_that_cannot_be_used_is_named_with_its_row(processor, picture, tmp_path, row, match):
+    (tmp_path / "cut.png").write_bytes(as_bytes(picture)[:-300])
+    # A PNG file of 45 bytes whose header has 9,000 × 9,000 pixels.
+    chunks = b"IHDR" + struct.pack(">II", 9000, 9000) + bytes([8, 2, 0, 0, 0]), b"IDAT"
+    parts = (struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in chunks)
+    (tmp_path / "bomb.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
+    (tmp_path / "page.eps").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n")
+    Image.new("RGB", (1000, 1)).save(tmp_path / "line.png")
     rows = [{"prompt": "what?", "answer": "a", **row}]
     data = make_dataset(rows, tokenizer=processor, chat_template=False, folder=tmp_path)
     with pytest.raises(DataError, match=match):

@@ -17,7 +17,7 @@ from gspo.learner.policy.module import PolicyModule
 from gspo.models.loading import load_model
 from gspo.models.vision.processor import load_processor
 from gspo.train.build.data import refuse_images
-from gspo.train.build.policy import processor_of, set_trained_part
+from gspo.train.build.policy import processor_of, set_trained_part, with_tower
 from gspo.train.export import export
 from gspo.types import Images, Prompt
 
@@ -111,6 +111,15 @@ def test_a_folder_without_a_usable_processor_trains_on_text(content, reason, tmp
     assert processor_of(policy, str(folder), vision_zoo.tokenizer()) is None
     assert policy.vision is None
     assert reason in policy.images_refused
+
+
+def test_a_model_with_an_optional_tower_is_loaded_with_it_if_freeze_vision_is_set(tmp_path):
+    vision_zoo.write_folder(vision_zoo.HYBRID, tmp_path)
+    vision_zoo.model(vision_zoo.HYBRID, torch.float32).save_pretrained(tmp_path)
+    for given, name in ([], "Qwen3_5ForCausalLM"), (["false"], "Qwen3_5ForConditionalGeneration"):
+        overrides = [f"actor.path={tmp_path}", *(f"actor.freeze_vision={value}" for value in given)]
+        model = load_model(str(tmp_path), images=with_tower(load(None, overrides).config))
+        assert type(model).__name__ == name
 
 
 def test_freezing_the_tower_of_a_model_of_text_is_an_error(tmp_path):

@@ -206,7 +206,7 @@ class Dataset:
         if images and self.processor is None:
             raise DataError(
                 f"{where}: the prompt shows an image, and the model takes text alone; set actor.path to a "
-                "vision-language model, or remove the column"
+                "vision-language model (Qwen3.5: and actor.freeze_vision to true or false), or remove the column"
             )
         if images and self.supervised:
             raise DataError(f"{where}: the prompt shows an image, and supervised fine-tuning takes text alone")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from io import BytesIO
@@ -15,6 +16,9 @@ from gspo.system.files import read_regular
 from gspo.system.imports import install_command
 from gspo.types import ImageFile
 
+# Pillow would run a program (Ghostscript) for others, for example EPS.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+MAX_PIXELS, MAX_BYTES = 64_000_000, 256_000_000  # of one image
 COLUMNS = ("images", "image")  # one of them, a single image or a list
 _PART_KEYS = ("image", "path", "url")  # of a part {"type": "image", …} of a message
 
@@ -109,5 +113,16 @@ def _open(content: Any) -> Any:
         raise DataError(f"images need Pillow: {install_command('vision')}") from None
 
     if isinstance(content, Path):
+        if (size := content.stat().st_size) > MAX_BYTES:
+            raise DataError(f"the file has {size:,} bytes; at most {MAX_BYTES:,} are read")
         content = read_regular(content)
-    return Image.open(BytesIO(content)) if isinstance(content, bytes) else content
+    if not isinstance(content, bytes):
+        return content
+    with warnings.catch_warnings():  # Pillow's own limit warns or raises; ours is lower
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        image = Image.open(BytesIO(content), formats=FORMATS)
+    # The size stands in the header: no pixel is decoded before this.
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        raise DataError(f"the image has {width} × {height} pixels; at most {MAX_PIXELS:,} are read: make it smaller")
+    return image

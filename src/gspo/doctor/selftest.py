@@ -24,7 +24,7 @@ from gspo.sampling.api import Sampler
 from gspo.system.launched import Launched
 from gspo.train.build.compute import set_threads
 from gspo.train.build.objective import make_plan
-from gspo.train.build.policy import make_policy, set_trained_part
+from gspo.train.build.policy import make_policy, set_trained_part, with_tower
 from gspo.train.build.sampler import make_sampler, sampler_dtype
 
 EXACT_PARAMETERS = 3e8  # models on a CPU up to this size are checked in float64
@@ -124,7 +124,8 @@ def _exact(loaded: Loaded, policy: PolicyModule, tokenizer: Any) -> PolicyModule
 def _another(loaded: Loaded, policy: PolicyModule, tokenizer: Any, dtype: torch.dtype) -> Any:
     """The initial model, loaded again without an adapter, as a sampler server does."""
     actor, device = loaded.config.actor, policy.model.device
-    fresh = {"from_scratch": actor.init_from_scratch, "seed": loaded.config.seed, "tokenizer": tokenizer}
+    fresh: dict[str, Any] = {"from_scratch": actor.init_from_scratch, "seed": loaded.config.seed}
+    fresh |= {"tokenizer": tokenizer, "images": with_tower(loaded.config)}
     return load_model(actor.path, dtype, device, **fresh)
 
 

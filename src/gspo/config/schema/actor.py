@@ -83,10 +83,12 @@ class Actor(Section):
         "vision-language model both mean the language part; `vision` adds the linear layers of the vision tower. In a "
         "mixture, `experts` adds the experts, each with an adapter of its own: [all-linear, experts].",
     )
-    freeze_vision: bool = key(
-        False,
-        "Do not train the vision tower of a vision-language model. The features of an image are then computed once and "
-        "used by the sampler and in every pass of the trainer.",
+    freeze_vision: bool | None = key(
+        None,
+        "true: do not train the vision tower of a vision-language model. The features of an image are then computed "
+        "once and used by the sampler and in every pass of the trainer. true or false loads a model that can also be "
+        "loaded without its tower (Qwen3.5) with it.",
+        unset="false; Qwen3.5 is loaded without its tower, for text",
     )
 
     # The objective.

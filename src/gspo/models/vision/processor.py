@@ -121,8 +121,8 @@ class Processor:
         for image in images:
             try:
                 opened.append(image.open().convert(self._mode))
-            except DataError:
-                raise
+            except DataError as cause:
+                raise DataError(f"{image.name}: {cause}") from None
             except Exception as cause:  # Pillow raises many types for a damaged file
                 raise DataError(f"{image.name}: the image cannot be read: {type(cause).__name__}: {cause}") from cause
         return opened

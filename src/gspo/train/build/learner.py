@@ -24,7 +24,7 @@ from gspo.sampling.native.few_rows import product_name
 from gspo.train.build.compute import device_and_dtype, set_threads, sharding
 from gspo.train.build.objective import assembly, make_credit, make_plan, temperature
 from gspo.train.build.optim import critic_optimizer, make_trained_optimizer, optimizer_of
-from gspo.train.build.policy import make_policy, processor_of
+from gspo.train.build.policy import make_policy, processor_of, with_tower
 
 
 def make_learner(loaded: Loaded, world: World) -> Learner:
@@ -123,6 +123,7 @@ def _other_model(config: Config, path: str | None, tokenizer: Any, key: str) -> 
         tokenizer=tokenizer,
         key=key,
         adapters=True,
+        images=with_tower(config),
     )
     module = PolicyModule(
         model,

@@ -33,7 +33,13 @@ def make_policy(config: Config, sequence_level: bool, world: World = ALONE) -> t
     # What is to be cut is read into the host's memory, and placed layer by layer.
     at_first = device if world.size == 1 else torch.device("cpu")
     model = load_model(
-        actor.path, dtype, at_first, from_scratch=actor.init_from_scratch, seed=config.seed, tokenizer=tokenizer
+        actor.path,
+        dtype,
+        at_first,
+        from_scratch=actor.init_from_scratch,
+        seed=config.seed,
+        tokenizer=tokenizer,
+        images=with_tower(config),
     )
     set_trained_part(config, model)
     policy = PolicyModule(
@@ -59,6 +65,11 @@ def make_tokenizer(config: Config) -> Any:
     if config.tokenizer_path in (None, config.actor.path):
         return load_tokenizer(config.actor.path, "actor.path")
     return load_tokenizer(config.tokenizer_path, "tokenizer_path")
+
+
+def with_tower(config: Config) -> bool:
+    """Whether a model that transformers can load with or without its vision tower is loaded with it."""
+    return config.actor.freeze_vision is not None
 
 
 def make_reader(config: Config, tokenizer: Any) -> Any:
@@ -107,7 +118,13 @@ def load_policy(config: Config, run: Path | None, step: int) -> tuple[PolicyModu
     tokenizer = make_tokenizer(config)
     actor = config.actor
     model = load_model(
-        actor.path, dtype, device, from_scratch=actor.init_from_scratch, seed=config.seed, tokenizer=tokenizer
+        actor.path,
+        dtype,
+        device,
+        from_scratch=actor.init_from_scratch,
+        seed=config.seed,
+        tokenizer=tokenizer,
+        images=with_tower(config),
     )
     set_trained_part(config, model)
     policy = PolicyModule(model)
@@ -148,6 +165,7 @@ def whole_model(config: Config, tokenizer: Any, compute_dtype: torch.dtype | Non
         from_scratch=actor.init_from_scratch,
         seed=config.seed,
         tokenizer=tokenizer,
+        images=with_tower(config),
     )
     if with_adapter:
         set_trained_part(config, model)

@@ -51,20 +51,19 @@ def models(args: argparse.Namespace) -> int:
 def _check_models(args: argparse.Namespace) -> int:
     """`gspo models check`: exit code 1 if a model is refused or not exact."""
     from gspo.doctor import families
-    from gspo.models.tiny import CAUSAL_TYPES
 
     if bool(args.names) == args.all:
         raise ConfigError("give model types or folders to check, or --all; for example: gspo models check qwen3_next")
     for name in args.names:
-        if name not in CAUSAL_TYPES:
-            _require_model(name, CAUSAL_TYPES)
+        if name not in families.TYPES:
+            _require_model(name, families.TYPES)
     widths = (24, 16, 20, 10, 10, 7)
 
     def show(cells: Sequence[str]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip(), flush=True)
 
     show(families.COLUMNS)
-    rows = families.check_models(CAUSAL_TYPES if args.all else args.names, lambda row: show(row.cells()))
+    rows = families.check_models(families.TYPES if args.all else args.names, lambda row: show(row.cells()))
     if args.write:
         Path(args.write).write_text(families.page(rows), encoding="utf-8")
     built = [row for row in rows if not row.not_built]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers as tf
 
+from gspo.doctor import vision
 from gspo.doctor.checks import gradients, parity
 from gspo.errors import GspoError
 from gspo.learner.policy.module import PolicyModule
@@ -27,6 +28,7 @@ from gspo.sampling.local.engine import LocalSampler
 COLUMNS = ("model", "training layout", "sampler", "gradients", "log-probs", "seconds")
 # Bounds of tiny models: of the gradient in float64, and of log-probs, which samples carry in float32.
 GRADIENT, LOGP = 1e-8, 1e-5
+TYPES = tuple(dict.fromkeys((*tiny.CAUSAL_TYPES, *vision.TYPES)))  # model types that can be checked
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def check_model(name: str) -> Checked:
     """Check a model type of transformers, or a model that `actor.path` could name."""
     start = time.perf_counter()
     known: dict[str, Any] = {"name": name}
-    is_type = name in tiny.CAUSAL_TYPES
+    is_type = name in TYPES
     try:
         with float64_inside() if is_type else contextlib.nullcontext():
             known |= _measured(name, is_type)
@@ -66,6 +68,8 @@ def check_model(name: str) -> Checked:
 
 
 def _measured(name: str, is_type: bool) -> dict[str, Any]:
+    if name in vision.TYPES:
+        return vision.measured(name)
     model = _tiny(name) if is_type else load_model(name)
     if isinstance(model, str):
         return {"not_built": model}
@@ -144,7 +148,8 @@ def page(rows: Sequence[Checked]) -> str:
         "# Model families",
         "",
         f"Written by `gspo models check --all --write docs/model_families.md` with transformers {tf.__version__}. "
-        "Every causal language model of transformers, as a tiny model with random weights in float64.",
+        "Every causal language model of transformers, as a tiny model with random weights in float64. Models with "
+        f"images in every prompt: {', '.join(vision.TYPES)}.",
         "",
         f"{len(built)} of {len(rows)} model types are checked, {len(built) - len(trained)} of them are refused; the "
         "others are listed below with the reason. "

@@ -14,7 +14,7 @@ answers with random digits from 0 to 4, so that every sample is an action.
 `[184+768]952>952`, and mostly give the sum directly, `>952`, which the model cannot compute. So RL can teach it to call
 the tool.
 
-`embedded:tiny-vision` is a Qwen3-VL for `embedded:digits`, with a vision tower of two layers. Its teacher forgets half
+`embedded:tiny-vision` is a Qwen3-VL for `embedded:digits`, with a vision tower of two layers. Its teacher forgets most
 of the carries and confuses 1 and 7, 4 and 9, 3 and 8, so RL can improve both reading and adding.
 """
 
@@ -212,13 +212,13 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
         },
         "warm": {
             "tower_steps": 200,  # first the tower alone, as a classifier; without, the text begins to read at step 400
-            "steps": 300,
+            "steps": 400,
             "batch": 32,
             "lr": 2e-3,
             "warmup": 20,
             "decay": 80,
             "seed": 1,
-            "forgets": 0.5,
+            "forgets": 0.6,
             "misreads": 0.4,  # of the digits that look alike
         },
     },

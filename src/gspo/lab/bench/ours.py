@@ -45,8 +45,8 @@ def measure(w: Workload, folder: str, overrides: Sequence[str] = ()) -> dict[str
         cpu_s: list[float] = []
 
         class Counting(Leader):
-            def record(self, *step: Any) -> None:
-                super().record(*step)
+            def record(self, batch: Any, report: Any, clock: Any) -> None:
+                super().record(batch, report, clock)
                 cpu_s.append(time.process_time())
 
         trainer = Trainer(load(None, settings), reward=reward, dataset=data, valid=data[:1])

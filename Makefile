@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 # One thread per worker makes results repeatable; two more workers than cores fill the time that tests wait.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 4
 
-.PHONY: train demo unit test test-full check docs docs-site setup setup-train setup-vllm setup-envs clean
+.PHONY: train demo unit test test-full check docs docs-site accept accept-gpu setup setup-train setup-vllm setup-envs clean
 
 train: setup-train
 	.venv/bin/gspo train examples/quickstart.yaml
@@ -28,6 +28,14 @@ check: setup
 	.venv/bin/ruff check src tests examples
 	.venv/bin/ruff format --check src tests examples
 	.venv/bin/basedpyright
+
+# For the first person with a GPU: self-test, quick-start, servers, ranks, vLLM and bench as a user would run them, and one
+# report to attach to an issue. `accept` runs on a CPU what can run there.
+accept: setup-train
+	$(PY) -m gspo.lab.accept
+
+accept-gpu: setup-train
+	$(PY) -m gspo.lab.accept --gpu
 
 # Pages that are written by the code they describe; a test says when they are stale.
 docs: setup

@@ -114,5 +114,15 @@ def test_the_blocks_of_a_page_run(page, tmp_path):
     assert run_blocks(page.read_text(), tmp_path) > 0
 
 
+def test_a_file_of_a_page_is_used_by_a_command_or_by_another_file():
+    for page in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
+        found = blocks(page.read_text())
+        for block in found:
+            if named := FILE.fullmatch(block.split("\n", 1)[0]):
+                others = "".join(other for other in found if other is not block)
+                assert named[1] in others, f"{page}: nothing uses {named[1]}"
+                assert "$ " in others, f"{page}: it has files and no command"
+
+
 def test_there_are_pages_with_blocks():
     assert {"quickstart", "python", "data", "models", "report"} <= {page.stem for page in pages()}

@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from gspo.lab.bench import page
-from gspo.lab.bench.compare import has_peer, slope
+from gspo.lab.bench.compare import _run, has_peer, slope
 from gspo.lab.bench.timeline import breakdown
-from gspo.lab.bench.workloads import WORKLOADS, reward, rows
+from gspo.lab.bench.workloads import WORKLOADS, reward, rows, write_model
 
 
 def bench(*words):
@@ -87,3 +88,15 @@ def test_self_time_is_what_nested_operators_leave(tmp_path):
     assert shares["matrix products"] == pytest.approx(0.4)
     assert shares["other operators"] == pytest.approx(0.1)
     assert shares["outside operators"] == pytest.approx(0.5)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not has_peer(), reason="TRL is not installed (extra bench)")
+def test_both_sides_show_the_same_images_and_their_passes_through_the_tower_are_counted(tmp_path):
+    small = replace(WORKLOADS["vision"], visual_tokens=256, num_prompts=2, num_samples=4, new_tokens=4)
+    write_model(small, tmp_path)
+    ours, peer = (_run(side, small, str(tmp_path)) for side in ("ours", "peer"))
+    # Ours: for sampling and for training. TRL: each sample's image, for sampling, π_old and training.
+    assert (ours["tower_images"], peer["tower_images"]) == (4, 24)
+    frozen = _run("ours", replace(small, frozen=True), str(tmp_path))
+    assert frozen["tower_images"] == 2

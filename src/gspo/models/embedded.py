@@ -219,7 +219,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
             "decay": 80,
             "seed": 1,
             "forgets": 0.6,
-            "misreads": 0.4,  # of the digits that look alike
+            "misreads": 0.45,  # of the digits that look alike
         },
     },
 }

@@ -9,6 +9,12 @@ from typing import Any
 
 # Further goals of `small`: shares of the GEMM rate, and of TRL's memory.
 TRAIN_GOAL, DECODE_GOAL, MEMORY_GOAL = 0.70, 0.45, 0.50
+_MODELS = {
+    "tiny": "Qwen3, 4 layers × 128, vocabulary 64",
+    "vision": "Qwen2.5-VL, text 6 layers × 256, tower 6 × 128, vocabulary 4096",
+    "vision-frozen": "the same, the tower is not trained",
+}
+_LEAN = ("small", "long", "vision", "vision-frozen")  # workloads with MEMORY_GOAL
 LABELS = {"prompt_tokens": "prompt tokens", "num_samples": "samples per prompt, G", "new_tokens": "new tokens"}
 
 
@@ -68,7 +74,7 @@ def unmet(results: Mapping[str, Any]) -> list[str]:
                 f"{ours['floor_s']:.2f} s at this process's GEMM rate of {ours['gemm_gflops']:.0f} GFLOP/s; ours takes "
                 f"{ours['step_s']:.2f} s. At that limit the ratio would be {limit:.1f}.{_shares(r)}"
             )
-        if "memory_ratio" in r and name in ("small", "long") and r["memory_ratio"] > MEMORY_GOAL:
+        if name in _LEAN and r.get("memory_ratio", 0.0) > MEMORY_GOAL:
             found.append(
                 f"**{name}: memory {r['memory_ratio']:.0%} of TRL's, goal {MEMORY_GOAL:.0%}.** Weights, gradients and "
                 f"AdamW's two moments alone are {_state_bytes(r) / 1e9:.1f} GB, Python with torch and transformers 0.4."
@@ -118,13 +124,14 @@ def markdown(results: Mapping[str, Any]) -> str:
     ]
     for name, r in results["workloads"].items():
         w = r["workload"]
-        model = "Qwen3, 4 layers × 128, vocabulary 64" if name == "tiny" else "SmolLM2-135M's config"
+        model = _MODELS.get(name, "SmolLM2-135M's config")
         if w["flat_of_8"]:
             model += f", {w['flat_of_8']} of 8 groups with equal rewards"
         rounds = ", ".join(f"{s:.2f}" for s in r["ours"]["rounds_s"])
         if "trl" in r:
             rounds += "; " + ", ".join(f"{s:.2f}" for s in r["trl"]["rounds_s"])
-        shape = f"{w['num_prompts']} × {w['num_samples']} | {w['prompt_tokens']} / {w['new_tokens']}"
+        shown = f" + {w['visual_tokens']} of an image" if w.get("visual_tokens") else ""
+        shape = f"{w['num_prompts']} × {w['num_samples']} | {w['prompt_tokens']}{shown} / {w['new_tokens']}"
         out.append(f"| {name} | {model} | {shape} | {rounds} |")
     out += [
         "",
@@ -133,6 +140,12 @@ def markdown(results: Mapping[str, Any]) -> str:
         "products of 2048 × 1024 × 1536 in the same process, before and after. Shares count the products of",
         "weights only, prompts once per group.",
     ]
+    for name, r in results["workloads"].items():
+        if r["workload"].get("visual_tokens") and "trl" in r:
+            out += [
+                f"Images through the vision tower per step of {name}: {r['ours']['tower_images']:g} / "
+                f"{r['trl']['tower_images']:g}. CPU seconds: {r['ours']['cpu_s']:.1f} / {r['trl']['cpu_s']:.1f}.",
+            ]
     tiny = results["workloads"].get("tiny", {})
     if "trl_default" in tiny:
         out += [

@@ -96,7 +96,7 @@ def test_both_sides_show_the_same_images_and_their_passes_through_the_tower_are_
     small = replace(WORKLOADS["vision"], visual_tokens=256, num_prompts=2, num_samples=4, new_tokens=4)
     write_model(small, tmp_path)
     ours, peer = (_run(side, small, str(tmp_path)) for side in ("ours", "peer"))
-    # Ours: for sampling and for training. TRL: each sample's image, for sampling, π_old and training.
+    # Per step. Ours: for sampling and for training. TRL: each sample's image, for sampling, π_old and training.
     assert (ours["tower_images"], peer["tower_images"]) == (4, 24)
     frozen = _run("ours", replace(small, frozen=True), str(tmp_path))
     assert frozen["tower_images"] == 2

@@ -9,7 +9,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -43,17 +43,22 @@ def measure(w: Workload, folder: str, overrides: Sequence[str] = ()) -> dict[str
         ]
         data = rows(w, w.num_prompts * w.steps)
         cpu_s: list[float] = []
+        tower_images: list[int] = []
+        num_images: Callable[[], int] = lambda: 0  # noqa: E731
 
         class Counting(Leader):
             def record(self, batch: Any, report: Any, clock: Any) -> None:
-                super().record(batch, report, clock)
+                # Before an evaluation: from one step to the next there is none.
                 cpu_s.append(time.process_time())
+                tower_images.append(num_images())
+                super().record(batch, report, clock)
 
         trainer = Trainer(load(None, settings), reward=reward, dataset=data, valid=data[:1])
         trainer.leader = Counting
         with contextlib.redirect_stdout(sys.stderr), contextlib.ExitStack() as counting:
             rate = gemm_rate()
-            num_images = counting.enter_context(count_tower_images(w.visual_tokens)) if w.visual_tokens else lambda: 0
+            if w.visual_tokens:
+                num_images = counting.enter_context(count_tower_images(w.visual_tokens))
             summary = trainer.train(report=False)
             rate = (rate + gemm_rate()) / 2
             decode_rate = gemm_rate(w.num_sequences, w.text["hidden_size"], w.text["intermediate_size"], weights=32)
@@ -75,7 +80,7 @@ def measure(w: Workload, folder: str, overrides: Sequence[str] = ()) -> dict[str
         "num_parameters": state["identity"]["parameters"],
         "step_s": step,
         "cpu_s": statistics.median(b - a for a, b in pairwise(cpu_s)),
-        "tower_images": num_images() / w.steps,
+        "tower_images": statistics.median(b - a for a, b in pairwise(tower_images)),
         "rollout_s": rollout_s,
         "train_s": train_s,
         "rollout_tokens_s": w.num_sequences * w.new_tokens / rollout_s,

@@ -46,6 +46,7 @@ def test_a_command_that_fails_is_a_failed_check_with_its_output(tmp_path):
     assert "no_such_example" in found.reason
 
 
+@pytest.mark.run  # the platform's name is asked of a process
 def test_a_gpu_that_is_not_there_is_said_before_anything_runs(capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert accept.main(["--gpu"]) == 2

@@ -181,14 +181,17 @@ def test_an_adapter_on_experts_arrives_merged(tmp_path):
 
 # Model Runner V2 needs Triton, which has no CPU backend; its interpreter needs one to be registered.
 _SITE = """\
-import triton.backends as found
+try:
+    import triton.backends as found
+except ImportError:  # the trainer's interpreter, which starts vLLM's
+    pass
+else:
+    class Driver:
+        @staticmethod
+        def is_active():
+            return True
 
-class Driver:
-    @staticmethod
-    def is_active():
-        return True
-
-found.backends["cpu"] = found.Backend(compiler=None, driver=Driver)
+    found.backends["cpu"] = found.Backend(compiler=None, driver=Driver)
 """
 # V2's sampler calls one Triton function directly that the interpreter cannot run; it has a torch version.
 _WORKER = """\
@@ -208,7 +211,7 @@ def test_model_runner_v2_returns_the_routes_of_the_trainer(tmp_path):
     inside.mkdir()
     (inside / "sitecustomize.py").write_text(_SITE)
     (inside / "gspo_interpreted_worker.py").write_text(_WORKER)
-    paths = os.pathsep.join(map(str, (inside, WORKER_FOLDER)))
+    paths = os.pathsep.join(map(str, (inside, WORKER_FOLDER, *filter(None, [os.environ.get("PYTHONPATH")]))))
     env = f"{{VLLM_USE_V2_MODEL_RUNNER: 1, TRITON_INTERPRET: 1, PYTHONPATH: '{paths}'}}"
     how = (
         f"actor.path={MOE}", "actor.routing_replay=rollout", "rollout.max_concurrent_rollouts=8",

@@ -88,8 +88,8 @@ CONTROLS = {
 @pytest.mark.parametrize("control", CONTROLS)
 def test_a_run_with_each_control_learns(tmp_path, tiny, control):
     train(tmp_path, *SHORT, "total_train_steps=12", "train_dataset.batch_size=16", "gconfig.n_samples=8",
-          "gconfig.max_new_tokens=48", "actor.optimizer.lr=5e-4", "evaluator.freq_steps=12", "evaluator.size=64",
-          "evaluator.at_start=true", *CONTROLS[control])  # fmt: skip
+          "gconfig.max_new_tokens=48", "actor.optimizer.lr=1e-4", "actor.ppo_n_minibatches=4",
+          "evaluator.freq_steps=12", "evaluator.size=64", "evaluator.at_start=true", *CONTROLS[control])  # fmt: skip
     accuracy = [row["eval/accuracy"] for row in metrics(path_of(tmp_path)) if row.get("eval/accuracy") is not None]
     assert accuracy[-1] > accuracy[0] + 0.2, accuracy
 

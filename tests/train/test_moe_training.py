@@ -1,10 +1,19 @@
 """Whole runs of the embedded mixture: its metrics, replay and a rounded sampler through the real loop."""
 
-import pytest
-from training_runs import metrics, train
+import signal
 
+import pytest
+import torch
+from peft import PeftModel
+from training_runs import digests, metrics, path_of, train
+from transformers import AutoModelForCausalLM
+
+from gspo.config import load
 from gspo.errors import ConfigError, DataError
 from gspo.models import embedded
+from gspo.models.loading import load_model
+from gspo.train.export import export
+from gspo.train.loop import Leader
 
 pytestmark = pytest.mark.run
 
@@ -81,3 +90,36 @@ def test_the_embedded_mixture_learns_addition(tmp_path):
     accuracy = [row["eval/accuracy"] for row in metrics(path) if "eval/accuracy" in row]
     assert 0.2 < accuracy[0] < 0.45
     assert accuracy[-1] > accuracy[0] + 0.1
+
+
+class Stopping(Leader):
+    """Asked to stop during its second step."""
+
+    def record(self, batch, report, clock):
+        if self.parts.state.step == 2:
+            self.parts.stop.signal = signal.SIGTERM
+        super().record(batch, report, clock)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([[3, 4, 5, 12, 6, 7, 8, 13]])).logits
+
+
+@pytest.mark.full
+def test_an_adapter_on_experts_is_trained_resumed_and_exported(brief, tmp_path):
+    how = (
+        *SHORT, "total_train_steps=3", "saver.freq_steps=1", "actor.use_lora=true", "actor.lora_rank=2",
+        "actor.target_modules=[all-linear,experts]", "actor.optimizer.lr=1e-2",
+    )  # fmt: skip
+    trainer, path = train(tmp_path / "straight", *how, reward=some_reward)
+    train(tmp_path / "stopped", *how, kind=Stopping, reward=some_reward)
+    train(tmp_path / "stopped", *how, reward=some_reward)
+    assert digests(path_of(tmp_path / "stopped")) == digests(path)
+    trained, base = logits(trainer.parts.learner.policy.model), logits(load_model(NAME))
+    assert (trained - base).abs().max() > 1e-3
+    config = load(path / "config.yaml").config
+    merged = AutoModelForCausalLM.from_pretrained(export(config, path, 3, tmp_path / "merged", merge=True))
+    assert (logits(merged) - trained).abs().max() <= 1e-5
+    adapter = PeftModel.from_pretrained(load_model(NAME), str(export(config, path, 3, tmp_path / "adapter")))
+    assert (logits(adapter) - trained).abs().max() <= 1e-5

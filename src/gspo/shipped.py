@@ -25,7 +25,7 @@ def example_files() -> dict[str, Path]:
     ('agent', ['minimal_loop.py', 'objective_demo.py'])
     """
     root = shipped("examples")
-    files = list(root.rglob("*.yaml"))
+    files = [file for file in root.rglob("*.yaml") if "projects" not in file.relative_to(root).parts]  # `gspo init`
     times = Counter(file.stem for file in files)
     configs = {f.stem if times[f.stem] == 1 else str(f.relative_to(root).with_suffix("")): f for f in files}
     return dict(sorted(configs.items())) | {file.name: file for file in sorted(root.glob("*.py"))}

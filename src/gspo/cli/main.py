@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from gspo import __version__
-from gspo.cli import audit, choices, common, data, doctor, lab, reports, runs, train
+from gspo.cli import audit, chat, choices, common, data, doctor, lab, project, reports, runs, train
 from gspo.errors import ConfigError, GspoError
 from gspo.system import program
 
@@ -24,7 +24,7 @@ class Verb(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Exit codes: 0 done, 1 failed run, 2 bad usage or config, 130 interrupted."""
     program.wait_without_spinning()
-    if argv is None and sys.argv[1:2] == ["train"]:
+    if argv is None and sys.argv[1:2] in (["train"], ["quickstart"]):
         program.run(lambda: main(sys.argv[1:]))  # exits: signals and the stall timeout cover the rest of the process
     words = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
@@ -85,12 +85,13 @@ gspo {__version__}: reinforcement-learning post-training for language models
 with Group Sequence Policy Optimization (GSPO) and related objectives.
 
 Quickstart (on a CPU, no download):
-  gspo train quickstart                        train a tiny model to add; takes a minute or two
+  gspo quickstart                              train a tiny model to add; takes a minute or two
   gspo report runs/quickstart/gspo --open      write and open a page: curves, clipping, samples
   gspo eval runs/quickstart/gspo --samples 8   evaluate the best checkpoint: pass@k
   gspo export runs/quickstart/gspo             write the weights as a folder that transformers loads
 
 Before you train your own model:
+  gspo init my-project --task math             write a project: config, reward, test, data
   gspo examples                                list the example configs; copy one to change it
   gspo doctor gsm8k_gspo                       explain and check a config without running it
   gspo config actor.eps_clip                   explain one key
@@ -139,6 +140,18 @@ def _argument_line(action: argparse.Action) -> str:
 
 
 VERBS: dict[str, Verb] = {
+    "init": Verb(
+        "init DIR [--task math|code|chat|tools|vision|sft]",
+        "write a small project: config with comments, reward with a test, data, README",
+        project.init_arguments,
+        project.init,
+    ),
+    "quickstart": Verb(
+        "quickstart [key=value …]",
+        "train a tiny model to add: the same as `gspo train quickstart`",
+        train.train_arguments,
+        project.quickstart,
+    ),
     "train": Verb(
         "train CONFIG [--new] [--on local|ray|slurm] [--dry-run] [key=value …]",
         "train from a config; run the same command again to resume",
@@ -180,6 +193,12 @@ VERBS: dict[str, Verb] = {
         "write a run's weights as a folder that transformers loads",
         runs.export_arguments,
         runs.export,
+    ),
+    "chat": Verb(
+        "chat RUN|MODEL [--step best|last|N] [--system TEXT] [--temperature T] [key=value …]",
+        "talk to a run or a model in the terminal",
+        chat.chat_arguments,
+        chat.chat,
     ),
     "models": Verb(
         "models [list | fetch NAME [--from FILE] | check TYPE|PATH … | check --all]",
@@ -253,5 +272,11 @@ VERBS: dict[str, Verb] = {
         "print a config with all keys; explain a key or a section; print the JSON schema",
         choices.config_arguments,
         choices.config,
+    ),
+    "completion": Verb(
+        "completion bash|zsh|fish",
+        "print a script that completes commands, options and keys in a shell",
+        project.completion_arguments,
+        project.completion,
     ),
 }

@@ -89,7 +89,6 @@ def _result_file(args: argparse.Namespace, run: Path | None, step: int, num_samp
 def _examined(args: argparse.Namespace) -> tuple[str, Loaded, Path | None]:
     """What is evaluated, its config and its run: options become overrides of the run's config or of the defaults."""
     from gspo.config.load import load
-    from gspo.report.read import is_run, open_run
 
     words = list(args.words)
     if not words or "=" in words[0]:
@@ -111,20 +110,29 @@ def _examined(args: argparse.Namespace) -> tuple[str, Loaded, Path | None]:
     overrides = [f"{key}={value}" for key, value in given.items() if value is not None] + words
     if several and args.temperature is None:
         overrides.insert(0, "~eval_gconfig.temperature")  # that of gconfig, not the 0 of a run that evaluates greedily
-    folder = Path(target)
-    if is_run(folder):
+    if (run := find_model(target)) is not None:
         if args.data and not args.split:
             overrides.insert(0, "valid_dataset.split=test")
-        return target, load(folder / "config.yaml", overrides), folder
+        return target, load(run / "config.yaml", overrides), run
+    if not any(word.startswith(("valid_dataset.path=", "train_dataset.path=")) for word in overrides):
+        raise ConfigError(f"no problems given for {target}: pass --data with a file, a hub name or embedded:arithmetic")
+    return target, load(None, [f"actor.path={json.dumps(target)}", *overrides]), None
+
+
+def find_model(target: str) -> Path | None:
+    """The run directory that `target` names; None: it names a model. ConfigError if it is neither."""
+    from gspo.report.read import is_run, open_run
+
+    folder = Path(target)
+    if is_run(folder):
+        return folder
     looks_like_a_path = target.startswith((".", "/", "~")) or target.count("/") > 1
     is_gguf = target.endswith(".gguf") and not folder.is_dir()
     if (folder.is_dir() or looks_like_a_path) and not is_gguf and not (folder / "config.json").is_file():
         open_run(folder)  # raises: its message says what is missing and which runs are nearby
     if not is_gguf:
         _require_model(target)
-    if not any(word.startswith(("valid_dataset.path=", "train_dataset.path=")) for word in overrides):
-        raise ConfigError(f"no problems given for {target}: pass --data with a file, a hub name or embedded:arithmetic")
-    return target, load(None, [f"actor.path={json.dumps(target)}", *overrides]), None
+    return None
 
 
 def _require_model(target: str) -> None:
@@ -164,6 +172,8 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--merge", action="store_true", help="LoRA runs: merge the adapter into the model and write a plain model"
     )
+    parser.add_argument("--push", metavar="OWNER/NAME", help="also upload the folder to the Hugging Face hub, private")
+    parser.add_argument("--public", action="store_true", help="with --push: a new repository is public")
 
 
 def export(args: argparse.Namespace) -> int:
@@ -177,12 +187,20 @@ def export(args: argparse.Namespace) -> int:
             f"{run}: nothing to export: step 0 is the model before training"
             f"{', and it has the best held-out score' if args.step == 'best' else ''}. Pass --step last"
         )
-    config = load(run / "config.yaml").config
+    loaded = load(run / "config.yaml")
+    config = loaded.config
     is_adapter = config.actor.use_lora and not args.merge
     to = Path(args.to) if args.to else run / f"{'adapter' if is_adapter else 'model'}_step_{step:06d}"
+    if args.public and not args.push:
+        raise ConfigError("--public needs --push OWNER/NAME")
+    if args.push:
+        from gspo.runs.hub import open_repository
+
+        open_repository(args.push, public=args.public)
     from gspo.train.export import export
 
-    export(config, run, step, to, merge=args.merge)
+    texts = _card_files(loaded, run, step, args.push or to.absolute().name, is_adapter)
+    export(config, run, step, to, merge=args.merge, texts=texts)
     print(f"step {step} of {run} → {to}\n  AutoModelForCausalLM.from_pretrained({str(to)!r})")
     if is_adapter:
         from gspo.runs.export import base_name
@@ -194,7 +212,28 @@ def export(args: argparse.Namespace) -> int:
             print("  model that can be moved.")
         else:
             print("  --merge writes a plain model instead.")
+    if args.push:
+        from gspo.runs.hub import push
+
+        print(f"pushed: {push(to, args.push, f'step {step} of {run.name}, trained with gspo')}")
     return 0
+
+
+def _card_files(loaded: Loaded, run: Path, step: int, name: str, is_adapter: bool) -> dict[str, str]:
+    """The model card, and the run's config, with which it can be trained again."""
+    from gspo import __version__
+    from gspo.algorithms import ALGORITHMS
+    from gspo.models.locate import is_hub_name, snapshot
+    from gspo.report.card import CONFIG, Exported, model_card
+    from gspo.runs.export import base_name
+
+    actor, algorithm = loaded.config.actor, ALGORITHMS.get(loaded.config.algorithm or "")
+    objective = f"{algorithm.title} ({algorithm.paper})" if algorithm else "set key by key"
+    base = actor.path if is_hub_name(actor.path) else None
+    folder = snapshot(actor.path) if base else Path(base_name(actor.path))
+    is_vision = folder is not None and (folder / "preprocessor_config.json").is_file()
+    card = model_card(Exported(run, step, name, __version__, objective, base, is_adapter, is_vision))
+    return {"README.md": card, CONFIG: (run / "config.yaml").read_text(encoding="utf-8")}
 
 
 def checkpoints_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,9 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -46,6 +48,7 @@ def write_model(
     *,
     adapter_of: str | None = None,
     shard: str = SHARD,
+    texts: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:
     """Write a temporary folder, then rename it: the result is complete or absent.
 
@@ -66,7 +69,8 @@ def write_model(
         tokenizer.save_pretrained(tmp)
         if policy.processor is not None:
             policy.processor.save(tmp)
-        (tmp / "gspo.json").write_text(json.dumps(origin, indent=1) + "\n", encoding="utf-8")
+        for name, text in {"gspo.json": json.dumps(origin, indent=1) + "\n", **texts}.items():
+            (tmp / name).write_text(text, encoding="utf-8")
         os.chmod(tmp, 0o755)  # mkdtemp makes private folders, and safetensors private files
         for file in tmp.iterdir():
             os.chmod(file, 0o644)

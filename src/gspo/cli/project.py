@@ -1,0 +1,234 @@
+"""`gspo init`, `quickstart` and `completion`: the first commands on a new machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gspo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gspo.data.arithmetic import Split
+
+TASKS = ("math", "code", "chat", "tools", "vision", "sft")
+SCHEMA = "gspo.schema.json"
+# Rows of each split, and the digits of the numbers to add.
+_USUAL: Mapping[Split, int] = {"train": 512, "test": 128}
+_ROWS: Mapping[str, Mapping[Split, int]] = {
+    "vision": {"train": 256, "test": 64},
+    "sft": {"train": 2000, "test": 128},
+}
+_DIGITS = {"tools": (5, 5), "sft": (2, 3)}
+
+
+def init_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="DIR", help="a new or empty folder; its name is the name of the project")
+    parser.add_argument("--task", choices=TASKS, default="math", help="what is trained (default: math)")
+
+
+def init(args: argparse.Namespace) -> int:
+    from gspo.system.text import inert
+
+    folder = Path(args.folder)
+    trial = write_project(folder, args.task)
+    run = f"runs/{name_of(folder)}/{trial}"
+    print(inert(f"{folder} has train.yaml, reward.py with its test, data/ and README.md. Next:"))
+    print(inert(f"  cd {shlex.quote(str(folder))}"))
+    print(f"  gspo doctor train.yaml\n  gspo train train.yaml\n  gspo report {run} --open")
+    return 0
+
+
+def write_project(folder: Path, task: str) -> str:
+    """Write config, reward with its test, data, README and the schema for editors; return the trial's name.
+
+    ConfigError if the folder is not empty; then nothing is written.
+    """
+    from gspo.config.document import json_schema
+    from gspo.shipped import shipped
+
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists and is not an empty folder; gspo does not overwrite it: pass another name")
+    source = shipped("examples") / "projects"
+    files = {f.name: f for place in (source, source / task) for f in place.iterdir() if f.is_file()}
+    texts = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+    about = texts["train.yaml"].splitlines()[1].removeprefix("# ").partition(" `gspo config")[0]
+    (trial,) = re.findall(r"^trial_name: (\w+)", texts["train.yaml"], re.MULTILINE)
+    # Made before anything is written: a package may be missing.
+    data = {path: content for split in _USUAL for path, content in _data(task, split)}
+    try:
+        (folder / "data").mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            text = re.sub(r"\bABOUT\b", lambda _: about, text)
+            text = re.sub(r"\bNAME\b", lambda _: name_of(folder), re.sub(r"\bTRIAL\b", trial, text))
+            (folder / name).write_text(text, encoding="utf-8")
+        for path, content in data.items():
+            (folder / "data" / path).parent.mkdir(exist_ok=True)
+            (folder / "data" / path).write_bytes(content)
+        (folder / SCHEMA).write_text(json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        (folder / ".gitignore").write_text("runs/\n__pycache__/\n", encoding="utf-8")
+    except OSError as cause:
+        raise ConfigError(f"{folder} cannot be written: {cause.strerror}; pass another folder") from cause
+    return trial
+
+
+def name_of(folder: Path) -> str:
+    """The name of a project: that of its folder, in characters that need no quotes.
+
+    >>> name_of(Path("work/my project")), name_of(Path("/"))
+    ('my-project', 'project')
+    """
+    return re.sub(r"[^\w.-]+", "-", folder.absolute().name, flags=re.ASCII).strip(".-") or "project"
+
+
+def _data(task: str, split: Split) -> Iterator[tuple[str, bytes]]:
+    """The files of a split below data/: rows of additions in the form that the task needs, and images."""
+    from gspo.data import arithmetic
+    from gspo.data.digits import task as digits
+
+    count = _ROWS.get(task, _USUAL)[split]
+    rows: Sequence[Mapping[str, Any]]
+    if task == "vision":
+        rows = digits.rows(split, count, seed=1)
+        names = [f"images/{split}_{number:03d}.png" for number in range(len(rows))]
+        yield from ((name, row["image"]["bytes"]) for name, row in zip(names, rows, strict=True))
+        rows = [{**row, "image": name} for name, row in zip(names, rows, strict=True)]
+    else:
+        sizes = _DIGITS.get(task, arithmetic.DIGITS)
+        problems = arithmetic.distinct_problems(split, count, digits=sizes)
+        rows = [_row(task, problem) for problem in problems]
+    yield f"{split}.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def _row(task: str, problem: Any) -> dict[str, Any]:
+    if task == "code":
+        return {
+            "question": problem.question,
+            "entry_point": "add",
+            "tests": [{"args": [], "expected": int(problem.answer)}],
+        }
+    if task == "chat":
+        return {"messages": [{"role": "user", "content": problem.question}], "answer": problem.answer}
+    row = {"question": problem.question, "answer": problem.answer}
+    return {**row, "solution": problem.solution} if task == "sft" else row
+
+
+def quickstart(args: argparse.Namespace) -> int:
+    from gspo.cli.train import train
+
+    if args.config is not None:
+        raise ConfigError(f"gspo quickstart has a config of its own; for {args.config}: gspo train {args.config}")
+    args.words.insert(0, "quickstart")
+    return train(args)
+
+
+# -- Shell completion -----------------------------------------------------------------------------------------
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+def completion_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=SHELLS, help="bash: add `source <(gspo completion bash)` to ~/.bashrc")
+
+
+def completion(args: argparse.Namespace) -> int:
+    print(completion_script(args.shell), end="")
+    return 0
+
+
+class _Words(NamedTuple):
+    """What can be typed after a verb."""
+
+    line: str
+    options: dict[tuple[str, ...], tuple[str, tuple[str, ...], bool]]  # names: help, choices, takes a value
+    words: tuple[str, ...]  # choices of positional arguments, names of examples
+    takes_keys: bool  # key=value
+
+
+def completion_script(shell: str) -> str:
+    """The completion of verbs, options, their choices, example names and config keys, made from the table of verbs."""
+    from gspo.cli.main import VERBS
+    from gspo.config.schema import known_keys
+    from gspo.shipped import example_files
+
+    examples = tuple(name for name, file in example_files().items() if file.suffix == ".yaml")
+    table = {}
+    for name, verb in VERBS.items():
+        parser = argparse.ArgumentParser(prog=name)
+        verb.arguments(parser)
+        actions = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+        words = tuple(str(word) for a in actions if not a.option_strings for word in a.choices or ())
+        takes_config = "CONFIG" in verb.usage or name == "quickstart"
+        table[name] = _Words(
+            verb.line,
+            {
+                tuple(a.option_strings): (a.help or "", tuple(map(str, a.choices or ())), a.nargs != 0)
+                for a in actions
+                if a.option_strings
+            },
+            words + (examples if takes_config or name == "examples" else ()),
+            "key=value" in verb.usage,
+        )
+    keys = [f"{key.name}=" for key in known_keys().values() if key.section is None]
+    return _fish(table, keys) if shell == "fish" else _bash(table, keys, is_zsh=shell == "zsh")
+
+
+def _bash(table: Mapping[str, _Words], keys: Sequence[str], *, is_zsh: bool) -> str:
+    lines = ["autoload -U +X bashcompinit && bashcompinit"] * is_zsh
+    lines += [
+        "_gspo() {",
+        '  local cur="${COMP_WORDS[COMP_CWORD]}" previous="${COMP_WORDS[COMP_CWORD-1]}" words="" options="" keys=""',
+        "  COMPREPLY=()",
+        '  if [ "$COMP_CWORD" -eq 1 ]; then',
+        f"""    COMPREPLY=( $(compgen -W '{" ".join(table)} --help --version' -- "$cur") ); return""",
+        "  fi",
+        '  case "${COMP_WORDS[1]} $previous" in',
+    ]
+    for verb, found in table.items():
+        for names, (_, choices, takes_value) in found.options.items():
+            if takes_value:
+                pattern = "|".join(f"'{verb} {name}'" for name in names)
+                reply = f"""COMPREPLY=( $(compgen -W '{" ".join(choices)}' -- "$cur") ); """ if choices else ""
+                lines.append(f"    {pattern}) {reply}return ;;")  # without choices: a file, by `-o default`
+    lines += ["  esac", '  case "${COMP_WORDS[1]}" in']
+    for verb, found in table.items():
+        options = " ".join(name for names in found.options for name in names)
+        lines.append(
+            f"    {verb}) options='{options}'; words='{' '.join(found.words)}'; keys={int(found.takes_keys)} ;;"
+        )
+    lines += [
+        "  esac",
+        '  case "$cur" in',
+        '    -*) COMPREPLY=( $(compgen -W "$options" -- "$cur") ); return ;;',
+        "  esac",
+        '  COMPREPLY=( $(compgen -W "$words" -- "$cur") )',
+        '  if [ "$keys" = 1 ] && [ "$COMP_CWORD" -gt 1 ] && [ -n "$cur" ] && [ "${#COMPREPLY[@]}" -eq 0 ]; then',
+        f"""    COMPREPLY=( $(compgen -W '{" ".join(keys)}' -- "$cur") )""",
+        '    [ "${#COMPREPLY[@]}" -eq 0 ] || compopt -o nospace 2>/dev/null',
+        "  fi",
+        "}",
+        "complete -o default -o bashdefault -F _gspo gspo",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _fish(table: Mapping[str, _Words], keys: Sequence[str]) -> str:
+    def quoted(text: str) -> str:
+        return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+    lines = []
+    for verb, found in table.items():
+        after = f"complete -c gspo -n '__fish_seen_subcommand_from {verb}'"
+        lines.append(f"complete -c gspo -f -n __fish_use_subcommand -a {verb} -d {quoted(found.line)}")
+        for names, (about, choices, takes_value) in found.options.items():
+            flags = " ".join(f"-l {n[2:]}" if n.startswith("--") else f"-s {n[1:]}" for n in names)
+            value = f" -x -a {quoted(' '.join(choices))}" if choices else " -r" * takes_value
+            lines.append(f"{after} {flags}{value} -d {quoted(about)}")
+        words = [*found.words, *(keys if found.takes_keys else ())]
+        if words:
+            lines.append(f"{after} -a {quoted(' '.join(words))}")
+    return "\n".join(lines) + "\n"

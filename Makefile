@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 # One thread per worker makes results repeatable; two more workers than cores fill the time that tests wait.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 4
 
-.PHONY: train demo unit test test-full check docs docs-site accept accept-gpu setup setup-train setup-vllm setup-envs clean
+.PHONY: train demo unit test test-full check docs docs-site accept accept-gpu setup setup-train setup-vllm setup-envs constraints clean
 
 train: setup-train
 	.venv/bin/gspo train examples/quickstart.yaml
@@ -65,13 +65,18 @@ setup-train: $(TRAIN_STAMP)
 $(TRAIN_STAMP): pyproject.toml
 	test -x $(PY) || python3 -m venv .venv
 	$(PY) -c "import torch" 2>/dev/null || $(PY) -m pip install --quiet torch==2.13.0
-	$(PY) -m pip install --quiet -e ".[report]"
+	$(PY) -m pip install --quiet -c constraints.txt -e ".[report]"
 	touch $@
 
 # Everything that the tests need: TRL, Ray, loggers, the browser's driver, the type checker.
 $(STAMP): $(TRAIN_STAMP)
-	$(PY) -m pip install --quiet -e ".[report,tasks,models,lora,envs,ray,loggers,test,dev]"
+	$(PY) -m pip install --quiet -c constraints.txt -e ".[report,tasks,models,lora,envs,ray,loggers,test,dev]"
 	touch $@
+
+# The versions that the tests ran with; `pip install -c constraints.txt gspo` installs them elsewhere. A local version such
+# as +cpu is left out: it is on one index only, and ==2.13.0 takes it where it is installed.
+constraints:
+	$(PY) -m pip freeze --exclude-editable | grep -v ' @ ' | sed 's/+cpu$$//' > constraints.txt
 
 # Packages of other people's environments, each in an environment of its own: they need different releases of `mcp`.
 setup-envs: .venv-openenv/.installed .venv-verifiers/.installed

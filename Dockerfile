@@ -1,0 +1,42 @@
+# syntax=docker/dockerfile:1
+# CPU:  docker build --target cpu -t gspo:cpu .     docker run --rm -it -v "$PWD:/work" gspo:cpu quickstart
+# CUDA: docker build --target cuda -t gspo:cuda .   docker run --rm -it --gpus all -v "$PWD:/work" gspo:cuda train run.yaml
+# Docker is not available where this project is developed: tests/cli/test_release.py checks paths and commands, not the build.
+
+FROM python:3.11-slim-bookworm AS wheel
+WORKDIR /source
+COPY pyproject.toml README.md LICENSE ./
+COPY src ./src
+COPY examples ./examples
+COPY docs ./docs
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+
+FROM python:3.11-slim-bookworm AS cpu
+# The sandbox of program rewards.
+RUN apt-get update && apt-get install -y --no-install-recommends bubblewrap && rm -rf /var/lib/apt/lists/*
+COPY constraints.txt /constraints.txt
+COPY --from=wheel /wheels /wheels
+# torch first, from the index of CPU builds: the default index has CUDA builds of several gigabytes.
+RUN pip install --no-cache-dir -c /constraints.txt --extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu \
+ && pip install --no-cache-dir -c /constraints.txt "gspo[report,tasks,models,lora,vision] @ file://$(ls /wheels/*.whl)" \
+ && rm -rf /wheels
+RUN useradd --create-home gspo
+USER gspo
+WORKDIR /work
+ENTRYPOINT ["gspo"]
+CMD ["--help"]
+
+FROM nvidia/cuda:12.9.1-base-ubuntu24.04 AS cuda
+RUN apt-get update && apt-get install -y --no-install-recommends bubblewrap gcc python3-dev python3-venv && rm -rf /var/lib/apt/lists/*
+RUN python3 -m venv /opt/gspo
+ENV PATH=/opt/gspo/bin:$PATH
+COPY constraints.txt /constraints.txt
+COPY --from=wheel /wheels /wheels
+RUN pip install --no-cache-dir -c /constraints.txt torch==2.13.0 \
+ && pip install --no-cache-dir -c /constraints.txt "gspo[report,tasks,models,lora,vision,ray] @ file://$(ls /wheels/*.whl)" \
+ && rm -rf /wheels
+RUN useradd --create-home trainer
+USER trainer
+WORKDIR /work
+ENTRYPOINT ["gspo"]
+CMD ["--help"]

@@ -76,7 +76,7 @@ def test_the_extra_of_a_reward_has_its_package(reward, needs):
 def test_names_of_version_0_1_install_what_they_did():
     extras = project()["optional-dependencies"]
     assert extras.keys() >= USER_EXTRAS | {"plot", "text", "agent", "tensorboard", "wandb", "trackio"}
-    assert packages(extras["plot"]) == {"matplotlib"}
+    assert "matplotlib" in packages(extras["plot"])
     assert packages(extras["text"]) >= {"rouge-score", "sacrebleu", "py3langid"}
     assert packages(extras["loggers"]) == {"tensorboard", "wandb", "trackio"}
     assert "openai" in packages(extras["agent"])

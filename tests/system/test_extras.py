@@ -18,8 +18,9 @@ NAMED = {
     "PIL": "pillow", "yaml": "pyyaml", "huggingface_hub": "transformers", "tokenizers": "transformers",
     "annotated_types": "pydantic", "pydantic_core": "pydantic",
 }  # fmt: skip
-# Not ours to install: the notebook's kernel, other people's environments, an engine and our extension inside it.
-OTHERS = {"IPython", "verifiers", "openenv", "vllm", "sglang", "gspo_collective"}
+# Not ours to install: the notebook's kernel, tables for those who have pandas (else `gspo.Run` gives columns), other
+# people's environments, an engine and our extension inside it.
+OTHERS = {"IPython", "pandas", "verifiers", "openenv", "vllm", "sglang", "gspo_collective"}
 USER_EXTRAS = {"report", "tasks", "models", "lora", "vision", "envs", "ray", "loggers"}
 
 

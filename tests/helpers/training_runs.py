@@ -19,6 +19,12 @@ SMALL = (
     "total_train_steps=3", "threads=1",
 )  # fmt: skip
 
+# Supervised fine-tuning instead, on the worked solutions.
+SFT = (
+    "algorithm=sft", "~gconfig.n_samples", "~actor.ppo_n_minibatches", "~actor.eps_clip", "actor.optimizer.lr=1e-4",
+    "train_dataset.completion_column=solution",
+)  # fmt: skip
+
 # Which groups have equal rewards depends on the machine that built the model. Where a test needs an update of every
 # mini-batch, this reward gives every sequence an advantage.
 RANKED = "reward.functions=[loop_rewards:ranked]"

@@ -5,7 +5,7 @@ import time
 
 import pytest
 from killed_runs import Runs, fired
-from training_runs import RANKED, digests, metrics, path_of
+from training_runs import RANKED, SFT, digests, metrics, path_of
 
 from gspo import rng
 from gspo.faults import SITES
@@ -67,6 +67,20 @@ def test_every_site_of_the_injector_is_killed_at_or_has_a_test_of_its_own():
 )  # fmt: skip
 def test_a_run_killed_at_a_phase_and_run_again_is_the_uninterrupted_one(runs, straight, tmp_path, fault):
     assert killed_then_finished(runs, tmp_path, [fault]) == straight
+
+
+def test_a_supervised_run_killed_between_two_updates_is_the_uninterrupted_one(runs, tmp_path):
+    short = ("total_train_steps=4", "saver.freq_steps=1", "saver.keep=9", "evaluator.freq_steps=0", *SFT)
+    scheduled = (*short, "actor.optimizer.lr_scheduler_type=linear", "actor.ppo_n_minibatches=2")
+    assert runs.run(tmp_path / "straight", *scheduled) == 0
+    rates = [row["optimizer/lr"] for row in metrics(path_of(tmp_path / "straight")) if row["step"]]
+    assert rates == sorted(rates, reverse=True)
+    assert len(set(rates)) == 4
+    # Update 6 is the second one of step 3; step 2 was saved.
+    assert runs.run(tmp_path / "killed", *scheduled, fault="train.updated:6:kill") == -9
+    assert fired(tmp_path / "killed") == ["train.updated:6:kill"]
+    assert runs.run(tmp_path / "killed", *scheduled) == 0
+    assert digests(path_of(tmp_path / "killed")) == digests(path_of(tmp_path / "straight"))
 
 
 @pytest.mark.full

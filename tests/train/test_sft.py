@@ -3,18 +3,13 @@
 import pytest
 import ranked_runs
 import torch
-from training_runs import digests, metrics, train
+from training_runs import SFT, digests, metrics, train
 
 from gspo.config import load
 from gspo.config.lint import check
 from gspo.errors import ConfigError
 from gspo.objectives import loss
 from gspo.runs.state import State
-
-SFT = (
-    "algorithm=sft", "~gconfig.n_samples", "~actor.ppo_n_minibatches", "~actor.eps_clip", "actor.optimizer.lr=1e-4",
-    "train_dataset.completion_column=solution",
-)  # fmt: skip
 
 
 def test_the_objective_is_the_mean_cross_entropy_and_its_gradient_bit_for_bit():

@@ -1,7 +1,14 @@
 """Training by a reward model, by a judge and on a mixture, on the tiny model: the policy learns what it should."""
 
+import importlib
+import itertools
+import json
+import random
 import threading
+from functools import partial
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from http_judge import JudgeServer
@@ -100,6 +107,40 @@ def test_a_policy_learns_what_a_reward_model_likes(tmp_path, blank):
     assert all(row["reward"] == pytest.approx(float(row["completion"].endswith("7")), abs=1e-4) for row in last)
     assert rewards[0] < 0.2
     assert rewards[-1] > rewards[0] + 0.3
+
+
+@pytest.fixture
+def example(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples" / "reward_model"))
+    return importlib.import_module("reward_model")
+
+
+def test_pairs_are_read_from_a_file_and_few_or_wrong_ones_are_refused(tmp_path, example):
+    file = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}, {"prompt": "1+1=", "chosen": "2"}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match=r"line 2: a pair has prompt, chosen and rejected"):
+        example.pairs_of_file(file)
+    file.write_text(json.dumps(rows[0]) + "\n")
+    pairs = example.pairs_of_file(file)
+    assert pairs == [("1+1=", "2", "3")]
+    with pytest.raises(DataError, match="1 pairs of 1 prompts: at least 10"):
+        example.train_reward_model(pairs, "embedded:tiny", tmp_path / "model")
+
+
+@pytest.mark.full
+def test_a_reward_model_trained_on_pairs_teaches_what_the_pairs_prefer(tmp_path, blank, example):
+    """The pairs prefer more sevens. The policy sees the model's scores only, and writes sevens."""
+    draw = random.Random(0)
+    digits = partial(draw.choices, "0123456789", k=4)
+    texts = [("".join(digits()), f"{draw.randrange(999)}+{draw.randrange(999)}=") for _ in range(800)]
+    ordered = [(q, *sorted((a, b), key=lambda t: -t.count("7"))) for (a, q), (b, _) in itertools.pairwise(texts)]
+    pairs = [example.Pair(*pair) for pair in ordered if pair[1].count("7") > pair[2].count("7")]
+    model = tmp_path / "model"
+    assert example.train_reward_model(pairs, "embedded:tiny", model, steps=60, batch=16) > 0.8
+    _, path = train(tmp_path, blank, *QUICK, f"reward.functions=[{{name: reward_model, path: '{model}'}}]")
+    first, last = (np.mean([row["completion"].count("7") for row in samples(path, step)]) for step in (1, 12))
+    assert last > first + 0.5, (first, last)
 
 
 @pytest.mark.full

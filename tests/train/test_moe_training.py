@@ -73,7 +73,7 @@ def test_replay_is_refused_where_it_cannot_be(tiny, tmp_path):
         train(tmp_path, "actor.routing_replay=proximal")
     with pytest.raises(ConfigError, match="prox_logp_method rollout has no such pass"):
         train(tmp_path, "actor.routing_replay=proximal", "actor.prox_logp_method=rollout")
-    with pytest.raises(ConfigError, match="vllm does not return them"):
+    with pytest.raises(ConfigError, match="vLLM returns them only with its Model Runner V2"):
         train(tmp_path, "actor.routing_replay=rollout", "rollout.backend=vllm:d2")
 
 

@@ -91,6 +91,7 @@ def test_self_time_is_what_nested_operators_leave(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1200)
 @pytest.mark.skipif(not has_peer(), reason="TRL is not installed (extra bench)")
 def test_both_sides_show_the_same_images_and_their_passes_through_the_tower_are_counted(tmp_path):
     small = replace(WORKLOADS["vision"], visual_tokens=256, num_prompts=2, num_samples=4, new_tokens=4)

@@ -4,6 +4,8 @@ import json
 import time
 
 import pytest
+import torch
+import vision_zoo
 from killed_runs import Runs, fired
 from training_runs import RANKED, SFT, digests, metrics, path_of
 
@@ -97,6 +99,26 @@ def test_a_run_killed_in_a_second_pass_over_its_batch_is_the_uninterrupted_one(r
     assert digests(path_of(root)) == whole
     assert runs.run(tmp_path / "one pass", *short[1:]) == 0
     assert digests(path_of(tmp_path / "one pass"))["model.safetensors"] != whole["model.safetensors"]
+
+
+@pytest.mark.full
+def test_a_run_with_images_that_is_killed_and_run_again_is_the_uninterrupted_one(runs, tmp_path):
+    vision_zoo.write_folder("qwen3_vl", tmp_path / "model")
+    vision_zoo.model("qwen3_vl", torch.float32).save_pretrained(tmp_path / "model")
+    lines = []
+    for number in range(16):
+        vision_zoo.image(16, 16, number).open().save(tmp_path / f"{number}.png")
+        lines.append(json.dumps({"prompt": "what?", "image": f"{number}.png", "answer": "a"}))
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    shown = (f"actor.path={tmp_path / 'model'}", f"train_dataset.path={tmp_path / 'rows.jsonl'}", RANKED)
+    shown += ("train_dataset.size=null", "total_train_steps=5", "gconfig.max_new_tokens=6")
+    assert runs.run(tmp_path / "straight", *shown) == 0, (tmp_path / "straight" / "out.txt").read_text()[-2000:]
+    whole = digests(path_of(tmp_path / "straight"))
+    for fault in ("rollout.token:20", "train.updated:9"):
+        root = tmp_path / fault.replace(":", "-")
+        assert runs.run(root, *shown, fault=f"{fault}:kill") == -9
+        assert runs.run(root, *shown) == 0
+        assert digests(path_of(root)) == whole
 
 
 @pytest.mark.full

@@ -84,7 +84,7 @@ def tiny():
     """The embedded model, built once per machine: workers wait for the one that builds it."""
     from gspo.models import embedded
 
-    folder = embedded.folder("embedded:tiny")
+    folder = embedded.embedded_folder("embedded:tiny")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.parent / ".building", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

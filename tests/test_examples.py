@@ -13,7 +13,7 @@ from scripted_client import last_prompt, play, scripted
 from tiers import brief
 
 from gspo.cli import main as cli
-from gspo.data.fetch.restaurants import FOOD, rows_of
+from gspo.data.fetch.restaurants import FOOD, restaurant_rows
 from gspo.report.read import read_metrics
 from gspo.rewards.sandbox.box import unavailable
 from gspo.system.imports import find_function
@@ -107,7 +107,7 @@ def _talks(folder: Path) -> Path:
     """Rows as `gspo data fetch restaurants` makes them."""
     places = [{"name": f"{food} {area}", "food": food, "area": area} for food in ("1", "2", "3") for area in ("4", "5")]
     folder.mkdir()
-    for split, rows in rows_of(places, [f"{'0' * n} {FOOD}" for n in range(1, 60)]).items():
+    for split, rows in restaurant_rows(places, [f"{'0' * n} {FOOD}" for n in range(1, 60)]).items():
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 

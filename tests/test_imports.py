@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -175,6 +176,39 @@ def test_a_file_has_at_most_twenty_imports():
     assert {module: count for module, count in found.items() if count > MAX_IMPORTS} == {}
     many = "import os\n" + "\n".join(f"from gspo.module_{i} import name" for i in range(MAX_IMPORTS + 1))
     assert num_imports(ast.parse(many)) == MAX_IMPORTS + 1
+
+
+# Public functions and classes of one name in two files or more, with the reason. Any other name is defined once, so
+# that a search finds one thing.
+SAME_NAME = {
+    "main": "the entry point of a program",
+    "run": "launchers are interchangeable (launcher/local, ray, slurm); gspo.train.run is a public name",
+    "serve": "programs of sampler servers are interchangeable (launcher/serve/local, vllm, sglang)",
+    "command": "the command line of an engine's server (launcher/serve/vllm, sglang)",
+    "measure": "computed studies are interchangeable (lab/studies/direct)",
+    "compare": "the verb, and what it calls",
+    "evaluate": "the verb, and what training calls",
+    "export": "the verb, and what it calls",
+    "preview": "the verb, and what it calls",
+}
+
+
+def defined_twice(files: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Public top-level functions and classes of (module, source) that more than one module defines."""
+    found: dict[str, set[str]] = {}
+    for module, code in files:
+        for node in ast.parse(code).body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name[0] != "_":
+                found.setdefault(node.name, set()).add(module)
+    return {name: sorted(where) for name, where in found.items() if len(where) > 1}
+
+
+def test_a_public_name_is_defined_in_one_file():
+    found = defined_twice((module, file.read_text()) for module, file, _ in modules())
+    assert {name: where for name, where in found.items() if name not in SAME_NAME} == {}
+    assert set(SAME_NAME) <= set(found), "a name that is defined once needs no exception"
+    twice = [("a", "class Plan: ..."), ("b", "def Plan(): ..."), ("c", "def _own(): ..."), ("d", "def _own(): ...")]
+    assert defined_twice(twice) == {"Plan": ["a", "b"]}
 
 
 def heavy_modules_after(code: str, *args: str) -> list[str]:

@@ -116,7 +116,7 @@ def _classifier(base: str, seed: int) -> PreTrainedModel:
     folder = locate(base, "--base")
     if folder.startswith(EMBEDDED):
         embedded.build(folder)
-        folder = str(embedded.folder(base))
+        folder = str(embedded.embedded_folder(base))
     torch.manual_seed(seed)  # of the new head
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, use_safetensors=True)
     text = model.config.get_text_config()

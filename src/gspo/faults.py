@@ -56,7 +56,7 @@ class Fault(NamedTuple):
     action: str
 
 
-def parse(text: str) -> Fault:
+def parse_fault(text: str) -> Fault:
     """
     >>> parse("train.backward:3:kill")
     Fault(site='train.backward', visit=3, action='kill')
@@ -71,7 +71,7 @@ def parse(text: str) -> Fault:
     return Fault(site, int(visit), action)
 
 
-_armed = parse(os.environ["GSPO_FAULT"]) if os.environ.get("GSPO_FAULT") else None
+_armed = parse_fault(os.environ["GSPO_FAULT"]) if os.environ.get("GSPO_FAULT") else None
 _visits = 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo.audit.disk import audit, files
+from gspo.audit.disk import audit_files, files
 from gspo.audit.findings import sections_of
 from gspo.audit.logs import swift_rows, trl_rows
 from gspo.audit.training_args import interpret, read_training_args
@@ -52,7 +52,7 @@ def test_a_trl_run_with_eps_0_2_and_sequence_level_is_diagnosed(tmp_path, capsys
 
 
 def test_trls_files_give_one_row_per_rollout_batch_and_its_samples(tmp_path):
-    audit([FILES / "trl"], tmp_path)
+    audit_files([FILES / "trl"], tmp_path)
     state = json.loads(next((FILES / "trl").rglob("trainer_state.json")).read_text())
     logs = [log for log in state["log_history"] if "loss" in log]
     rows = read_metrics(tmp_path)
@@ -121,7 +121,7 @@ def test_every_loss_of_trl_has_the_objective_that_the_comparison_of_losses_holds
 
 
 def test_verls_files_tell_that_clip_ratio_has_no_effect(tmp_path):
-    found = audit([FILES / "verl"], tmp_path)
+    found = audit_files([FILES / "verl"], tmp_path)
     said = warnings_of(found)
     assert any("clip_ratio=3e-4 has no effect: clip_ratio_low=0.2" in message for message in said)
     assert any("nothing is ever clipped" in message for message in said)
@@ -143,7 +143,7 @@ def test_verls_files_tell_that_clip_ratio_has_no_effect(tmp_path):
 
 
 def test_verls_dumps_alone_give_rewards_and_say_what_is_missing(tmp_path):
-    found = audit([FILES / "verl" / "rollouts"], tmp_path)
+    found = audit_files([FILES / "verl" / "rollouts"], tmp_path)
     assert "pass the Hydra folder" in found["doctor"]["unreadable"]
     assert any("file logger" in line for line in found["unknown"])
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
@@ -174,7 +174,7 @@ def test_megatrons_log_of_ms_swift_counts_iterations_and_cispo_has_a_clip_share_
 
 
 def test_ms_swifts_files_are_diagnosed_too(tmp_path):
-    found = audit([FILES / "swift"], tmp_path)
+    found = audit_files([FILES / "swift"], tmp_path)
     assert (found["system"], found["version"]) == ("ms-swift", "4.6.0.dev0")
     assert any("nothing is ever clipped" in message for message in warnings_of(found))
     assert found["doctor"]["warnings"][0]["remedy"].startswith("set --epsilon 3e-4")
@@ -222,17 +222,17 @@ def test_another_major_version_of_trl_is_refused_by_name(tmp_path):
     for card in (tmp_path / "trl").rglob("README.md"):
         card.write_text(card.read_text().replace("TRL: 1.16.0", "TRL: 2.0.1"))
     with pytest.raises(ConfigError, match=r"TRL 2\.0\.1; gspo audit reads TRL 1\.x"):
-        audit([tmp_path / "trl"], tmp_path / "run")
+        audit_files([tmp_path / "trl"], tmp_path / "run")
 
 
 def test_a_folder_without_a_known_run_is_refused_and_a_gspo_run_is_not_overwritten(tmp_path):
     with pytest.raises(ConfigError, match="no run of another trainer"):
-        audit([tmp_path], tmp_path / "run")
+        audit_files([tmp_path], tmp_path / "run")
     with pytest.raises(ConfigError, match="does not exist"):
-        audit([tmp_path / "nothing"], tmp_path / "run")
+        audit_files([tmp_path / "nothing"], tmp_path / "run")
     (tmp_path / "config.yaml").write_text("algorithm: gspo\n")
     with pytest.raises(ConfigError, match="holds a run of gspo"):
-        audit([FILES / "swift"], tmp_path)
+        audit_files([FILES / "swift"], tmp_path)
 
 
 def test_the_newest_checkpoint_is_the_last(tmp_path):
@@ -244,6 +244,6 @@ def test_the_newest_checkpoint_is_the_last(tmp_path):
 
 
 def test_an_audit_can_be_repeated(tmp_path):
-    audit([FILES / "swift"], tmp_path)
-    audit([FILES / "swift"], tmp_path)
+    audit_files([FILES / "swift"], tmp_path)
+    audit_files([FILES / "swift"], tmp_path)
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gspo.cli import main as cli
-from gspo.cli.chat import Session
+from gspo.cli.chat import ChatSession
 from gspo.envs.chat import Chat
 from gspo.models.loading import load_model, load_tokenizer
 from gspo.sampling.local.engine import LocalSampler
@@ -26,7 +26,7 @@ def model(tiny):
 def session(model, *, template=False, most=48, context=2048):
     policy, tokenizer = model
     sampler = LocalSampler(policy, seed=1, eos_token_ids=(1,), decode=tokenizer.decode)
-    return Session(Chat(tokenizer, template), sampler, SamplingParams(most, greedy=True), context)
+    return ChatSession(Chat(tokenizer, template), sampler, SamplingParams(most, greedy=True), context)
 
 
 def greedy(model, tokens, most=48):
@@ -71,7 +71,7 @@ def test_a_pipe_gets_the_answers_alone_and_control_characters_are_escaped(model,
     assert cli.main(["chat", "embedded:tiny", "threads=1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.rpartition(">")[2] for line in lines] == ["25", "55"]
-    monkeypatch.setattr(Session, "ask", lambda self, text: iter(["\x1b[31m", "red"]))
+    monkeypatch.setattr(ChatSession, "ask", lambda self, text: iter(["\x1b[31m", "red"]))
     monkeypatch.setattr("sys.stdin", io.StringIO("x\n"))
     assert cli.main(["chat", "embedded:tiny", "threads=1"]) == 0
     assert capsys.readouterr().out == "\\x1b[31mred\n"

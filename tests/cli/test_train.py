@@ -19,7 +19,7 @@ from gspo.cli.train import show_run
 from gspo.report.read import best_step, read_metrics
 from gspo.report.terminal import evaluation_view
 from gspo.stats import pass_at_k
-from gspo.train.evaluate_run import figures
+from gspo.train.evaluate_run import score_figures
 from gspo.types import Failure, Group, Prompt, Sample, SampleId, Score
 
 pytestmark = pytest.mark.run
@@ -202,7 +202,7 @@ def test_a_folder_that_is_no_run_names_the_runs_below_it(trained, capsys):
 
 
 def test_eval_of_graded_rewards_shows_the_reward_and_no_accuracy_of_zero():
-    found = figures([replace(group(False), outcomes=(Score(r),)) for r in (-0.5, 0.5, 0.3)], 1)
+    found = score_figures([replace(group(False), outcomes=(Score(r),)) for r in (-0.5, 0.5, 0.3)], 1)
     assert found["graded"] == 1.0
     out = io.StringIO()
     console = Console(file=out, width=100)
@@ -210,7 +210,7 @@ def test_eval_of_graded_rewards_shows_the_reward_and_no_accuracy_of_zero():
     text = out.getvalue()
     assert re.search(r"reward +0\.100 +-1\.214 … 1\.414", text)
     assert "avg@1" not in text
-    plain = figures([group(True), group(False)], 1)
+    plain = score_figures([group(True), group(False)], 1)
     console.print(evaluation_view("head", {**plain, "seconds": 1.0}))
     assert "avg@1" in out.getvalue()
     assert "pass@1" not in out.getvalue()
@@ -285,11 +285,11 @@ def group(*marks: bool | None) -> Group:
 
 
 def test_a_failed_reward_is_no_wrong_answer():
-    found = figures([group(True, None, None), group(False, False, True)], 3)
+    found = score_figures([group(True, None, None), group(False, False, True)], 3)
     assert found["avg"]["value"] == pytest.approx((1 + 1 / 3) / 2)
     assert found["pass"]["3"] == pytest.approx({"value": 1.0, "low": 0.2065, "high": 1.0, "problems": 1}, abs=1e-3)
     assert found["reward_failures"] == 2
-    nothing = figures([group(None)], 1)
+    nothing = score_figures([group(None)], 1)
     assert nothing["avg"] == {"value": None, "low": None, "high": None, "problems": 0}
 
 

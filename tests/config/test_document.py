@@ -11,7 +11,7 @@ import yaml
 from areal_files import NEW, OLD
 
 from gspo.algorithms import ALGORITHMS
-from gspo.config import digest, document, dump, effective_objective, load, write_origins
+from gspo.config import config_fingerprint, document, dump, effective_objective, load, write_origins
 from gspo.config.loaded import read_origins
 from gspo.config.migrate.table import rules
 from gspo.config.schema import known_keys
@@ -35,7 +35,7 @@ def test_every_shipped_example_survives_dump_and_load(path, tmp_path):
     loaded = load(path)
     reloaded = again(loaded, tmp_path)
     assert reloaded.config == loaded.config
-    assert digest(reloaded.config) == digest(loaded.config)
+    assert config_fingerprint(reloaded.config) == config_fingerprint(loaded.config)
     assert effective_objective(reloaded) == effective_objective(loaded)
 
 
@@ -99,9 +99,13 @@ def test_the_dump_names_every_key_and_who_decided_it(tmp_path):
 
 
 def test_a_digest_ignores_spelling_and_notices_every_value():
-    plain = digest(load(None, ["actor.optimizer.lr=1e-6"]).config)
-    assert plain == digest(load(None, ["actor.optimizer.lr=0.000001"]).config) == digest(load(None).config)
-    assert plain != digest(load(None, ["actor.optimizer.lr=1.0000001e-6"]).config)
+    plain = config_fingerprint(load(None, ["actor.optimizer.lr=1e-6"]).config)
+    assert (
+        plain
+        == config_fingerprint(load(None, ["actor.optimizer.lr=0.000001"]).config)
+        == config_fingerprint(load(None).config)
+    )
+    assert plain != config_fingerprint(load(None, ["actor.optimizer.lr=1.0000001e-6"]).config)
 
 
 def test_the_examples_can_clip_and_divide():

@@ -10,7 +10,7 @@ import pytest
 from gspo.config import load
 from gspo.config.document import migrating
 from gspo.config.migrate import trl as trl_rows
-from gspo.config.migrate.other_systems import find, table
+from gspo.config.migrate.other_systems import find, foreign_keys
 from gspo.config.schema import known_keys
 from gspo.errors import ConfigError
 
@@ -20,7 +20,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
 def test_every_field_of_trls_grpo_config_is_mapped_explained_or_listed_as_missing():
     trl = pytest.importorskip("trl", reason="needs gspo[test]")
     fields = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
-    known = {key for system, key in table() if system == "TRL"}
+    known = {key for system, key in foreign_keys() if system == "TRL"}
     assert not fields - known, "fields of GRPOConfig without a row in config/migrate/trl.py"
     if trl.__version__.startswith("1.16"):  # another version may have dropped some
         others = (*trl_rows.SCRIPT, *trl_rows.SCRIPT_NEEDLESS, *trl_rows.SCRIPT_UNSUPPORTED)
@@ -29,12 +29,12 @@ def test_every_field_of_trls_grpo_config_is_mapped_explained_or_listed_as_missin
 
 
 def test_every_key_that_is_named_as_ours_exists():
-    wrong = {row.ours for row in table().values() if row.fate == "mapped"} - known_keys().keys()
+    wrong = {row.ours for row in foreign_keys().values() if row.fate == "mapped"} - known_keys().keys()
     assert not wrong
 
 
 def test_what_is_not_mapped_says_why():
-    assert all(row.note for row in table().values() if row.fate != "mapped")
+    assert all(row.note for row in foreign_keys().values() if row.fate != "mapped")
 
 
 def refused(*overrides, text=None, folder=None):
@@ -125,7 +125,7 @@ def test_no_key_of_ours_is_refused_as_theirs():
 
 def test_the_committed_page_is_the_generated_one_and_has_every_key():
     assert PAGE.read_text(encoding="utf-8") == migrating(), "run: make docs"
-    for _, key in table():
+    for _, key in foreign_keys():
         assert f"`{key}`" in migrating()
 
 

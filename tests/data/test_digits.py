@@ -15,7 +15,7 @@ from gspo.errors import DataError
 
 
 def drawn(split, seed=1, count=2000):
-    return list(islice(task.examples(split, seed=seed), count))
+    return list(islice(task.problem_stream(split, seed=seed), count))
 
 
 def rows(split, **changes):

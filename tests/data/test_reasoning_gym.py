@@ -14,7 +14,7 @@ pytest.importorskip("reasoning_gym", reason="needs gspo[tasks]")
 
 
 def rows(task="chain_sum", num_rows=30, **options):
-    return gym.rows(task, "train", size=num_rows, seed=1, options=options, key="train_dataset")
+    return gym.task_rows(task, "train", size=num_rows, seed=1, options=options, key="train_dataset")
 
 
 @pytest.fixture

@@ -64,8 +64,8 @@ def test_a_plain_completion_is_trained_whole_and_ends_with_eos(tokenizer):
 
 def test_the_completion_is_the_worked_solution_and_the_reference_the_answer():
     row = {"question": "1+2=", "answer": "3", "solution": "1+2+0=03>3"}
-    prompt = rows_of([row], embedded.tokenizer()).prompt(0)
-    assert trained(embedded.tokenizer(), prompt.target) == "1+2+0=03>3<eos>"
+    prompt = rows_of([row], embedded.embedded_tokenizer()).prompt(0)
+    assert trained(embedded.embedded_tokenizer(), prompt.target) == "1+2+0=03>3<eos>"
     assert prompt.reference == "3"
 
 

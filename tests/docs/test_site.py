@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gspo.cli.main import VERBS, document
+from gspo.cli.main import VERBS, command_page
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -75,9 +75,9 @@ def test_every_example_folder_has_a_page_and_is_in_the_gallery():
 
 
 def test_the_page_of_the_commands_is_what_the_parsers_say():
-    assert (DOCS / "cli.md").read_text(encoding="utf-8") == document(), "run: python -m gspo.cli > docs/cli.md"
-    assert all(f"\n## gspo {name}\n" in document() for name in VERBS)
-    assert "`--on local|ray|slurm`: how processes are launched" in document()
+    assert (DOCS / "cli.md").read_text(encoding="utf-8") == command_page(), "run: python -m gspo.cli > docs/cli.md"
+    assert all(f"\n## gspo {name}\n" in command_page() for name in VERBS)
+    assert "`--on local|ray|slurm`: how processes are launched" in command_page()
 
 
 def test_the_readme_is_short_and_every_command_in_it_exists():

@@ -8,7 +8,7 @@ import pytest
 
 from gspo.algorithms import ALGORITHMS
 from gspo.config import effective_objective, load
-from gspo.doctor.explain import explain, to_json
+from gspo.doctor.explain import explain, report_json
 from gspo.doctor.explain.objective import formula
 from gspo.doctor.render import algorithm_card, algorithm_table, to_text
 from gspo.system.text import inert
@@ -155,7 +155,7 @@ def test_exit_codes():
 
 def test_json_has_the_same_content():
     report = report_of("algorithm=gspo", "actor.eps_clip=0.4", "gconfig.n_samples=1")
-    data = json.loads(to_json(report))
+    data = json.loads(report_json(report))
     assert data == {**json.loads(json.dumps(report.sections)), "exit_code": report.exit_code}
     assert {"objective", "batch", "policies", "memory", "messages", "warnings", "errors", "without_effect"} <= set(data)
     assert data["exit_code"] == 2
@@ -183,7 +183,7 @@ HOSTILE = "\x1b]0;owned\x07\x9b31m\u202ered[/bold][red]:bomb:\u2028x"
 
 def test_text_from_a_config_is_inert(tmp_path):
     report = report_of("algorithm=gspo", "experiment_name=a[bold]b", f"actor.path={json.dumps(HOSTILE)}")
-    for text in (to_text(report), to_json(report)):
+    for text in (to_text(report), report_json(report)):
         assert not set("\x1b\x07\x9b\u202e\u2028") & set(text)
     assert "[/bold][red]:bomb:" in flat(report, width=200)
     assert "a[bold]b" in to_text(report)

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from gspo.config import load
 from gspo.doctor import memory
 from gspo.doctor.explain import explain
-from gspo.doctor.shapes import Shape, Source, Unknown, adapter_parameters, count, find_source, shape_of
+from gspo.doctor.shapes import ModelFields, Shape, Unknown, adapter_parameters, count_weights, find_source, shape_of
 from gspo.models import embedded, registry
 
 COMMON = {
@@ -53,11 +53,11 @@ FAMILIES = [
 def made(family, **extra):
     """A real model of random weights, and its config.json."""
     config = AutoConfig.for_model(family, **{**COMMON, **extra})
-    return AutoModelForCausalLM.from_config(config), Source("test", json.loads(config.to_json_string()))
+    return AutoModelForCausalLM.from_config(config), ModelFields("test", json.loads(config.to_json_string()))
 
 
 def counted(family="llama", **extra):
-    shape = count(Source("test", {"model_type": family, **COMMON, **extra}))
+    shape = count_weights(ModelFields("test", {"model_type": family, **COMMON, **extra}))
     assert isinstance(shape, Shape)
     return shape
 
@@ -65,7 +65,7 @@ def counted(family="llama", **extra):
 @pytest.mark.parametrize(("family", "extra"), FAMILIES)
 def test_the_count_is_that_of_the_model_itself(family, extra):
     model, source = made(family, **extra)
-    shape = count(source)
+    shape = count_weights(source)
     assert isinstance(shape, Shape), shape
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -84,7 +84,7 @@ def test_published_sizes_come_out():
         "vocab_size": 151936,
         "tie_word_embeddings": True,
     }
-    assert count(Source("x", qwen)).parameters == 1_543_714_304  # Qwen2.5-1.5B, as its card says
+    assert count_weights(ModelFields("x", qwen)).parameters == 1_543_714_304  # Qwen2.5-1.5B, as its card says
     moe = {
         "model_type": "qwen3_moe",
         "hidden_size": 2048,
@@ -97,14 +97,16 @@ def test_published_sizes_come_out():
         "vocab_size": 151936,
         "tie_word_embeddings": False,
     }
-    assert count(Source("x", moe)).parameters == 30_532_122_624  # Qwen3-30B-A3B: 30.5 billion
+    assert count_weights(ModelFields("x", moe)).parameters == 30_532_122_624  # Qwen3-30B-A3B: 30.5 billion
 
 
 @pytest.mark.parametrize("name", [*embedded.RECIPES, *registry.MODELS])
 def test_shapes_json_is_what_would_be_counted(name):
     source = find_source(name)
-    assert isinstance(source, Source)
-    assert shape_of(source) == count(source), f"write the counted shape of {name} into src/gspo/doctor/shapes.json"
+    assert isinstance(source, ModelFields)
+    assert shape_of(source) == count_weights(source), (
+        f"write the counted shape of {name} into src/gspo/doctor/shapes.json"
+    )
 
 
 def test_a_folder_and_a_cached_hub_name_are_read_and_another_is_unknown(tmp_path, monkeypatch):
@@ -121,7 +123,7 @@ def test_a_folder_and_a_cached_hub_name_are_read_and_another_is_unknown(tmp_path
     (repository / "refs" / "main").write_text("aaa")
     for path in (str(folder), "org/name"):
         found = find_source(path)
-        assert isinstance(found, Source)
+        assert isinstance(found, ModelFields)
         assert isinstance(shape_of(found), Shape)
         assert found.context == 64
     assert "aaa" in find_source("org/name").name
@@ -159,7 +161,7 @@ def test_a_broken_config_json_is_unknown_and_never_an_exception(text, tmp_path):
 
 
 def test_a_model_that_transformers_does_not_know_is_unknown_with_the_reason():
-    found = count(Source("here", {"model_type": "novel", **COMMON}))
+    found = count_weights(ModelFields("here", {"model_type": "novel", **COMMON}))
     assert isinstance(found, Unknown)
     assert "here: transformers cannot build this model" in found.reason
     assert "novel" in found.reason
@@ -174,7 +176,7 @@ def test_a_folder_that_asks_for_a_kernel_is_not_built(tmp_path):
 
 @pytest.mark.parametrize("fields", [{"num_hidden_layers": 10**11}, {"text_config": {"num_experts": 10**11}}])
 def test_absurd_numbers_of_layers_do_not_hang(fields):
-    found = count(Source("x", {"model_type": "qwen3_moe", **COMMON, **fields}))
+    found = count_weights(ModelFields("x", {"model_type": "qwen3_moe", **COMMON, **fields}))
     assert isinstance(found, Unknown)
     assert "100,000,000,000" in found.reason
 
@@ -189,7 +191,7 @@ def test_an_adapter_is_counted_as_it_is_built(family, extra, targets):
     from gspo.models.lora import add_adapter
 
     model, source = made(family, **extra)
-    found = adapter_parameters(count(source), 4, targets)
+    found = adapter_parameters(count_weights(source), 4, targets)
     try:
         add_adapter(model, rank=4, alpha=8, target_modules=targets, seed=0)
     except ConfigError:
@@ -204,7 +206,7 @@ def test_a_critic_is_counted_as_it_is_built():
 
     for tied in (True, False):
         model, source = made("llama", tie_word_embeddings=tied)
-        shape = count(source)
+        shape = count_weights(source)
         module = ValueModule(PolicyModule(model))
         assert shape.parameters - shape.head + shape.hidden + 1 == sum(p.numel() for p in module.parameters())
 

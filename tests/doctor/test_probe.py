@@ -34,7 +34,7 @@ TINY = (
 def probed(tmp_path, *overrides):
     threads = torch.get_num_threads()
     try:
-        return probe_module.probe(load(None, [*TINY, *overrides]), None, 0, tmp_path)
+        return probe_module.measure_noise(load(None, [*TINY, *overrides]), None, 0, tmp_path)
     finally:
         torch.set_num_threads(threads)
 
@@ -56,18 +56,20 @@ def test_the_noise_of_a_sampler_grows_as_its_weights_get_coarser(tmp_path):
 def test_a_constant_error_per_token_is_the_mean_and_leaves_nothing_when_re_centred():
     draw = np.random.default_rng(0)
     theirs = [-draw.exponential(1.0, num) for num in (1, 3, 8, 30, 2)]
-    found = probe_module.figures([row - 0.02 for row in theirs], theirs, 1e-3, centred=False)
+    found = probe_module.noise_figures([row - 0.02 for row in theirs], theirs, 1e-3, centred=False)
     assert found["log_s_mean"] == pytest.approx(-0.02)
     assert found["log_s_p95_abs"] == pytest.approx(0.02)
     assert found["log_s_centred_p95_abs"] < 1e-12
     assert found["verdict"] == "above"
-    assert probe_module.figures([row - 0.02 for row in theirs], theirs, 1e-3, centred=True)["verdict"] == "fine"
+    assert probe_module.noise_figures([row - 0.02 for row in theirs], theirs, 1e-3, centred=True)["verdict"] == "fine"
 
 
 def test_independent_errors_shrink_with_length_as_its_square_root():
     draw = np.random.default_rng(1)
     theirs = [np.zeros(num) for num in [4] * 400 + [400] * 400]
-    found = probe_module.figures([row + draw.normal(0, 0.01, len(row)) for row in theirs], theirs, None, centred=False)
+    found = probe_module.noise_figures(
+        [row + draw.normal(0, 0.01, len(row)) for row in theirs], theirs, None, centred=False
+    )
     short, long = found["by_length"][0], found["by_length"][-1]
     assert (short["tokens"], long["tokens"]) == ([4, 4], [400, 400])
     assert short["std"] / long["std"] == pytest.approx(math.sqrt(100), rel=0.15)
@@ -209,11 +211,11 @@ def test_weight_sync_is_failed_by_a_copy_that_takes_nothing_or_half(monkeypatch,
 
 
 def test_a_line_is_ok_only_with_a_finite_figure_within_its_bound():
-    assert selftest.Line("a", "b", 1e-3, 1e-3).ok
-    assert not selftest.Line("a", "b", float("nan"), 1e-3).ok
-    assert not selftest.Line("a", "b", 2e-3, 1e-3).ok
-    assert not selftest.Line("a", "b", failure="it broke").ok
-    assert str(selftest.Line("a", "b", skipped="no GPU")).startswith("skipped")
+    assert selftest.SelfCheck("a", "b", 1e-3, 1e-3).ok
+    assert not selftest.SelfCheck("a", "b", float("nan"), 1e-3).ok
+    assert not selftest.SelfCheck("a", "b", 2e-3, 1e-3).ok
+    assert not selftest.SelfCheck("a", "b", failure="it broke").ok
+    assert str(selftest.SelfCheck("a", "b", skipped="no GPU")).startswith("skipped")
 
 
 @pytest.mark.parametrize("kind", [(), ("actor.use_lora=true", "actor.lora_rank=4")])

@@ -12,7 +12,8 @@ import pytest
 import talkers
 
 from gspo.envs.client import EpisodeError, OutOfRoomError, TooManyTurnsError
-from gspo.envs.driver import Episodes, outcome_of
+from gspo.envs.driver import Episodes
+from gspo.envs.outcome import outcome_of
 from gspo.errors import RolloutError
 from gspo.types import Failure, SampleId, Score
 

@@ -39,7 +39,7 @@ def started(folder, *overrides):
         engine.await_ready(endpoint, child, 1500)
         experts = serve_vllm.experts_for(config, source)
         kind = partial(VllmSampler, adapters=serve_vllm.adapter_folders(config, source, folder), experts=experts)
-        sampler = engine.make_sampler(kind, config, identity, endpoint, can_sleep=False)
+        sampler = engine.connect_engine(kind, config, identity, endpoint, can_sleep=False)
         sampler.check_server()
         yield sampler, config
         sampler.close()

@@ -119,7 +119,7 @@ def fork_servers() -> None:
             os.dup2(out, 1)
             os.dup2(out, 2)
             os.environ["GSPO_FAULT_LOG"] = asked["fired"]
-            faults._armed = faults.parse(asked["fault"]) if asked["fault"] else None
+            faults._armed = faults.parse_fault(asked["fault"]) if asked["fault"] else None
             code = 1
             try:
                 serve.serve(

@@ -18,7 +18,7 @@ from gspo.models.moe import routed, routers
 from gspo.sampling.engines.base import EngineAddress
 from gspo.sampling.engines.vllm import NAME
 from gspo.sampling.local.draw import warp
-from gspo.sampling.weights.load import copy_weights, read
+from gspo.sampling.weights.load import copy_weights, read_published
 from gspo.sampling.weights.probe import sequence_logp
 
 
@@ -106,7 +106,7 @@ class Lookalike(ThreadingHTTPServer):
         kept = {name: p.detach().clone() for name, p in self.model.named_parameters() if name in self.stale}
         try:
             with self.lock:
-                copy_weights(self.model, read(args[1], args[2]).items())
+                copy_weights(self.model, read_published(args[1], args[2]).items())
                 for name, before in kept.items():
                     self.model.get_parameter(name).data.copy_(before)
         except Exception as error:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gspo.lab import accept
-from gspo.lab.accept import Check, Outcome
+from gspo.lab.accept import AcceptOutcome, Trial
 
 
 def test_without_a_gpu_its_checks_are_skipped_with_the_reason():
@@ -18,9 +18,9 @@ def test_without_a_gpu_its_checks_are_skipped_with_the_reason():
 def test_the_report_has_figures_reasons_and_the_output_of_a_failure():
     about = {"platform": "Linux", "cores": 2, "gpus": [], "cuda": None, "packages": {"torch": "2.13"}}
     outcomes = [
-        Outcome("quick-start", "gspo train quickstart", "passed", 61.2, {"accuracy": [0.326, 0.992]}),
-        Outcome("vLLM", "gspo train", "skipped", reason="there is no GPU"),
-        Outcome("bench", "gspo bench", "failed", 3.0, reason="exit code 1\nTraceback\nValueError: x"),
+        AcceptOutcome("quick-start", "gspo train quickstart", "passed", 61.2, {"accuracy": [0.326, 0.992]}),
+        AcceptOutcome("vLLM", "gspo train", "skipped", reason="there is no GPU"),
+        AcceptOutcome("bench", "gspo bench", "failed", 3.0, reason="exit code 1\nTraceback\nValueError: x"),
     ]
     text = accept.to_markdown(about, outcomes)
     assert "| quick-start | passed | 61 | accuracy 0.326 → 0.992 | `gspo train quickstart` |" in text
@@ -41,7 +41,7 @@ def test_a_run_that_does_not_learn_fails(tmp_path):
 
 @pytest.mark.run
 def test_a_command_that_fails_is_a_failed_check_with_its_output(tmp_path):
-    found = accept.run(Check("wrong", ["train", "no_such_example"]), tmp_path)
+    found = accept.run(Trial("wrong", ["train", "no_such_example"]), tmp_path)
     assert found.status == "failed"
     assert "no_such_example" in found.reason
 

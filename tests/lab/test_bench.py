@@ -11,7 +11,7 @@ import pytest
 from gspo.lab.bench import page
 from gspo.lab.bench.compare import _run, has_peer, slope
 from gspo.lab.bench.timeline import breakdown
-from gspo.lab.bench.workloads import WORKLOADS, reward, rows, write_model
+from gspo.lab.bench.workloads import WORKLOADS, reward, workload_rows, write_workload_model
 
 
 def bench(*words):
@@ -27,7 +27,7 @@ def bench(*words):
 
 def test_a_row_of_a_workload_has_the_promised_length_and_sparse_leaves_one_group_in_eight():
     for workload in WORKLOADS.values():
-        data = rows(workload, 16)
+        data = workload_rows(workload, 16)
         assert {len(row["prompt"].split()) for row in data} == {workload.prompt_tokens}
         assert sum(not row["flat"] for row in data) == 2 * (8 - workload.flat_of_8)
     scores = reward(["w5 w9", "w7 w2", "w5 w9"], flat=[False, False, True])
@@ -95,7 +95,7 @@ def test_self_time_is_what_nested_operators_leave(tmp_path):
 @pytest.mark.skipif(not has_peer(), reason="TRL is not installed (extra bench)")
 def test_both_sides_show_the_same_images_and_their_passes_through_the_tower_are_counted(tmp_path):
     small = replace(WORKLOADS["vision"], visual_tokens=256, num_prompts=2, num_samples=4, new_tokens=4)
-    write_model(small, tmp_path)
+    write_workload_model(small, tmp_path)
     ours, peer = (_run(side, small, str(tmp_path)) for side in ("ours", "peer"))
     # Per step. Ours: for sampling and for training. TRL: each sample's image, for sampling, π_old and training.
     assert (ours["tower_images"], peer["tower_images"]) == (4, 24)

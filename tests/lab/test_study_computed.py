@@ -10,13 +10,13 @@ pytestmark = pytest.mark.run
 
 
 def opened(tmp_path, name, **overrides):
-    study = plan.get(name)
+    study = plan.find_study(name)
     return plan.configured(study, {"cluster.fileroot": str(tmp_path), **overrides}, 1)
 
 
 def test_identity_finds_one_gradient_on_policy_and_two_off_policy(tmp_path):
     found = identity.measure(opened(tmp_path, "identity", **{"train_dataset.batch_size": 4}), {"updates": 4}, 1)
-    assert set(found) == set(plan.get("identity").arms)
+    assert set(found) == set(plan.find_study("identity").arms)
     assert found["grpo, on-policy"]["difference"] < 1e-12
     assert found["gspo_token, after 4 updates"]["difference"] < 1e-12
     # The comparison can tell gradients apart.
@@ -32,7 +32,7 @@ def test_a_sampler_without_error_changes_no_gradient_and_a_noisy_one_does(tmp_pa
     assert found["exact, fixed ε"]["decisions_changed"] == 0.0
     assert found["noise 0.1, paper's ε"]["decisions_changed"] > 0.05
     assert found["int8, fixed ε"]["noise_p95"] > 100 * found["exact, fixed ε"]["noise_p95"]
-    wanted = {c.arm for c in plan.get("precision").checks if c.arm.startswith("int8")}
+    wanted = {c.arm for c in plan.find_study("precision").checks if c.arm.startswith("int8")}
     assert wanted <= set(found)
 
 

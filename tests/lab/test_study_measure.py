@@ -3,7 +3,7 @@
 import pytest
 
 from gspo.lab.studies.control import coin
-from gspo.lab.studies.measure import crossing, curves, evaluations, has_collapsed, measures
+from gspo.lab.studies.measure import crossing, curves, evaluation_points, has_collapsed, measures
 
 SHAPE = {"samples_per_group": 8, "groups_per_step": 2}
 
@@ -29,11 +29,11 @@ ROWS = [
 
 
 def test_samples_are_prompts_times_completions_and_refilled_groups_count():
-    assert [samples for samples, _, _ in evaluations(ROWS, **SHAPE)] == [0, 32, 72]
+    assert [samples for samples, _, _ in evaluation_points(ROWS, **SHAPE)] == [0, 32, 72]
 
 
 def test_seconds_of_training_leave_evaluation_out():
-    assert [seconds for _, seconds, _ in evaluations(ROWS, **SHAPE)] == pytest.approx([0.0, 2.5, 5.0])
+    assert [seconds for _, seconds, _ in evaluation_points(ROWS, **SHAPE)] == pytest.approx([0.0, 2.5, 5.0])
 
 
 def test_the_figures_of_a_run():
@@ -70,7 +70,7 @@ def test_a_run_with_graded_rewards_is_measured_by_its_held_out_reward():
     rows = [
         {**row, "eval/reward": row["eval/accuracy"] - 1, "eval/graded": 1.0} for row in ROWS if "eval/accuracy" in row
     ]
-    assert [score for _, _, score in evaluations(rows, **SHAPE)] == pytest.approx([-0.8, -0.4, 0.0])
+    assert [score for _, _, score in evaluation_points(rows, **SHAPE)] == pytest.approx([-0.8, -0.4, 0.0])
 
 
 def test_the_coin_is_fair_repeatable_and_blind_to_being_right():

@@ -8,7 +8,7 @@ import pytest
 
 from gspo.lab.studies import page, plan, results
 
-STUDY = plan.get("clipping")
+STUDY = plan.find_study("clipping")
 
 
 def record(arm, seed, measures, *, stage="test", digest=None, busy=False, study=STUDY):
@@ -18,7 +18,7 @@ def record(arm, seed, measures, *, stage="test", digest=None, busy=False, study=
         "curves": {"accuracy": [[0, 0.3], [64, 0.9]], "clip_tokens": [[32, 0.1], [64, 0.2]]},
         "took": {"wall_s": 10.0, "cpu_s": 5.0 if busy else 9.9, "load": 1.0, "jobs": 2},
         "command": "gspo study run", "date": "2026-01-01", "commit": "abc", "machine": "m", "versions": {"torch": "2"},
-        "train": plan.command(study, study.overrides(arm), seed), "config": {"seed": seed},
+        "train": plan.train_command(study, study.overrides(arm), seed), "config": {"seed": seed},
     }  # fmt: skip
 
 
@@ -48,8 +48,8 @@ def test_a_claim_is_shown_or_not_by_its_paired_interval_alone():
 
 def test_the_page_has_the_verdicts_the_machine_the_date_and_the_command(tmp_path):
     pytest.importorskip("matplotlib")
-    results.write(tmp_path, STUDY, filled([(0.1, 0.9), (0.12, 0.92)], [(0.002, 0.9), (0.003, 0.9)]))
-    text = page.write(tmp_path).read_text()
+    results.write_records(tmp_path, STUDY, filled([(0.1, 0.9), (0.12, 0.92)], [(0.002, 0.9), (0.003, 0.9)]))
+    text = page.write_baselines(tmp_path).read_text()
     assert "2026-01-01, m, one thread per run; torch 2; commit abc." in text
     assert "gspo train src/gspo/lab/studies/micro.yaml algorithm=gspo actor.eps_clip=0.002" in text
     assert "| gspo ε=2e-3 | 2 |" in text
@@ -59,8 +59,8 @@ def test_the_page_has_the_verdicts_the_machine_the_date_and_the_command(tmp_path
 
 def test_results_of_another_config_are_not_used(tmp_path):
     stale = [record("gspo ε=2e-3", seed, {"gain": 0.9}, digest="0123") for seed in (1, 2)]
-    results.write(tmp_path, STUDY, stale)
-    assert results.current(STUDY, results.read(tmp_path, "clipping")) == []
+    results.write_records(tmp_path, STUDY, stale)
+    assert results.current(STUDY, results.read_records(tmp_path, "clipping")) == []
     job = plan.jobs(STUDY, only="gspo ε=2e-3")[0]
     assert not results.done(stale, job)
     assert results.done(filled([(0.1, 0.9)], [(0.1, 0.9)]), job)
@@ -84,7 +84,7 @@ def test_a_run_that_never_reached_80_percent_is_counted_as_such():
 
 
 def test_the_best_point_is_chosen_once_every_point_was_tried_equally():
-    study = plan.get("efficiency")
+    study = plan.find_study("efficiency")
     assert study.tune is not None
     points = [name for name, _ in study.tune.points()]
 
@@ -104,13 +104,13 @@ def test_the_best_point_is_chosen_once_every_point_was_tried_equally():
 def test_a_fresh_record_takes_the_place_of_the_old_one_and_files_are_sorted_lines(tmp_path):
     first, other = record("gspo ε=2e-3", 2, {"gain": 0.1}), record("gspo ε=2e-3", 1, {"gain": 0.2})
     merged = results.replaced([first, other], [record("gspo ε=2e-3", 2, {"gain": 0.5})])
-    results.write(tmp_path, STUDY, merged)
-    lines = results.file_of(tmp_path, "clipping").read_text().splitlines()
+    results.write_records(tmp_path, STUDY, merged)
+    lines = results.results_file(tmp_path, "clipping").read_text().splitlines()
     written = [json.loads(line.rstrip(",")) for line in lines if line.startswith('{"arm"')]
     assert [one["measures"]["gain"] for one in written] == [0.2, 0.5]
     # What the records share stands once, and is back when they are read.
     assert sum("2026-01-01" in line for line in lines) == 1
-    ours, theirs = results.read(tmp_path, "clipping"), sorted(merged, key=lambda r: r["seed"])
+    ours, theirs = results.read_records(tmp_path, "clipping"), sorted(merged, key=lambda r: r["seed"])
     assert [{k: v for k, v in r.items() if k != "session"} for r in ours] == theirs
 
 
@@ -136,6 +136,8 @@ def test_the_committed_page_is_that_of_the_committed_results(tmp_path):
     docs = plan.HERE.parents[3] / "docs"
     if not (docs / "baselines.md").exists():
         pytest.skip("no docs beside the source")
-    found = {name: results.current(study, results.read(docs, name)) for name, study in plan.studies().items()}
-    drawn = {name: docs / "img" / "studies" / f"{name}.png" for name in found if plan.get(name).plots and found[name]}
-    assert (docs / "baselines.md").read_text() == page.markdown(found, drawn)
+    found = {name: results.current(study, results.read_records(docs, name)) for name, study in plan.studies().items()}
+    drawn = {
+        name: docs / "img" / "studies" / f"{name}.png" for name in found if plan.find_study(name).plots and found[name]
+    }
+    assert (docs / "baselines.md").read_text() == page.baselines_page(found, drawn)

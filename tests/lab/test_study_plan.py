@@ -48,7 +48,7 @@ def test_a_digest_follows_what_decides_a_run_and_nothing_else():
     assert [job.digest for job in plan.jobs(study, only="gspo ε=2e-3", num_seeds=2)] == [first, second]
     assert plan.config_digest(plan.configured(study, {**arm, "actor.eps_clip": 0.0021}, 1)) != first
     # What the algorithm brings is part of it, too.
-    decided = plan.differences(plan.configured(study, {"algorithm": "cispo"}, 1))
+    decided = plan.set_keys(plan.configured(study, {"algorithm": "cispo"}, 1))
     assert decided["actor.loss_aggregation"] == "token_mean"
 
 
@@ -59,7 +59,7 @@ def test_the_command_of_a_row_makes_the_config_of_the_row():
 
     study = STUDIES["presets"]
     overrides = study.overrides("ppo @ four digits")
-    words = shlex.split(plan.command(study, overrides, 3))
+    words = shlex.split(plan.train_command(study, overrides, 3))
     assert words[:2] == ["gspo", "train"]
     by_hand = load(plan.HERE / words[2].rpartition("/")[2], words[3:])
     assert plan.config_digest(by_hand) == plan.config_digest(plan.configured(study, overrides, 3))
@@ -86,7 +86,7 @@ def test_choices_of_a_run_narrow_the_jobs():
     with pytest.raises(ConfigError, match="no arm 'nobody'"):
         plan.jobs(study, only="nobody")
     with pytest.raises(ConfigError, match="available: identity"):
-        plan.get("nothing")
+        plan.find_study("nothing")
 
 
 def test_an_arm_of_two_tasks_has_the_overrides_of_both():
@@ -96,9 +96,9 @@ def test_an_arm_of_two_tasks_has_the_overrides_of_both():
 
 @pytest.mark.parametrize("name", ["clipping", "identity"])
 def test_a_key_that_the_schema_lost_does_not_make_a_result_invalid(name):
-    study = plan.get(name)
+    study = plan.find_study(name)
     job = plan.jobs(study)[0]
-    config = plan.differences(plan.configured(study, job.overrides, job.seed))
+    config = plan.set_keys(plan.configured(study, job.overrides, job.seed))
     older = {**config, "actor.removed_key": 7}
     recorded = plan._digest(plan._computed(study, older) if study.compute else older)
     assert recorded != job.digest
@@ -108,8 +108,8 @@ def test_a_key_that_the_schema_lost_does_not_make_a_result_invalid(name):
 
 
 def test_a_key_that_a_section_of_the_schema_lost_does_not_make_a_result_invalid():
-    study = plan.get("presets")
+    study = plan.find_study("presets")
     job = next(job for job in plan.jobs(study) if job.arm.startswith("ppo"))
-    config = plan.differences(plan.configured(study, job.overrides, job.seed))
+    config = plan.set_keys(plan.configured(study, job.overrides, job.seed))
     older = {**config, "critic": {**config["critic"], "mb_spec": {"n_mbs": None}}}
     assert plan.digest_today("presets", older, "other") == job.digest

@@ -68,7 +68,7 @@ def test_arms_times_seeds_become_records_and_nothing_is_made_twice(study):
     # The control is paid by a coin, and still judged by the truth: before training both arms are one model.
     assert found["gspo", 1]["measures"]["start"] == found["random", 1]["measures"]["start"]
     assert found["gspo", 1]["measures"]["reward_area"] != found["random", 1]["measures"]["reward_area"]
-    (one,) = [r for r in results.read(study / "docs", "short") if r["arm"] == "gspo"]
+    (one,) = [r for r in results.read_records(study / "docs", "short") if r["arm"] == "gspo"]
     assert one["config"]["actor.eps_clip"] == 0.002
     assert one["config"]["seed"] == 1
     assert one["train"].startswith("gspo train ")

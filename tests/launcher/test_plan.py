@@ -12,7 +12,7 @@ from gspo.config.layout import layout_of
 from gspo.errors import ConfigError
 from gspo.launcher import launch as launcher
 from gspo.launcher import slurm
-from gspo.launcher.plan import make_launch_plan, to_text
+from gspo.launcher.plan import make_launch_plan, plan_text
 
 ROOT = Path(__file__).parents[2]
 GSPO = str(ROOT / "examples" / "math" / "gsm8k_gspo.yaml")
@@ -180,7 +180,7 @@ def test_vllm_servers_are_planned_on_a_machine_without_gpus():
 
 
 def test_the_plan_says_who_runs_what_where():
-    text = to_text(plan("rollout.backend=local:d2", num_gpus=4), "local")
+    text = plan_text(plan("rollout.backend=local:d2", num_gpus=4), "local")
     assert "1 machine with 4 GPUs" in text
     assert "2 ranks train, 2 local servers sample" in text
     assert "sampler_1    node 0, GPU 3" in text

@@ -15,7 +15,7 @@ from gspo.launcher.serve import vllm as serve_vllm
 from gspo.models.loading import load_model, load_tokenizer
 from gspo.sampling.engines.base import EngineAddress
 from gspo.sampling.engines.vllm import WORKER_FOLDER
-from gspo.sampling.remote.identity import context_limit, end_tokens, identity_of
+from gspo.sampling.remote.identity import context_limit, end_tokens, sampler_identity
 from gspo.train.build.compute import device_and_dtype
 
 SOCKET = EngineAddress(socket="/private/http")
@@ -35,7 +35,7 @@ def test_the_identity_is_that_of_the_trainers_model_without_its_weights(tiny):
     config = config_of("gconfig.max_tokens=300", "seed=7")
     source = serve_model.model_folder(config, Path("/nowhere"))
     model, tokenizer = load_model(tiny), load_tokenizer(tiny)
-    expected = identity_of(
+    expected = sampler_identity(
         model,
         seed=7,
         ends=end_tokens(model, tokenizer),

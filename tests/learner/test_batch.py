@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from made_batches import FAILED, make_batch, make_group
 
-from gspo.learner.credit import Shaping, is_flat, shape
+from gspo.learner.credit import Shaping, is_flat, shape_scores
 from gspo.types import Score
 
 
@@ -50,8 +50,8 @@ def test_shaping_is_penalty_then_bias_then_scaling_then_clip():
     how = Shaping(bias=0.5, scaling=4.0, clip=5.0, overlong_tokens=4, overlong_factor=2.0, max_new_tokens=10)
     scores, lengths = np.array([1.0, 1.0, 1.0, 1.0, 0.0, 9.0]), np.array([3, 6, 7, 10, 12, 1])
     # (1 + .5)·4 = 6 → 5;  same;  (1 − .5 + .5)·4 = 4;  (1 − 2 + .5)·4 = −2;  (0 − 2 + .5)·4 = −6 → −5;  → 5
-    np.testing.assert_allclose(shape(scores, lengths, how), [5, 5, 4, -2, -5, 5])
-    np.testing.assert_allclose(shape(scores, lengths, Shaping()), scores)
+    np.testing.assert_allclose(shape_scores(scores, lengths, how), [5, 5, 4, -2, -5, 5])
+    np.testing.assert_allclose(shape_scores(scores, lengths, Shaping()), scores)
 
 
 def test_the_overlong_penalty_counts_trained_tokens_and_decides_advantages():

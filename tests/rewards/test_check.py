@@ -90,7 +90,7 @@ def test_the_check_ends_at_the_first_kind_of_answer_that_fails():
 
 @pytest.mark.parametrize(("path", "reward"), [("embedded:arithmetic:2-3", {"name": "final", "marker": ">"})])
 def test_the_tasks_own_reward_is_right(path, reward):
-    data = load_dataset(path, tokenizer=embedded.tokenizer(), size=8)
+    data = load_dataset(path, tokenizer=embedded.embedded_tokenizer(), size=8)
     pool = RewardPool(reward_spec(reward), key="reward", workers=1, timeout_s=5.0, log_path=None)
     try:
         assert diagnose(check_reward([data.prompt(row) for row in range(8)], pool), 5.0) == []
@@ -99,7 +99,7 @@ def test_the_tasks_own_reward_is_right(path, reward):
 
 
 def test_rows_without_an_answer_are_checked_for_failures_only():
-    data = make_dataset([{"prompt": f"{i}"} for i in range(4)], tokenizer=embedded.tokenizer())
+    data = make_dataset([{"prompt": f"{i}"} for i in range(4)], tokenizer=embedded.embedded_tokenizer())
     rows = [data.prompt(row) for row in range(4)]
     direct = Direct(lambda text, row: 0.0)
     direct._rows = {row.text: row for row in rows}

@@ -19,7 +19,7 @@ import pytest
 
 import gspo
 from gspo.rewards.sandbox import box as sandbox
-from gspo.rewards.sandbox.box import Ended, Limits, run
+from gspo.rewards.sandbox.box import Ended, Limits, run_program
 from gspo.rewards.sandbox.command import NICE
 from gspo.rewards.sandbox.seccomp import DENIED
 
@@ -151,7 +151,7 @@ def fill(text, place):
 def test_the_sandbox_blocks(name, place):
     expression, works_outside = PROBES[name]
     program = PRELUDE + f"attempt(lambda: {fill(expression, place)})\n"
-    inside = run(program, Limits(timeout_s=10))
+    inside = run_program(program, Limits(timeout_s=10))
     assert inside.output.startswith("BLOCKED"), inside
     assert inside.reason == ""
     if works_outside:
@@ -165,7 +165,7 @@ def test_the_sandbox_blocks(name, place):
 def test_every_denied_system_call_is_denied():
     column = {"x86_64": 0, "aarch64": 1}[platform.machine()]
     numbers = {name: pair[column] for name, pair in DENIED.items() if pair[column] is not None}
-    ended = run(
+    ended = run_program(
         PRELUDE
         + f"for name, number in {numbers}.items():\n"
         + "    ctypes.set_errno(0)\n"
@@ -204,17 +204,17 @@ def check_visible(listing):
 
 
 def test_only_the_interpreter_and_its_libraries_are_visible():
-    check_visible(run(VISIBLE, Limits(timeout_s=20)).output)
+    check_visible(run_program(VISIBLE, Limits(timeout_s=20)).output)
 
 
 def test_the_libraries_of_the_standard_library_are_complete():
     modules = "ctypes ssl sqlite3 lzma bz2 zlib hashlib uuid decimal readline curses xml.parsers.expat zoneinfo asyncio"
-    ended = run(f"import importlib\nfor name in {modules.split()}: importlib.import_module(name)\nprint('all')")
+    ended = run_program(f"import importlib\nfor name in {modules.split()}: importlib.import_module(name)\nprint('all')")
     assert ended.output == "all\n", ended
     threads = (
         "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\nprint('end')"
     )
-    assert run(threads) == Ended("end\n", "", pytest.approx(0, abs=5))  # libc loads libgcc_s here
+    assert run_program(threads) == Ended("end\n", "", pytest.approx(0, abs=5))  # libc loads libgcc_s here
 
 
 def ordinary_python():
@@ -255,7 +255,7 @@ def test_an_ordinary_user_gets_the_same_sandbox(place, readable_package):
         "from gspo.rewards.sandbox import box\n"
         "why = box.unavailable()\n"
         "if why: print(json.dumps({'why': why})); sys.exit()\n"
-        "runs = [box.run(source, box.Limits(timeout_s=s)) for source, s in json.load(sys.stdin)]\n"
+        "runs = [box.run_program(source, box.Limits(timeout_s=s)) for source, s in json.load(sys.stdin)]\n"
         "print(json.dumps({'runs': [[r.output, r.reason] for r in runs]}))\n"
     )
     bomb = "import os, time\nn = 0\ntry:\n while True:\n  if os.fork() == 0: time.sleep(60); os._exit(0)\n  n += 1\nexcept OSError: print(n)"
@@ -276,7 +276,7 @@ def test_an_ordinary_user_gets_the_same_sandbox(place, readable_package):
 
 def test_clone_cannot_make_namespaces_and_threads_still_work():
     clone = {"x86_64": 56, "aarch64": 220}[platform.machine()]
-    ended = run(
+    ended = run_program(
         PRELUDE
         + f"print(libc.syscall({clone}, 0x10000000 | 17, 0, 0, 0, 0), ctypes.get_errno())\n"
         + "import threading\nt = threading.Thread(target=print, args=('thread',)); t.start(); t.join()\n"
@@ -286,7 +286,7 @@ def test_clone_cannot_make_namespaces_and_threads_still_work():
 
 
 def test_a_program_sees_only_itself():
-    ended = run(
+    ended = run_program(
         "import ctypes, json, os, socket\n"
         "def alive(pid):\n"
         "    try: os.kill(pid, 0)\n"
@@ -317,12 +317,12 @@ def test_a_program_sees_only_itself():
     assert set(seen["root"]) <= {"dev", "lib", "lib64", "python", "tmp", "usr"}
     assert seen["tmp"] == []
     assert seen["nice"] >= NICE
-    assert run("import os; print(os.listdir('/tmp'))").output == "[]\n"  # what the last one left is gone
+    assert run_program("import os; print(os.listdir('/tmp'))").output == "[]\n"  # what the last one left is gone
 
 
 def test_a_link_out_of_tmp_leads_nowhere(place):
     canary = place["folder"] / "canary"
-    ended = run(
+    ended = run_program(
         f"import os\nos.symlink({str(canary)!r}, '/tmp/link'); print(os.readlink('/tmp/link'))\n"
         "try: open('/tmp/link').read()\nexcept FileNotFoundError: print('nothing there')\n"
         "try: os.link('/python/bin/python3', '/tmp/hard')\nexcept OSError: print('no link')\n"
@@ -359,7 +359,7 @@ def processes_with(mark):
 )
 def test_a_program_is_over_within_its_time_and_a_second(source):
     began = time.monotonic()
-    ended = run(source, Limits(timeout_s=0.3))
+    ended = run_program(source, Limits(timeout_s=0.3))
     assert ended.reason == "over its time of 0.3 s"
     assert ended.elapsed_s < 0.3 + 1.0
     assert time.monotonic() - began < sandbox.START_S
@@ -367,7 +367,7 @@ def test_a_program_is_over_within_its_time_and_a_second(source):
 
 def test_no_child_outlives_its_program():
     mark = f"gspo-outlive-{uuid.uuid4()}"
-    ended = run(
+    ended = run_program(
         "import os, signal, sys, time\n"
         "if os.fork() == 0:\n"
         "    os.setsid()\n"
@@ -406,7 +406,7 @@ def test_the_sandbox_dies_with_the_grader():
 
 
 def test_a_fork_bomb_is_capped():
-    ended = run(
+    ended = run_program(
         "import os, time\nstarted = 0\n"
         "try:\n    while True:\n        if os.fork() == 0: time.sleep(60); os._exit(0)\n        started += 1\n"
         "except OSError as error: print(started, error.errno)\n",
@@ -416,7 +416,7 @@ def test_a_fork_bomb_is_capped():
 
 
 def test_a_thread_bomb_is_capped():
-    ended = run(
+    ended = run_program(
         "import os, threading, time\nstarted = 0\n"
         "try:\n    while True:\n        threading.Thread(target=time.sleep, args=(60,)).start()\n        started += 1\n"
         "except RuntimeError: print('capped', started, flush=True); os._exit(0)\n",
@@ -426,7 +426,7 @@ def test_a_thread_bomb_is_capped():
 
 
 def test_memory_disk_files_and_output_are_capped():
-    ended = run(
+    ended = run_program(
         "try: x = bytearray(300 << 20)\nexcept MemoryError: print('memory')\n"
         "import mmap\ntry: mmap.mmap(-1, 300 << 20)\nexcept OSError as error: print('map', error.errno)\n"
         "try:\n  with open('/tmp/big', 'wb') as f:\n    while True: f.write(bytes(1 << 20)); f.flush()\n"
@@ -438,12 +438,12 @@ def test_memory_disk_files_and_output_are_capped():
     )
     assert ended.output.splitlines()[:2] == ["memory", "map 12"]
     assert [line.split()[0] for line in ended.output.splitlines()] == ["memory", "map", "file", "disk", "files"]
-    flood = run("while True: print('x' * 65536)", Limits(timeout_s=20, output_bytes=1 << 18))
+    flood = run_program("while True: print('x' * 65536)", Limits(timeout_s=20, output_bytes=1 << 18))
     assert flood.reason == f"wrote more than {1 << 18} bytes"
     assert len(flood.output) == 1 << 18
 
 
 def test_a_crash_in_c_is_named():
-    assert run("import ctypes; ctypes.string_at(0)").reason == "killed by SIGSEGV"
-    assert run("import os; os.kill(os.getpid(), 9)").reason == "killed by SIGKILL"
-    assert run("raise SystemExit(3)").reason == "ended with exit code 3"
+    assert run_program("import ctypes; ctypes.string_at(0)").reason == "killed by SIGSEGV"
+    assert run_program("import os; os.kill(os.getpid(), 9)").reason == "killed by SIGKILL"
+    assert run_program("raise SystemExit(3)").reason == "ended with exit code 3"

@@ -60,7 +60,7 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path, name, dtype, kind):
         "format": 1, "step": 3, "config": "digest", "files": None
     }  # fmt: skip
     fresh, fresh_optimizer = make_policy(name, dtype, kind, steps=1)
-    assert checkpoint.load(folder, fresh, fresh_optimizer) == STATE
+    assert checkpoint.load_checkpoint(folder, fresh, fresh_optimizer) == STATE
     assert_equal(contents(fresh, fresh_optimizer), want)
     # The next update is the same, too: nothing an optimizer needs is missing.
     for policy_, optimizer_ in ((policy, optimizer), (fresh, fresh_optimizer)):
@@ -74,7 +74,7 @@ def test_weights_can_be_loaded_without_an_optimizer(tmp_path):
     policy, optimizer = make_policy()
     folder = checkpoint.save(tmp_path, 1, policy, optimizer, STATE, "digest")
     fresh, _ = make_policy(steps=0)
-    assert checkpoint.load(folder, fresh, None) == STATE
+    assert checkpoint.load_checkpoint(folder, fresh, None) == STATE
     assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), policy.parameters(), strict=True))
 
 
@@ -146,7 +146,7 @@ def test_another_models_checkpoint_is_refused_before_a_tensor_is_touched(tmp_pat
         policy, optimizer = make_policy(name, dtype)
         before = contents(policy, optimizer)
         with pytest.raises(CheckpointError, match=what):
-            checkpoint.load(folder, policy, optimizer)
+            checkpoint.load_checkpoint(folder, policy, optimizer)
         assert_equal(contents(policy, optimizer), before)
 
 

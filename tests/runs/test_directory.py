@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from gspo.errors import CheckpointError, ConfigError
 from gspo.report.read import read_metrics
-from gspo.runs.directory import RunDir, environment
+from gspo.runs.directory import RunDir, versions_and_hardware
 from gspo.system.files import read_jsonl, to_json, write_run_file
 
 
@@ -231,7 +231,7 @@ def test_a_full_disk_is_an_error_that_names_the_file_and_the_key_and_closes(tmp_
 
 @pytest.mark.run
 def test_the_environment_says_what_a_run_depends_on():
-    found = environment("cpu", 3)
+    found = versions_and_hardware("cpu", 3)
     assert found["threads"] == 3
     assert found["packages"].keys() == {"gspo", "torch", "transformers", "safetensors", "numpy"}
     strict(to_json(found))

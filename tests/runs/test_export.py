@@ -91,7 +91,7 @@ def test_a_damaged_checkpoint_is_not_exported(run, tmp_path):
 @pytest.mark.parametrize("name", ["llama_tied", "qwen3_moe", "gemma2", "mixtral"])
 def test_every_family_comes_back_from_several_files_with_equal_logits(name, tmp_path):
     model = model_zoo.build(name, torch.float32)
-    folder = write_model(PolicyModule(model), embedded.tokenizer(), tmp_path / name, {}, shard="20KB")
+    folder = write_model(PolicyModule(model), embedded.embedded_tokenizer(), tmp_path / name, {}, shard="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
     loaded, info = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", experts_implementation="eager", output_loading_info=True

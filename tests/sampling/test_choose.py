@@ -1,5 +1,7 @@
 """The engine of a model is chosen by measurement: families of each kind against plain transformers."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +11,9 @@ from transformers import T5Config, T5ForConditionalGeneration
 from gspo.errors import RolloutError
 from gspo.models import moe
 from gspo.sampling.local.choose import choose, engines
+from gspo.sampling.local.comparison import ForwardComparison
 from gspo.sampling.local.engine import LocalSampler
-from gspo.types import Request, SampleId, SamplingParams
+from gspo.types import Request, Sample, SampleId, SamplingParams
 
 pytestmark = pytest.mark.run
 
@@ -210,6 +213,27 @@ def test_log_probs_that_are_not_numbers_are_no_agreement():
     model = build("llama")
     with pytest.raises(RolloutError, match="differs from a plain forward by nan"):
         choose(model, engines(model, [], 99, None), lambda _: float("nan"), print)
+
+
+def test_one_log_prob_that_is_not_a_number_is_not_hidden_by_the_others():
+    class NanAt:
+        device = torch.device("cpu")
+
+        def __init__(self, at):
+            self.calls, self.at = 0, at
+
+        def __call__(self, input_ids, use_cache):
+            self.calls += 1
+            fill = float("nan") if self.calls == self.at else 0.0
+            return SimpleNamespace(logits=torch.full((1, input_ids.shape[1], VOCAB), fill))
+
+    comparison = ForwardComparison(VOCAB, 64, None, ())
+    requests = comparison.requests(0, is_packed=True)
+    samples = [Sample.of(request.id, [3, 4, 5], [-1.0] * 3, 0) for request in requests]
+    plain = comparison.largest_difference(NanAt(0), requests, samples)
+    assert plain == pytest.approx(np.log(VOCAB) - 1)
+    for at in range(1, len(requests) + 1):
+        assert np.isnan(comparison.largest_difference(NanAt(at), requests, samples))
 
 
 def test_of_engines_above_rounding_the_first_that_is_nearly_the_best_is_chosen():

@@ -19,9 +19,9 @@ def anew(monkeypatch, tmp_path):
     """A cache folder of the test's own, and a first use."""
     monkeypatch.setenv("GSPO_CACHE", str(tmp_path))
     monkeypatch.delenv("GSPO_NATIVE", raising=False)
-    few_rows.load.cache_clear()
+    few_rows.load_native.cache_clear()
     yield tmp_path
-    few_rows.load.cache_clear()
+    few_rows.load_native.cache_clear()
 
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
@@ -31,7 +31,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is
 @pytest.mark.parametrize("num_in", [1, 287, 288, 289, 576])
 @pytest.mark.parametrize("num_out", [1, 5, 6, 239, 241, 500])
 def test_the_product_is_that_of_pytorch(num_in, num_out):
-    product = few_rows.load().product
+    product = few_rows.load_native().product
     for rows in (1, 9, 16, 33, 64):
         x, weight = torch.randn(rows, num_in), torch.randn(num_out, num_in)
         torch.testing.assert_close(product(x, weight).double(), x.double() @ weight.double().T, atol=1e-4, rtol=1e-5)
@@ -39,7 +39,7 @@ def test_the_product_is_that_of_pytorch(num_in, num_out):
 
 @needs_compiler
 def test_a_row_does_not_depend_on_its_neighbours_or_on_the_threads():
-    product = few_rows.load().product
+    product = few_rows.load_native().product
     x, weight = torch.randn(64, 600), torch.randn(700, 600)
     together, threads = product(x, weight), torch.get_num_threads()
     for rows in (1, 7, 16, 41):
@@ -53,23 +53,23 @@ def test_a_row_does_not_depend_on_its_neighbours_or_on_the_threads():
 
 @needs_compiler
 def test_it_is_compiled_once_and_found_again(anew):
-    first = few_rows.load()
+    first = few_rows.load_native()
     assert first.product is not None
     made = (anew / "native").iterdir()
     (library,) = made
     before = library.stat().st_mtime_ns
-    few_rows.load.cache_clear()
-    assert few_rows.load().product is not None
+    few_rows.load_native.cache_clear()
+    assert few_rows.load_native().product is not None
     assert library.stat().st_mtime_ns == before
 
 
 @needs_compiler
 def test_a_library_that_others_can_write_is_not_loaded(anew):
-    few_rows.load()
+    few_rows.load_native()
     (library,) = (anew / "native").iterdir()
     library.chmod(0o666)
-    few_rows.load.cache_clear()
-    found = few_rows.load()
+    few_rows.load_native.cache_clear()
+    found = few_rows.load_native()
     assert found.product is None
     assert "can be written by other users" in found.why
 
@@ -79,7 +79,7 @@ def test_a_library_that_computes_wrong_products_is_not_used(anew, monkeypatch, t
     wrong = tmp_path / "wrong.c"
     wrong.write_text(few_rows._SOURCE.read_text().replace("sum[o][1] += high * weight", "sum[o][1] -= high * weight"))
     monkeypatch.setattr(few_rows, "_SOURCE", wrong)
-    found = few_rows.load()
+    found = few_rows.load_native()
     assert found.product is None
     assert "computes wrong products" in found.why
 
@@ -87,7 +87,7 @@ def test_a_library_that_computes_wrong_products_is_not_used(anew, monkeypatch, t
 def test_without_a_compiler_pytorch_computes_and_the_reason_is_given(anew, monkeypatch):
     monkeypatch.setenv("PATH", str(anew))
     monkeypatch.delenv("CC", raising=False)
-    found = few_rows.load()
+    found = few_rows.load_native()
     assert found.product is None
     assert "there is no C compiler" in found.why
     assert few_rows.product_name(nn.Linear(512, 512)) == "torch"
@@ -98,7 +98,7 @@ def test_a_compiler_that_fails_is_named(anew, monkeypatch):
     broken.write_text("#!/bin/sh\necho no such option >&2\nexit 3\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CC", str(broken))
-    assert few_rows.load().why == f"{broken}: exit code 3: no such option"
+    assert few_rows.load_native().why == f"{broken}: exit code 3: no such option"
 
 
 @needs_compiler
@@ -107,7 +107,7 @@ def test_only_large_layers_in_float32_use_it(anew, monkeypatch):
     assert few_rows.product_name(nn.Linear(511, 511)) == "torch"
     assert few_rows.product_name(nn.Linear(512, 512, dtype=torch.float64)) == "torch"
     monkeypatch.setenv("GSPO_NATIVE", "0")
-    few_rows.load.cache_clear()
+    few_rows.load_native.cache_clear()
     assert few_rows.product_name(nn.Linear(512, 512)) == "torch"
 
 
@@ -124,7 +124,7 @@ def test_a_borrowed_model_uses_it_and_gives_the_layer_back(bias):
     with Borrowed(model).engaged("sdpa"):
         fast = model.lm_head(x)
     torch.testing.assert_close(fast, plain, atol=1e-4, rtol=1e-4)
-    expected = few_rows.load().product(x[0], model.lm_head.weight)
+    expected = few_rows.load_native().product(x[0], model.lm_head.weight)
     assert torch.equal(fast[0], expected + model.lm_head.bias if bias else expected)
     assert torch.equal(model.lm_head(x), plain)
 

@@ -10,7 +10,7 @@ from tiny_models import build
 
 from gspo.envs.episode import Exchange, assemble
 from gspo.learner.ranks.commands import Command
-from gspo.rollout.storage import pack, pack_batch, unpack, unpack_batch
+from gspo.rollout.storage import pack_batch, pack_groups, unpack_batch, unpack_groups
 from gspo.sampling.local import engine as local_engine
 from gspo.sampling.local.draw import kept_sets, warp
 from gspo.sampling.local.engine import LocalSampler
@@ -147,10 +147,10 @@ def test_sets_survive_a_checkpoint_and_the_way_to_other_ranks():
         Group(0, prompt, (made(), episode), ("", ""), (Score(1.0), Score(0.0))),
         Group(1, prompt, (nothing,), ("",), (Score(0.0),)),
     ]
-    arrays, rows = pack(groups)
+    arrays, rows = pack_groups(groups)
     content, sent = pack_batch({}, groups)
     for found in (
-        unpack(arrays, json.loads(json.dumps(rows)), lambda _: prompt),
+        unpack_groups(arrays, json.loads(json.dumps(rows)), lambda _: prompt),
         unpack_batch(Command("train", content, sent)),
     ):
         got = [part for group in found for sample in group.samples for part in sample.sequences]

@@ -23,10 +23,10 @@ from gspo.models.lora import add_adapter
 from gspo.models.moe import num_experts, route_shape, routers
 from gspo.sampling.remote.discovery import give_up, register
 from gspo.sampling.remote.protocol import WireError, pack_request, pack_sample, unpack_request, unpack_sample
-from gspo.sampling.remote.session import FILE, Session, order
+from gspo.sampling.remote.session import FILE, Session, session_order
 from gspo.sampling.verify import Experts
 from gspo.sampling.weights.broadcast import Broadcaster
-from gspo.sampling.weights.load import fetch
+from gspo.sampling.weights.load import fetch_weights
 from gspo.types import Request, Sample, SampleId, SamplingParams
 
 pytestmark = pytest.mark.run
@@ -104,7 +104,7 @@ def test_a_broadcast_to_who_went_away_ends_in_time_and_the_next_call_is_answered
     assert time.monotonic() - begin < 8
     offer.deliver(0)  # that call has had its answer
     with ThreadPoolExecutor(1) as pool:
-        taken = pool.submit(fetch, f"{address}#again", offer.sha256)
+        taken = pool.submit(fetch_weights, f"{address}#again", offer.sha256)
         while not taken.done():
             offer.deliver(0)
     assert all(torch.equal(tensor, taken.result()[name]) for name, tensor in trainer.named_parameters())
@@ -519,15 +519,15 @@ def test_a_restarted_trainer_takes_its_servers_over_whatever_the_clock_says(hous
 
 def test_the_count_of_trainers_is_in_the_run_and_may_be_lost_or_damaged(tmp_path):
     first, second = Session(tmp_path), Session(tmp_path)
-    assert order(first.id) < order(second.id)
+    assert session_order(first.id) < session_order(second.id)
     assert not first.outbid(second.id)  # the file says that it is not the newest
     for damage in ("", "-5", "x" * 100, "9" * 30, "\x00"):
         (tmp_path / FILE).write_text(damage)
         third = Session(tmp_path)
         assert third.outbid(second.id)
-        assert order(third.id) > order(second.id)
+        assert session_order(third.id) > session_order(second.id)
     for other in ("zz", "9" * 20 + "-x", "9" * 4000, "-1", "\u0669-x", ""):  # none of these locks a server
-        assert order(other) < order(first.id)
+        assert session_order(other) < session_order(first.id)
     assert not third.outbid(f"{10**19 - 1}-x")  # there is no higher number
 
 

@@ -151,7 +151,7 @@ def test_the_names_of_files_reach_the_parameters_of_the_model(name, tmp_path):
     """Experts are one tensor a layer in memory and many on disk; tied weights come once."""
     source, target = build(name, seed=1), build(name)
     published = publish(tmp_path, 0, weight_names(PolicyModule(source)))
-    load.copy_weights(target, load.read(published.path, published.sha256).items())
+    load.copy_weights(target, load.read_published(published.path, published.sha256).items())
     assert digest(target) == digest(source)
 
 

@@ -436,7 +436,7 @@ def watched(monkeypatch, sampler, child, patience_s, seconds):
     monkeypatch.setattr(serve_engine, "MEASURE_S", 0.02)
     said, ended = [], threading.Event()
     arguments = (sampler, child, patience_s, said.append, ended.set)
-    thread = threading.Thread(target=serve_engine.watch, args=arguments, daemon=True)
+    thread = threading.Thread(target=serve_engine.watch_engine, args=arguments, daemon=True)
     thread.start()
     ended.wait(seconds)
     out = list(said)

@@ -50,7 +50,7 @@ def test_room_for_the_completion_is_part_of_the_context(tmp_path):
 
 
 def test_a_token_id_outside_the_vocabulary_is_refused_before_anything_is_sampled(tmp_path):
-    data = make_dataset(ROWS, tokenizer=embedded.tokenizer())
+    data = make_dataset(ROWS, tokenizer=embedded.embedded_tokenizer())
     foreign = Dataset("rows", "train", data.rows, data.tokenizer)
     for row in range(len(foreign)):
         foreign._prompts[row] = Prompt((3, 99, 4), "?", {"answer": "1"})
@@ -133,7 +133,7 @@ def test_some_failing_rewards_are_masked_and_counted_and_never_a_zero(tmp_path):
 @pytest.mark.parametrize("damage", ["missing", "foreign", "shape"])
 def test_a_model_folder_with_other_tensors_is_refused_by_their_names(tmp_path, damage):
     folder = tmp_path / "model"
-    shutil.copytree(embedded.folder("embedded:tiny"), folder)
+    shutil.copytree(embedded.embedded_folder("embedded:tiny"), folder)
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
     if damage == "missing":
@@ -150,7 +150,7 @@ def test_a_model_folder_with_other_tensors_is_refused_by_their_names(tmp_path, d
 
 def test_a_model_folder_that_is_whole_trains_and_gives_the_embedded_models_run(tmp_path):
     folder = tmp_path / "model"
-    shutil.copytree(embedded.folder("embedded:tiny"), folder)
+    shutil.copytree(embedded.embedded_folder("embedded:tiny"), folder)
     _, path = train(tmp_path / "folder", f"actor.path={folder}", "total_train_steps=2")
     _, embedded_path = train(tmp_path / "embedded", "total_train_steps=2")
     got, want = digests(path), digests(embedded_path)

@@ -15,7 +15,7 @@ NAME = "embedded:tiny-vision"
 
 def test_the_prompt_has_seven_tokens_and_its_processor_needs_no_built_model(tmp_path, monkeypatch):
     monkeypatch.setenv("GSPO_CACHE", str(tmp_path))
-    tokenizer = embedded.tokenizer(NAME)
+    tokenizer = embedded.embedded_tokenizer(NAME)
     processor = load_processor(NAME, tokenizer)
     text = processor.render([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "="}]}])
     assert text.endswith("=")
@@ -27,7 +27,7 @@ def test_the_prompt_has_seven_tokens_and_its_processor_needs_no_built_model(tmp_
 
 def test_the_teacher_of_tiny_vision_misreads_only_digits_that_look_alike():
     warm = embedded.RECIPES[NAME]["warm"]
-    stream = task.examples("warm", seed=1)
+    stream = task.problem_stream("warm", seed=1)
     wrong = 0
     for step in range(300):
         problem = next(stream).problem
@@ -53,4 +53,4 @@ def test_the_embedded_vision_task_trains(tmp_path, monkeypatch):
     assert metrics(run)[-1]["step"] == 1
     samples = [json.loads(line) for line in (run / "samples" / "step_000001.jsonl").read_text().splitlines()]
     assert all(task.glyphs_of(sample["images"]["from"][0]["name"]) for sample in samples)
-    assert (embedded.folder(NAME) / "preprocessor_config.json").is_file()
+    assert (embedded.embedded_folder(NAME) / "preprocessor_config.json").is_file()

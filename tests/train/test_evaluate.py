@@ -9,7 +9,7 @@ from gspo.data.dataset import make_dataset
 from gspo.data.mixture import make_mixture
 from gspo.errors import ConfigError
 from gspo.train.build.data import _best_metric, _evaluation_steps, make_data
-from gspo.train.evaluate import answer_rows, is_correct, problem_of, summarise
+from gspo.train.evaluate import answer_rows, is_correct, problem_of, summarise_groups
 from gspo.types import Score
 
 pytestmark = pytest.mark.run
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.run
 
 def test_avg_and_pass_at_k_are_shares_over_problems():
     groups = [make_group(0, [1, 0, 0, 0]), make_group(1, [1, 1, 1, 1]), make_group(2, [0, 0, 0, 0])]
-    result = summarise(groups, 4)
+    result = summarise_groups(groups, 4)
     assert (result.problems, result.k, result.failures) == (3, 4, 0)
     assert result.accuracy == pytest.approx((0.25 + 1 + 0) / 3)
     assert result.pass_at_k == pytest.approx(2 / 3)
@@ -27,13 +27,13 @@ def test_avg_and_pass_at_k_are_shares_over_problems():
 def test_the_interval_is_over_problems_not_over_samples():
     """Shares 1/4, 3/4 and 1/2, 30 problems of each: variance 0.0421; the half-width is 1.96 · √(variance / 90)."""
     groups = [make_group(i, rewards) for i in range(30) for rewards in ([1, 0, 0, 0], [1, 1, 1, 0], [0, 1, 0, 1])]
-    result = summarise(groups, 4)
+    result = summarise_groups(groups, 4)
     assert result.accuracy == pytest.approx(0.5)
     assert result.accuracy_ci == pytest.approx(1.96 * math.sqrt(0.0421348315 / 90))
 
 
 def test_one_sample_per_problem_has_wilsons_interval_also_where_all_are_right():
-    half, full = (summarise([make_group(i, [float(i < n)]) for i in range(100)], 1) for n in (50, 100))
+    half, full = (summarise_groups([make_group(i, [float(i < n)]) for i in range(100)], 1) for n in (50, 100))
     # Wilson's interval of 50 of 100 is 0.5 ± 0.0962, of 100 of 100 it is 0.9630 … 1: the longer arm is given.
     assert (half.accuracy, full.accuracy) == (0.5, 1.0)
     assert half.accuracy_ci == pytest.approx(0.0962, abs=5e-4)
@@ -41,7 +41,7 @@ def test_one_sample_per_problem_has_wilsons_interval_also_where_all_are_right():
 
 
 def test_a_reward_that_did_not_answer_is_no_wrong_answer():
-    result = summarise([make_group(0, [1, FAILED]), make_group(1, [FAILED, FAILED]), make_group(2, [0, 1])], 2)
+    result = summarise_groups([make_group(0, [1, FAILED]), make_group(1, [FAILED, FAILED]), make_group(2, [0, 1])], 2)
     assert result.failures == 3
     assert result.problems == 3
     assert result.accuracy == pytest.approx((1 + 0.5) / 2)
@@ -49,7 +49,7 @@ def test_a_reward_that_did_not_answer_is_no_wrong_answer():
 
 
 def test_nothing_answered_is_no_accuracy():
-    result = summarise([make_group(0, [FAILED])], 1)
+    result = summarise_groups([make_group(0, [FAILED])], 1)
     assert math.isnan(result.accuracy)
     assert math.isnan(result.accuracy_ci)
     assert result.failures == 1
@@ -63,31 +63,31 @@ def test_correct_means_full_marks_of_the_first_part_whatever_the_weights():
 
 
 def test_the_metrics_have_their_documented_names():
-    names = summarise([make_group(0, [1])], 1).metrics()
+    names = summarise_groups([make_group(0, [1])], 1).metrics()
     plain = {"accuracy", "accuracy_ci", "reward", "reward_ci", "graded", "pass_at_k", "k", "problems", "length"}
     assert set(names) == {f"eval/{name}" for name in {*plain, "reward_failures"}}
 
 
 def test_graded_rewards_have_a_mean_over_problems_with_students_interval():
     """Problems score −1, 0.5 and 2: mean 0.5, s = 1.5, t(2) = 4.3027."""
-    result = summarise([make_group(i, [r, r]) for i, r in enumerate((-1.0, 0.5, 2.0))], 2)
+    result = summarise_groups([make_group(i, [r, r]) for i, r in enumerate((-1.0, 0.5, 2.0))], 2)
     assert (result.reward, result.graded) == (pytest.approx(0.5), 1.0)
     assert result.reward_ci == pytest.approx(4.3027 * 1.5 / math.sqrt(3), rel=1e-4)
-    plain = summarise([make_group(0, [1, 0]), make_group(1, [1, 1])], 2)
+    plain = summarise_groups([make_group(0, [1, 0]), make_group(1, [1, 1])], 2)
     assert (plain.reward, plain.graded) == (plain.accuracy, 0.0)
 
 
 def test_a_format_term_does_not_make_the_rewards_of_a_right_or_wrong_task_graded():
     group = make_group(0, [1, 0])
     scores = (Score(1.1, {"math": 1.0, "format": 0.5}), Score(0.1, {"math": 0.0, "format": 0.5}))
-    result = summarise([replace(group, outcomes=scores)], 2)
+    result = summarise_groups([replace(group, outcomes=scores)], 2)
     assert (result.graded, result.accuracy, result.reward) == (0.0, 0.5, pytest.approx(0.6))
 
 
 def test_the_sources_of_a_mixture_have_their_own_scores():
     groups = [make_group(i, [float(i < 2)]) for i in range(4)]
     groups = [replace(g, prompt=replace(g.prompt, source="ab"[i % 2])) for i, g in enumerate(groups)]
-    names = summarise(groups, 1).metrics()
+    names = summarise_groups(groups, 1).metrics()
     assert (names["eval/a/accuracy"], names["eval/b/reward"], names["eval/a/problems"]) == (0.5, 0.5, 2)
     assert names["eval/accuracy"] == 0.5
 

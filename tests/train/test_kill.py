@@ -245,12 +245,12 @@ def test_hash_seeds_and_worker_counts_do_not_reach_the_run(runs, straight, tmp_p
 
 def test_a_fault_is_armed_by_the_environment_alone_and_a_wrong_one_is_refused():
     from gspo.errors import ConfigError
-    from gspo.faults import parse
+    from gspo.faults import parse_fault
 
     for wrong in ("nowhere:1:kill", "train.backward:0:kill", "train.backward:x:kill", "train.backward:1:explode", "x"):
         with pytest.raises(ConfigError, match="GSPO_FAULT"):
-            parse(wrong)
-    assert json.dumps(parse("train.backward:2:hang")) == '["train.backward", 2, "hang"]'
+            parse_fault(wrong)
+    assert json.dumps(parse_fault("train.backward:2:hang")) == '["train.backward", 2, "hang"]'
 
 
 @pytest.mark.full

@@ -43,7 +43,7 @@ def test_a_dict_is_a_config_with_sections_or_dotted_keys():
 def test_a_pandas_table_is_a_data_set():
     table = pandas.DataFrame({"prompt": ["1+1=", "2+2="], "answer": ["2", "4"]})
     config = load(None, ["actor.path=embedded:tiny"]).config
-    data, _ = make_data(config, table, table, embedded.tokenizer())
+    data, _ = make_data(config, table, table, embedded.embedded_tokenizer())
     assert [data.prompt(row).text for row in range(len(data))] == ["1+1=", "2+2="]
 
 
@@ -123,11 +123,11 @@ def test_the_keys_of_train_dataset_hold_for_rows_of_the_caller():
     ]
     keys = {"prompt_column": "task", "answer_column": "gold", "system_prompt": "1+", "max_length": 20}
     config = load({"actor.path": "embedded:tiny", "train_dataset": {**keys, "batch_size": 4}}).config
-    data, _ = make_data(config, rows, None, embedded.tokenizer())
+    data, _ = make_data(config, rows, None, embedded.embedded_tokenizer())
     prompt = data.prompt(0)
     assert prompt.text.startswith("1+")
     assert prompt.text.endswith("+1=")
     assert prompt.answer == prompt.data["gold"]
     assert data.num_too_long == 1
     with pytest.raises(DataError, match=r"got the path 'r.jsonl': set train_dataset.path"):
-        make_data(config, "r.jsonl", None, embedded.tokenizer())
+        make_data(config, "r.jsonl", None, embedded.embedded_tokenizer())

@@ -79,7 +79,7 @@ def blank(tiny, tmp_path_factory):
     """The embedded model before it was taught anything: every token is about as likely as any other."""
     folder = tmp_path_factory.mktemp("blank")
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(embedded.folder(tiny))).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(embedded.embedded_folder(tiny))).save_pretrained(folder)
     load_tokenizer(tiny).save_pretrained(folder)
     return f"actor.path={folder}"
 

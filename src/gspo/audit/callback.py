@@ -19,10 +19,10 @@ import torch
 from transformers import TrainerCallback
 
 from gspo.audit.directory import write_audit
-from gspo.audit.rows import Record, sample_rows, step_metrics, text_of
+from gspo.audit.rows import Record, audit_sample_rows, audit_step_metrics, text_of
 from gspo.audit.trl import CLIPPED, from_trl
 from gspo.errors import ConfigError
-from gspo.runs.directory import RunDir, environment
+from gspo.runs.directory import RunDir, versions_and_hardware
 from gspo.system.files import to_json, write_run_file
 
 INDEX = "gspo_audit_index"  # TRL shuffles and splits every tensor of a rollout batch alike, this one too
@@ -180,7 +180,7 @@ class TRLCallback(TrainerCallback):
             self.path, self.draft, version=self.version, source=str(self.trainer.args.output_dir), unknown=unknown
         )
         with write_run_file(self.path / "environment.json") as tmp:
-            found = environment(str(self.trainer.accelerator.device), torch.get_num_threads())
+            found = versions_and_hardware(str(self.trainer.accelerator.device), torch.get_num_threads())
             tmp.write_text(to_json(found | {"trl": self.version}) + "\n", encoding="utf-8")
 
     def _take_samples(self, inputs: Any, output: dict[str, Any]) -> None:
@@ -277,11 +277,11 @@ class TRLCallback(TrainerCallback):
         trainer, run, group = self.trainer, self.run, self.trainer.num_generations
         assert run is not None, "the main process has the directory open"
         with_kl = trainer.beta != 0.0
-        metrics = step_metrics(self._samples, records, group_size=group, clips=self.clips, with_kl=with_kl)
+        metrics = audit_step_metrics(self._samples, records, group_size=group, clips=self.clips, with_kl=with_kl)
         seconds = time.perf_counter() - self._started
         norms = [logged["grad_norm"] for logged in self._logged]
         rates = [logged["learning_rate"] for logged in self._logged if "learning_rate" in logged]
-        run.samples(self._step, sample_rows(self._step, self._samples, records, group, self.clips), {})
+        run.samples(self._step, audit_sample_rows(self._step, self._samples, records, group, self.clips), {})
         run.metrics(
             {
                 "step": self._step,

@@ -24,10 +24,11 @@ from gspo.audit.directory import write_audit
 from gspo.audit.foreign import Draft
 from gspo.audit.training_args import read_training_args
 from gspo.audit.trl import from_swift, from_trl
-from gspo.audit.verl import flat, from_verl
+from gspo.audit.verl import from_verl
 from gspo.errors import ConfigError
 from gspo.runs.directory import RunDir
 from gspo.system.files import read_jsonl, read_regular
+from gspo.system.text import flat
 
 NO_RATIOS = (
     "log s of each sequence, and which sequences were clipped: {system} does not write log-probs to disk, so no ε can "
@@ -47,7 +48,7 @@ class Found:
     unknown: list[str] = field(default_factory=list)
 
 
-def audit(paths: Sequence[Path], run: Path) -> dict[str, Any]:
+def audit_files(paths: Sequence[Path], run: Path) -> dict[str, Any]:
     """Read the files below `paths` and write the run directory `run`; returns the content of its audit.json."""
     for path in paths:
         if not path.exists():

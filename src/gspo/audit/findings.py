@@ -89,7 +89,7 @@ def sections_of(draft: Draft) -> dict[str, Any]:
     except ConfigError as problem:
         return {"unreadable": f"{draft.file}: {problem}", "warnings": own}
     facts = facts_of(loaded, num_gpus=0)
-    found = [*own, *(asdict(finding) for finding in lint(facts, draft))]
+    found = [*own, *(asdict(finding) for finding in findings_of(facts, draft))]
     words = policy_section(facts)
     return {
         "objective": objective_section(facts),
@@ -110,7 +110,7 @@ def loaded_of(draft: Draft) -> Loaded:
     return replace(loaded, origins={**loaded.origins, **theirs})
 
 
-def lint(facts: Facts, draft: Draft) -> Iterator[Finding]:
+def findings_of(facts: Facts, draft: Draft) -> Iterator[Finding]:
     """Findings of the rules that apply, with key and remedy in the words of the other system."""
     for rule, remedies in REMEDIES.items():
         # The remedy for the aggregation is another clipped loss, which is no advice for a loss without a clip range.

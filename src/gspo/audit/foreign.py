@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gspo.config.lint.facts import Finding
-from gspo.config.migrate.other_systems import table
+from gspo.config.migrate.other_systems import foreign_keys
 
 System = Literal["TRL", "verl", "ms-swift"]
 
@@ -64,7 +64,7 @@ class Draft:
 
     def copy(self, names_of: System | None = None) -> None:
         """Take over every value whose key means the same here. `names_of`: the system whose names are used."""
-        for (system, name), row in table().items():
+        for (system, name), row in foreign_keys().items():
             value = self.get(name)
             if system == (names_of or self.system) and row.ours in COPIED and not row.note and value is not None:
                 self.set(row.ours, value, name)

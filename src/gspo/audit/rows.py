@@ -25,7 +25,7 @@ def columns(records: Sequence[Record]) -> dict[str, NDArray[Any]]:
     return out
 
 
-def step_metrics(
+def audit_step_metrics(
     samples: Sequence[Mapping[str, Any]], records: Sequence[Record], *, group_size: int, clips: bool, with_kl: bool
 ) -> dict[str, Any]:
     """Metrics of a step. `samples`: prompt, reward, advantage … of its rollout batch, groups one after another."""
@@ -82,7 +82,7 @@ def equal_groups(rewards: Floats, group_size: int) -> NDArray[np.bool_]:
     return spread <= 1e-6 * np.maximum(1.0, np.nan_to_num(np.abs(groups)).max(1, initial=0.0))
 
 
-def sample_rows(
+def audit_sample_rows(
     step: int, samples: Sequence[Mapping[str, Any]], records: Sequence[Record], group_size: int, clips: bool
 ) -> list[dict[str, Any]]:
     """Rows of samples/step_*.jsonl; ratios are those of a sequence's last pass."""

@@ -30,18 +30,6 @@ OTHERS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested sections as dotted names.
-
-    >>> flat({"data": {"seed": 1}, "x": [2]})
-    {'data.seed': 1, 'x': [2]}
-    """
-    out: dict[str, Any] = {}
-    for name, value in config.items():
-        out |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) and value else {f"{prefix}{name}": value}
-    return out
-
-
 def from_verl(values: Mapping[str, Any], file: str) -> Draft:
     draft = Draft("verl", file, values)
     draft.copy()

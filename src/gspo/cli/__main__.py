@@ -2,7 +2,7 @@
 
 import sys
 
-from gspo.cli.main import document
+from gspo.cli.main import command_page
 
 sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
-sys.stdout.write(document())
+sys.stdout.write(command_page())

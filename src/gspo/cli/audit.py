@@ -22,7 +22,7 @@ def audit_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def audit(args: argparse.Namespace) -> int:
-    from gspo.audit.disk import audit as read_and_write
+    from gspo.audit.disk import audit_files as read_and_write
     from gspo.system.text import inert
 
     paths = [Path(path) for path in args.paths]

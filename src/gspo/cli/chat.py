@@ -59,7 +59,7 @@ def chat(args: argparse.Namespace) -> int:
 
 
 @dataclass
-class Session:
+class ChatSession:
     """A conversation. Without a chat template nothing marks the turns, so each text is a prompt of its own."""
 
     chat: Chat
@@ -119,7 +119,7 @@ class Session:
             self._messages += [question, {"role": "assistant", "content": self.chat.text(self._answer)}]
 
 
-def _open(config: Any, run: Path | None, step: int, stack: contextlib.ExitStack) -> Session:
+def _open(config: Any, run: Path | None, step: int, stack: contextlib.ExitStack) -> ChatSession:
     from gspo.envs.chat import Chat
     from gspo.train.build.compute import set_threads
     from gspo.train.build.policy import context_length, load_policy
@@ -135,10 +135,10 @@ def _open(config: Any, run: Path | None, step: int, stack: contextlib.ExitStack)
         template = Path(template).read_text(encoding="utf-8")
     params, _ = evaluation_params(config)
     chat = Chat(tokenizer, template, data.chat_template_kwargs)
-    return Session(chat, sampler, params, context_length(config, policy), data.system_prompt)
+    return ChatSession(chat, sampler, params, context_length(config, policy), data.system_prompt)
 
 
-def _talk(session: Session, *, is_terminal: bool) -> int:
+def _talk(session: ChatSession, *, is_terminal: bool) -> int:
     """Read lines and print answers until /quit or the end of the input. A pipe gets the answers alone."""
     from gspo.envs.chat import TemplateError
     from gspo.system.text import inert

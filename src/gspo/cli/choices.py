@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gspo.cli import common
-from gspo.cli.common import console, display, load_config, nearest
+from gspo.cli.common import console, did_you_mean, display, load_config
 from gspo.errors import ConfigError, GspoError
 
 
@@ -33,7 +33,7 @@ def models(args: argparse.Namespace) -> int:
         if len(args.names) != 1:
             raise ConfigError(f"give one model to fetch: one of {', '.join(registry.MODELS)}")
         (name,) = args.names
-        place = registry.fetch(
+        place = registry.fetch_model(
             name,
             lambda text: print(f"  {text}", file=sys.stderr, flush=True),
             None if args.source is None else Path(args.source),
@@ -44,7 +44,7 @@ def models(args: argparse.Namespace) -> int:
         raise ConfigError("gspo models list takes no further arguments; to fetch a model: gspo models fetch NAME")
     from gspo.report.terminal import models_view
 
-    console().print(models_view(registry.rows()), crop=False)
+    console().print(models_view(registry.known_models()), crop=False)
     return 0
 
 
@@ -63,9 +63,9 @@ def _check_models(args: argparse.Namespace) -> int:
         print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip(), flush=True)
 
     show(families.COLUMNS)
-    rows = families.check_models(families.TYPES if args.all else args.names, lambda row: show(row.cells()))
+    rows = families.check_families(families.TYPES if args.all else args.names, lambda row: show(row.cells()))
     if args.write:
-        Path(args.write).write_text(families.page(rows), encoding="utf-8")
+        Path(args.write).write_text(families.families_page(rows), encoding="utf-8")
     built = [row for row in rows if not row.not_built]
     wrong = [row.name for row in built if not families.is_exact(row)]
     print(
@@ -85,7 +85,7 @@ def _require_model(name: str, types: Sequence[str]) -> None:
         if not is_hub_name(name):
             raise ConfigError(str(error)) from error
         raise ConfigError(
-            f"{name!r} is neither a model type of transformers nor a model{nearest(name, types)} There is no such "
+            f"{name!r} is neither a model type of transformers nor a model{did_you_mean(name, types)} There is no such "
             "folder, and the hub did not provide it"
         ) from error
 
@@ -104,12 +104,12 @@ def objectives(args: argparse.Namespace) -> int:
     algorithm = ALGORITHMS.get(args.name.lower().replace("-", "_"))
     if algorithm is None:
         known = ", ".join(ALGORITHMS)
-        raise ConfigError(f"unknown objective {args.name!r}{nearest(args.name, ALGORITHMS)} Available: {known}")
+        raise ConfigError(f"unknown objective {args.name!r}{did_you_mean(args.name, ALGORITHMS)} Available: {known}")
     print(algorithm_card(algorithm, **display()))
     return 0
 
 
-def config_arguments(parser: argparse.ArgumentParser) -> None:
+def config_verb_arguments(parser: argparse.ArgumentParser) -> None:
     common.config_arguments(parser)
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of configs instead, for editors")
 
@@ -139,7 +139,7 @@ def _explain_key(name: str) -> int:
     from gspo.config.schema import known_keys
     from gspo.config.validate import unknown_key
     from gspo.shipped import with_pages
-    from gspo.system.text import Rows
+    from gspo.system.text import TextRows
 
     keys = known_keys()
     if name not in keys:
@@ -158,7 +158,7 @@ def _explain_key(name: str) -> int:
                 bounds = f", {key.bounds}" if key.bounds else ""
                 default = json.dumps(key.default, ensure_ascii=False)
                 rows.append(("", f"{key.wanted}{bounds}; default {default}", "dim"))
-    console().print(Rows(rows), crop=False)
+    console().print(TextRows(rows), crop=False)
     return 0
 
 
@@ -170,17 +170,19 @@ def examples_arguments(parser: argparse.ArgumentParser) -> None:
 
 def examples(args: argparse.Namespace) -> int:
     from gspo.shipped import copy_example, example_files
-    from gspo.system.text import Rows
+    from gspo.system.text import TextRows
 
     known = example_files()
     if args.what == "list":
-        console().print(Rows([(name, _first_line(file), "") for name, file in known.items()]), crop=False)
+        console().print(TextRows([(name, _first_line(file), "") for name, file in known.items()]), crop=False)
         print("\nRun one with `gspo train NAME`, or `gspo examples copy NAME DIR` to change it.")
         return 0
     if args.name is None:
         raise ConfigError(f"which example? Pass its name: gspo examples copy NAME DIR. Examples: {', '.join(known)}")
     if args.name not in known:
-        raise ConfigError(f"no example is called {args.name!r}{nearest(args.name, known)} Examples: {', '.join(known)}")
+        raise ConfigError(
+            f"no example is called {args.name!r}{did_you_mean(args.name, known)} Examples: {', '.join(known)}"
+        )
     try:
         written = copy_example(known[args.name], Path(args.to))
     except FileExistsError as error:

@@ -63,6 +63,6 @@ def console() -> Console:
     return Console(width=how["width"], no_color=not how["styled"], highlight=False, markup=False, emoji=False)
 
 
-def nearest(word: str, known: Any) -> str:
+def did_you_mean(word: str, known: Any) -> str:
     close = difflib.get_close_matches(word.lower().replace("-", "_"), list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else "."

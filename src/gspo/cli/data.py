@@ -35,7 +35,9 @@ def data(args: argparse.Namespace) -> int:
         raise ConfigError(f"give one data set to fetch: one of {', '.join(fetch.SETS)}")
     (name,) = args.names
     parent = Path(args.to or os.environ.get("GSPO_DATA") or "data")
-    place = fetch.fetch(name, parent, lambda text: print(f"  {text}", file=sys.stderr, flush=True), **_how(name, args))
+    place = fetch.fetch_dataset(
+        name, parent, lambda text: print(f"  {text}", file=sys.stderr, flush=True), **_how(name, args)
+    )
     counts = ", ".join(f"{count:,} {split}" for split, count in fetch.counts(place).items())
     print(f"{name} → {place} ({counts}; {fetch.PROVENANCE}: where the texts are from)\n  train_dataset.path: {place}")
     return 0
@@ -45,7 +47,7 @@ def _how(name: str, args: argparse.Namespace) -> dict[str, object]:
     """The options that apply to a data set; ConfigError for one that does not."""
     from gspo.data import fetch
 
-    base, _ = fetch.parse(name)
+    base, _ = fetch.parse_name(name)
     if base == "restaurants":
         if args.mirror or args.unsigned:
             raise ConfigError(f"--mirror and --unsigned are for sets of Debian; {base} is in a Python package")

@@ -45,7 +45,7 @@ def doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def doctor(args: argparse.Namespace) -> int:
-    from gspo.doctor.explain import explain, to_json
+    from gspo.doctor.explain import explain, report_json
     from gspo.doctor.render import machine_text, to_text
     from gspo.shipped import with_pages
 
@@ -72,7 +72,7 @@ def doctor(args: argparse.Namespace) -> int:
 
         report = report.with_machine(examine(loaded, report.sections["memory"]))
     print(
-        to_json(report)
+        report_json(report)
         if args.json
         else "\n" * (report.sections["machine"] is not None) + with_pages(machine_text(report, **display()))
     )
@@ -134,11 +134,11 @@ def _measured(args: argparse.Namespace) -> tuple[Loaded, Path | None, int]:
 
 
 def _probe(args: argparse.Namespace, loaded: Loaded, place: Path, run: Path | None, step: int) -> int:
-    from gspo.doctor.probe import probe
+    from gspo.doctor.probe import measure_noise
     from gspo.report.terminal import probe_view
     from gspo.system.text import inert
 
-    result = probe(loaded, run, step, place, lambda message: print(f"gspo: {inert(message)}", file=sys.stderr))
+    result = measure_noise(loaded, run, step, place, lambda message: print(f"gspo: {inert(message)}", file=sys.stderr))
     if args.json:
         print(json.dumps(result, ensure_ascii=False))
     else:

@@ -57,13 +57,13 @@ def bench(args: argparse.Namespace) -> int:
         else:
             w = WORKLOADS[name]
             w = replace(w, rounds=args.rounds or w.rounds, steps=args.steps or w.steps)
-            fresh["workloads"][name] = compare.compare(w, peer=peer, say=say)
+            fresh["workloads"][name] = compare.compare_with_trl(w, peer=peer, say=say)
         if args.write:  # after each workload, so that an interruption loses only one
-            page.write(Path(args.write), page.merge(Path(args.write) / "performance.json", fresh))
+            page.write_performance(Path(args.write), page.merge(Path(args.write) / "performance.json", fresh))
     if args.json:
         print(json.dumps(fresh))
         return 0
-    head, *body = page.table(fresh)
+    head, *body = page.workload_table(fresh)
     view = Table(*head, box=None, pad_edge=False)
     for row in body:
         view.add_row(*row)
@@ -100,7 +100,7 @@ def study(args: argparse.Namespace) -> int:
     if args.what == "run":
         if args.jobs < 1 or (args.seeds is not None and args.seeds < 1):
             raise ConfigError("--jobs and --seeds must be 1 or more")
-        return command.run(
+        return command.run_studies(
             args.names,
             docs=Path(args.docs),
             runs=Path(args.runs),
@@ -111,7 +111,7 @@ def study(args: argparse.Namespace) -> int:
             console=console(),
         )
     if args.what == "page":
-        print(command.page(Path(args.docs)))
+        print(command.generate_page(Path(args.docs)))
     elif args.what == "show":
         command.show(args.names, Path(args.docs), console())
     else:

@@ -25,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Exit codes: 0 done, 1 failed run, 2 bad usage or config, 130 interrupted."""
     program.wait_without_spinning()
     if argv is None and sys.argv[1:2] in (["train"], ["quickstart"]):
-        program.run(lambda: main(sys.argv[1:]))  # exits: signals and the stall timeout cover the rest of the process
+        program.run_main(
+            lambda: main(sys.argv[1:])
+        )  # exits: signals and the stall timeout cover the rest of the process
     words = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -61,7 +63,7 @@ def _dispatch(words: list[str]) -> int:
     verb = VERBS.get(words[0])
     if verb is None:
         raise ConfigError(
-            f"unknown command {words[0]!r}{common.nearest(words[0], VERBS)} `gspo --help` lists the commands"
+            f"unknown command {words[0]!r}{common.did_you_mean(words[0], VERBS)} `gspo --help` lists the commands"
         )
     # Intermixed: options may come between overrides.
     return verb.run(parser_of(words[0], verb).parse_intermixed_args(words[1:]))
@@ -108,7 +110,7 @@ Documentation: {pages}
 Exit codes: 0 done, 1 failed run, 2 bad usage or config, 130 interrupted."""
 
 
-def document() -> str:
+def command_page() -> str:
     """docs/cli.md: every command with its arguments, from the parsers that read them."""
     lines = [
         "# Commands",
@@ -270,7 +272,7 @@ VERBS: dict[str, Verb] = {
     "config": Verb(
         "config CONFIG [key=value …] | KEY | --schema",
         "print a config with all keys; explain a key or a section; print the JSON schema",
-        choices.config_arguments,
+        choices.config_verb_arguments,
         choices.config,
     ),
     "completion": Verb(

@@ -36,7 +36,7 @@ def init(args: argparse.Namespace) -> int:
 
     folder = Path(args.folder)
     trial = write_project(folder, args.task)
-    run = f"runs/{name_of(folder)}/{trial}"
+    run = f"runs/{project_name(folder)}/{trial}"
     print(inert(f"{folder} has train.yaml, reward.py with its test, data/ and README.md. Next:"))
     print(inert(f"  cd {shlex.quote(str(folder))}"))
     print(f"  gspo doctor train.yaml\n  gspo train train.yaml\n  gspo report {run} --open")
@@ -64,7 +64,7 @@ def write_project(folder: Path, task: str) -> str:
         (folder / "data").mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             text = re.sub(r"\bABOUT\b", lambda _: about, text)
-            text = re.sub(r"\bNAME\b", lambda _: name_of(folder), re.sub(r"\bTRIAL\b", trial, text))
+            text = re.sub(r"\bNAME\b", lambda _: project_name(folder), re.sub(r"\bTRIAL\b", trial, text))
             (folder / name).write_text(text, encoding="utf-8")
         for path, content in data.items():
             (folder / "data" / path).parent.mkdir(exist_ok=True)
@@ -76,7 +76,7 @@ def write_project(folder: Path, task: str) -> str:
     return trial
 
 
-def name_of(folder: Path) -> str:
+def project_name(folder: Path) -> str:
     """The name of a project: that of its folder, in characters that need no quotes.
 
     >>> name_of(Path("work/my project")), name_of(Path("/"))
@@ -93,7 +93,7 @@ def _data(task: str, split: Split) -> Iterator[tuple[str, bytes]]:
     count = _ROWS.get(task, _USUAL)[split]
     rows: Sequence[Mapping[str, Any]]
     if task == "vision":
-        rows = digits.rows(split, count, seed=1)
+        rows = digits.digit_rows(split, count, seed=1)
         names = [f"images/{split}_{number:03d}.png" for number in range(len(rows))]
         yield from ((name, row["image"]["bytes"]) for name, row in zip(names, rows, strict=True))
         rows = [{**row, "image": name} for name, row in zip(names, rows, strict=True)]

@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 MIN_TIMEOUT_S = 600.0  # the least stall timeout outside of training
 
 
-def run_path(config: Config) -> Path:
-    return Path(config.cluster.fileroot) / config.experiment_name / config.trial_name
-
-
 def train_arguments(parser: argparse.ArgumentParser) -> None:
     from gspo.launcher.launch import LAUNCHERS
 
@@ -47,7 +43,7 @@ def train(args: argparse.Namespace) -> int:
         # As an override, so that the processes of a launcher and a resume get the same name.
         args.words.append(f"trial_name={free_trial_name(loaded.config)}")
         loaded = with_scheduler(load_config(args), args.on)
-        print(f"gspo: the run is {run_path(loaded.config)}", file=sys.stderr, flush=True)
+        print(f"gspo: the run is {loaded.config.run_path}", file=sys.stderr, flush=True)
     teacher = loaded.config.teacher
     for key, path in (("actor.path", loaded.config.actor.path), ("teacher.path", teacher and teacher.path)):
         if path and (model := model_of_run(path, key)) is not None:
@@ -93,7 +89,7 @@ def _train(args: argparse.Namespace, loaded: Loaded) -> int:
     check(loaded)  # errors are raised here, before torch is imported; the loop prints the warnings
     config = loaded.config
     _announce_build(config.actor.path)
-    path = run_path(config)
+    path = config.run_path
     again = shlex.join(["gspo", "train", *given])
     beat("importing torch")
     reached("start.import")
@@ -151,7 +147,7 @@ def preview(args: argparse.Namespace) -> int:
 
 def free_trial_name(config: Config) -> str:
     """The trial_name of the config, or with the first number from 2 on whose run directory does not exist."""
-    name, number, parent = config.trial_name, 2, run_path(config).parent
+    name, number, parent = config.trial_name, 2, config.run_path.parent
     while (parent / name).exists():
         name, number = f"{config.trial_name}-{number}", number + 1
     return name
@@ -161,7 +157,7 @@ def _announce_build(model: str) -> None:
     """Say at once that a model is built first: importing torch alone takes seconds."""
     from gspo.models import cache, embedded
 
-    if model in embedded.RECIPES and not cache.is_whole(embedded.folder(model)):
+    if model in embedded.RECIPES and not cache.is_whole(embedded.embedded_folder(model)):
         print(f"gspo: first start: {model} is built on this machine, then training begins", file=sys.stderr, flush=True)
 
 

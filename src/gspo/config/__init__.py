@@ -1,10 +1,10 @@
 """Configuration: one schema, YAML with places, AReaL's spellings, algorithm-aware defaults. Torch-free."""
 
-from gspo.config.document import digest, document, dump
+from gspo.config.document import config_fingerprint, document, dump
 from gspo.config.load import load
 from gspo.config.loaded import Loaded, Origin, write_origins
 from gspo.config.objective import (
-    Objective,
+    ObjectiveSettings,
     default_algorithm_note,
     effective_objective,
     is_supervised,
@@ -17,10 +17,10 @@ from gspo.config.schema import Config
 __all__ = [
     "Config",
     "Loaded",
-    "Objective",
+    "ObjectiveSettings",
     "Origin",
+    "config_fingerprint",
     "default_algorithm_note",
-    "digest",
     "document",
     "dump",
     "effective_objective",

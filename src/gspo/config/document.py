@@ -74,7 +74,7 @@ def _quoted(text: str) -> str:
 _WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
 
 
-def digest(config: Config) -> str:
+def config_fingerprint(config: Config) -> str:
     """A fingerprint of every value, whatever file or spelling it came from.
 
     >>> digest(Config()) == digest(Config(seed=1)), digest(Config()) == digest(Config(seed=2))
@@ -128,9 +128,9 @@ def document() -> str:
         _PROXIMAL_INTRODUCTION,
         _proximal_table(),
         _AREAL_INTRODUCTION,
-        _rule_table("AReaL", areal.rules()),
+        _rule_table("AReaL", areal.areal_rules()),
         _REMOVED_INTRODUCTION,
-        _rule_table("removed", removed.rules()),
+        _rule_table("removed", removed.removed_rules()),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -282,7 +282,7 @@ def migrating() -> str:
     parts = [_MIGRATING_INTRODUCTION]
     for system, title, introduction in _SYSTEMS:
         parts += [f"## {title}", introduction, *_foreign_tables(system)]
-    parts += ["## From AReaL", _FROM_AREAL, _rule_table("AReaL", areal.rules())]
+    parts += ["## From AReaL", _FROM_AREAL, _rule_table("AReaL", areal.areal_rules())]
     return "\n\n".join(parts) + "\n"
 
 
@@ -349,7 +349,7 @@ _FATES = (("mapped", "here"), ("needless", "not needed here, because"), ("unsupp
 def _foreign_tables(system: str) -> Iterable[str]:
     for fate, title in _FATES:
         groups: dict[tuple[str, str], list[str]] = {}
-        for row in other_systems.table().values():
+        for row in other_systems.foreign_keys().values():
             if row.system == system and row.fate == fate:
                 groups.setdefault((row.ours, row.note), []).append(row.key)
         lines = [f"| {system} | {title} |", "|---|---|"]

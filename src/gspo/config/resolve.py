@@ -16,7 +16,7 @@ from gspo.algorithms import ALGORITHMS, CORRECTIONS, LEVEL_DEFAULTS
 from gspo.config.backends import SAMPLERS, TRAINERS, parse_backend
 from gspo.config.layout import layout_of
 from gspo.config.loaded import Origin
-from gspo.config.objective import clip_range, level_of, proximal_policy
+from gspo.config.objective import default_clip_range, level_of, proximal_policy
 from gspo.config.schema import Config, Correction, EvalGeneration, Section
 from gspo.config.schema.dataset import ENVIRONMENT_ROWS
 from gspo.system.gpus import visible_gpus
@@ -122,7 +122,7 @@ class _Resolver:
         self.fill("actor.importance_sampling_level", "token" if level == "token" else "sequence", by_algorithm)
         self.fill("actor.loss_aggregation", aggregation, by_level)
         if algorithm.gate == "clip":
-            self.fill_clip_range(*clip_range(algorithm, level), by_level)
+            self.fill_clip_range(*default_clip_range(algorithm, level), by_level)
         self.fill("actor.ppo_n_minibatches", algorithm.minibatches, by_algorithm)
         self.fill("actor.zero_variance_groups", algorithm.zero_variance_groups, by_algorithm)
         self.fill("actor.overlong_reward_penalty", algorithm.overlong_penalty, by_algorithm)

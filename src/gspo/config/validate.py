@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from gspo.config import yaml_tree
 from gspo.config.migrate import other_systems
 from gspo.config.schema import Config, Key, Section, keys_of, known_keys
-from gspo.config.yaml_tree import Node, clip, describe, is_failed, leaves
+from gspo.config.yaml_tree import Node, describe, is_failed, leaves, shorten
 
 _BOUNDS = {"greater_than", "greater_than_equal", "less_than_equal"}
 
@@ -61,7 +61,7 @@ def _is_ours(leaf: str) -> bool:
     return any(known.rpartition(".")[2] == leaf for known in known_keys())
 
 
-def build(tree: Node, problems: list[str]) -> tuple[Config | None, dict[str, str]]:
+def build_config(tree: Node, problems: list[str]) -> tuple[Config | None, dict[str, str]]:
     """The config that a tree describes, with defaults elsewhere, and the place of every key that was written.
 
     Problems are appended; the config is None where there were any.
@@ -80,7 +80,7 @@ def build(tree: Node, problems: list[str]) -> tuple[Config | None, dict[str, str
     # reported by the second pass.
     accepted = [name for name, (node, kinds) in found.items() if _accept(name, node, kinds)]
     if accepted:
-        return build(tree, problems)[0], places
+        return build_config(tree, problems)[0], places
     for name, (node, kinds) in found.items():
         # A failed interpolation was reported already.
         if not is_failed(node):
@@ -141,7 +141,7 @@ def _messages(name: str, node: Node, kinds: set[str]) -> Iterable[str]:
         leaf = next(leaf for leaf in leaves(node) if isinstance(leaf.value, float) and not math.isfinite(leaf.value))
         yield f"{leaf.place}: {key.name} must be a finite number, got {leaf.text or leaf.value}"
     elif "int_64_bits" in kinds:
-        yield f"{node.place}: {key.name} must fit into 64 bits, got {clip(node.text)}"
+        yield f"{node.place}: {key.name} must fit into 64 bits, got {shorten(node.text)}"
     elif kinds & _BOUNDS:
         yield f"{node.place}: {key.name} must be {key.bounds}, got {node.text or node.value} ({key.doc.rstrip('.')})"
     else:

@@ -283,11 +283,11 @@ def describe(node: Node) -> str:
     if isinstance(value, list):
         return "a list"
     if isinstance(value, str):
-        return f"the string {clip(value)!r}"
+        return f"the string {shorten(value)!r}"
     return f"{'the integer' if isinstance(value, int) else 'the number'} {node.text or value}"
 
 
-def clip(text: str, width: int = 80) -> str:
+def shorten(text: str, width: int = 80) -> str:
     """The text, shortened for an error message."""
     return text if len(text) <= width else text[: width - 1] + "…"
 
@@ -376,11 +376,11 @@ def parse_override(text: str) -> Override:
     if match is None or (match["value"] is None) != (mark == "~"):
         if entry := _LIST_ENTRY.match(text):
             raise ConfigError(
-                f"{COMMAND_LINE}: {clip(text)!r}: an entry of a list cannot be set alone; set the whole list, "
+                f"{COMMAND_LINE}: {shorten(text)!r}: an entry of a list cannot be set alone; set the whole list, "
                 f"'{entry['list']}=[…]', in the YAML file or here"
             )
         raise ConfigError(
-            f"{COMMAND_LINE}: {clip(text)!r} is not an override; write key=value, +key=value, ++key=value, "
+            f"{COMMAND_LINE}: {shorten(text)!r} is not an override; write key=value, +key=value, ++key=value, "
             "or ~key to reset a key to its default"
         )
     if mark == "~":

@@ -35,7 +35,7 @@ _START = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); import gspo.d
 Row = dict[str, Any]
 
 
-def rows(
+def task_rows(
     task: str, split: str | None, *, size: int | None, seed: int, options: Mapping[str, Any], key: str
 ) -> list[Row]:
     """Different problems of a task; `entry` holds what its scorer needs. Fewer than `size` if the task has no more."""

@@ -51,7 +51,7 @@ def rows_of(
         raise DataError(f"{key}.split must be train, all, or one of {', '.join(HELD_OUT)}; got {split!r}")
     held_out = split in HELD_OUT
     if path.startswith("reasoning_gym:"):
-        return gym.rows(path.partition(":")[2], split, size=size, seed=seed, options=options, key=key)
+        return gym.task_rows(path.partition(":")[2], split, size=size, seed=seed, options=options, key=key)
     if options:
         raise DataError(
             f"{key}.options ({', '.join(options)}) are settings of reasoning_gym tasks, but {key}.path is {path}; "
@@ -318,7 +318,7 @@ def _embedded(path: str, split: str | None, *, size: int | None, seed: int, key:
     # The same held-out problems for every seed, so that runs can be compared.
     seed = 0 if part == "test" else seed
     if path == digits_task.PATH:
-        return digits_task.rows(part, count, seed=seed)
+        return digits_task.digit_rows(part, count, seed=seed)
     found = re.fullmatch(r"embedded:arithmetic(?::([1-6])(?:-([1-6]))?)?", path)
     if not found:
         known = f"embedded:arithmetic, embedded:arithmetic:2-3 or {digits_task.PATH}"

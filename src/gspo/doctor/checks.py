@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gspo import objectives, rng
 from gspo.config.schema import Config
-from gspo.doctor.probe import answers, trainer_logp
+from gspo.doctor.probe import sample_all, trainer_logp
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.packing import Completion, PackItem
 from gspo.learner.policy.splitting import micro_batches
@@ -150,7 +150,7 @@ def requests_of(num_vocab: int, first: int = 0) -> list[Request]:
 def parity(policy: PolicyModule, sampler: Sampler, dtype: torch.dtype, first: int = 0) -> tuple[float, float]:
     """Largest |log μ − log π| of a sampled token, with log π computed as in a training step."""
     requests = requests_of(policy.model.config.get_text_config().vocab_size, first)
-    samples = answers(sampler, requests, 120.0)
+    samples = sample_all(sampler, requests, 120.0)
     ours = trainer_logp(policy, requests, samples, temperature=TEMPERATURE)
     gaps = [float(np.abs(a - s.behavior_logp).max()) for a, s in zip(ours, samples, strict=True) if len(a)]
     return max(gaps), probe.TOLERANCE.get(dtype, 0.2)
@@ -180,7 +180,7 @@ def copied(policy: PolicyModule, make: Callable[[], Any], place: Path) -> tuple[
     _must_differ(probe.sequence_logp(other, _probe(policy)), probed(policy), dtype)
     published = publish(place / "weights", 1, policy.full_weights())
     try:
-        load.copy_weights(other, load.read(published.path, published.sha256).items())
+        load.copy_weights(other, load.read_published(published.path, published.sha256).items())
     finally:
         published.path.unlink()
     gap = np.concatenate(probe.sequence_logp(other, _probe(policy))) - np.concatenate(probed(policy))

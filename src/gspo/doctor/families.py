@@ -128,7 +128,7 @@ def is_exact(row: Checked) -> bool:
     return row.gradient_gap <= row.gradient_bound and row.logp_gap <= row.logp_bound
 
 
-def check_models(names: Iterable[str], say: Callable[[Checked], None]) -> list[Checked]:
+def check_families(names: Iterable[str], say: Callable[[Checked], None]) -> list[Checked]:
     rows = []
     for name in names:
         rows.append(check_model(name))
@@ -136,7 +136,7 @@ def check_models(names: Iterable[str], say: Callable[[Checked], None]) -> list[C
     return rows
 
 
-def page(rows: Sequence[Checked]) -> str:
+def families_page(rows: Sequence[Checked]) -> str:
     """docs/model_families.md."""
     built = [row for row in rows if not row.not_built]
     trained = [row for row in built if not row.refused]

@@ -36,7 +36,7 @@ PROMPTS, SAMPLES = 8, 8
 BINS = 4
 
 
-def probe(
+def measure_noise(
     loaded: Loaded, run: Path | None, step: int, place: Path, say: Callable[[str], None] = print
 ) -> dict[str, Any]:
     """Measure the error and compare it with ε. `run`, `step`: the weights; `place`: a folder for files."""
@@ -48,7 +48,7 @@ def probe(
     if run is not None and step:
         folder = run / "checkpoints" / f"step_{step:06d}"
         checkpoint.verify(folder)
-        checkpoint.load(folder, policy, None)
+        checkpoint.load_checkpoint(folder, policy, None)
     if config.env.path or config.env.agent or config.env.command:
         say("episodes are not played: each prompt gets one completion, without its environment")
     data, _ = make_data(config, None, None, policy.processor or tokenizer, make_environment(config, None))
@@ -62,7 +62,7 @@ def probe(
     ]
     sampler = make_sampler(config, policy, tokenizer, step, place, say)
     try:
-        samples = answers(sampler, requests, config.rollout.request_timeout)
+        samples = sample_all(sampler, requests, config.rollout.request_timeout)
     finally:
         sampler.close()
     # Per sample: arrays [T], the sampler's and the trainer's log-probs of the same tokens.
@@ -82,7 +82,7 @@ def probe(
         "forced": config.actor.prox_logp_force,
         "eps": eps,
         "eps_auto": config.actor.eps_clip == "auto",
-        **figures(ours, theirs, eps, centred=first_proximal_source(config) == "centred"),
+        **noise_figures(ours, theirs, eps, centred=first_proximal_source(config) == "centred"),
     }
 
 
@@ -99,7 +99,7 @@ def sampler_words(config: Config) -> str:
     return ", ".join([f"{engine} server", *how])
 
 
-def answers(sampler: Sampler, requests: Sequence[Request], deadline_s: float) -> list[Sample]:
+def sample_all(sampler: Sampler, requests: Sequence[Request], deadline_s: float) -> list[Sample]:
     """A sample for each request, in their order."""
     found = {sample.id: sample for sample in single_turn(requests, sampler, deadline_s)}
     if missing := [request.id for request in requests if request.id not in found]:
@@ -132,7 +132,7 @@ def trainer_logp(
     return [found[i].astype(np.float64) for i in range(len(samples))]
 
 
-def figures(
+def noise_figures(
     ours: Sequence[NDArray[np.float64]], theirs: Sequence[NDArray[np.float64]], eps: float | None, *, centred: bool
 ) -> dict[str, Any]:
     """log s of the trainer against the sampler by sequence, and by length; the verdict and its words."""

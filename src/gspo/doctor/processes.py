@@ -16,7 +16,7 @@ from pathlib import Path
 from gspo.config import Loaded
 from gspo.config.layout import layout_of
 from gspo.launcher.launch import launch
-from gspo.launcher.plan import config_file, run_path
+from gspo.launcher.plan import config_file
 from gspo.system.gpus import visible_gpus
 
 
@@ -29,7 +29,7 @@ def run_beside_sampler(
     """
     with tempfile.TemporaryDirectory(prefix="gspo-doctor-", ignore_cleanup_errors=True) as folder:
         small = one_of_each(loaded, Path(folder), visible_gpus(), with_server=with_server)
-        path = run_path(small.config)
+        path = small.config.run_path.absolute()
         command = [sys.executable, "-m", "gspo", *words, "--config", str(config_file(path))]
         code = launch(small, command)
         return here(small, path) if code is None else code

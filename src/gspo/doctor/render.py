@@ -17,7 +17,7 @@ from rich.text import Text
 from gspo.algorithms import ALGORITHMS, Algorithm
 from gspo.doctor.explain import Report
 from gspo.doctor.explain.objective import ADVANTAGE_WORDS, AGGREGATION_WORDS, RATIO_WORDS
-from gspo.system.text import Rows, count, human, inert, number
+from gspo.system.text import TextRows, count, human, inert, number
 
 NARROWEST = 40
 
@@ -246,12 +246,12 @@ def _heading(title: str, detail: str = "", style: str = "bold") -> RenderableTyp
 
 
 def _pairs(rows: Iterable[Iterable[str]]) -> RenderableType:
-    return Rows([(inert(name), inert(value), "") for name, value in rows if value], indent=2)
+    return TextRows([(inert(name), inert(value), "") for name, value in rows if value], indent=2)
 
 
 def _flow(text: str, style: str = "", indent: int = 0) -> RenderableType:
     """A paragraph."""
-    return Rows([("", inert(text), style)], indent)
+    return TextRows([("", inert(text), style)], indent)
 
 
 def _text(text: str, style: str = "") -> Text:

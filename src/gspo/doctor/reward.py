@@ -14,7 +14,7 @@ from rich.text import Text
 from gspo.config.schema import Config
 from gspo.data.mixture import Data
 from gspo.errors import ConfigError
-from gspo.rewards.check import Line, Problem, check_reward, diagnose
+from gspo.rewards.check import AnswerScores, RewardProblem, check_reward, diagnose
 from gspo.rewards.route import Rewards
 from gspo.rollout.groups import sample_groups
 from gspo.train.build.data import make_data
@@ -28,7 +28,7 @@ ROWS = 64
 MODEL_ROWS = 16
 
 
-def examine_reward(config: Config, *, with_model: bool) -> tuple[list[Line], list[Problem]]:
+def examine_reward(config: Config, *, with_model: bool) -> tuple[list[AnswerScores], list[RewardProblem]]:
     """The scores of known answers to the first training rows, and what is wrong with them."""
     env = config.env
     if env.path or env.agent or env.command:
@@ -49,7 +49,7 @@ def examine_reward(config: Config, *, with_model: bool) -> tuple[list[Line], lis
     return lines, found
 
 
-def _of_model(config: Config, data: Data, rewards: Rewards) -> Line:
+def _of_model(config: Config, data: Data, rewards: Rewards) -> AnswerScores:
     """The scores of the model's own greedy answers."""
     policy, tokenizer = load_policy(config, None, 0)
     sampler = make_sampler(config, policy, tokenizer, 0)
@@ -65,7 +65,7 @@ def _of_model(config: Config, data: Data, rewards: Rewards) -> Line:
     finally:
         sampler.close()
     outcomes = [group.outcomes[0] for group in groups]
-    return Line(
+    return AnswerScores(
         "the model's, greedy",
         [outcome.value if isinstance(outcome, Score) else None for outcome in outcomes],
         [group.texts[0] for group in groups],
@@ -74,7 +74,7 @@ def _of_model(config: Config, data: Data, rewards: Rewards) -> Line:
     )
 
 
-def reward_view(lines: Sequence[Line], found: Sequence[Problem], inert: Any) -> RenderableType:
+def reward_view(lines: Sequence[AnswerScores], found: Sequence[RewardProblem], inert: Any) -> RenderableType:
     """The table of scores, and the diagnosis."""
     table = Table(box=None, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
     for name in ("answer", "rows", "mean", "lowest", "highest", "failed", "ms per call"):

@@ -32,7 +32,7 @@ ROUNDED = {"bf16": torch.bfloat16, "int8": torch.bfloat16}  # rollout.sampler_pr
 
 
 @dataclass(frozen=True)
-class Line:
+class SelfCheck:
     """One check: the measured difference and its bound; `skipped` is the reason why it did not run."""
 
     name: str
@@ -63,7 +63,7 @@ Check = tuple[
 ]  # name, description, function → (difference, bound), or why it is skipped
 
 
-def selftest(loaded: Loaded, place: Path, say: Callable[[str], None] = print) -> Iterator[Line]:
+def selftest(loaded: Loaded, place: Path, say: Callable[[str], None] = print) -> Iterator[SelfCheck]:
     """One line per check, as soon as it ends. `place`: a folder for published weights."""
     config = loaded.config
     set_threads(config)
@@ -96,13 +96,13 @@ def selftest(loaded: Loaded, place: Path, say: Callable[[str], None] = print) ->
         yield _line(name, words, check)
 
 
-def _line(name: str, words: str, check: Callable[[], tuple[float, float] | str]) -> Line:
+def _line(name: str, words: str, check: Callable[[], tuple[float, float] | str]) -> SelfCheck:
     try:
         found = check()
     # A failed check becomes a line, so that the remaining checks still run.
     except (GspoError, RuntimeError, ValueError, TypeError) as error:
-        return Line(name, words, failure=f"{type(error).__name__}: {error}")
-    return Line(name, words, skipped=found) if isinstance(found, str) else Line(name, words, *found)
+        return SelfCheck(name, words, failure=f"{type(error).__name__}: {error}")
+    return SelfCheck(name, words, skipped=found) if isinstance(found, str) else SelfCheck(name, words, *found)
 
 
 def _exact(loaded: Loaded, policy: PolicyModule, tokenizer: Any) -> PolicyModule:

@@ -1,7 +1,7 @@
 """The shape of a model for `gspo doctor`: its config.json, and its parameters counted on torch's meta device.
 
 The meta device builds the real transformers model without its weights, so mixtures of experts, tied embeddings and
-adapters are counted as they are. Only `count` imports torch. Models that are known by name have their counts in
+adapters are counted as they are. Only `count_weights` imports torch. Models that are known by name have their counts in
 shapes.json; a model that is not on this machine has no shape, and the reason is shown.
 """
 
@@ -36,7 +36,7 @@ class Unknown:
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelFields:
     """The fields of a model's config.json, and where they are from."""
 
     name: str
@@ -68,7 +68,7 @@ class Shape:
     expert_linears: int = 0
 
 
-def find_source(path: str) -> Source | Unknown:
+def find_source(path: str) -> ModelFields | Unknown:
     """The config.json of a folder, a cached hub model, an embedded model or one that can be fetched."""
     try:
         if not os.path.isdir(path):
@@ -76,18 +76,18 @@ def find_source(path: str) -> Source | Unknown:
                 from gspo.models import embedded, registry
 
                 if path in registry.MODELS:
-                    return Source(path, registry.MODELS[path].shape)
+                    return ModelFields(path, registry.MODELS[path].shape)
                 if path.startswith("embedded:"):
-                    return Source(path, embedded.shape(path))
+                    return ModelFields(path, embedded.shape(path))
             if path.endswith(".gguf"):
                 return Unknown(f"{path}: the shape of a GGUF file is not read before the model is loaded")
         file = _config_file(path)
         if file is None:
             return Unknown(f"{path}: there is no folder with a config.json, and no snapshot in {hub_cache()}")
         fields = read_json(file)
-        # `count` builds the model, so the settings must not be able to fetch code.
+        # `count_weights` builds the model, so the settings must not be able to fetch code.
         check_values(fields, file)
-        return Source(str(file), fields)
+        return ModelFields(str(file), fields)
     except (GspoError, OSError, ValueError) as error:
         return Unknown(f"{path}: {error}")
 
@@ -97,15 +97,15 @@ def _config_file(path: str) -> Path | None:
     return folder / "config.json" if folder is not None and (folder / "config.json").is_file() else None
 
 
-def shape_of(source: Source) -> Shape | Unknown:
+def shape_of(source: ModelFields) -> Shape | Unknown:
     """The shape of a model: from shapes.json where its name is known, else counted (imports torch)."""
     known = json.loads((files("gspo.doctor") / "shapes.json").read_text(encoding="utf-8")).get(source.name)
     if known is not None:
         return Shape(**{**known, "linears": tuple((name, size) for name, size in known["linears"])})
-    return count(source)
+    return count_weights(source)
 
 
-def count(source: Source) -> Shape | Unknown:
+def count_weights(source: ModelFields) -> Shape | Unknown:
     """Build the model on the meta device and count; Unknown with the reason where transformers cannot build it."""
     # Even on the meta device a huge number of layers would take memory and minutes.
     if reason := absurd(source.fields):

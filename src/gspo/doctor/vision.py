@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gspo import rng
-from gspo.doctor.probe import answers, trainer_logp
+from gspo.doctor.probe import sample_all, trainer_logp
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.packing import Completion, PackItem
 from gspo.learner.policy.probe import image_prompts, probe
@@ -81,7 +81,7 @@ def logp_gap(policy: PolicyModule, sampler: LocalSampler, prompts: Sequence[Show
         for number, prompt in enumerate(prompts)
         for i in range(4)
     ]
-    samples = answers(sampler, requests, 120.0)
+    samples = sample_all(sampler, requests, 120.0)
     with torch.no_grad():
         ours = trainer_logp(policy, requests, samples, temperature=TEMPERATURE)
     return max(float(np.abs(a - s.behavior_logp).max()) for a, s in zip(ours, samples, strict=True))

@@ -18,31 +18,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import math
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from gspo.envs.chat import Chat
 from gspo.envs.client import Client, EpisodeError
 from gspo.envs.episode import episode_sample
+from gspo.envs.outcome import outcome_of
+from gspo.envs.thread import GRACE, EnvironmentThread
 from gspo.errors import DataError, RolloutError
 from gspo.sampling.api import KeepsCache, Sampler
 from gspo.system.imports import described, user_lines
-from gspo.types import Failure, Outcome, Request, Sample, SampleId, Score
+from gspo.types import Failure, Outcome, Request, Sample, SampleId
 
 # async (client, data) → a reward, {"reward": …, parts…}, or None: the configured reward scores the last completion.
 Environment = Callable[[Client, Mapping[str, Any]], Awaitable[Any]]
 
 # Seconds between two polls of sampler servers.
 PAUSE = 0.005
-# Seconds in which an event loop that is not blocked runs a callback.
-GRACE = 1.0
 _LONGEST = 2000  # most characters kept of an environment's error message
 _CANCELLED = Failure("crash", "environment: its task was cancelled")
 
@@ -91,7 +90,7 @@ class Episodes:
         self._at_once = at_once  # most episodes that run; the others start as these end
         self._max_context, self._max_turns, self._timeout_s = max_context, max_turns, timeout_s
         self._rounds, self._request_timeout_s = rounds, request_timeout_s
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.thread = EnvironmentThread()
         self.is_closed = False
 
     def __call__(self, requests: Sequence[Request], sampler: Sampler) -> Iterator[Sample]:
@@ -103,17 +102,6 @@ class Episodes:
             # This runs also if the caller stops iterating early or an error occurs.
             call.abandon()
 
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop of the environments, in its own thread."""
-        if self._loop is None:
-            loop = self._loop = asyncio.new_event_loop()
-            # The default executor is bounded; `_Threads` explains why this one is not.
-            loop.set_default_executor(_Threads())
-            # A daemon thread: an environment that blocks must not keep the process alive.
-            args = (loop, lambda: self._loop is loop)
-            threading.Thread(target=_run, args=args, name="environments", daemon=True).start()
-        return self._loop
-
     def metrics(self) -> Mapping[str, float]:
         """What the environment counted since the last call, if it has a method `metrics`."""
         count = getattr(self._environment, "metrics", None)
@@ -122,15 +110,9 @@ class Episodes:
     def close(self) -> None:
         """Stop the thread, and close the environment if it has a method `close`."""
         self.is_closed = True  # a call in another thread stops at its next round
-        self._leave_loop()
+        self.thread.leave()
         if callable(close := getattr(self._environment, "close", None)):
             close()
-
-    def _leave_loop(self) -> None:
-        """Ask the loop to stop. A blocked thread keeps running until its environment returns or the process ends."""
-        if self._loop is not None:
-            loop, self._loop = self._loop, None
-            loop.call_soon_threadsafe(loop.stop)
 
 
 class _Call:
@@ -205,7 +187,7 @@ class _Call:
         client = Client(request, chat=how._chat, submit=submit, max_turns=how._max_turns, max_context=how._max_context)
         episode = _Episode(request, client, since=time.monotonic(), answers=answers)
         self._open[_key(request.id)] = episode
-        loop = how.loop()
+        loop = how.thread.loop()
         # Tasks must be created in the loop's own thread.
         loop.call_soon_threadsafe(self._create_task, loop, episode)
 
@@ -259,7 +241,7 @@ class _Call:
         # Each turn of the loop lets tasks run one step: parallel requests of a task arrive before the driver samples.
         for _ in range(4):
             passed = threading.Event()
-            self._how.loop().call_soon_threadsafe(passed.set)
+            self._how.thread.loop().call_soon_threadsafe(passed.set)
             if not passed.wait(GRACE):
                 break  # busy or blocked; `_end_late` decides
         self._take_messages()
@@ -299,7 +281,7 @@ class _Call:
             return
         # Find out whether the loop is blocked: a loop that is not blocked runs this callback soon.
         alive = threading.Event()
-        loop = self._how.loop()
+        loop = self._how.thread.loop()
         loop.call_soon_threadsafe(alive.set)
         limit = self._how._timeout_s
         if alive.wait(GRACE):
@@ -318,7 +300,7 @@ class _Call:
 
     def _restart(self) -> None:
         """Start the episodes of a blocked thread again, in a new one."""
-        self._how._leave_loop()
+        self._how.thread.leave()
         # The restarted episodes send these requests again.
         self._not_submitted = []
         for episode in list(self._open.values()):
@@ -354,7 +336,7 @@ class _Call:
             self._keeper.release(*_key(episode.request.id))
 
     def _cancel(self, episode: _Episode) -> None:
-        loop = self._how._loop
+        loop = self._how.thread.current
         if loop is not None and episode.task is not None and not episode.task.done():
             loop.call_soon_threadsafe(episode.task.cancel)
 
@@ -418,68 +400,6 @@ class _Call:
         )
 
 
-class _Threads(ThreadPoolExecutor):
-    """For `asyncio.to_thread`: one thread per call. In a bounded pool, calls that wait could block the calls that they
-    wait for; and a pool's thread that hangs would keep the process from ending."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-
-        def work() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(fn(*args, **kwargs))
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=work, name="environment's call", daemon=True).start()
-        return future
-
-
-def outcome_of(returned: Any, turn_rewards: Mapping[int, float]) -> Outcome | None:
-    """The outcome for an environment's return value: a number, {"reward": number, part: number, …}, or None.
-
-    Evaluations decide by the first part, `reward`, whether the episode was correct.
-
-    >>> outcome_of({"reward": 1.0, "format": 0.5}, {0: 0.25})
-    Score(value=1.25, parts={'reward': 1.0, 'format': 0.5})
-    >>> outcome_of(0.5, {})
-    Score(value=0.5, parts={})
-    >>> outcome_of({"reward": None, "steps": 2}, {0: 1.0, 1: 2.0})  # the rewards of turns are all there is
-    Score(value=3.0, parts={'reward': 3.0, 'steps': 2.0})
-    """
-    if returned is None:
-        # Only turn rewards: their sum is the reward. None at all: the configured reward scores the episode.
-        if not turn_rewards:
-            return None
-        returned, turn_rewards = sum(turn_rewards.values()), {}
-    if not isinstance(returned, Mapping):
-        returned = {"reward": returned}
-    if turn_rewards and returned.get("reward", 0) is None:
-        returned, turn_rewards = {**returned, "reward": sum(turn_rewards.values())}, {}
-    parts = {str(name): _number(value, str(name)) for name, value in returned.items()}
-    if "reward" not in parts:
-        raise EpisodeError("an environment's dict needs a 'reward'; got " + (", ".join(parts) or "an empty one"))
-    # `reward` becomes the first part, in whatever order the environment listed the parts.
-    parts = {"reward": parts["reward"], **parts}
-    value = parts["reward"] + sum(turn_rewards.values())
-    if not math.isfinite(value):
-        raise EpisodeError(f"the sum of the rewards is {value}; it must be a finite number")
-    shown = {} if len(parts) == 1 and not turn_rewards else parts
-    return Score(value, shown, {name: 0.0 for name in shown if name != "reward"})
-
-
-def _number(value: Any, name: str) -> float:
-    if not hasattr(value, "__float__") or isinstance(value, str | bytes):
-        raise EpisodeError(f"{name} must be a number, got {type(value).__name__}: an environment returns a number, a "
-                           "dict of numbers, or None")  # fmt: skip
-    number = float(value)
-    if not math.isfinite(number):
-        raise EpisodeError(f"{name} is {number}; it must be a finite number")
-    return number
-
-
 def _key(id: SampleId) -> tuple[int, int]:
     return id.submission, id.sample
 
@@ -487,19 +407,3 @@ def _key(id: SampleId) -> tuple[int, int]:
 def _set(future: Future[Sample], sample: Sample) -> None:
     if future.set_running_or_notify_cancel():  # False: the environment cancelled the request
         future.set_result(sample)
-
-
-def _run(loop: asyncio.AbstractEventLoop, is_in_use: Callable[[], bool]) -> None:
-    asyncio.set_event_loop(loop)
-    # Again after an environment has stopped the loop, which it shares with the others.
-    while True:
-        loop.run_forever()
-        if not is_in_use():
-            break
-    # After stop(): cancel what is left, so that the environments' `finally` blocks run.
-    left = asyncio.all_tasks(loop)
-    for task in left:
-        task.cancel()
-    if left:
-        loop.run_until_complete(asyncio.wait(left, timeout=GRACE))
-    loop.close()

@@ -27,7 +27,7 @@ _FEW = ("total_train_steps=5", "evaluator.size=64", "train_dataset.batch_size=16
 
 
 @dataclass(frozen=True)
-class Check:
+class Trial:
     """A command line, when it can run, and what its run directory or its output must show."""
 
     name: str
@@ -37,7 +37,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AcceptOutcome:
     name: str
     command: str
     status: str  # passed, failed, skipped
@@ -46,7 +46,7 @@ class Outcome:
     reason: str = ""
 
 
-def machine() -> dict[str, Any]:
+def this_machine() -> dict[str, Any]:
     """Versions and devices."""
     import torch
 
@@ -62,29 +62,29 @@ def machine() -> dict[str, Any]:
     }
 
 
-def checks(num_gpus: int) -> list[Check]:
+def checks(num_gpus: int) -> list[Trial]:
     """The checks for a machine with so many GPUs; with none they run on the CPU, where that means something."""
     no_gpu = "" if num_gpus else "there is no GPU"
     no_vllm = "" if importlib.util.find_spec("vllm") else "vLLM is not installed"
     no_trl = [] if importlib.util.find_spec("trl") else ["--no-peer"]
     return [
-        Check("self-test", ["doctor", "--selftest", "--json"], judge=_selftest),
-        Check("quick-start", ["train", "quickstart"], judge=_learned),
-        Check("resume", ["train", "quickstart", "total_train_steps=62"], judge=_resumed),
-        Check("bfloat16", ["train", "quickstart", "actor.dtype=bfloat16", *_FEW, "trial_name=bf16"], no_gpu, _steps),
-        Check("servers", ["train", "quickstart", "rollout.backend=local:d1", *_FEW, "trial_name=sampler"], "", _steps),
-        Check("two ranks", ["train", "quickstart", "actor.backend=fsdp:d2", *_FEW, "trial_name=ranks"],
+        Trial("self-test", ["doctor", "--selftest", "--json"], judge=_selftest),
+        Trial("quick-start", ["train", "quickstart"], judge=_learned),
+        Trial("resume", ["train", "quickstart", "total_train_steps=62"], judge=_resumed),
+        Trial("bfloat16", ["train", "quickstart", "actor.dtype=bfloat16", *_FEW, "trial_name=bf16"], no_gpu, _steps),
+        Trial("servers", ["train", "quickstart", "rollout.backend=local:d1", *_FEW, "trial_name=sampler"], "", _steps),
+        Trial("two ranks", ["train", "quickstart", "actor.backend=fsdp:d2", *_FEW, "trial_name=ranks"],
               "one GPU only: NCCL needs two" if num_gpus == 1 else "", _steps),
-        Check("vLLM", ["train", "quickstart", "rollout.backend=vllm:d1", *_FEW, "trial_name=vllm"],
+        Trial("vLLM", ["train", "quickstart", "rollout.backend=vllm:d1", *_FEW, "trial_name=vllm"],
               no_gpu or no_vllm, _steps),
-        Check("bench", ["bench", "--workload", "tiny", "--rounds", "1", "--json", *no_trl], judge=_bench),
+        Trial("bench", ["bench", "--workload", "tiny", "--rounds", "1", "--json", *no_trl], judge=_bench),
     ]  # fmt: skip
 
 
-def run(check: Check, folder: Path) -> Outcome:
+def run(check: Trial, folder: Path) -> AcceptOutcome:
     shown = " ".join(["gspo", *check.words])
     if check.absent:
-        return Outcome(check.name, shown, "skipped", reason=check.absent)
+        return AcceptOutcome(check.name, shown, "skipped", reason=check.absent)
     is_run = check.words[0] == "train"
     words = [*check.words, *([f"cluster.fileroot={folder / 'runs'}"] if is_run else [])]
     begin = time.monotonic()
@@ -95,16 +95,16 @@ def run(check: Check, folder: Path) -> Outcome:
                 timeout=_LIMIT_S, check=False, cwd=folder,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            return Outcome(check.name, shown, "failed", _LIMIT_S, reason=f"not finished after {_LIMIT_S:.0f} s")
+            return AcceptOutcome(check.name, shown, "failed", _LIMIT_S, reason=f"not finished after {_LIMIT_S:.0f} s")
         seconds = time.monotonic() - begin
         log.seek(0)
         tail = "\n".join((done.stdout + log.read()).strip().splitlines()[-8:])
     if done.returncode:
-        return Outcome(check.name, shown, "failed", seconds, reason=f"{describe_exit(done.returncode)}\n{tail}")
+        return AcceptOutcome(check.name, shown, "failed", seconds, reason=f"{describe_exit(done.returncode)}\n{tail}")
     try:
-        return Outcome(check.name, shown, "passed", seconds, check.judge(folder, done.stdout))
+        return AcceptOutcome(check.name, shown, "passed", seconds, check.judge(folder, done.stdout))
     except (AssertionError, LookupError, ValueError, OSError) as error:
-        return Outcome(check.name, shown, "failed", seconds, reason=f"{error}\n{tail}")
+        return AcceptOutcome(check.name, shown, "failed", seconds, reason=f"{error}\n{tail}")
 
 
 def _selftest(folder: Path, out: str) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def _bench(folder: Path, out: str) -> dict[str, Any]:
     return {"step_s": found["ours"]["step_s"], **({"ratio": found["ratio"]} if "ratio" in found else {})}
 
 
-def to_markdown(about: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
+def to_markdown(about: dict[str, Any], outcomes: Sequence[AcceptOutcome]) -> str:
     """The report, for an issue."""
     lines = ["# Acceptance", "", f"{time.strftime('%Y-%m-%d')}, {about['platform']}, {about['cores']} cores", ""]
     lines += [f"GPUs: {', '.join(about['gpus']) or 'none'}; CUDA {about['cuda']}", ""]
@@ -185,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--out", type=Path, default=Path("."), metavar="DIR", help="where accept.json and .md are written"
     )
     args = parser.parse_args(argv)
-    about = machine()
+    about = this_machine()
     if args.gpu and not about["gpus"]:
         print("accept: PyTorch finds no GPU; `make accept` runs the checks on the CPU", file=sys.stderr)
         return 2

@@ -32,4 +32,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    program.run(main)
+    program.run_main(main)

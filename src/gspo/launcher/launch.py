@@ -34,7 +34,7 @@ def launch(loaded: Loaded, command: Sequence[str], *, dry_run: bool = False) -> 
     """
     # Imports inside functions keep the start of the command fast.
     from gspo.config.lint import check
-    from gspo.launcher.plan import make_launch_plan, to_text
+    from gspo.launcher.plan import make_launch_plan, plan_text
     from gspo.system.gpus import visible_gpus
 
     # A dry run prints the plan without checking the config.
@@ -46,7 +46,7 @@ def launch(loaded: Loaded, command: Sequence[str], *, dry_run: bool = False) -> 
     if not dry_run and on == "local":
         require_machine(config, plan.layout, visible_gpus())
     if dry_run:
-        print(to_text(plan, on))
+        print(plan_text(plan, on))
         if on == "slurm":
             from gspo.launcher.slurm import render
 
@@ -79,7 +79,7 @@ def require_machine(config: Config, layout: Layout, num_gpus: int) -> None:
     stated, sampler = config.cluster.n_gpus_per_node, layout.sampler
     if sampler is not None and sampler.name in engines.DECIDED:
         options, on_cpu = getattr(config, sampler.name), not layout.gpus_per_node
-        engines.check(sampler.name, options, config.actor.path, on_cpu=on_cpu, count=sampler.data)
+        engines.check_engine_flags(sampler.name, options, config.actor.path, on_cpu=on_cpu, count=sampler.data)
     if stated is not None and stated > num_gpus:
         raise ConfigError(
             f"cluster.n_gpus_per_node is {stated}, but this machine has {num_gpus} GPUs; remove the key (the number is "

@@ -107,4 +107,4 @@ def gpu_ids(gpus: tuple[int, ...], visible: str | None) -> list[str]:
 
 
 if __name__ == "__main__":
-    program.run(lambda: main("local"))
+    program.run_main(lambda: main("local"))

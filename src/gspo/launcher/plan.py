@@ -73,10 +73,6 @@ class LaunchPlan:
         return tuple(sorted({p.node for p in self.processes}))
 
 
-def run_path(config: Config) -> Path:
-    return (Path(config.cluster.fileroot) / config.experiment_name / config.trial_name).absolute()
-
-
 def config_file(path: Path) -> Path:
     """The resolved config, which samplers and Slurm jobs read."""
     return path / "launch" / "config.yaml"
@@ -87,7 +83,7 @@ def make_launch_plan(config: Config, command: Sequence[str], num_gpus: int) -> L
 
     cluster.n_gpus_per_node overrides `num_gpus`.
     """
-    layout, path = layout_of(config, num_gpus), run_path(config)
+    layout, path = layout_of(config, num_gpus), config.run_path.absolute()
     _refuse_too_few_gpus(config, layout)
     if layout.num_nodes > 1 and config.scheduler.type not in ("ray", "slurm"):
         raise ConfigError(
@@ -199,7 +195,7 @@ def _places(layout: Layout) -> tuple[list[tuple[int, int | None]], list[tuple[in
     return [(node, gpu) for node, gpu in ranks], samplers
 
 
-def to_text(plan: LaunchPlan, on: str) -> str:
+def plan_text(plan: LaunchPlan, on: str) -> str:
     """The output of `--dry-run`: one paragraph per process."""
     layout = plan.layout
     nodes = "1 machine" if layout.num_nodes == 1 else f"{layout.num_nodes} machines"

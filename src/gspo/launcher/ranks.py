@@ -27,10 +27,10 @@ def main() -> int:
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
-    return run(command, args.ranks, args.nodes, args.rendezvous, args.is_host, Path(args.logs))
+    return run_ranks(command, args.ranks, args.nodes, args.rendezvous, args.is_host, Path(args.logs))
 
 
-def run(command: list[str], ranks: int, nodes: int, rendezvous: str, is_host: bool, logs: Path) -> int:
+def run_ranks(command: list[str], ranks: int, nodes: int, rendezvous: str, is_host: bool, logs: Path) -> int:
     stopped_by: list[int] = []
 
     def forward(number: int, _: object) -> None:

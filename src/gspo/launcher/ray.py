@@ -267,4 +267,4 @@ class RayProcess:
 
 
 if __name__ == "__main__":
-    program.run(lambda: main("ray"))
+    program.run_main(lambda: main("ray"))

@@ -274,4 +274,4 @@ def _slurm(*command: str) -> str:
 
 
 if __name__ == "__main__":
-    program.run(lambda: main("slurm"))
+    program.run_main(lambda: main("slurm"))

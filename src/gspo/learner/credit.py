@@ -47,7 +47,7 @@ class Credit:
     truncated_is_zero: bool = False
 
 
-def shape(scores: Floats, lengths: NDArray[np.int64], how: Shaping) -> Floats:
+def shape_scores(scores: Floats, lengths: NDArray[np.int64], how: Shaping) -> Floats:
     """clip( (score − penalty + bias) · scaling ); the penalty rises linearly over the last `overlong_tokens`.
 
     (DAPO, arXiv 2503.14476, eq. 13: 0 up to L − tail, then (L − tail − |y|)/tail.)
@@ -122,7 +122,7 @@ def is_flat(group: Group, shaping: Shaping) -> bool:
         return not normalised_apart(group.outcomes, longest_turns(group.samples), one, "group_std", shaping).any()
     scored = [(o.value, s) for o, s in zip(group.outcomes, group.samples, strict=True) if isinstance(o, Score)]
     scores = np.array([value for value, _ in scored], dtype=np.float64)
-    values = shape(scores, longest_turns([sample for _, sample in scored]), shaping)
+    values = shape_scores(scores, longest_turns([sample for _, sample in scored]), shaping)
     # Centring gives exactly 0 for equal rewards, with the same tolerance as in training.
     return not normalised(values, np.zeros(len(values), dtype=np.int64), "group_mean").any()
 
@@ -161,7 +161,7 @@ def batch_with_advantages(
     rewards = np.array([o.value if isinstance(o, Score) else np.nan for o in outcomes], dtype=np.float64)
     scored = ~np.isnan(rewards)
     lengths = longest_turns(trajectories)
-    shaped = shape(rewards, lengths, shaping)
+    shaped = shape_scores(rewards, lengths, shaping)
     # A trajectory without a reward leaves its group: the mean and the std are over the scored ones.
     if shaping.normalize_each:
         advantages = normalised_apart(outcomes, lengths, group_of, norm, shaping)

@@ -140,44 +140,13 @@ def train_step(
 
     `before_update` is called with mini-batch 1's noise, [n], before the first update. If it raises, nothing changes.
     """
-    report, world = StepReport.empty(batch.num_sequences), policy.world
-    # Preparation: which sequences enter the model, log μ of each, and the micro-batches of every mini-batch.
-    enters = batch.has_gradient if plan.skip_zero_advantage else batch.trainable  # [n]
-    report.num_epochs = plan.num_epochs
-    report.num_skipped = int((batch.in_denominator & ~enters).sum())
-    behavior = {int(i): batch.samples[i].behavior_logp[batch.samples[i].mask] for i in np.flatnonzero(enters)}
-    # Packed once, for π_old and for training: the same computation with the same weights gives a ratio of exactly 1.
-    packs = [
-        packed_parts(policy, batch.items(enters & (batch.minibatch == k)), plan.max_tokens)
-        for k in range(plan.num_minibatches)
-    ]
-    if any(sample.kept is not None for sample in batch.samples):
-        report.kept_mass, report.kept_mass_at_start = (np.full(batch.num_sequences, np.nan) for _ in range(2))
-    routing = Routing(policy, batch, plan.routing_replay)
-    if routing.has_routers:
-        # The same arrays: `routing` fills them during the passes below.
-        report.flips, report.flipped_tokens, report.sampler_flips = routing.flips
+    step = _prepare(policy, batch, plan, keep_tokens_of, teacher)
+    report, world = step.report, policy.world
     # log π_old of mini-batches 2…K. log μ, unless a source replaces it: `recompute` here, `centred` after mini-batch 1.
-    proximal_logp: LogProbs = behavior
+    proximal_logp: LogProbs = step.behavior
     with phase(report.seconds, "proximal"):
         if proximal == "recompute":
-            # Before the first update: afterwards the weights are no longer π_old's. Mini-batch 1 needs no extra forward
-            # pass, unless a later pass over the batch trains on it again.
-            later = [packed for of_minibatch in packs[plan.num_epochs == 1 :] for packed in of_minibatch]
-            proximal_logp = recomputed(policy, later, plan.temperature, routing)
-            # Trainer against sampler at equal weights: a measurement of the noise at no extra cost.
-            for i, logp in proximal_logp.items():
-                report.noise_log_s[i] = float(np.mean(logp - behavior[i], dtype=np.float64))
-    step = _Step(
-        policy=policy,
-        batch=batch,
-        plan=plan,
-        behavior=behavior,
-        routing=routing,
-        keep_tokens_of=keep_tokens_of,
-        report=report,
-        teacher=teacher if teacher is not None and teacher.exact_kl is not None else None,
-    )
+            proximal_logp = step.recompute_proximal()
     # One optimizer update per mini-batch; gradients add up over its micro-batches.
     for update, k in enumerate(plan.order(version)):
         old = _ProximalOf(
@@ -188,7 +157,7 @@ def train_step(
         )
         loss, denominator = 0.0, _denominator(batch, plan, k)
         with phase(report.seconds, "forward_backward"):
-            for packed in packs[k]:
+            for packed in step.packs[k]:
                 loss += step.backward(packed, update=update, old=old, denominator=denominator)
         # All ranks must make the same decision whether to update, so each needs the loss of all ranks.
         loss = world.all_reduce_sum(loss)
@@ -198,7 +167,7 @@ def train_step(
             if before_update is not None:
                 before_update(noise)
             if proximal == "centred":
-                proximal_logp = centred(behavior, noise, batch.trained_tokens)
+                proximal_logp = centred(step.behavior, noise, batch.trained_tokens)
         with phase(report.seconds, "optimizer"):
             # The loss is checked too: a clamp has gradient 0 at NaN, so the gradient norm can be finite.
             norm, applied = apply_update(
@@ -208,6 +177,37 @@ def train_step(
         report.grad_norms.append(norm)
         report.applied.append(applied)
     return report if world.size == 1 else merged(report, world)
+
+
+def _prepare(
+    policy: PolicyModule, batch: Batch, plan: Plan, keep_tokens_of: frozenset[int], teacher: Teacher | None
+) -> _Step:
+    """Which sequences enter the model, log μ of each, and the micro-batches of every mini-batch."""
+    report = StepReport.empty(batch.num_sequences)
+    enters = batch.has_gradient if plan.skip_zero_advantage else batch.trainable  # [n]
+    report.num_epochs = plan.num_epochs
+    report.num_skipped = int((batch.in_denominator & ~enters).sum())
+    if any(sample.kept is not None for sample in batch.samples):
+        report.kept_mass, report.kept_mass_at_start = (np.full(batch.num_sequences, np.nan) for _ in range(2))
+    routing = Routing(policy, batch, plan.routing_replay)
+    if routing.has_routers:
+        # The same arrays: `routing` fills them during the passes.
+        report.flips, report.flipped_tokens, report.sampler_flips = routing.flips
+    return _Step(
+        policy=policy,
+        batch=batch,
+        plan=plan,
+        behavior={int(i): batch.samples[i].behavior_logp[batch.samples[i].mask] for i in np.flatnonzero(enters)},
+        # Packed once, for π_old and for training: the same computation with the same weights gives a ratio of 1.
+        packs=[
+            packed_parts(policy, batch.items(enters & (batch.minibatch == k)), plan.max_tokens)
+            for k in range(plan.num_minibatches)
+        ],
+        routing=routing,
+        keep_tokens_of=keep_tokens_of,
+        report=report,
+        teacher=teacher if teacher is not None and teacher.exact_kl is not None else None,
+    )
 
 
 def _denominator(batch: Batch, plan: Plan, k: int) -> float:
@@ -256,10 +256,21 @@ class _Step:
     batch: Batch
     plan: Plan
     behavior: LogProbs  # log μ
+    packs: Sequence[Sequence[Packed]]  # the micro-batches of each mini-batch
     routing: Routing
     keep_tokens_of: frozenset[int]
     report: StepReport
     teacher: Teacher | None  # with an exact KL
+
+    def recompute_proximal(self) -> LogProbs:
+        """log π_old by a forward pass, before the first update: afterwards the weights are no longer π_old's."""
+        # Mini-batch 1 needs no extra forward pass, unless a later pass over the batch trains on it again.
+        later = [packed for of_minibatch in self.packs[self.plan.num_epochs == 1 :] for packed in of_minibatch]
+        found = recomputed(self.policy, later, self.plan.temperature, self.routing)
+        # Trainer against sampler at equal weights: a measurement of the noise at no extra cost.
+        for i, logp in found.items():
+            self.report.noise_log_s[i] = float(np.mean(logp - self.behavior[i], dtype=np.float64))
+        return found
 
     def backward(self, packed: Packed, *, update: int, old: _ProximalOf, denominator: float) -> float:
         """Add the gradient of one micro-batch of this update; returns its loss."""

@@ -34,7 +34,7 @@ def is_whole(folder: Path) -> bool:
         return False
 
 
-def publish(folder: Path, write: Callable[[Path], None]) -> None:
+def publish_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """`write` fills a temporary folder, which is then renamed: a killed build leaves no folder that looks complete."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

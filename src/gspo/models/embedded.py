@@ -239,7 +239,7 @@ def shape(name: str) -> Mapping[str, Any]:
     return {"model_type": _model_type(name), **_recipe(name)["config"]}
 
 
-def digest(name: str) -> str:
+def recipe_digest(name: str) -> str:
     """A hash of the recipe: part of the cache folder's name and of a run's identity."""
     text = json.dumps([_recipe(name), vocabulary(name)], sort_keys=True, default=list)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -261,9 +261,9 @@ def unknown_characters(name: str, text: str) -> str:
     return "".join(dict.fromkeys(c for c in text if c not in known))
 
 
-def folder(name: str) -> Path:
+def embedded_folder(name: str) -> Path:
     """The cache folder of a built model."""
-    return cache.root() / f"{name.replace(':', '-')}-{digest(name)}"
+    return cache.root() / f"{name.replace(':', '-')}-{recipe_digest(name)}"
 
 
 def build_time(name: str) -> str:
@@ -273,17 +273,17 @@ def build_time(name: str) -> str:
 
 def build(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model and its tokenizer, from the cache if it is complete, else built."""
-    path = folder(name)
+    path = embedded_folder(name)
     if not cache.is_whole(path):
         note = f", only once: {build_time(name)} on 2 free cores"
         with progress(f"building {name}", lines=True, note=note) as tell:
-            cache.publish(path, lambda tmp: _write(name, tmp, tell))
+            cache.publish_folder(path, lambda tmp: _write(name, tmp, tell))
     with cache.quiet():
         model = _model_class(name).from_pretrained(path, use_safetensors=True)
-    return model, tokenizer(name)
+    return model, embedded_tokenizer(name)
 
 
-def tokenizer(name: str = "embedded:tiny") -> PreTrainedTokenizerBase:
+def embedded_tokenizer(name: str = "embedded:tiny") -> PreTrainedTokenizerBase:
     """One token per character of the task."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -360,7 +360,7 @@ def _problems(recipe: Mapping[str, Any]) -> Iterator[arithmetic.Problem]:
     """Supervised problems without end; the draws of a problem are keyed by its step and its row."""
     warm = recipe["warm"]
     if "misreads" in warm:
-        for index, (problem, _) in enumerate(digits_task.examples("warm", seed=warm["seed"])):
+        for index, (problem, _) in enumerate(digits_task.problem_stream("warm", seed=warm["seed"])):
             yield _misread(problem, *divmod(index, warm["batch"]), warm)
     if "levels" in warm:
         for index in count():
@@ -429,7 +429,7 @@ def _misread(problem: arithmetic.Problem, step: int, row: int, warm: Mapping[str
 def _processor(name: str) -> Any:
     from gspo.models.vision.processor import load_processor
 
-    return load_processor(name, tokenizer(name))
+    return load_processor(name, embedded_tokenizer(name))
 
 
 def _reader(name: str) -> Callable[[int, Tensor], dict[str, Any]]:
@@ -439,7 +439,7 @@ def _reader(name: str) -> Callable[[int, Tensor], dict[str, Any]]:
     warm, processor = _recipe(name)["warm"], _processor(name)
 
     def see(start: int, tokens: Tensor) -> dict[str, Any]:
-        drawn = islice(digits_task.examples("warm", seed=warm["seed"], start=start), warm["batch"])
+        drawn = islice(digits_task.problem_stream("warm", seed=warm["seed"], start=start), warm["batch"])
         made = processor.pixels([digits_task.picture(shown.glyphs) for shown in drawn])
         inputs = {key: torch.from_numpy(value) for key, value in made.items()}
         return {**inputs, "mm_token_type_ids": (tokens == _VISION_IDS[IMAGE]).int()}
@@ -488,7 +488,7 @@ def _recipe(name: str) -> Mapping[str, Any]:
 def _write(name: str, to: Path, tell: Callable[[int, int], None]) -> None:
     with cache.quiet():
         warm_start(name, tell).save_pretrained(to, safe_serialization=True)
-        tokenizer(name).save_pretrained(to)
+        embedded_tokenizer(name).save_pretrained(to)
         write_processor(name, to)
 
 

@@ -40,7 +40,7 @@ def converted(path: str, key: str = "actor.path", say: Callable[[str], None] = _
     if not cache.is_whole(folder):
         require_package(key)
         say(f"converting {file.name} ({stat.st_size / 1e6:,.0f} MB), only once: about a minute per 100 MB")
-        cache.publish(folder, lambda tmp: convert(file, tmp, key))
+        cache.publish_folder(folder, lambda tmp: convert(file, tmp, key))
         say(f"converted into {folder}")
     return folder
 

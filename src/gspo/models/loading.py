@@ -66,7 +66,7 @@ def load_tokenizer(path: str, key: str = "tokenizer_path") -> PreTrainedTokenize
     if path.startswith(EMBEDDED):
         from gspo.models import embedded
 
-        return embedded.tokenizer(path)
+        return embedded.embedded_tokenizer(path)
     check_settings(Path(path))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)

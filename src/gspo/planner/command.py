@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from gspo.config.schema import Config
-from gspo.doctor.shapes import Source, Unknown, find_source, shape_of
+from gspo.doctor.shapes import ModelFields, Unknown, find_source, shape_of
 from gspo.errors import ConfigError
 from gspo.planner.costs import MODELS, WEIGHT, ModelSize
 from gspo.planner.hardware import Gpu
-from gspo.planner.search import Job, Plan
+from gspo.planner.search import ClusterPlan, PlannedJob
 from gspo.planner.simulate import SerialCost, Work, lengths, recorded_lengths
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -28,7 +28,7 @@ def job_of(
     prompt_tokens: int = 256,
     recorded: Sequence[int] = (),
     reward_s: float = 0.0,
-) -> Job:
+) -> PlannedJob:
     """A run of this config on these GPUs. recorded: lengths of another run's completions."""
     most = config.gconfig.max_new_tokens
     mean = sum(recorded) / len(recorded) if recorded else mean_length or most / 2
@@ -36,7 +36,7 @@ def job_of(
         raise ConfigError(f"--length {mean:g} must be between 1 and gconfig.max_new_tokens, which is {most}")
     draw = recorded_lengths(list(recorded)) if recorded else lengths(mean, spread, most)
     work = Work(config.train_dataset.batch_size, config.gconfig.n_samples, prompt_tokens, draw, num_steps=14)
-    return Job(
+    return PlannedJob(
         model_size(model or config.actor.path),
         gpu,
         num_gpus,
@@ -54,7 +54,7 @@ def model_size(name: str) -> ModelSize:
     if name in MODELS:
         return MODELS[name]
     source = find_source(name)
-    shape = shape_of(source) if isinstance(source, Source) else source
+    shape = shape_of(source) if isinstance(source, ModelFields) else source
     if isinstance(source, Unknown) or isinstance(shape, Unknown):
         reason = source.reason if isinstance(source, Unknown) else shape.reason  # pyright: ignore[reportAttributeAccessIssue]
         raise ConfigError(f"{reason}; pass --model with {' or '.join(MODELS)}, or a folder with a config.json")
@@ -85,7 +85,7 @@ def lengths_of_run(run: Path) -> list[int]:
     return found
 
 
-def row_of(job: Job, plan: Plan) -> dict[str, Any]:
+def row_of(job: PlannedJob, plan: ClusterPlan) -> dict[str, Any]:
     """One line of the answer, as values."""
     found = plan.result
     return {

@@ -13,7 +13,7 @@ from gspo.planner.simulate import Result, SerialCost, Work, simulate
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedJob:
     """A run to be planned."""
 
     model: ModelSize
@@ -29,7 +29,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ClusterPlan:
     """One split and its simulated result."""
 
     trainers: int
@@ -45,7 +45,7 @@ class Plan:
         return self.staleness == 0
 
 
-def plans(job: Job, stalenesses: Sequence[int] = (0, 1, 2, 4, 8)) -> list[Plan]:
+def plans(job: PlannedJob, stalenesses: Sequence[int] = (0, 1, 2, 4, 8)) -> list[ClusterPlan]:
     """All splits that fit, fastest first; of equal ones, the fresher."""
     found = [_plan(job, *split, eta) for split in _splits(job) for eta in stalenesses if eta]
     if 0 in stalenesses and (turns := _in_turns(job)) is not None:
@@ -58,7 +58,7 @@ def plans(job: Job, stalenesses: Sequence[int] = (0, 1, 2, 4, 8)) -> list[Plan]:
     return sorted(found, key=lambda plan: (round(plan.result.step_s, 2), plan.staleness))
 
 
-def _fewest_trainers(job: Job) -> int:
+def _fewest_trainers(job: PlannedJob) -> int:
     num, most = 1, 65536
     while costs.trainer_bytes(job.model, num, job.mb_tokens) > job.gpu.memory * MEMORY_SHARE:
         num *= 2
@@ -70,7 +70,7 @@ def _fewest_trainers(job: Job) -> int:
     return num
 
 
-def _splits(job: Job) -> Iterator[tuple[int, int, int]]:
+def _splits(job: PlannedJob) -> Iterator[tuple[int, int, int]]:
     """(trainer GPUs, servers, GPUs per server): eighths of all GPUs, where both sides fit."""
     engine = costs.smallest_engine(job.model, job.gpu, job.longest)
     fewest = _fewest_trainers(job)
@@ -83,7 +83,7 @@ def _splits(job: Job) -> Iterator[tuple[int, int, int]]:
             yield trainers, servers, engine
 
 
-def _in_turns(job: Job) -> Plan | None:
+def _in_turns(job: PlannedJob) -> ClusterPlan | None:
     """Without staleness all GPUs sample, then all train: neither side waits for the other's GPUs."""
     engine = costs.smallest_engine(job.model, job.gpu, job.longest)
     if job.num_gpus < max(engine, _fewest_trainers(job)):
@@ -91,7 +91,7 @@ def _in_turns(job: Job) -> Plan | None:
     return _plan(job, job.num_gpus, job.num_gpus // engine, engine, 0)
 
 
-def _plan(job: Job, trainers: int, servers: int, engine: int, eta: int) -> Plan:
+def _plan(job: PlannedJob, trainers: int, servers: int, engine: int, eta: int) -> ClusterPlan:
     work, model = job.work, job.model
     context = work.prompt_tokens + job.mean_length / 2
     tokens = work.num_groups * (work.prompt_tokens + work.group_size * job.mean_length)
@@ -107,4 +107,4 @@ def _plan(job: Job, trainers: int, servers: int, engine: int, eta: int) -> Plan:
         rewards=job.rewards,
         in_process=eta == 0,
     )  # fmt: skip
-    return Plan(trainers, servers, engine, eta, result, costs.trainer_bytes(model, trainers, job.mb_tokens))
+    return ClusterPlan(trainers, servers, engine, eta, result, costs.trainer_bytes(model, trainers, job.mb_tokens))

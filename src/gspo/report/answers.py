@@ -7,8 +7,8 @@ from typing import Any
 
 from gspo.report.clip import RECENT, TARGET
 from gspo.report.read import Row
-from gspo.report.samples import number
-from gspo.report.summary import Summary, duration, ends_text, score_name
+from gspo.report.samples import finite_number
+from gspo.report.summary import RunSummary, duration, ends_text, score_name
 
 FAR = 3  # an ε that differs from the suggested one by more than this factor deserves a look
 Answer = dict[str, Any]  # question, verdict (good, note, bad or none), text, more, section
@@ -31,7 +31,7 @@ WORDS = {
 
 
 def answers(
-    summary: Summary,
+    summary: RunSummary,
     steps: Sequence[Row],
     stories: Sequence[Mapping[str, Any]],
     suggested: tuple[float, float] | None,
@@ -51,7 +51,7 @@ def _answer(question: str, section: str, verdict: str | None, text: str, more: s
     return {"question": question, "section": section, "verdict": verdict, "text": text, "more": more}
 
 
-def _learned(s: Summary) -> Answer:
+def _learned(s: RunSummary) -> Answer:
     question, section = "Did it learn?", "curves"
     reward = ""
     if s.reward is not None and s.reward_end is not None:
@@ -77,7 +77,7 @@ def _learned(s: Summary) -> Answer:
     )
 
 
-def _clipped(s: Summary, steps: Sequence[Row], stories: Sequence[Mapping[str, Any]]) -> Answer:
+def _clipped(s: RunSummary, steps: Sequence[Row], stories: Sequence[Mapping[str, Any]]) -> Answer:
     question, section = "Was anything clipped, and why?", "clipping"
     if s.eps is None:
         return _answer(question, section, None, "This objective does not clip the ratio.")
@@ -119,7 +119,7 @@ def minibatch_shares(stories: Sequence[Mapping[str, Any]]) -> list[float | None]
 
 
 def _mean_share(steps: Sequence[Row], what: str) -> float | None:
-    shares = [share for row in steps if (share := number(row.get(f"clip/{what}"))) is not None]
+    shares = [share for row in steps if (share := finite_number(row.get(f"clip/{what}"))) is not None]
     return sum(shares) / len(shares) if shares else None
 
 
@@ -136,7 +136,7 @@ def _worst(stories: Sequence[Mapping[str, Any]]) -> Answer:
     return _answer(question, section, None, text, "The sample browser sorts by distance, advantage, reward and length.")
 
 
-def _eps(s: Summary, steps: Sequence[Row], suggested: tuple[float, float] | None, target: float) -> Answer:
+def _eps(s: RunSummary, steps: Sequence[Row], suggested: tuple[float, float] | None, target: float) -> Answer:
     question, section = "Is my ε sensible?", "clipping"
     if s.eps is None:
         return _answer(question, section, None, "This objective has no ε.")
@@ -144,7 +144,9 @@ def _eps(s: Summary, steps: Sequence[Row], suggested: tuple[float, float] | None
         return _answer(question, section, None, f"ε {s.eps[0]:.2g} / {s.eps[1]:.2g} bounds single tokens.")
     # Recent steps only: with `eps_clip: auto`, or as the policy changes, earlier shares do not describe the current ε.
     recent = steps[-RECENT:]
-    shares = [(number(row.get("clip/sequences_low")), number(row.get("clip/sequences_high"))) for row in recent]
+    shares = [
+        (finite_number(row.get("clip/sequences_low")), finite_number(row.get("clip/sequences_high"))) for row in recent
+    ]
     clipped = [low + high for low, high in shares if low is not None and high is not None]
     share, unit = (sum(clipped) / len(clipped), "sequences") if clipped else (_mean_share(recent, "tokens"), "tokens")
     noise = last(steps, "noise/log_s_p95_abs")
@@ -194,7 +196,7 @@ def time_parts(steps: Sequence[Row]) -> list[dict[str, Any]]:
     totals: dict[str, float] = {}
     for row in steps:
         for name, value in row.items():
-            if name.startswith("time/") and name.endswith("_s") and (seconds := number(value)) is not None:
+            if name.startswith("time/") and name.endswith("_s") and (seconds := finite_number(value)) is not None:
                 part = name[len("time/") : -len("_s")]
                 totals[part] = totals.get(part, 0.0) + max(seconds, 0.0)
     # Parts inside of another part are not added to the sum again.
@@ -219,7 +221,7 @@ def time_parts(steps: Sequence[Row]) -> list[dict[str, Any]]:
 
 def last(rows: Sequence[Row], name: str) -> float | None:
     """The last number of a metric."""
-    return next((v for row in reversed(rows) if (v := number(row.get(name))) is not None), None)
+    return next((v for row in reversed(rows) if (v := finite_number(row.get(name))) is not None), None)
 
 
 def shown(score: float, graded: bool) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo.report.samples import Block, number
+from gspo.report.samples import Block, finite_number
 
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 TARGET = 0.15  # default share of clipped sequences that `eps_clip: auto` aims at
@@ -50,9 +50,9 @@ def clip_story(block: Block, how: ClipSettings = ClipSettings()) -> dict[str, An
     farthest = int(np.where(later, np.abs(log_s), -1.0).argmax()) if later.any() else None
     return {
         "step": block["step"],
-        "quantiles": [number(float(q)) for q in np.quantile(log_s[later], QUANTILES)] if later.any() else None,
+        "quantiles": [finite_number(float(q)) for q in np.quantile(log_s[later], QUANTILES)] if later.any() else None,
         "minibatch": counts,
-        "eps_low": number(float(np.quantile(moved, 1 - how.target))) if len(moved) else None,
+        "eps_low": finite_number(float(np.quantile(moved, 1 - how.target))) if len(moved) else None,
         "farthest": None
         if farthest is None
         else {name: block[name][farthest] for name in ("sequence", "log_s", "advantage", "length", "clipped")},

@@ -44,7 +44,7 @@ def is_digest(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
-def picture(run: Path, digest: str) -> bytes | None:
+def sample_picture(run: Path, digest: str) -> bytes | None:
     """The small picture of a prompt's images; None: the run has none, or the file is no WebP file of this size."""
     if not is_digest(digest):
         return None
@@ -60,7 +60,7 @@ def pictures(run: Path, digests: Iterable[str], budget: int = BUDGET) -> dict[st
     """Pictures as data: addresses, by sha256, in the order given, until `budget` bytes are used."""
     found: dict[str, str] = {}
     for digest in dict.fromkeys(digests):
-        if (content := picture(run, digest)) is not None:
+        if (content := sample_picture(run, digest)) is not None:
             address = f"data:image/webp;base64,{base64.b64encode(content).decode()}"
             budget -= len(address)
             if budget < 0:

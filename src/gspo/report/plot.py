@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from gspo.report.read import (
     Row,
-    by_sequence,
     evaluations,
+    has_sequence_ratio,
     is_graded,
     read_config,
     read_metrics,
@@ -81,7 +81,7 @@ def draw_run(run: Path) -> Figure | None:
     steps = [row for row in rows if row["step"] > 0]
     if not steps:
         return None
-    whole = by_sequence(run)
+    whole = has_sequence_ratio(run)
     with _style():
         figure, grid = _grid(2, 3, (13, 7.4))
         _learning(grid[0, 0], steps, rows)

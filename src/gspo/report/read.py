@@ -133,7 +133,7 @@ def sources_of(rows: Iterable[Row]) -> list[str]:
     return [name[len(head) : -len(tail)] for name in names if name.startswith(head) and name.endswith(tail)]
 
 
-def by_sequence(run: Path) -> bool:
+def has_sequence_ratio(run: Path) -> bool:
     """Whether the objective has one ratio per sequence (GSPO), not one per token; True if unknown."""
     with contextlib.suppress(ConfigError):
         return is_by_sequence(read_config(run))
@@ -141,7 +141,7 @@ def by_sequence(run: Path) -> bool:
 
 
 def is_by_sequence(config: Row) -> bool:
-    """`by_sequence` of a config that is already read."""
+    """`has_sequence_ratio` of a config that is already read."""
     actor = config.get("actor")
     return not isinstance(actor, dict) or actor.get("importance_sampling_level") != "token"
 

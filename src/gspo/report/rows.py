@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.errors import ConfigError
-from gspo.report.samples import number, read_samples, sample_steps
+from gspo.report.samples import finite_number, read_samples, sample_steps
 
 Row = dict[str, Any]
 Test = Callable[[Mapping[str, Any]], bool]
@@ -43,7 +43,7 @@ def parse_filter(text: str) -> Test:
         value = value.get(part) if part and isinstance(value, Mapping) else value
         # A value that is missing, or of another type than the wanted one, fulfils no condition.
         if isinstance(wanted, float):
-            value = number(value)
+            value = finite_number(value)
         return value is not None and type(value) is type(wanted) and bool(compare(value, wanted))
 
     return test
@@ -92,6 +92,6 @@ def _row(sample: Row, run: Path) -> Row | None:
         "submission": sample.get("submission"),
         "sample": sample.get("sample"),
         "version": sample.get("version"),
-        "reward": number(sample.get("reward")),
+        "reward": finite_number(sample.get("reward")),
     }
     return {"prompt": prompt, "completion": completion, "answer": sample.get("answer"), "origin": origin}

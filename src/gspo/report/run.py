@@ -19,7 +19,7 @@ from gspo.report.read import (
     status_of,
 )
 from gspo.report.samples import Kind, read_samples, sample_steps
-from gspo.report.summary import Summary, summarise, summary_rows
+from gspo.report.summary import RunSummary, summarise, summary_rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -60,7 +60,7 @@ class Run:
         return best_of(self.rows())
 
     @property
-    def summary(self) -> Summary:
+    def summary(self) -> RunSummary:
         """Scores before and after with their 95 % intervals, reward, clipping, entropy, speed."""
         return summarise(self.path)
 

@@ -109,7 +109,7 @@ def read_block(run: Path, step: int, kind: Kind = "samples") -> Block:
         "prompts": list(prompts),
         "clipped": [row["clipped"] if isinstance(row.get("clipped"), bool) else None for row in rows],
         **{name: [_text(row.get(name)) for row in rows] for name in TEXTS},
-        **{name: [number(row.get(name)) for row in rows] for name in NUMBERS},
+        **{name: [finite_number(row.get(name)) for row in rows] for name in NUMBERS},
         **{name: [_count(row.get(name)) for row in rows] for name in COUNTS},
     }
     shown = [shown_images(row.get("images")) for row in rows]
@@ -118,7 +118,7 @@ def read_block(run: Path, step: int, kind: Kind = "samples") -> Block:
     block["shown"] = [None if one is None else images[one] for one in shown]  # index in `images`
     parts = [row["reward_parts"] if isinstance(row.get("reward_parts"), dict) else {} for row in rows]
     names = dict.fromkeys(name for part in parts for name in part)
-    block["parts"] = {name: [number(part.get(name)) for part in parts] for name in names}
+    block["parts"] = {name: [finite_number(part.get(name)) for part in parts] for name in names}
     block["turns"] = [_turns(row.get("turns")) for row in rows]
     block["tokens"] = _tokens(run, step, rows) if kind == "samples" else {}
     return block
@@ -170,7 +170,7 @@ def _rounded(values: NDArray[Any]) -> list[float | None]:
     return [value if finite else None for value, finite in zip(rounded.tolist(), np.isfinite(rounded), strict=True)]
 
 
-def number(value: Any) -> float | None:
+def finite_number(value: Any) -> float | None:
     """A finite number with six significant digits; anything else is null.
 
     >>> number(0.123456789), number(float("nan")), number(True), number("1")

@@ -10,8 +10,8 @@ from statistics import fmean
 from gspo.report.read import (
     Row,
     best_of,
-    by_sequence,
     evaluations,
+    has_sequence_ratio,
     is_graded,
     read_metrics,
     score_interval,
@@ -26,7 +26,7 @@ Interval = tuple[float, float, float]  # a score and the ends of its 95 % interv
 
 
 @dataclass(frozen=True)
-class Summary:
+class RunSummary:
     """Numbers of a run; None where nothing was measured."""
 
     steps: int
@@ -53,12 +53,12 @@ class Summary:
     train_tokens_s: float | None
 
 
-def summarise(run: Path) -> Summary:
+def summarise(run: Path) -> RunSummary:
     """The numbers of a run directory, finished or not."""
-    return summary_of(read_metrics(run), by_sequence(run))
+    return summary_of(read_metrics(run), has_sequence_ratio(run))
 
 
-def summary_of(rows: Sequence[Row], by_sequence: bool) -> Summary:
+def summary_of(rows: Sequence[Row], by_sequence: bool) -> RunSummary:
     """`summarise` of rows that are already read."""
     # Step 0 is the evaluation before training and has no training metrics.
     steps = [row for row in rows if row["step"] > 0]
@@ -69,7 +69,7 @@ def summary_of(rows: Sequence[Row], by_sequence: bool) -> Summary:
     last: Row = steps[-1] if steps else {}
     eps = (last.get("clip/eps_low"), last.get("clip/eps_high"))
     ends = max(min(ENDS, len(steps) // 2), 1)  # the two windows never overlap
-    return Summary(
+    return RunSummary(
         steps=max((row["step"] for row in rows), default=0),
         seconds=sum(_values(steps, "time/step_s")),
         graded=graded,
@@ -95,7 +95,7 @@ def summary_of(rows: Sequence[Row], by_sequence: bool) -> Summary:
     )
 
 
-def summary_rows(s: Summary) -> list[tuple[str, str]]:
+def summary_rows(s: RunSummary) -> list[tuple[str, str]]:
     """The measured numbers as (name, text)."""
     rows: list[tuple[str, str]] = [("steps", f"{s.steps:,} in {duration(s.seconds)}")]
     if s.score and s.score_end:
@@ -126,12 +126,12 @@ def summary_rows(s: Summary) -> list[tuple[str, str]]:
     return rows
 
 
-def ends_text(s: Summary, first: float, last: float) -> str:
+def ends_text(s: RunSummary, first: float, last: float) -> str:
     """Both ends of a curve; one step is not a change."""
     return f"{last:.3f}" if s.steps == 1 else f"{first:.3f} → {last:.3f}"
 
 
-def ends_words(s: Summary) -> str:
+def ends_words(s: RunSummary) -> str:
     """Which steps the two ends of a curve are, after two spaces; "" for one step."""
     if s.steps == 1:
         return ""
@@ -163,7 +163,7 @@ def change_text(first: str, last: str, evaluations: int) -> str:
     return f"{last}, unchanged" if first == last else f"{first} → {last}"
 
 
-def score_name(s: Summary) -> str:
+def score_name(s: RunSummary) -> str:
     return f"held-out {'reward' if s.graded else 'accuracy'}"
 
 

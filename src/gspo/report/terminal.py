@@ -15,17 +15,17 @@ from rich.text import Text
 
 from gspo.report.read import Checkpoint, score_text
 from gspo.report.samples import Block
-from gspo.report.summary import Summary, duration, summary_rows
-from gspo.system.text import Rows, turns_text
+from gspo.report.summary import RunSummary, duration, summary_rows
+from gspo.system.text import TextRows, turns_text
 
 
-def run_view(said: str, summary: Summary, places: Mapping[str, str]) -> RenderableType:
+def run_view(said: str, summary: RunSummary, places: Mapping[str, str]) -> RenderableType:
     """A sentence, the results, and the paths of the files."""
     rows = [
         (name, text, "bold" if name.startswith("held-out") else "")
         for name, text in (*summary_rows(summary), *places.items())
     ]
-    return Group(Text(said, style="bold"), Rows(rows, unwrapped=places.keys()))
+    return Group(Text(said, style="bold"), TextRows(rows, unwrapped=places.keys()))
 
 
 def evaluation_view(head: str, result: Mapping[str, Any]) -> RenderableType:
@@ -174,4 +174,4 @@ def models_view(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     for row in rows:
         size = f"{row['bytes'] / 1e6:,.1f} MB on disk:" if row["here"] else "not here:"
         shown += [(row["name"], row["what"], ""), ("", f"{size} {row['where']}", "dim")]
-    return Rows(shown)
+    return TextRows(shown)

@@ -23,7 +23,7 @@ WORKED = ("solution", "completion", "response", "output")  # columns with an ans
 SLOW_S = 1.0  # per call; a batch has hundreds
 
 
-class Problem(NamedTuple):
+class RewardProblem(NamedTuple):
     """What is wrong with a reward, in words; `is_fatal`: training by it makes no sense."""
 
     text: str
@@ -31,7 +31,7 @@ class Problem(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Line:
+class AnswerScores:
     """The scores of one kind of answer."""
 
     answer: str
@@ -62,14 +62,14 @@ def check_reward(
     *,
     encode: Callable[[str], Sequence[int]] = str.encode,
     until_failure: bool = False,
-) -> list[Line]:
+) -> list[AnswerScores]:
     """Score the answers of `ANSWERS` for these rows; rows without a known answer have the empty one only.
 
     until_failure: stop after the first kind of answer at which the reward failed, and begin with one call, so that a
     reward that hangs or always fails costs one timeout.
     """
     known = [prompt for prompt in prompts if answer_forms(prompt)]
-    lines: list[Line] = []
+    lines: list[AnswerScores] = []
     if known:
         # The form of a row that earns most is its reference: which forms a reward reads is its own matter.
         forms = [answer_forms(prompt) for prompt in known]
@@ -118,9 +118,9 @@ def _score(
     return [found[number] for number in range(len(prompts))], time.perf_counter() - begin
 
 
-def _line(answer: str, outcomes: Sequence[Outcome], texts: Sequence[str], seconds: float) -> Line:
+def _line(answer: str, outcomes: Sequence[Outcome], texts: Sequence[str], seconds: float) -> AnswerScores:
     scores = [outcome.value if isinstance(outcome, Score) else None for outcome in outcomes]
-    return Line(answer, scores, list(texts), [o for o in outcomes if isinstance(o, Failure)], seconds)
+    return AnswerScores(answer, scores, list(texts), [o for o in outcomes if isinstance(o, Failure)], seconds)
 
 
 def _value(scored: tuple[Outcome, str]) -> float:
@@ -143,7 +143,7 @@ def _without_answer(text: str, prompt: Prompt) -> str:
     return head + tail if found else ""
 
 
-def diagnose(lines: Sequence[Line], timeout_s: float) -> list[Problem]:
+def diagnose(lines: Sequence[AnswerScores], timeout_s: float) -> list[RewardProblem]:
     """What is wrong, the most serious first; empty: nothing was found."""
     by_answer = {line.answer: line for line in lines}
     found = list(_failures(lines))
@@ -151,44 +151,50 @@ def diagnose(lines: Sequence[Line], timeout_s: float) -> list[Problem]:
     all_scores = [score for line in lines for score in line.scores if score is not None]
     is_constant = len(lines) > 1 and len(all_scores) > 1 and len(set(all_scores)) == 1
     if is_constant and all_scores[0] > 0:  # if all are 0, the likely cause is that nothing is parsed
-        found.append(Problem(f"every answer earns {all_scores[0]:g}: the reward is constant", True))
+        found.append(RewardProblem(f"every answer earns {all_scores[0]:g}: the reward is constant", True))
     elif reference is not None and reference.mean is not None:
         found += _reference(reference)
         found += [problem for line in lines[1:] for problem in _compared(line, reference)]
     slow = max((line.seconds for line in lines), default=0.0)
     if slow > min(SLOW_S, timeout_s / 2):
         found.append(
-            Problem(f"a call takes {slow:.1f} s; a batch has hundreds (reward.timeout is {timeout_s:g})", False)
+            RewardProblem(f"a call takes {slow:.1f} s; a batch has hundreds (reward.timeout is {timeout_s:g})", False)
         )
     return found
 
 
-def _failures(lines: Sequence[Line]) -> list[Problem]:
+def _failures(lines: Sequence[AnswerScores]) -> list[RewardProblem]:
     failures = [failure for line in lines for failure in line.failures]
     if not failures:
         return []
     total, named = sum(len(line.scores) for line in lines), ", ".join(line.answer for line in lines if line.failures)
     first = failures[0].message.partition("\n")[0]
     what = f"the reward failed on {len(failures)} of {total} answers ({named}): {failures[0].kind}: {first}"
-    return [Problem(what, len(failures) == total)]
+    return [RewardProblem(what, len(failures) == total)]
 
 
-def _reference(reference: Line) -> list[Problem]:
+def _reference(reference: AnswerScores) -> list[RewardProblem]:
     """Rows whose right answer earns nothing, or less than that of other rows."""
     known = [(score, text) for score, text in zip(reference.scores, reference.texts, strict=True) if score is not None]
     best = max(score for score, _ in known)
     bad = [text for score, text in known if score <= 0]
     if best < 0:  # such as −|length − 20|
-        return [Problem(f"no reference answer earns more than {best:g}: right if every reward is negative", False)]
+        return [
+            RewardProblem(f"no reference answer earns more than {best:g}: right if every reward is negative", False)
+        ]
     if best == 0:
-        return [Problem(f"no reference answer earns more than {best:g}: {_shown(known[0][1])} is not parsed", True)]
+        return [
+            RewardProblem(f"no reference answer earns more than {best:g}: {_shown(known[0][1])} is not parsed", True)
+        ]
     if not bad:
         return []
     share = len(bad) / len(known)
-    return [Problem(f"the reference answer earns 0 on {share:.0%} of rows: {_shown(bad[0])} is not parsed", False)]
+    return [
+        RewardProblem(f"the reference answer earns 0 on {share:.0%} of rows: {_shown(bad[0])} is not parsed", False)
+    ]
 
 
-def _compared(line: Line, reference: Line) -> list[Problem]:
+def _compared(line: AnswerScores, reference: AnswerScores) -> list[RewardProblem]:
     """An answer that should earn less than the reference."""
     right, mean = reference.mean, line.mean
     if right is None or mean is None or right <= 0 or mean < right / 2:
@@ -201,7 +207,7 @@ def _compared(line: Line, reference: Line) -> list[Problem]:
     }
     text = words[line.answer].format(mean=f"{mean:.3g}", right=f"{right:.3g}")
     # Half of a text may contain the whole answer, so a truncated answer proves nothing by itself.
-    return [Problem(text, mean >= right and line.answer in (EMPTY, OTHER))]
+    return [RewardProblem(text, mean >= right and line.answer in (EMPTY, OTHER))]
 
 
 def _shown(text: str) -> str:

@@ -24,7 +24,7 @@ Scored = tuple[Hashable, tuple[Outcome, ...]]
 POLL_S = 0.005
 
 
-class Source(Protocol):
+class GroupSource(Protocol):
     """The part of a `RolloutProducer` that shared samplers and rewards use."""
 
     background: bool
@@ -41,7 +41,7 @@ class Source(Protocol):
 class SharedSampler:
     """A sampler for requests other than training's; it returns only the samples that were submitted here."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: GroupSource) -> None:
         self._source = source
         self._inbox: deque[Sample] = deque()
         self._num_out = 0
@@ -90,7 +90,7 @@ class SharedSampler:
 class SharedRewards:
     """Rewards for groups other than training's; it returns only the outcomes that were submitted here."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: GroupSource) -> None:
         self._source = source
         self._inbox: deque[Scored] = deque()
         self._num_out = 0

@@ -18,7 +18,7 @@ from gspo.types import TOKEN_ARRAYS, Failure, Group, Kept, Outcome, Prompt, Samp
 _ARRAYS = (*TOKEN_ARRAYS, "routes", "prompt_routes")
 
 
-def pack(groups: Sequence[Group]) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+def pack_groups(groups: Sequence[Group]) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
     """The arrays of all samples, concatenated, and one JSON row per group."""
     samples = [sequence for group in groups for sample in group.samples for sequence in sample.sequences]
     arrays: dict[str, torch.Tensor] = {}
@@ -45,10 +45,10 @@ def pack(groups: Sequence[Group]) -> tuple[dict[str, torch.Tensor], list[dict[st
     return arrays, rows
 
 
-def unpack(
+def unpack_groups(
     arrays: Mapping[str, torch.Tensor], rows: Sequence[Mapping[str, Any]], prompt_of: Callable[[int], Prompt]
 ) -> tuple[Group, ...]:
-    """The groups that `pack` was given, bit for bit."""
+    """The groups that `pack_groups` was given, bit for bit."""
     flat = {name: array.numpy() for name, array in arrays.items()}
     prompts = flat.pop("prompt_routes", None)  # one row per prompt token, not per completion token
     counts, ids = flat.pop("kept_counts", None), flat.pop("kept_ids", np.zeros(0, dtype=np.int32))
@@ -97,7 +97,7 @@ def unpack(
 
 def pack_batch(content: Mapping[str, Any], groups: Sequence[Group]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """A batch for the other ranks (`World.broadcast_command`): groups with their prompts' tokens, and `content`."""
-    arrays, rows = pack(groups)
+    arrays, rows = pack_groups(groups)
     prompts = [list(group.prompt.tokens) for group in groups]
     return {**content, "rows": rows, "prompts": prompts}, {name: array.numpy() for name, array in arrays.items()}
 
@@ -106,7 +106,7 @@ def unpack_batch(command: Command) -> tuple[Group, ...]:
     """The groups that rank 0 broadcast; their prompts hold tokens only, which is what training needs."""
     rows = command.content["rows"]
     prompts = {row["submission"]: Prompt(tuple(p), "") for row, p in zip(rows, command.content["prompts"], strict=True)}
-    return unpack({name: torch.from_numpy(a) for name, a in command.arrays.items()}, rows, prompts.__getitem__)
+    return unpack_groups({name: torch.from_numpy(a) for name, a in command.arrays.items()}, rows, prompts.__getitem__)
 
 
 def _sequence(sample: Sample) -> dict[str, Any]:

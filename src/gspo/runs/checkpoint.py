@@ -28,7 +28,7 @@ from torch import nn
 
 from gspo.errors import CheckpointError
 from gspo.faults import reached
-from gspo.learner.policy.sharding import like, put, whole
+from gspo.learner.policy.sharding import copy_into, like, whole
 from gspo.models.lora import base_digest
 from gspo.system.files import fsync, read_regular, sha256, step_name, step_of, write_errors
 
@@ -158,7 +158,7 @@ def latest(root: Path) -> Iterator[tuple[Path, dict[str, Any] | CheckpointError]
             yield folder, problem
 
 
-def load(
+def load_checkpoint(
     folder: Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -215,7 +215,7 @@ def _load_weights(folder: Path, file: str, model: nn.Module) -> None:
                 f"{tuple(own[name].shape)}"
             )
     for name, parameter in own.items():
-        put(parameter, weights[name])
+        copy_into(parameter, weights[name])
 
 
 def _refuse_other_base(folder: Path, model: nn.Module) -> None:

@@ -171,7 +171,7 @@ def _refuse_special_files(run: Path) -> None:
                 raise ConfigError(f"{entry} is {kind}, but the run needs a file there; move it away")
 
 
-def environment(device: str, threads: int) -> dict[str, Any]:
+def versions_and_hardware(device: str, threads: int) -> dict[str, Any]:
     """Versions, commit and hardware of this run."""
     packages = ("gspo", "torch", "transformers", "safetensors", "numpy")
     try:

@@ -28,7 +28,7 @@ def base_name(path: str) -> str:
     """Where a reader of the adapter finds its base model: an absolute folder, or a name on the hub."""
     if is_hub_name(path):
         return path
-    found = str(embedded.folder(path)) if path.startswith(EMBEDDED) else locate(path)
+    found = str(embedded.embedded_folder(path)) if path.startswith(EMBEDDED) else locate(path)
     return str(Path(found).expanduser().resolve()) if Path(found).expanduser().is_dir() else found
 
 

@@ -52,7 +52,7 @@ def resume(
             continue
         # Before the load: a changed setting gives a clearer message than tensors that do not match.
         _refuse_other_settings(run, changed_settings)
-        stored = checkpoint.load(folder, policy, optimizer, critic)
+        stored = checkpoint.load_checkpoint(folder, policy, optimizer, critic)
         # The identity is stored beside the fields of State, which does not have it.
         theirs = {"products": "torch", **stored.pop("identity")}  # checkpoints of 0.1 have no products
         before, now = theirs.pop("ranks", 1), identity.get("ranks", 1)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gspo.rollout.buffer import Snapshot
-from gspo.rollout.storage import pack
+from gspo.rollout.storage import pack_groups
 from gspo.runs import checkpoint
 from gspo.runs.directory import RunDir
 from gspo.runs.state import State
@@ -50,7 +50,7 @@ class Saver:
         """Publish a checkpoint of this state, then delete those that are no longer needed."""
         state.submission, state.resubmit = pending.submission, list(pending.resubmit)
         stored = {**state.to_json(), "identity": self._identity}
-        groups = pack(pending.groups) if pending.groups else None
+        groups = pack_groups(pending.groups) if pending.groups else None
         folder = self._run.checkpoints
         self._run.lock.check()
         checkpoint.save(folder, state.step, *self._trained, stored, self._config, self._critic, groups)

@@ -1,11 +1,25 @@
-"""Checks of a request before it is queued. Error messages name the config key to change."""
+"""Checks of a request before it is queued, and its sample if it was not completed. Errors name the key to change."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 
 from gspo.errors import DataError
-from gspo.types import Request
+from gspo.types import Request, Sample
+
+
+def completed_by_prefix(request: Request) -> Sample | None:
+    """The sample of a request whose prefix already has all tokens it may have; None: there is something to sample."""
+    if request.prefix is None or len(request.prefix.tokens) < request.params.max_new_tokens:
+        return None
+    return replace(request.prefix, id=request.id, finish="length")
+
+
+def interrupted(request: Request, version: int) -> Sample:
+    """The tokens that a request has so far, as a partial sample."""
+    return replace(request.prefix or Sample.of(request.id, [], [], version), id=request.id, finish="abort")
 
 
 def validate_request(

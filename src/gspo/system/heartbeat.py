@@ -46,7 +46,7 @@ def remote_beat(what: str) -> None:
     _progress[:] = [time.monotonic(), what]
 
 
-def progress() -> tuple[int, str]:
+def count_heartbeats() -> tuple[int, str]:
     """Number of heartbeats of this process, and the last one."""
     return int(_own[0]), str(_own[1])
 

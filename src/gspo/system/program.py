@@ -19,7 +19,7 @@ EXIT_S = 10.0  # for threads to end after the command's work
 START_TIMEOUT_S = 7200.0  # the stall timeout until the config, which has its own, is loaded
 
 
-def run(main: Callable[[], int]) -> NoReturn:
+def run_main(main: Callable[[], int]) -> NoReturn:
     """Run `main`, then exit with its code. SIGINT, SIGTERM and SIGUSR1 raise KeyboardInterrupt in it: exit code 130.
 
     The stall timeout also covers the end of the process.

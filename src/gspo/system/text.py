@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import textwrap
 import unicodedata
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -91,7 +91,7 @@ def turns_text(turns: Iterable[tuple[bool, str]]) -> str:
 
 
 @dataclass(frozen=True)
-class Rows:
+class TextRows:
     """Rows (name, text, style) for a rich console, which must be told not to crop: a path may be wider than it."""
 
     rows: Sequence[tuple[str, str, str]]
@@ -125,3 +125,16 @@ def wrapped(text: str, width: int) -> list[str]:
         words = (w if "/" in w else " ".join(textwrap.wrap(w, width)) or w for w in line.split(" "))
         lines += textwrap.wrap(" ".join(words), width, break_long_words=False, break_on_hyphens=False) or [""]
     return lines
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections as dotted keys.
+
+    >>> flat({"actor": {"lr": 1, "mb": {}}, "seed": 3})
+    {'actor.lr': 1, 'actor.mb': {}, 'seed': 3}
+    """
+    out: dict[str, Any] = {}
+    for name, value in tree.items():
+        inner = isinstance(value, Mapping) and value
+        out |= flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+    return out

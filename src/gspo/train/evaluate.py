@@ -80,7 +80,7 @@ def evaluate(
         decode=decode,
         workflow=workflow,
     )
-    return summarise(groups, num_samples), groups
+    return summarise_groups(groups, num_samples), groups
 
 
 class Evaluator:
@@ -158,13 +158,13 @@ def is_correct(outcome: Outcome) -> bool | None:
     return first_reward(outcome) >= 1 - EPS if isinstance(outcome, Score) else None
 
 
-def is_graded(outcome: Score) -> bool:
+def is_graded_score(outcome: Score) -> bool:
     """Whether the first reward function gave another value than 0 and 1."""
     value = first_reward(outcome)
     return abs(value) > EPS and abs(value - 1) > EPS
 
 
-def summarise(groups: Sequence[Group], k: int) -> Evaluation:
+def summarise_groups(groups: Sequence[Group], k: int) -> Evaluation:
     """Scores with 95 % intervals over problems (samples of one problem are not independent)."""
     # One list per problem with a score; failed rewards are left out.
     scored = [[o for o in group.outcomes if isinstance(o, Score)] for group in groups]
@@ -182,11 +182,11 @@ def summarise(groups: Sequence[Group], k: int) -> Evaluation:
         accuracy_ci=accuracy_ci,
         reward=reward,
         reward_ci=reward_ci,
-        graded=sum(map(is_graded, every)) / max(len(every), 1),
+        graded=sum(map(is_graded_score, every)) / max(len(every), 1),
         pass_at_k=share_interval([float(any(marks)) for marks in correct])[0],
         length=sum(lengths) / max(len(lengths), 1),
         failures=sum(len(group.outcomes) for group in groups) - len(every),
-        sources={name: summarise([g for g in groups if g.prompt.source == name], k) for name in names}
+        sources={name: summarise_groups([g for g in groups if g.prompt.source == name], k) for name in names}
         if len(names) > 1
         else {},
     )

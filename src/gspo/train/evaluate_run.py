@@ -22,14 +22,14 @@ from gspo.train.build.episodes import make_environment, make_episodes
 from gspo.train.build.policy import context_length, load_policy
 from gspo.train.build.rewards import default_rewards, make_rewards
 from gspo.train.build.sampler import decoder, evaluation_params, make_sampler
-from gspo.train.evaluate import answer_rows, evaluate, is_correct, problem_of, summarise
+from gspo.train.evaluate import answer_rows, evaluate, is_correct, problem_of, summarise_groups
 from gspo.types import Group, Request, Sample, Score
 
 
 def evaluate_run(
     config: Config, run: Path | None, step: int, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> dict[str, Any]:
-    """Answer the held-out problems with the weights after `step`, by `eval_gconfig`; plain values, see `figures`.
+    """Answer the held-out problems with the weights after `step`, by `eval_gconfig`; plain values, see `score_figures`.
 
     Nothing here touches the run: it may be training. Draws are those of training's own evaluation, so the same
     checkpoint with the same settings gives the same accuracy.
@@ -84,12 +84,12 @@ def evaluate_run(
         "seed": config.seed,
         "sampling": asdict(params),
         "seconds": time.perf_counter() - start,
-        **figures(groups, num_samples),
+        **score_figures(groups, num_samples),
         "problems": [_problem(group, decode) for group in groups],
     }
 
 
-def figures(groups: Sequence[Group], num_samples: int) -> dict[str, Any]:
+def score_figures(groups: Sequence[Group], num_samples: int) -> dict[str, Any]:
     """Mean reward, avg@n and pass@k for k = 1, 2, 4, … n, each with its 95 % interval over problems; also by source.
 
     A failed reward does not count as a wrong answer: its problem has fewer samples, and pass@k uses the problems with
@@ -102,7 +102,7 @@ def figures(groups: Sequence[Group], num_samples: int) -> dict[str, Any]:
     # k = 1, 2, 4, … and num_samples itself.
     powers = {1 << i for i in range(num_samples.bit_length())} | {num_samples}
     names = list(dict.fromkeys(group.prompt.source for group in groups))
-    whole = summarise(groups, num_samples)
+    whole = summarise_groups(groups, num_samples)
     return {
         "num_problems": len(groups),
         "num_samples": num_samples,
@@ -116,7 +116,8 @@ def figures(groups: Sequence[Group], num_samples: int) -> dict[str, Any]:
         "truncated": sum(s.ending == "length" for s in samples) / max(len(samples), 1),
         "reward_failures": whole.failures,
         "sources": {
-            name: figures([group for group in groups if group.prompt.source == name], num_samples) for name in names
+            name: score_figures([group for group in groups if group.prompt.source == name], num_samples)
+            for name in names
         }
         if len(names) > 1
         else {},

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
-from gspo.config.objective import is_supervised
+from gspo.data.mixture import Data
 from gspo.faults import reached
+from gspo.learner.learner import Learner
 from gspo.learner.ranks.signals import StopRequest
 from gspo.learner.ranks.world import World
 from gspo.monitor.display import Silent, make_display
-from gspo.rewards.route import GivenRewards, NoRewards
 from gspo.rollout.producer import NullProducer
 from gspo.runs.code import changed_code
 from gspo.runs.directory import RunDir
@@ -20,15 +21,14 @@ from gspo.train.build.data import (
     make_evaluator,
     open_data,
     prompt_stream,
-    refuse_images,
-    watched,
+    record_visit,
 )
-from gspo.train.build.episodes import make_episodes
-from gspo.train.build.learner import identity_of, make_learner
+from gspo.train.build.episodes import Answering, make_answering
+from gspo.train.build.learner import make_learner, run_identity
 from gspo.train.build.optim import make_updater
 from gspo.train.build.policy import alphabet_warning, context_length
-from gspo.train.build.rewards import default_rewards, make_rewards, reward_problems, scores_answers
-from gspo.train.build.rollout import make_producer, make_single_turn, resumed_snapshot
+from gspo.train.build.rewards import make_rewards, reward_problems
+from gspo.train.build.rollout import make_producer, resumed_snapshot
 from gspo.train.build.run import (
     headline,
     length_of,
@@ -37,7 +37,6 @@ from gspo.train.build.run import (
     make_saver,
     opening_messages,
     resume_run,
-    run_path,
 )
 from gspo.train.build.sampler import decoder, make_sampler, samples_in_process, weights_for
 from gspo.train.parts import Given, LeaderParts, Parts
@@ -55,10 +54,23 @@ def open_parts(given: Given, world: World, stop: StopRequest) -> Iterator[Parts]
         )
 
 
-def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack, inner: ExitStack) -> LeaderParts:
-    loaded, config = given.loaded, given.loaded.config
+@dataclass(frozen=True)
+class _Inputs:
+    """What rank 0 opens before it knows where the run resumes: the run directory, the models and the data."""
+
+    run: RunDir
+    learner: Learner
+    data: Data
+    valid: Data | None
+    answering: Answering
+    total_steps: int
+    steps_per_epoch: int
+
+
+def _open_inputs(given: Given, world: World, outer: ExitStack, inner: ExitStack) -> _Inputs:
+    config = given.loaded.config
     # The lock of the run directory comes first, so that a second trainer fails before it loads a model.
-    run = RunDir(run_path(config))
+    run = RunDir(config.run_path)
     outer.callback(run.close)
     outer.push(lambda kind, error, trace: run.log_error(error))
     outer.enter_context(stalls_logged(run.path / "log.txt"))
@@ -69,32 +81,22 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
     # Models, then data: the tokenizer and the context length decide which prompts fit.
     beat("loading the model (actor.path)")
     reached("start.model")
-    learner = make_learner(loaded, world)
+    learner = make_learner(given.loaded, world)
     outer.callback(learner.close)
-    policy, decode = learner.policy, decoder(learner.tokenizer)
-    max_context = context_length(config, policy)
+    max_context = context_length(config, learner.policy)
     beat("loading the data (train_dataset, valid_dataset)")
     reached("start.data")
-    reader = policy.processor or learner.tokenizer
+    reader = learner.policy.processor or learner.tokenizer
     data, valid = open_data(config, given.dataset, given.valid, reader, max_context, given.environment)
-    # An environment may give its own rewards; supervised fine-tuning needs none.
-    both = [data, *([valid] if valid else [])]
-    refuse_images(config, both, has_environment=given.environment is not None, policy=policy)
-    scores = given.environment is not None or scores_answers(config, given.reward, both)
-    chosen = [] if given.environment is not None or not scores else default_rewards(config, given.reward, both)
-    workflow, count_episodes = given.workflow, dict[str, float]
-    evaluation_workflow = workflow
-    if not scores:
-        rewards = NoRewards()
-    if is_supervised(config):
-        rewards, evaluation_workflow = GivenRewards(rewards), make_single_turn(config)
-    if given.environment is not None:
-        rewards = GivenRewards(rewards)
-        workflow = evaluation_workflow = make_episodes(config, given.environment, data, learner.tokenizer, max_context)
-        inner.callback(workflow.close)
-        count_episodes = workflow.metrics
-    checked = scores and given.environment is None and not is_supervised(config)
-    total_steps, steps_per_epoch = length_of(config, len(data))
+    answering = make_answering(given, rewards, learner, data, valid, max_context)
+    inner.callback(answering.close)
+    return _Inputs(run, learner, data, valid, answering, *length_of(config, len(data)))
+
+
+def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack, inner: ExitStack) -> LeaderParts:
+    loaded, config, opened = given.loaded, given.loaded.config, _open_inputs(given, world, outer, inner)
+    run, learner, data, answering = opened.run, opened.learner, opened.data, opened.answering
+    total_steps, policy, decode = opened.total_steps, learner.policy, decoder(learner.tokenizer)
     display = make_display(f"gspo · {run.path}", total_steps)
     inner.callback(display.close)
 
@@ -103,18 +105,17 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
         run.log(message)
 
     outer.enter_context(stalls_logged(run.path / "log.txt", say))
-
     for line in headline(loaded):
         say(line)
     # Resume before the sampler is made, because the sampler gets the resumed weights.
     beat("looking for a checkpoint to resume")
-    identity = identity_of(learner, data, world)
+    identity = run_identity(learner, data, world)
     state = resume_run(config, run, learner, identity, say)
-    changed = changed_code(run.path, given.code)
+    changed = changed_code(run.path, given.code)  # also of a new run, because it records the files
     display.start_at(state.step)
     # The other ranks wait for this command: only rank 0 knows which checkpoint is valid.
-    opened = {"step": state.step, "total_steps": total_steps, "in_process": samples_in_process()}
-    world.broadcast_command("open", opened)
+    where = {"step": state.step, "total_steps": total_steps, "in_process": samples_in_process()}
+    world.broadcast_command("open", where)
     beat("starting the sampler")
     reached("start.sampler")
     sampler = make_sampler(config, policy, learner.tokenizer, state.step, run.path, say)
@@ -126,11 +127,11 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
         config,
         resumed_snapshot(run, state, prompt_of),
         sampler=sampler,
-        rewards=rewards,
+        rewards=answering.rewards,
         prompt_of=prompt_of,
         decode=decode,
-        workflow=workflow,
-        reject_reason=watched(curriculum, given.reject_reason),
+        workflow=answering.workflow,
+        reject_reason=record_visit(curriculum, given.reject_reason),
         step=state.step,
         total_steps=total_steps,
     )
@@ -152,38 +153,40 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
         producer=producer,
         say=say,
         data=data,
-        valid=valid,
+        valid=opened.valid,
         sampler=sampler,
-        rewards=rewards,
-        workflow=workflow,
+        rewards=answering.rewards,
+        workflow=answering.workflow,
         decode=decode,
         prompt_of=prompt_of,
         evaluator=make_evaluator(
             config,
-            valid,
+            opened.valid,
             producer,
             decode,
-            evaluation_workflow,
+            answering.evaluation_workflow,
             total_steps=total_steps,
-            steps_per_epoch=steps_per_epoch,
-            samples=scores,
+            steps_per_epoch=opened.steps_per_epoch,
+            samples=answering.scores,
         ),
         recorder=recorder,
-        saver=make_saver(config, run, learner, identity, steps_per_epoch, state.step),
-        opening_messages=[
-            *opening_messages(loaded, given.warnings, data, valid, learner),
-            *alphabet_warning(config, data.prompt(0).text),
-            *chosen,
-            *(
-                reward_problems(config, given.reward, rewards, data, learner.tokenizer)
-                if checked and not state.step
-                else ()
-            ),
-            *changed * bool(state.step),
-        ],
-        count_episodes=count_episodes,
+        saver=make_saver(config, run, learner, identity, opened.steps_per_epoch, state.step),
+        opening_messages=[*_opening_messages(given, opened, is_new=not state.step), *changed * bool(state.step)],
+        count_episodes=answering.count_episodes,
         curriculum=curriculum,
     )
+
+
+def _opening_messages(given: Given, opened: _Inputs, *, is_new: bool) -> list[str]:
+    loaded, learner, answering = given.loaded, opened.learner, opened.answering
+    messages = [
+        *opening_messages(loaded, given.warnings, opened.data, opened.valid, learner),
+        *alphabet_warning(loaded.config, opened.data.prompt(0).text),
+        *answering.messages,
+    ]
+    if is_new and answering.checks_reward:
+        messages += reward_problems(loaded.config, given.reward, answering.rewards, opened.data, learner.tokenizer)
+    return messages
 
 
 def _open_follower(given: Given, world: World, stop: StopRequest, outer: ExitStack) -> Parts:
@@ -194,7 +197,7 @@ def _open_follower(given: Given, world: World, stop: StopRequest, outer: ExitSta
     opened = next(world.commands()).content
     producer = NullProducer(opened["in_process"])
     parts = Parts(
-        path=run_path(config),
+        path=config.run_path,
         world=world,
         stop=stop,
         learner=learner,
@@ -207,6 +210,6 @@ def _open_follower(given: Given, world: World, stop: StopRequest, outer: ExitSta
     )
     # Rank 0 sends the weights to its sampler in `make_sampler`; gathering them needs every rank.
     parts.publish(opened["step"])
-    outer.enter_context(stalls_logged(run_path(config) / "log.txt", display.say))
+    outer.enter_context(stalls_logged(config.run_path / "log.txt", display.say))
     stop.defer(display.say)
     return parts

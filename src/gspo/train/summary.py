@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.errors import GspoError
-from gspo.monitor.notebook import curves
+from gspo.monitor.notebook import curve_svgs
 from gspo.system.files import read_jsonl
 
 REPORT_S = 600.0  # limit for writing a report
@@ -75,4 +75,4 @@ class Summary:
 
     def _repr_html_(self) -> str:
         """The panel that Jupyter shows."""
-        return f"<div>{html.escape(str(self))}<br>{curves(self.rows())}</div>"
+        return f"<div>{html.escape(str(self))}<br>{curve_svgs(self.rows())}</div>"

@@ -17,7 +17,7 @@ from gspo.rollout.workflow import Filter, Workflow
 from gspo.train.build.compute import join_ranks
 from gspo.train.build.episodes import make_environment
 from gspo.train.build.rollout import make_filter, make_workflow
-from gspo.train.build.run import code_files, run_path
+from gspo.train.build.run import code_files
 from gspo.train.loop import Follower, Leader
 from gspo.train.open import open_parts
 from gspo.train.parts import Given, LeaderParts
@@ -81,7 +81,7 @@ class Trainer:
     @property
     def path(self) -> Path:
         """The run directory."""
-        return run_path(self.config)
+        return self.config.run_path
 
     def __repr__(self) -> str:
         config = self.config

@@ -13,8 +13,8 @@ from scripted_client import last_prompt, play, scripted
 from gspo.envs.adapters.codecs import ActionCodec, InvalidActionError, ObservationCodec
 from gspo.envs.adapters.gymnasium import StepTimeoutError
 from gspo.envs.client import EpisodeError, OutOfRoomError
-from gspo.envs.driver import outcome_of
 from gspo.envs.find import find_environment
+from gspo.envs.outcome import outcome_of
 from gspo.errors import ConfigError
 from gspo.train.evaluate import first_reward
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from gspo.config.backends import SAMPLERS, parse_backend
 from gspo.config.layout import layout_of
 from gspo.config.loaded import Loaded
-from gspo.config.objective import Objective, effective_objective
+from gspo.config.objective import ObjectiveSettings, effective_objective
 from gspo.config.schema import Actor, Config, Generation
 from gspo.system.gpus import visible_gpus
 
@@ -36,7 +36,7 @@ class Facts:
     """A loaded config and values that several rules need."""
 
     loaded: Loaded
-    objective: Objective
+    objective: ObjectiveSettings
     num_gpus: int
     context: int | None = None  # tokens of the model's context, if it is known
 

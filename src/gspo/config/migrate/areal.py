@@ -22,7 +22,7 @@ _OFF = (None, False)
 _MORE_RANKS = "there is no offloading; shard over more ranks with actor.backend, or train with actor.use_lora"
 
 
-def rules() -> Iterable[Rule]:
+def areal_rules() -> Iterable[Rule]:
     """The table, in the order of application."""
     groups = (*_objective_rules(), *_engine_rules(), *_sampling_rules(), *_run_rules())
     return (rule for group in groups for rule in group)

@@ -47,7 +47,7 @@ class ForeignKey:
 
 
 @functools.cache
-def table() -> Mapping[tuple[str, str], ForeignKey]:
+def foreign_keys() -> Mapping[tuple[str, str], ForeignKey]:
     """Every known key by (system, key), in the order of the documentation."""
     rows = (
         *_rows("TRL", trl.MAPPED, trl.NEEDLESS, trl.UNSUPPORTED),
@@ -77,7 +77,7 @@ def find(name: str) -> ForeignKey | None:
     >>> find("actor_rollout_ref.rollout.multi_turn.enable").fate, find("actor.num_generations").ours
     ('unsupported', 'gconfig.n_samples')
     """
-    known = table()
+    known = foreign_keys()
     if ("verl", name) in known:
         return known["verl", name]
     parts = name.split(".")
@@ -94,7 +94,7 @@ def find(name: str) -> ForeignKey | None:
 @functools.cache
 def _sections() -> frozenset[str]:
     found: set[str] = set()
-    for system, key in table():
+    for system, key in foreign_keys():
         parts = key.split(".") if system == "verl" else []
         found |= {".".join(parts[:depth]) for depth in range(1, len(parts))}
     return frozenset(found)

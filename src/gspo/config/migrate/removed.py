@@ -10,7 +10,7 @@ from gspo.config.migrate.rule import Rule, only, translates
 _DATA_KEYS = "{prompt_column,answer_column,columns,system_prompt,chat_template,chat_template_kwargs,options}"
 
 
-def rules() -> Iterable[Rule]:
+def removed_rules() -> Iterable[Rule]:
     """The table, in the order of application."""
     return (rule for group in (*_moved(), *_constants()) for rule in group)
 

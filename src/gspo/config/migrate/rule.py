@@ -142,7 +142,7 @@ def apply(move: Move) -> None:
     elif rule.kind == "repeat":
         repeat(move, rule.target)
     elif rule.is_refused(move):
-        move.refuse(f"{tree.clip(written(node.data()))} is not supported: {rule.instead}")
+        move.refuse(f"{tree.shorten(written(node.data()))} is not supported: {rule.instead}")
     else:
         move.drop(rule.reason if rule.harmless is None else "this value is what gspo does anyway")
 
@@ -158,7 +158,7 @@ def repeat(move: Move, target: str) -> None:
         move.drop(f"it repeats {target}")
     else:
         move.refuse(
-            f"is {tree.clip(written(move.node.data()))}, but {target} is {tree.clip(written(value))}; "
+            f"is {tree.shorten(written(move.node.data()))}, but {target} is {tree.shorten(written(value))}; "
             f"a run has only one {target}: set {target} and remove {move.rule.key}"
         )
 

@@ -39,7 +39,7 @@ _SAME_VALUE = {"actor.group_size": "gconfig.n_samples", "rollout.consumer_batch_
 @functools.cache
 def rules() -> Mapping[str, Rule]:
     """Every rule by its old key, in the order of application."""
-    return types.MappingProxyType({rule.key: rule for rule in (*areal.rules(), *removed.rules())})
+    return types.MappingProxyType({rule.key: rule for rule in (*areal.areal_rules(), *removed.removed_rules())})
 
 
 def migrate(root: Node, problems: list[str], messages: list[str]) -> None:

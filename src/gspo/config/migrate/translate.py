@@ -41,7 +41,7 @@ def _agrees(existing: Node | None, backend: Backend, names: tuple[str, ...]) -> 
 def sft_model(move: Move) -> None:
     """AReaL's SFTConfig has `model` in place of `actor`. TRL's `model` is a string."""
     if not isinstance(move.node.value, dict):
-        move.refuse(f"is TRL's name; here it is actor.path; set actor.path: {tree.clip(written(move.node.data()))}")
+        move.refuse(f"is TRL's name; here it is actor.path; set actor.path: {tree.shorten(written(move.node.data()))}")
         return
     for name, child in move.node.value.items():
         move.set(f"actor.{name}", child)

@@ -5,31 +5,31 @@ says "algorithm" is filled in by `config.resolve` from `algorithms.py`, with the
 importance_sampling_level > algorithm > default.
 """
 
-from gspo.config.schema.actor import Actor, AutoClip, Correction, Norm, RewardNorm, Sharding
+from gspo.config.schema.actor import Actor, AutoClipSection, Correction, Norm, RewardNorm, Sharding
 from gspo.config.schema.cluster import Cluster, Scheduler, Slurm
 from gspo.config.schema.config import Config, held_out, known_keys
-from gspo.config.schema.critic import Critic, CriticOptimizer, Reference, Teacher
+from gspo.config.schema.critic import CriticOptimizer, CriticSection, ReferenceSection, TeacherSection
 from gspo.config.schema.dataset import DatasetSpec, MixtureSource, TrainDataset, ValidDataset
 from gspo.config.schema.env import Environment
 from gspo.config.schema.key import Key, Section, keys_of
 from gspo.config.schema.optimizer import MicroBatch, Optimizer
 from gspo.config.schema.reward import Reward
 from gspo.config.schema.rollout import EvalGeneration, Generation, Rollout
-from gspo.config.schema.saver import Evaluator, Recover, Saver
+from gspo.config.schema.saver import EvaluatorSection, Recover, SaverSection
 from gspo.config.schema.stats_logger import StatsLogger, WandB
 
 __all__ = [
     "Actor",
-    "AutoClip",
+    "AutoClipSection",
     "Cluster",
     "Config",
     "Correction",
-    "Critic",
     "CriticOptimizer",
+    "CriticSection",
     "DatasetSpec",
     "Environment",
     "EvalGeneration",
-    "Evaluator",
+    "EvaluatorSection",
     "Generation",
     "Key",
     "MicroBatch",
@@ -37,17 +37,17 @@ __all__ = [
     "Norm",
     "Optimizer",
     "Recover",
-    "Reference",
+    "ReferenceSection",
     "Reward",
     "RewardNorm",
     "Rollout",
-    "Saver",
+    "SaverSection",
     "Scheduler",
     "Section",
     "Sharding",
     "Slurm",
     "StatsLogger",
-    "Teacher",
+    "TeacherSection",
     "TrainDataset",
     "ValidDataset",
     "WandB",

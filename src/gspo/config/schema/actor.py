@@ -37,7 +37,7 @@ class Correction(Section):
     )
 
 
-class AutoClip(Section):
+class AutoClipSection(Section):
     target_fraction: float = key(0.15, "Target fraction of clipped sequences.", above=0.0, high=0.9)
 
 
@@ -104,7 +104,7 @@ class Actor(Section):
     eps_clip_higher: float | None = key(
         None, "Upper clip range ε_high.", unset="eps_clip if that is set, otherwise the algorithm's", above=0.0
     )
-    eps_clip_auto: AutoClip = key(AutoClip, "Settings of eps_clip: auto.")
+    eps_clip_auto: AutoClipSection = key(AutoClipSection, "Settings of eps_clip: auto.")
     loss_aggregation: Literal["sequence_mean", "sequence_sum", "token_mean", "token_sum"] | None = key(
         None, "How the loss is averaged over tokens and sequences.", unset="the level's or algorithm's"
     )

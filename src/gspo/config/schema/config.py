@@ -5,18 +5,19 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from gspo.algorithms import ALGORITHMS
 from gspo.config.schema.actor import Actor
 from gspo.config.schema.cluster import Cluster, Scheduler
-from gspo.config.schema.critic import Critic, Reference, Teacher
+from gspo.config.schema.critic import CriticSection, ReferenceSection, TeacherSection
 from gspo.config.schema.dataset import DatasetSpec, TrainDataset, ValidDataset
 from gspo.config.schema.env import Environment
 from gspo.config.schema.key import Key, Section, key, keys_of
 from gspo.config.schema.reward import Reward
 from gspo.config.schema.rollout import EvalGeneration, Generation, Rollout
-from gspo.config.schema.saver import Evaluator, Recover, Saver
+from gspo.config.schema.saver import EvaluatorSection, Recover, SaverSection
 from gspo.config.schema.stats_logger import StatsLogger
 
 
@@ -44,12 +45,12 @@ class Config(Section):
         "Sampling parameters for evaluation. A key that is not set here has gconfig's value.",
         unset="one greedy sample (temperature 0); lengths and stops are always those of gconfig",
     )
-    evaluator: Evaluator = key(Evaluator, "Held-out evaluation.")
-    saver: Saver = key(Saver, "Checkpoints by steps or epochs, and how many are kept.")
+    evaluator: EvaluatorSection = key(EvaluatorSection, "Held-out evaluation.")
+    saver: SaverSection = key(SaverSection, "Checkpoints by steps or epochs, and how many are kept.")
     recover: Recover = key(Recover, "Checkpoints by time, and resuming.")
-    ref: Reference | None = key(None, "Reference model for KL.")
-    teacher: Teacher | None = key(None, "Teacher model for distillation.")
-    critic: Critic | None = key(None, "Value model for PPO.")
+    ref: ReferenceSection | None = key(None, "Reference model for KL.")
+    teacher: TeacherSection | None = key(None, "Teacher model for distillation.")
+    critic: CriticSection | None = key(None, "Value model for PPO.")
     env: Environment = key(Environment, "Multi-turn episodes, tools and agents.")
     stats_logger: StatsLogger = key(StatsLogger, "Where metrics go besides the run directory.")
     cluster: Cluster = key(Cluster, "Machines, and the root of run directories.")
@@ -75,6 +76,11 @@ class Config(Section):
     stall_timeout: float = key(
         7200.0, "After this many seconds without progress the run stops and writes stack traces to log.txt.", above=0
     )
+
+    @property
+    def run_path(self) -> Path:
+        """The run directory."""
+        return Path(self.cluster.fileroot) / self.experiment_name / self.trial_name
 
 
 def held_out(config: Config) -> DatasetSpec:

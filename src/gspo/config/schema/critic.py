@@ -5,11 +5,11 @@ from __future__ import annotations
 from gspo.config.schema.key import Section, key
 
 
-class Reference(Section):
+class ReferenceSection(Section):
     path: str | None = key(None, "Reference model.", unset="actor.path")
 
 
-class Teacher(Section):
+class TeacherSection(Section):
     path: str = key(
         "",
         "Teacher of algorithm distill, with the policy's vocabulary: as in actor.path, a LoRA adapter, or the address "
@@ -35,7 +35,7 @@ class CriticOptimizer(Section):
     )
 
 
-class Critic(Section):
+class CriticSection(Section):
     path: str | None = key(None, "Value model.", unset="actor.path with a new value head")
     optimizer: CriticOptimizer = key(CriticOptimizer, "Optimizer of the critic.")
     value_eps_clip: float = key(0.2, "Clip range of the value.", above=0.0)

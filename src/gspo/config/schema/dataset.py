@@ -9,7 +9,7 @@ from gspo.config.schema.key import Section, key
 ENVIRONMENT_ROWS = "env"  # as a path: the rows of the environment itself
 
 
-class Source(Section):
+class SourceSection(Section):
     """The keys that a data set and a source of a mixture share."""
 
     path: str = key(
@@ -45,7 +45,7 @@ class Source(Section):
     options: dict[str, Any] = key({}, "Settings of a reasoning_gym task: {min_terms: 2, max_terms: 4}.")
 
 
-class MixtureSource(Source):
+class MixtureSource(SourceSection):
     path: str = key("", "As in train_dataset.path; required.")
     weight: float = key(1.0, "Fraction of prompts from this source, relative to the other weights.", above=0.0)
     name: str | None = key(None, "Name of the source in metrics.", unset="the last part of path")
@@ -59,7 +59,7 @@ class MixtureSource(Source):
     )
 
 
-class DatasetSpec(Source):
+class DatasetSpec(SourceSection):
     chat_template: bool | str = key(
         "auto",
         "auto: the tokenizer's template if it has one; true: the tokenizer's, required; false or none: plain text; or "

@@ -7,13 +7,13 @@ from typing import Literal
 from gspo.config.schema.key import Section, key
 
 
-class Saver(Section):
+class SaverSection(Section):
     freq_epochs: int | None = key(None, "Write a checkpoint every N epochs.", low=1)
     freq_steps: int | None = key(None, "Write a checkpoint every N steps.", low=1)
     keep: int = key(2, "Number of checkpoints to keep, besides the best one.", low=1)
 
 
-class Evaluator(Section):
+class EvaluatorSection(Section):
     freq_epochs: int | None = key(None, "Evaluate every N epochs.", low=1)
     freq_steps: int | None = key(
         None,

@@ -38,14 +38,14 @@ class Glyph(NamedTuple):
     shift: int  # 3 · down + right, each 0, 1 (not shifted) or 2
 
 
-class Shown(NamedTuple):
+class ShownProblem(NamedTuple):
     """A problem and the four digits of its image: upper number, lower number."""
 
     problem: arithmetic.Problem
     glyphs: tuple[Glyph, ...]
 
 
-def examples(split: arithmetic.Split, *, seed: int, start: int = 0) -> Iterator[Shown]:
+def problem_stream(split: arithmetic.Split, *, seed: int, start: int = 0) -> Iterator[ShownProblem]:
     """The endless stream of a split's problems with their images; a pure function of its arguments.
 
     Digits of the test split are not shifted.
@@ -59,13 +59,13 @@ def examples(split: arithmetic.Split, *, seed: int, start: int = 0) -> Iterator[
             Glyph(int(among[int(a * len(among))]), 4 if split == "test" else int(b * _SHIFTS))
             for among, a, b in zip(chosen, u[::2], u[1::2], strict=True)
         )
-        yield Shown(problem, glyphs)
+        yield ShownProblem(problem, glyphs)
 
 
-def rows(split: arithmetic.Split, count: int, *, seed: int) -> list[dict[str, Any]]:
+def digit_rows(split: arithmetic.Split, count: int, *, seed: int) -> list[dict[str, Any]]:
     """Rows with an image (its form is that of the hub's parquet files) and the answer; a problem may occur again."""
     made = []
-    for (problem, glyphs), _ in zip(examples(split, seed=seed), range(count), strict=False):
+    for (problem, glyphs), _ in zip(problem_stream(split, seed=seed), range(count), strict=False):
         image = {"path": name_of(glyphs), "bytes": png(picture(glyphs))}
         made.append({"question": QUESTION, "image": image, "answer": problem.answer, "solution": problem.solution})
     return made

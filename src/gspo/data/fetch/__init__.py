@@ -48,7 +48,7 @@ SETS: Mapping[str, Known] = {
 }
 
 
-def parse(name: str) -> tuple[str, str]:
+def parse_name(name: str) -> tuple[str, str]:
     """The set and its variant, of a name such as `debian-translations:fr-en`; ConfigError for an unknown one."""
     base, _, variant = name.partition(":")
     if base not in SETS:
@@ -86,7 +86,7 @@ def fetched_by(folder: str) -> str | None:
     return next((name for name in names if folder_name(name) == folder), None)
 
 
-def is_whole(place: Path) -> bool:
+def is_fetched(place: Path) -> bool:
     """Whether the files have the sha256 that the provenance file names."""
     try:
         files = yaml.safe_load((place / PROVENANCE).read_text(encoding="utf-8"))["files"]
@@ -101,11 +101,11 @@ def counts(place: Path) -> dict[str, int]:
     return {Path(name).stem: facts["rows"] for name, facts in files.items()}
 
 
-def fetch(name: str, parent: Path, say: Say, **how: Any) -> Path:
+def fetch_dataset(name: str, parent: Path, say: Say, **how: Any) -> Path:
     """Make a data set in `parent`, unless it is there. `how`: mirror and is_signed (debian), source (restaurants)."""
-    base, variant = parse(name)
+    base, variant = parse_name(name)
     place = parent / folder_name(name)
-    if is_whole(place):
+    if is_fetched(place):
         say(f"{place} is already here; delete the folder to make it again")
         return place
     if place.exists():

@@ -172,11 +172,11 @@ def _descriptions(release: Release, mirror: str, code: str) -> tuple[list[Descri
             # By hash: the mirror may be updated between the index and the file, and a partial file stays valid.
             url = f"{mirror.rstrip('/')}/dists/{SUITE}/main/i18n/by-hash/SHA256/{digest}"
             text = unpack(verified_file(url, digest, size).read_bytes()).decode("utf-8", "replace")
-            return list(parse(text)), {"file": name, "url": url, "sha256": digest, "bytes": size}
+            return list(parse_stanzas(text)), {"file": name, "url": url, "sha256": digest, "bytes": size}
     raise DataError(f"the index of {SUITE} has no descriptions in {NAMES[code]} (main/i18n/Translation-{code})")
 
 
-def parse(text: str) -> Iterator[Description]:
+def parse_stanzas(text: str) -> Iterator[Description]:
     """The stanzas of a Translation file.
 
     >>> next(parse("Package: a\\nDescription-md5: 1\\nDescription-fr: S\\n Un\\n deux.\\n .\\n  liste\\n"))

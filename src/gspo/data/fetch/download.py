@@ -21,7 +21,7 @@ _TOTAL_S = 3600.0  # limit for one download
 _MAX_SMALL = 16 * 2**20
 
 
-def cache_folder() -> Path:
+def downloads_folder() -> Path:
     """Where downloaded files are kept, by their sha256."""
     return Path(os.environ.get("GSPO_CACHE") or Path.home() / ".cache" / "gspo") / "downloads"
 
@@ -41,7 +41,7 @@ def small_file(url: str) -> bytes:
 
 def verified_file(url: str, digest: str, size: int) -> Path:
     """The file with this sha256, downloaded unless it is in the cache. A partial file is continued."""
-    target = cache_folder() / digest
+    target = downloads_folder() / digest
     if target.is_file() and sha256(target) == digest:
         return target
     partial = target.with_suffix(".part")

@@ -50,10 +50,10 @@ def make(*, say: Callable[[str], None], source: Path | None = None) -> tuple[dic
         "rules": {"rows of one sentence": GOALS},
         "licence": "Apache-2.0 (the wheel); the texts are of MultiWOZ",
     }
-    return rows_of(places, sentences), facts
+    return restaurant_rows(places, sentences), facts
 
 
-def rows_of(places: Sequence[Mapping[str, Any]], sentences: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+def restaurant_rows(places: Sequence[Mapping[str, Any]], sentences: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
     """Each usable sentence with several goals. Which goals and restaurants is a function of the sentence's hash."""
     values = {str(place[key]) for place in places for key in ("food", "area")}
     # A goal has a rival with the same food in another area: the request alone does not say which one is right.

@@ -20,12 +20,12 @@ from gspo.doctor.explain.data import data_section
 from gspo.doctor.explain.memory import memory_section
 from gspo.doctor.explain.objective import objective_section
 from gspo.doctor.explain.policies import policy_section
-from gspo.doctor.shapes import Source, find_source
+from gspo.doctor.shapes import ModelFields, find_source
 
 
 @dataclass(frozen=True)
 class Report:
-    """`sections` is what `to_json` writes, findings included; the findings decide the exit code."""
+    """`sections` is what `report_json` writes, findings included; the findings decide the exit code."""
 
     sections: dict[str, Any]
     findings: tuple[Finding, ...]
@@ -47,7 +47,7 @@ def explain(loaded: Loaded, *, num_gpus: int | None = None, with_memory: bool = 
     """Everything that `gspo doctor` shows. The memory section may import torch to count the model's parameters."""
     source = find_source(loaded.config.actor.path)
     facts = facts_of(loaded, num_gpus)
-    context = source.context if isinstance(source, Source) else None
+    context = source.context if isinstance(source, ModelFields) else None
     findings = lint.lint(loaded, facts.num_gpus, context)
     config = facts.config
     sections = {
@@ -70,6 +70,6 @@ def explain(loaded: Loaded, *, num_gpus: int | None = None, with_memory: bool = 
     return Report(sections, tuple(findings), config.strict)
 
 
-def to_json(report: Report) -> str:
+def report_json(report: Report) -> str:
     # ASCII only: no text of a config can act on a terminal.
     return json.dumps({**report.sections, "exit_code": report.exit_code}, indent=2, ensure_ascii=True, allow_nan=False)

@@ -11,14 +11,14 @@ from gspo.config.lint.facts import Facts
 from gspo.doctor import memory
 from gspo.doctor.explain.policies import reference_is_policy
 from gspo.doctor.memory import Item
-from gspo.doctor.shapes import Shape, Source, Unknown, adapter_parameters, find_source, shape_of
+from gspo.doctor.shapes import ModelFields, Shape, Unknown, adapter_parameters, find_source, shape_of
 from gspo.learner.policy import HEAD_CHUNK
 from gspo.system.text import count
 
 MAX_ROWS = 256  # of `train.build.sampler.local_sampler`
 
 
-def memory_section(f: Facts, source: Source | Unknown) -> dict[str, Any]:
+def memory_section(f: Facts, source: ModelFields | Unknown) -> dict[str, Any]:
     shape = source if isinstance(source, Unknown) else shape_of(source)
     if isinstance(source, Unknown) or isinstance(shape, Unknown):
         reason = shape.reason if isinstance(shape, Unknown) else ""

@@ -6,8 +6,8 @@ from typing import Any
 
 from gspo.algorithms import ALGORITHMS
 from gspo.config.lint.facts import Facts
-from gspo.config.objective import Objective, default_algorithm_note, same_as
-from gspo.config.schema import Critic, Norm, RewardNorm
+from gspo.config.objective import ObjectiveSettings, default_algorithm_note, same_as
+from gspo.config.schema import CriticSection, Norm, RewardNorm
 from gspo.system.text import number
 
 RATIO = {"token": "wᵢₜ", "sequence": "sᵢ", "sequence_token": "sᵢₜ"}
@@ -44,7 +44,7 @@ _OUTER = {
 }
 
 
-def formula(objective: Objective, numbers: bool = True, penalised: bool = False) -> str:
+def formula(objective: ObjectiveSettings, numbers: bool = True, penalised: bool = False) -> str:
     """The objective as it will run, composed from its parts: a changed level or aggregation is visible.
 
     `penalised`: KL in the reward makes advantages differ from token to token.
@@ -78,7 +78,7 @@ def formula(objective: Objective, numbers: bool = True, penalised: bool = False)
     return f"{_sum_over(objective)} {inner},   {RATIO_DEFINITION[level]}"
 
 
-def _sum_over(objective: Objective) -> str:
+def _sum_over(objective: ObjectiveSettings) -> str:
     aggregation, outer = objective["aggregation"], _OUTER[objective["aggregation"]]
     if objective["level"] != "sequence":
         return f"J = E {outer} (1/|yᵢ|) Σₜ" if aggregation == "sequence_mean" else f"J = E {outer} Σₜ"
@@ -180,7 +180,7 @@ def _entropy_words(f: Facts) -> str:
     )
 
 
-def _critic_words(f: Facts, critic: Critic) -> str:
+def _critic_words(f: Facts, critic: CriticSection) -> str:
     return (
         f"{critic.path} with a new value head, {f.num_minibatches} updates per batch at "
         f"{number(critic.optimizer.lr or 0)}, values clipped to ±{number(critic.value_eps_clip)} around those at the "

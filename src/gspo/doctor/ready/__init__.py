@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from gspo.config import Loaded
-from gspo.doctor.ready.check import Check, attempt
+from gspo.doctor.ready.check import ReadyCheck, attempt
 from gspo.doctor.ready.data import check_data, look_at_environment, look_at_rewards
 from gspo.doctor.ready.machine import check_memory, check_packages, look_at_processes
 from gspo.doctor.ready.models import check_models, check_vocabularies, find_tokenizer
 
 
-def examine(loaded: Loaded, memory: Mapping[str, Any] | None = None) -> list[Check]:
+def examine(loaded: Loaded, memory: Mapping[str, Any] | None = None) -> list[ReadyCheck]:
     """Every check, in the order in which a run needs the things. `memory`: the section of `gspo doctor`."""
     config = loaded.config
     checks = [attempt("processes", lambda: look_at_processes(config)), *check_packages(config)]
@@ -30,7 +30,7 @@ def examine(loaded: Loaded, memory: Mapping[str, Any] | None = None) -> list[Che
     environment = attempt("environment", lambda: look_at_environment(config))
     checks.append(environment)
     if environment.state == "failed":  # the rows may come from it
-        checks.append(Check("data", "unknown", "not read, because the environment failed"))
+        checks.append(ReadyCheck("data", "unknown", "not read, because the environment failed"))
     else:
         checks += check_data(config, tokenizer)
     if memory is not None:

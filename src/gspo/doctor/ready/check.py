@@ -10,7 +10,7 @@ from gspo.errors import GspoError
 
 
 @dataclass(frozen=True)
-class Check:
+class ReadyCheck:
     """One thing that a run needs. ok: it is here; failed: the run cannot start; unknown: not checked."""
 
     what: str
@@ -18,9 +18,9 @@ class Check:
     text: str
 
 
-def attempt(what: str, look: Callable[[], str]) -> Check:
+def attempt(what: str, look: Callable[[], str]) -> ReadyCheck:
     """Ok with the text that `look` returns; failed with the message of its error."""
     try:
-        return Check(what, "ok", look())
+        return ReadyCheck(what, "ok", look())
     except GspoError as error:
-        return Check(what, "failed", str(error))
+        return ReadyCheck(what, "failed", str(error))

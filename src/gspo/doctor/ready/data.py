@@ -12,8 +12,8 @@ from typing import Any
 from gspo.config.schema import Config, held_out
 from gspo.config.schema.dataset import ENVIRONMENT_ROWS
 from gspo.data.sources import is_on_hub
-from gspo.doctor.ready.check import Check
-from gspo.doctor.shapes import Source, find_source
+from gspo.doctor.ready.check import ReadyCheck
+from gspo.doctor.shapes import ModelFields, find_source
 from gspo.errors import ConfigError, GspoError
 from gspo.models.locate import find_here, hub_problem
 from gspo.rewards.functions.builtin import BUILTIN, PRELOAD
@@ -63,7 +63,7 @@ def look_at_environment(config: Config) -> str:
     return "" if make_environment(config, None) is None else str(env.path or env.agent or env.command)
 
 
-def check_data(config: Config, tokenizer: Any) -> Iterator[Check]:
+def check_data(config: Config, tokenizer: Any) -> Iterator[ReadyCheck]:
     """Rows, columns, the held-out part, and the longest prompt if the tokenizer is here."""
     from gspo.train.build.data import make_data, refuse_images, refuse_long_prompts
     from gspo.train.build.episodes import make_environment
@@ -87,23 +87,23 @@ def check_data(config: Config, tokenizer: Any) -> Iterator[Check]:
             default_rewards(config, None, both)
         sizes = "; ".join(line for part in (data, valid) if part is not None for line in part.describe().splitlines())
         if tokenizer is None:
-            yield Check("data", "ok", sizes)
-            yield Check("prompt lengths", "unknown", "the tokenizer is not on this machine")
+            yield ReadyCheck("data", "ok", sizes)
+            yield ReadyCheck("prompt lengths", "unknown", "the tokenizer is not on this machine")
             return
         source = find_source(config.actor.path)
-        limit = limit_context(config, source.context if isinstance(source, Source) else None)
+        limit = limit_context(config, source.context if isinstance(source, ModelFields) else None)
         refuse_long_prompts(data, limit, config.gconfig.max_new_tokens, most=ROWS)
         longest = max(len(data.prompt(row).tokens) for row in range(min(len(data), ROWS)))
         if valid is not None:
             refuse_long_prompts(valid, limit, evaluation_params(config)[0].max_new_tokens, "eval_gconfig", most=ROWS)
         few = "" if len(data) <= ROWS else f" among the first {ROWS:,}"
         unreadable = "".join(f"; {line}" for line in alphabet_warning(config, data.prompt(0).text))
-        yield Check("data", "ok", f"{sizes}; longest prompt{few}: {longest:,} tokens{unreadable}")
+        yield ReadyCheck("data", "ok", f"{sizes}; longest prompt{few}: {longest:,} tokens{unreadable}")
     except GspoError as error:
-        yield Check("data", "failed", str(error))
+        yield ReadyCheck("data", "failed", str(error))
 
 
-def _hub_data(config: Config) -> Iterator[Check]:
+def _hub_data(config: Config) -> Iterator[ReadyCheck]:
     """Data sets that are not on this machine, and those that are nowhere."""
     valid = None if config.valid_dataset is None else held_out(config)
     for section, spec in (("train_dataset", config.train_dataset), ("valid_dataset", valid)):
@@ -115,24 +115,24 @@ def _hub_data(config: Config) -> Iterator[Check]:
                 if not is_on_hub(path, section):
                     continue
             except GspoError as error:
-                yield Check(key, "failed", str(error))
+                yield ReadyCheck(key, "failed", str(error))
                 continue
             if importlib.util.find_spec("datasets") is None:
-                yield Check(
+                yield ReadyCheck(
                     key,
                     "failed",
                     f"{key}: {path} is not on this machine; the hub needs a package: {install_command('tasks')}",
                 )
             elif problem := hub_problem(path.partition(":")[0], "dataset"):
                 remedy = f"set {key} to a file or folder, or GSPO_DATA to its parent folder"
-                yield Check(
+                yield ReadyCheck(
                     key,
                     "failed",
                     f"{key}: {path} was not found: there is no such file or folder, and the hub did not provide it "
                     f"({problem}); {remedy}",
                 )
             else:
-                yield Check(key, "unknown", f"{path} is on the hub; its rows and columns were not read")
+                yield ReadyCheck(key, "unknown", f"{path} is on the hub; its rows and columns were not read")
 
 
 def _without_rendering(config: Config) -> Config:

@@ -12,7 +12,7 @@ from gspo.config import Loaded
 from gspo.config.layout import layout_of
 from gspo.config.lint.facts import facts_of
 from gspo.config.schema import Config
-from gspo.doctor.ready.check import Check
+from gspo.doctor.ready.check import ReadyCheck
 from gspo.launcher.launch import require_machine
 from gspo.launcher.plan import make_launch_plan
 from gspo.system.gpus import visible_gpus
@@ -31,24 +31,24 @@ def look_at_processes(config: Config) -> str:
     return f"{layout}; this machine has {num_gpus} GPUs and {cores} CPU cores"
 
 
-def check_packages(config: Config) -> Iterator[Check]:
+def check_packages(config: Config) -> Iterator[ReadyCheck]:
     """Optional dependencies; those of data sets, rewards and models are checked with them."""
     for is_used, key, package, extra in (
         (config.actor.use_lora, "actor.use_lora", "peft", "lora"),
         (config.scheduler.type == "ray", "scheduler.type", "ray", "ray"),
     ):
         if is_used and importlib.util.find_spec(package) is None:
-            yield Check(key, "failed", f"{key} needs {package}: {install_command(extra)}")
+            yield ReadyCheck(key, "failed", f"{key} needs {package}: {install_command(extra)}")
 
 
-def check_memory(loaded: Loaded, memory: Mapping[str, Any]) -> Check:
+def check_memory(loaded: Loaded, memory: Mapping[str, Any]) -> ReadyCheck:
     """The estimate, without activations, against the memory of this machine or of its first GPU."""
     config, facts = loaded.config, facts_of(loaded)
     if config.scheduler.type in ("ray", "slurm"):
-        return Check("memory", "unknown", "the memory of the cluster's machines is not known here")
+        return ReadyCheck("memory", "unknown", "the memory of the cluster's machines is not known here")
     trainer, sampler = (memory.get("totals", {}).get(side) for side in ("trainer", "sampler"))
     if trainer is None or sampler is None:
-        return Check("memory", "unknown", memory.get("unknown") or "a part of the estimate is unknown")
+        return ReadyCheck("memory", "unknown", memory.get("unknown") or "a part of the estimate is unknown")
     layout = layout_of(config, facts.num_gpus)
     # An engine divides the memory that it has among its sequences; the in-process sampler and our servers do not.
     sampler = 0 if facts.external_sampler else sampler
@@ -59,16 +59,16 @@ def check_memory(loaded: Loaded, memory: Mapping[str, Any]) -> Check:
         found, where = _machine_memory(), "this machine"
         needed = trainer * layout.ranks + sampler * max(layout.num_samplers, 1)
     if found is None:
-        return Check("memory", "unknown", f"the memory of {where} could not be read")
+        return ReadyCheck("memory", "unknown", f"the memory of {where} could not be read")
     parts = f"trainer {human(trainer)}, samples {human(sampler)} at most; activations come on top"
     if needed <= found:
-        return Check("memory", "ok", f"needs {human(needed)} ({parts}); {where} has {human(found)}")
+        return ReadyCheck("memory", "ok", f"needs {human(needed)} ({parts}); {where} has {human(found)}")
     remedy = (
         "use a smaller model, actor.use_lora: true, or actor.dtype: bfloat16"
         if trainer > found
         else "lower gconfig.max_new_tokens, rollout.max_concurrent_rollouts or train_dataset.batch_size"
     )
-    return Check("memory", "failed", f"needs {human(needed)} ({parts}), but {where} has {human(found)}; {remedy}")
+    return ReadyCheck("memory", "failed", f"needs {human(needed)} ({parts}), but {where} has {human(found)}; {remedy}")
 
 
 def _machine_memory() -> int | None:

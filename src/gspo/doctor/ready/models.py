@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.config.schema import Config
-from gspo.doctor.ready.check import Check, attempt
+from gspo.doctor.ready.check import ReadyCheck, attempt
 from gspo.errors import GspoError
 from gspo.models import cache, embedded, gguf
 from gspo.models.folder import check_settings, check_weights, read_adapter
@@ -17,7 +17,7 @@ from gspo.models.locate import find_here
 _MAY_BE_ADAPTERS = ("ref.path", "critic.path", "teacher.path")
 
 
-def check_models(config: Config) -> Iterator[Check]:
+def check_models(config: Config) -> Iterator[ReadyCheck]:
     """A check for each model that the run loads, named by its key."""
     actor, ref, critic = config.actor, config.ref, config.critic
     wanted = {"actor.path": actor.path, "tokenizer_path": config.tokenizer_path}
@@ -36,20 +36,20 @@ def check_models(config: Config) -> Iterator[Check]:
             )
 
 
-def _model(path: str, key: str, *, weights: bool) -> Check:
+def _model(path: str, key: str, *, weights: bool) -> ReadyCheck:
     """Whether a model is on this machine; a GGUF file is not converted here."""
     if path.endswith(gguf.SUFFIX) and not Path(path).is_dir():
         return attempt(key, lambda: gguf.require_file(path, key))
     try:
         found = find_here(path, key)
     except GspoError as error:
-        return Check(key, "failed", str(error))
+        return ReadyCheck(key, "failed", str(error))
     if found is None:
-        return Check(key, "unknown", f"{path} is on the hub; its files are downloaded when the run starts")
+        return ReadyCheck(key, "unknown", f"{path} is on the hub; its files are downloaded when the run starts")
     if found.startswith("embedded:"):
-        is_built = cache.is_whole(embedded.folder(found))
+        is_built = cache.is_whole(embedded.embedded_folder(found))
         when = "" if is_built else f", built at the first start in {embedded.build_time(found)}"
-        return Check(key, "ok", found + when)
+        return ReadyCheck(key, "ok", found + when)
     try:
         # Models that are not trained may be an adapter on a base model.
         if key in _MAY_BE_ADAPTERS and (adapter := read_adapter(Path(found), key)) is not None:
@@ -59,11 +59,11 @@ def _model(path: str, key: str, *, weights: bool) -> Check:
         if weights:
             check_weights(Path(found), key)
     except GspoError as error:
-        return Check(key, "failed", f"{key}: {error}")
-    return Check(key, "ok", f"{path} in {found}" if path != found else found)
+        return ReadyCheck(key, "failed", f"{key}: {error}")
+    return ReadyCheck(key, "ok", f"{path} in {found}" if path != found else found)
 
 
-def find_tokenizer(config: Config, checks: list[Check]) -> Any:
+def find_tokenizer(config: Config, checks: list[ReadyCheck]) -> Any:
     """The tokenizer of the run; None, with a failed check, if it cannot be loaded."""
     from gspo.train.build.policy import make_tokenizer
 
@@ -72,11 +72,11 @@ def find_tokenizer(config: Config, checks: list[Check]) -> Any:
     try:
         return make_tokenizer(config)
     except GspoError as error:
-        checks.append(Check("tokenizer", "failed", str(error)))
+        checks.append(ReadyCheck("tokenizer", "failed", str(error)))
         return None
 
 
-def check_vocabularies(config: Config, tokenizer: Any, present: set[str]) -> Iterator[Check]:
+def check_vocabularies(config: Config, tokenizer: Any, present: set[str]) -> Iterator[ReadyCheck]:
     """A failed check for each present model whose token ids mean other tokens."""
     from gspo.models.loading import refuse_foreign_vocabulary
 
@@ -89,7 +89,7 @@ def check_vocabularies(config: Config, tokenizer: Any, present: set[str]) -> Ite
             try:
                 refuse_foreign_vocabulary(tokenizer, path, key)
             except GspoError as error:
-                yield Check(key, "failed", str(error))
+                yield ReadyCheck(key, "failed", str(error))
 
 
 def _ask_teacher(url: str, tokenizer: Any) -> str:

@@ -201,18 +201,18 @@ class Endpoint(HttpServer):
         return Json(api.model_body(self.model))
 
     async def _reward(self, request: Request) -> Response:
-        request.state.episode.reward = api.read_reward(api.loads(await request.body()))
+        request.state.episode.reward = api.read_reward(api.parse_body(await request.body()))
         return Json({"reward": request.state.episode.reward})
 
     async def _count_tokens(self, request: Request) -> Response:
-        episode, body = request.state.episode, api.loads(await request.body())
+        episode, body = request.state.episode, api.parse_body(await request.body())
         api_request = messages_api.read_messages(body, self.model, needs_max_tokens=False)
         if episode.count_tokens is None:
             raise ApiError(404, "no_such_route", "this episode does not count tokens")
         return Json({"input_tokens": episode.count_tokens(api_request)})
 
     async def _generate(self, dialect: Dialect, request: Request) -> Response:
-        episode, body = request.state.episode, api.loads(await request.body())
+        episode, body = request.state.episode, api.parse_body(await request.body())
         api_request = dialect.read(body, self.model)
         try:
             answer, number = await self._sample(episode, api_request)

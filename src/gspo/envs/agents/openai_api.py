@@ -97,7 +97,7 @@ class Answer:
 # Requests
 
 
-def loads(body: bytes) -> dict[str, Any]:
+def parse_body(body: bytes) -> dict[str, Any]:
     """A JSON object, or ApiError."""
     try:
         value = json.loads(body)

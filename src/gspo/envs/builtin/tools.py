@@ -130,7 +130,7 @@ class Tools:
     def _run(self, code: str) -> sandbox.Ended:
         with _BOX:
             try:
-                return sandbox.run(code, self._limits, allow_unsandboxed=self._allow_unsandboxed)
+                return sandbox.run_program(code, self._limits, allow_unsandboxed=self._allow_unsandboxed)
             except sandbox.SandboxError as error:
                 raise ToolUnavailableError(str(error)) from error
 

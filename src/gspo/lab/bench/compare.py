@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.errors import GspoError
-from gspo.lab.bench.workloads import Workload, write_model
+from gspo.lab.bench.workloads import Workload, write_workload_model
 
 Say = Callable[[str], None]
 # TRL's default per_device_train_batch_size.
@@ -30,10 +30,10 @@ def has_peer() -> bool:
     return all(importlib.util.find_spec(name) is not None for name in ("trl", "datasets"))
 
 
-def compare(workload: Workload, *, peer: bool, say: Say) -> dict[str, Any]:
+def compare_with_trl(workload: Workload, *, peer: bool, say: Say) -> dict[str, Any]:
     """Medians of each side and their ratios; on the smallest workload also TRL with its default device batch."""
     with tempfile.TemporaryDirectory() as folder:
-        write_model(workload, Path(folder))
+        write_workload_model(workload, Path(folder))
         ours, theirs, default = [], [], []
         for number in range(workload.rounds):
             label = f"{workload.name}, round {number + 1} of {workload.rounds}"
@@ -68,7 +68,7 @@ def sweep(*, peer: bool, say: Say) -> list[dict[str, Any]]:
     axes = {"prompt_tokens": (16, 64, 256, 768), "num_samples": (2, 8, 16, 32), "new_tokens": (8, 32, 96, 192)}
     lines = []
     with tempfile.TemporaryDirectory() as folder:
-        write_model(base, Path(folder))
+        write_workload_model(base, Path(folder))
         for axis, values in axes.items():
             arms: dict[str, list[float]] = {"ours": [], "ours, prefix not shared": []} | ({"TRL": []} if peer else {})
             for value in values:
@@ -105,10 +105,10 @@ def machine() -> dict[str, Any]:
     """The machine of the measurement, and its date."""
     from datetime import UTC, datetime
 
-    from gspo.runs.directory import environment
+    from gspo.runs.directory import versions_and_hardware
 
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    known = environment("cpu", threads)
+    known = versions_and_hardware("cpu", threads)
     known["date"] = datetime.now(UTC).strftime("%Y-%m-%d")
     return known
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from gspo.lab.bench.timeline import breakdown
 from gspo.lab.bench.vision import count_tower_images
-from gspo.lab.bench.workloads import Workload, flops, gemm_rate, reward, rows
+from gspo.lab.bench.workloads import Workload, flops, gemm_rate, reward, workload_rows
 
 
-def measure(w: Workload, folder: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def measure_ours(w: Workload, folder: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Train through the public interface, then read the metrics from the run directory."""
     from gspo.config import load
     from gspo.train import Trainer
@@ -41,7 +41,7 @@ def measure(w: Workload, folder: str, overrides: Sequence[str] = ()) -> dict[str
             *([f"actor.freeze_vision={str(w.frozen).lower()}"] if w.visual_tokens else []),
             *overrides,
         ]
-        data = rows(w, w.num_prompts * w.steps)
+        data = workload_rows(w, w.num_prompts * w.steps)
         cpu_s: list[float] = []
         tower_images: list[int] = []
         num_images: Callable[[], int] = lambda: 0  # noqa: E731
@@ -96,4 +96,4 @@ def measure(w: Workload, folder: str, overrides: Sequence[str] = ()) -> dict[str
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(Workload(**json.loads(sys.argv[1])), sys.argv[2], sys.argv[3:])))
+    print(json.dumps(measure_ours(Workload(**json.loads(sys.argv[1])), sys.argv[2], sys.argv[3:])))

@@ -26,17 +26,17 @@ def merge(path: Path, fresh: Mapping[str, Any]) -> dict[str, Any]:
     return known
 
 
-def write(folder: Path, results: Mapping[str, Any]) -> None:
+def write_performance(folder: Path, results: Mapping[str, Any]) -> None:
     """performance.json, performance.md and img/performance_sweep.png."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "performance.json").write_text(json.dumps(results, indent=1) + "\n")
     if results.get("sweep"):
         (folder / "img").mkdir(exist_ok=True)
         plot(results["sweep"], folder / "img" / "performance_sweep.png")
-    (folder / "performance.md").write_text(markdown(results))
+    (folder / "performance.md").write_text(performance_page(results))
 
 
-def table(results: Mapping[str, Any]) -> list[list[str]]:
+def workload_table(results: Mapping[str, Any]) -> list[list[str]]:
     """A heading, then one line per workload, for the terminal and for the page."""
     head = ["workload", "ours", "TRL", "TRL ÷ ours", "goal", "rollout tok/s", "train tok/s", "memory", "of GEMM rate"]
     lines = [head]
@@ -101,8 +101,8 @@ def _state_bytes(result: Mapping[str, Any]) -> float:
     return 16.0 * result["ours"]["num_parameters"]
 
 
-def markdown(results: Mapping[str, Any]) -> str:
-    rows = table(results)
+def performance_page(results: Mapping[str, Any]) -> str:
+    rows = workload_table(results)
     m = results["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in m["packages"].items())
     out = [

@@ -19,11 +19,11 @@ from itertools import pairwise
 from typing import Any
 
 from gspo.lab.bench.vision import count_tower_images
-from gspo.lab.bench.workloads import Workload, gemm_rate, model_class, reward, rows
+from gspo.lab.bench.workloads import Workload, gemm_rate, model_class, reward, workload_rows
 from gspo.models.vision.parts import freeze_vision
 
 
-def measure(w: Workload, folder: str, device_batch: int | None = None) -> dict[str, float]:
+def measure_trl(w: Workload, folder: str, device_batch: int | None = None) -> dict[str, float]:
     """Seconds per rollout batch of TRL's trainer on the same work."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -39,7 +39,7 @@ def measure(w: Workload, folder: str, device_batch: int | None = None) -> dict[s
     cpu_s: list[float] = []
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = model_class(w).from_pretrained(folder, dtype=torch.float32)
-    data = rows(w, w.num_prompts * w.steps)
+    data = workload_rows(w, w.num_prompts * w.steps)
     if w.visual_tokens:
         tokenizer = _processor(folder, tokenizer)
         data = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in data]
@@ -135,4 +135,4 @@ def _processor(folder: str, tokenizer: Any) -> Any:
 
 if __name__ == "__main__":
     device_batch = int(sys.argv[3]) if len(sys.argv) > 3 else None
-    print(json.dumps(measure(Workload(**json.loads(sys.argv[1])), sys.argv[2], device_batch)))
+    print(json.dumps(measure_trl(Workload(**json.loads(sys.argv[1])), sys.argv[2], device_batch)))

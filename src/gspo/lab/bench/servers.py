@@ -50,7 +50,7 @@ async def client(url: str, key: str, work: list[tuple[str, Any]], num_requests: 
     return spent
 
 
-async def load(targets: list[tuple[str, str]], kind: str, num_requests: int) -> tuple[float, list[float]]:
+async def send_requests(targets: list[tuple[str, str]], kind: str, num_requests: int) -> tuple[float, list[float]]:
     """Seconds of the whole test, and of each request, sorted; one client for each (URL, key)."""
     if kind == "sampler":
         await client(*targets[0], [("/attach", {"session": "1"})], 1)
@@ -59,14 +59,14 @@ async def load(targets: list[tuple[str, str]], kind: str, num_requests: int) -> 
     return time.perf_counter() - begin, sorted(second for one in spent for second in one)
 
 
-def measure(kind: str, start: list[str], num_clients: int, num_requests: int) -> dict[str, float]:
+def measure_server(kind: str, start: list[str], num_clients: int, num_requests: int) -> dict[str, float]:
     with subprocess.Popen([*start, kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdin is not None
         assert server.stdout is not None
         try:
             targets = json.loads(server.stdout.readline())
             before, cpu = resident_mb(server.pid), cpu_seconds(server.pid)
-            seconds, spent = asyncio.run(load((targets * num_clients)[:num_clients], kind, num_requests))
+            seconds, spent = asyncio.run(send_requests((targets * num_clients)[:num_clients], kind, num_requests))
             after, cpu = resident_mb(server.pid), cpu_seconds(server.pid) - cpu
         finally:
             server.stdin.close()  # the server ends when its stdin is closed
@@ -139,7 +139,7 @@ def main() -> None:
         return
     start = shlex.split(args.start) if args.start else [sys.executable, "-m", __spec__.name, "--serve"]
     for kind in WORKS:
-        found = measure(kind, start, args.clients, args.requests)
+        found = measure_server(kind, start, args.clients, args.requests)
         print(f"{kind:8}", "  ".join(f"{name} {value:,.1f}" for name, value in found.items()), flush=True)
 
 

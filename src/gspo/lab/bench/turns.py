@@ -37,7 +37,7 @@ def _requests(num: int, prompt: tuple[int, ...]) -> Sequence[Request]:
     return [Request(SampleId(i, 0), prompt, params, origin=p) for i, p in enumerate(prompts)]
 
 
-def measure(num_episodes: int, num_turns: int, repeats: int) -> dict[str, dict[str, float]]:
+def measure_turns(num_episodes: int, num_turns: int, repeats: int) -> dict[str, dict[str, float]]:
     """By side: median CPU seconds, tokens of the episodes per second, and tokens computed in prefills."""
     model, tokenizer = embedded.build("embedded:tiny-control")
     sampler = LocalSampler(model, seed=0, eos_token_ids=[1])
@@ -71,5 +71,5 @@ if __name__ == "__main__":
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    for side, row in measure(given.episodes, given.turns, given.repeats).items():
+    for side, row in measure_turns(given.episodes, given.turns, given.repeats).items():
         print(side, {name: round(value, 2) for name, value in row.items()})

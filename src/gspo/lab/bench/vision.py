@@ -62,7 +62,7 @@ def special_tokens() -> dict[str, str]:
     return dict(_TOKENS)
 
 
-def write_processor(folder: Path) -> None:
+def write_bench_processor(folder: Path) -> None:
     side = _PATCH * _MERGE
     settings = {
         "image_processor_type": "Qwen2VLImageProcessor",

@@ -86,7 +86,7 @@ WORKLOADS = {
 }
 
 
-def rows(workload: Workload, count: int) -> list[dict[str, Any]]:
+def workload_rows(workload: Workload, count: int) -> list[dict[str, Any]]:
     """`count` prompts of exactly `prompt_tokens` words, of which `flat_of_8` in eight have a constant reward."""
     vocabulary = vision.WORDS if workload.visual_tokens else workload.model["vocab_size"]
     words = 2 + (rng.uniform(1, "bench", range(count * workload.prompt_tokens)) * (vocabulary - 2)).astype(int)
@@ -110,7 +110,7 @@ def reward(completions: Sequence[Any], flat: Sequence[bool], **_: Any) -> list[f
     return [0.0 if f else sum(map(ord, c)) % 97 / 97 for c, f in zip(texts, flat, strict=True)]
 
 
-def write_model(workload: Workload, folder: Path) -> None:
+def write_workload_model(workload: Workload, folder: Path) -> None:
     """The model and a word tokenizer (`w17` is token 17), as a folder that transformers can load."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -132,7 +132,7 @@ def write_model(workload: Workload, folder: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>", **more)
     tokenizer.save_pretrained(folder)
     if special:
-        vision.write_processor(folder)
+        vision.write_bench_processor(folder)
     (folder / "workload.json").write_text(json.dumps(workload.name))
 
 

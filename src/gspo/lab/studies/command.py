@@ -21,7 +21,7 @@ def listing(docs: Path, console: Console) -> None:
     view = Table("study", "set", "runs done", "claim", box=None, pad_edge=False)
     for name, study in plan.studies().items():
         wanted = _wanted(study, docs)
-        records = results.read(docs, name)
+        records = results.read_records(docs, name)
         made = sum(results.done(records, job) for job in wanted)
         part = "default" if study.default else "--full"
         view.add_row(name, part, f"{made} of {len(wanted)}", study.claim)
@@ -33,11 +33,11 @@ def _wanted(study: Study, docs: Path) -> list[plan.Job]:
     wanted = plan.jobs(study)
     if study.tune is None:
         return wanted
-    best = results.chosen(study, results.current(study, results.read(docs, study.name)))
+    best = results.chosen(study, results.current(study, results.read_records(docs, study.name)))
     return [*wanted, *plan.tuned_jobs(study, best)]
 
 
-def run(
+def run_studies(
     names: Sequence[str],
     *,
     docs: Path,
@@ -50,7 +50,7 @@ def run(
 ) -> int:
     """Run what is missing, study by study, then generate the page; returns the exit code."""
     known = plan.studies()
-    chosen = [plan.get(name) for name in names] or [s for s in known.values() if full or s.default]
+    chosen = [plan.find_study(name) for name in names] or [s for s in known.values() if full or s.default]
     if only is not None and len(names) != 1:
         raise ConfigError("--only needs one study: gspo study run NAME --only ARM")
     failures: list[str] = []
@@ -60,7 +60,7 @@ def run(
         console.print(_forecast(study, len(missing), docs, runs, num_parallel), soft_wrap=True)
         try:
             with _Bar(study.name) as bar:
-                outcome = runner.run(
+                outcome = runner.run_jobs(
                     study,
                     docs=docs,
                     runs=runs,
@@ -69,7 +69,7 @@ def run(
                     **choice,
                 )
         finally:
-            pages.write(docs)  # also after Ctrl-C: finished runs are kept
+            pages.write_baselines(docs)  # also after Ctrl-C: finished runs are kept
         failures += outcome.failures
         console.print(f"{study.name}: {outcome.made} new runs, {outcome.found} found, {len(outcome.failures)} failed")
     show([study.reference for study in chosen], docs, console)
@@ -91,24 +91,26 @@ def _forecast(study: Study, num_missing: int, docs: Path, runs: Path, num_parall
         head += f" ({study.run_s:g} s of a core each where it was measured)"
     elif num_missing:
         head += ", time unknown (the study has no run_s)"
-    places = f"Results: {results.file_of(docs, study.name)} and {docs / 'baselines.md'}. Runs: {runs / study.name}"
+    places = f"Results: {results.results_file(docs, study.name)} and {docs / 'baselines.md'}. Runs: {runs / study.name}"
     return f"{head}. {places}. Ctrl-C saves; the same command resumes."
 
 
-def page(docs: Path) -> Path:
+def generate_page(docs: Path) -> Path:
     """Generate docs/baselines.md from the result files."""
-    return pages.write(docs)
+    return pages.write_baselines(docs)
 
 
 def show(names: Sequence[str], docs: Path, console: Console) -> None:
     """The tables of these studies; without a name, the summary of all studies."""
     if not names:
-        found = {name: results.current(study, results.read(docs, name)) for name, study in plan.studies().items()}
-        _print(console, pages.summary_rows(found))
+        found = {
+            name: results.current(study, results.read_records(docs, name)) for name, study in plan.studies().items()
+        }
+        _print(console, pages.summary_table(found))
         return
     for name in names:
-        study = plan.get(name)
-        records = results.current(study, results.read(docs, study.name))
+        study = plan.find_study(name)
+        records = results.current(study, results.read_records(docs, study.name))
         console.print(f"\n{study.name}: {study.claim}", style="bold")
         if not records:
             console.print(f"not run yet: gspo study run {name}")

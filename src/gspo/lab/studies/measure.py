@@ -46,7 +46,7 @@ MEANING = {
 def measures(rows: Sequence[Row], *, samples_per_group: int, groups_per_step: int, failed: bool) -> dict[str, Any]:
     """All measures of a run; None where the run has no value, for example because it never reached 80 %."""
     steps = [row for row in rows if row["step"] > 0]
-    evals = evaluations(rows, samples_per_group=samples_per_group, groups_per_step=groups_per_step)
+    evals = evaluation_points(rows, samples_per_group=samples_per_group, groups_per_step=groups_per_step)
     reached = crossing([(samples, accuracy) for samples, _, accuracy in evals], GOAL)
     reached_s = crossing([(seconds, accuracy) for _, seconds, accuracy in evals], GOAL)
     train_s = [_train_seconds(row) for row in steps]
@@ -85,7 +85,7 @@ def curves(rows: Sequence[Row], *, samples_per_group: int, groups_per_step: int)
     out: dict[str, list[list[float]]] = {
         "accuracy": [
             [samples, round(accuracy, 4)]
-            for samples, _, accuracy in evaluations(
+            for samples, _, accuracy in evaluation_points(
                 rows, samples_per_group=samples_per_group, groups_per_step=groups_per_step
             )
         ]
@@ -100,7 +100,9 @@ def curves(rows: Sequence[Row], *, samples_per_group: int, groups_per_step: int)
     return out
 
 
-def evaluations(rows: Sequence[Row], *, samples_per_group: int, groups_per_step: int) -> list[tuple[int, float, float]]:
+def evaluation_points(
+    rows: Sequence[Row], *, samples_per_group: int, groups_per_step: int
+) -> list[tuple[int, float, float]]:
     """(samples drawn, seconds of training, held-out accuracy) at each evaluation; with graded rewards, the reward."""
     metric = "eval/reward" if any((row.get("eval/graded") or 0) > 0 for row in rows) else "eval/accuracy"
     found, samples, seconds = [], 0, 0.0

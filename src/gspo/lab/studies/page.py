@@ -79,7 +79,7 @@ def decision_rows(study: Study, records: Sequence[Record]) -> list[list[str]]:
     rows = [["claim", "check", "estimate, 95 % interval", "seeds", "verdict"]]
     for check, found, verdict in decisions(study, records):
         count = str(found.n) if found else "0"
-        rows.append([check.says, check.sentence(), span(found), count, WORDS[verdict]])
+        rows.append([check.says, check.sentence(), mean_and_interval(found), count, WORDS[verdict]])
     return rows
 
 
@@ -137,7 +137,7 @@ def plus_minus(found: Interval | None) -> str:
     return f"{found.mean:.{decimals}f} ± {half:.{decimals}f}"
 
 
-def span(found: Interval | None) -> str:
+def mean_and_interval(found: Interval | None) -> str:
     """`0.21 [0.18, 0.24]`."""
     if found is None:
         return "–"
@@ -146,13 +146,13 @@ def span(found: Interval | None) -> str:
     return f"{found.mean:.3g} [{found.low:.3g}, {found.high:.3g}]"
 
 
-def write(docs: Path) -> Path:
+def write_baselines(docs: Path) -> Path:
     """Generate the page and its plots from the result files."""
-    found = {name: results.current(study, results.read(docs, name)) for name, study in plan.studies().items()}
-    drawn = {name: _draw(docs, plan.get(name), records) for name, records in found.items() if records}
+    found = {name: results.current(study, results.read_records(docs, name)) for name, study in plan.studies().items()}
+    drawn = {name: _draw(docs, plan.find_study(name), records) for name, records in found.items() if records}
     path = docs / "baselines.md"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(markdown(found, drawn), encoding="utf-8")
+    path.write_text(baselines_page(found, drawn), encoding="utf-8")
     return path
 
 
@@ -160,14 +160,14 @@ def _draw(docs: Path, study: Study, records: Sequence[Record]) -> Path | None:
     if not study.plots:
         return None
     try:
-        from gspo.lab.studies.plot import draw
+        from gspo.lab.studies.plot import draw_study
     except ImportError:
         return None
     target = docs / "img" / "studies" / f"{study.name}.png"
-    return draw(study, records, target)
+    return draw_study(study, records, target)
 
 
-def markdown(found: Mapping[str, Sequence[Record]], drawn: Mapping[str, Path | None]) -> str:
+def baselines_page(found: Mapping[str, Sequence[Record]], drawn: Mapping[str, Path | None]) -> str:
     known = plan.studies()
     out = [
         "# Baselines",
@@ -178,24 +178,24 @@ def markdown(found: Mapping[str, Sequence[Record]], drawn: Mapping[str, Path | N
         "",
         "## Summary",
         "",
-        *_markdown_table(summary_rows(found)),
+        *_markdown_table(summary_table(found)),
     ]
     for name, study in known.items():
         out += ["", *_section(study, found.get(name, ()), drawn.get(name))]
     return "\n".join(out) + "\n"
 
 
-def summary_rows(found: Mapping[str, Sequence[Record]]) -> list[list[str]]:
+def summary_table(found: Mapping[str, Sequence[Record]]) -> list[list[str]]:
     """One row per check of every study that was run."""
     rows = [["study", "claim", "estimate, 95 % interval", "seeds", "verdict"]]
     for name, study in plan.studies().items():
         records = found.get(name, ())
         if not records:
-            rows.append([name, study.claim, span(None), "0", WORDS["not run"]])
+            rows.append([name, study.claim, mean_and_interval(None), "0", WORDS["not run"]])
             continue
         for check, interval, verdict in decisions(study, records):
             count = str(interval.n) if interval else "0"
-            rows.append([name, check.says, span(interval), count, WORDS[verdict]])
+            rows.append([name, check.says, mean_and_interval(interval), count, WORDS[verdict]])
     return rows
 
 

@@ -102,7 +102,7 @@ class Study:
 
     @property
     def reference(self) -> str:
-        """The argument with which `get` finds it: its name in the catalog, or its file."""
+        """The argument with which `find_study` finds it: its name in the catalog, or its file."""
         return self.name if self.path.parent == CATALOG else str(self.path)
 
     def all_seeds(self, full: bool) -> list[int]:
@@ -142,7 +142,7 @@ def studies() -> dict[str, Study]:
     return {name: found[name] for name in sorted(found, key=lambda n: (order.index(n) if n in order else 99, n))}
 
 
-def get(name: str) -> Study:
+def find_study(name: str) -> Study:
     """A study of the catalog by its name, or any study by its file."""
     if name.endswith((".yaml", ".yml")):
         path = Path(name).resolve()
@@ -218,8 +218,8 @@ def _job(study: Study, arm: str, seed: int, stage: Literal["test", "tune"], over
 
 @cache
 def _decided(base: Path, changed: int, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """The cached result of `differences`; `changed` is the file's time, so an edited base is read again."""
-    return differences(load(base, overrides))
+    """The cached result of `set_keys`; `changed` is the file's time, so an edited base is read again."""
+    return set_keys(load(base, overrides))
 
 
 def configured(study: Study, overrides: Overrides, seed: int) -> Loaded:
@@ -232,7 +232,7 @@ def words(overrides: Overrides, seed: int) -> list[str]:
     return [*(f"{key}={_typed(value)}" for key, value in overrides.items()), f"seed={seed}"]
 
 
-def command(study: Study, overrides: Overrides, seed: int) -> str:
+def train_command(study: Study, overrides: Overrides, seed: int) -> str:
     """The `gspo train` command of the same run."""
     base = f"src/gspo/lab/studies/{study.base}" if study.path.parent == CATALOG else str(study.base_path)
     return shlex.join(["gspo", "train", base, *words(overrides, seed)])
@@ -244,7 +244,7 @@ def _typed(value: Any) -> str:
     return value if is_plain else json.dumps(value, ensure_ascii=False)
 
 
-def differences(loaded: Loaded) -> dict[str, Any]:
+def set_keys(loaded: Loaded) -> dict[str, Any]:
     """Keys set by the base, the arm or the algorithm, with their values; without names and folders of the run.
 
     Defaults are not included, so a key that is added to the schema later does not make old results invalid.
@@ -265,11 +265,11 @@ def _plain(value: Any) -> Any:
 
 
 def config_digest(loaded: Loaded) -> str:
-    return _digest(differences(loaded))
+    return _digest(set_keys(loaded))
 
 
 def _computed_digest(study: Study, seed: int) -> str:
-    return _digest(_computed(study, differences(load(study.base_path, [f"seed={seed}"]))))
+    return _digest(_computed(study, set_keys(load(study.base_path, [f"seed={seed}"]))))
 
 
 def _computed(study: Study, base: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ _TITLES = {
 }
 
 
-def draw(study: Study, records: Sequence[Record], target: Path) -> Path | None:
+def draw_study(study: Study, records: Sequence[Record], target: Path) -> Path | None:
     """One panel per plot and task; None if there is no result to draw."""
     tasks = list(study.tasks) or [""]
     panels: list[tuple[str, Callable[[Axes], Any]]] = []

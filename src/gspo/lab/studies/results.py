@@ -25,13 +25,13 @@ TIMED = ("step_s", "seconds_to_80")
 _SHARE, _EXTRA_LOAD = 0.8, 0.5
 
 
-def file_of(docs: Path, study: str) -> Path:
+def results_file(docs: Path, study: str) -> Path:
     return docs / "results" / "studies" / f"{study}.json"
 
 
-def read(docs: Path, study: str) -> list[Record]:
+def read_records(docs: Path, study: str) -> list[Record]:
     """The records of a study, complete with session and config."""
-    path = file_of(docs, study)
+    path = results_file(docs, study)
     if not path.exists():
         return []
     held = json.loads(path.read_text(encoding="utf-8"))
@@ -47,7 +47,7 @@ def read(docs: Path, study: str) -> list[Record]:
     ]
 
 
-def write(docs: Path, study: Study, records: Iterable[Record]) -> None:
+def write_records(docs: Path, study: Study, records: Iterable[Record]) -> None:
     """One record per line, sorted, so that a new run is one new line in a diff; shared values are written once."""
     sessions: dict[str, Any] = {}
     configs: dict[str, Any] = {}
@@ -67,7 +67,7 @@ def write(docs: Path, study: Study, records: Iterable[Record]) -> None:
         ),
         '"records": [\n' + ",\n".join(lines) + "\n]",
     ]
-    path = file_of(docs, study.name)
+    path = results_file(docs, study.name)
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(f".{path.name}.tmp")
     tmp.write_text("{" + ",\n".join(parts) + "}\n", encoding="utf-8")

@@ -40,14 +40,14 @@ class _Running:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a call of `run`."""
+    """The result of a call of `run_jobs`."""
 
     made: int  # new results
     found: int  # results that existed before
     failures: tuple[str, ...]
 
 
-def run(
+def run_jobs(
     study: Study,
     *,
     docs: Path,
@@ -67,7 +67,7 @@ def run(
         wanted = plan.jobs(study, **choice)
         outcome = _run(study, wanted, docs, runs, num_parallel, progress)
         if study.tune is not None and not outcome.failures:
-            best = results.chosen(study, results.current(study, results.read(docs, study.name)))
+            best = results.chosen(study, results.current(study, results.read_records(docs, study.name)))
             tested = _run(study, plan.tuned_jobs(study, best, **choice), docs, runs, num_parallel, progress)
             outcome = Outcome(outcome.made + tested.made, outcome.found + tested.found, tested.failures)
     return outcome
@@ -75,13 +75,13 @@ def run(
 
 def missing(study: Study, docs: Path, *, full: bool, only: str | None, num_seeds: int | None) -> list[Job]:
     """The jobs that have no result yet; without those that follow a tuning."""
-    known = results.read(docs, study.name)
+    known = results.read_records(docs, study.name)
     wanted = plan.jobs(study, full=full, only=only, num_seeds=num_seeds)
     return [job for job in wanted if not results.done(known, job)]
 
 
 def _run(study: Study, wanted: Sequence[Job], docs: Path, runs: Path, num_parallel: int, progress: Progress) -> Outcome:
-    known = results.read(docs, study.name)
+    known = results.read_records(docs, study.name)
     queue = [job for job in wanted if not results.done(known, job)]
     num_missing, found = len(queue), len(wanted) - len(queue)
     ended, failures = found, []
@@ -135,7 +135,7 @@ def _collect(study: Study, one: _Running, docs: Path) -> str | None:
         tail = "\n".join(one.log.read_text(errors="replace").strip().splitlines()[-6:])
         return f"{study.name} {one.job.arm} seed {one.job.seed}: exit code {one.process.returncode}, {one.log}:\n{tail}"
     fresh = json.loads(result.read_text(encoding="utf-8"))
-    results.write(docs, study, results.replaced(results.read(docs, study.name), fresh))
+    results.write_records(docs, study, results.replaced(results.read_records(docs, study.name), fresh))
     one.file.unlink(missing_ok=True)
     result.unlink(missing_ok=True)
     return None

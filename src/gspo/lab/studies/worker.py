@@ -23,7 +23,7 @@ from gspo.errors import TrainingError
 from gspo.lab.studies import measure, plan
 from gspo.lab.studies.plan import Job, Study
 from gspo.report.read import read_metrics
-from gspo.runs.directory import environment
+from gspo.runs.directory import versions_and_hardware
 from gspo.system.files import to_json, write_run_file
 
 STOPPED = 3
@@ -34,7 +34,7 @@ def main(job_file: Path) -> int:
     threading.Thread(target=_stop_with_parent, args=(os.getppid(),), daemon=True).start()
     given = json.loads(job_file.read_text(encoding="utf-8"))
     job, folder = Job(**given["job"]), Path(given["folder"])
-    study = plan.get(job.study)
+    study = plan.find_study(job.study)
     began = time.monotonic(), time.process_time()
     found = _computed(study, job, folder) if study.compute else _trained(study, job, folder)
     if found is None:
@@ -66,7 +66,7 @@ def _computed(study: Study, job: Job, folder: Path) -> dict[str, dict[str, Any]]
     loaded = plan.configured(study, {"cluster.fileroot": str(scratch)}, job.seed)
     by_arm: Mapping[str, Mapping[str, Any]] = module.measure(loaded, dict(study.settings), job.seed)
     shutil.rmtree(scratch, ignore_errors=True)
-    base = plan.differences(loaded)
+    base = plan.set_keys(loaded)
     return {arm: {"measures": dict(values), "config": base, "failed": None} for arm, values in by_arm.items()}
 
 
@@ -91,8 +91,8 @@ def _trained(study: Study, job: Job, folder: Path) -> dict[str, dict[str, Any]] 
         "measures": measure.measures(rows, **shape, failed=failed is not None),
         "curves": measure.curves(rows, **shape),
         "failed": failed,
-        "train": plan.command(study, job.overrides, job.seed),
-        "config": plan.differences(loaded),
+        "train": plan.train_command(study, job.overrides, job.seed),
+        "config": plan.set_keys(loaded),
     }
     for weights in ("checkpoints", "samples"):
         shutil.rmtree(run / weights, ignore_errors=True)
@@ -101,7 +101,7 @@ def _trained(study: Study, job: Job, folder: Path) -> dict[str, dict[str, Any]] 
 
 def provenance(command: str) -> dict[str, Any]:
     """The command, date, commit, machine and package versions of a record."""
-    known = environment("cpu", 1)
+    known = versions_and_hardware("cpu", 1)
     return {
         "command": command,
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),

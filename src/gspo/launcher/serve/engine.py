@@ -46,7 +46,7 @@ class Start(NamedTuple):
     env: dict[str, str]  # added to this process's environment
 
 
-def read_config(config_path: Path, engine: str, dry_run: bool = False) -> tuple[Config, Layout]:
+def read_engine_config(config_path: Path, engine: str, dry_run: bool = False) -> tuple[Config, Layout]:
     """The run's config and layout; ConfigError if they are not for this engine."""
     if not dry_run:
         Launched.read().required_token()
@@ -89,7 +89,7 @@ def serve_engine(
             host=host,
             port=port,
             words=f"{config.actor.path}, {sampler.engine} on {report['device']} at {address}",
-            watch=partial(watch, sampler, child, stalled_s, failures.append),
+            watch=partial(watch_engine, sampler, child, stalled_s, failures.append),
         )
         if failures:
             raise RolloutError(failures[0])
@@ -103,7 +103,7 @@ def serve_engine(
             stop(child, STOP_S)  # the launcher kills what the child leaves in our process group
 
 
-def make_sampler(
+def connect_engine(
     kind: Callable[..., EngineSampler],
     config: Config,
     identity: Mapping[str, Any],
@@ -190,7 +190,7 @@ def await_ready(address: EngineAddress, child: subprocess.Popen[bytes] | None, t
             time.sleep(0.5)
 
 
-def watch(
+def watch_engine(
     sampler: EngineSampler,
     child: subprocess.Popen[bytes] | None,
     stalled_s: float,

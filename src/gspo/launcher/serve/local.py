@@ -22,7 +22,7 @@ from gspo.config.layout import layout_of
 from gspo.errors import ConfigError, GspoError
 from gspo.faults import reached
 from gspo.sampling.remote.discovery import register, unregister
-from gspo.sampling.remote.identity import context_limit, end_tokens, identity_of
+from gspo.sampling.remote.identity import context_limit, end_tokens, sampler_identity
 from gspo.sampling.remote.server import SamplerEngine, SamplerServer
 from gspo.sampling.weights.probe import sequence_logp
 from gspo.system.launched import Launched
@@ -55,7 +55,7 @@ def serve(
     model = whole_model(config, tokenizer, published_dtype(config), with_adapter=sends_adapter(config))
     # Version −1: the weights of the policy arrive from the trainer.
     sampler = local_sampler(config, model, tokenizer, -1, partial(print, flush=True))
-    identity = identity_of(
+    identity = sampler_identity(
         model,
         seed=config.seed,
         ends=end_tokens(model, tokenizer),

@@ -14,7 +14,7 @@ from gspo.models import cache
 from gspo.models.folder import check_settings, check_weights
 from gspo.models.loading import load_model, open_folder
 from gspo.models.locate import EMBEDDED, locate
-from gspo.sampling.remote.identity import context_limit, end_tokens, identity_of
+from gspo.sampling.remote.identity import context_limit, end_tokens, sampler_identity
 from gspo.train.build.compute import device_and_dtype, published_dtype
 from gspo.train.build.policy import make_tokenizer
 
@@ -41,7 +41,7 @@ def as_folder(path: str, key: str = "actor.path", *, weights: bool = False) -> s
         from gspo.models import embedded
 
         embedded.build(path)
-        return str(embedded.folder(path))
+        return str(embedded.embedded_folder(path))
     check_settings(Path(path))
     if weights:
         check_weights(Path(path), key)
@@ -49,13 +49,13 @@ def as_folder(path: str, key: str = "actor.path", *, weights: bool = False) -> s
 
 
 def identity_for(config: Config, source: str) -> dict[str, Any]:
-    """`identity_of` from the model's config: this process does not load the weights."""
+    """`sampler_identity` from the model's config: this process does not load the weights."""
     dtype = published_dtype(config) or device_and_dtype(config)[1]
     tokenizer = make_tokenizer(config)
     model = without_weights(source)
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(source)
-    return identity_of(
+    return sampler_identity(
         model,
         seed=config.seed,
         ends=end_tokens(model, tokenizer),

@@ -27,7 +27,7 @@ from gspo.train.build.compute import device_and_dtype
 
 
 def serve(config_path: Path, index: int, folder: Path, *, host: str = "127.0.0.1", port: int = 0) -> None:
-    config, layout = engine.read_config(config_path, "sglang")
+    config, layout = engine.read_engine_config(config_path, "sglang")
     url = engines.url_of("sglang", config.sglang, index, layout.num_samplers)
     source = model_folder(config, folder / f"sglang_model_{index}", weights=url is None)
     identity = identity_for(config, source)
@@ -40,7 +40,7 @@ def serve(config_path: Path, index: int, folder: Path, *, host: str = "127.0.0.1
         else:
             address, start = EngineAddress(url, key=os.environ.get("SGLANG_API_KEY")), None
         can_sleep = bool(config.sglang.get("enable_memory_saver"))
-        make = partial(engine.make_sampler, SglangSampler, config, identity, address, can_sleep)
+        make = partial(engine.connect_engine, SglangSampler, config, identity, address, can_sleep)
         engine.serve_engine(config, index, folder, address, start, make, identity, host=host, port=port)
 
 

@@ -30,7 +30,7 @@ from gspo.sampling.engines.base import EngineAddress
 from gspo.sampling.engines.vllm import EXTENSION, MAX_LOGPROBS, NAME, WORKER_FOLDER, VllmSampler
 from gspo.sampling.remote.identity import experts_of
 from gspo.sampling.verify import Experts
-from gspo.sampling.weights.load import check_finite, fetch
+from gspo.sampling.weights.load import check_finite, fetch_weights
 from gspo.system.launched import Launched
 from gspo.train.build.compute import device_and_dtype
 from gspo.train.build.policy import set_trained_part
@@ -41,7 +41,7 @@ def serve(
     config_path: Path, index: int, folder: Path, *, host: str = "127.0.0.1", port: int = 0, dry_run: bool = False
 ) -> None:
     """Start or find vLLM, check it, register, and serve until SIGTERM or until vLLM is lost."""
-    config, layout = engine.read_config(config_path, "vllm", dry_run)
+    config, layout = engine.read_engine_config(config_path, "vllm", dry_run)
     url = engines.url_of("vllm", config.vllm, index, layout.num_samplers)
     source = model_folder(config, folder / f"vllm_model_{index}", weights=url is None)
     identity = identity_for(config, source)
@@ -57,7 +57,7 @@ def serve(
         can_sleep = layout.gpus_per_node > 0 and bool(config.vllm.get("enable_sleep_mode", is_colocated))
         adapters = adapter_folders(config, source, Path(private))
         kind = partial(VllmSampler, adapters=adapters, experts=experts_for(config, source))
-        make = partial(engine.make_sampler, kind, config, identity, address, can_sleep)
+        make = partial(engine.connect_engine, kind, config, identity, address, can_sleep)
         own = None if given else start
         engine.serve_engine(config, index, folder, address, own, make, identity, host=host, port=port)
 
@@ -72,7 +72,7 @@ def adapter_folders(config: Config, source: str, folder: Path) -> Callable[[str,
     expected = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
 
     def write(path: str, sha256: str) -> Path:
-        tensors = fetch(path, sha256)
+        tensors = fetch_weights(path, sha256)
         # Checked before vLLM sees the files, so that it keeps its adapter after an error.
         if {name: tensor.shape for name, tensor in tensors.items()} != expected:
             raise WeightSyncError(f"{path} does not hold this run's adapter; vLLM keeps its adapter")

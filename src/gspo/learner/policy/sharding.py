@@ -85,7 +85,7 @@ def whole(tensor: Tensor) -> Tensor:
     return everything.cpu() if mesh.get_rank() == 0 else everything.new_empty(0)
 
 
-def put(into: Tensor, tensor: Tensor) -> None:
+def copy_into(into: Tensor, tensor: Tensor) -> None:
     """Copy an unsharded tensor, which every rank has, into one that may be sharded."""
     with torch.no_grad():
         into.copy_(like(into, tensor))

@@ -101,7 +101,7 @@ class Liveness:
         return [rank for rank, (_, at) in sorted(self._heard.items()) if self._now - at > seconds]
 
     def _send_heartbeat(self, store: Any) -> None:
-        store.set(f"life/{self._rank}", json.dumps([time.time(), *watchdog.progress(), self._stop.signal]))
+        store.set(f"life/{self._rank}", json.dumps([time.time(), *watchdog.count_heartbeats(), self._stop.signal]))
 
     def _watch(self) -> None:
         store = self._store.clone()  # its own connection: the other one may be blocked in a wait

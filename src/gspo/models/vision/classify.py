@@ -29,7 +29,7 @@ def train_tower(model: Any, processor: Any, warm: Mapping[str, Any], tell: Calla
         head = torch.nn.Linear(model.config.text_config.hidden_size, 10)
     parameters = [*model.model.visual.parameters(), *head.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=warm["lr"], weight_decay=0.0, fused=True)
-    stream = task.examples("warm", seed=warm["seed"])
+    stream = task.problem_stream("warm", seed=warm["seed"])
     for step in range(num_steps):
         tell(step)
         drawn = list(islice(stream, num))

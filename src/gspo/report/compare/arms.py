@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo.report.compare.runs import Run
+from gspo.report.compare.runs import ComparedRun
 from gspo.stats import Floats, t_half
 
 # Runs of one arm may differ in these keys: seed, names, and keys that do not change training.
@@ -40,7 +40,7 @@ class Arm:
     """Runs that differ only in their seed."""
 
     name: str
-    runs: tuple[Run, ...]
+    runs: tuple[ComparedRun, ...]
 
     def band(self, metric: str) -> Band:
         """Over the steps that all runs with this metric cover; values between two measured steps are interpolated."""
@@ -62,9 +62,9 @@ class Arm:
         return {name: np.array([f[name] for f in seen if f[name] is not None], dtype=np.float64) for name in seen[0]}
 
 
-def group(runs: Sequence[Run]) -> list[Arm]:
+def group(runs: Sequence[ComparedRun]) -> list[Arm]:
     """Arms in the order of their first run."""
-    arms: dict[str, list[Run]] = {}
+    arms: dict[str, list[ComparedRun]] = {}
     for run in runs:
         # repr: config values may be lists and mappings, which are not hashable.
         arms.setdefault(repr(sorted(_training_keys(run.config).items())), []).append(run)
@@ -77,7 +77,7 @@ def _training_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in config.items() if not any(k == a or k.startswith(f"{a}.") for a in apart)}
 
 
-def _arm_names(arms: Sequence[Sequence[Run]]) -> list[str]:
+def _arm_names(arms: Sequence[Sequence[ComparedRun]]) -> list[str]:
     """The common prefix of the runs' names; with the experiment's name, then a number, where that is not unique."""
 
     def common(names: Sequence[str]) -> str:

@@ -11,8 +11,9 @@ from typing import Any
 from gspo.errors import ConfigError
 from gspo.report.compare.arms import Arm, differences, group
 from gspo.report.compare.outcome import outcome, step_range
-from gspo.report.compare.runs import Run, find_runs, flat, value_of
+from gspo.report.compare.runs import ComparedRun, find_runs, metric_value
 from gspo.report.read import is_graded, read_config, read_metrics
+from gspo.system.text import flat
 
 # Drawn besides the held-out score.
 CURVES = (
@@ -39,7 +40,7 @@ def compare(paths: Sequence[str | Path], metrics: Sequence[str] = ()) -> Compari
     runs, notes = [], []
     for path in find_runs(paths):
         rows = {row["step"]: row for row in read_metrics(path)}
-        run = Run(path, flat(read_config(path)), dict(sorted(rows.items())))
+        run = ComparedRun(path, flat(read_config(path)), dict(sorted(rows.items())))
         if not rows:
             notes.append(f"{run.name} is left out: it has no metrics yet")
             continue
@@ -59,9 +60,9 @@ def compare(paths: Sequence[str | Path], metrics: Sequence[str] = ()) -> Compari
     return Comparison(arms, differences(arms), outcome(arms), shown, (*notes, *_length_notes(arms), *missing))
 
 
-def choose_metrics(runs: Sequence[Run], asked: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+def choose_metrics(runs: Sequence[ComparedRun], asked: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
     """Metrics to draw, and a note for each run without a requested one; ConfigError if no run has it."""
-    known = {name for run in runs for row in run.rows.values() for name in row if value_of(row, name) is not None}
+    known = {name for run in runs for row in run.rows.values() for name in row if metric_value(row, name) is not None}
     if "clip/sequences_low" in known:
         known.add("clip/sequences")
     notes = []

@@ -12,7 +12,7 @@ from gspo.errors import ConfigError
 from gspo.report.compare.arms import Arm
 from gspo.report.compare.compare import Comparison
 from gspo.report.compare.terminal import show_value
-from gspo.report.page.page import page
+from gspo.report.page.page import html_page
 from gspo.stats import Floats
 
 SCRIPTS = ("uPlot.iife.min.js", "text.js", "charts.js", "compare.js")
@@ -47,7 +47,9 @@ def write_page(found: Comparison, to: Path) -> Path:
     tmp = to.with_name(f".{to.name}.tmp")
     try:
         with open(tmp, "w", encoding="utf-8", newline="\n") as file:
-            file.writelines(page(f"{boot['title']} · gspo compare", boot, template="compare.html", scripts=SCRIPTS))
+            file.writelines(
+                html_page(f"{boot['title']} · gspo compare", boot, template="compare.html", scripts=SCRIPTS)
+            )
         os.replace(tmp, to)
     except OSError as cause:
         raise ConfigError(f"{to} cannot be written: {cause.strerror}; choose another file with --out") from cause

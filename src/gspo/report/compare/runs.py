@@ -23,7 +23,7 @@ GOAL = 0.8  # held-out accuracy; the table says how many samples a run needed to
 
 
 @dataclass(frozen=True)
-class Run:
+class ComparedRun:
     """One run directory: its config as dotted keys, its rows by step."""
 
     path: Path
@@ -51,7 +51,7 @@ class Run:
 
     def curve(self, metric: str) -> tuple[Floats, Floats]:
         """Steps and values of a metric, where it was measured; clip/sequences is clipped low plus clipped high."""
-        seen = [(step, value_of(row, metric)) for step, row in self.rows.items()]
+        seen = [(step, metric_value(row, metric)) for step, row in self.rows.items()]
         kept = [(step, value) for step, value in seen if value is not None]
         steps, values = zip(*kept, strict=True) if kept else ((), ())
         return np.array(steps, dtype=np.float64), np.array(values, dtype=np.float64)
@@ -62,9 +62,9 @@ class Run:
         best = int(np.flatnonzero(score == score.max())[-1]) if len(score) else None
         # Without evaluation: runs with other evaluation frequencies stay comparable.
         seconds = [
-            value - (value_of(row, "time/eval_s") or 0.0)
+            value - (metric_value(row, "time/eval_s") or 0.0)
             for row in self.rows.values()
-            if (value := value_of(row, "time/step_s")) is not None
+            if (value := metric_value(row, "time/step_s")) is not None
         ]
         return {
             "score_start": _first(score),
@@ -90,7 +90,7 @@ class Run:
         if not len(reached) or not isinstance(prompts, int) or not isinstance(group, int):
             return None
         step = int(reached[0])
-        refilled = sum(value_of(row, "reward/refilled_groups") or 0 for at, row in self.rows.items() if at <= step)
+        refilled = sum(metric_value(row, "reward/refilled_groups") or 0 for at, row in self.rows.items() if at <= step)
         return float((step * prompts + refilled) * group)
 
     def score_at(self, step: int) -> float | None:
@@ -139,23 +139,10 @@ def started(run: Path) -> float:
     return 0.0
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested sections as dotted keys.
-
-    >>> flat({"actor": {"lr": 1, "mb": {}}, "seed": 3})
-    {'actor.lr': 1, 'actor.mb': {}, 'seed': 3}
-    """
-    out: dict[str, Any] = {}
-    for name, value in tree.items():
-        inner = isinstance(value, Mapping) and value
-        out |= flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
-    return out
-
-
-def value_of(row: Row, metric: str) -> float | None:
+def metric_value(row: Row, metric: str) -> float | None:
     """A finite number, or None."""
     if metric == "clip/sequences":
-        low, high = value_of(row, "clip/sequences_low"), value_of(row, "clip/sequences_high")
+        low, high = metric_value(row, "clip/sequences_low"), metric_value(row, "clip/sequences_high")
         return None if low is None or high is None else low + high
     value = row.get(metric)
     with contextlib.suppress(OverflowError):

@@ -13,8 +13,8 @@ from gspo.errors import ConfigError
 from gspo.report.answers import answers, last, shown, time_parts
 from gspo.report.clip import TARGET, ClipSettings, suggest_eps
 from gspo.report.read import Row, is_by_sequence, read_config
-from gspo.report.samples import number
-from gspo.report.summary import Summary, change_text, duration, ends_text, ends_words, score_name, summary_of
+from gspo.report.samples import finite_number
+from gspo.report.summary import RunSummary, change_text, duration, ends_text, ends_words, score_name, summary_of
 
 LOG_LINES = 200  # the last lines of log.txt that the page carries
 
@@ -69,21 +69,21 @@ def clip_settings(config: Row, rows: Sequence[Row]) -> ClipSettings:
     auto = auto if isinstance(auto, dict) else {}
     low, high = last(rows, "clip/eps_low"), last(rows, "clip/eps_high")
     ratio = high / low if low and high and low > 0 and high > 0 else ClipSettings.high_over_low
-    target = number(auto.get("target_fraction")) or TARGET
+    target = finite_number(auto.get("target_fraction")) or TARGET
     return ClipSettings(target if 0 < target < 1 else TARGET, ratio)
 
 
-def table(rows: Sequence[Row]) -> dict[str, Any]:
+def metric_table(rows: Sequence[Row]) -> dict[str, Any]:
     """Metric rows as a list of names and rows of values, so that no name is repeated for every step."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     return {"names": names, "rows": [[_cell(row.get(name)) for name in names] for row in rows]}
 
 
 def _cell(value: Any) -> float | int | str | None:
-    return value[:80] if isinstance(value, str) else number(value)
+    return value[:80] if isinstance(value, str) else finite_number(value)
 
 
-def _figures(summary: Summary, steps: Sequence[Row], planned: int | None) -> list[dict[str, str]]:
+def _figures(summary: RunSummary, steps: Sequence[Row], planned: int | None) -> list[dict[str, str]]:
     """The headline numbers: start → end, time, tokens, seconds per step."""
     figures: list[dict[str, str]] = []
 
@@ -110,7 +110,9 @@ def _figures(summary: Summary, steps: Sequence[Row], planned: int | None) -> lis
 
 
 def _trained_tokens(steps: Sequence[Row]) -> float:
-    pairs = [(number(row.get("throughput/train_tokens_s")), number(row.get("time/train_s"))) for row in steps]
+    pairs = [
+        (finite_number(row.get("throughput/train_tokens_s")), finite_number(row.get("time/train_s"))) for row in steps
+    ]
     return sum(rate * seconds for rate, seconds in pairs if rate is not None and seconds is not None)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from gspo.report.clip import clip_story
 from gspo.report.images import pictures
-from gspo.report.page.data import clip_settings, config_of, overview, table
+from gspo.report.page.data import clip_settings, config_of, metric_table, overview
 from gspo.report.read import read_metrics
 from gspo.report.samples import choose_files, read_block, sample_steps
 
@@ -46,19 +46,19 @@ def write_report(run: Path, to: Path | None = None, *, doctor: Any = None, budge
     boot = {
         "kind": "report",
         "overview": overview(run, rows, config, stories, doctor),
-        "metrics": table(rows),
+        "metrics": metric_table(rows),
         "kept_steps": len(signatures),
     }
     target = to or run / "report.html"
     tmp = target.with_name(f".{target.name}.tmp")
     name = boot["overview"]["name"]
     with open(tmp, "w", encoding="utf-8", newline="\n") as file:
-        file.writelines(page(f"{name} · gspo report", boot, blocks))
+        file.writelines(html_page(f"{name} · gspo report", boot, blocks))
     os.replace(tmp, target)
     return target
 
 
-def page(
+def html_page(
     title: str,
     boot: Mapping[str, Any],
     blocks: Iterable[str] = (),

@@ -25,8 +25,8 @@ from starlette.responses import Response
 from gspo.errors import ConfigError
 from gspo.report.clip import clip_story
 from gspo.report.images import pictures
-from gspo.report.page.data import clip_settings, config_of, overview, table
-from gspo.report.page.page import BUDGET, inert_json, page
+from gspo.report.page.data import clip_settings, config_of, metric_table, overview
+from gspo.report.page.page import BUDGET, html_page, inert_json
 from gspo.report.read import Row, is_by_sequence, is_run, score_text, status_of
 from gspo.report.samples import Kind, Signature, choose_files, read_block, sample_steps, size_of
 from gspo.report.summary import change_text, summary_of
@@ -38,7 +38,7 @@ CONNECTIONS = 128
 IDLE_S = 10.0  # a connection may be silent this long
 
 
-class Follower:
+class LiveRun:
     """What is known of one run: rows read so far, and which sample files were seen when.
 
     `generation` changes when what was read is no longer what the file begins with; `mark` counts changes of sample
@@ -95,7 +95,7 @@ class Follower:
             return {
                 "changed": changed,
                 "generation": self._generation,
-                "metrics": table(new),
+                "metrics": metric_table(new),
                 "samples": blocks,
                 "gone": gone,
                 "mark": mark,
@@ -198,7 +198,7 @@ class Watch(HttpServer):
         self.path, self.doctor = path, doctor
         self.single = is_run(path)
         self.token = secrets.token_urlsafe(24)
-        self._followers: dict[Path, Follower] = {}
+        self._followers: dict[Path, LiveRun] = {}
         self._lock = threading.Lock()
         try:
             super().__init__(
@@ -248,7 +248,9 @@ class Watch(HttpServer):
         if route == "" and self.single:
             return self._page(next(iter(self.runs())))
         if route == "":
-            return "text/html", "".join(page("gspo watch", {"kind": "runs", "path": str(self.path)}, connect="'self'"))
+            return "text/html", "".join(
+                html_page("gspo watch", {"kind": "runs", "path": str(self.path)}, connect="'self'")
+            )
         if route == "runs" and not self.single:
             return "application/json", inert_json({"runs": self._list()})
         # Only names that `runs` lists: a query cannot reach other paths.
@@ -265,11 +267,11 @@ class Watch(HttpServer):
 
     def _page(self, name: str) -> tuple[str, str]:
         boot = {"kind": "live", "run": name, "list": not self.single}
-        return "text/html", "".join(page(f"{name} · gspo watch", boot, connect="'self'"))
+        return "text/html", "".join(html_page(f"{name} · gspo watch", boot, connect="'self'"))
 
-    def _follower(self, run: Path) -> Follower:
+    def _follower(self, run: Path) -> LiveRun:
         with self._lock:
-            return self._followers.setdefault(run, Follower(run, self.doctor))
+            return self._followers.setdefault(run, LiveRun(run, self.doctor))
 
     def _list(self) -> list[dict[str, Any]]:
         return sorted(

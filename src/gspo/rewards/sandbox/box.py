@@ -202,7 +202,7 @@ class Box:
         return ""
 
 
-def run(source: str, limits: Limits = DEFAULT_LIMITS, *, allow_unsandboxed: bool = False) -> Ended:
+def run_program(source: str, limits: Limits = DEFAULT_LIMITS, *, allow_unsandboxed: bool = False) -> Ended:
     """Run a program to its end; returns its output (stdout and stderr together, limited in size)."""
     with Box(limits, allow_unsandboxed=allow_unsandboxed) as box:
         box.send({"code": source})
@@ -225,7 +225,7 @@ def unavailable() -> str:
     _works = True  # Box calls this function; corrected below if the trial fails
     why = "a trial program printed unexpected output"
     try:
-        _works = run("print(6 * 7)").output == "42\n"
+        _works = run_program("print(6 * 7)").output == "42\n"
     except SandboxError as error:
         _works, why = False, str(error)
     return "" if _works else f"bubblewrap is installed (Debian package `bubblewrap`) but does not work here: {why}"

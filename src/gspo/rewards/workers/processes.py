@@ -75,6 +75,6 @@ def shorten_log(fd: int) -> None:
         os.write(fd, f"[{size - len(kept)} bytes of output were removed: the log was too long]\n".encode() + kept)
 
 
-def describe(status: int) -> str:
+def describe_status(status: int) -> str:
     """How a worker ended, in words."""
     return describe_exit(status) + (" (out of memory?)" if status == -signal.SIGKILL else "")

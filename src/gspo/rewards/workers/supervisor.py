@@ -29,8 +29,8 @@ from typing import Any
 from gspo.rewards.call import GRACE_S
 from gspo.rewards.functions.builtin import PRELOAD
 from gspo.rewards.workers.jobs import ScoringJob, WorkerProcess
-from gspo.rewards.workers.processes import collect, describe, kill_orphans, kill_worker, next_dead, shorten_log
-from gspo.rewards.workers.worker import CLOCK, HEARTBEAT_S, LENGTH, run, set_clock
+from gspo.rewards.workers.processes import collect, describe_status, kill_orphans, kill_worker, next_dead, shorten_log
+from gspo.rewards.workers.worker import CLOCK, HEARTBEAT_S, LENGTH, run_worker, set_clock
 from gspo.system.imports import install_command
 from gspo.system.process import adopt_orphans
 
@@ -105,7 +105,7 @@ class Supervisor:
                 mine.close()
                 for other in self.workers.values():
                     other.channel.close()
-                run(theirs, page, self.settings["parts"], self.settings)
+                run_worker(theirs, page, self.settings["parts"], self.settings)
                 code = 0
             except BaseException:
                 traceback.print_exc()
@@ -225,7 +225,7 @@ class Supervisor:
         if not worker.ready:
             self.failed_starts += 1
             if self.failed_starts >= _MAX_RETRIES and not self.workers:
-                why = f"took longer than {self.settings['startup_s']:g} s" if worker.killed else describe(status)
+                why = f"took longer than {self.settings['startup_s']:g} s" if worker.killed else describe_status(status)
                 self.send({"fatal": f"the reward workers did not start ({_MAX_RETRIES} attempts); the last one {why}"})
         if job is None:
             return
@@ -237,7 +237,7 @@ class Supervisor:
         running = job_id == job.id and call >= job.start and (reported != 0.0 or worker.killed)
         if running and (worker.killed or -status not in _EXTERNAL):
             kind = "timeout" if worker.killed else "crash"
-            text = f"its process {describe(status)}"
+            text = f"its process {describe_status(status)}"
             if worker.killed:
                 text = f"no result after {self.settings['timeout_s']:g} s"
             # sample < 0: the call scored the whole group, so all of its samples fail.
@@ -261,7 +261,9 @@ class Supervisor:
                 "earlier call left behind may block them",
             )
         elif job.retries > _MAX_RETRIES:
-            self.abandon(job, f"its worker died {job.retries} times between calls; the last one {describe(status)}")
+            self.abandon(
+                job, f"its worker died {job.retries} times between calls; the last one {describe_status(status)}"
+            )
         # Every sample has failed already, so the remaining calls cannot change the result.
         elif len(job.failures) == job.num:
             self.finish(job)

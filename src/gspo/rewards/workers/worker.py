@@ -36,7 +36,7 @@ def set_clock(page: mmap, deadline: float, job: int = -1, call: int = -1, sample
     page[0:8] = struct.pack("=d", deadline)
 
 
-def run(channel: socket.socket, page: mmap, parts: list[dict[str, Any]], settings: dict[str, Any]) -> None:
+def run_worker(channel: socket.socket, page: mmap, parts: list[dict[str, Any]], settings: dict[str, Any]) -> None:
     """Main function of a worker process; returns when the supervisor closes the channel."""
     # The start has a deadline too: `bind` imports user code, which may hang.
     set_clock(page, monotonic() + settings["startup_s"])

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from gspo import rng
 from gspo.errors import RolloutError, WeightSyncError
-from gspo.sampling.engines.replies import Completion, InvalidReplyError, cut_at_stop, parse_json
-from gspo.sampling.requests import validate_request
+from gspo.sampling.engines.replies import InvalidReplyError, NewTokens, cut_at_stop, reply_object
+from gspo.sampling.requests import completed_by_prefix, interrupted, validate_request
 from gspo.sampling.verify import Experts, invalid_reason
 from gspo.system.http_client import HttpClient, Reply, ReplyTooLargeError
 from gspo.types import Kept, Request, Sample, SampleId
@@ -129,9 +129,9 @@ class EngineSampler(ABC):
         for request in requests:
             self._validate(request)
         for request in requests:
-            # The prefix already has all tokens it may have: there is nothing to sample.
-            if request.prefix is not None and len(request.prefix.tokens) >= request.params.max_new_tokens:
-                self._done.append(replace(request.prefix, id=request.id, finish="length"))
+            whole = completed_by_prefix(request)
+            if whole is not None:
+                self._done.append(whole)
             else:
                 self._waiting.append(request)
         self._send()
@@ -157,8 +157,7 @@ class EngineSampler(ABC):
 
     def abort(self) -> list[Sample]:
         self._interrupt_all()
-        prefixes = [request.prefix or Sample.of(request.id, [], [], self.version) for request in self._waiting]
-        samples = [replace(s, id=r.id, finish="abort") for s, r in zip(prefixes, self._waiting, strict=True)]
+        samples = [interrupted(request, self.version) for request in self._waiting]
         self._waiting.clear()
         self._failures.clear()
         return samples
@@ -235,14 +234,14 @@ class EngineSampler(ABC):
         """The body of a sampling request."""
 
     @abstractmethod
-    def _parse(self, reply: Mapping[str, Any]) -> Completion:
+    def _parse(self, reply: Mapping[str, Any]) -> NewTokens:
         """The new tokens in the reply to a sampling request."""
 
     def _kept(self, reply: Mapping[str, Any], request: Request) -> Kept | None:
         """The kept sets of the new tokens (truncated sampling); None if the engine cut one of them off."""
         raise InvalidReplyError(f"{self.engine} does not return the tokens that truncated sampling keeps")
 
-    def _routes(self, reply: Mapping[str, Any], request: Request, completion: Completion) -> Mapping[str, NDArray[Any]]:
+    def _routes(self, reply: Mapping[str, Any], request: Request, completion: NewTokens) -> Mapping[str, NDArray[Any]]:
         """`routes` and `prompt_routes` of the sample so far; empty if the engine is not asked for them."""
         return {}
 
@@ -275,7 +274,7 @@ class EngineSampler(ABC):
             # An interruption may have begun while this request waited for a slot.
             if self._interrupting:
                 return None
-            return parse_json(await self._http.request("POST", self.route, json.dumps(body).encode()))
+            return reply_object(await self._http.request("POST", self.route, json.dumps(body).encode()))
 
     def _receive(self, flight: InFlight) -> None:
         """Handle a reply: a sample, a part of one, or a failure."""
@@ -295,7 +294,7 @@ class EngineSampler(ABC):
         except (InvalidReplyError, ReplyTooLargeError, OSError) as error:
             self._resubmit(flight.request, error)
 
-    def _kept_of(self, request: Request, completion: Completion, reply: Mapping[str, Any]) -> Kept | None:
+    def _kept_of(self, request: Request, completion: NewTokens, reply: Mapping[str, Any]) -> Kept | None:
         # An interrupted request may have come back without tokens, and so without sets.
         if not request.params.record_kept or not completion.tokens:
             return None
@@ -304,7 +303,7 @@ class EngineSampler(ABC):
         return Kept.whole(len(completion.tokens)) if kept is None else kept
 
     def _accept(
-        self, flight: InFlight, completion: Completion, kept: Kept | None, routes: Mapping[str, NDArray[Any]]
+        self, flight: InFlight, completion: NewTokens, kept: Kept | None, routes: Mapping[str, NDArray[Any]]
     ) -> None:
         request = flight.request
         fresh = Sample.of(request.id, completion.tokens, completion.logp, flight.version, completion.finish)
@@ -370,6 +369,12 @@ class EngineSampler(ABC):
             self._interrupting = False
         self._waiting = deque(sorted(self._waiting, key=lambda request: order.get(request.id, len(order))))
 
+    def _resume_with(self, version: int) -> None:
+        """After a load: the engine accepts requests again, and interrupted ones continue with the new weights."""
+        self._post(*self.restart)
+        self.version = version
+        self._send()
+
     def _mark_broken(self, why: str) -> RolloutError:
         self.broken = self.broken or why
         return RolloutError(why)
@@ -393,6 +398,6 @@ class EngineSampler(ABC):
 
     def _parsed(self, path: str, reply: Reply) -> dict[str, Any]:
         try:
-            return parse_json(reply)
+            return reply_object(reply)
         except InvalidReplyError as error:
             raise RolloutError(f"{self.engine} {path.partition('?')[0]}: {error}") from None

@@ -22,7 +22,7 @@ class InvalidReplyError(ValueError):
     """Invalid response: the engine's reply contradicts the request or its own API."""
 
 
-class Completion(NamedTuple):
+class NewTokens(NamedTuple):
     """New tokens of one sample."""
 
     tokens: list[int]
@@ -30,7 +30,7 @@ class Completion(NamedTuple):
     finish: FinishReason
 
 
-def parse_json(reply: Reply) -> dict[str, Any]:
+def reply_object(reply: Reply) -> dict[str, Any]:
     """The JSON object of a reply with status 200; an empty body is an empty object."""
     text = reply.content.decode("utf-8", "replace")
     if reply.status != 200:
@@ -57,14 +57,14 @@ def prompt_logp(choice: Any, tokens: Sequence[int]) -> NDArray[np.float32]:
         raise InvalidReplyError("its prompt_logprobs are missing, or not those of the prompt's tokens") from None
 
 
-def parse_completion(tokens: Any, logp: Any, finish_reason: Any) -> Completion:
+def parse_completion(tokens: Any, logp: Any, finish_reason: Any) -> NewTokens:
     """Check what can be checked without the request. Log-probs up to 1e-5 above 0 are rounding errors and become 0."""
     finish = _FINISH_OF.get(finish_reason) if isinstance(finish_reason, str) else None
     if finish is None:
         raise InvalidReplyError(f"its finish_reason is {finish_reason!r}")
     # An interrupted request may not have started: it has neither tokens nor log-probs.
     if finish == "abort" and not tokens:
-        return Completion([], [], finish)
+        return NewTokens([], [], finish)
     # type() instead of isinstance(): a bool is an int, too.
     if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
         raise InvalidReplyError("its token_ids are missing, or not token numbers")
@@ -72,7 +72,7 @@ def parse_completion(tokens: Any, logp: Any, finish_reason: Any) -> Completion:
         raise InvalidReplyError("its log-probs are missing, or not numbers")
     if len(logp) != len(tokens):
         raise InvalidReplyError(f"it returned {len(logp)} log-probs for {len(tokens)} tokens")
-    return Completion(tokens, [min(float(value), 0.0) if value < 1e-5 else float(value) for value in logp], finish)
+    return NewTokens(tokens, [min(float(value), 0.0) if value < 1e-5 else float(value) for value in logp], finish)
 
 
 def parse_routes(content: Any, num_rows: int) -> NDArray[np.integer[Any]]:

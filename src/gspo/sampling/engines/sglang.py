@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from gspo.errors import ConfigError, DataError, RolloutError, WeightSyncError
 from gspo.sampling.engines.base import EngineSampler
-from gspo.sampling.engines.replies import Completion, InvalidReplyError, parse_completion
+from gspo.sampling.engines.replies import InvalidReplyError, NewTokens, parse_completion
 from gspo.system import files
 from gspo.types import Request
 
@@ -56,9 +56,7 @@ class SglangSampler(EngineSampler):
                 raise self._mark_broken(f"weight version {version}: {error}") from error
         if reply.get("success") is not True:
             raise self._mark_broken(f"SGLang did not load weight version {version}: {reply.get('message')}")
-        self._post(*self.restart)
-        self.version = version
-        self._send()
+        self._resume_with(version)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         rows = []
@@ -100,7 +98,7 @@ class SglangSampler(EngineSampler):
         }
         return {"input_ids": [*request.prompt, *prefix], "sampling_params": sampling, "return_logprob": True}
 
-    def _parse(self, reply: Mapping[str, Any]) -> Completion:
+    def _parse(self, reply: Mapping[str, Any]) -> NewTokens:
         info = reply.get("meta_info")
         if not isinstance(info, dict):
             raise InvalidReplyError("its meta_info is missing")

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from gspo.errors import ConfigError, RolloutError, WeightSyncError
 from gspo.sampling.engines.base import CALL_S, EngineAddress, EngineSampler
 from gspo.sampling.engines.replies import (
-    Completion,
     InvalidReplyError,
+    NewTokens,
     parse_completion,
     parse_routes,
     prompt_logp,
@@ -65,9 +65,7 @@ class VllmSampler(EngineSampler):
         # Keys and values of the old weights must not be reused for new requests.
         if self._post("/reset_prefix_cache").get("success") is False:
             raise self._mark_broken(f"the prefix cache of weight version {self.version} could not be dropped")
-        self._post(*self.restart)
-        self.version = version
-        self._send()
+        self._resume_with(version)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         """Log-probs of every token but the first of each sequence, as vLLM computes them for a prompt."""
@@ -142,11 +140,11 @@ class VllmSampler(EngineSampler):
             **kept,
         }
 
-    def _parse(self, reply: Mapping[str, Any]) -> Completion:
+    def _parse(self, reply: Mapping[str, Any]) -> NewTokens:
         choice = _choice(reply, self._model)
         # Without routes the tokens of an interrupted request cannot be continued: they are sampled again.
         if self._experts.needed and choice.get("finish_reason") == "abort" and not choice.get("routed_experts"):
-            return Completion([], [], "abort")
+            return NewTokens([], [], "abort")
         logprobs = choice.get("logprobs")
         logp = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
         return parse_completion(choice.get("token_ids"), logp, choice.get("finish_reason"))
@@ -166,7 +164,7 @@ class VllmSampler(EngineSampler):
             sets.append(sorted(found))
         return Kept.of(sets)
 
-    def _routes(self, reply: Mapping[str, Any], request: Request, completion: Completion) -> Mapping[str, NDArray[Any]]:
+    def _routes(self, reply: Mapping[str, Any], request: Request, completion: NewTokens) -> Mapping[str, NDArray[Any]]:
         """vLLM returns the routes of all positions but the last token's, [prompt + prefix + new − 1, layers, top_k]."""
         if not self._experts.needed or not completion.tokens:
             return {}

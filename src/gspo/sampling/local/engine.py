@@ -29,12 +29,13 @@ from gspo.models.moe import route_shape, routers
 from gspo.models.vision.tower import ShownPrompt, Vision
 from gspo.sampling.local.borrow import Borrowed
 from gspo.sampling.local.choose import choose, engines, refuse_encoder_decoder
+from gspo.sampling.local.comparison import ForwardComparison
 from gspo.sampling.local.draw import draw, kept_sets, warp
 from gspo.sampling.local.rows import Rows
 from gspo.sampling.local.stepper import Engine, Finished
-from gspo.sampling.requests import validate_request
+from gspo.sampling.requests import completed_by_prefix, interrupted, validate_request
 from gspo.sampling.weights.load import copy_weights
-from gspo.types import MAX_KEPT, FinishReason, PromptKey, Request, Sample, SampleId, SamplingParams
+from gspo.types import MAX_KEPT, FinishReason, PromptKey, Request, Sample, SamplingParams
 
 
 @dataclass(slots=True)
@@ -120,9 +121,9 @@ class LocalSampler:
                 takes_images=self.takes_images,
             )
         for request in requests:
-            # The prefix already has all tokens it may have: there is nothing to sample.
-            if request.prefix is not None and len(request.prefix.tokens) >= request.params.max_new_tokens:
-                self._done.append(replace(request.prefix, id=request.id, finish="length"))
+            whole = completed_by_prefix(request)
+            if whole is not None:
+                self._done.append(whole)
                 continue
             # Requests share a rule if their parameters are equal: its [V] array is built once.
             if request.params not in self._rules:
@@ -144,8 +145,7 @@ class LocalSampler:
 
     def abort(self) -> list[Sample]:
         self._requeue()
-        partial = [r.prefix or Sample.of(r.id, [], [], self.version) for r in self._waiting]
-        partial = [replace(s, id=r.id, finish="abort") for s, r in zip(partial, self._waiting, strict=True)]
+        partial = [interrupted(request, self.version) for request in self._waiting]
         self._waiting.clear()
         self._references.clear()
         return partial
@@ -235,53 +235,18 @@ class LocalSampler:
         self._clear()
 
     def _measure(self, engine: Engine) -> float:
-        """The largest difference of sampled log-probs from a plain forward.
-
-        Rows of two lengths, two rows of one prompt, a continued row, rows that end before others, and second turns of
-        two episodes.
-        """
+        """The largest difference of sampled log-probs from a plain forward; NaN if one is not a number."""
         self._engine = engine
         self._clear()
-        # Any fixed tokens will do; the factor spreads them over the vocabulary.
-        tokens = [int(i) for i in np.arange(1, 9) * 7919 % self._num_vocab]
-        if self._vision is not None:  # but the placeholder of images has no embedding of its own in a plain forward
-            tokens = [t if t != self._vision.token else (t + 1) % self._num_vocab for t in tokens]
-        # A high temperature: a difference hardly shows in the log-prob of a token that is nearly certain.
-        params = SamplingParams(3, temperature=2.0, ignore_eos=True)
-        # More tokens for a cache: an error of a recurrent state grows with every token.
-        longer = replace(params, max_new_tokens=6 if engine.is_packed else min(12, self._model_context - 4))
-        # A continued row. Its given log-probs are not compared.
-        prefix = Sample.of(SampleId(0, 2), tokens[:2], [0.0, 0.0], self.version, "abort")
-        requests = [
-            Request(SampleId(0, 0), tuple(tokens[:4]), params, keep_cache=True),
-            Request(SampleId(0, 1), tuple(tokens[5:]), params, keep_cache=True),
-            Request(SampleId(0, 2), tuple(tokens[:4]), longer, prefix),
-            Request(SampleId(0, 3), tuple(tokens[:4]), longer),
-        ]
-        if self._vision is not None and self._vision.sees_prompts_both_ways:
-            requests = []  # on text alone, the plain forward of such a model is not causal
-        requests += [
-            Request(SampleId(1 + number, i), shown.tokens, params, given, images=shown.images)
-            for number, shown in enumerate(self._image_prompts)
-            for i, given in enumerate((None, replace(prefix, id=SampleId(1 + number, 1))))
-        ]
-        if not requests:
-            return float("nan")
+        comparison = ForwardComparison(self._num_vocab, self._model_context, self._vision, self._image_prompts)
+        requests = comparison.requests(self.version, is_packed=engine.is_packed)
         # The limit of a run may be below what this comparison needs.
         limit, self._max_context = self._max_context, self._model_context
         try:
             self.submit(requests)
             samples = list(self.completed())
             if self._stepper.kept:
-                answer = {s.id: tuple(s.tokens.tolist()) for s in samples}
-                turns = [
-                    Request(
-                        r.id._replace(turn=1),
-                        r.prompt + answer[r.id] + tuple(tokens[-1:]),
-                        replace(params, max_new_tokens=2),
-                    )
-                    for r in requests[:2]
-                ]
+                turns = comparison.second_turns(requests, samples)
                 self.submit(turns)
                 samples += self.completed()
                 requests += turns
@@ -290,22 +255,8 @@ class LocalSampler:
             self.abort()
             self._done.clear()
             self._counts.clear()  # health() must not count the tokens of this comparison
-        request_of, gaps = {r.id: r for r in requests}, []
-        for sample in samples:
-            request, new = request_of[sample.id], sample.tokens.tolist()
-            prompt, more = request.prompt, {}
-            if request.images is not None:
-                # A placeholder among the sampled tokens would ask the plain forward for another feature.
-                if self._vision is None or self._vision.token in new:
-                    continue
-                more = self._vision.plain_inputs(ShownPrompt(prompt, request.images), len(prompt) + len(new))
-            ids = torch.tensor([[*prompt, *new]], device=self._model.device)
-            with self._borrowed.engaged("eager"):
-                logits = self._model(input_ids=ids, use_cache=False, **more).logits[0, len(prompt) - 1 : -1]  # [new, V]
-            expected = torch.log_softmax(logits.double() / params.temperature, -1).cpu().numpy()[range(len(new)), new]
-            first = 2 if request.prefix is not None else 0
-            gaps.append(np.abs(expected - sample.behavior_logp)[first:].max())
-        return float(np.max(gaps)) if gaps else float("nan")  # NaN if any is
+        with self._borrowed.engaged("eager"):
+            return comparison.largest_difference(self._model, requests, samples)
 
     def _advance(self, deadline: float | None) -> None:
         """Decode until a sample finishes or the deadline passes."""

@@ -46,7 +46,7 @@ def large_linears(model: nn.Module) -> list[nn.Linear]:
 
 def native_for(model: nn.Module) -> Native | None:
     """The compiled product for sampling from this model; None for a model that has no use for it."""
-    return load() if any(m.weight.dtype == torch.float32 for m in large_linears(model)) else None
+    return load_native() if any(m.weight.dtype == torch.float32 for m in large_linears(model)) else None
 
 
 def product_name(model: nn.Module) -> str:
@@ -56,7 +56,7 @@ def product_name(model: nn.Module) -> str:
 
 
 @cache
-def load() -> Native:
+def load_native() -> Native:
     """The compiled product, once per process."""
     if os.environ.get("GSPO_NATIVE") == "0":
         return Native(None, "GSPO_NATIVE is 0")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from gspo.errors import RolloutError, WeightSyncError
 from gspo.sampling.remote.discovery import given_up, registered
-from gspo.sampling.remote.link import POLL_S, PendingRequest, Server, State
+from gspo.sampling.remote.link import POLL_S, LinkState, PendingRequest, Server
 from gspo.sampling.remote.pool import ServerPool
 from gspo.sampling.remote.session import Session
 from gspo.sampling.requests import validate_request
@@ -308,7 +308,7 @@ class HttpSampler:
         if any(server.is_serving for server in self._pool.servers):
             return
         # No server serves. Raise at once if none can serve again; otherwise after the timeout.
-        if all(server.state is State.BANNED for server in self._pool.servers):
+        if all(server.state is LinkState.BANNED for server in self._pool.servers):
             raise self._failed("all of them sent invalid responses")
         if all(reasons := [given_up(self._folder, server.index) for server in self._pool.servers]):
             raise RolloutError(f"sampler servers: all have ended and none will be restarted: {reasons[0]}")

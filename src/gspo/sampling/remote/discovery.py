@@ -27,7 +27,7 @@ class Address(NamedTuple):
     started: float
 
 
-def file_of(folder: Path, index: int) -> Path:
+def sampler_file(folder: Path, index: int) -> Path:
     return folder / f"sampler_{index}.json"
 
 
@@ -40,12 +40,12 @@ def register(folder: Path, index: int, url: str) -> None:
     # The mode is given at creation, so the file is never readable by others.
     with os.fdopen(os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         json.dump(address._asdict(), file)
-    tmp.replace(file_of(folder, index))
+    tmp.replace(sampler_file(folder, index))
 
 
 def registered(folder: Path, index: int) -> Address | None:
     """The address of server `index`; None if it has not registered, or if another user wrote the file."""
-    path = file_of(folder, index)
+    path = sampler_file(folder, index)
     try:
         # The token is sent to this address, so the file must be our own.
         if os.stat(path).st_uid != os.getuid():
@@ -62,19 +62,19 @@ def unregister(folder: Path, index: int) -> None:
     address = registered(folder, index)
     # A successor may have registered already: its file must stay.
     if address is not None and (address.pid, address.host) == (os.getpid(), socket.gethostname()):
-        file_of(folder, index).unlink(missing_ok=True)
+        sampler_file(folder, index).unlink(missing_ok=True)
 
 
 def give_up(folder: Path, index: int, why: str) -> None:
     """Record that server `index` will not be restarted, so that the trainer does not wait for it."""
     with contextlib.suppress(OSError):  # then the trainer waits until its timeout
         folder.mkdir(parents=True, exist_ok=True)
-        file_of(folder, index).with_suffix(".gone").write_text(why, encoding="utf-8")
+        sampler_file(folder, index).with_suffix(".gone").write_text(why, encoding="utf-8")
 
 
 def given_up(folder: Path, index: int) -> str | None:
     try:
-        return read_regular(file_of(folder, index).with_suffix(".gone")).decode("utf-8", "replace")
+        return read_regular(sampler_file(folder, index).with_suffix(".gone")).decode("utf-8", "replace")
     except OSError:
         return None
 

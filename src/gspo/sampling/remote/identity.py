@@ -24,7 +24,7 @@ def context_limit(model: Any, max_tokens: int | None) -> int:
     return max_tokens or getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
 
 
-def identity_of(
+def sampler_identity(
     model: Any, *, seed: int, ends: Collection[int], max_context: int, dtype: torch.dtype
 ) -> dict[str, Any]:
     """What is compared when a trainer attaches to a server. Weights of a LoRA adapter are not counted."""

@@ -44,7 +44,7 @@ class RefusedError(Exception):
         self.holder = holder  # session of the trainer that the server works for, if that is the reason
 
 
-class State(Enum):
+class LinkState(Enum):
     DISCONNECTED = "disconnected"  # not registered yet, or lost; its thread tries again
     ATTACHED = "attached"  # works for this trainer; its weights are not verified yet
     SERVING = "serving"  # has verified weights and gets requests
@@ -83,7 +83,7 @@ class Server:
         timeout_s: float,
         closed: threading.Event,
     ) -> None:
-        self.index, self.state, self.reason = index, State.DISCONNECTED, "it has not registered yet"
+        self.index, self.state, self.reason = index, LinkState.DISCONNECTED, "it has not registered yet"
         self.address: Address | None = None
         self.boot = ""  # id of its process
         self.version: int | None = None  # of its verified weights
@@ -101,7 +101,7 @@ class Server:
 
     @property
     def is_serving(self) -> bool:
-        return self.state is State.SERVING
+        return self.state is LinkState.SERVING
 
     @property
     def has_work(self) -> bool:
@@ -123,15 +123,15 @@ class Server:
         boot = protocol.field(reply, "boot", str)
         is_restarted = bool(self.boot) and boot != self.boot
         # A ban lasts as long as the process.
-        if boot == self.boot and self.state is State.BANNED:
+        if boot == self.boot and self.state is LinkState.BANNED:
             raise DisconnectedError(self.reason)
         if boot != self.boot:
             self.boot, self.invalid_responses = boot, 0
-        self.state = State.ATTACHED
+        self.state = LinkState.ATTACHED
         theirs = protocol.field(reply, "facts", dict)
         for name, value in identity.items():
             if theirs.get(name) != value:
-                self.state = State.BANNED  # a retry cannot help: only a new process can have another identity
+                self.state = LinkState.BANNED  # a retry cannot help: only a new process can have another identity
                 raise InvalidResponseError(f"its {name} is {theirs.get(name)!r}, the trainer's is {value!r}")
         return is_restarted
 
@@ -208,7 +208,7 @@ class Server:
     def disconnect(self, reason: str, settled_version: int, is_banned: bool) -> list[PendingRequest]:
         """Stop using the server; its requests, for others to sample."""
         # A lost connection does not lift a ban.
-        self.state = State.BANNED if is_banned or self.state is State.BANNED else State.DISCONNECTED
+        self.state = LinkState.BANNED if is_banned or self.state is LinkState.BANNED else LinkState.DISCONNECTED
         self.version, self.reason, self.settled_version = None, reason, settled_version
         requests, self.requests, self._received = list(self.requests.values()), {}, []
         return requests

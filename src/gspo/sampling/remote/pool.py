@@ -12,7 +12,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,11 +19,12 @@ from gspo.errors import RolloutError
 from gspo.sampling.remote.link import (
     DisconnectedError,
     InvalidResponseError,
+    LinkState,
     PendingRequest,
     RefusedError,
     Server,
-    State,
 )
+from gspo.sampling.requests import interrupted
 from gspo.sampling.weights.probe import ProbeCheck
 from gspo.sampling.weights.store import Published
 from gspo.types import PromptKey, Sample
@@ -91,11 +91,9 @@ class ServerPool:
     def return_unsampled(self, requests: Sequence[PendingRequest]) -> None:
         """The aborted samples of requests that no server has added a token to."""
         for pending in requests:
-            request = pending.request
             self.requests.pop(pending.key, None)
-            prefix = request.prefix or Sample.of(request.id, [], [], self.version)
             assert self.partial is not None
-            self.partial.append(replace(prefix, id=request.id, finish="abort"))
+            self.partial.append(interrupted(pending.request, self.version))
 
     def _take(self, server: Server, key: str, sample: Sample) -> None:
         """Accept a sample: once, from the server that has the request, and only if it is valid."""
@@ -232,7 +230,7 @@ class ServerPool:
                 return
             if not server.is_serving:
                 self.notes.append(f"{server.name()} serves, with verified weights of version {published.version}")
-            server.state, server.settled_version = State.SERVING, published.version
+            server.state, server.settled_version = LinkState.SERVING, published.version
             server.note_progress()
             # Requests that found no server can be sent now.
             unassigned, self.unassigned = self.unassigned, []

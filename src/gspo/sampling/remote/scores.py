@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from gspo.errors import ConfigError, DataError, RolloutError
 from gspo.models.folder import refuse_other_vocabulary
 from gspo.sampling.engines.base import EngineAddress
-from gspo.sampling.engines.replies import InvalidReplyError, parse_json, prompt_logp
+from gspo.sampling.engines.replies import InvalidReplyError, prompt_logp, reply_object
 from gspo.sampling.remote import protocol as wire
 from gspo.system.heartbeat import beat
 from gspo.system.http_client import ReplyTooLargeError
@@ -91,7 +91,7 @@ class ScoreServer:
             try:
                 reply = self._http.call(method, route, data, timeout_s=max(deadline - time.monotonic(), 1.0))
                 if reply.status == 200:
-                    return parse_json(reply)
+                    return reply_object(reply)
                 text = reply.content.decode("utf-8", "replace")
                 reason = f"it answered {route} with {reply.status}: {text[:300]}"
                 if reply.status < 500 and reply.status not in _LATER:

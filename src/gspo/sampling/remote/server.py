@@ -31,8 +31,8 @@ from gspo.faults import reached
 from gspo.sampling.api import Sampler
 from gspo.sampling.engines.inside_vllm import gspo_collective as collective
 from gspo.sampling.remote import protocol as wire
-from gspo.sampling.remote.session import order
-from gspo.sampling.weights.load import fetch
+from gspo.sampling.remote.session import session_order
+from gspo.sampling.weights.load import fetch_weights
 from gspo.sampling.weights.probe import ScoreSequences
 from gspo.system.http import HttpServer, Json, RefusedCallError, bearer_key, finished, route
 from gspo.system.launched import MIN_TOKEN_CHARS, TOKEN
@@ -94,7 +94,7 @@ class SamplerEngine:
         def take() -> None:
             # An older trainer must not take the server back. The reply has the holder's id, so that a trainer whose
             # run has lost its count can take a higher number.
-            if order(session) < order(self._session):
+            if session_order(session) < session_order(self._session):
                 raise RefusedCallError(409, "session", "a newer trainer has taken this server", session=self._session)
             # The sampler returns to its initial state, whatever the earlier trainer left.
             self._sampler.abort()
@@ -335,7 +335,7 @@ class SamplerEngine:
             # If the version is loaded already, only the probe is computed again.
             if self._loaded != wanted:
                 if self._load_file is None:
-                    load = partial(self._sampler.load_weights, wanted[0], fetch(path, wanted[1]).items())
+                    load = partial(self._sampler.load_weights, wanted[0], fetch_weights(path, wanted[1]).items())
                 else:
                     load = partial(self._load_file, wanted[0], path, wanted[1])
             reached("sampler.load")

@@ -17,7 +17,7 @@ FILE = "session"  # in the folder of the registrations
 _DIGITS, _LIMIT = 20, 10**19  # a higher number would leave none for the next trainer
 
 
-def order(session: str) -> tuple[int, str]:
+def session_order(session: str) -> tuple[int, str]:
     """The key by which sessions are compared. An id without a number is older than every other.
 
     >>> order("00000000000000000007-ab") < order("10-cd"), order("zz")
@@ -49,7 +49,7 @@ class Session:
         with self._lock:
             if self._newest() > self._number:
                 return False
-            number = order(other)[0]
+            number = session_order(other)[0]
             if number >= _LIMIT - 1:
                 return False
             if number >= self._number:
@@ -58,7 +58,7 @@ class Session:
 
     def _newest(self) -> int:
         try:
-            return order(self._file.read_text(encoding="ascii")[:64].strip())[0]
+            return session_order(self._file.read_text(encoding="ascii")[:64].strip())[0]
         except (OSError, ValueError):
             return 0
 

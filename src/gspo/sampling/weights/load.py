@@ -21,17 +21,17 @@ from gspo.sampling.engines.inside_vllm import gspo_collective as collective
 from gspo.system import files
 
 
-def fetch(address: str, sha256: str) -> dict[str, Tensor]:
+def fetch_weights(address: str, sha256: str) -> dict[str, Tensor]:
     """The tensors of a published version, from its file or by broadcast. WeightSyncError if they are not intact."""
     if not address.startswith(collective.SCHEME):
-        return read(address, sha256)
+        return read_published(address, sha256)
     try:
         return collective.receive(address, sha256, 0, 1)
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, OSError) as cause:  # any malformed offer
         raise WeightSyncError(f"{cause}; the sampler keeps its weights") from cause
 
 
-def read(path: str | Path, sha256: str) -> dict[str, Tensor]:
+def read_published(path: str | Path, sha256: str) -> dict[str, Tensor]:
     """The tensors of a published file. WeightSyncError if its bytes are not those that were published."""
     path = Path(path)
     try:

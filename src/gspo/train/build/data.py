@@ -67,7 +67,7 @@ def make_curriculum(config: Config, data: Data, begin: Mapping[str, Any] | None)
     return Curriculum(config.seed, len(data), partial(data.candidates, config.seed), begin)
 
 
-def watched(curriculum: Curriculum | None, reason: RejectReason | None) -> RejectReason | None:
+def record_visit(curriculum: Curriculum | None, reason: RejectReason | None) -> RejectReason | None:
     """`reason`, after the curriculum has recorded the result of the group."""
     if curriculum is None:
         return reason

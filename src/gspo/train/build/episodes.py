@@ -1,9 +1,12 @@
-"""Environments, agents, and the workflow that runs their episodes."""
+"""How prompts are answered and scored: by one completion, by an environment or agent, or by the data set."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from gspo.config.objective import is_supervised
 from gspo.config.schema import Config
 from gspo.data.dataset import Dataset
 from gspo.data.mixture import Data
@@ -11,7 +14,55 @@ from gspo.envs.agents.agent import Agents, find_agent
 from gspo.envs.chat import Chat
 from gspo.envs.driver import Environment, Episodes
 from gspo.envs.find import find_environment
+from gspo.learner.learner import Learner
+from gspo.rewards.route import GivenRewards, NoRewards, Rewards
+from gspo.rollout.workflow import Workflow
 from gspo.system.launched import Launched
+from gspo.train.build.data import refuse_images
+from gspo.train.build.rewards import default_rewards, scores_answers
+from gspo.train.build.rollout import make_single_turn
+from gspo.train.parts import Given
+
+
+@dataclass(frozen=True)
+class Answering:
+    """How prompts are answered and scored, in training and in evaluations."""
+
+    rewards: Rewards
+    workflow: Workflow
+    evaluation_workflow: Workflow
+    scores: bool  # False: no reward (fine-tuning and distillation without reward.functions)
+    checks_reward: bool  # whether reward.check can score known answers: the reward is a function of prompt and answer
+    messages: list[str] = field(default_factory=list)  # about rewards that are used by default
+    count_episodes: Callable[[], Mapping[str, float]] = dict[str, float]  # what the environment counted
+    close: Callable[[], None] = lambda: None
+
+
+def make_answering(
+    given: Given, rewards: Rewards, learner: Learner, data: Data, valid: Data | None, max_context: int
+) -> Answering:
+    """An environment may give its own rewards; supervised fine-tuning needs none."""
+    config, environment = given.loaded.config, given.environment
+    both = [data, *([valid] if valid else [])]
+    refuse_images(config, both, has_environment=environment is not None, policy=learner.policy)
+    if environment is not None:
+        episodes = make_episodes(config, environment, data, learner.tokenizer, max_context)
+        return Answering(
+            GivenRewards(rewards),
+            episodes,
+            episodes,
+            scores=True,
+            checks_reward=False,
+            count_episodes=episodes.metrics,
+            close=episodes.close,
+        )
+    scores = scores_answers(config, given.reward, both)
+    messages = default_rewards(config, given.reward, both) if scores else []
+    rewards = rewards if scores else NoRewards()
+    if is_supervised(config):
+        # Rows bring their own completion in training; evaluations sample.
+        return Answering(GivenRewards(rewards), given.workflow, make_single_turn(config), scores, False, messages)
+    return Answering(rewards, given.workflow, given.workflow, scores, checks_reward=scores, messages=messages)
 
 
 def make_environment(config: Config, given: Any) -> Environment | None:

@@ -138,7 +138,7 @@ def _other_model(config: Config, path: str | None, tokenizer: Any, key: str) -> 
     return module
 
 
-def identity_of(learner: Learner, data: Data, world: World) -> dict[str, Any]:
+def run_identity(learner: Learner, data: Data, world: World) -> dict[str, Any]:
     """What a resumed run must have in common with the run that it continues."""
     num_parameters = sum(p.numel() for p in learner.policy.parameters())
     return {

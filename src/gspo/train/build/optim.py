@@ -15,7 +15,6 @@ from gspo.learner.policy.module import PolicyModule
 from gspo.learner.proximal import AutoClip
 from gspo.learner.step import StepReport
 from gspo.train.build.objective import narrowest_clip
-from gspo.train.build.run import run_path
 from gspo.train.update import Rates, Updater, UpdateSettings
 
 
@@ -81,6 +80,6 @@ def make_updater(
         rates=rates,
         critic_rates=critic_rates,
         say=say,
-        checkpoints=run_path(config) / "checkpoints",
+        checkpoints=config.run_path / "checkpoints",
         save_samples=save_samples,
     )

@@ -131,7 +131,7 @@ def load_policy(config: Config, run: Path | None, step: int) -> tuple[PolicyModu
     policy.processor = processor_of(policy, actor.path, tokenizer)
     # No optimizer: the weights are loaded to evaluate or export, not to train.
     if folder is not None:
-        checkpoint.load(folder, policy, None)
+        checkpoint.load_checkpoint(folder, policy, None)
     return policy, tokenizer
 
 

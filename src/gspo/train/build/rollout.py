@@ -13,7 +13,7 @@ from gspo.rewards.route import Rewards
 from gspo.rollout.buffer import Buffer, Snapshot
 from gspo.rollout.groups import GroupAssembler
 from gspo.rollout.producer import RolloutProducer
-from gspo.rollout.storage import unpack
+from gspo.rollout.storage import unpack_groups
 from gspo.rollout.workflow import Filter, RejectReason, Workflow, from_data, reject_by_filter, single_turn
 from gspo.runs import checkpoint
 from gspo.runs.directory import RunDir
@@ -74,7 +74,7 @@ def make_producer(
 def resumed_snapshot(run: RunDir, state: State, prompt_of: Callable[[int], Prompt]) -> Snapshot:
     """Where the buffer starts: the checkpoint of this step may hold groups that were sampled ahead of it."""
     stored = checkpoint.load_pending_groups(run.checkpoints / step_name(state.step))
-    groups = () if stored is None else unpack(*stored, prompt_of)
+    groups = () if stored is None else unpack_groups(*stored, prompt_of)
     return Snapshot(state.submission, tuple(state.resubmit), groups)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import gspo
 from gspo.config import (
     Loaded,
+    config_fingerprint,
     default_algorithm_note,
-    digest,
     dump,
     is_supervised,
     load,
@@ -19,14 +19,13 @@ from gspo.config import (
     write_origins,
 )
 from gspo.config.schema import Config
-from gspo.config.schema.saver import Evaluator as EvaluatorKeys
-from gspo.config.schema.saver import Saver as SaverKeys
+from gspo.config.schema.saver import EvaluatorSection, SaverSection
 from gspo.data.mixture import Data
 from gspo.learner.learner import Learner
 from gspo.monitor.display import Display
 from gspo.monitor.loggers import Loggers
 from gspo.runs import checkpoint
-from gspo.runs.directory import RunDir, environment
+from gspo.runs.directory import RunDir, versions_and_hardware
 from gspo.runs.resume import resume
 from gspo.runs.saver import Saver
 from gspo.runs.state import State
@@ -50,11 +49,6 @@ FREE = (
 MAX_IGNORED = 5  # messages about ignored keys that a run shows one by one
 
 
-def run_path(config: Config) -> Path:
-    """The run directory."""
-    return Path(config.cluster.fileroot) / config.experiment_name / config.trial_name
-
-
 def length_of(config: Config, num_rows: int) -> tuple[int, int]:
     """Steps of the run, and steps of one epoch."""
     # At least 1: a data set smaller than one batch still has epochs.
@@ -62,7 +56,7 @@ def length_of(config: Config, num_rows: int) -> tuple[int, int]:
     return config.total_train_steps or config.total_train_epochs * steps_per_epoch, steps_per_epoch
 
 
-def make_every(key: EvaluatorKeys | SaverKeys, steps_per_epoch: int, seconds: float | None = None) -> Every:
+def make_every(key: EvaluatorSection | SaverSection, steps_per_epoch: int, seconds: float | None = None) -> Every:
     return Every(key.freq_steps, key.freq_epochs and key.freq_epochs * steps_per_epoch, seconds)
 
 
@@ -73,7 +67,7 @@ def make_saver(
         run,
         *learner.trained,
         identity=identity,
-        config=digest(config),
+        config=config_fingerprint(config),
         keep=config.saver.keep,
         keep_sample_steps=config.stats_logger.keep_sample_steps,
         every=make_every(config.saver, steps_per_epoch, config.recover.freq_secs),
@@ -97,7 +91,7 @@ def make_recorder(
     with write_run_file(run.path / "origins.json") as tmp:
         tmp.write_text(write_origins(loaded.origins), encoding="utf-8")
     with write_run_file(run.path / "environment.json") as tmp:
-        found = environment(str(learner.policy.model.device), learner.threads)
+        found = versions_and_hardware(str(learner.policy.model.device), learner.threads)
         tmp.write_text(to_json(found), encoding="utf-8")
     return Recorder(
         run,
@@ -146,7 +140,7 @@ def resume_run(
 def load_step(config: Config, learner: Learner, step: int) -> State:
     """Load the checkpoint of `step` on a rank other than 0; rank 0 sends the whole state with every batch."""
     if step:
-        checkpoint.load(run_path(config) / "checkpoints" / step_name(step), *learner.trained)
+        checkpoint.load_checkpoint(config.run_path / "checkpoints" / step_name(step), *learner.trained)
     return State(step=step)
 
 

@@ -12,7 +12,7 @@ import torch
 from gspo.learner.policy.module import PolicyModule
 from gspo.sampling.remote.client import HttpSampler
 from gspo.sampling.remote.discovery import forget, weight_folders
-from gspo.sampling.remote.identity import context_limit, end_tokens, experts_of, identity_of
+from gspo.sampling.remote.identity import context_limit, end_tokens, experts_of, sampler_identity
 from gspo.sampling.weights.probe import sequence_logp
 from gspo.sampling.weights.store import weight_store
 from gspo.system.launched import Launched
@@ -46,7 +46,7 @@ def connect(
         launched.sampler_folder or run / "samplers",
         launched.num_samplers,
         launched.required_token(),
-        identity=identity_of(model, seed=seed, ends=ends, max_context=max_context, dtype=dtype),
+        identity=sampler_identity(model, seed=seed, ends=ends, max_context=max_context, dtype=dtype),
         max_context=max_context,
         ends=ends,
         weight_store=weight_store(mode, run, num_bytes),

@@ -46,6 +46,10 @@ async def talk(ws):
             elif KIND == "die": os._exit(3)
             elif KIND == "hang": await asyncio.sleep(60)
             elif KIND == "nonsense": await ws.send_text("hello"); continue
+            elif KIND in ("nan", "list"):
+                value = "NaN" if KIND == "nan" else "[1, 2]"
+                text = '{"type": "observation", "data": {"observation": {}, "done": false, "reward": %s}}' % value
+                await ws.send_text(text); continue
             elif KIND == "large": await ws.send_text("x" * 2**21); continue
             else:
                 n = data["number"]

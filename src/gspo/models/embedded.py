@@ -8,7 +8,8 @@ data on purpose: the model learns the format of a solution, and RL can still imp
 outside the attention.
 
 `embedded:tiny-control` is a Qwen3 for control tasks of Gymnasium (docs/environments.md, levels). It reads letters and
-answers with random digits from 0 to 4, so that every sample is an action.
+answers with random digits from 0 to 4, so that every sample is an action; each letter prefers some digits, at random,
+so that the model reads its letters.
 
 `embedded:tiny-tools` is the same Qwen3 for the environment `tools`. Its supervised data seldom call the calculator,
 `[184+768]952>952`, and mostly give the sum directly, `>952`, which the model cannot compute. So RL can teach it to call
@@ -22,10 +23,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import string
+from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
-from itertools import count, islice
+from functools import cache as remember
+from itertools import accumulate, count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,21 +136,23 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
         "warm": {"steps": 300, "batch": 48, "lr": 3e-3, "warmup": 20, "decay": 80, "seed": 1, "forgets": 0.7},
     },
     "embedded:tiny-control": {
-        # Large initial weights and few, small supervised steps: answers must depend on what the model reads. After 200
-        # steps at 3e-3 from 0.05, the log-prob of a digit differed by 0.005 between observations (here by 0.14), and
-        # RL found one action for all of them.
-        "config": {**_TINY, "vocab_size": 64, "initializer_range": 0.15},
+        "config": {**_TINY, "vocab_size": 64},
         "characters": "abcdefghijklmnopqrstuvwxyz",
         "warm": {
-            "steps": 100,
+            "steps": 200,
             "batch": 48,
-            "lr": 1e-3,
+            "lr": 3e-3,
             "warmup": 20,
-            "decay": 30,
+            "decay": 60,
             "seed": 1,
             "turns": 5,
-            "numbers": 8,  # most numbers of an observation and of an action
+            # Numbers of an observation and of an action. With 1 to 8 of them the model does not find the letter of a
+            # digit in 240 steps; it answers digits after observations of any length.
+            "numbers": 3,
             "levels": 5,  # digits of an action: 0 to 4
+            # Each letter prefers some digits, at random: log-probs differ by about this much. A start that does not
+            # read the letter of its digit first learns one action for all observations.
+            "prefers": 0.7,
         },
     },
     "embedded:tiny-tools": {
@@ -371,16 +377,32 @@ def _problems(recipe: Mapping[str, Any]) -> Iterator[arithmetic.Problem]:
 
 
 def _random_action(index: int, warm: Mapping[str, Any]) -> arithmetic.Problem:
-    """Turns of an episode: observations of random letters and actions of random digits, of equal lengths."""
-    per_turn = 2 * warm["numbers"]
-    u = rng.uniform(warm["seed"], "control", index, range(2 + warm["turns"] * per_turn))
-    num_letters, num_digits = (1 + int(x * warm["numbers"]) for x in u[:2])
+    """Turns of an episode: observations of random letters and actions of random digits.
+
+    A digit depends on the letter with the same number only, by preferences that are random and unrelated to any task.
+    """
+    num = warm["numbers"]
+    u = rng.uniform(warm["seed"], "control", index, range(2 * num * warm["turns"]))
     text = ""
     for turn in range(warm["turns"]):
-        drawn = u[2 + turn * per_turn :]
-        text += "".join(chr(ord("a") + int(26 * x)) for x in drawn[:num_letters])
-        text += "".join(str(int(warm["levels"] * x)) for x in drawn[warm["numbers"] :][:num_digits])
-    return arithmetic.Problem(text[:num_letters], text[num_letters:], text[-num_digits:])
+        drawn = u[2 * num * turn :][: 2 * num]
+        letters = [int(26 * x) for x in drawn[:num]]
+        text += "".join(chr(ord("a") + letter) for letter in letters)
+        text += "".join(_preferred(letter, x, warm) for letter, x in zip(letters, drawn[num:], strict=True))
+    return arithmetic.Problem(text[:num], answer=text[-num:], solution=text[num:])
+
+
+def _preferred(letter: int, uniform: float, warm: Mapping[str, Any]) -> str:
+    """The digit that a letter chooses by a uniform number."""
+    below = _weights(warm["seed"], letter, warm["levels"], warm["prefers"])
+    return str(min(bisect(below, uniform * below[-1]), warm["levels"] - 1))
+
+
+@remember
+def _weights(seed: int, letter: int, num: int, spread: float) -> tuple[float, ...]:
+    """Sums of the weights of a letter's digits up to each; 3.5 (x − 0.5) has a standard deviation of about 1."""
+    drawn = rng.uniform(seed, "prefers", letter, range(num))
+    return tuple(accumulate(math.exp(spread * 3.5 * (x - 0.5)) for x in drawn))
 
 
 def _loss(model: Any, tokens: Tensor, labels: Tensor, balance: float, inputs: Mapping[str, Any]) -> Tensor:

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from scripted_client import last_prompt, play, scripted
 
 from gspo.envs.adapters.codecs import ActionCodec, InvalidActionError, ObservationCodec
-from gspo.envs.adapters.gymnasium import StepTimeoutError
+from gspo.envs.adapters.threads import CallTimeoutError
 from gspo.envs.client import EpisodeError, OutOfRoomError
 from gspo.envs.find import find_environment
 from gspo.envs.outcome import outcome_of
@@ -103,6 +103,23 @@ def test_all_episodes_of_a_seed_begin_alike_and_instances_are_used_again():
     env.close()
 
 
+def test_seeds_of_evaluations_can_be_fresh():
+    env = find_environment("gymnasium:Odd-v0", {"held_out": 3_000_000})
+    assert [row["seed"] for row in env.rows("test", 2)] == [3_000_000, 3_000_001]
+    assert env.rows("train", 1)[0]["seed"] == 0
+    env.close()
+
+
+def test_with_a_potential_the_reward_of_a_step_is_its_change():
+    env = find_environment("gymnasium:Odd-v0", {"potential": lambda observation: 10 * float(observation[0])})
+    asked = client("-1", "0", "1", "1", "1", "1")
+    play(env, asked)
+    assert list(asked.turn_rewards.values())[:3] == [-10.0, 0.0, 10.0]
+    with pytest.raises(ConfigError, match="reward and potential are both set"):
+        find_environment("gymnasium:Odd-v0", {"potential": len, "reward": len})
+    env.close()
+
+
 def test_without_history_each_decision_sees_one_observation():
     env = find_environment("gymnasium:Odd-v0", {"history": False, "max_steps": 2, "prompt": "x"})
     start = first_observation(3)
@@ -126,7 +143,7 @@ def test_an_answer_that_is_no_action_costs_its_turn_and_the_model_is_told():
     ("trouble", "error", "message"),
     [
         ("raise", RuntimeError, "the motor is hot"),
-        ("hang", StepTimeoutError, "step took longer than 0.2 s"),
+        ("hang", CallTimeoutError, "step took longer than 0.2 s"),
         ("nan observation", EpisodeError, "not finite"),
         ("nan reward", EpisodeError, "must be a finite number"),
         ("two rewards", EpisodeError, "the reward of a step must be a number, got ndarray"),
@@ -150,7 +167,7 @@ def test_an_environment_that_misbehaves_costs_one_sample_and_the_next_one_runs(t
 
 def test_an_environment_that_returns_after_its_timeout_is_closed_then():
     env = find_environment("gymnasium:Odd-v0", {"make": {"trouble": "slow"}, "timeout": 0.1})
-    with pytest.raises(StepTimeoutError):
+    with pytest.raises(CallTimeoutError):
         play(env, client("0"))
     deadline = time.monotonic() + 20
     while closed.count("slow") < 2 and time.monotonic() < deadline:
@@ -212,6 +229,8 @@ def test_numbers_and_other_spaces():
         ("gymnasium:Odd-v0", {"action": {"levels": 5}}, r"action\.levels is for Box"),
         ("gymnasium:Odd-v0", {"observation": {"level": 5}}, r"observation\.level is not known"),
         ("gymnasium:Odd-v0", {"reward": "math:nothing"}, r"env\.options\.reward: .*no function nothing"),
+        ("gymnasium:Odd-v0", {"held_out": 5}, r"env\.options\.held_out must be at least 1000000"),
+        ("gymnasium:Odd-v0", {"potential": "math:nothing"}, r"env\.options\.potential: .*no function nothing"),
         ("gymnasium:Odd-v0", {"max_steps": 0}, "must be at least 1"),
         ("gymnasium:CartPole-v1", {"observation": {"levels": 9}}, r"observation\.(low|high) must be set"),
         ("gymnasium:Odd-v0", {"colour": 1}, r"env\.options do not fit"),

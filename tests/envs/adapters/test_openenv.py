@@ -1,6 +1,7 @@
 """OpenEnv servers over their websocket protocol: a small server here, and one made with the real package."""
 
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from openenv_server import SERVER
 from scripted_client import call, last_prompt, play, scripted
 
 from gspo.envs.adapters.openenv import OpenEnvError
+from gspo.envs.client import EpisodeError
 from gspo.envs.find import find_environment
 from gspo.errors import ConfigError
 
@@ -99,6 +101,31 @@ def test_a_server_that_misbehaves_costs_one_sample(make, kind, why):
     with pytest.raises(OpenEnvError, match=why) as error:
         play(env, client("3"))
     assert error.value.kind == "infra"
+
+
+@pytest.mark.run
+def test_a_server_that_died_is_started_again_for_the_next_episode(make):
+    env = make("die", timeout=20)
+    for _ in range(2):
+        with pytest.raises(OpenEnvError, match="step: ConnectionClosed"):  # each has answered reset before
+            play(env, client("3"))
+        env._server._process.wait(20)
+
+
+@pytest.mark.run
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kind", "why"), [("nan", "reward is nan; it must be a finite number"), ("list", "must be a number, got list")]
+)
+def test_a_reward_that_is_no_number_costs_one_sample(make, kind, why):
+    with pytest.raises(EpisodeError, match=why):
+        play(make(kind), client("3"))
+
+
+def test_without_the_package_the_error_names_the_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "websockets", None)
+    with pytest.raises(ConfigError, match=r"openenv needs websockets: pip install .*"):
+        find_environment("openenv:http://127.0.0.1:1")
 
 
 @pytest.mark.run

@@ -1,12 +1,15 @@
 """Environments of TRL: classes as a user wrote them, and TRL's own rules for tools, errors and rewards."""
 
 import asyncio
+import time
 
 import pytest
 import talkers
 from scripted_client import call, last_prompt, play, scripted
 
+from gspo.envs.adapters.threads import CallTimeoutError
 from gspo.envs.client import EpisodeError, TooManyTurnsError
+from gspo.envs.driver import outcome_of
 from gspo.envs.find import find_environment
 from gspo.errors import ConfigError
 
@@ -110,6 +113,66 @@ def test_errors_of_a_tool_are_results(said, result):
     asked = client(said, call("guess", number=5), f"5{talkers.END}")
     play(find_environment(Guess), asked)
     assert result in last_prompt(asked)
+
+
+class Hanging(Guess):
+    def guess(self, number: int) -> str:
+        """
+        Never answer.
+
+        Args:
+            number: The guess.
+        """
+        time.sleep(3)
+        return ""
+
+    async def slow(self, text: str) -> str:
+        """
+        Never answer.
+
+        Args:
+            text: Any text.
+        """
+        await asyncio.sleep(60)
+        return ""
+
+
+@pytest.mark.parametrize("said", [call("guess", number=1), call("slow", text="x")])
+def test_a_tool_that_hangs_costs_one_sample_and_blocks_no_other(said, monkeypatch):
+    monkeypatch.setattr("gspo.envs.adapters.trl._THREADS", 1)
+    env = find_environment(Hanging, {"timeout": 0.1})
+    for _ in range(3):  # more often than there are threads
+        with pytest.raises(CallTimeoutError, match=r"the environment's (guess|slow) took longer than 0\.1 s") as error:
+            play(env, client(said))
+        assert error.value.kind == "timeout"
+    env.close()
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"), [(float("nan"), "must be a finite number"), ("good", "must be a number")]
+)
+def test_a_reward_that_is_no_number_costs_one_sample(reward, message):
+    class Odd(Guess):
+        def get_reward(self):
+            return reward
+
+    with pytest.raises(EpisodeError, match=message):
+        outcome_of(play(find_environment(Odd), client(f"5{talkers.END}")), {})
+
+
+def test_a_megabyte_from_a_tool_ends_the_episode_and_is_not_fatal():
+    class Loud(Guess):
+        def guess(self, number: int) -> str:
+            """
+            Answer at length.
+
+            Args:
+                number: The guess.
+            """
+            self.asked += 1
+            return "x" * 2**20
+
+    assert play(find_environment(Loud), client(call("guess", number=1), f"5{talkers.END}")) == {"reward": 1.0}
 
 
 def test_reward_functions_see_their_environment():

@@ -3,7 +3,9 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -31,6 +33,13 @@ def test_without_the_package_the_error_names_the_command():
         find_environment("verifiers:anything")
 
 
+def test_another_release_is_refused_with_the_one_that_works(monkeypatch):
+    monkeypatch.setitem(sys.modules, "verifiers", ModuleType("verifiers"))
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.2.0")
+    with pytest.raises(ConfigError, match=r"needs verifiers 0\.3 or 0\.4, found 1\.2\.0: pip install 'verifiers"):
+        find_environment("verifiers:anything")
+
+
 @pytest.mark.full
 @pytest.mark.timeout(1000)  # processes that import verifiers: minutes on a busy machine
 @needs_verifiers
@@ -46,6 +55,8 @@ def test_episodes_of_the_package_are_played():
     assert "21" in found["tool prompt"]
     assert found["raise"][:2] == ["VerifiersError", "crash"]
     assert "the judge is away" in found["raise"][2]
+    assert found["nan"][:2] == ["EpisodeError", "crash"]
+    assert "must be a finite number" in found["nan"][2]
     assert found["hang"][:2] == ["VerifiersError", "timeout"]
     assert "allow_code" in found["gspo_sums {'harness': 'bash'}"]
     assert "no_such_package" in found["no_such_package {}"]
@@ -63,3 +74,16 @@ def test_an_environment_trains_with_one_line_of_yaml(tmp_path):
     trained = [row for row in rows if "reward/mean" in row]
     assert len(trained) == 2
     assert all("reward/part_length" in row for row in trained)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1000)
+@pytest.mark.skipif(
+    not list(ROOT.glob(".venv-verifiers/lib/*/site-packages/scratchpad")),
+    reason="scratchpad, an environment of the authors of verifiers, is not in .venv-verifiers (docs/environments.md)",
+)
+def test_an_environment_that_others_wrote_is_played_as_it_is():
+    """scratchpad: a tool server that all episodes share, with state of its own for each."""
+    found = json.loads(run(str(HERE / "verifiers_env" / "scratchpad_checks.py")).splitlines()[-1])
+    assert found["rows"] == 19
+    assert found["results"] == [{"isolated": 1.0, "reward": 1.0}, {"isolated": 1.0, "reward": 1.0}]

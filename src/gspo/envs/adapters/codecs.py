@@ -30,6 +30,11 @@ def to_goal(observation: Mapping[str, Any]) -> np.ndarray:
     return np.asarray(observation["desired_goal"]) - np.asarray(observation["achieved_goal"])
 
 
+def nearness(observation: Mapping[str, Any]) -> float:
+    """Minus the distance to the goal, 1 for 10 cm."""
+    return -10 * float(np.linalg.norm(to_goal(observation)))
+
+
 class ObservationCodec:
     """`given`: None, module:function(observation) → a text or numbers, or
     {of: module:function, levels: n, low: x, high: y, digits: n}."""

@@ -6,28 +6,20 @@ Environments are reset and used again; they step in a few threads of their own, 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib
 import os
-import queue
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gspo.envs.adapters.codecs import ActionCodec, InvalidActionError, ObservationCodec
-from gspo.envs.adapters.seeds import seed_rows
+from gspo.envs.adapters.seeds import HELD_OUT, seed_rows
+from gspo.envs.adapters.threads import Threads
 from gspo.envs.client import Client, EpisodeError, OutOfRoomError, TooManyTurnsError
 from gspo.errors import ConfigError
 from gspo.system.imports import find_function, install_command
-
-
-class StepTimeoutError(EpisodeError):
-    """The environment did not return from reset or step in time."""
-
-    kind = "timeout"
 
 
 class Gymnasium:
@@ -35,6 +27,7 @@ class Gymnasium:
 
     observation     how the model reads an observation, and action how its answer is read: see codecs.py
     reward          module:function(observation, reward, info) → the reward of a step; default: the environment's own
+    potential       module:function(observation) → a number whose change is the reward of a step, instead of `reward`
     success         name in `info` that says whether the episode succeeded: 1 or 0 is then the reward at the end
     max_steps       decisions of an episode; each is held for `hold` steps of the environment
     history         False: each decision sees the last observation only, and is a sequence of its own
@@ -42,6 +35,7 @@ class Gymnasium:
     make            arguments of gymnasium.make; modules: packages that register environments, imported before
     prompt          text before the first observation (with history)
     timeout         seconds that reset and step may take
+    held_out        the first reset seed of evaluations
     """
 
     def __init__(
@@ -51,6 +45,7 @@ class Gymnasium:
         observation: str | Mapping[str, Any] | None = None,
         action: str | Mapping[str, Any] | None = None,
         reward: str | Callable[..., float] | None = None,
+        potential: str | Callable[[Any], float] | None = None,
         success: str = "is_success",
         max_steps: int = 100,
         hold: int = 1,
@@ -61,23 +56,28 @@ class Gymnasium:
         prompt: str = "",
         timeout: float = 30.0,
         at_once: int = 64,
+        held_out: int = HELD_OUT,
     ) -> None:
+        if held_out < HELD_OUT:
+            raise ConfigError(f"env.options.held_out must be at least {HELD_OUT}: smaller seeds are for training")
         if max_steps < 1 or hold < 1 or at_once < 1 or not timeout > 0:
             raise ConfigError("env.options: max_steps, hold and at_once must be at least 1, timeout above 0")
         self._make = _maker(id, dict(make or {}), [modules] if isinstance(modules, str) else modules)
-        self._id, self.at_once = id, at_once
+        self._id, self.at_once, self._held_out = id, at_once, held_out
         self._max_steps, self._hold, self._history = max_steps, hold, history
         self._success, self._invalid_reward, self._prompt, self._timeout_s = success, invalid_reward, prompt, timeout
-        self._reward = _find(reward)
+        if reward is not None and potential is not None:
+            raise ConfigError("env.options: reward and potential are both set; remove one")
+        self._reward, self._potential = _find(reward, "reward"), _find(potential, "potential")
         first = self._make()
         self._pool = [first]
         self._observation = ObservationCodec(observation, first.env.observation_space)
         self._action = ActionCodec(action, first.env.action_space)
-        self._threads = _Threads()
+        self._threads = Threads(max(1, os.cpu_count() or 1))
 
     def rows(self, split: str, size: int | None) -> list[dict[str, Any]]:
         """One problem per reset seed; held-out seeds are others."""
-        return seed_rows(self._prompt.strip() or self._id, split, size)
+        return seed_rows(self._prompt.strip() or self._id, split, size, self._held_out)
 
     async def __call__(self, client: Client, data: Mapping[str, Any]) -> dict[str, float | None]:
         env = self._pool.pop() if self._pool else await self._run(self._make)
@@ -92,6 +92,7 @@ class Gymnasium:
     async def _play(self, env: _Instance, client: Client, seed: Any) -> dict[str, float | None]:
         observation, info = await self._run(env.reset, None if seed is None else int(seed))
         total, num_invalid, steps = 0.0, 0, 0
+        before = self._potential and _number(self._potential(observation))
         messages = [{"role": "user", "content": (self._prompt if self._history else "") + self._text(observation)}]
         for steps in range(1, self._max_steps + 1):
             try:
@@ -105,6 +106,9 @@ class Gymnasium:
             try:
                 action = self._action.read(str(answer.get("content") or ""))
                 observation, reward, is_over, info = await self._run(self._step, env, action)
+                if self._potential is not None:
+                    after = _number(self._potential(observation))
+                    reward, before = after - before, after
                 text = self._text(observation)
             except InvalidActionError as error:
                 reward, num_invalid = self._invalid_reward, num_invalid + 1
@@ -149,7 +153,8 @@ class Gymnasium:
             raise EpisodeError(f"the observation cannot be written as text: {type(error).__name__}: {error}") from error
 
     async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
-        return await self._threads.run(lambda: function(*args), function.__name__.strip("_"), self._timeout_s)
+        what = f"the environment's {function.__name__.strip('_')}"
+        return await self._threads.run(lambda: function(*args), what, self._timeout_s)
 
     def close(self) -> None:
         self._threads.close()
@@ -177,104 +182,6 @@ def _discard(instance: _Instance) -> None:
             instance.env.close()
 
     threading.Thread(target=close, name="gymnasium close", daemon=True).start()
-
-
-@dataclass(eq=False)
-class _Job:
-    """A call of an environment, for a thread of its own."""
-
-    call: Callable[[], Any]
-    future: asyncio.Future[Any]
-    loop: asyncio.AbstractEventLoop
-    started: float | None = None
-    is_abandoned: bool = False
-
-
-class _Threads:
-    """As many daemon threads as cores. A pool of the standard library would wait for a thread that hangs at exit.
-
-    The event loop wakes up once for all calls that have ended meanwhile, not once per call: a step of a small
-    simulator takes less time than waking up the loop.
-    """
-
-    def __init__(self) -> None:
-        self._work: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._num = max(1, os.cpu_count() or 1)
-        self._lock = threading.Lock()
-        self._ended: dict[asyncio.AbstractEventLoop, list[tuple[_Job, Any, BaseException | None]]] = {}
-        for _ in range(self._num):
-            self._start()
-
-    async def run(self, call: Callable[[], Any], name: str, timeout_s: float) -> Any:
-        """The result of a call. The time that it waits for a thread does not count for StepTimeoutError."""
-        loop = asyncio.get_running_loop()
-        job = _Job(call, loop.create_future(), loop)
-
-        def check() -> None:
-            nonlocal timer
-            left = timeout_s if job.started is None else job.started + timeout_s - time.monotonic()
-            if left > 0:
-                timer = loop.call_later(left, check)
-            elif not job.future.done():
-                self._abandon(job)
-                job.future.set_exception(StepTimeoutError(f"the environment's {name} took longer than {timeout_s:g} s"))
-
-        timer = loop.call_later(timeout_s, check)
-        self._work.put(job)
-        try:
-            return await job.future
-        finally:
-            timer.cancel()
-
-    def _abandon(self, job: _Job) -> None:
-        """Give up on a call: a new thread takes the place of the one that it blocks."""
-        job.is_abandoned = True
-        self._start()
-
-    def _start(self) -> None:
-        threading.Thread(target=self._serve, name="gymnasium", daemon=True).start()
-
-    def close(self) -> None:
-        for _ in range(self._num):
-            self._work.put(None)
-
-    def _serve(self) -> None:
-        while (job := self._work.get()) is not None:
-            if job.future.cancelled():  # its episode has ended before
-                continue
-            job.started = time.monotonic()
-            try:
-                self._report(job, job.call(), None)
-            except BaseException as error:
-                self._report(job, None, error)
-            if job.is_abandoned:
-                return  # another thread has taken this one's place
-
-    def _report(self, job: _Job, value: Any, error: BaseException | None) -> None:
-        if isinstance(error, StopIteration):  # a future refuses it
-            error = RuntimeError(f"StopIteration: {error}")
-        with self._lock:
-            ended = self._ended.setdefault(job.loop, [])
-            ended.append((job, value, error))
-            is_first = len(ended) == 1
-        # The first result wakes up the loop; the loop then takes all that are there.
-        if is_first:
-            try:
-                job.loop.call_soon_threadsafe(self._deliver, job.loop)
-            except RuntimeError:  # the loop is closed: nobody waits
-                with self._lock:
-                    self._ended.pop(job.loop, None)
-
-    def _deliver(self, loop: asyncio.AbstractEventLoop) -> None:
-        with self._lock:
-            ended = self._ended.pop(loop, [])
-        for job, value, error in ended:
-            if job.future.done():
-                continue
-            if error is None:
-                job.future.set_result(value)
-            else:
-                job.future.set_exception(error)
 
 
 def _maker(id: str, arguments: Mapping[str, Any], modules: Sequence[str]) -> Callable[[], _Instance]:
@@ -312,8 +219,8 @@ def _number(reward: Any) -> float:
         raise EpisodeError(f"the reward of a step must be a number, got {type(reward).__name__}") from error
 
 
-def _find(function: str | Callable[..., float] | None) -> Callable[..., float] | None:
+def _find(function: str | Callable[..., float] | None, key: str) -> Callable[..., float] | None:
     try:
         return find_function(function) if isinstance(function, str) else function
     except ValueError as error:
-        raise ConfigError(f"env.options.reward: {error}") from error
+        raise ConfigError(f"env.options.{key}: {error}") from error

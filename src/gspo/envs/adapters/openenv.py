@@ -16,6 +16,7 @@ import json
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -74,6 +75,7 @@ class OpenEnv:
         self.at_once = sessions
         self._max_steps, self._timeout_s = max_steps, timeout
         self._server: _Server | None = None
+        self._lock = threading.Lock()  # of a restart
         if not what.startswith(("http://", "https://")):
             self._server = _Server(what, python or sys.executable, start_timeout)
             what = self._server.url
@@ -97,6 +99,8 @@ class OpenEnv:
         return seed_rows(self._prompt.strip() or "OpenEnv", split, size)
 
     async def __call__(self, client: Client, data: Mapping[str, Any]) -> Any:
+        if self._server is not None and self._server.has_ended:
+            await asyncio.to_thread(self._restart)
         session = _Session(self._url, self._timeout_s)
         try:
             await session.open()
@@ -107,6 +111,15 @@ class OpenEnv:
             return await self._play(client, session, first)
         finally:
             await session.close()
+
+    def _restart(self) -> None:
+        """Start a server again that died: it costs the episodes that it was playing, and no others."""
+        with self._lock:
+            if self._server is not None and self._server.has_ended:
+                try:
+                    self._server.start()
+                except ConfigError as error:
+                    raise OpenEnvError(str(error)) from error
 
     async def _play(self, client: Client, session: _Session, reply: Mapping[str, Any]) -> float:
         messages = [m for m in client.messages if str(m.get("content") or "").strip()]
@@ -237,6 +250,8 @@ class _Session:
                 await self._socket.send(json.dumps({"type": kind, "data": data}))
                 reply = json.loads(await self._socket.recv())
                 content = reply["data"]
+                if not isinstance(content, dict):
+                    raise TypeError(f"data is {type(content).__name__}, not an object")
         except TimeoutError:
             raise OpenEnvError(f"the server did not answer {kind} within {self._timeout_s:g} s") from None
         except (WebSocketException, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -268,22 +283,42 @@ class _Server:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        command = [python, "-m", "uvicorn", app, "--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
+        self._what, self._folder, self._timeout_s = what, folder if folder.is_dir() else None, start_timeout_s
+        self._command = [
+            python,
+            "-m",
+            "uvicorn",
+            app,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--log-level",
+            "warning",
+        ]
+        self.start()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def start(self) -> None:
         self._process = subprocess.Popen(
-            dying_with_parent(command), stdin=subprocess.DEVNULL, start_new_session=True,
-            cwd=folder if folder.is_dir() else None,
-        )  # fmt: skip
-        deadline = time.monotonic() + start_timeout_s
+            dying_with_parent(self._command), stdin=subprocess.DEVNULL, start_new_session=True, cwd=self._folder
+        )
+        deadline = time.monotonic() + self._timeout_s
         while True:
             with contextlib.suppress(httpx.HTTPError):
                 if httpx.get(f"{self.url}/health", timeout=2).is_success:
                     return
             if (code := self._process.poll()) is not None:
-                raise ConfigError(f"env.path: the OpenEnv server {what} {describe_exit(code)}; its output is above")
+                raise ConfigError(
+                    f"env.path: the OpenEnv server {self._what} {describe_exit(code)}; its output is above"
+                )
             if time.monotonic() > deadline:
                 self.close()
                 raise ConfigError(
-                    f"env.path: the OpenEnv server {what} did not answer within {start_timeout_s:g} s "
+                    f"env.path: the OpenEnv server {self._what} did not answer within {self._timeout_s:g} s "
                     "(env.options.start_timeout)"
                 )
             time.sleep(0.1)
@@ -307,6 +342,8 @@ def _content(reply: Mapping[str, Any]) -> dict[str, Any]:
 
 def _reward(reply: Mapping[str, Any]) -> float:
     value = reply.get("reward")
+    if not isinstance(value, int | float | None):
+        raise OpenEnvError(f"the reward of a step must be a number, got {type(value).__name__}")
     return 0.0 if value is None else float(value)
 
 

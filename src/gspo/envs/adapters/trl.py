@@ -14,18 +14,21 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from gspo.envs.adapters.threads import CallTimeoutError, Threads
 from gspo.envs.client import Client, EpisodeError, OutOfRoomError, TooManyTurnsError
 from gspo.errors import ConfigError
 from gspo.system.imports import find_function
 
 _NO_TOOL = ("reset", "get_reward")
+_THREADS = 32  # tools mostly wait: for a network, a process
 
 
 class TrlEnvironment:
     """`factory` is a callable without arguments, or {name: callable} for rows with a column `environment`.
 
     `reward_funcs` are TRL reward functions that take `environments`: they run here, beside the environment, with lists
-    of length one. `max_tool_calling_iterations` limits the rounds of calls, as in TRL.
+    of length one. `max_tool_calling_iterations` limits the rounds of calls, as in TRL. `timeout`: seconds for each call
+    of a method or reward function.
     """
 
     def __init__(
@@ -34,12 +37,15 @@ class TrlEnvironment:
         *,
         reward_funcs: Sequence[str | Callable[..., Any]] = (),
         max_tool_calling_iterations: int | None = None,
+        timeout: float = 60.0,
     ) -> None:
+        if not timeout > 0:
+            raise ConfigError(f"env.options.timeout must be above 0, got {timeout!r}")
         named = factory if isinstance(factory, Mapping) else {None: factory}
         self._by_name = isinstance(factory, Mapping)
         self._factories = {name: _find(value, "env.path") for name, value in named.items()}
         self._rewards = [_find(value, "env.options.reward_funcs") for value in reward_funcs]
-        self._max_rounds = max_tool_calling_iterations
+        self._max_rounds, self._timeout_s = max_tool_calling_iterations, timeout
         self._pool: dict[Any, list[Any]] = {}
         self._tools: dict[Any, dict[str, dict[str, Any]]] = {}  # by factory: schema of each tool
         for name, make in self._factories.items():
@@ -48,6 +54,10 @@ class TrlEnvironment:
                 raise ConfigError(f"env.path: {type(instance).__name__} has no method reset, as TRL environments have")
             self._pool[name] = [instance]
             self._tools[name] = _schemas(type(instance))
+        self._threads = Threads(_THREADS)
+
+    def close(self) -> None:
+        self._threads.close()
 
     async def __call__(self, client: Client, data: Mapping[str, Any]) -> dict[str, float] | None:
         columns = {"prompt": client.messages, **data}
@@ -57,8 +67,8 @@ class TrlEnvironment:
                 f"the row's environment is {name!r}; env.path has {', '.join(map(str, self._factories))}"
             )
         pool = self._pool[name]
-        instance = pool.pop() if pool else await _run(_create, self._factories[name])
-        messages = _with_observation(client.messages, await _run(instance.reset, **columns))
+        instance = pool.pop() if pool else await self._run(_create, self._factories[name])
+        messages = _with_observation(client.messages, await self._run(instance.reset, **columns))
         first = len(messages)
         await self._play(client, instance, messages, list(self._tools[name].values()))
         score = await self._score(client, instance, messages, first, columns)
@@ -83,7 +93,7 @@ class TrlEnvironment:
             rounds += 1
             messages += [
                 {"role": "tool", "name": name, "content": _content(result)}
-                for name, result in await _results(instance, calls)
+                for name, result in await self._results(instance, calls)
             ]
 
     async def _score(
@@ -91,10 +101,10 @@ class TrlEnvironment:
     ) -> dict[str, float] | None:
         parts: dict[str, float] = {}
         if callable(get_reward := getattr(instance, "get_reward", None)):
-            parts[type(instance).__name__] = await _run(get_reward)
+            parts[type(instance).__name__] = await self._run(get_reward)
         lists = {name: [value] for name, value in columns.items() if name != "prompt"}
         for function in self._rewards:
-            values = await _run(
+            values = await self._run(
                 function, prompts=[columns["prompt"]], completions=[messages[first:]], environments=[instance],
                 completion_ids=[[int(t) for e in client.exchanges for t in e.sample.tokens]], trainer_state=None,
                 log_extra=lambda *_: None, log_metric=lambda *_: None, **lists,
@@ -104,7 +114,48 @@ class TrlEnvironment:
             # None: TRL leaves this function out for this sample.
             if values[0] is not None:
                 parts[function.__name__] = values[0]
-        return {"reward": sum(parts.values()), **(parts if len(parts) > 1 else {})} if parts else None
+        try:
+            total = sum(parts.values())
+        except TypeError as error:
+            raise EpisodeError(f"a reward must be a number, got {str(parts)[:200]}") from error
+        return {"reward": total, **(parts if len(parts) > 1 else {})} if parts else None
+
+    async def _results(self, instance: Any, calls: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
+        """(tool, result) of each call of a turn; results of async tools come last, as in TRL."""
+        results: list[tuple[str, Any]] = []
+        waiting: list[tuple[str, Any]] = []
+        for call in calls:
+            name = call["function"]["name"]
+            try:
+                tool = getattr(type(instance), name, None)
+                if name.startswith("_") or name in _NO_TOOL or not inspect.isfunction(tool):
+                    raise ValueError(f"Tool {name} not found.")
+                arguments = json.loads(call["function"]["arguments"])
+                if inspect.iscoroutinefunction(tool):
+                    waiting.append((name, self._run(tool, instance, **arguments)))
+                else:
+                    results.append((name, await self._run(tool, instance, **arguments)))
+            except CallTimeoutError:
+                raise
+            except Exception as error:
+                results.append((name, {"error": str(error)}))
+        for (name, _), result in zip(
+            waiting, await asyncio.gather(*(w for _, w in waiting), return_exceptions=True), strict=True
+        ):
+            if isinstance(result, CallTimeoutError):
+                raise result
+            results.append((name, {"error": str(result)} if isinstance(result, Exception) else result))
+        return results
+
+    async def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a sync function in a thread, so that it does not block the other episodes; await an async one."""
+        what = f"the environment's {getattr(function, '__name__', 'call')}"
+        if not inspect.iscoroutinefunction(function):
+            return await self._threads.run(lambda: function(*args, **kwargs), what, self._timeout_s)
+        try:
+            return await asyncio.wait_for(function(*args, **kwargs), self._timeout_s)
+        except TimeoutError as error:
+            raise CallTimeoutError(f"{what} took longer than {self._timeout_s:g} s") from error
 
 
 def is_trl_class(found: Any) -> bool:
@@ -157,37 +208,6 @@ def _with_observation(messages: list[dict[str, Any]], observation: Any) -> list[
         return [*messages, {"role": "user", "content": _content(observation)}]
     content = f"{messages[last].get('content') or ''}{_content(observation)}"
     return [*messages[:last], {**messages[last], "content": content}, *messages[last + 1 :]]
-
-
-async def _results(instance: Any, calls: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
-    """(tool, result) of each call of a turn; results of async tools come last, as in TRL."""
-    results: list[tuple[str, Any]] = []
-    waiting: list[tuple[str, Any]] = []
-    for call in calls:
-        name = call["function"]["name"]
-        try:
-            tool = getattr(type(instance), name, None)
-            if name.startswith("_") or name in _NO_TOOL or not inspect.isfunction(tool):
-                raise ValueError(f"Tool {name} not found.")
-            arguments = json.loads(call["function"]["arguments"])
-            if inspect.iscoroutinefunction(tool):
-                waiting.append((name, tool(instance, **arguments)))
-            else:
-                results.append((name, await asyncio.to_thread(tool, instance, **arguments)))
-        except Exception as error:
-            results.append((name, {"error": str(error)}))
-    for (name, _), result in zip(
-        waiting, await asyncio.gather(*(w for _, w in waiting), return_exceptions=True), strict=True
-    ):
-        results.append((name, {"error": str(result)} if isinstance(result, Exception) else result))
-    return results
-
-
-async def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a sync function in a thread, so that it does not block the other episodes; await an async one."""
-    if inspect.iscoroutinefunction(function):
-        return await function(*args, **kwargs)
-    return await asyncio.to_thread(function, *args, **kwargs)
 
 
 def _content(value: Any) -> str:

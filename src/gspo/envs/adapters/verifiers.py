@@ -15,6 +15,7 @@ import itertools
 import os
 import sys
 from collections.abc import Mapping
+from importlib import metadata
 from typing import Any
 
 from gspo.envs.agents.agent import open_episode
@@ -23,6 +24,7 @@ from gspo.envs.client import Client, EpisodeError
 from gspo.errors import ConfigError
 
 _KEY_VARIABLE = "GSPO_VERIFIERS_API_KEY"  # verifiers strips names with API_KEY from the processes that it starts
+_VERSIONS = "verifiers>=0.3.1,<0.5"
 _MOST_TASKS = 4096  # of a taskset that never ends
 _HOLD_OUT = 20  # every 20th task is held out
 _HARNESS = "gspo_verifiers_harness"
@@ -65,9 +67,13 @@ class Verifiers:
             verifiers = importlib.import_module("verifiers")
         except ImportError as error:
             raise ConfigError(
-                f"env.path: verifiers:{name} needs verifiers: pip install 'verifiers>=0.3.1,<0.5' into the virtual "
+                f"env.path: verifiers:{name} needs verifiers: pip install '{_VERSIONS}' into the virtual "
                 "environment of gspo (docs/environments.md)"
             ) from error
+        if not (installed := metadata.version("verifiers")).startswith(("0.3.", "0.4.")):
+            raise ConfigError(
+                f"env.path: verifiers:{name} needs verifiers 0.3 or 0.4, found {installed}: pip install '{_VERSIONS}'"
+            )
         try:
             if hasattr(verifiers, "load_environment") and not taskset and harness is None:
                 self._backend: _Classic | _V1 = _Classic(verifiers, name, dict(args or {}))

@@ -11,6 +11,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[2] / "helpers")]
 import talkers  # noqa: E402
 from scripted_client import call, scripted  # noqa: E402
 
+from gspo.envs.driver import outcome_of  # noqa: E402
 from gspo.envs.find import find_environment  # noqa: E402
 
 
@@ -19,7 +20,9 @@ def episode(env, said, row, **options):
 
     async def play():
         try:
-            return await env(client, {"idx": row["idx"]})
+            result = await env(client, {"idx": row["idx"]})
+            outcome_of(result, {})  # as the driver does
+            return result
         except Exception as error:
             return [type(error).__name__, getattr(error, "kind", ""), str(error)]
 
@@ -49,7 +52,7 @@ def main():
     found["tool prompt"] = client.decode(client.exchanges[-1].prompt) if client.exchanges else seen
     env.close()
     # Only the hanging one needs a short timeout: on a busy machine three seconds are not enough for the other.
-    for trouble, timeout in (("raise", 200), ("hang", 3)):
+    for trouble, timeout in (("raise", 200), ("nan", 200), ("hang", 3)):
         env = find_environment("verifiers:gspo_sums", {"taskset": {"trouble": trouble}, "timeout": timeout})
         (found[trouble],) = asyncio.run(several(env, [episode(env, ["21"], train[0])]))
         env.close()
@@ -61,4 +64,5 @@ def main():
     print(json.dumps(found))
 
 
-main()
+if __name__ == "__main__":
+    main()

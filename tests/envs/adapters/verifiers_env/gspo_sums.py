@@ -17,6 +17,8 @@ class SumTask(vf.Task[SumData, vf.State, vf.TaskConfig]):
     async def correct(self, trace) -> float:
         if self.data.trouble == "raise":
             raise RuntimeError("the judge is away")
+        if self.data.trouble == "nan":
+            return float("nan")
         if self.data.trouble == "hang":
             await asyncio.sleep(60)
         last = trace.branches[-1].messages[-1].content

@@ -20,3 +20,7 @@ class ToolSums(vf.Taskset[SumTask, vf.TasksetConfig]):
     @classmethod
     def toolsets(cls, config):
         return [Adder(vf.SharedToolsetConfig())]
+
+
+if __name__ == "__main__":  # verifiers starts the server as `python -m gspo_tools`
+    Adder.run()

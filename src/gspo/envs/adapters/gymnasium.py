@@ -92,7 +92,7 @@ class Gymnasium:
     async def _play(self, env: _Instance, client: Client, seed: Any) -> dict[str, float | None]:
         observation, info = await self._run(env.reset, None if seed is None else int(seed))
         total, num_invalid, steps = 0.0, 0, 0
-        before = self._potential and _number(self._potential(observation))
+        before = 0.0 if self._potential is None else _number(self._potential(observation))
         messages = [{"role": "user", "content": (self._prompt if self._history else "") + self._text(observation)}]
         for steps in range(1, self._max_steps + 1):
             try:

@@ -46,7 +46,7 @@ def main():
     env.close()
     env = find_environment("verifiers:gspo_tools")
     seen = []
-    said = iter([call("Adder_add", a=10, b=11), f"21{talkers.END}"])
+    said = iter([call("adder_add", a=10, b=11), f"21{talkers.END}"])
     play, client = episode(env, said, env.rows("train", None)[0], template=talkers.CHATML)
     (found["tools"],) = asyncio.run(several(env, [(play, client)]))
     found["tool prompt"] = client.decode(client.exchanges[-1].prompt) if client.exchanges else seen

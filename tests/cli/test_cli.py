@@ -167,7 +167,7 @@ def test_a_verb_without_a_config_says_what_it_wants(verb, capsys):
 
 def test_an_override_in_the_place_of_the_config_is_explained(capsys):
     assert cli.main(["doctor", "total_train_steps=2"]) == 2
-    assert "'total_train_steps=2' sets a key; pass the YAML file first" in capsys.readouterr().err
+    assert "'total_train_steps=2' sets a key; pass a YAML file or the name of an example" in capsys.readouterr().err
 
 
 def test_an_unknown_verb_is_told_the_nearest(capsys):

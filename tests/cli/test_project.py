@@ -72,7 +72,16 @@ def gspo(folder, *words):
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("task", [pytest.param(task, marks=[pytest.mark.full] * (task != "math")) for task in TASKS])
+def test_a_project_trains_as_it_is_written(tmp_path, monkeypatch):
+    write_project(tmp_path / "mine", "math")
+    monkeypatch.chdir(tmp_path / "mine")
+    assert cli.main(["train", "train.yaml", *ONE_STEP]) == 0
+    (run,) = (tmp_path / "mine" / "runs" / "mine").iterdir()
+    assert [row["step"] for row in read_metrics(run)] == [0, 1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("task", TASKS)
 def test_the_reward_test_passes_the_doctor_agrees_and_the_project_trains_and_reports(task, tmp_path, tiny):
     if task == "code" and unavailable():
         pytest.skip(unavailable())

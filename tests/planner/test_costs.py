@@ -99,6 +99,7 @@ def test_the_size_of_an_embedded_mixture_is_counted():
 
 def test_the_command_prints_plans_as_json(capsys):
     words = ["plan", "examples/quickstart.yaml", "--gpus", "H100:8", "--model", "7B", "--json", "--length", "20"]
+    words += ["gconfig.n_samples=2", "train_dataset.batch_size=4"]
     assert cli.main(words) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["simulated"] is True

@@ -139,7 +139,7 @@ def test_watch_prints_an_address_that_answers_and_ends_quietly(run):
 def test_samples_of_an_episode_mark_what_the_environment_wrote(capsys):
     block = {
         "step": 1, "kind": "samples", "submission": [0], "question": ["1+1="], "prompt": [0], "prompts": ["1+1="],
-        "answer": ["2"], "reward": [1.0], "failure": [None], "completion": ["[1+1]2>2"], "parts": {},
+        "answer": ["2"], "reward": [1.0], "failure": [None], "completion": ["[1+1]2>2"], "parts": {}, "shown": [None],
         "turns": [[(False, "[1+1]"), (True, "2"), (False, ">2")]],
     }  # fmt: skip
     Console(width=80).print(samples_view(block, 1, str))

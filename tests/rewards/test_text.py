@@ -210,6 +210,6 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatc
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     with (
         RewardPool(reward_spec("chrf")) as pool,
-        pytest.raises(ConfigError, match=r"'chrf' needs sacrebleu: pip .*text\]"),
+        pytest.raises(ConfigError, match=r"'chrf' needs sacrebleu: pip .*tasks\]"),
     ):
         pool.score([RewardItem("", ("a",), data={"answer": "a"})])

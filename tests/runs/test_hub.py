@@ -83,7 +83,7 @@ def export(hub, run, to, *words, token=fake_hub.TOKEN):
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=variables)
 
 
-@pytest.mark.run
+@pytest.mark.full
 def test_an_export_is_pushed_whole_with_its_card_and_a_refused_push_says_how_to_go_on(run, tmp_path):
     with fake_hub.serving() as hub:
         refused = export(hub, run, tmp_path / "refused", "--push", "me/mine", token="hf_wrong")

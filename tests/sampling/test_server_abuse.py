@@ -16,8 +16,8 @@ from gspo.types import SamplingParams
 
 pytestmark = pytest.mark.run
 
-POST = ("/attach", "/generate", "/collect", "/abort", "/load_weights", "/pause", "/resume", "/sleep", "/wake")
-ROUTES = [("GET", "/health"), ("GET", "/version"), *(("POST", path) for path in POST)]
+POST = ("/attach", "/generate", "/collect", "/abort", "/load_weights", "/pause", "/resume", "/sleep", "/wake", "/score")
+ROUTES = [("GET", "/health"), ("GET", "/version"), ("GET", "/vocabulary"), *(("POST", path) for path in POST)]
 
 
 @pytest.fixture(scope="module")

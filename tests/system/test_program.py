@@ -29,7 +29,7 @@ main = {
     "term": lambda: ask(signal.SIGTERM), "int": lambda: ask(signal.SIGINT), "usr1": lambda: ask(signal.SIGUSR1),
     "swallowed": swallowed, "done": lambda: 0, "failed": lambda: 2, "at_exit": at_exit, "fails": fails,
 }[sys.argv[1]]
-program.run(main)
+program.run_main(main)
 """
 
 
@@ -44,7 +44,7 @@ def test_a_thread_that_hangs_does_not_hold_the_end_of_a_command():
         "import threading, time\n"
         "from gspo.system import program\n"
         "program.EXIT_S = 1.0\n"
-        "program.run(lambda: threading.Thread(target=time.sleep, args=(60,), name='tool').start() or 3)\n"
+        "program.run_main(lambda: threading.Thread(target=time.sleep, args=(60,), name='tool').start() or 3)\n"
     )
     begin = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)

@@ -216,7 +216,7 @@ VERBS: dict[str, Verb] = {
     ),
     "plan": Verb(
         "plan CONFIG --gpus NAME:N [--model 7B|30B-A3B|PATH] [--length N | --run RUN] [key=value …]",
-        "simulate a run on a cluster: seconds per step, idle GPUs, the best split and staleness",
+        "simulate a run on a cluster: seconds per step, idle GPUs, the best split",
         lab.plan_arguments,
         lab.plan,
     ),

@@ -330,3 +330,8 @@ def test_two_examples_of_one_name_are_told_apart_by_their_folders(tmp_path, monk
     assert list(shipped.example_files()) == ["a/run", "b/run", "one"]
     assert shipped.find_config("b/run") == tmp_path / "b" / "run.yaml"
     assert shipped.find_config("run") is None
+
+
+def test_a_misspelt_example_is_named(capsys):
+    assert cli.main(["train", "quikstart"]) == 2
+    assert "did you mean the example quickstart?" in capsys.readouterr().err

@@ -10,12 +10,14 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from gspo.errors import ConfigError
+from gspo.shipped import example_files
 
 COMMAND_LINE = "command line"
 DICT = "dict"  # the place of keys of a Python dict
@@ -100,9 +102,9 @@ def read(path: Path) -> Node:
     try:
         raw = path.read_bytes() if path.stat().st_size <= MAX_FILE_BYTES else None
     except FileNotFoundError:
-        raise ConfigError(
-            f"config file {path} does not exist (looked from {Path.cwd()}); `gspo examples` lists the configs of gspo"
-        ) from None
+        near = get_close_matches(path.stem, example_files(), n=1)
+        hint = f"did you mean the example {near[0]}?" if near else "`gspo examples` lists the configs of gspo"
+        raise ConfigError(f"config file {path} does not exist (looked from {Path.cwd()}); {hint}") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"config file {path} cannot be read: {reason}; give the path of a YAML file") from None

@@ -143,10 +143,6 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
-def has_adapter(model: nn.Module) -> bool:
-    return bool(_layers(model))
-
-
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
     """Run the base model inside the block; ConfigError if `model` has no adapter.

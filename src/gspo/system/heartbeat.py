@@ -249,7 +249,7 @@ def main() -> None:
         with contextlib.suppress(OSError), open(log, "a", encoding="utf-8") as file:
             file.write(message)
     os.kill(parent, END_SIGNAL)
-    # After the signal: stderr may be a pipe that nobody reads.
+    # After the signal: stderr may be a full pipe without a reader.
     with contextlib.suppress(OSError):
         os.write(2, f"gspo: {message}".encode())
     # A program may have replaced the signal's handler.

@@ -111,7 +111,7 @@ class Threads:
         if is_first:
             try:
                 job.loop.call_soon_threadsafe(self._deliver, job.loop)
-            except RuntimeError:  # the loop is closed: nobody waits
+            except RuntimeError:  # the loop is closed: no task waits for the result
                 with self._lock:
                     self._ended.pop(job.loop, None)
 

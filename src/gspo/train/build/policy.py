@@ -25,6 +25,21 @@ from gspo.system.files import step_name
 from gspo.train.build.compute import device_and_dtype, sharding
 
 
+def _load(config: Config, dtype: torch.dtype, device: torch.device, tokenizer: Any) -> Any:
+    """The model of actor.path; only the part that is trained requires gradients."""
+    model = load_model(
+        config.actor.path,
+        dtype,
+        device,
+        from_scratch=config.actor.init_from_scratch,
+        seed=config.seed,
+        tokenizer=tokenizer,
+        images=with_tower(config),
+    )
+    set_trained_part(config, model)
+    return model
+
+
 def make_policy(config: Config, sequence_level: bool, world: World = ALONE) -> tuple[PolicyModule, Any]:
     """The policy and its tokenizer, checked against a plain forward pass."""
     actor = config.actor
@@ -32,16 +47,7 @@ def make_policy(config: Config, sequence_level: bool, world: World = ALONE) -> t
     tokenizer = make_tokenizer(config)
     # What is to be cut is read into the host's memory, and placed layer by layer.
     at_first = device if world.size == 1 else torch.device("cpu")
-    model = load_model(
-        actor.path,
-        dtype,
-        at_first,
-        from_scratch=actor.init_from_scratch,
-        seed=config.seed,
-        tokenizer=tokenizer,
-        images=with_tower(config),
-    )
-    set_trained_part(config, model)
+    model = _load(config, dtype, at_first, tokenizer)
     policy = PolicyModule(
         model,
         fp32_head=sequence_level if actor.fp32_lm_head is None else actor.fp32_lm_head,
@@ -116,19 +122,9 @@ def load_policy(config: Config, run: Path | None, step: int) -> tuple[PolicyModu
         folder = run / "checkpoints" / step_name(step)
         dtype = checkpoint.stored_dtype(folder, dtype)
     tokenizer = make_tokenizer(config)
-    actor = config.actor
-    model = load_model(
-        actor.path,
-        dtype,
-        device,
-        from_scratch=actor.init_from_scratch,
-        seed=config.seed,
-        tokenizer=tokenizer,
-        images=with_tower(config),
-    )
-    set_trained_part(config, model)
+    model = _load(config, dtype, device, tokenizer)
     policy = PolicyModule(model)
-    policy.processor = processor_of(policy, actor.path, tokenizer)
+    policy.processor = processor_of(policy, config.actor.path, tokenizer)
     # No optimizer: the weights are loaded to evaluate or export, not to train.
     if folder is not None:
         checkpoint.load_checkpoint(folder, policy, None)

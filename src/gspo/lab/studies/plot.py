@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours; with more arms than colours, the arms also differ in their dash patterns.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#000000")
+_MOST = 8  # curves in one panel
 _TITLES = {
     "accuracy": ("held-out accuracy", "samples drawn"),
     "reward": ("mean training reward", "samples drawn"),
@@ -31,7 +32,7 @@ _TITLES = {
 
 
 def draw_study(study: Study, records: Sequence[Record], target: Path) -> Path | None:
-    """One panel per plot and task; None if there is no result to draw."""
+    """One panel per plot, task and part of the arms; None if there is no result to draw."""
     tasks = list(study.tasks) or [""]
     panels: list[tuple[str, Callable[[Axes], Any]]] = []
     for task in tasks:
@@ -41,8 +42,11 @@ def draw_study(study: Study, records: Sequence[Record], target: Path) -> Path | 
             elif kind == "noise":
                 panels.append(("does the gradient keep its direction?", lambda axes: _noise(axes, records)))
             else:
-                title = f"{_TITLES[kind][0]}{f', {task}' if task else ''}"
-                panels.append((title, lambda axes, kind=kind, task=task: _curves(axes, study, records, kind, task)))
+                for name, arms in _readable(list(study.arms)).items():
+                    title = ", ".join(filter(None, (_TITLES[kind][0], task, name)))
+                    panels.append(
+                        (title, lambda axes, kind=kind, task=task, arms=arms: _curves(axes, arms, records, kind, task))
+                    )
     if not any(r["stage"] == "test" for r in records):
         return None
     with matplotlib.rc_context(STYLE):
@@ -60,8 +64,25 @@ def draw_study(study: Study, records: Sequence[Record], target: Path) -> Path | 
     return target
 
 
-def _curves(axes: Axes, study: Study, records: Sequence[Record], kind: str, task: str) -> None:
-    for number, arm in enumerate(study.arms):
+def _readable(arms: Sequence[str]) -> dict[str, list[str]]:
+    """The arms in parts of at most `_MOST` curves, by as few of their first words as possible.
+
+    >>> _readable([f"{a} η={n} {c}" for a in ("gspo", "grpo") for n in (4, 8, 12) for c in "abcd"])["gspo η=8"]
+    ['gspo η=8 a', 'gspo η=8 b', 'gspo η=8 c', 'gspo η=8 d']
+    >>> _readable(["gspo", "grpo"])
+    {'': ['gspo', 'grpo']}
+    """
+    for num_words in range(max(len(arm.split()) for arm in arms) + 1):
+        parts: dict[str, list[str]] = {}
+        for arm in arms:
+            parts.setdefault(" ".join(arm.split()[:num_words]), []).append(arm)
+        if max(map(len, parts.values())) <= _MOST:
+            return parts
+    return {"": list(arms)}
+
+
+def _curves(axes: Axes, arms: Sequence[str], records: Sequence[Record], kind: str, task: str) -> None:
+    for number, arm in enumerate(arms):
         full = f"{arm} @ {task}" if task else arm
         runs = [r["curves"][kind] for r in records if r["arm"] == full and r["stage"] == "test" and r.get("curves")]
         runs = [run for run in runs if run]

@@ -1,7 +1,8 @@
 # syntax=docker/dockerfile:1
 # CPU:  docker build --target cpu -t gspo:cpu .     docker run --rm -it -v "$PWD:/work" gspo:cpu quickstart
 # CUDA: docker build --target cuda -t gspo:cuda .   docker run --rm -it --gpus all -v "$PWD:/work" gspo:cuda train run.yaml
-# Docker is not available where this project is developed: tests/cli/test_release.py checks paths and commands, not the build.
+# The user of both images has the uid 1000. If a mounted folder belongs to another uid, make it writable for 1000.
+# No Docker daemon runs where this project is developed: hadolint and tests/cli/test_release.py check the file, not the build.
 
 FROM python:3.11-slim-bookworm AS wheel
 WORKDIR /source
@@ -20,7 +21,8 @@ COPY --from=wheel /wheels /wheels
 RUN pip install --no-cache-dir -c /constraints.txt --extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu \
  && pip install --no-cache-dir -c /constraints.txt "gspo[report,tasks,models,lora,vision] @ file://$(ls /wheels/*.whl)" \
  && rm -rf /wheels
-RUN useradd --create-home gspo
+# WORKDIR would make a folder of root, in which gspo could not write a run.
+RUN useradd --create-home --uid 1000 gspo && install --directory --owner gspo /work
 USER gspo
 WORKDIR /work
 ENTRYPOINT ["gspo"]
@@ -35,8 +37,9 @@ COPY --from=wheel /wheels /wheels
 RUN pip install --no-cache-dir -c /constraints.txt torch==2.13.0 \
  && pip install --no-cache-dir -c /constraints.txt "gspo[report,tasks,models,lora,vision,ray] @ file://$(ls /wheels/*.whl)" \
  && rm -rf /wheels
-RUN useradd --create-home trainer
-USER trainer
+# Ubuntu's image has a user `ubuntu` with the uid 1000.
+RUN if id ubuntu; then userdel --remove ubuntu; fi && useradd --create-home --uid 1000 gspo && install --directory --owner gspo /work
+USER gspo
 WORKDIR /work
 ENTRYPOINT ["gspo"]
 CMD ["--help"]

@@ -4,7 +4,7 @@ from itertools import islice
 
 import pytest
 
-from gspo.data.arithmetic import ALPHABET, MARKER, distinct_problems, problem, problems, split_of, worked
+from gspo.data.arithmetic import ALPHABET, MARKER, chains, distinct_problems, problem, problems, split_of, worked
 from gspo.rewards.functions.builtin import final
 
 
@@ -57,3 +57,17 @@ def test_there_are_500_different_held_out_problems_and_few_of_one_digit():
     few = distinct_problems("test", 600, digits=(1, 1))
     everything = {f"{a}+{b}=" for a in range(10) for b in range(10) if split_of((a, b)) == "test"}
     assert {p.question for p in few} == everything
+
+
+def test_a_chain_is_consecutive_problems_of_its_split_and_its_reference_earns_the_full_reward():
+    from gspo.rewards.functions.builtin import finals
+
+    sums = list(islice(problems("test", digits=(3, 3)), 10))
+    for number, linked in enumerate(islice(chains("test", 5, digits=(3, 3)), 2)):
+        mine = sums[5 * number : 5 * number + 5]
+        assert linked.question == "".join(f"{c}{p.question[:-1]}" for c, p in zip("abcde", mine, strict=True)) + "="
+        assert linked.answer.split() == [p.answer for p in mine]
+        assert finals(linked.solution, answer=linked.answer) == 1.0
+        # One wrong result of five, and the first result alone.
+        assert finals(linked.solution.replace(f">{mine[2].answer}", ">0", 1), answer=linked.answer) == 0.8
+        assert finals(linked.solution.partition("b")[0], answer=linked.answer) == 0.2

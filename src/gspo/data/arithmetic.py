@@ -4,13 +4,18 @@ The answer to `37+48=` lists the columns from the right, each as `digits + carry
 `>`: `7+8+0=15,3+4+1=08>85`. All columns have the same form, so a small model can learn it; a wrong carry makes the
 result wrong, so there is something to learn.
 
+A chain is several additions in one problem, each with a letter: `a37+48b12+25=`, answered one after the other,
+`a7+8+0=15,3+4+1=08>85b2+5+0=07,1+2+0=03>37`. It makes completions as long as one wishes.
+
 A hash of the sorted operands (37+48 and 48+37 stay together) assigns each problem to one of three disjoint sets, for
 every seed: warm start (supervised), reinforcement learning, held-out test. Torch-free.
 """
 
 from __future__ import annotations
 
+import string
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -20,6 +25,7 @@ from gspo.errors import DataError
 
 ALPHABET = "0123456789+=,>"
 MARKER = ">"
+LONGEST_CHAIN = 16  # additions; each needs a letter
 DIGITS = (2, 4)  # default number of digits of the operands: from, to
 
 Split = Literal["warm", "train", "test"]
@@ -64,6 +70,18 @@ def worked(operands: Sequence[int], forgets: Sequence[bool] = ()) -> Problem:
     return Problem("+".join(map(str, operands)) + "=", str(sum(operands)), ",".join(columns) + f"{MARKER}{result}")
 
 
+def chain(parts: Sequence[Problem]) -> Problem:
+    """Several additions as one problem; the answer has the results in order.
+
+    >>> chain([worked((3, 4)), worked((5, 5))])
+    Problem(question='a3+4b5+5=', answer='7 10', solution='a3+4+0=07>7b5+5+0=10>10')
+    """
+    named = list(zip(string.ascii_lowercase[: len(parts)], parts, strict=True))
+    question = "".join(f"{letter}{part.question.rstrip('=')}" for letter, part in named)
+    solution = "".join(f"{letter}{part.solution}" for letter, part in named)
+    return Problem(f"{question}=", " ".join(part.answer for part in parts), solution)
+
+
 def split_of(operands: Sequence[int]) -> Split:
     """Which of the three disjoint sets a problem belongs to.
 
@@ -93,13 +111,25 @@ def problems(
             start += 1
 
 
+def chains(split: Split, length: int, *, seed: int = 1, digits: tuple[int, int] = DIGITS) -> Iterator[Problem]:
+    """The endless stream of chains: consecutive problems, `length` of them at a time."""
+    stream = problems(split, seed=seed, digits=digits)
+    while True:
+        yield chain(list(islice(stream, length)))
+
+
 def distinct_problems(
-    split: Split, count: int, *, seed: int = 1, digits: tuple[int, int] = DIGITS, operands: int = 2
+    split: Split, count: int, *, seed: int = 1, digits: tuple[int, int] = DIGITS, chained: int | None = None
 ) -> list[Problem]:
     """The first `count` different problems of the stream, or fewer if this difficulty has fewer."""
     found: dict[str, Problem] = {}
     repeats = 0
-    for drawn in problems(split, seed=seed, digits=digits, operands=operands):
+    stream = (
+        problems(split, seed=seed, digits=digits)
+        if chained is None
+        else chains(split, chained, seed=seed, digits=digits)
+    )
+    for drawn in stream:
         # After so many repeats practically all problems have been found.
         if len(found) == count or repeats > max(4 * _CHUNK, 4 * len(found)):
             break

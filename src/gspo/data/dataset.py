@@ -427,7 +427,7 @@ def default_reward(path: str) -> dict[str, Any]:
     {'name': 'final', 'marker': '>'}
     """
     if path.startswith(("embedded:arithmetic", "embedded:digits")):
-        return {"name": "final", "marker": arithmetic.MARKER}
+        return {"name": "finals" if "x" in path else "final", "marker": arithmetic.MARKER}
     return {"name": "reasoning_gym" if path.startswith("reasoning_gym:") else "math"}
 
 

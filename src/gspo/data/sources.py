@@ -312,19 +312,22 @@ def _hub(path: str, key: str) -> Parts:
 
 
 def _embedded(path: str, split: str | None, *, size: int | None, seed: int, key: str) -> list[Row]:
-    """`embedded:digits`, or `embedded:arithmetic`, or with a number of digits: `embedded:arithmetic:2-3`."""
+    """`embedded:digits`, `embedded:arithmetic`, with digits `…:2-3`, and chains of five additions `…:3x5`."""
     part: arithmetic.Split = "test" if split in HELD_OUT else "train"
     count = size if size is not None else 512 if part == "test" else 4096
     # The same held-out problems for every seed, so that runs can be compared.
     seed = 0 if part == "test" else seed
     if path == digits_task.PATH:
         return digits_task.digit_rows(part, count, seed=seed)
-    found = re.fullmatch(r"embedded:arithmetic(?::([1-6])(?:-([1-6]))?)?", path)
+    found = re.fullmatch(r"embedded:arithmetic(?::([1-6])(?:-([1-6]))?(?:x(\d+))?)?", path)
     if not found:
-        known = f"embedded:arithmetic, embedded:arithmetic:2-3 or {digits_task.PATH}"
+        known = f"embedded:arithmetic, embedded:arithmetic:2-3, embedded:arithmetic:3x5 or {digits_task.PATH}"
         raise DataError(f"{key}.path: there is no {path}; use {known}")
     digits = (int(found[1]), int(found[2] or found[1])) if found[1] else arithmetic.DIGITS
-    drawn = arithmetic.distinct_problems(part, count, seed=seed, digits=digits)
+    chained = int(found[3]) if found[3] else None
+    if chained is not None and not 1 <= chained <= arithmetic.LONGEST_CHAIN:
+        raise DataError(f"{key}.path: {path}: a chain has 1 to {arithmetic.LONGEST_CHAIN} additions, got {chained}")
+    drawn = arithmetic.distinct_problems(part, count, seed=seed, digits=digits, chained=chained)
     if size is not None and len(drawn) < size:
         low, high = digits
         raise DataError(

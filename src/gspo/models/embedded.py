@@ -11,6 +11,8 @@ outside the attention.
 answers with random digits from 0 to 4, so that every sample is an action; each letter prefers some digits, at random,
 so that the model reads its letters.
 
+`embedded:tiny-chains` is the same Qwen3 for chains of up to 16 additions, completions of 30 to 480 tokens.
+
 `embedded:tiny-tools` is the same Qwen3 for the environment `tools`. Its supervised data seldom call the calculator,
 `[184+768]952>952`, and mostly give the sum directly, `>952`, which the model cannot compute. So RL can teach it to call
 the tool.
@@ -155,6 +157,22 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
             "prefers": 0.7,
         },
     },
+    "embedded:tiny-chains": {
+        "config": _TINY,
+        "characters": string.ascii_lowercase[: arithmetic.LONGEST_CHAIN],
+        "digits": (3, 3),
+        # The additions of a batch are chained by 1, 2, 4, 8 and 16, step after step: all steps have as many tokens.
+        "warm": {
+            "steps": 900,
+            "batch": 48,
+            "lr": 3e-3,
+            "warmup": 20,
+            "decay": 200,
+            "seed": 1,
+            "forgets": 0.7,
+            "chains": 5,  # 2⁰ … 2⁴ additions
+        },
+    },
     "embedded:tiny-tools": {
         "config": _TINY,
         "characters": CALL + RESULT,
@@ -235,6 +253,7 @@ DESCRIPTIONS: Mapping[str, str] = {  # for lists of models
     "embedded:tiny-moe": "tiny Qwen3-MoE for embedded:arithmetic",
     "embedded:tiny-hybrid": "tiny Qwen3.5 for embedded:arithmetic",
     "embedded:tiny-control": "tiny Qwen3 for control tasks of Gymnasium",
+    "embedded:tiny-chains": "tiny Qwen3 for chains of additions, embedded:arithmetic:3x16",
     "embedded:tiny-tools": "tiny Qwen3 for embedded:arithmetic, and the environment tools",
     "embedded:tiny-vision": "tiny Qwen3-VL for embedded:digits",
 }
@@ -334,6 +353,9 @@ def warm_start(name: str, tell: Callable[[int, int], None] = lambda done, total:
         tell(first + step, first + warm["steps"])
         # Data: question + solution + EOS, padded on the right.
         drawn = [next(stream) for _ in range(warm["batch"])]
+        if "chains" in warm:
+            length = 2 ** (step % warm["chains"])
+            drawn = [arithmetic.chain(drawn[i : i + length]) for i in range(0, len(drawn), length)]
         rows = [[*shown, *(encode[c] for c in p.question + p.solution), encode[EOS]] for p in drawn]
         width = max(map(len, rows))
         tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])  # [B, T]

@@ -52,6 +52,19 @@ def final(text: str, *, answer: Any, marker: str = ">", **_: Any) -> float:
     return float(bool(mark) and tail.strip() == final_answer(str(answer)).strip())
 
 
+def finals(text: str, *, answer: Any, marker: str = ">", **_: Any) -> float:
+    """The share of right numbers: the k-th number after a `marker` against the k-th word of the reference.
+
+    A text with more numbers than the reference has words earns less: it is divided by the larger count.
+
+    >>> finals("a3+4+0=07>7b5+5+0=10>0", answer="7 10"), finals(">7>10>3>4", answer="7 10"), finals("7", answer="7")
+    (0.5, 0.5, 0.0)
+    """
+    found, wanted = re.findall(rf"{re.escape(marker)}\s*(\d+)", text), str(answer).split()
+    right = sum(ours == theirs for ours, theirs in zip(found, wanted, strict=False))
+    return right / max(len(found), len(wanted), 1)
+
+
 def format(text: str, *, tags: tuple[str, ...] = ("think", "answer"), **_: Any) -> float:
     """1.0 if the text is `<tag>…</tag>` for each tag in this order, each once, with only spaces between.
 
@@ -218,6 +231,7 @@ def _gym_scorer(name: str) -> Callable[..., float]:
 BUILTIN: dict[str, Callable[..., float]] = {
     "numeric": numeric,
     "final": final,
+    "finals": finals,
     "format": format,
     "overlong": overlong,
     "regex": regex,
@@ -228,11 +242,11 @@ BUILTIN: dict[str, Callable[..., float]] = {
 }
 # These compare the completion with the final answer of the row (`Prompt.reference`), not with the whole answer.
 COMPARING = frozenset({"numeric", "final", "math"})
-NEEDS_ANSWER = COMPARING | {"rouge", "chrf", "bleu"}
+NEEDS_ANSWER = COMPARING | {"finals", "rouge", "chrf", "bleu"}
 # Arguments that come from the row or the sample; the other keyword arguments of a built-in are its settings.
 FROM_ROW = frozenset({"answer", "entry", "num_tokens"})
 # Fast for every input: these run in the trainer's process, where 256 samples take milliseconds.
-INLINE = frozenset({"numeric", "final", "format", "overlong", "length", "repetition", "overlap"})
+INLINE = frozenset({"numeric", "final", "finals", "format", "overlong", "length", "repetition", "overlap"})
 # Libraries that the supervisor imports before it forks workers: reward → (module, package to install, our extra).
 PRELOAD = {
     "math": ("math_verify", "math-verify[antlr4_13_2]", "tasks"),

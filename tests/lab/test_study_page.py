@@ -141,3 +141,29 @@ def test_the_committed_page_is_that_of_the_committed_results(tmp_path):
         name: docs / "img" / "studies" / f"{name}.png" for name in found if plan.find_study(name).plots and found[name]
     }
     assert (docs / "baselines.md").read_text() == page.baselines_page(found, drawn)
+
+
+def test_the_edge_of_an_arm_is_the_largest_value_up_to_which_no_run_of_a_seed_collapsed(tmp_path):
+    study = plan.find_study("moe_edge")
+    grid = list(study.tasks)
+
+    def runs(arm, seed, collapsed):
+        return [
+            record(f"{arm} @ {task}", seed, {"final": 0.5, "collapsed": float(i in collapsed)}, study=study)
+            for i, task in enumerate(grid)
+        ]
+
+    # The third value collapsed: the edge is the second, although the fourth survived. All collapsed: below the first.
+    found = results.current(study, [*runs("gspo", 1, {2, 4}), *runs("grpo", 1, {0, 1, 2, 3, 4}), *runs("gspo", 2, {})])
+    values = [float(study.tasks[task][study.edge]) for task in grid]
+    edges = results.by_seed(found, "gspo", "edge")
+    assert {seed: 2**edge for seed, edge in edges.items()} == pytest.approx({1: values[1], 2: values[-1]})
+    assert 2 ** results.by_seed(found, "grpo", "edge")[1] == pytest.approx(values[0] ** 2 / values[1])
+    # A seed with a missing run has no edge.
+    assert results.by_seed(results.current(study, runs("gspo", 1, {})[:-1]), "gspo", "edge") == {}
+    assert page.decisions(study, found)[0].found.mean == pytest.approx(
+        edges[1] - results.by_seed(found, "grpo", "edge")[1]
+    )
+    # Its table has no empty columns, and collapsed runs are a share with an interval within 0 and 1.
+    assert page.tables(study, found)[""][0] == ["arm", "seeds", "edge"]
+    assert page.tables(study, found)[grid[2]][1] == ["gspo", "2", "0.5 ± 0", "0.5 [0.09, 0.91]"]

@@ -4,8 +4,8 @@ The answer to `37+48=` lists the columns from the right, each as `digits + carry
 `>`: `7+8+0=15,3+4+1=08>85`. All columns have the same form, so a small model can learn it; a wrong carry makes the
 result wrong, so there is something to learn.
 
-A chain is several additions in one problem, each with a letter: `a37+48b12+25=`, answered one after the other,
-`a7+8+0=15,3+4+1=08>85b2+5+0=07,1+2+0=03>37`. It makes completions as long as one wishes.
+A chain is several additions in one problem, each with a letter: `a37+48b12+25=`, copied and answered one after the
+other, `a37+48=7+8+0=15,3+4+1=08>85b12+25=2+5+0=07,1+2+0=03>37`. It makes completions as long as one wishes.
 
 A hash of the sorted operands (37+48 and 48+37 stay together) assigns each problem to one of three disjoint sets, for
 every seed: warm start (supervised), reinforcement learning, held-out test. Torch-free.
@@ -74,11 +74,11 @@ def chain(parts: Sequence[Problem]) -> Problem:
     """Several additions as one problem; the answer has the results in order.
 
     >>> chain([worked((3, 4)), worked((5, 5))])
-    Problem(question='a3+4b5+5=', answer='7 10', solution='a3+4+0=07>7b5+5+0=10>10')
+    Problem(question='a3+4b5+5=', answer='7 10', solution='a3+4=3+4+0=07>7b5+5=5+5+0=10>10')
     """
     named = list(zip(string.ascii_lowercase[: len(parts)], parts, strict=True))
     question = "".join(f"{letter}{part.question.rstrip('=')}" for letter, part in named)
-    solution = "".join(f"{letter}{part.solution}" for letter, part in named)
+    solution = "".join(f"{letter}{part.question}{part.solution}" for letter, part in named)
     return Problem(f"{question}=", " ".join(part.answer for part in parts), solution)
 
 

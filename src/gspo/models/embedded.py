@@ -11,7 +11,7 @@ outside the attention.
 answers with random digits from 0 to 4, so that every sample is an action; each letter prefers some digits, at random,
 so that the model reads its letters.
 
-`embedded:tiny-chains` is the same Qwen3 for chains of up to 16 additions, completions of 30 to 480 tokens.
+`embedded:tiny-chains` is the same Qwen3 for chains of up to 16 additions, completions of 38 to 600 tokens.
 
 `embedded:tiny-tools` is the same Qwen3 for the environment `tools`. Its supervised data seldom call the calculator,
 `[184+768]952>952`, and mostly give the sum directly, `>952`, which the model cannot compute. So RL can teach it to call
@@ -161,7 +161,6 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
         "config": _TINY,
         "characters": string.ascii_lowercase[: arithmetic.LONGEST_CHAIN],
         "digits": (3, 3),
-        # The additions of a batch are chained by 1, 2, 4, 8 and 16, step after step: all steps have as many tokens.
         "warm": {
             "steps": 900,
             "batch": 48,
@@ -170,7 +169,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
             "decay": 200,
             "seed": 1,
             "forgets": 0.7,
-            "chains": 5,  # 2⁰ … 2⁴ additions
+            "chains": (1, 4, 8, 16),  # additions in one problem, step after step
         },
     },
     "embedded:tiny-tools": {
@@ -354,7 +353,7 @@ def warm_start(name: str, tell: Callable[[int, int], None] = lambda done, total:
         # Data: question + solution + EOS, padded on the right.
         drawn = [next(stream) for _ in range(warm["batch"])]
         if "chains" in warm:
-            length = 2 ** (step % warm["chains"])
+            length = warm["chains"][step % len(warm["chains"])]
             drawn = [arithmetic.chain(drawn[i : i + length]) for i in range(0, len(drawn), length)]
         rows = [[*shown, *(encode[c] for c in p.question + p.solution), encode[EOS]] for p in drawn]
         width = max(map(len, rows))

@@ -38,6 +38,7 @@ MEANING = {
     "kl_behavior": "mean of log μ − log π_θ per token",
     "staleness": "mean number of weight versions between sampling and training",
     "collapsed": f"1 if the last quarter's reward is below {COLLAPSE:g} × the best quarter's, or the run failed",
+    "edge": "log₂ of the largest value of the key at which, and below which, no run collapsed",
     "flip_rate": "share of (token, layer) expert sets that changed between π_old and π_θ",
     "flip_sampler": "share of (token, layer) expert sets that differ between sampler and trainer at equal weights",
 }

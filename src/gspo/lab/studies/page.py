@@ -16,6 +16,7 @@ from gspo.lab.studies.contrasts import Interval, Verdict
 from gspo.lab.studies.measure import MEANING
 from gspo.lab.studies.plan import Check, Study
 from gspo.lab.studies.results import Record
+from gspo.stats import share_interval
 
 MORE_MEANING = {
     "difference": "largest difference from GSPO's gradient, relative to its largest entry",
@@ -91,7 +92,12 @@ def tables(study: Study, records: Sequence[Record]) -> dict[str, list[list[str]]
         rows = found.setdefault(task, [["arm", "seeds", *study.measures]])
         mine = [r for r in records if r["arm"] == arm and r["stage"] == "test"]
         rows.append([name, str(len(mine)), *(cell(mine, measure) for measure in study.measures)])
-    return found
+    return {task: _without_empty_columns(rows) for task, rows in found.items()}
+
+
+def _without_empty_columns(rows: list[list[str]]) -> list[list[str]]:
+    kept = [i for i in range(len(rows[0])) if i < 2 or any(row[i] != "–" for row in rows[1:])]
+    return [[row[i] for i in kept] for row in rows]
 
 
 def _arms(study: Study, records: Sequence[Record]) -> list[str]:
@@ -112,6 +118,9 @@ def cell(records: Sequence[Record], measure: str) -> str:
     known = [value for value in values if value is not None]
     if not known:
         return "never" if measure.endswith("_to_80") and values else "–"
+    if measure == "collapsed":  # a share of runs: an interval that stays within 0 and 1
+        mean, low, high = share_interval(known)
+        return f"{mean:.2g} [{low:.2f}, {high:.2f}]"
     text = plus_minus(contrasts.interval(known))
     return text if len(known) == len(values) else f"{text} ({len(known)} of {len(values)})"
 

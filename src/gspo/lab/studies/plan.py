@@ -8,7 +8,9 @@ seeds    of the runs; `more_seeds` are added by --full
 tune     a grid that every arm tries on separate seeds; the best point by one measure is then run on `seeds`
 run_s    seconds that a run takes, for the estimate of `gspo study run`
 compute  instead of training runs: a module of `direct/` that measures its arms directly, seed by seed
-measures columns of the table; plots: which curves are drawn
+edge     a key that the tasks vary: the largest value at which an arm does not collapse becomes its measure `edge`
+measures columns of the table
+plots    which curves are drawn; "final by actor.eps_clip" draws a measure over a key, a line per algorithm
 checks   which results would show the claim, decided before the runs
 """
 
@@ -91,6 +93,7 @@ class Study:
     tune: Tune | None = None
     compute: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)  # of compute
+    edge: str | None = None
     plots: Sequence[str] = ()
     run_s: float | None = None  # seconds of a run on one core
     needs: str | None = None  # what a run needs in addition to this package

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,10 +13,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from gspo.lab.studies import contrasts, results
+from gspo.lab.studies.measure import MEANING
 from gspo.lab.studies.plan import Study
 from gspo.lab.studies.results import Record
 from gspo.report.plot import STYLE
-from gspo.stats import t_half
+from gspo.stats import mean_interval, t_half
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,8 +37,13 @@ def draw_study(study: Study, records: Sequence[Record], target: Path) -> Path | 
     """One panel per plot, task and part of the arms; None if there is no result to draw."""
     tasks = list(study.tasks) or [""]
     panels: list[tuple[str, Callable[[Axes], Any]]] = []
+    for kind in study.plots:
+        if " by " in kind:
+            panels.append((kind, lambda axes, kind=kind: _over_key(axes, study, records, kind)))
     for task in tasks:
         for kind in study.plots:
+            if " by " in kind:
+                continue
             if kind == "lengths":
                 panels.append(("spread over pieces of a completion", lambda axes: _lengths(axes, records)))
             elif kind == "noise":
@@ -104,6 +111,43 @@ def _curves(axes: Axes, arms: Sequence[str], records: Sequence[Record], kind: st
         axes.set_ylim(bottom=0)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=7, ncols=2)
+
+
+def _over_key(axes: Axes, study: Study, records: Sequence[Record], kind: str) -> None:
+    """A measure over a key of the config, a line per arm (its name up to the task or the value)."""
+    measure, _, key = kind.partition(" by ")
+    lines: dict[str, dict[float, list[float]]] = {}
+    for record in records:
+        x, y = record["config"].get(key), record["measures"].get(measure)
+        if record["stage"] == "test" and isinstance(x, int | float) and y is not None:
+            arm = re.split(r" @ | ε=", record["arm"])[0]
+            lines.setdefault(arm, {}).setdefault(float(x), []).append(y)
+    named = [arm for arm in dict.fromkeys(re.split(r" ε=", arm)[0] for arm in study.arms) if arm in lines]
+    for number, arm in enumerate(named):
+        points = sorted(lines[arm].items())
+        found = [mean_interval(y) for _, y in points]
+        low, high = (
+            [abs(f[0] - f[side]) if len(y) > 1 else 0.0 for f, (_, y) in zip(found, points, strict=True)]
+            for side in (1, 2)
+        )
+        # Arms side by side, so that their bars do not cover each other.
+        x = [value * 1.02 ** (number - len(named) / 2) for value, _ in points]
+        color = _COLORS[number % len(_COLORS)]
+        axes.errorbar(
+            x,
+            [f[0] for f in found],
+            yerr=[low, high],
+            color=color,
+            marker="o",
+            markersize=3,
+            linewidth=1.4,
+            capsize=2,
+            label=arm,
+        )
+    axes.set_xscale("log")
+    axes.set_xlabel(key)
+    axes.set_ylabel(MEANING.get(measure, measure), fontsize=7, wrap=True)
+    axes.legend(fontsize=7)
 
 
 def _lengths(axes: Axes, records: Sequence[Record]) -> None:

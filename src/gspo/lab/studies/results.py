@@ -11,6 +11,8 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
+from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +104,31 @@ def current(study: Study, records: Sequence[Record]) -> list[Record]:
     if study.compute:
         seeds = {(seed, digest) for _, _, seed, digest in wanted}
         return [r for r in records if (r["seed"], r["digest"]) in seeds]
-    return [r for r in records if (r["stage"], r["arm"], r["seed"], r["digest"]) in wanted]
+    found = [r for r in records if (r["stage"], r["arm"], r["seed"], r["digest"]) in wanted]
+    return [*found, *_edges(study, found)] if study.edge else found
+
+
+def _edges(study: Study, records: Sequence[Record]) -> list[Record]:
+    """Per arm and seed, log₂ of the largest value of `study.edge` up to which no run collapsed.
+
+    If the run with the smallest value collapsed, it is the value one step of the grid below.
+    """
+    assert study.edge is not None
+    grid = sorted(float(overrides[study.edge]) for overrides in study.tasks.values())
+    out = []
+    for arm in study.arms:
+        named = {f"{arm} @ {task}": float(study.tasks[task][study.edge]) for task in study.tasks}
+        mine = [r for r in records if r["arm"] in named]
+        for seed in sorted({r["seed"] for r in mine}):
+            runs = {named[r["arm"]]: r for r in mine if r["seed"] == seed}
+            if len(runs) < len(grid):
+                continue
+            survived = len(list(takewhile(lambda value, runs=runs: not runs[value]["measures"]["collapsed"], grid)))
+            value = grid[survived - 1] if survived else grid[0] ** 2 / grid[1]
+            first = runs[grid[0]]
+            shared = {name: first[name] for name in (*_SHARED, "took", "seed", "stage")}
+            out.append({**shared, "arm": arm, "failed": None, "config": {}, "measures": {"edge": log2(value)}})
+    return out
 
 
 def chosen(study: Study, records: Sequence[Record]) -> dict[str, Mapping[str, Any]]:

@@ -10,11 +10,13 @@ from pathlib import Path
 
 from training_runs import SMALL, metrics, path_of
 
+from gspo.sampling.remote.scores import KEY
+
 GSPO = ("-m", "gspo", "train")
 
 
 def environment() -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("GSPO_", "TORCHELASTIC_"))}
+    kept = {k: v for k, v in os.environ.items() if k == KEY or not k.startswith(("GSPO_", "TORCHELASTIC_"))}
     return {**kept, "OMP_NUM_THREADS": "1"}
 
 

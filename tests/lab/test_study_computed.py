@@ -1,10 +1,13 @@
 """The studies that measure without training, on the real policy."""
 
+from itertools import count
+
 import numpy as np
 import pytest
+import torch
 
 from gspo.lab.studies import plan
-from gspo.lab.studies.direct import identity, precision, variance
+from gspo.lab.studies.direct import gradients, identity, precision, signal, variance
 
 pytestmark = pytest.mark.run
 
@@ -47,3 +50,24 @@ def test_variance_measures_every_length_on_a_policy_that_moved(tmp_path):
         # Σ is |y| times the mean, so their spreads are, too.
         assert one["sd_sum_log_w"] == pytest.approx(length * one["sd_log_s"])
     assert np.isfinite(list(found["slope"].values())).all()
+
+
+@pytest.mark.full
+def test_signal_is_the_same_for_both_algorithms_on_policy_and_its_measurement_leaves_no_trace(tmp_path):
+    algorithms = {"gspo": ["gspo", 0.002, 0.0025], "free": ["grpo", 1.0, 1e6], "grpo": ["grpo", 0.2, 0.25]}
+    settings = {"trained": [0], "drifts": [0, 1], "groups": 8, "algorithms": algorithms}
+    loaded = opened(tmp_path, "variance", **{"train_dataset.batch_size": 4})
+    found = signal.measure(loaded, settings, 1)
+    assert set(found) == {f"{name}, drift {drift}, step 0" for name in algorithms for drift in (0, 1)}
+    # Where the policy has not moved all ratios are 1, and one gradient is the other's.
+    for name in ("free", "grpo"):
+        assert found[f"{name}, drift 0, step 0"]["snr"] == pytest.approx(
+            found["gspo, drift 0, step 0"]["snr"], rel=1e-3
+        )
+    assert found["gspo, drift 1, step 0"]["log_s_std"] > 0
+    assert found["gspo, drift 1, step 0"]["clip_sequences"] > found["free, drift 1, step 0"]["clip_sequences"] == 0
+    with gradients.opened(loaded) as loop:
+        held = {key: value.clone() for key, value in loop.parts.learner.policy.state_dict().items()}
+        signal.at_this_point(loop, loaded, settings, count())
+        after = loop.parts.learner.policy.state_dict()
+    assert all(torch.equal(after[key], held[key]) for key in held)

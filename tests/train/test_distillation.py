@@ -4,6 +4,7 @@ from contextlib import ExitStack
 from functools import partial
 
 import pytest
+import ranked_runs
 from training_runs import metrics, train
 
 from gspo.cli.train import model_of_run
@@ -43,8 +44,10 @@ def adapter(folder, stack):
     return str(folder / "adapter")
 
 
-def server(folder, stack):
+def server(folder, stack, noise=0.0):
     model, tokenizer = load_model("embedded:tiny"), load_tokenizer("embedded:tiny")
+    for p in model.parameters():
+        p.data += noise * p.data.sin()
     ends = [tokenizer.eos_token_id]
     engine = SamplerEngine(
         LocalSampler(model, seed=0, eos_token_ids=ends, verify=False),
@@ -86,6 +89,21 @@ def test_settings_that_a_teacher_on_a_server_cannot_follow_are_refused(tmp_path,
 def test_a_teacher_of_another_vocabulary_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"teacher\.path"):
         train(tmp_path, *STUDENT, "actor.path=embedded:tiny-control", "teacher.path=embedded:tiny")
+
+
+@pytest.mark.full
+def test_two_ranks_share_the_questions_to_a_server_and_make_the_run_of_one(tmp_path, monkeypatch):
+    monkeypatch.setenv(KEY, TOKEN)
+    short = (*STUDENT, "total_train_steps=2", "train_dataset.batch_size=4", "evaluator.freq_steps=0")
+    with ExitStack() as stack:
+        short += (f"teacher.path={server(tmp_path, stack, noise=0.2)}",)
+        _, alone = train(tmp_path / "one", *short, "evaluator.at_start=false")
+        two = ranked_runs.train(tmp_path / "two", 2, *short, "actor.backend=fsdp:d2")
+    assert len(metrics(alone)) == len(metrics(two)) == 2
+    for one, other in zip(metrics(alone), metrics(two), strict=True):
+        assert one["policy/kl_teacher"] > 0.005
+        for key in ("policy/kl_teacher", "loss/mean", "grad/norm", "reward/mean"):
+            assert other[key] == pytest.approx(one[key], rel=1e-3, abs=1e-6), key
 
 
 @pytest.mark.full

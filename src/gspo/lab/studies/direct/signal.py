@@ -53,12 +53,12 @@ def measure(loaded: Loaded, settings: dict[str, Any], seed: int) -> dict[str, di
                 while loop.parts.state.step < trained:
                     loop.update(loop.assemble(loop.sample(Clock()), Clock()), Clock())
                     loop.publish(Clock())
-                found = _at_this_point(loop, here, settings, prompts)
+                found = at_this_point(loop, here, settings, prompts)
                 out |= {", ".join(filter(None, (name, task, f"step {trained}"))): found[name] for name in found}
     return out
 
 
-def _at_this_point(
+def at_this_point(
     loop: Leader, loaded: Loaded, settings: dict[str, Any], prompts: Iterator[int]
 ) -> dict[str, dict[str, float]]:
     """Sample, then move away and measure after each drift; the moves are undone."""

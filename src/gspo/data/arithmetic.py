@@ -25,7 +25,7 @@ from gspo.errors import DataError
 
 ALPHABET = "0123456789+=,>"
 MARKER = ">"
-LONGEST_CHAIN = 16  # additions; each needs a letter
+LONGEST_CHAIN = 12  # additions; each needs a letter
 DIGITS = (2, 4)  # default number of digits of the operands: from, to
 
 Split = Literal["warm", "train", "test"]

@@ -33,6 +33,9 @@ MORE_MEANING = {
     "eps_low": "ε_low in force",
     "noise_mean": "mean of log μ − log π_old per token at equal weights",
     "noise_p95": "p95 of |log s| of the sampler's error",
+    "snr": "signal-to-noise ratio of the gradient of a batch, |E g|² over its variance; 0 or less: no signal was found",
+    "halves": "cosine of the mean gradients of two halves of the groups",
+    "tokens": "mean trained tokens of a completion",
     "clip_negative_excess": "clip_negative − clip_negative_exact",
 }
 WORDS: Mapping[Verdict, str] = {

@@ -22,7 +22,7 @@ class SelfCorrect:
     """The environment.
 
     attempts   maximum number of answers
-    feedback   message after a wrong answer; {answer} is replaced by that answer
+    feedback   message after a wrong answer; {answer} is replaced by that answer, {question} by that column of the row
     discount   factor of the reward for every wrong attempt before the right one
     check      a built-in reward (final, math, numeric, …) or module:function(text, answer=…); 1 means right
     options    arguments of check: {marker: ">"}
@@ -55,7 +55,9 @@ class SelfCorrect:
             mark = await asyncio.to_thread(self._check, answer["content"], **_accepted(self._check, data))
             if float(mark) >= 1:
                 return {"reward": self._discount**attempt, "first_attempt": float(attempt == 0)}
-            feedback = self._feedback.replace("{answer}", answer["content"])
+            feedback = self._feedback
+            for name, value in {**data, "answer": answer["content"]}.items():
+                feedback = feedback.replace(f"{{{name}}}", str(value))
             # The answer is part of the history, so that the next request continues the sampled tokens.
             messages += [answer, {"role": "user", "content": feedback}]
         return {"reward": 0.0, "first_attempt": 0.0}

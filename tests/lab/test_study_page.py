@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from gspo.lab.studies import page, plan, results
+from gspo.lab.studies import page, plan, results, when
 
 STUDY = plan.find_study("clipping")
 
@@ -49,7 +49,7 @@ def test_a_claim_is_shown_or_not_by_its_paired_interval_alone():
 def test_the_page_has_the_verdicts_the_machine_the_date_and_the_command(tmp_path):
     pytest.importorskip("matplotlib")
     results.write_records(tmp_path, STUDY, filled([(0.1, 0.9), (0.12, 0.92)], [(0.002, 0.9), (0.003, 0.9)]))
-    text = page.write_baselines(tmp_path).read_text()
+    text = when.write_pages(tmp_path).read_text()
     assert "2026-01-01, m, one thread per run; torch 2; commit abc." in text
     assert "gspo train src/gspo/lab/studies/micro.yaml algorithm=gspo actor.eps_clip=0.002" in text
     assert "| gspo ε=2e-3 | 2 |" in text
@@ -141,6 +141,14 @@ def test_the_committed_page_is_that_of_the_committed_results(tmp_path):
         name: docs / "img" / "studies" / f"{name}.png" for name in found if plan.find_study(name).plots and found[name]
     }
     assert (docs / "baselines.md").read_text() == page.baselines_page(found, drawn)
+    assert (docs / "when_to_use.md").read_text() == when.when_page(found)
+
+
+def test_every_question_of_when_to_use_gspo_is_decided_by_a_check_of_its_study():
+    for question in when.QUESTIONS:
+        assert question.check in {check.says for check in plan.find_study(question.study).checks}
+    text = when.when_page({})
+    assert text.count("not run yet") >= len(when.QUESTIONS)
 
 
 def test_the_edge_of_an_arm_is_the_largest_value_up_to_which_no_run_of_a_seed_collapsed(tmp_path):

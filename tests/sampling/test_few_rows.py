@@ -52,6 +52,16 @@ def test_a_row_does_not_depend_on_its_neighbours_or_on_the_threads():
 
 
 @needs_compiler
+def test_it_is_checked_in_float32_whatever_the_default_type_is(anew):
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = few_rows.load_native()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.product is not None, found.why
+
+
+@needs_compiler
 def test_it_is_compiled_once_and_found_again(anew):
     first = few_rows.load_native()
     assert first.product is not None

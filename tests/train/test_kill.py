@@ -133,10 +133,14 @@ def test_a_run_killed_at_50_seeded_moments_is_the_uninterrupted_one(runs, straig
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_run_killed_again_and_again_from_outside_is_the_uninterrupted_one(runs, straight, tmp_path):
-    kills, seconds = 0, 2.0
+    began = time.monotonic()
+    assert runs.run(tmp_path / "timed") == 0
+    whole = time.monotonic() - began
+    # Two kills early in the run, on a fast machine as on a slow one.
+    kills, seconds = 0, 0.2 * whole
     for u in rng.uniform(2, "when", range(60)):
         # Longer each time, or a run whose checkpoints are far apart would never get on.
-        seconds += 0.25
+        seconds += 0.05 * whole
         code = runs.run(tmp_path, seconds=seconds * (0.5 + float(u)))
         if code == 0:
             break

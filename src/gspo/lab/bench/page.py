@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gspo.lab.studies.page import markdown_table
+
 # Further goals of `small`: shares of the GEMM rate, and of TRL's memory.
 TRAIN_GOAL, DECODE_GOAL, MEMORY_GOAL = 0.70, 0.45, 0.50
 _MODELS = {
@@ -117,7 +119,7 @@ def performance_page(results: Mapping[str, Any]) -> str:
         f"{m['date']}, {m['processor']}, {m['threads']} threads, {m['memory_bytes'] / 2**30:.0f} GiB, no GPU.",
         f"{versions}.",
         "",
-        *_markdown_table(rows),
+        *markdown_table(rows),
         "",
         "| workload | model | prompts × G | prompt / new tokens | seconds per step, each round: ours, TRL |",
         "|---|---|---|---|---|",
@@ -163,7 +165,7 @@ def performance_page(results: Mapping[str, Any]) -> str:
             "Self time of one step by kind of work, from the timeline that `profile=true` writes. Recording slows",
             "small operators down, so the time outside operators (Python, allocation) is an upper bound.",
             "",
-            *_markdown_table(_breakdown_table(profiled)),
+            *markdown_table(_breakdown_table(profiled)),
         ]
         tiny_share = results["workloads"].get("tiny", {}).get("ours", {}).get("bookkeeping_share")
         if tiny_share is not None:
@@ -174,7 +176,7 @@ def performance_page(results: Mapping[str, Any]) -> str:
             "Tiny's model, 8 prompts. Sizes that are not varied: 64 prompt tokens, G = 8, 32 new tokens.",
             "Slopes by least squares. Not shared: plain packing with the model's own attention over the whole row.",
             "",
-            *_markdown_table(_sweep_table(results["sweep"])),
+            *markdown_table(_sweep_table(results["sweep"])),
         ]
     return "\n".join(out) + "\n"
 
@@ -203,11 +205,6 @@ def _shares(result: Mapping[str, Any], phases: Sequence[str] = ("rollout", "trai
         if phase in phases
     ]
     return f" In the profile, {'; '.join(found)}." if found else ""
-
-
-def _markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    head, *body = rows
-    return [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in body)]
 
 
 def plot(lines: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from gspo.errors import ConfigError
 from gspo.lab.studies import page as pages
-from gspo.lab.studies import plan, results, runner
+from gspo.lab.studies import plan, results, runner, when
 from gspo.lab.studies.plan import Study
 
 
@@ -69,7 +69,7 @@ def run_studies(
                     **choice,
                 )
         finally:
-            pages.write_baselines(docs)  # also after Ctrl-C: finished runs are kept
+            when.write_pages(docs, [study.name])  # also after Ctrl-C: finished runs are kept
         failures += outcome.failures
         console.print(f"{study.name}: {outcome.made} new runs, {outcome.found} found, {len(outcome.failures)} failed")
     show([study.reference for study in chosen], docs, console)
@@ -96,8 +96,8 @@ def _forecast(study: Study, num_missing: int, docs: Path, runs: Path, num_parall
 
 
 def generate_page(docs: Path) -> Path:
-    """Generate docs/baselines.md from the result files."""
-    return pages.write_baselines(docs)
+    """Generate docs/baselines.md and docs/when_to_use.md from the result files."""
+    return when.write_pages(docs)
 
 
 def show(names: Sequence[str], docs: Path, console: Console) -> None:

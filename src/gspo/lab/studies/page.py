@@ -1,6 +1,6 @@
-"""Generate docs/baselines.md from the result files. No part of it is written by hand, and no run is repeated.
+"""The text of docs/baselines.md from the result files. No part of it is written by hand, and no run is repeated.
 
-`tables` and `decisions` also serve the terminal (`gspo study show`). Torch-free; plots need matplotlib.
+`tables` and `decisions` also serve the terminal (`gspo study show`). Torch-free.
 """
 
 from __future__ import annotations
@@ -158,27 +158,6 @@ def mean_and_interval(found: Interval | None) -> str:
     return f"{found.mean:.3g} [{found.low:.3g}, {found.high:.3g}]"
 
 
-def write_baselines(docs: Path) -> Path:
-    """Generate the page and its plots from the result files."""
-    found = {name: results.current(study, results.read_records(docs, name)) for name, study in plan.studies().items()}
-    drawn = {name: _draw(docs, plan.find_study(name), records) for name, records in found.items() if records}
-    path = docs / "baselines.md"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(baselines_page(found, drawn), encoding="utf-8")
-    return path
-
-
-def _draw(docs: Path, study: Study, records: Sequence[Record]) -> Path | None:
-    if not study.plots:
-        return None
-    try:
-        from gspo.lab.studies.plot import draw_study
-    except ImportError:
-        return None
-    target = docs / "img" / "studies" / f"{study.name}.png"
-    return draw_study(study, records, target)
-
-
 def baselines_page(found: Mapping[str, Sequence[Record]], drawn: Mapping[str, Path | None]) -> str:
     known = plan.studies()
     out = [
@@ -190,7 +169,7 @@ def baselines_page(found: Mapping[str, Sequence[Record]], drawn: Mapping[str, Pa
         "",
         "## Summary",
         "",
-        *_markdown_table(summary_table(found)),
+        *markdown_table(summary_table(found)),
     ]
     for name, study in known.items():
         out += ["", *_section(study, found.get(name, ()), drawn.get(name))]
@@ -218,9 +197,9 @@ def _section(study: Study, records: Sequence[Record], drawn: Path | None) -> lis
         return [*out, f"Not run yet: {run}."]
     out += [f"{run}. {_when(records)}", ""]
     if study.checks:
-        out += [*_markdown_table(decision_rows(study, records)), ""]
+        out += [*markdown_table(decision_rows(study, records)), ""]
     for task, rows in tables(study, records).items():
-        out += [*([f"### {study.name}: {task}", ""] if task else []), *_markdown_table(rows), ""]
+        out += [*([f"### {study.name}: {task}", ""] if task else []), *markdown_table(rows), ""]
     if drawn is not None:
         out += [f"![{study.name}](img/studies/{drawn.name})", ""]
     if study.tune is not None:
@@ -250,7 +229,7 @@ def _tuning(study: Study, records: Sequence[Record]) -> list[str]:
             row.append(cell(mine, study.tune.by) + mark)
         rows.append(row)
     seeds = ", ".join(map(str, study.tune.seeds))
-    return [f"Tuning grid, by {study.tune.by} on the tuning seeds {seeds}:", "", *_markdown_table(rows)]
+    return [f"Tuning grid, by {study.tune.by} on the tuning seeds {seeds}:", "", *markdown_table(rows)]
 
 
 def _when(records: Sequence[Record]) -> str:
@@ -264,6 +243,6 @@ def _when(records: Sequence[Record]) -> str:
     return f"{when}, {at}, one thread per run; {packages}; commit {', '.join(commits[:3])}."
 
 
-def _markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
+def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
     head, *body = ([text.replace("|", "\\|") for text in row] for row in rows)
     return [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in body)]

@@ -130,7 +130,8 @@ def _is_right(product: Product) -> bool:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for rows, num_in, num_out in ((17, 577, 491), (9, 31, 7), (64, 288, 240)):
-            x, weight = torch.randn(rows, num_in), torch.randn(num_out, num_in)
+            # Not in the default type, which a caller may have set to float64.
+            x, weight = (torch.randn(num, num_in, dtype=torch.float32) for num in (rows, num_out))
             exact = x.double() @ weight.double().T
             if not (product(x, weight) - exact).abs().max() < 1e-5 * num_in**0.5:
                 return False

@@ -13,7 +13,7 @@ The signal-to-noise ratio belongs to the mean of one training batch of B groups:
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count, islice
 from typing import Any
@@ -94,7 +94,7 @@ def _sampled(loop: Leader, loaded: Loaded, prompts: list[int]) -> list[Group]:
 
 
 def _signal(
-    learner: Learner, batches: list[Batch], old: list[LogProbs], preset: str, **edges: float
+    learner: Learner, batches: Sequence[Batch], old: Sequence[LogProbs], preset: str, **edges: float
 ) -> dict[str, float]:
     half = [torch.zeros(0), torch.zeros(0)]
     squares, log_s, clipped, num = 0.0, [], [], len(batches)

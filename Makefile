@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 # One thread per worker makes results repeatable; two more workers than cores fill the time that tests wait.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 4
 
-.PHONY: train demo unit test test-full check docs docs-site accept accept-gpu setup setup-train setup-vllm setup-envs constraints clean
+.PHONY: train demo unit test test-full check docs docs-site accept accept-gpu bench-compare setup setup-train setup-vllm setup-envs constraints clean
 
 train: setup-train
 	.venv/bin/gspo train examples/quickstart.yaml
@@ -28,6 +28,12 @@ check: setup
 	.venv/bin/ruff check src tests examples
 	.venv/bin/ruff format --check src tests examples
 	.venv/bin/basedpyright
+
+# Is a step slower than it was? Step by step beside the commit REF, some minutes: `make bench-compare REF=v0.1`. Before a
+# merge, and every night against the commit of the night before.
+REF := HEAD~1
+bench-compare: setup-train
+	.venv/bin/gspo bench --compare $(REF) --workload tiny --workload small
 
 # For the first person with a GPU: self-test, quick-start, servers, ranks, vLLM and bench as a user would run them, and one
 # report to attach to an issue. `accept` runs on a CPU what can run there.

@@ -9,20 +9,22 @@ from dataclasses import replace
 import pytest
 
 from gspo.lab.bench import page
+from gspo.lab.bench.commits.compare import ratio_of
 from gspo.lab.bench.compare import _run, has_peer, slope
+from gspo.lab.bench.sampler import measure_side, sampler_table
 from gspo.lab.bench.timeline import breakdown
-from gspo.lab.bench.workloads import WORKLOADS, reward, workload_rows, write_workload_model
+from gspo.lab.bench.workloads import TINY, WORKLOADS, Workload, reward, workload_rows, write_workload_model
 
 
-def bench(*words):
+def bench(*words, code=0):
     # On one core: threads that wait for each other by spinning are slow beside other tests.
     core = {min(os.sched_getaffinity(0))}
     done = subprocess.run(
         [sys.executable, "-m", "gspo", "bench", *words],
         capture_output=True, text=True, timeout=280, preexec_fn=lambda: os.sched_setaffinity(0, core),
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert done.returncode == code, done.stderr
+    return done.stdout if not code else done.stderr
 
 
 def test_a_row_of_a_workload_has_the_promised_length_and_sparse_leaves_one_group_in_eight():
@@ -101,3 +103,54 @@ def test_both_sides_show_the_same_images_and_their_passes_through_the_tower_are_
     assert (ours["tower_images"], peer["tower_images"]) == (4, 24)
     frozen = _run("ours", replace(small, frozen=True), str(tmp_path))
     assert frozen["tower_images"] == 2
+
+
+@pytest.mark.full
+def test_a_commit_is_as_fast_as_itself():
+    # Step by step and by CPU seconds, so that a busy machine changes little. The tree may have uncommitted changes.
+    [found] = json.loads(bench("--compare", "HEAD", "--rounds", "1", "--steps", "6", "--threshold", "0.3", "--json"))
+    assert found["pairs"] == 5
+    assert 0.75 < found["cpu_ratio"][0] < 1.3
+    assert not found["slower"]
+
+
+@pytest.mark.run
+def test_an_unknown_commit_is_refused_with_its_name():
+    assert "--compare nosuch: git has no sources of this commit" in bench("--compare", "nosuch", code=2)
+
+
+def test_a_ratio_is_of_medians_and_its_interval_contains_it():
+    pairs = {"new": [{"cpu_s": x} for x in (1.0, 1.1, 1.2, 9.0)], "old": [{"cpu_s": 1.0}] * 4}
+    middle, low, high = ratio_of(pairs, "cpu_s")
+    assert middle == pytest.approx(1.15)
+    assert low <= middle <= high
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not has_peer(), reason="TRL is not installed (extra bench)")
+def test_both_sides_play_the_turns_of_an_episode(tmp_path):
+    w = Workload("episode", TINY, 2, 4, 8, 4, num_turns=3, reply_tokens=5)
+    assert (w.sampled_tokens, w.completion_tokens) == (12, 22)
+    write_workload_model(w, tmp_path)
+    for side in ("ours", "peer"):  # TRL's side checks that no turn ended early
+        found = _run(side, w, str(tmp_path))
+        assert found["train_tokens_s"] * found["train_s"] == pytest.approx(8 * (8 + 22))
+        assert found["rollout_tokens_s"] * found["rollout_s"] == pytest.approx(8 * 12)
+
+
+@pytest.mark.run
+def test_our_sampler_and_generate_sample_the_same_number_of_tokens(tmp_path):
+    w = Workload("sampler", TINY, 2, 2, 8, 6)
+    write_workload_model(w, tmp_path)
+    for side in ("ours", "transformers"):  # each checks the number of tokens itself
+        found = measure_side(side, w, str(tmp_path))
+        assert found["tokens_s"] == pytest.approx(2 * 2 * 6 / found["wall_s"])
+
+
+def test_the_table_of_samplers_leaves_out_an_engine_that_is_not_installed():
+    shape = {"num_prompts": 4, "num_samples": 8, "prompt_tokens": 44, "new_tokens": 48}
+    sides = {"ours": {"tokens_s": 200.0, "cpu_s": 2.0}, "transformers": {"tokens_s": 100.0, "cpu_s": 4.0}}
+    head, row = sampler_table([{"workload": shape, "sides": sides}])
+    assert "vLLM" not in " ".join(head)
+    assert row == ["32", "44 / 48", "200", "100", "2.00"]

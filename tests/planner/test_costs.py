@@ -8,9 +8,17 @@ from gspo.cli import main as cli
 from gspo.errors import ConfigError
 from gspo.planner import hardware
 from gspo.planner.command import model_size
-from gspo.planner.costs import MODELS, ModelSize, sampler_cost, smallest_engine, trainer_bytes, trainer_cost
+from gspo.planner.costs import (
+    MODELS,
+    ModelSize,
+    publish_s,
+    sampler_cost,
+    smallest_engine,
+    trainer_bytes,
+    trainer_parts,
+)
 from gspo.planner.hardware import GPUS, Gpu, parse_gpus
-from gspo.planner.search import PlannedJob, plans
+from gspo.planner.search import PlannedJob, best_plan, plans
 from gspo.planner.simulate import Work, fixed_length
 
 ROUND = Gpu("round", flops=1e12, bandwidth=1e12, memory=100e9, link=1e11, network=1e10)
@@ -43,14 +51,36 @@ def test_one_row_of_a_mixture_reads_its_experts_and_many_rows_read_all():
 
 
 def test_training_counts_five_forwards_per_token():
-    cost = trainer_cost(MODEL, ROUND, 4, context=0, batch_tokens=1e9, num_updates=1, mb_tokens=10**6)
-    assert cost.token_s == pytest.approx(5 * 2e9 / (4 * 1e12 * hardware.TRAIN_SHARE))
+    parts = trainer_parts(MODEL, ROUND, 4, context=0, batch_tokens=1e9, num_updates=1, mb_tokens=10**6)
+    assert parts.cost(1e9).token_s == pytest.approx(5 * 2e9 / (4 * 1e12 * hardware.TRAIN_SHARE))
+    assert parts.limit == "arithmetic"
 
 
 def test_small_micro_batches_are_bound_by_the_network():
-    many = trainer_cost(MODEL, ROUND, 64, context=0, batch_tokens=1e6, num_updates=1, mb_tokens=10)
+    many = trainer_parts(MODEL, ROUND, 64, context=0, batch_tokens=1e6, num_updates=1, mb_tokens=10)
     gathers = 1e6 / (64 * 10)
-    assert many.token_s == pytest.approx(4 * gathers * 2e9 / 1e10 / 1e6)
+    assert many.cost(1e6).token_s == pytest.approx(4 * gathers * 2e9 / 1e10 / 1e6)
+    assert many.limit == "all-gathers"
+
+
+def test_every_update_gathers_the_weights_however_many_ranks_there_are():
+    few, many = (
+        trainer_parts(MODEL, ROUND, n, context=0, batch_tokens=1e6, num_updates=4, mb_tokens=10**6) for n in (16, 4096)
+    )
+    assert few.all_gathers == many.all_gathers == pytest.approx(4 * 4 * 2e9 / 1e10)
+
+
+def test_rank_0_sends_the_weights_to_each_server_and_a_pipeline_sends_them_once():
+    # 2 GB of weights: a digest, then 0.2 s for each server.
+    assert publish_s(MODEL, ROUND, 100) == pytest.approx(2e9 / hardware.DIGEST + 100 * 0.2)
+    assert publish_s(MODEL, ROUND, 100, pipelined=True) == pytest.approx(0.5 + 0.2)
+
+
+def test_the_split_that_looks_best_is_nearly_the_best_of_all():
+    best = plans(job(32), (4,))[0]
+    likely = best_plan(job(32), 4)
+    assert likely is not None
+    assert likely.result.step_s <= best.result.step_s * 1.05
 
 
 def test_memory_of_training_is_sharded():
@@ -62,17 +92,24 @@ def test_the_smallest_engine_holds_the_weights():
     assert smallest_engine(ModelSize("70B", 70e9, 70e9, 80, 8192, 327_680), GPUS["H100"], 4096) == 4
 
 
-def job(num_gpus, tokens=400):
-    return PlannedJob(
-        MODELS["7B"], GPUS["H100"], num_gpus, Work(16, 4, 64, fixed_length(tokens), num_steps=6), tokens, 512
-    )
+def job(num_gpus, tokens=400, **more):
+    work = Work(16, 4, 64, fixed_length(tokens), num_steps=6)
+    return PlannedJob(MODELS["7B"], GPUS["H100"], num_gpus, work, tokens, 512, **more)
 
 
-def test_the_best_split_is_no_slower_than_any_other_and_more_gpus_are_not_slower():
-    few, many = plans(job(8), (0, 2)), plans(job(32), (0, 2))
-    assert few[0].result.step_s == min(plan.result.step_s for plan in few)
-    assert many[0].result.step_s <= few[0].result.step_s
-    assert {plan.in_turns for plan in few} == {True, False}
+def test_the_best_split_is_no_slower_than_any_other_and_has_both_modes():
+    found = plans(job(8), (0, 2))
+    assert found[0].result.step_s == min(plan.result.step_s for plan in found)
+    assert {plan.in_turns for plan in found} == {True, False}
+
+
+def test_more_gpus_are_not_slower_unless_each_server_costs_rank_0_time():
+    few, many = plans(job(8, pipelined=True), (2,))[0], plans(job(32, pipelined=True), (2,))[0]
+    assert many.result.step_s <= few.result.step_s
+    # Of a job this small, sending the weights to more servers takes longer than sampling.
+    slow = plans(job(32), (2,))[0]
+    assert slow.result.step_s > many.result.step_s
+    assert slow.limit == "trainer: weights"
 
 
 def test_a_model_that_does_not_fit_is_refused_with_what_it_needs():

@@ -2,7 +2,16 @@
 
 import pytest
 
-from gspo.planner.simulate import SamplerCost, SerialCost, TrainerCost, Work, fixed_length, lengths, simulate
+from gspo.planner.simulate import (
+    SamplerCost,
+    SerialCost,
+    SharedCores,
+    TrainerCost,
+    Work,
+    fixed_length,
+    lengths,
+    simulate,
+)
 
 
 def sampler(step_s=1.0, row_s=0.0, max_rows=64, prefill=0.0, load_s=0.0):
@@ -90,10 +99,27 @@ def test_the_leader_is_a_limit_if_it_is_slow():
 
 def test_processes_on_one_core_take_turns():
     # Sampler and trainer both need 20 s a step: side by side on two cores 20 s, on one core 40 s.
-    two = simulate(work(eta=2, tokens=20, steps=30), sampler(), TrainerCost(20 / 160, 0.0), cores=2)
-    one = simulate(work(eta=2, tokens=20, steps=30), sampler(), TrainerCost(20 / 160, 0.0), cores=1)
+    cost = work(eta=2, tokens=20, steps=30), sampler(), TrainerCost(20 / 160, 0.0)
+    one = simulate(*cost, cores=SharedCores(servers=[0], trainer=0))
+    two = simulate(*cost, cores=SharedCores(servers=[1], trainer=0))
+    slow = simulate(*cost, cores=SharedCores(servers=[1], trainer=0, slowdown=1.5))
     assert one.step_s == pytest.approx(40, rel=0.1)
     assert two.step_s == pytest.approx(20, rel=0.1)
+    assert slow.step_s == pytest.approx(30, rel=0.1)
+
+
+def test_two_servers_on_one_core_are_as_fast_as_one():
+    cores = SharedCores(servers=[1, 1], trainer=0)
+    one = simulate(work(groups=8), sampler(max_rows=8), TrainerCost(0.0, 0.0))
+    two = simulate(work(groups=8), sampler(max_rows=8), TrainerCost(0.0, 0.0), num_servers=2, cores=cores)
+    assert two.step_s == pytest.approx(one.step_s)
+
+
+def test_an_idle_server_begins_after_its_latency_and_a_busy_one_at_once():
+    late = SamplerCost(lambda rows, context: 1.0, 0.0, 64, latency_s=2.0)
+    assert simulate(work(), late, TrainerCost(0.0, 0.0, fixed_s=1.0)).step_s == pytest.approx(2 + 10 + 1)
+    busy = simulate(work(eta=4, steps=30), late, TrainerCost(0.0, 0.0, fixed_s=1.0))
+    assert busy.step_s < 5
 
 
 def test_lengths_have_their_mean_and_their_bound():

@@ -221,8 +221,8 @@ VERBS: dict[str, Verb] = {
         lab.plan,
     ),
     "bench": Verb(
-        "bench [--workload NAME …] [--no-peer] [--json] [--write DIR]",
-        "measure time and memory of a step, and compare with TRL's trainer",
+        "bench [--workload NAME …] [--compare REF] [--no-peer] [--json] [--write DIR]",
+        "measure time and memory of a step; compare with TRL's trainer, or with another commit",
         lab.bench_arguments,
         lab.bench,
     ),

@@ -97,7 +97,7 @@ def row_of(job: PlannedJob, plan: ClusterPlan) -> dict[str, Any]:
         "step_s": found.step_s,
         "tokens_per_s_per_gpu": found.tokens_per_s / job.num_gpus,
         "busy": found.busy,
-        "limit": found.limit,
+        "limit": plan.limit,
         "staleness": found.staleness,
         "trainer_gb": plan.trainer_bytes / 1e9,
     }

@@ -70,29 +70,59 @@ def sampler_cost(
     free = tensor_parallel * gpu.memory * hardware.MEMORY_SHARE - model.parameters * WEIGHT
     rows = int(free // (model.kv_bytes * min(longest, 2 * context)))
     prefill = (2 * model.active + 2 * model.layers * model.hidden * context) / flops
-    return SamplerCost(
-        decode, prefill, max(min(rows, most_rows), 1), load_s=0.5 + model.parameters * WEIGHT / gpu.network
-    )
+    # A server receives new weights while it samples; only the copy to its GPUs interrupts it.
+    load_s = 0.5 + model.parameters * WEIGHT / tensor_parallel / hardware.HOST_COPY
+    return SamplerCost(decode, prefill, max(min(rows, most_rows), 1), load_s)
 
 
-def trainer_cost(
-    model: ModelSize, gpu: Gpu, num_gpus: int, *, context: float, batch_tokens: float, num_updates: int, mb_tokens: int
-) -> TrainerCost:
+def publish_s(model: ModelSize, gpu: Gpu, num_servers: int, *, pipelined: bool = False) -> float:
+    """Seconds until all servers have a new version: rank 0 computes its digest and sends it to each server.
+
+    Everything passes through the network of rank 0. pipelined: each server passes on what it receives, and every rank
+    computes the digest of its shard (CONTRIBUTING.md, not built).
+    """
+    num_bytes = model.parameters * WEIGHT
+    if pipelined:
+        return 0.5 + num_bytes / gpu.network
+    return num_bytes / hardware.DIGEST + num_servers * num_bytes / gpu.network
+
+
+@dataclass(frozen=True)
+class TrainerParts:
+    """Seconds of one step of FSDP2 by kind of work. All-gathers overlap with arithmetic, the rest does not."""
+
+    arithmetic: float
+    all_gathers: float
+    fixed: float  # optimizer, metrics, files
+    weights: float  # to all servers
+
+    @property
+    def limit(self) -> str:
+        """The largest of them."""
+        seconds = {"arithmetic": self.arithmetic, "all-gathers": self.all_gathers, "weights": self.weights}
+        return max({**seconds, "fixed": self.fixed}.items(), key=lambda item: item[1])[0]
+
+    def cost(self, batch_tokens: float) -> TrainerCost:
+        token_s = max(self.arithmetic, self.all_gathers) / batch_tokens
+        return TrainerCost(token_s, token_s, fixed_s=self.fixed, publish_s=self.weights)
+
+
+def trainer_parts(
+    model: ModelSize, gpu: Gpu, num_gpus: int, *, context: float, batch_tokens: float, num_updates: int, mb_tokens: int,
+    weights: float = 0.0,
+) -> TrainerParts:  # fmt: skip
     """FSDP2 over `num_gpus`: π_old, forward and backward with recomputed activations, and the all-gathers."""
     share = hardware.MOE_TRAIN_SHARE if model.experts else hardware.TRAIN_SHARE
-    attention = 2 * model.layers * model.hidden * context  # forward, causal
-    forward = 2 * model.active + attention
+    forward = 2 * model.active + 2 * model.layers * model.hidden * context  # of one token; attention is causal
     # π_old 1, forward 1, forward again 1, backward 2.
-    compute = 5 * forward / (num_gpus * gpu.flops * share)
+    arithmetic = 5 * forward * batch_tokens / (num_gpus * gpu.flops * share)
     link = gpu.link if num_gpus <= gpu.per_machine else gpu.network
-    # Each micro-batch of a rank gathers the weights three times and scatters the gradients once.
-    gathers = batch_tokens / (num_gpus * mb_tokens)
-    gathers = max(gathers, num_updates)
-    communication = 4 * gathers * model.parameters * WEIGHT / link / batch_tokens
+    # Each micro-batch of a rank gathers the weights three times and scatters the gradients once. Every update has at
+    # least one micro-batch, so that more ranks do not reduce this below a floor.
+    gathers = max(batch_tokens / (num_gpus * mb_tokens), num_updates)
+    all_gathers = 4 * gathers * model.parameters * WEIGHT / link
     optimizer = num_updates * 3 * STATE * model.parameters / num_gpus / gpu.bandwidth
-    publish = model.parameters * WEIGHT / gpu.network
-    token_s = max(compute, communication)
-    return TrainerCost(token_s, token_s, fixed_s=optimizer + 1.0, publish_s=publish)
+    return TrainerParts(arithmetic, all_gathers, optimizer + 1.0, weights)
 
 
 def trainer_bytes(model: ModelSize, num_gpus: int, mb_tokens: int) -> float:

@@ -18,7 +18,8 @@ BANDWIDTH_SHARE = 0.70  # of memory bandwidth in decoding
 MEMORY_SHARE = 0.90  # of a GPU's memory that an engine may use
 STEP_S = 0.004  # of a decode step outside kernels: scheduling, launches, sampling
 REDUCE_S = 15e-6  # one all-reduce of a decode step, for tensor parallelism; two per layer
-STORAGE = 20e9  # bytes/s of a shared file system, all readers together
+DIGEST = 1.7e9  # bytes/s of sha256 on one core; measured on an AMD EPYC
+HOST_COPY = 25e9  # bytes/s from host memory to a GPU
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ GPUS = {
     for gpu in (
         Gpu("A100", 312e12, 2.04e12, 80e9, 300e9, 25e9),
         Gpu("H100", 989e12, 3.35e12, 80e9, 450e9, 50e9),
+        Gpu("H800", 989e12, 3.35e12, 80e9, 200e9, 50e9),
+        Gpu("H20", 148e12, 4.0e12, 96e9, 450e9, 50e9),
         Gpu("H200", 989e12, 4.8e12, 141e9, 450e9, 50e9),
         Gpu("B200", 2250e12, 8.0e12, 180e9, 900e9, 50e9),
         Gpu("L40S", 362e12, 0.864e12, 48e9, 32e9, 12.5e9),

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from gspo.errors import ConfigError
 from gspo.planner import costs
-from gspo.planner.costs import ModelSize
+from gspo.planner.costs import ModelSize, TrainerParts
 from gspo.planner.hardware import MEMORY_SHARE, Gpu
-from gspo.planner.simulate import Result, SerialCost, Work, simulate
+from gspo.planner.simulate import Result, SamplerCost, SerialCost, Work, simulate
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,17 @@ class PlannedJob:
     mb_tokens: int = 16384
     rewards: SerialCost = costs.NO_REWARD
     leader: SerialCost = costs.LEADER
+    pipelined: bool = False  # weights by a pipelined broadcast, which is planned and not built
+
+    @property
+    def context(self) -> float:
+        """Mean tokens before a sampled token."""
+        return self.work.prompt_tokens + self.mean_length / 2
+
+    @property
+    def batch_tokens(self) -> float:
+        """Tokens that are trained in a step; a prompt is computed once per group."""
+        return self.work.num_groups * (self.work.prompt_tokens + self.work.group_size * self.mean_length)
 
 
 @dataclass(frozen=True)
@@ -38,11 +49,18 @@ class ClusterPlan:
     staleness: int
     result: Result
     trainer_bytes: float
+    parts: TrainerParts
 
     @property
     def in_turns(self) -> bool:
         """Whether the same GPUs sample and train."""
         return self.staleness == 0
+
+    @property
+    def limit(self) -> str:
+        """The component that is busy for the largest share of the time; of the trainer, its largest part."""
+        found = self.result.limit
+        return f"{found}: {self.parts.limit}" if found == "trainer" else found
 
 
 def plans(job: PlannedJob, stalenesses: Sequence[int] = (0, 1, 2, 4, 8)) -> list[ClusterPlan]:
@@ -91,20 +109,49 @@ def _in_turns(job: PlannedJob) -> ClusterPlan | None:
     return _plan(job, job.num_gpus, job.num_gpus // engine, engine, 0)
 
 
+def best_plan(job: PlannedJob, eta: int, num_simulated: int = 3) -> ClusterPlan | None:
+    """The fastest of the splits that look best without a simulation; None if nothing fits.
+
+    For large clusters: the estimate takes the larger of the two sides' times, each alone and never waiting.
+    """
+    if eta == 0:
+        return _in_turns(job)
+
+    def estimate(split: tuple[int, int, int]) -> float:
+        trainers, servers, engine = split
+        cost = _parts(job, trainers, servers).cost(job.batch_tokens)
+        sampler = _sampler(job, engine)
+        samples = job.work.num_groups * job.work.group_size
+        rows = max(min(sampler.max_rows, samples * (eta + 1) // servers), 1)
+        sampling = samples * job.mean_length * sampler.decode(rows, job.context) / rows / servers
+        return max(cost.token_s * job.batch_tokens + cost.fixed_s + cost.publish_s, sampling)
+
+    found = [_plan(job, *split, eta) for split in sorted(_splits(job), key=estimate)[:num_simulated]]
+    return min(found, key=lambda plan: plan.result.step_s, default=None)
+
+
+def _parts(job: PlannedJob, trainers: int, servers: int) -> TrainerParts:
+    return costs.trainer_parts(
+        job.model, job.gpu, trainers, context=job.context, batch_tokens=job.batch_tokens, num_updates=job.num_updates,
+        mb_tokens=job.mb_tokens, weights=costs.publish_s(job.model, job.gpu, servers, pipelined=job.pipelined),
+    )  # fmt: skip
+
+
+def _sampler(job: PlannedJob, engine: int) -> SamplerCost:
+    return costs.sampler_cost(job.model, job.gpu, engine, context=job.context, longest=job.longest)
+
+
 def _plan(job: PlannedJob, trainers: int, servers: int, engine: int, eta: int) -> ClusterPlan:
-    work, model = job.work, job.model
-    context = work.prompt_tokens + job.mean_length / 2
-    tokens = work.num_groups * (work.prompt_tokens + work.group_size * job.mean_length)
+    parts = _parts(job, trainers, servers)
     result = simulate(
-        replace(work, max_staleness=eta, num_steps=work.num_steps + 2 * eta),  # filling and emptying do not count
-        costs.sampler_cost(model, job.gpu, engine, context=context, longest=job.longest),
-        costs.trainer_cost(
-            model, job.gpu, trainers, context=context, batch_tokens=tokens, num_updates=job.num_updates,
-            mb_tokens=job.mb_tokens,
-        ),
+        # Steps that fill and empty the pipeline do not count.
+        replace(job.work, max_staleness=eta, num_steps=job.work.num_steps + 2 * eta),
+        _sampler(job, engine),
+        parts.cost(job.batch_tokens),
         num_servers=servers,
         leader=job.leader,
         rewards=job.rewards,
         in_process=eta == 0,
-    )  # fmt: skip
-    return ClusterPlan(trainers, servers, engine, eta, result, costs.trainer_bytes(model, trainers, job.mb_tokens))
+    )
+    memory = costs.trainer_bytes(job.model, trainers, job.mb_tokens)
+    return ClusterPlan(trainers, servers, engine, eta, result, memory, parts)

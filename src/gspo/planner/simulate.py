@@ -5,8 +5,8 @@ the next batch. Everything else is a queue with a service time. Rows of a server
 step, and the time of a step depends on how many rows there are. New weights interrupt generation: rows continue after
 their tokens have been computed again.
 
-Work is counted in seconds of a component that has what it needs. If processes share `cores`, all of them slow down
-while more are busy than there are cores.
+Work is counted in seconds of a component that has what it needs. On a machine whose components share cores
+(`SharedCores`), those that are busy on the same core take turns.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import NamedTuple
@@ -33,6 +33,7 @@ class SamplerCost:
     prefill_token_s: float
     max_rows: int
     load_s: float = 0.0  # to take over new weights
+    latency_s: float = 0.0  # from a submission to the first work of a server that was idle
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,22 @@ class SerialCost:
 
     sample_s: float = 0.0
     token_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class SharedCores:
+    """The core of each component, and how much slower all are while several cores are busy (memory, caches)."""
+
+    servers: Sequence[int]
+    trainer: int  # also of the leader and the rewards
+    slowdown: float = 1.0
+
+    def rates(self, is_busy: np.ndarray) -> np.ndarray:
+        """Seconds of work per second, for each component in the order of `_Simulation.left`."""
+        cores = np.array([*self.servers, self.trainer, self.trainer, self.trainer])
+        num_busy = np.bincount(cores[is_busy], minlength=cores.max() + 1)
+        slower = self.slowdown if (num_busy > 0).sum() > 1 else 1.0
+        return 1.0 / np.maximum(num_busy[cores], 1) / slower
 
 
 @dataclass(frozen=True)
@@ -147,14 +164,16 @@ class _Server:
 
 
 class _Serial:
-    """A queue with one worker."""
+    """A queue of groups with one worker."""
 
-    def __init__(self, cost: SerialCost) -> None:
-        self.cost = cost
+    def __init__(self, cost: SerialCost, group_size: int) -> None:
+        self.cost, self._group_size = cost, group_size
         self.queue: deque[tuple[int, int]] = deque()  # (submission, tokens)
 
     def schedule(self) -> float:
-        return self.cost.sample_s + self.queue[0][1] * self.cost.token_s if self.queue else math.inf
+        if not self.queue:
+            return math.inf
+        return self._group_size * self.cost.sample_s + self.queue[0][1] * self.cost.token_s
 
 
 class _Simulation:
@@ -166,23 +185,25 @@ class _Simulation:
         leader: SerialCost,
         rewards: SerialCost,
         num_servers: int,
-        cores: int | None,
+        cores: SharedCores | None,
         in_process: bool,
     ) -> None:
         self.work, self.trainer_cost, self.cores, self.in_process = work, trainer, cores, in_process
         self.servers = [_Server(sampler, work.prompt_tokens) for _ in range(num_servers)]
-        self.serial = {"leader": _Serial(leader), "rewards": _Serial(rewards)}
+        # The samples of a group are handled together, when its last one is there: far fewer events.
+        self.serial = {"leader": _Serial(leader, work.group_size), "rewards": _Serial(rewards, work.group_size)}
         # The order of components in `left`: servers, leader, rewards, trainer.
         self.leader_at, self.rewards_at, self.trainer_at = num_servers, num_servers + 1, num_servers + 2
         self.left = np.full(num_servers + 3, math.inf)  # seconds of work until each component's next event
         self.buffer = Buffer(work.num_groups, work.max_staleness, num_batches=work.num_steps)
-        self.open: Counter[int] = Counter()  # samples of a group that are not scored yet
+        self.open: Counter[int] = Counter()  # samples of a group that are being sampled
         self.tokens: dict[int, int] = {}  # of a group's completions
         self.versions: dict[int, float] = {}  # of a group: Σ tokens × version at which they were sampled
         self.oldest: dict[int, int] = {}
         self.numbers = iter(range(2**62))
         self.now, self.version = 0.0, 0
         self.phase = "wait"  # of the trainer: wait, train, publish
+        self.is_changed = False  # whether a batch may have become complete
         self.batch: list[int] = []
         self.ends: list[float] = []
         self.stale: list[tuple[float, int, int]] = []  # per step: Σ token staleness, largest, tokens
@@ -198,22 +219,23 @@ class _Simulation:
         return self._result()
 
     def _advance(self) -> None:
-        at = int(self.left.argmin())
-        work_s = float(self.left[at])
-        assert math.isfinite(work_s), "nothing can happen, and the run is not at its end"
         is_busy = np.isfinite(self.left)
-        num_busy = int(is_busy.sum())
-        elapsed = work_s * max(num_busy / self.cores, 1.0) if self.cores else work_s
+        rates = self.cores.rates(is_busy) if self.cores else 1.0
+        until = self.left / rates
+        at = int(until.argmin())
+        elapsed = float(until[at])
+        assert math.isfinite(elapsed), "nothing can happen, and the run is not at its end"
         self.now += elapsed
         self._account(is_busy, elapsed)
-        self.left -= work_s
+        self.left -= elapsed * rates
         if at < len(self.servers):
             self._server_event(at)
         elif at == self.trainer_at:
             self._trainer_event()
         else:
             self._serial_event(at)
-        if self.phase == "wait" and self.buffer.num_pending >= self.work.num_groups:
+        if self.phase == "wait" and self.is_changed:
+            self.is_changed = False
             self._begin_training()
 
     def _account(self, is_busy: np.ndarray, elapsed: float) -> None:
@@ -231,6 +253,8 @@ class _Simulation:
             self.open[submission], self.tokens[submission] = len(lengths), sum(lengths)
             self.versions[submission], self.oldest[submission] = 0.0, self.version
             at = int(self.loads.argmin())
+            if not self.loads[at]:
+                self.servers[at].debt_s += self.servers[at].cost.latency_s
             self.loads[at] += len(lengths)
             self.servers[at].waiting.extend((submission, length) for length in lengths)
             touched.add(at)
@@ -254,7 +278,10 @@ class _Simulation:
                 self._record(row, row.finish)
                 self.num_rows -= 1
                 self.loads[at] -= 1
-                self._queue("leader", self.leader_at, row.submission, row.length)
+                self.open[row.submission] -= 1
+                if not self.open[row.submission]:
+                    del self.open[row.submission]
+                    self._queue("leader", self.leader_at, row.submission)
         self.num_rows += server.admit(self.numbers)
         self.left[at] = server.schedule()
 
@@ -264,24 +291,22 @@ class _Simulation:
         self.versions[row.submission] += (tokens - row.counted) * self.version
         row.counted = tokens
 
-    def _queue(self, name: str, at: int, submission: int, tokens: int) -> None:
+    def _queue(self, name: str, at: int, submission: int) -> None:
         queue = self.serial[name]
-        queue.queue.append((submission, tokens))
+        queue.queue.append((submission, self.tokens[submission]))
         if len(queue.queue) == 1:
             self.left[at] = queue.schedule()
 
     def _serial_event(self, at: int) -> None:
         name = "leader" if at == self.leader_at else "rewards"
         queue = self.serial[name]
-        submission, tokens = queue.queue.popleft()
+        submission, _ = queue.queue.popleft()
         self.left[at] = queue.schedule()
-        if name == "leader":
-            self._queue("rewards", self.rewards_at, submission, tokens)
+        if name == "leader" and self.serial["rewards"].cost != SerialCost():
+            self._queue("rewards", self.rewards_at, submission)
             return
-        self.open[submission] -= 1
-        if not self.open[submission]:
-            del self.open[submission]
-            self.buffer.accept(_Scored(submission))  # pyright: ignore[reportArgumentType]
+        self.buffer.accept(_Scored(submission))  # pyright: ignore[reportArgumentType]
+        self.is_changed = True
 
     def _begin_training(self) -> None:
         # In one process the trainer does not train while something is being sampled.
@@ -305,7 +330,7 @@ class _Simulation:
             self.phase = "publish"
             self.left[self.trainer_at] = self.trainer_cost.publish_s
             return
-        self.phase = "wait"
+        self.phase, self.is_changed = "wait", True
         self.left[self.trainer_at] = math.inf
         self.ends.append(self.now)
         for at, server in enumerate(self.servers):
@@ -349,7 +374,7 @@ def simulate(
     num_servers: int = 1,
     leader: SerialCost = SerialCost(),  # noqa: B008
     rewards: SerialCost = SerialCost(),  # noqa: B008
-    cores: int | None = None,
+    cores: SharedCores | None = None,
     in_process: bool = False,
 ) -> Result:
     """Simulate `work.num_steps` steps. in_process: one process samples and trains in turn."""

@@ -14,9 +14,27 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from gspo.lab.bench.episode import episode_environment
 from gspo.lab.bench.timeline import breakdown
 from gspo.lab.bench.vision import count_tower_images
 from gspo.lab.bench.workloads import Workload, flops, gemm_rate, reward, workload_rows
+
+
+def run_settings(w: Workload, folder: str, root: str) -> list[str]:
+    """The keys of a run of this workload: the model in `folder`, the run directory below `root`."""
+    return [
+        "algorithm=gspo",
+        f"actor.path={folder}",
+        f"actor.ppo_n_minibatches={w.num_minibatches}",
+        "actor.optimizer.lr=1e-6",
+        f"gconfig.n_samples={w.num_samples}",
+        f"gconfig.max_new_tokens={w.new_tokens}",
+        "gconfig.ignore_eos=true",
+        f"train_dataset.batch_size={w.num_prompts}",
+        f"total_train_steps={w.steps}",
+        f"cluster.fileroot={root}",
+        *([f"actor.freeze_vision={str(w.frozen).lower()}"] if w.visual_tokens else []),
+    ]
 
 
 def measure_ours(w: Workload, folder: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -26,21 +44,7 @@ def measure_ours(w: Workload, folder: str, overrides: Sequence[str] = ()) -> dic
     from gspo.train.loop import Leader
 
     with tempfile.TemporaryDirectory() as root:
-        settings = [
-            "algorithm=gspo",
-            f"actor.path={folder}",
-            f"actor.ppo_n_minibatches={w.num_minibatches}",
-            "actor.optimizer.lr=1e-6",
-            f"gconfig.n_samples={w.num_samples}",
-            f"gconfig.max_new_tokens={w.new_tokens}",
-            "gconfig.ignore_eos=true",
-            f"train_dataset.batch_size={w.num_prompts}",
-            f"total_train_steps={w.steps}",
-            f"cluster.fileroot={root}",
-            "evaluator.freq_steps=0",
-            *([f"actor.freeze_vision={str(w.frozen).lower()}"] if w.visual_tokens else []),
-            *overrides,
-        ]
+        settings = [*run_settings(w, folder, root), "evaluator.freq_steps=0", *overrides]
         data = workload_rows(w, w.num_prompts * w.steps)
         cpu_s: list[float] = []
         tower_images: list[int] = []
@@ -53,7 +57,7 @@ def measure_ours(w: Workload, folder: str, overrides: Sequence[str] = ()) -> dic
                 tower_images.append(num_images())
                 super().record(batch, report, clock)
 
-        trainer = Trainer(load(None, settings), reward=reward, dataset=data, valid=data[:1])
+        trainer = Trainer(load(None, settings), reward=reward, dataset=data, valid=data[:1], env=episode_environment(w))
         trainer.leader = Counting
         with contextlib.redirect_stdout(sys.stderr), contextlib.ExitStack() as counting:
             rate = gemm_rate()
@@ -83,15 +87,15 @@ def measure_ours(w: Workload, folder: str, overrides: Sequence[str] = ()) -> dic
         "tower_images": statistics.median(b - a for a, b in pairwise(tower_images)),
         "rollout_s": rollout_s,
         "train_s": train_s,
-        "rollout_tokens_s": w.num_sequences * w.new_tokens / rollout_s,
-        "train_tokens_s": w.num_sequences * (w.all_prompt_tokens + w.new_tokens) / train_s,
+        "rollout_tokens_s": w.num_sequences * w.sampled_tokens / rollout_s,
+        "train_tokens_s": w.num_sequences * (w.all_prompt_tokens + w.completion_tokens) / train_s,
         "bookkeeping_share": median("time/bookkeeping_s") / step,
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
         "gemm_gflops": rate,
         "decode_gemm_gflops": decode_rate,
-        "floor_s": decode * w.num_sequences * w.new_tokens / rate / 1e9 + train / rate / 1e9,
+        "floor_s": decode * w.num_sequences * w.sampled_tokens / rate / 1e9 + train / rate / 1e9,
         "train_share": train / train_s / 1e9 / rate,
-        "decode_share": decode * w.num_sequences * w.new_tokens / rollout_s / 1e9 / rate,
+        "decode_share": decode * w.num_sequences * w.sampled_tokens / rollout_s / 1e9 / rate,
     }
 
 

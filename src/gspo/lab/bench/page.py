@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gspo.lab.bench.sampler import sampler_table
 from gspo.lab.studies.page import markdown_table
 
 # Further goals of `small`: shares of the GEMM rate, and of TRL's memory.
@@ -24,7 +25,7 @@ def merge(path: Path, fresh: Mapping[str, Any]) -> dict[str, Any]:
     """The earlier results, with the newly measured parts replaced."""
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     known.setdefault("workloads", {}).update(fresh.get("workloads", {}))
-    known.update({name: fresh[name] for name in ("sweep", "machine") if name in fresh})
+    known.update({name: fresh[name] for name in ("sweep", "sampler", "machine") if name in fresh})
     return known
 
 
@@ -133,7 +134,10 @@ def performance_page(results: Mapping[str, Any]) -> str:
         if "trl" in r:
             rounds += "; " + ", ".join(f"{s:.2f}" for s in r["trl"]["rounds_s"])
         shown = f" + {w['visual_tokens']} of an image" if w.get("visual_tokens") else ""
-        shape = f"{w['num_prompts']} × {w['num_samples']} | {w['prompt_tokens']}{shown} / {w['new_tokens']}"
+        new = str(w["new_tokens"])
+        if w.get("num_turns", 1) > 1:
+            new = f"{w['num_turns']} turns of {new}, {w['reply_tokens']} of the environment between them"
+        shape = f"{w['num_prompts']} × {w['num_samples']} | {w['prompt_tokens']}{shown} / {new}"
         out.append(f"| {name} | {model} | {shape} | {rounds} |")
     out += [
         "",
@@ -170,6 +174,16 @@ def performance_page(results: Mapping[str, Any]) -> str:
         tiny_share = results["workloads"].get("tiny", {}).get("ours", {}).get("bookkeeping_share")
         if tiny_share is not None:
             out += ["", f"Bookkeeping (metrics, sample files) takes {tiny_share:.1%} of a step of tiny."]
+    if results.get("sampler"):
+        out += [
+            "",
+            "## Sampling alone",
+            "",
+            "SmolLM2-135M's config, alternately, each in its own process; completions of a fixed length, log-probs",
+            "recorded. The last column is the others' CPU seconds ÷ ours.",
+            "",
+            *markdown_table(sampler_table(results["sampler"])),
+        ]
     if results.get("sweep"):
         out += ["", "## How cost grows", "", "![seconds per step](img/performance_sweep.png)", ""]
         out += [

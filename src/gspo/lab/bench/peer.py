@@ -18,6 +18,7 @@ import time
 from itertools import pairwise
 from typing import Any
 
+from gspo.lab.bench.episode import play_turns
 from gspo.lab.bench.vision import count_tower_images
 from gspo.lab.bench.workloads import Workload, gemm_rate, model_class, reward, workload_rows
 from gspo.models.vision.parts import freeze_vision
@@ -27,6 +28,7 @@ def measure_trl(w: Workload, folder: str, device_batch: int | None = None) -> di
     """Seconds per rollout batch of TRL's trainer on the same work."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -68,6 +70,7 @@ def measure_trl(w: Workload, folder: str, device_batch: int | None = None) -> di
             reward_funcs=reward,  # pyright: ignore[reportArgumentType]
             train_dataset=Dataset.from_list(data),
             callbacks=[Ticks()],
+            rollout_func=play_turns(w),
             args=GRPOConfig(
                 output_dir=root,
                 per_device_train_batch_size=device_batch,
@@ -116,8 +119,8 @@ def measure_trl(w: Workload, folder: str, device_batch: int | None = None) -> di
         "tower_images": num_images() / w.steps,
         "rollout_s": rollout,
         "train_s": step - rollout,
-        "rollout_tokens_s": w.num_sequences * w.new_tokens / rollout,
-        "train_tokens_s": w.num_sequences * (w.all_prompt_tokens + w.new_tokens) / max(step - rollout, 1e-9),
+        "rollout_tokens_s": w.num_sequences * w.sampled_tokens / rollout,
+        "train_tokens_s": w.num_sequences * (w.all_prompt_tokens + w.completion_tokens) / max(step - rollout, 1e-9),
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
         "gemm_gflops": rate,
     }

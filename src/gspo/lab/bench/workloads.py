@@ -58,6 +58,8 @@ class Workload:
     num_minibatches: int = 2
     visual_tokens: int = 0  # features of the image of each prompt; 0: text alone
     frozen: bool = False  # the vision tower is not trained
+    num_turns: int = 1  # answers of an episode, `new_tokens` each
+    reply_tokens: int = 0  # that the environment appends after each turn but the last
 
     @property
     def text(self) -> dict[str, Any]:
@@ -67,6 +69,16 @@ class Workload:
     @property
     def all_prompt_tokens(self) -> int:
         return self.prompt_tokens + (self.visual_tokens + 2 if self.visual_tokens else 0)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Of one sequence."""
+        return self.num_turns * self.new_tokens
+
+    @property
+    def completion_tokens(self) -> int:
+        """Sampled tokens, and those of the environment between them."""
+        return self.sampled_tokens + (self.num_turns - 1) * self.reply_tokens
 
     @property
     def num_sequences(self) -> int:
@@ -80,6 +92,7 @@ WORKLOADS = {
         Workload("small", SMALL, 4, 8, 44, 48, goal=3, steps=3, rounds=2),
         Workload("long", SMALL, 2, 8, 512, 32, goal=8),
         Workload("sparse", SMALL, 8, 8, 44, 48, flat_of_8=7, goal=7),
+        Workload("episode", SMALL, 2, 8, 64, 16, goal=3, num_turns=4, reply_tokens=32),
         Workload("vision", vision.QWEN_VL, 4, 8, 12, 32, goal=6, visual_tokens=1024),
         Workload("vision-frozen", vision.QWEN_VL, 4, 8, 12, 32, goal=10, visual_tokens=1024, frozen=True),
     )
@@ -154,8 +167,8 @@ def flops(workload: Workload) -> tuple[float, float]:
     trunk = m["num_hidden_layers"] * (attention + 3 * m["hidden_size"] * m["intermediate_size"])
     head = m["hidden_size"] * m["vocab_size"]
     trained_prompts = workload.num_prompts * (8 - workload.flat_of_8) / 8
-    inputs = trained_prompts * (workload.all_prompt_tokens + workload.num_samples * (workload.new_tokens - 1))
-    targets = trained_prompts * workload.num_samples * workload.new_tokens
+    inputs = trained_prompts * (workload.all_prompt_tokens + workload.num_samples * (workload.completion_tokens - 1))
+    targets = trained_prompts * workload.num_samples * workload.sampled_tokens
     train = 6.0 * (trunk * inputs + head * targets)
     if workload.visual_tokens and not workload.frozen:
         train += 3.0 * trained_prompts * vision.tower_flops(workload.model["vision_config"], workload.visual_tokens)

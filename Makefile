@@ -50,9 +50,10 @@ docs: setup
 	$(PY) -m gspo.cli > docs/cli.md
 
 # The documentation as a site that needs no network and no server: build/site/index.html. mkdocs reads the sources without
-# importing them, so its environment has no torch. Any warning (broken link, page without a place) is an error.
+# importing them, so its environment has no torch. Any warning (broken link, page without a place) is an error; not with
+# --quiet, which drops warnings before --strict counts them.
 docs-site: .venv-docs/.installed
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 	@echo build/site/index.html
 
 .venv-docs/.installed: pyproject.toml

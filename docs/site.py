@@ -15,7 +15,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s:#]+)(#[^)\s]*)?\)")  # or an image: ![…](…)
 
 
 def _title(page: Path) -> str:
@@ -37,13 +37,13 @@ def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
     source = Path(page.file.abs_src_path or "").parent
 
     def link(found: re.Match[str]) -> str:
-        text, path, anchor = found[1], found[2], found[3] or ""
+        image, text, path, anchor = found[1], found[2], found[3], found[4] or ""
         target = os.path.relpath((source / path).resolve(), ROOT)
         uri = target.removeprefix("docs/")
         if (ROOT / target).exists() and files.get_file_from_path(uri) is None:
             return text
-        if text == Path(target).name and target.endswith(".md") and not anchor:
+        if text == Path(target).name and target.endswith(".md"):
             text = _title(ROOT / target)  # in the site, pages have titles and no file names
-        return f"[{text}]({os.path.relpath(uri, Path(page.file.src_uri).parent)}{anchor})"
+        return f"{image}[{text}]({os.path.relpath(uri, Path(page.file.src_uri).parent)}{anchor})"
 
     return LINK.sub(link, markdown)

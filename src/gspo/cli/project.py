@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import shlex
@@ -56,7 +57,9 @@ def write_project(folder: Path, task: str) -> str:
     source = shipped("examples") / "projects"
     files = {f.name: f for place in (source, source / task) for f in place.iterdir() if f.is_file()}
     texts = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
-    about = texts["train.yaml"].splitlines()[1].removeprefix("# ").partition(" `gspo config")[0]
+    # The first line is the schema's; the next ones say what is trained and what to expect.
+    head = itertools.takewhile(lambda line: line.startswith("# "), texts["train.yaml"].splitlines()[1:])
+    about = " ".join(line.removeprefix("# ") for line in head).replace(" `gspo config KEY` explains a key.", "")
     (trial,) = re.findall(r"^trial_name: (\w+)", texts["train.yaml"], re.MULTILINE)
     # Made before anything is written: a package may be missing.
     data = {path: content for split in _USUAL for path, content in _data(task, split)}
@@ -79,7 +82,7 @@ def write_project(folder: Path, task: str) -> str:
 def project_name(folder: Path) -> str:
     """The name of a project: that of its folder, in characters that need no quotes.
 
-    >>> name_of(Path("work/my project")), name_of(Path("/"))
+    >>> project_name(Path("work/my project")), project_name(Path("/"))
     ('my-project', 'project')
     """
     return re.sub(r"[^\w.-]+", "-", folder.absolute().name, flags=re.ASCII).strip(".-") or "project"

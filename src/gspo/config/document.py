@@ -23,8 +23,8 @@ from gspo.config.schema import Config, Key, Section, keys_of, known_keys
 
 
 def dump(loaded: Loaded) -> str:
-    """The resolved config with every key and, behind each, who decided it; `load` of it gives an equal config."""
-    lines = ["# The resolved config: every key, and who decided it."]
+    """The resolved config with every key and the origin of its value; `load` of it gives an equal config."""
+    lines = ["# The resolved config: every key, and the origin of its value."]
     lines += _dump_section(loaded.config, "", "", loaded)
     return "\n".join(lines) + "\n"
 
@@ -150,13 +150,14 @@ other editors with yaml-language-server read it. The schema has the keys of this
 editor marks them as unknown. `${…}` is accepted for every value.
 
 An unknown key, a wrong type or a value out of range is an error that names the key, the place where it was
-set and the nearest known name; all problems of a file are reported together. Flags below `vllm` and `sglang` are passed
-on to those servers unread.
+set and the nearest known name; all problems of a file are reported together. Flags under `vllm` and `sglang` are passed
+to those servers without a check.
 
-Who decides a key: what you set > `actor.importance_sampling_level` > `algorithm` > the default. If the level is not the
-algorithm's own, it also sets the defaults of the clip range and the aggregation, but not those of the advantage and the
-sampling. If the description of a key says what null means ("null: …"), null is the same as not setting the key. The
-resolved config, with every key and who decided it, is `config.yaml` in the run directory and can be loaded again.
+The value of a key comes from the first of these that sets it: you, `actor.importance_sampling_level`, `algorithm`,
+the default. If the level is not the algorithm's own, it also sets the defaults of the clip range and the aggregation,
+but not those of the advantage and the sampling. If the description of a key explains null ("null: …"), null is the
+same as not setting the key. The resolved config, with every key and the origin of its value, is `config.yaml` in the
+run directory and can be loaded again.
 
 ## Keys"""
 

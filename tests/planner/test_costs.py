@@ -18,7 +18,7 @@ from gspo.planner.costs import (
     trainer_parts,
 )
 from gspo.planner.hardware import GPUS, Gpu, parse_gpus
-from gspo.planner.search import PlannedJob, best_plan, plans
+from gspo.planner.search import PlannedJob, best_bound, best_plan, bound, plans
 from gspo.planner.simulate import Work, fixed_length
 
 ROUND = Gpu("round", flops=1e12, bandwidth=1e12, memory=100e9, link=1e11, network=1e10)
@@ -81,6 +81,15 @@ def test_the_split_that_looks_best_is_nearly_the_best_of_all():
     likely = best_plan(job(32), 4)
     assert likely is not None
     assert likely.result.step_s <= best.result.step_s * 1.05
+
+
+def test_a_simulated_step_is_not_faster_than_its_bound():
+    found = plans(job(32), (4,))[0]
+    seconds, _ = bound(job(32), (found.trainers, found.samplers, found.tensor_parallel), 4)
+    assert found.result.step_s >= seconds * 0.98
+    smallest = best_bound(job(32), 4)
+    assert smallest is not None
+    assert smallest[0] <= seconds
 
 
 def test_memory_of_training_is_sharded():

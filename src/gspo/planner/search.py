@@ -88,8 +88,8 @@ def _fewest_trainers(job: PlannedJob) -> int:
     return num
 
 
-def _splits(job: PlannedJob) -> Iterator[tuple[int, int, int]]:
-    """(trainer GPUs, servers, GPUs per server): eighths of all GPUs, where both sides fit."""
+def _splits(job: PlannedJob) -> Iterator[Split]:
+    """Eighths of all GPUs, where both sides fit."""
     engine = costs.smallest_engine(job.model, job.gpu, job.longest)
     fewest = _fewest_trainers(job)
     seen = set()
@@ -109,24 +109,34 @@ def _in_turns(job: PlannedJob) -> ClusterPlan | None:
     return _plan(job, job.num_gpus, job.num_gpus // engine, engine, 0)
 
 
-def best_plan(job: PlannedJob, eta: int, num_simulated: int = 3) -> ClusterPlan | None:
-    """The fastest of the splits that look best without a simulation; None if nothing fits.
+Split = tuple[int, int, int]  # trainer GPUs, servers, GPUs per server
 
-    For large clusters: the estimate takes the larger of the two sides' times, each alone and never waiting.
-    """
+
+def bound(job: PlannedJob, split: Split, eta: int) -> tuple[float, str]:
+    """Seconds per step if no side ever waits for another, and the slowest component: no simulation."""
+    trainers, servers, engine = split
+    parts, sampler = _parts(job, trainers, servers), _sampler(job, engine)
+    cost = parts.cost(job.batch_tokens)
+    samples = job.work.num_groups * job.work.group_size
+    rows = max(min(sampler.max_rows, samples * (eta + 1) // servers), 1)
+    return max(
+        (cost.token_s * job.batch_tokens + cost.fixed_s + cost.publish_s, f"trainer: {parts.limit}"),
+        (samples * job.mean_length * sampler.decode(rows, job.context) / rows / servers, "sampler"),
+        (samples * (job.leader.sample_s + job.mean_length * job.leader.token_s), "leader"),
+    )
+
+
+def best_bound(job: PlannedJob, eta: int) -> tuple[float, str, Split] | None:
+    """The split with the smallest bound; None if nothing fits."""
+    return min(((*bound(job, split, eta), split) for split in _splits(job)), default=None)
+
+
+def best_plan(job: PlannedJob, eta: int, num_simulated: int = 3) -> ClusterPlan | None:
+    """The fastest of the splits that have the smallest bounds, for large clusters; None if nothing fits."""
     if eta == 0:
         return _in_turns(job)
-
-    def estimate(split: tuple[int, int, int]) -> float:
-        trainers, servers, engine = split
-        cost = _parts(job, trainers, servers).cost(job.batch_tokens)
-        sampler = _sampler(job, engine)
-        samples = job.work.num_groups * job.work.group_size
-        rows = max(min(sampler.max_rows, samples * (eta + 1) // servers), 1)
-        sampling = samples * job.mean_length * sampler.decode(rows, job.context) / rows / servers
-        return max(cost.token_s * job.batch_tokens + cost.fixed_s + cost.publish_s, sampling)
-
-    found = [_plan(job, *split, eta) for split in sorted(_splits(job), key=estimate)[:num_simulated]]
+    likely = sorted(_splits(job), key=lambda split: bound(job, split, eta))[:num_simulated]
+    found = [_plan(job, *split, eta) for split in likely]
     return min(found, key=lambda plan: plan.result.step_s, default=None)
 
 

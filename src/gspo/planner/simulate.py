@@ -117,6 +117,7 @@ class _Server:
     progress: float = 0.0  # tokens that a row would have if it had been here from the start
     debt_s: float = 0.0  # prefill and loading before rows advance again
     rows: list[_Row] = field(default_factory=list)  # a heap
+    begins: float = 0.0  # Σ of the rows' begin
     waiting: deque[tuple[int, int]] = field(default_factory=deque)  # (submission, length)
     assigned_s: float = math.inf  # the work that was scheduled last
     token_s: float = math.inf  # seconds per token at that time
@@ -126,7 +127,7 @@ class _Server:
         if self.debt_s > 0:
             self.assigned_s = self.debt_s
         elif self.rows:
-            context = self.prompt_tokens + self.progress - sum(row.begin for row in self.rows) / len(self.rows)
+            context = self.prompt_tokens + self.progress - self.begins / len(self.rows)
             # The context grows until the next row finishes: the mean of both ends.
             ahead = self.rows[0].finish - self.progress
             self.token_s = self.cost.decode(len(self.rows), context + ahead / 2)
@@ -154,6 +155,7 @@ class _Server:
                 self.debt_s += self.prompt_tokens * self.cost.prefill_token_s
             last = submission
             heapq.heappush(self.rows, _Row(self.progress + length, next(numbers), submission, length, self.progress))
+            self.begins += self.progress
         return len(self.rows) - before
 
     def interrupt(self) -> None:
@@ -275,6 +277,7 @@ class _Simulation:
             server.progress = server.rows[0].finish
             while server.rows and server.rows[0].finish <= server.progress + 1e-9:
                 row = heapq.heappop(server.rows)
+                server.begins -= row.begin
                 self._record(row, row.finish)
                 self.num_rows -= 1
                 self.loads[at] -= 1

@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ from typing import Any
 from gspo.lab.planning.validate import write_section
 from gspo.planner.costs import LEADER, MODELS
 from gspo.planner.hardware import GPUS
-from gspo.planner.search import PlannedJob, best_plan
+from gspo.planner.search import PlannedJob, best_bound, best_plan
 from gspo.planner.simulate import SerialCost, Work, lengths
 
-SIZES = (8, 32, 128, 512, 1024, 2048, 4096)
+SIZES = (8, 32, 128, 512, 2048, 4096)
+BOUND_SIZES = (32, 128, 512, 1024, 2048, 4096)
+FEWEST_PLANNED = 128  # the plan is for large clusters
 ETA = 4
 # Most new tokens → mean and spread of the lengths (log-normal, cut).
 LENGTHS = {2048: (1000.0, 0.6), 32768: (8000.0, 0.8)}
@@ -33,13 +35,13 @@ MODES = {
     "planned": f"η = {ETA}, after the plan of CONTRIBUTING.md: pipelined weights, eight producers",
 }
 BEGIN, END = "<!-- simulated: `python -m gspo.lab.planning.scaling` -->", "<!-- end of simulated -->"
-# Published runs: GPUs, GPU, mean and spread of lengths, most new tokens, seconds per step synchronous and asynchronous.
+# Published runs: GPU, GPUs, mean and spread of lengths, most new tokens, η, seconds per step without and with η.
 # verl's lengths follow from its synchronous rows (docs/scaling.md); AReaL's are not published.
 PUBLISHED = (
-    ("verl, 7B", "H20", 32, 1640.0, 0.75, 28672, 790.1, 294.8),
-    ("verl, 7B", "H20", 64, 1640.0, 0.75, 28672, 365.3, 189.3),
-    ("verl, 7B", "H20", 128, 1640.0, 0.75, 28672, 356.3, 150.6),
-    ("AReaL, 7B", "H800", 192, 5000.0, 0.8, 27648, 207.7, 91.4),
+    ("verl, 7B", "H20", 32, 1640.0, 0.75, 28672, 1, 790.1, 294.8),
+    ("verl, 7B", "H20", 64, 1640.0, 0.75, 28672, 1, 365.3, 189.3),
+    ("verl, 7B", "H20", 128, 1640.0, 0.75, 28672, 1, 356.3, 150.6),
+    ("AReaL, 7B", "H800", 192, 5000.0, 0.8, 27648, 4, 207.7, 91.4),
 )
 
 
@@ -49,16 +51,18 @@ def job_on(model: str, gpu: str, num_gpus: int, mean: float, spread: float, most
     return PlannedJob(MODELS[model], GPUS[gpu], num_gpus, work, mean, most + 256, mb_tokens=mb_tokens)
 
 
+def cell_job(model: str, most: int, num_gpus: int, mode: str) -> PlannedJob:
+    job = job_on(model, "H100", num_gpus, *LENGTHS[most], most)
+    return replace(job, pipelined=True, leader=EIGHTH) if mode == "planned" else job
+
+
 def simulate_cell(model: str, most: int, num_gpus: int, mode: str) -> dict[str, Any] | None:
     """None if the model does not fit on so few GPUs."""
-    job = job_on(model, "H100", num_gpus, *LENGTHS[most], most)
-    if mode == "planned":
-        job = replace(job, pipelined=True, leader=EIGHTH)
-    return _row(job, 0 if mode == "synchronous" else ETA)
+    return _row(cell_job(model, most, num_gpus, mode), 0 if mode == "synchronous" else ETA)
 
 
 def _row(job: PlannedJob, eta: int) -> dict[str, Any] | None:
-    found = best_plan(job, eta)
+    found = best_plan(job, eta, num_simulated=2)
     if found is None:
         return None
     result = found.result
@@ -84,9 +88,10 @@ def scaling_table(results: Mapping[str, Any]) -> list[str]:
     ]
     for model in MODELS:
         for most in LENGTHS:
-            cells = {n: {m: results.get(f"{model}/{most}/{n}/{m}") for m in MODES} for n in SIZES}
-            first = next((n for n in SIZES if cells[n]["asynchronous"]), None)
-            lines += [_line(model, most, n, cells[n], first, cells) for n in SIZES]
+            sizes = [n for n in SIZES if f"{model}/{most}/{n}/asynchronous" in results]  # those simulated so far
+            cells = {n: {m: results.get(f"{model}/{most}/{n}/{m}") for m in MODES} for n in sizes}
+            first = next((n for n in sizes if cells[n]["asynchronous"]), None)
+            lines += [_line(model, most, n, cells[n], first, cells) for n in sizes]
     return lines
 
 
@@ -102,6 +107,18 @@ def _line(model: str, most: int, n: int, cell: Mapping[str, Any], first: int | N
     words += [f"{ahead['step_s']:.0f}", gain, split, ahead["limit"], f"{efficiency:.0%}"]
     words += [f"{planned['step_s']:.0f}", planned["limit"]] if planned else ["–", "–"]
     return f"| {' | '.join(words)} |"
+
+
+def bound_table() -> list[str]:
+    """Seconds per step if nothing ever waits, and the slowest component: computed at once, for all sizes."""
+    lines = [f"| model | most tokens | {' | '.join(f'{n:,} GPUs' for n in BOUND_SIZES)} |", "|---" * 8 + "|"]
+    for model in MODELS:
+        for most in LENGTHS:
+            for mode in ("asynchronous", "planned"):
+                found = [best_bound(cell_job(model, most, n, mode), ETA) for n in BOUND_SIZES]
+                shown = [f"{one[0]:.0f} ({one[1].removeprefix('trainer: ')})" if one else "–" for one in found]
+                lines.append(f"| {model}{', planned' * (mode == 'planned')} | {most // 1024}k | {' | '.join(shown)} |")
+    return lines
 
 
 def published_table(results: Mapping[str, Any]) -> list[str]:
@@ -148,10 +165,23 @@ def plot_scaling(results: Mapping[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
+def _simulate_missing(results: Mapping[str, Any], keep: Callable[[str, Any, float], None]) -> None:
+    for name, gpu, n, mean, spread, most, eta, *_ in PUBLISHED:
+        if f"{name}/{n}" not in results:
+            begin, job = time.monotonic(), job_on("7B", gpu, n, mean, spread, most)
+            keep(f"{name}/{n}", {"synchronous": _row(job, 0), "asynchronous": _row(job, eta)}, begin)
+    for cell in [(model, most, n, mode) for n in SIZES for model in MODELS for most in LENGTHS for mode in MODES]:
+        name = "/".join(map(str, cell))
+        if name not in results and (cell[2] >= FEWEST_PLANNED or cell[3] != "planned"):
+            begin = time.monotonic()
+            keep(name, simulate_cell(*cell), begin)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m gspo.lab.planning.scaling", description=__doc__)
     parser.add_argument("--docs", type=Path, default=Path("docs"), metavar="DIR", help="folder of scaling.md")
     parser.add_argument("--fresh", action="store_true", help="simulate again what is in results/scaling.json")
+    parser.add_argument("--table", action="store_true", help="simulate nothing; write the page from the results")
     args = parser.parse_args(argv)
     file = args.docs / "results" / "scaling.json"
     results: dict[str, Any] = json.loads(file.read_text()) if file.exists() and not args.fresh else {}
@@ -162,18 +192,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         file.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
         print(f"{name}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
 
-    for name, gpu, n, mean, spread, most, *_ in PUBLISHED:
-        if f"{name}/{n}" not in results:
-            begin, job = time.monotonic(), job_on("7B", gpu, n, mean, spread, most)
-            keep(f"{name}/{n}", {"synchronous": _row(job, 0), "asynchronous": _row(job, 1)}, begin)
-    for cell in [(model, most, n, mode) for n in SIZES for model in MODELS for most in LENGTHS for mode in MODES]:
-        name = "/".join(map(str, cell))
-        if name not in results:
-            begin = time.monotonic()
-            keep(name, simulate_cell(*cell), begin)
+    if not args.table:
+        _simulate_missing(results, keep)
     page = args.docs / "scaling.md"
-    lines = ["![tokens per second](img/scaling.png)", "", *scaling_table(results), "", "## Beside published runs", ""]
-    write_section(page, BEGIN, END, [*lines, *published_table(results)])
+    lines = ["![tokens per second](img/scaling.png)", "", *scaling_table(results), "", "## Bounds", ""]
+    lines += ["Seconds per step if no component ever waits for another, and the slowest one; no simulation.", ""]
+    lines += [*bound_table(), "", "## Beside published runs", "", *published_table(results)]
+    write_section(page, BEGIN, END, lines)
     plot_scaling(results, args.docs / "img" / "scaling.png")
     return 0
 

@@ -92,7 +92,7 @@ def test_a_shipped_config_trains_on_the_embedded_model_and_task(path, tmp_path, 
     if path.stem in TALKS:
         here = (HERE[0], f"train_dataset.path={_talks(tmp_path / 'data')}")
         if path.stem == "converse_sft":  # the embedded model has no chat template for whole talks
-            here += ("train_dataset.prompt_column=prompt",)
+            here += ("train_dataset.columns.prompt=prompt",)
     small = [word for word in SMALL if not path.stem.endswith("sft") or not word.startswith("gconfig.n_samples")]
     monkeypatch.chdir(ROOT)  # configs name files below it
     code = cli.main(

@@ -109,7 +109,7 @@ def test_each_foreign_key_leaves_exactly_one_line_with_its_place(tmp_path, text)
         ("stats_logger: {trackio: {mode: local}}", "stats_logger.trackio", True),
         ("stats_logger: {trackio: {mode: disabled}}", "stats_logger.trackio", False),
         ("actor: {mb_spec: {max_tokens_per_mb: null}}", "actor.mb_spec.max_tokens_per_mb", 8192),
-        ("actor: {overlong_penalty_factor: null}", "actor.overlong_penalty_factor", 1.0),
+        ("actor: {overlong_penalty_factor: null}", "actor.overlong_reward_penalty", False),
         ("allocation_mode: vllm:d4t2+fsdp:d8", "rollout.backend", "vllm:d4t2"),
         ("allocation_mode: sglang:d4+d4p1t1", "actor.backend", "fsdp:d4"),
         ("allocation_mode: sglang.d4p1m2+d4p1m1\nactor: {backend: fsdp}", "rollout.backend", "sglang:d4t2"),

@@ -72,8 +72,8 @@ def test_awkward_texts_and_numbers_survive_dump_and_load(tmp_path, monkeypatch):
     path = tmp_path / "run.yaml"
     path.write_text(
         "trial_name: '007'\nexperiment_name: 'true'\n"
-        "train_dataset: {system_prompt: '${oc.env:GSPO_TEST_TEXT}', path: 'null', prompt_column: '1e-6'}\n"
-        "gconfig: {stop: ['', ' ', '\\${a}', '~', 'no', '0x1F', '12:30'], stop_token_ids: [1, 2]}\n"
+        "train_dataset: {system_prompt: '${oc.env:GSPO_TEST_TEXT}', path: 'null', columns: {prompt: '1e-6'}}\n"
+        "gconfig: {stop: ['', ' ', '\\${a}', '~', 'no', '0x1F', '12:30', '1', 1, 2]}\n"
         "actor: {optimizer: {lr: 1.2345678901234567e-301}}\n"
         "vllm: {a: [1, {b: null, 'c d': '\\${e}', 'f: g': 1e-7}], 3: x, 'yes': true, h: '${oc.env:GSPO_TEST_TEXT}'}\n"
     )

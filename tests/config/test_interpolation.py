@@ -61,11 +61,9 @@ def test_environment_variables_are_read_as_values_and_may_default(tmp_path, monk
 
 def test_what_an_environment_variable_holds_is_not_interpolated_again(tmp_path, monkeypatch):
     monkeypatch.setenv("GSPO_TEST_TEXT", "${seed}")
-    text = (
-        "train_dataset: {system_prompt: '${oc.env:GSPO_TEST_TEXT}', prompt_column: '${train_dataset.system_prompt}'}\n"
-    )
+    text = "train_dataset: {system_prompt: '${oc.env:GSPO_TEST_TEXT}', path: '${train_dataset.system_prompt}'}\n"
     config = loaded(tmp_path, text).config
-    assert (config.train_dataset.system_prompt, config.train_dataset.prompt_column) == ("${seed}", "${seed}")
+    assert (config.train_dataset.system_prompt, config.train_dataset.path) == ("${seed}", "${seed}")
 
 
 def test_a_backslash_keeps_the_characters(tmp_path):

@@ -64,7 +64,27 @@ def test_the_config_of_an_old_run_has_one_message_for_each_removed_key(file):
         ("saver.freq_secs=60", "recover.freq_secs", 60),
         ("saver.freq_secs=3600", "recover.freq_secs", 300),
         ("recover.freq_steps=5", "saver.freq_steps", 5),
-        ("recover.freq_epochs=2", "saver.freq_epochs", 2),
+        ("recover.freq_epochs=2", "saver.freq_steps", "2 epochs"),
+        ("saver.freq_epochs=1", "saver.freq_steps", "epoch"),
+        ("saver.freq_epochs=null", "saver.freq_steps", None),
+        ("evaluator.freq_epochs=3", "evaluator.freq_steps", "3 epochs"),
+        ("stats_logger.keep_sample_steps=5", "rollout.dump_to_file", 5),
+        ("stats_logger.keep_sample_steps=null", "rollout.dump_to_file", True),
+        ("env.command=[sh, a.sh]", "env.agent", ["sh", "a.sh"]),
+        ("env.command=[]", "env.agent", None),
+        ("actor.prox_logp_recenter=true", "actor.prox_logp_method", "auto"),
+        ("gconfig.stop_token_ids=[7, 8]", "gconfig.stop", [7, 8]),
+        ("gconfig.stop_token_ids=[]", "gconfig.stop", []),
+        ("gconfig.ignore_eos=false", "gconfig.stop", []),
+        ("eval_gconfig.ignore_eos=false", "gconfig.stop", []),
+        ("eval_gconfig.stop_token_ids=[]", "gconfig.stop", []),
+        ("actor.reward_norm.mean_leave1out=true", "actor.reward_norm.mean_level", None),
+        ("actor.overlong_penalty_factor=0.5", "actor.overlong_reward_penalty", False),
+        ("train_dataset.curriculum=pass_rate", "train_dataset.shuffle", "pass_rate"),
+        ("train_dataset.curriculum=none", "train_dataset.shuffle", True),
+        ("actor.eps_clip_auto.target_fraction=0.15", "actor.eps_clip", 0.2),
+        ("train_dataset.prompt_column=task", "train_dataset.columns", {"prompt": "task"}),
+        ("train_dataset.completion_column=null", "train_dataset.columns", {}),
         ("recover.mode=fault", "recover.mode", "auto"),
         ("scheduler.slurm.partition=gpu", "scheduler.slurm.sbatch", ["--partition=gpu"]),
         ("scheduler.slurm.account=us", "scheduler.slurm.sbatch", ["--account=us"]),
@@ -91,7 +111,7 @@ def test_the_config_of_an_old_run_has_one_message_for_each_removed_key(file):
         ("critic.optimizer.beta2=0.999", "actor.optimizer.beta2", 0.999),
         ("actor.mb_spec.n_mbs=4", "actor.mb_spec.max_tokens_per_mb", 8192),
         ("actor.logprobs_chunk_size=1024", "actor.dtype", "auto"),
-        ("actor.eps_clip_auto.decay=0.8", "actor.eps_clip_auto.target_fraction", 0.15),
+        ("actor.eps_clip_auto.decay=0.8", "actor.eps_clip", 0.2),
         ("scheduler.slurm.time=1:00:00", "scheduler.slurm.sbatch", ["--time=1:00:00"]),
         ("scheduler.slurm.cpus_per_node=8", "scheduler.slurm.sbatch", ["--cpus-per-task=8"]),
         ("stats_logger.wandb.project=p", "stats_logger.wandb.mode", "disabled"),
@@ -110,6 +130,53 @@ def test_the_higher_of_two_frequencies_wins():
     assert both.config.saver.freq_steps == 4
     assert "4 is not larger" in told(both, "recover.freq_steps")[0]
     assert load(None, ["saver.freq_steps=9", "recover.freq_steps=4"]).config.saver.freq_steps == 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "value"),
+    [
+        (["saver.freq_epochs=4", "recover.freq_epochs=2"], "saver.freq_steps", "2 epochs"),
+        (["saver.freq_epochs=2", "recover.freq_epochs=4"], "saver.freq_steps", "2 epochs"),
+        (["evaluator={freq_epochs: 1, freq_steps: 9}"], "evaluator.freq_steps", 9),
+        (["evaluator={freq_epochs: 1, freq_steps: null}"], "evaluator.freq_steps", "epoch"),
+        (["rollout.dump_to_file=false", "stats_logger.keep_sample_steps=5"], "rollout.dump_to_file", False),
+        (["rollout.dump_to_file=true", "stats_logger.keep_sample_steps=5"], "rollout.dump_to_file", 5),
+        (["actor={prox_logp_method: rollout, prox_logp_recenter: true}"], "actor.prox_logp_method",
+         "rollout_recentered"),
+        (["actor={recompute_logprob: false, prox_logp_recenter: true}"], "actor.prox_logp_method",
+         "rollout_recentered"),
+        (["actor={prox_logp_method: recompute, prox_logp_recenter: true}"], "actor.prox_logp_method", "recompute"),
+        (["actor.reward_norm={mean_level: group, mean_leave1out: true}"], "actor.reward_norm.mean_level", "leave1out"),
+        (["actor.reward_norm={mean_level: group, mean_leave1out: false}"], "actor.reward_norm.mean_level", "group"),
+        (["actor={overlong_reward_penalty: true, overlong_penalty_factor: 0.5}"], "actor.overlong_reward_penalty", 0.5),
+        (["actor={overlong_reward_penalty: true, overlong_penalty_factor: 1}"], "actor.overlong_reward_penalty", True),
+        (["actor={overlong_reward_penalty: true, overlong_penalty_factor: 0}"], "actor.overlong_reward_penalty", False),
+        (["algorithm=dapo", "actor.overlong_penalty_factor=2"], "actor.overlong_reward_penalty", 2),
+        (["gconfig={stop: [x], stop_token_ids: [5]}", "eval_gconfig.stop_token_ids=[5]"], "gconfig.stop", ["x", 5]),
+        (["env={agent: null, command: [sh]}"], "env.agent", ["sh"]),
+        (["train_dataset={prompt_column: q, answer_column: null, columns: {level: l}}"], "train_dataset.columns",
+         {"level": "l", "prompt": "q"}),
+        (["train_dataset={answer_column: a}", "valid_dataset={answer_column: a, path: x}"], "train_dataset.columns",
+         {"answer": "a"}),
+    ],
+)  # fmt: skip
+def test_two_keys_of_an_old_file_become_one(overrides, key, value):
+    assert value_of(load(None, overrides).config, key) == value
+
+
+def test_a_source_of_a_mixture_with_old_keys_loads_with_a_message_for_each():
+    loaded = load(None, ["train_dataset.mixture=[{path: x, prompt_column: q, columns: {level: l}}, {path: y}]"])
+    first, second = loaded.config.train_dataset.mixture
+    assert (first.columns, second.columns) == ({"level": "l", "prompt": "q"}, {})
+    (message,) = told(loaded, "train_dataset.mixture[0].prompt_column")
+    assert "train_dataset.mixture[0].columns.prompt: q" in message
+
+
+def test_an_override_wins_over_the_old_key_of_a_file(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("stats_logger: {keep_sample_steps: 9}\nsaver: {freq_epochs: 1}\nrollout: {dump_to_file: true}\n")
+    config = load(file, ["rollout.dump_to_file=3", "saver.freq_steps=7"]).config
+    assert (config.rollout.dump_to_file, config.saver.freq_steps) == (3, 7)
 
 
 def test_options_of_sbatch_are_appended():
@@ -137,10 +204,19 @@ def test_a_format_pattern_becomes_an_entry_of_the_functions():
         ("valid_dataset.max_length=9", "train_dataset.max_length"),
         ("gconfig.greedy=7", "must be true or false"),
         ("actor.reward_norm={std_level: group, eps: 0.1}", "remove it"),
-        ("actor.adv_norm.mean_leave1out=true", "actor.reward_norm.mean_leave1out"),
+        ("actor.adv_norm.mean_leave1out=true", "actor.reward_norm.mean_level: leave1out"),
+        ("actor.reward_norm={mean_level: batch, mean_leave1out: true}", "mean_level: leave1out"),
+        ("gconfig.ignore_eos=true", "gconfig.min_new_tokens"),
+        ("eval_gconfig.stop_token_ids=[3]", "remove it"),
+        ("gconfig.stop_token_ids=3", "gconfig.stop"),
+        ("saver.freq_epochs=0", "saver.freq_steps: epoch"),
+        ("train_dataset.curriculum=hard", "train_dataset.shuffle"),
+        ("env={agent: a.py:f, command: [sh]}", "remove one"),
+        ("train_dataset={curriculum: pass_rate, shuffle: false}", "train_dataset.shuffle: pass_rate"),
+        ("actor.eps_clip_auto.target_fraction=0.3", "actor.eps_clip_higher"),
         ("critic.optimizer.weight_decay=0.5", "actor.optimizer.weight_decay"),
         ("ref.dtype=float64", "actor.dtype"),
-        ("actor.eps_clip_auto.decay=0.5", "actor.eps_clip_auto.target_fraction"),
+        ("actor.eps_clip_auto.decay=0.5", "actor.eps_clip_higher"),
         ("actor.rejection_sampling.only_negative=true", "sequence_mask"),
         ("actor.optimizer.min_lr_ratio=0.1", "remove it"),
         ("actor.gmpo_log_clip=0.3", "gspo.objectives.loss"),

@@ -9,6 +9,7 @@ import pytest
 from gspo.algorithms import ALGORITHMS, COMMON_SETTINGS, CORRECTIONS, GATE_SETTINGS
 from gspo.config import effective_objective, load, proximal_policy
 from gspo.config.objective import default_algorithm_note, objective_words
+from gspo.config.schema import known_keys
 from gspo.errors import ConfigError
 
 
@@ -167,6 +168,12 @@ TABLE = {
     ("rollout", None, True): ("rollout", False),
     ("rollout", True, True): ("rollout", False),
     ("rollout", False, True): ("rollout", False),
+    ("rollout_recentered", None, False): ("rollout", False),
+    ("rollout_recentered", True, False): ("rollout", False),
+    ("rollout_recentered", False, False): ("rollout", False),
+    ("rollout_recentered", None, True): ("rollout", False),
+    ("rollout_recentered", True, True): ("rollout", False),
+    ("rollout_recentered", False, True): ("rollout", False),
     ("loglinear", None, False): ("loglinear", False),
     ("loglinear", True, False): ("loglinear", False),
     ("loglinear", False, False): ("loglinear", False),
@@ -178,7 +185,8 @@ YAML = {None: "null", True: "true", False: "false"}
 
 
 def test_the_table_of_the_proximal_policy_is_complete():
-    assert set(TABLE) == set(product(("auto", "recompute", "rollout", "loglinear"), (None, True, False), (False, True)))
+    methods = known_keys()["actor.prox_logp_method"].choices
+    assert set(TABLE) == set(product(methods, (None, True, False), (False, True)))
 
 
 @pytest.mark.parametrize("row", TABLE, ids=str)
@@ -198,7 +206,7 @@ def test_each_row_of_the_proximal_policy(row):
     objective = effective_objective(result)
     assert (objective["proximal"], objective["corrected"]) == TABLE[row]
     assert (objective["settings"]["correction"] is not None) == TABLE[row][1]
-    assert result.config.actor.prox_logp_method == TABLE[row][0]
+    assert result.config.actor.prox_logp_method == (method if method == "rollout_recentered" else TABLE[row][0])
     contradicted = (method, recompute) in {("recompute", False), ("rollout", True)} or (method, decoupled) == (
         "rollout",
         True,
@@ -252,7 +260,7 @@ def test_an_impossible_correction_is_refused(overrides, word):
     [
         ("{mean_level: group, std_level: group}", "group_std"),
         ("{mean_level: group}", "group_mean"),
-        ("{mean_level: group, mean_leave1out: true}", "leave_one_out"),
+        ("{mean_level: leave1out}", "leave_one_out"),
         ("{mean_level: batch, std_level: batch}", "batch"),
         ("{mean_level: group, std_level: batch}", "reward_norm"),
     ],

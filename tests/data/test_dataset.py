@@ -126,7 +126,7 @@ def test_rows_are_not_rewritten_and_the_final_answer_has_its_own_name(tokenizer)
     data = make_dataset(rows, tokenizer=tokenizer)
     assert [data.prompt(i).data for i in range(3)] == rows
     assert [data.prompt(i).reference for i in range(3)] == ["1234", "-5", "plain"]
-    chosen = make_dataset(rows, tokenizer=tokenizer, answer_column="gold")
+    chosen = make_dataset(rows, tokenizer=tokenizer, columns={"answer": "gold"})
     assert chosen.prompt(0).data == rows[0]
     assert chosen.prompt(0).reference == "9"
     other_name = make_dataset([{"question": "1", "target": "x #### 3"}], tokenizer=tokenizer).prompt(0)
@@ -198,7 +198,7 @@ def test_conversational_rows_keep_their_messages(tmp_path, chat_tokenizer):
         {"role": "user", "content": "2"},
     ]
     path = write(tmp_path / "chat.jsonl", [{"prompt": messages, "reward_model": {"ground_truth": "2"}}])
-    data = load_dataset(path, "all", tokenizer=chat_tokenizer, answer_column="reward_model.ground_truth")
+    data = load_dataset(path, "all", tokenizer=chat_tokenizer, columns={"answer": "reward_model.ground_truth"})
     assert data.prompt(0).text == "<u>hi<a>yes?<u>2<a>"
     assert data.prompt(0).data["messages"] == messages
     assert data.prompt(0).data["answer"] == "2"
@@ -296,9 +296,9 @@ def test_prompts_beyond_max_length_are_dropped_and_counted(tmp_path, tokenizer):
         ('{"question": "a"}\n' + '{"a":' * 100_000, r"d\.jsonl:2 is not valid JSON"),
         ('{"question": ["x"]}\n', "row 0: column 'question' must be a string or a list of messages"),
         ("[1, 2]\n", "must be a JSON object"),
-        ('{"text": "a"}\n', "prompt_column"),
+        ('{"text": "a"}\n', "columns.prompt"),
         ('{"question": "a", "answer": 1}\n{"question": "", "answer": 1}\n', "row 1"),
-        ('{"question": "a", "answer": 1}\n{"question": "b"}\n', "answer_column"),
+        ('{"question": "a", "answer": 1}\n{"question": "b"}\n', "columns.answer"),
         ('{"question": "a", "answer": 1}\n{"question": "b", "answer": NaN}\n', "row 1.*null"),
         ('{"question": "a"}\n{"question": "\\ud800 1+1="}\n', r"d\.jsonl:2 .*surrogate \(\\ud800\)"),
         ('{"question": "a"}\n{"question": "b", "x": ["\\uDFFF"]}\n', r"d\.jsonl:2 .*surrogate"),
@@ -386,8 +386,8 @@ def test_bad_names_are_named(tmp_path, tokenizer):
         ({"path": "embedded:arithmetic:1", "split": "test", "size": 500}, "train_dataset.size is 500.*different test"),
         ({"path": "reasoning_gym:chain_summ"}, "chain_sum"),
         ({"path": path, "split": "trian"}, "train_dataset.split"),
-        ({"path": path, "prompt_column": "q"}, "train_dataset.prompt_column is 'q'.*question"),
-        ({"path": path, "answer_column": "a"}, "train_dataset.answer_column is 'a'"),
+        ({"path": path, "columns": {"prompt": "q"}}, "train_dataset.columns.prompt is 'q'.*question"),
+        ({"path": path, "columns": {"answer": "a"}}, "train_dataset.columns.answer is 'a'"),
     ]
     for arguments, says in cases:
         with pytest.raises(DataError, match=says):
@@ -478,7 +478,7 @@ def test_columns_are_taken_from_nested_places_and_given_new_names(tmp_path, chat
     ]
     data = load_dataset(
         str(write(tmp_path / "train.jsonl", rows) or tmp_path / "train.jsonl"), "all", tokenizer=chat_tokenizer,
-        answer_column="reward_model.ground_truth", columns={"level": "extra.level"},
+        columns={"answer": "reward_model.ground_truth", "level": "extra.level"},
     )  # fmt: skip
     assert [data.prompt(i).data["answer"] for i in range(3)] == ["0", "1", "2"]
     assert [data.prompt(i).data["level"] for i in range(3)] == [0, 1, 2]
@@ -488,12 +488,12 @@ def test_columns_are_taken_from_nested_places_and_given_new_names(tmp_path, chat
     ("settings", "says"),
     [
         (
-            {"prompt_column": "qestion"},
-            "train_dataset.prompt_column is 'qestion', but the columns of rows are question, answer",
+            {"columns": {"prompt": "qestion"}},
+            "train_dataset.columns.prompt is 'qestion', but the columns of rows are question, answer",
         ),
         (
-            {"answer_column": "a.b"},
-            "train_dataset.answer_column is 'a.b', but the columns of rows are question, answer",
+            {"columns": {"answer": "a.b"}},
+            "train_dataset.columns.answer is 'a.b', but the columns of rows are question, answer",
         ),
         ({"columns": {"x": "y"}}, "train_dataset.columns.x is 'y', but the columns of rows are question, answer"),
     ],

@@ -114,7 +114,7 @@ def test_the_workflow_gives_each_request_its_rows_completion_at_the_current_vers
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"prompt": "1+1="}, "no completion to train on.*completion_column"),
+        ({"prompt": "1+1="}, "no completion to train on.*columns.completion"),
         ({"prompt": "1+1=", "completion": "  "}, "row 1: column 'completion' must be a completion"),
         ({"prompt": "1+1=", "completion": 2}, "row 1: column 'completion' must be a completion.*got 2"),
         ({"messages": TALK[:2]}, "no completion to train on: column 'messages' has no assistant turn"),

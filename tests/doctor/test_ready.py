@@ -30,7 +30,7 @@ def test_a_missing_file_a_missing_column_and_a_long_prompt_are_found(tmp_path, m
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "1" * 3000, "answer": "1"}) + "\n")
     rows = "reward.functions=[numeric]"
     assert "there is no file nosuch.jsonl" in failed(rows, "train_dataset.path=nosuch.jsonl")["train_dataset.path"]
-    assert "train_dataset.prompt_column" in failed(rows, "train_dataset.path=words.csv")["data"]
+    assert "train_dataset.columns.prompt" in failed(rows, "train_dataset.path=words.csv")["data"]
     long = failed(rows, "train_dataset.path=long.jsonl", "train_dataset.split=all", "valid_dataset.path=long.jsonl",
                   "valid_dataset.split=all")  # fmt: skip
     assert "the prompt has 3000 tokens" in long["data"]

@@ -22,7 +22,7 @@ SMALL = (
 # Supervised fine-tuning instead, on the worked solutions.
 SFT = (
     "algorithm=sft", "~gconfig.n_samples", "~actor.ppo_n_minibatches", "~actor.eps_clip", "actor.optimizer.lr=1e-4",
-    "train_dataset.completion_column=solution",
+    "train_dataset.columns.completion=solution",
 )  # fmt: skip
 
 # Which groups have equal rewards depends on the machine that built the model. Where a test needs an update of every

@@ -117,7 +117,7 @@ def test_a_file_that_a_resume_cut_back_and_wrote_again_is_read_anew(run, serve):
 def test_samples_that_were_deleted_or_rewritten_change_alone(run, serve):
     page = Page(serve(run))
     page.ask()
-    (run / "samples" / "step_000001.jsonl").unlink()  # stats_logger.keep_sample_steps
+    (run / "samples" / "step_000001.jsonl").unlink()  # rollout.dump_to_file: N
     page.ask()
     assert page.samples == {2}
     write_samples(run, 2, [sample_row(2, 0, completion="longer than before " * 9)])

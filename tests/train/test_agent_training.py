@@ -81,7 +81,7 @@ def test_a_command_is_trained(tmp_path):
         "import json, sys; from os import environ as e; sys.path.insert(0, sys.argv[1]); import loop_agents;"
         "print(loop_agents.both_ways(e['OPENAI_BASE_URL'], e['OPENAI_API_KEY'], json.load(sys.stdin)))"
     )
-    command = f"env.command={[sys.executable, '-c', program, HERE]!r}"
+    command = f"env.agent={[sys.executable, '-c', program, HERE]!r}"
     _, run = train(tmp_path / "command", *FEW, command)
     _, function = train(tmp_path / "function", *FEW, f"{AGENT}:both_ways")
     assert [row["completion"] for row in samples(run, 2)] == [row["completion"] for row in samples(function, 2)]
@@ -95,8 +95,7 @@ def found(*overrides):
     ("key", "overrides"),
     [
         ("env.agent", ("env.agent=nowhere/agent.py:solve",)),
-        ("env.command", ("env.command=[no-such-program, a.js]",)),
-        ("env.command", (f"{AGENT}:judged", f"env.command=[{sys.executable}]")),
+        ("env.agent", ("env.agent=[no-such-program, a.js]",)),
         ("env.agent", ("env.path=tools", f"{AGENT}:judged")),
     ],
 )

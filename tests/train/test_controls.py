@@ -52,7 +52,7 @@ def test_the_coefficient_follows_its_target_and_a_resumed_run_is_the_same(tmp_pa
 
 @pytest.mark.parametrize("more", [(), ("rollout.max_head_offpolicyness=2", "actor.use_decoupled_loss=true")])
 def test_a_resumed_run_draws_the_prompts_of_the_uninterrupted_one(tmp_path, tiny, more):
-    how = (*SHORT, "total_train_steps=6", "train_dataset.curriculum=pass_rate", "train_dataset.size=40", *more)
+    how = (*SHORT, "total_train_steps=6", "train_dataset.shuffle=pass_rate", "train_dataset.size=40", *more)
     train(tmp_path / "straight", *how)
     train(tmp_path / "stopped", *how, kind=Stopping)
     train(tmp_path / "stopped", *how)
@@ -68,7 +68,7 @@ def test_a_curriculum_has_fewer_groups_without_a_gradient(tmp_path, tiny):
         *SHORT, "total_train_steps=25", "train_dataset.size=48", "train_dataset.path=embedded:arithmetic:1-5",
         "actor.optimizer.lr=1e-6", "train_dataset.batch_size=8", "gconfig.n_samples=8", "gconfig.max_new_tokens=48",
     )  # fmt: skip
-    train(tmp_path / "drawn", *how, "train_dataset.curriculum=pass_rate")
+    train(tmp_path / "drawn", *how, "train_dataset.shuffle=pass_rate")
     train(tmp_path / "plain", *how)
     late = [
         sum(r["reward/zero_variance_groups"] for r in steps(tmp_path / name)[8:]) / 17 for name in ("drawn", "plain")
@@ -80,7 +80,7 @@ AHEAD = ("rollout.max_head_offpolicyness=2", "actor.use_decoupled_loss=true")
 CONTROLS = {
     "rewards normalised apart": ("reward.normalize=each", "reward.functions=[final,format]", "reward.weights=[1,0.5]"),
     "an entropy term": ("actor.entropy_coef=0.01", "actor.entropy_target=0.1"),
-    "a curriculum": ("train_dataset.curriculum=pass_rate", "train_dataset.size=256"),
+    "a curriculum": ("train_dataset.shuffle=pass_rate", "train_dataset.size=256"),
     "the product correction": ("actor.rejection_sampling.preset=seq_tis", *AHEAD),
 }
 

@@ -110,7 +110,8 @@ def test_every_answer_is_kept_with_its_reward():
         (60, [], [10, 20, 30, 40, 50, 60]),
         (6, [], []),  # the start and the last step, which are evaluated anyway
         (60, ["evaluator.freq_steps=25"], [25, 50]),
-        (60, ["evaluator.freq_epochs=1"], [30, 60]),
+        (60, ["evaluator.freq_steps=epoch"], [30, 60]),
+        (90, ["evaluator.freq_steps=2 epochs"], [60]),
     ],
 )
 def test_a_run_has_a_held_out_curve_of_about_ten_points_unless_a_frequency_is_set(total, settings, steps):

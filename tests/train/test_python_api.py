@@ -121,7 +121,7 @@ def test_the_keys_of_train_dataset_hold_for_rows_of_the_caller():
     rows = [{"task": f"{a}+1=", "gold": str(a + 1), "level": a % 3} for a in range(40)] + [
         {"task": "1" * 99, "gold": "1"}
     ]
-    keys = {"prompt_column": "task", "answer_column": "gold", "system_prompt": "1+", "max_length": 20}
+    keys = {"columns": {"prompt": "task", "answer": "gold"}, "system_prompt": "1+", "max_length": 20}
     config = load({"actor.path": "embedded:tiny", "train_dataset": {**keys, "batch_size": 4}}).config
     data, _ = make_data(config, rows, None, embedded.embedded_tokenizer())
     prompt = data.prompt(0)

@@ -120,16 +120,16 @@ def test_a_missing_function_is_found_before_a_model_is_loaded(tmp_path, code):
 def test_rows_without_an_answer_and_without_a_reward_are_refused_before_sampling(tmp_path):
     file = tmp_path / "words.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    path = (f"train_dataset.path={file}", "train_dataset.prompt_column=task")
+    path = (f"train_dataset.path={file}", "train_dataset.columns.prompt=task")
     with pytest.raises(
         ConfigError, match=r"no reward is configured.*no answer column .*task, level.*reward\.functions"
     ):
         train(tmp_path, *QUICK, *path)
-    with pytest.raises(ConfigError, match=r"`numeric` needs the right answer.*train_dataset\.answer_column"):
+    with pytest.raises(ConfigError, match=r"`numeric` needs the right answer.*train_dataset\.columns\.answer"):
         train(tmp_path, *QUICK, *path, "reward.functions=[numeric]")
     assert not (path_of(tmp_path) / "metrics.jsonl").exists()
     log = path_of(tmp_path) / "log.txt"
-    train(tmp_path, *QUICK, *path, "train_dataset.answer_column=level")
+    train(tmp_path, *QUICK, *path, "train_dataset.columns.answer=level")
     assert f"no reward is configured; using `math` for {file}" in log.read_text()
 
 
@@ -137,7 +137,7 @@ def test_an_environment_that_gives_rewards_needs_no_other_reward(tmp_path, code)
     code.write_text(CODE.replace('columns["gold"]', "1"))
     file = tmp_path / "words.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    path = (f"train_dataset.path={file}", "train_dataset.prompt_column=task")
+    path = (f"train_dataset.path={file}", "train_dataset.columns.prompt=task")
     train(tmp_path, *QUICK, *path, f"env.path={code}:environment")
     assert "no reward is configured" not in (path_of(tmp_path) / "log.txt").read_text()
 

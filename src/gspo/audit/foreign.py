@@ -87,12 +87,10 @@ class Draft:
         if value is not None and value not in harmless:
             self.notes.append(f"{name}={value} is part of {self.system}'s training and not of this explanation")
 
-    def normalise(self, mean: str, std: str | None, theirs: str, *, leave_one_out: bool = False) -> None:
+    def normalise(self, mean: str, std: str | None, theirs: str) -> None:
         """The advantage as `actor.reward_norm`."""
         self.set("actor.reward_norm.mean_level", mean, theirs)
         self.set("actor.reward_norm.std_level", std, theirs)
-        if leave_one_out:
-            self.set("actor.reward_norm.mean_leave1out", True, theirs)
 
     def correct(self, level: str, action: str, upper: float, theirs: str) -> None:
         """The weight π_old/μ as `actor.rejection_sampling`; for a sequence these systems multiply its token ratios."""

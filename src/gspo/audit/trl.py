@@ -55,7 +55,7 @@ def from_swift(values: Mapping[str, Any], file: str) -> Draft:
     for side in ("pos", "neg") if draft.get("loss_type") == "sapo" else ():
         draft.set(f"actor.sapo_tau_{side}", draft.number(f"tau_{side}", 1.0), f"tau_{side}")
     if estimator == "rloo":
-        draft.normalise("group", None, "advantage_estimator", leave_one_out=True)
+        draft.normalise("leave1out", None, "advantage_estimator")
     elif estimator == "reinforce_plus_plus":
         draft.normalise("batch", "batch", "advantage_estimator")
     if draft.get("kl_in_reward", estimator != "grpo") and "actor.kl_loss_coef" in draft.keys:

@@ -112,7 +112,7 @@ def _advantage(draft: Draft, gae: bool) -> None:
     if gae:
         draft.set("critic.path", str(draft.get("critic.model.path", "the critic")), "critic.model.path")
     elif estimator in ("rloo", "rloo_vectorized"):
-        draft.normalise("group", None, "algorithm.adv_estimator", leave_one_out=True)
+        draft.normalise("leave1out", None, "algorithm.adv_estimator")
     elif estimator == "reinforce_plus_plus":
         draft.normalise("batch", "batch", "algorithm.adv_estimator")
     elif estimator == "gdpo":

@@ -242,12 +242,12 @@ updates, not by noise ([async.md](async.md)).
 
 With `rollout`, the first step compares the sampler's noise at equal weights, p95 |log s|, with ε before any update:
 above ε/3 it warns, above ε the run is refused unless `actor.prox_logp_force`. `gspo doctor --probe` measures the noise
-before training ([mismatch.md](mismatch.md)). `actor.prox_logp_recenter` subtracts the sampler's mean error."""
+before training ([mismatch.md](mismatch.md)). `rollout_recentered` subtracts the sampler's mean error."""
 
 
 def _proximal_table() -> str:
     rows = ["| `prox_logp_method` | `use_decoupled_loss` | π_old | weight π_old/μ |", "|---|---|---|---|"]
-    for method, decoupled in product(("auto", "recompute", "rollout", "loglinear"), (False, True)):
+    for method, decoupled in product(known_keys()["actor.prox_logp_method"].choices, (False, True)):
         chosen = proximal_policy(decoupled, method)
         weight = "yes" if chosen.corrected else "none: π_old is μ" if decoupled else "no"
         rows.append("| " + " | ".join((_value(method), _value(decoupled), chosen.method, weight)) + " |")
@@ -335,7 +335,7 @@ TRL: raise it if a reward such as `-abs(20 - len(text))` goes beyond it.""",
         "verl",
         "From verl",
         """The keys of `ppo_trainer.yaml` that people set. A parquet file made for verl is read with
-`train_dataset: {path: train.parquet, prompt_column: prompt, answer_column: reward_model.ground_truth}`. A
+`train_dataset: {path: train.parquet, columns: {answer: reward_model.ground_truth}}`. A
 `compute_score(data_source, solution_str, ground_truth, extra_info)` becomes `f(text, answer, **columns)`.""",
     ),
 )

@@ -26,7 +26,12 @@ def proximal_policy(use_decoupled_loss: bool, prox_logp_method: str | None) -> P
     if prox_logp_method in (None, "auto"):
         return ProximalPolicy("recompute" if use_decoupled_loss else "auto", use_decoupled_loss)
     # With π_old from the sampler π_old is μ, so the weight is 1.
-    return ProximalPolicy(str(prox_logp_method), use_decoupled_loss and prox_logp_method != "rollout")
+    method = "rollout" if is_from_sampler(prox_logp_method) else str(prox_logp_method)
+    return ProximalPolicy(method, use_decoupled_loss and method != "rollout")
+
+
+def is_from_sampler(prox_logp_method: str | None) -> bool:
+    return prox_logp_method in ("rollout", "rollout_recentered")
 
 
 class ObjectiveSettings(TypedDict):
@@ -159,10 +164,10 @@ def _correction_settings(correction: Correction | None, level: str) -> dict[str,
 
 
 _NAMED_NORMS = {
-    "group_std": {"mean_level": "group", "mean_leave1out": False, "std_level": "group"},
-    "group_mean": {"mean_level": "group", "mean_leave1out": False, "std_level": None},
-    "leave_one_out": {"mean_level": "group", "mean_leave1out": True, "std_level": None},
-    "batch": {"mean_level": "batch", "mean_leave1out": False, "std_level": "batch"},
+    "group_std": {"mean_level": "group", "std_level": "group"},
+    "group_mean": {"mean_level": "group", "std_level": None},
+    "leave_one_out": {"mean_level": "leave1out", "std_level": None},
+    "batch": {"mean_level": "batch", "std_level": "batch"},
 }
 
 

@@ -24,27 +24,27 @@ def with_answer(row: Row, index: int, prompt_name: str, answer_name: str | None,
     answer = None if answer_name is None else column(row, answer_name)
     # NaN is how tables store a missing value; 1e999 is read as infinity.
     if answer_name is not None and (answer is None or (isinstance(answer, float) and not math.isfinite(answer))):
-        raise DataError(f"{path}, row {index}: column {answer_name!r} is missing or null; set {key}.answer_column")
+        raise DataError(f"{path}, row {index}: column {answer_name!r} is missing or null; set {key}.columns.answer")
     return row if row.get("answer") is not None else {**row, "answer": answer}
 
 
 def find_prompt_column(row: Row, given: str | None, path: str, key: str) -> str:
     if given is not None:
-        require(row, given, "prompt_column", path, key)
+        require(row, given, "prompt", path, key)
         return given
     for name in _PROMPT_COLUMNS:
         if row.get(name) is not None:
             return name
     raise DataError(
         f"{path} has no prompt column (looked for {', '.join(_PROMPT_COLUMNS)}); its columns are "
-        f"{', '.join(row) or 'none'}. Set {key}.prompt_column"
+        f"{', '.join(row) or 'none'}. Set {key}.columns.prompt"
     )
 
 
 def find_answer_column(row: Row, given: str | None, path: str, key: str) -> str | None:
     """None without such a column: not every reward needs an answer."""
     if given is not None:
-        require(row, given, "answer_column", path, key)
+        require(row, given, "answer", path, key)
         return given
     return next((name for name in _ANSWER_COLUMNS if row.get(name) is not None), None)
 
@@ -52,7 +52,7 @@ def find_answer_column(row: Row, given: str | None, path: str, key: str) -> str 
 def find_completion_column(row: Row, given: str | None, prompt_name: str, path: str, key: str) -> str | None:
     """None: the prompt column holds conversations, whose assistant turns are trained."""
     if given is not None:
-        require(row, given, "completion_column", path, key)
+        require(row, given, "completion", path, key)
         return given
     if is_conversation(column(row, prompt_name)) and row.get("completion") is None:
         return None
@@ -61,7 +61,7 @@ def find_completion_column(row: Row, given: str | None, prompt_name: str, path: 
             return name
     raise DataError(
         f"{path} has no completion to train on: column {prompt_name!r} has no assistant turn, and there is no column "
-        f"{', '.join(COMPLETION_COLUMNS)}; its columns are {', '.join(row) or 'none'}. Set {key}.completion_column"
+        f"{', '.join(COMPLETION_COLUMNS)}; its columns are {', '.join(row) or 'none'}. Set {key}.columns.completion"
     )
 
 
@@ -77,14 +77,14 @@ def check_completion(row: Row, index: int, prompt_name: str, name: str | None, p
         return
     raise DataError(
         f"{path}, row {index}: column {name!r} must be a completion: a string, or messages with an assistant turn, got "
-        f"{content!r:.200}. Correct the row, or set {key}.completion_column"
+        f"{content!r:.200}. Correct the row, or set {key}.columns.completion"
     )
 
 
 def require(row: Row, name: str, what: str, path: str, key: str) -> None:
     if column(row, name) is None:
         raise DataError(
-            f"{key}.{what} is {name!r}, but the columns of {path} are {', '.join(row)}; "
+            f"{key}.columns.{what} is {name!r}, but the columns of {path} are {', '.join(row)}; "
             "a source of a mixture may have its own columns"
         )
 

@@ -50,30 +50,25 @@ class DataSettings:
 
     max_length       prompts with more tokens are dropped and counted (`Dataset.num_too_long`)
     size, seed       number of rows; seed of procedural tasks
-    prompt_column, answer_column
-                     None: found by their usual names; `a.b` is a nested column
-    columns          further columns by new name
+    columns          names of the columns prompt, answer and completion (without one: found by common names; for a
+                     completion first the assistant's turns in the prompt column), and further columns by new name;
+                     `a.b` is a nested column
     chat_template    None or 'auto': the tokenizer's, if it has one; True: the tokenizer's, required; False or 'none':
                      plain text; any other string: a template, or a .jinja file with one
     template_kwargs  passed to the template with the messages
     options          settings of a reasoning_gym task
     supervised       rows have completions to be trained on; max_length then limits prompt and completion together
-    completion_column
-                     None: an assistant's turns in the prompt column, else found by its usual names
     """
 
     max_length: int | None = None
     size: int | None = None
     seed: int = 1
     system_prompt: str | None = None
-    prompt_column: str | None = None
-    answer_column: str | None = None
     columns: Mapping[str, str] = field(default_factory=dict)
     chat_template: bool | str | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     supervised: bool = False
-    completion_column: str | None = None
 
 
 @dataclass(frozen=True)
@@ -302,7 +297,7 @@ def load_dataset(
     # The column is found at the first row and then reused.
     def prompt_text(row: Row) -> str:
         if not chosen:
-            chosen.append(find_prompt_column(row, settings.prompt_column, path, owner_of(key)))
+            chosen.append(find_prompt_column(row, settings.columns.get("prompt"), path, owner_of(key)))
         content = column(row, chosen[0])
         return content if isinstance(content, str) else repr(content)
 
@@ -351,16 +346,18 @@ def make_dataset(
     if not rows:
         raise DataError(f"{key}.path: {source} (split {split}) has no rows; check {key}.split and {key}.size")
     owner = owner_of(key)
-    # Renamed columns first: they may be the prompt or the answer.
+    # Columns by a new name first: they may be found as the prompt or the answer.
     for new, name in settings.columns.items():
-        require(rows[0], str(name), f"columns.{new}", source, owner)
-        rows = [{**row, new: column(row, str(name))} for row in rows]
-    prompt_name = find_prompt_column(rows[0], settings.prompt_column, source, owner)
-    answer_name = find_answer_column(rows[0], settings.answer_column, source, owner)
+        if new not in ("prompt", "answer", "completion"):
+            require(rows[0], name, new, source, owner)
+            rows = [{**row, new: column(row, name)} for row in rows]
+    prompt_name = find_prompt_column(rows[0], settings.columns.get("prompt"), source, owner)
+    answer_name = find_answer_column(rows[0], settings.columns.get("answer"), source, owner)
     parsed = [with_answer(row, index, prompt_name, answer_name, source, owner) for index, row in enumerate(rows)]
     completion_name = None
     if settings.supervised:
-        completion_name = find_completion_column(rows[0], settings.completion_column, prompt_name, source, owner)
+        given = settings.columns.get("completion")
+        completion_name = find_completion_column(rows[0], given, prompt_name, source, owner)
         for index, row in enumerate(rows):
             check_completion(row, index, prompt_name, completion_name, source, owner)
     whole = Dataset(

@@ -49,12 +49,12 @@ def measure_noise(
         folder = run / "checkpoints" / f"step_{step:06d}"
         checkpoint.verify(folder)
         checkpoint.load_checkpoint(folder, policy, None)
-    if config.env.path or config.env.agent or config.env.command:
+    if config.env.path or config.env.agent:
         say("episodes are not played: each prompt gets one completion, without its environment")
     data, _ = make_data(config, None, None, policy.processor or tokenizer, make_environment(config, None))
     num_samples, params = min(config.gconfig.n_samples, SAMPLES), sampling_params(config)
     # The same prompts in the same order as in training.
-    rows = [data.row_of(config.seed, number, shuffle=config.train_dataset.shuffle) for number in range(PROMPTS)]
+    rows = [data.row_of(config.seed, number, shuffle=bool(config.train_dataset.shuffle)) for number in range(PROMPTS)]
     requests = [
         Request(SampleId(number, i), prompt.tokens, params, images=prompt.images)
         for number, prompt in enumerate(map(data.prompt, rows))

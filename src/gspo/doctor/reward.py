@@ -31,7 +31,7 @@ MODEL_ROWS = 16
 def examine_reward(config: Config, *, with_model: bool) -> tuple[list[AnswerScores], list[RewardProblem]]:
     """The scores of known answers to the first training rows, and what is wrong with them."""
     env = config.env
-    if env.path or env.agent or env.command:
+    if env.path or env.agent:
         raise ConfigError(
             "an environment gives its own rewards, which answers of one turn do not show; use gspo preview"
         )

@@ -152,7 +152,7 @@ def noise_message(noise: Noise, eps: float, *, centred: bool = False) -> str:
     # Re-centring is offered only if it changes the verdict.
     remedies = [f"actor.eps_clip above {FINE * floor:.1e}", "actor.eps_clip=auto"]
     if not centred and judge_noise(noise.centred_p95, eps) != judge_noise(noise.p95, eps):
-        remedies.append(f"actor.prox_logp_recenter=true, which leaves {noise.centred_p95:.1e},")
+        remedies.append(f"actor.prox_logp_method=rollout_recentered, which leaves {noise.centred_p95:.1e},")
     return (
         f"the sampler's log-probs are used as π_old, and differ from the trainer's at equal weights by {what}, "
         f"{floor / eps:.2g} times the clip range ε = {eps:.1e} ({noise.count} sequences): {effect}. "

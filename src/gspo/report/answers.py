@@ -35,14 +35,13 @@ def answers(
     steps: Sequence[Row],
     stories: Sequence[Mapping[str, Any]],
     suggested: tuple[float, float] | None,
-    target: float = TARGET,
 ) -> list[Answer]:
     """The five questions with their answers."""
     return [
         _learned(summary),
         _clipped(summary, steps, stories),
         _worst(stories),
-        _eps(summary, steps, suggested, target),
+        _eps(summary, steps, suggested),
         _time(steps),
     ]
 
@@ -136,7 +135,7 @@ def _worst(stories: Sequence[Mapping[str, Any]]) -> Answer:
     return _answer(question, section, None, text, "The sample browser sorts by distance, advantage, reward and length.")
 
 
-def _eps(s: RunSummary, steps: Sequence[Row], suggested: tuple[float, float] | None, target: float) -> Answer:
+def _eps(s: RunSummary, steps: Sequence[Row], suggested: tuple[float, float] | None) -> Answer:
     question, section = "Is my ε sensible?", "clipping"
     if s.eps is None:
         return _answer(question, section, None, "This objective has no ε.")
@@ -158,7 +157,7 @@ def _eps(s: RunSummary, steps: Sequence[Row], suggested: tuple[float, float] | N
         text = f"{eps} clipped {percent(share)} of the {unit} of {when}."
     proposal = "Without log s of kept samples no ε can be suggested."
     if suggested is not None:
-        proposal = f"To clip {percent(target, 0)} of the sequences, set ε {suggested[0]:.2g} / {suggested[1]:.2g}."
+        proposal = f"To clip {percent(TARGET, 0)} of the sequences, set ε {suggested[0]:.2g} / {suggested[1]:.2g}."
     floor = ""
     if noise is not None and noise > 0:
         times = float(f"{min(s.eps[0] / noise, 1e9):.2g}")

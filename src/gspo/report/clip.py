@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,20 +14,13 @@ import numpy as np
 from gspo.report.samples import Block, finite_number
 
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
-TARGET = 0.15  # default share of clipped sequences that `eps_clip: auto` aims at
+TARGET = 0.15  # share of clipped sequences that `eps_clip: auto` and a suggested ε aim at
+HIGH_OVER_LOW = 4 / 3  # ε_high/ε_low of a suggested ε if the run has none
+EPS_MAX = 0.2
 RECENT = 10  # a suggested ε is from the last steps: sequences move differently at the beginning
 
 
-@dataclass(frozen=True)
-class ClipSettings:
-    """Aims of a suggested ε: share of clipped sequences, ε_high/ε_low, and the maximum."""
-
-    target: float = TARGET
-    high_over_low: float = 4 / 3
-    eps_max: float = 0.2
-
-
-def clip_story(block: Block, how: ClipSettings = ClipSettings()) -> dict[str, Any]:  # noqa: B008 - frozen
+def clip_story(block: Block, high_over_low: float = HIGH_OVER_LOW) -> dict[str, Any]:
     """One step: quantiles of log s, counts by mini-batch, and the ε_low that would have clipped the target share.
 
     `minibatch` has [entered the model, clipped with A ≤ 0, clipped with A > 0] for each mini-batch.
@@ -46,13 +38,13 @@ def clip_story(block: Block, how: ClipSettings = ClipSettings()) -> dict[str, An
     later = entered & ((part > 0) if len(counts) > 1 else True)
     seen = later & (advantage != 0) & np.isfinite(advantage)
     # A rise divided by ε_high/ε_low and a fall are on one scale: both are compared with ε_low.
-    moved = np.where(advantage > 0, log_s / how.high_over_low, -log_s)[seen]
+    moved = np.where(advantage > 0, log_s / high_over_low, -log_s)[seen]
     farthest = int(np.where(later, np.abs(log_s), -1.0).argmax()) if later.any() else None
     return {
         "step": block["step"],
         "quantiles": [finite_number(float(q)) for q in np.quantile(log_s[later], QUANTILES)] if later.any() else None,
         "minibatch": counts,
-        "eps_low": finite_number(float(np.quantile(moved, 1 - how.target))) if len(moved) else None,
+        "eps_low": finite_number(float(np.quantile(moved, 1 - TARGET))) if len(moved) else None,
         "farthest": None
         if farthest is None
         else {name: block[name][farthest] for name in ("sequence", "log_s", "advantage", "length", "clipped")},
@@ -60,16 +52,16 @@ def clip_story(block: Block, how: ClipSettings = ClipSettings()) -> dict[str, An
 
 
 def suggest_eps(
-    stories: Sequence[Mapping[str, Any]], noise: float | None, how: ClipSettings
+    stories: Sequence[Mapping[str, Any]], noise: float | None, high_over_low: float
 ) -> tuple[float, float] | None:
     """(ε_low, ε_high) that would have clipped the target share of the last steps, not below the error of π_old.
 
-    >>> suggest_eps([{"eps_low": 0.001}, {"eps_low": 0.003}], None, ClipSettings(high_over_low=2.0))
+    >>> suggest_eps([{"eps_low": 0.001}, {"eps_low": 0.003}], None, high_over_low=2.0)
     (0.002, 0.004)
     """
     seen = [s["eps_low"] for s in stories if s["eps_low"] is not None][-RECENT:]
     if not seen:
         return None
     # The median, because single steps can be extreme. At least the noise, at most the bound on ε_high.
-    low = min(max(statistics.median(seen), noise or 0.0, 1e-6), how.eps_max / max(1.0, how.high_over_low))
-    return float(f"{low:.2g}"), float(f"{low * how.high_over_low:.2g}")
+    low = min(max(statistics.median(seen), noise or 0.0, 1e-6), EPS_MAX / max(1.0, high_over_low))
+    return float(f"{low:.2g}"), float(f"{low * high_over_low:.2g}")

@@ -53,22 +53,17 @@ class Clock:
 
 @dataclass(frozen=True)
 class Every:
-    """When something is due: every N steps, every N steps counted in epochs, or N seconds after the last time.
+    """When something is due: every N steps, or N seconds after the last time.
 
-    >>> [step for step in range(1, 7) if Every(steps=2, epoch_steps=3).is_due(step, seconds_since=0.0)]
-    [2, 3, 4, 6]
+    >>> [step for step in range(1, 7) if Every(steps=2, seconds=60).is_due(step, seconds_since=20.0 * step)]
+    [2, 3, 4, 5, 6]
     """
 
     steps: int | None = None
-    epoch_steps: int | None = None
     seconds: float | None = None
 
     def is_due(self, step: int, seconds_since: float) -> bool:
-        return bool(
-            (self.steps and step % self.steps == 0)
-            or (self.epoch_steps and step % self.epoch_steps == 0)
-            or (self.seconds and seconds_since >= self.seconds)
-        )
+        return bool((self.steps and step % self.steps == 0) or (self.seconds and seconds_since >= self.seconds))
 
 
 @contextmanager

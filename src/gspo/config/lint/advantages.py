@@ -66,13 +66,3 @@ def overlong_tail_too_long(f: Facts) -> Iterator[Finding]:
             f"the penalised tail of {tail:,} tokens is longer than the longest completion ({longest:,})",
             f"set actor.overlong_tokens: {max(1, longest // 5)}",
         )
-
-
-def every_completion_masked(f: Facts) -> Iterator[Finding]:
-    gconfig = f.config.gconfig
-    if f.actor.mask_no_eos_with_zero and gconfig.ignore_eos and not (gconfig.stop or gconfig.stop_token_ids):
-        yield f.error(
-            "actor.mask_no_eos_with_zero",
-            "with gconfig.ignore_eos every completion is truncated, so every advantage would be 0",
-            "set gconfig.ignore_eos: false, or actor.mask_no_eos_with_zero: false",
-        )

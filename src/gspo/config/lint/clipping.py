@@ -60,7 +60,7 @@ def too_wide_for_a_sequence(f: Facts) -> Iterator[Finding]:
 
 def too_narrow_for_short_completions(f: Facts) -> Iterator[Finding]:
     longest = f.config.gconfig.max_new_tokens
-    is_short = longest <= SHORT_TOKENS and not f.config.env.path and not f.config.env.agent and not f.config.env.command
+    is_short = longest <= SHORT_TOKENS and not f.config.env.path and not f.config.env.agent
     if f.clips is None or not f.sequence_level or f.num_updates == 1 or not is_short:
         return
     if FLOAT32_EPS <= max(f.clips) <= LONG_EPS:

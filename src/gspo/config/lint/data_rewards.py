@@ -42,15 +42,6 @@ def rewards_normalised_apart(f: Facts) -> Iterator[Finding]:
         )
 
 
-def curriculum_in_a_fixed_order(f: Facts) -> Iterator[Finding]:
-    if f.config.train_dataset.curriculum == "pass_rate" and not f.config.train_dataset.shuffle:
-        yield f.error(
-            "train_dataset.curriculum",
-            "pass_rate draws prompts at random, but train_dataset.shuffle is false",
-            "set train_dataset.shuffle: true, or train_dataset.curriculum: none",
-        )
-
-
 def source_without_a_path(f: Facts) -> Iterator[Finding]:
     for key, data in (("train_dataset", f.config.train_dataset), ("valid_dataset", f.config.valid_dataset)):
         if data is not None and any(not source.path for source in data.mixture):
@@ -111,15 +102,6 @@ def best_names_a_metric(f: Facts) -> Iterator[Finding]:
         f"{best!r} is not a metric by which checkpoints can be compared",
         f"set {near[0] if near else 'eval/reward'}, or eval/<source>/reward for one source of a mixture",
     )
-
-
-def evaluation_off_and_on(f: Facts) -> Iterator[Finding]:
-    if f.config.evaluator.freq_steps == 0 and f.config.evaluator.freq_epochs is not None:
-        yield f.error(
-            "evaluator.freq_steps",
-            "0 switches evaluation off, but evaluator.freq_epochs is set",
-            "remove evaluator.freq_steps, or evaluator.freq_epochs",
-        )
 
 
 def program_longer_than_its_reward(f: Facts) -> Iterator[Finding]:

@@ -53,14 +53,14 @@ def turn_credit_averaged_over_a_trajectory(f: Facts) -> Iterator[Finding]:
 
 
 def two_players(f: Facts) -> Iterator[Finding]:
-    named = [f"env.{name}" for name in ("path", "agent", "command") if getattr(f.config.env, name)]
+    named = [f"env.{name}" for name in ("path", "agent") if getattr(f.config.env, name)]
     if len(named) > 1:
         yield f.error(
-            named[1], f"{' and '.join(named)} are all set, but an episode uses only one of them", "remove the others"
+            named[1], f"{' and '.join(named)} are both set, but an episode uses only one of them", "remove one"
         )
 
 
 def missing_command(f: Facts) -> Iterator[Finding]:
-    command = f.config.env.command
-    if command and shutil.which(command[0]) is None:
-        yield f.error("env.command", f"there is no program {command[0]}", "write its full path, or install it")
+    command = f.config.env.agent
+    if isinstance(command, list) and command and shutil.which(command[0]) is None:
+        yield f.error("env.agent", f"there is no program {command[0]}", "write its full path, or install it")

@@ -83,8 +83,8 @@ class Facts:
 
     @property
     def recentred(self) -> bool:
-        """Whether π_old is the sampler's policy with its mean error subtracted (actor.prox_logp_recenter)."""
-        return self.objective["proximal"] == "rollout" and self.actor.prox_logp_recenter
+        """Whether π_old is the sampler's policy with its mean error subtracted."""
+        return self.actor.prox_logp_method == "rollout_recentered"
 
     @property
     def truncations(self) -> list[str]:

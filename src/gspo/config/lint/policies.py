@@ -44,7 +44,7 @@ def staleness_uses_up_the_clip_range(f: Facts) -> Iterator[Finding]:
 def recentring_stale_samples(f: Facts) -> Iterator[Finding]:
     if f.max_staleness > 0 and f.recentred:
         yield f.error(
-            "actor.prox_logp_recenter",
+            "actor.prox_logp_method",
             f"samples may be {f.max_staleness} weight versions old; their log-probs differ by policy updates, which "
             "are not a constant that can be subtracted",
             "set rollout.max_head_offpolicyness: 0, or actor.use_decoupled_loss: true without prox_logp_method",

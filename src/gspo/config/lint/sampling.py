@@ -62,7 +62,7 @@ def needs_samples(f: Facts) -> Iterator[Finding]:
     keys = {
         "gconfig.n_samples": (f.config.gconfig.n_samples > 1, "a row of the data set has one completion, not a group"),
         "env.path": (
-            bool(env.path or env.agent or env.command),
+            bool(env.path or env.agent),
             "an environment plays episodes, and nothing is sampled",
         ),
         "actor.kl_loss_coef": (f.actor.kl_loss_coef > 0, "the KL estimators need samples of the policy"),

@@ -45,9 +45,6 @@ def _chosen(loaded: Loaded) -> list[str]:
 
 def _supervised(f: Facts) -> Iterator[Unused]:
     if not is_supervised(f.config):
-        yield from (
-            (f"{key}.completion_column", "the algorithm is not sft") for key in ("train_dataset", "valid_dataset")
-        )
         return
     for key in ("importance_sampling_level", "use_decoupled_loss", "rejection_sampling", "prox_logp_method"):
         yield f"actor.{key}", "supervised fine-tuning has no importance ratio"
@@ -60,11 +57,9 @@ def _supervised(f: Facts) -> Iterator[Unused]:
 def _objective(f: Facts) -> Iterator[Unused]:
     name, gate, actor = f.objective["name"], f.objective["gate"], f.actor
     if gate != "clip":
-        for key in ("eps_clip", "eps_clip_higher", "c_clip", "eps_clip_auto"):
+        for key in ("eps_clip", "eps_clip_higher", "c_clip"):
             if not (key == "eps_clip" and actor.eps_clip == "auto"):  # auto without clipping is an error already
                 yield f"actor.{key}", f"{name} does not clip the ratio"
-    if not f.objective["eps_auto"]:
-        yield "actor.eps_clip_auto", "actor.eps_clip is not auto"
     if gate != "sapo":
         for key in ("actor.sapo_tau_pos", "actor.sapo_tau_neg"):
             yield key, f"the algorithm is {name}, not sapo"
@@ -79,8 +74,8 @@ def _policies(f: Facts) -> Iterator[Unused]:
     elif actor.rejection_sampling is not None and actor.rejection_sampling.level == "token":
         yield "actor.rejection_sampling.agg", "nothing is aggregated at level token"
     if f.objective["proximal"] != "rollout":
-        for key in ("actor.prox_logp_recenter", "actor.prox_logp_force"):
-            yield key, f"π_old does not come from the sampler (actor.prox_logp_method is {actor.prox_logp_method})"
+        why = f"π_old does not come from the sampler (actor.prox_logp_method is {actor.prox_logp_method})"
+        yield "actor.prox_logp_force", why
     if f.num_updates == 1 and actor.routing_replay == "proximal":
         yield (
             "actor.routing_replay",
@@ -101,10 +96,7 @@ def _policies(f: Facts) -> Iterator[Unused]:
 def _rewards(f: Facts) -> Iterator[Unused]:
     actor, reward = f.actor, f.config.reward
     if not actor.overlong_reward_penalty:
-        for key in ("overlong_tokens", "overlong_penalty_factor"):
-            yield f"actor.{key}", "actor.overlong_reward_penalty is off"
-    if actor.reward_norm is not None and actor.reward_norm.mean_level is None:
-        yield "actor.reward_norm.mean_leave1out", "actor.reward_norm.mean_level is null"
+        yield "actor.overlong_tokens", "actor.overlong_reward_penalty is off"
     if reward.functions:
         for key, data in (("train_dataset", f.config.train_dataset), ("valid_dataset", f.config.valid_dataset)):
             if data is not None and any(source.reward for source in data.mixture):
@@ -152,9 +144,9 @@ def _sampling(f: Facts) -> Iterator[Unused]:
         if values is not None and values.temperature == 0:
             why = f"{section}.temperature is 0, which takes the most likely token"
             yield from ((f"{section}.{key}", why) for key in ("top_p", "top_k", "min_p"))
-    if f.config.gconfig.min_new_tokens == f.config.gconfig.max_new_tokens:
-        for key in ("stop_token_ids", "ignore_eos"):
-            yield f"gconfig.{key}", "min_new_tokens equals max_new_tokens, so no token ends a completion"
+    g = f.config.gconfig
+    if g.min_new_tokens == g.max_new_tokens and not any(isinstance(stop, str) for stop in g.stop):
+        yield "gconfig.stop", "min_new_tokens equals max_new_tokens, so no token ends a completion"
 
 
 def _rest(f: Facts) -> Iterator[Unused]:
@@ -162,16 +154,16 @@ def _rest(f: Facts) -> Iterator[Unused]:
     if config.total_train_steps is not None:
         yield "total_train_epochs", "total_train_steps is set"
     if config.train_dataset.mixture:
-        for key in ("path", "size", "prompt_column", "answer_column", "columns", "options"):
+        for key in ("path", "size", "columns", "options"):
             yield f"train_dataset.{key}", "the sources of train_dataset.mixture replace it"
     if config.valid_dataset is not None and config.valid_dataset.mixture:
         yield "valid_dataset.path", "the sources of valid_dataset.mixture replace it"
-    if not (config.env.path or config.env.agent or config.env.command):
+    if not (config.env.path or config.env.agent):
         for key in ("env.options", "env.max_turns", "env.timeout", "env.turn_discount", "actor.sequence_unit"):
             yield key, "the config has no environment (env.path); only Trainer(env=…) would use it"
     if not f.sequence_level:
         yield "actor.sequence_unit", "every token has its own ratio"
-    if config.env.command:
+    if isinstance(config.env.agent, list):
         yield "env.options", "a command receives the row only"
     if config.evaluator.freq_steps == 0:
         for key in ("evaluator.at_start", "evaluator.size", "evaluator.best"):

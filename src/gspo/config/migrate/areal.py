@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gspo.config.migrate import translate
+from gspo.config.migrate import merged, translate
 from gspo.config.migrate.rule import Rule, drops, only, renames, repeats, translates
 
 _MODELS = "{actor,ref,critic}"
@@ -73,8 +73,13 @@ def _objective_rules() -> Iterable[list[Rule]]:
             lambda move: move.node.value is None or (move.is_number and 0 <= move.node.value <= 1e-4),
             "nothing is added to a std, and equal rewards have advantage 0; remove it",
         ),
-        only("actor.adv_norm.mean_leave1out", _OFF, "set actor.reward_norm.mean_leave1out, or algorithm: rloo"),
-        translates("actor.overlong_penalty_factor", "null becomes the default", translate.values_of({}, True)),
+        only("actor.adv_norm.mean_leave1out", _OFF, "set actor.reward_norm.mean_level: leave1out, or algorithm: rloo"),
+        translates(
+            "actor.overlong_penalty_factor",
+            "`actor.overlong_reward_penalty`, in place of true",
+            merged.overlong_penalty_factor,
+        ),
+        translates("actor.reward_norm.mean_leave1out", "`mean_level: leave1out` if true", merged.mean_leave1out),
         renames("critic.eps_clip", "critic.value_eps_clip"),
         renames("actor.enable_tree_training", "actor.share_prefix"),
         repeats("critic.mask_no_eos_with_zero", "actor.mask_no_eos_with_zero"),
@@ -146,9 +151,10 @@ def _sampling_rules() -> Iterable[list[Rule]]:
     return (
         translates(_SAMPLING + ".top_k", "-1 and AReaL's 100000000 become 0, all tokens", translate.top_k),
         repeats("eval_gconfig.min_new_tokens", "gconfig.min_new_tokens"),
-        repeats("eval_gconfig.ignore_eos", "gconfig.ignore_eos"),
+        only(_SAMPLING + ".ignore_eos", _OFF, "completions end at EOS; set gconfig.min_new_tokens for longer ones"),
         repeats("eval_gconfig.stop", "gconfig.stop"),
-        repeats("eval_gconfig.stop_token_ids", "gconfig.stop_token_ids"),
+        only("eval_gconfig.stop_token_ids", translate.is_as_in_sampling, "it is that of gconfig; remove it"),
+        translates("gconfig.stop_token_ids", "integers in `gconfig.stop`", merged.stop_token_ids),
         drops("eval_gconfig.max_tokens", "gconfig.max_tokens applies to evaluation too"),
         translates("rollout.consumer_batch_size", "`train_dataset.batch_size`", translate.consumer_batch_size),
         only(
@@ -170,9 +176,7 @@ def _sampling_rules() -> Iterable[list[Rule]]:
         only(
             "rollout.return_routed_experts", _OFF, "set actor.routing_replay: rollout instead (GSPO does not need it)"
         ),
-        only(
-            "rollout.{agent,openai,api_url,provider_api_key}", (None,), "set env.agent or env.command (docs/agents.md)"
-        ),
+        only("rollout.{agent,openai,api_url,provider_api_key}", (None,), "set env.agent (docs/agents.md)"),
     )
 
 
@@ -208,9 +212,16 @@ def _run_rules() -> Iterable[list[Rule]]:
             "recover.freq_steps", "`saver.freq_steps`, the smaller value", translate.smaller_of("saver.freq_steps")
         ),
         translates(
-            "recover.freq_epochs", "`saver.freq_epochs`, the smaller value", translate.smaller_of("saver.freq_epochs")
+            "{saver,recover}.freq_epochs",
+            "`saver.freq_steps: epoch`, `2 epochs`, …; the smaller value",
+            merged.freq_epochs("saver.freq_steps"),
         ),
-        only("evaluator.freq_secs", (None,), "set evaluator.freq_steps or evaluator.freq_epochs"),
+        translates(
+            "evaluator.freq_epochs",
+            "`evaluator.freq_steps: epoch`, `2 epochs`, …",
+            merged.freq_epochs("evaluator.freq_steps"),
+        ),
+        only("evaluator.freq_secs", (None,), "set evaluator.freq_steps"),
         drops("saver.mode", "checkpoints have one format, complete and verified"),
         drops(
             "recover.retries",

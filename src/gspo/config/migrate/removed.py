@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gspo.config.migrate import translate
+from gspo.config.migrate import merged, translate
 from gspo.config.migrate.rule import Rule, only, translates
 
+_COLUMNS = "{prompt_column,answer_column,completion_column}"
 _DATA_KEYS = "{prompt_column,answer_column,columns,system_prompt,chat_template,chat_template_kwargs,options}"
 
 
@@ -36,6 +37,13 @@ def _moved() -> Iterable[list[Rule]]:
             translate.is_as_in_training,
             "set it in train_dataset, for both; for another value write valid_dataset.mixture: [{path: …, …}]",
         ),
+        translates("train_dataset." + _COLUMNS, "`train_dataset.columns: {prompt: …, answer: …}`", merged.column),
+        translates("env.command", "`env.agent`", merged.env_command),
+        translates("stats_logger.keep_sample_steps", "`rollout.dump_to_file`", merged.keep_sample_steps),
+        translates(
+            "actor.prox_logp_recenter", "`actor.prox_logp_method: rollout_recentered`", merged.prox_logp_recenter
+        ),
+        translates("train_dataset.curriculum", "`train_dataset.shuffle: pass_rate`", merged.curriculum),
         translates("actor.backend", "local: one process trains", translate.values_of({"local": "fsdp:d1"})),
         translates("valid_dataset.size", "`evaluator.size`, the smaller value", translate.smaller_of("evaluator.size")),
         only(
@@ -53,10 +61,11 @@ def _moved() -> Iterable[list[Rule]]:
 
 def _constants() -> Iterable[list[Rule]]:
     """Keys whose default is now a constant."""
-    auto = "eps_clip: auto has one free setting, actor.eps_clip_auto.target_fraction; remove it"
+    auto = "eps_clip: auto has no settings; remove it, or set actor.eps_clip and actor.eps_clip_higher to numbers"
     fixed = "this is a constant of the algorithm; remove it, or compute the loss with gspo.objectives.loss"
     return (
         only("critic.value_loss_coef", (None, 1.0), "it scales the critic's gradient; set critic.optimizer.lr instead"),
+        only("actor.eps_clip_auto.target_fraction", (None, 0.15), auto),
         only("actor.eps_clip_auto.high_over_low", (None, 4 / 3), auto),
         only("actor.eps_clip_auto.decay", (None, 0.8), auto),
         only("actor.eps_clip_auto.eps_max", (None, 0.2), auto),

@@ -7,7 +7,7 @@ import types
 from collections.abc import Iterable, Mapping
 
 from gspo.config import yaml_tree as tree
-from gspo.config.migrate import areal, removed
+from gspo.config.migrate import areal, merged, removed
 from gspo.config.migrate.rule import Move, Rule, apply
 from gspo.config.yaml_tree import Node, is_failed
 
@@ -29,7 +29,12 @@ _ALIASES = (
     ("actor.recompute_logprobs", "actor.prox_logp_method"),
     ("saver.freq_secs", "recover.freq_secs"),
     ("recover.freq_steps", "saver.freq_steps"),
-    ("recover.freq_epochs", "saver.freq_epochs"),
+    ("saver.freq_epochs", "saver.freq_steps"),
+    ("recover.freq_epochs", "saver.freq_steps"),
+    ("evaluator.freq_epochs", "evaluator.freq_steps"),
+    ("stats_logger.keep_sample_steps", "rollout.dump_to_file"),
+    ("train_dataset.curriculum", "train_dataset.shuffle"),
+    ("env.command", "env.agent"),
     ("valid_dataset.size", "evaluator.size"),
     ("eval_gconfig.greedy", "eval_gconfig.temperature"),
 )
@@ -49,7 +54,9 @@ def migrate(root: Node, problems: list[str], messages: list[str]) -> None:
         node = tree.pop(root, rule.key)
         if node is not None and not is_failed(node):
             apply(Move(rule, node, root, problems, messages))
-    for key in ("actor.fsdp", "ref.fsdp", "critic.fsdp"):  # sections that are empty after the rules
+    merged.columns_of_sources(root, problems, messages)
+    # Sections that are empty after the rules.
+    for key in ("actor.fsdp", "ref.fsdp", "critic.fsdp", "actor.eps_clip_auto"):
         node = tree.get(root, key)
         if node is not None and node.value in (None, {}):
             tree.pop(root, key)

@@ -323,8 +323,14 @@ def adds_no_limit(move: Move) -> bool:
 
 def is_as_in_training(move: Move) -> bool:
     """A key of valid_dataset with its default, or with the value of train_dataset, which it has now."""
-    value = move.node.data()
-    return value in (None, {}, "auto") or value == move.value_of(move.rule.key.replace("valid", "train"))
+    value, train = move.node.data(), tree.get(move.root, move.rule.key.replace("valid", "train"))
+    return value in (None, {}, "auto") or (train is not None and value == train.data())
+
+
+def is_as_in_sampling(move: Move) -> bool:
+    """A key of eval_gconfig that is empty, or has the value of gconfig, which it has now."""
+    own = tree.get(move.root, move.rule.key.removeprefix("eval_"))
+    return move.node.data() in (None, []) or (own is not None and own.data() == move.node.data())
 
 
 def is_algorithms_type(move: Move) -> bool:

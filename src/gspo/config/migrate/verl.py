@@ -16,14 +16,14 @@ MAPPED: tuple[tuple[str, str, str], ...] = (
     ("data.train_batch_size data.gen_batch_size", "train_dataset.batch_size", "prompts per step in both"),
     ("data.val_batch_size data.val_max_samples", "evaluator.size", "problems per evaluation"),
     ("data.train_max_samples", "train_dataset.size", ""),
-    ("data.prompt_key data.messages_key", "train_dataset.prompt_column", "a list of messages is fine"),
-    ("data.response_key", "train_dataset.completion_column", "of the SFT trainer, with algorithm: sft"),
+    ("data.prompt_key data.messages_key", "train_dataset.columns", "{prompt: …}; a list of messages is fine"),
+    ("data.response_key", "train_dataset.columns", "{completion: …}, with algorithm: sft"),
     ("data.max_length", "train_dataset.max_length", "of the SFT trainer: longer rows are dropped, not cut"),
     ("model.partial_pretrain", "actor.path", "of the SFT trainer, with algorithm: sft"),
     (
         "data.reward_fn_key",
         "train_dataset.mixture",
-        "a source can have its own reward; for verl's files set answer_column: reward_model.ground_truth",
+        "a source can have its own reward; for verl's files set columns: {answer: reward_model.ground_truth}",
     ),
     (
         "data.max_prompt_length data.filter_overlong_prompts",
@@ -82,7 +82,6 @@ MAPPED: tuple[tuple[str, str, str], ...] = (
     (_R + "temperature", "gconfig.temperature", ""),
     (_R + "top_p", "gconfig.top_p", ""),
     (_R + "top_k", "gconfig.top_k", "0 keeps all, there -1"),
-    (_R + "ignore_eos", "gconfig.ignore_eos", ""),
     (f"{_R}prompt_length {_R}response_length", "gconfig.max_new_tokens", "with train_dataset.max_length"),
     (_R + "max_model_len", "gconfig.max_tokens", ""),
     (_R + "max_num_seqs", "rollout.max_concurrent_rollouts", ""),
@@ -135,7 +134,7 @@ MAPPED: tuple[tuple[str, str, str], ...] = (
     (
         "reward_model.overlong_buffer.enable reward_model.reward_kwargs.overlong_buffer_cfg.enable",
         "actor.overlong_reward_penalty",
-        "",
+        "true, or the penalty factor",
     ),
     (
         "reward_model.overlong_buffer.len reward_model.reward_kwargs.overlong_buffer_cfg.len",
@@ -144,8 +143,8 @@ MAPPED: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "reward_model.overlong_buffer.penalty_factor reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor",
-        "actor.overlong_penalty_factor",
-        "",
+        "actor.overlong_reward_penalty",
+        "the factor in place of true",
     ),
     ("reward_model.reward_manager reward_manager.name", "reward.functions", "[math], [numeric], [module:function], …"),
     ("critic.model.path", "critic.path", ""),
@@ -210,6 +209,7 @@ NEEDLESS: tuple[tuple[str, str], ...] = (
     (f"{_A}checkpoint.* critic.checkpoint.*", "checkpoints have one format, complete and verified"),
     (f"{_M}use_shm {_M}external_lib {_M}hf_config_path", "models load from a folder or the hub"),
     ("critic.enable", "a critic section turns it on"),
+    (f"{_R}ignore_eos", "completions end at EOS; set gconfig.min_new_tokens for longer ones"),
     (f"{_A}loss_scale_factor", "token_sum divides by gconfig.max_new_tokens"),
 )
 
@@ -236,7 +236,7 @@ UNSUPPORTED: tuple[tuple[str, str], ...] = (
     ("data.image_key data.video_key data.return_multi_modal_inputs", "text only"),
     (
         "data.custom_cls.* data.sampler.* data.datagen.*",
-        "give rows from Python: Trainer(dataset=…); train_dataset.curriculum: pass_rate draws them by their pass rate",
+        "give rows from Python: Trainer(dataset=…); train_dataset.shuffle: pass_rate draws them by their pass rate",
     ),
     ("reward_model.sandbox_fusion.*", "rewards run in local worker processes"),
     (f"{_M}trust_remote_code data.trust_remote_code", "only models that transformers implements can be loaded"),

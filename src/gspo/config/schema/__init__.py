@@ -5,7 +5,7 @@ says "algorithm" is filled in by `config.resolve` from `algorithms.py`, with the
 importance_sampling_level > algorithm > default.
 """
 
-from gspo.config.schema.actor import Actor, AutoClipSection, Correction, Norm, RewardNorm, Sharding
+from gspo.config.schema.actor import Actor, Correction, Norm, RewardNorm, Sharding
 from gspo.config.schema.cluster import Cluster, Scheduler, Slurm
 from gspo.config.schema.config import Config, held_out, known_keys
 from gspo.config.schema.critic import CriticOptimizer, CriticSection, ReferenceSection, TeacherSection
@@ -20,7 +20,6 @@ from gspo.config.schema.stats_logger import StatsLogger, WandB
 
 __all__ = [
     "Actor",
-    "AutoClipSection",
     "Cluster",
     "Config",
     "Correction",

@@ -15,8 +15,11 @@ class Norm(Section):
     std_level: Literal["batch", "group"] | None = key(None, "Divide by the std of the group or batch; null: none.")
 
 
-class RewardNorm(Norm):
-    mean_leave1out: bool = key(False, "Compute the mean without the sample itself (leave-one-out).")
+class RewardNorm(Section):
+    mean_level: Literal["batch", "group", "leave1out"] | None = key(
+        None, "Subtract the mean of the batch, of the group, or of the group's other samples (leave1out); null: none."
+    )
+    std_level: Literal["batch", "group"] | None = key(None, "Divide by the std of the group or batch; null: none.")
 
 
 class Correction(Section):
@@ -35,10 +38,6 @@ class Correction(Section):
         "How tokens are reduced to a sequence. The ratio is reduced in log space. With mean, sum and max the weight of "
         "a sequence is the geometric mean of its token ratios; with product it is their product.",
     )
-
-
-class AutoClipSection(Section):
-    target_fraction: float = key(0.15, "Target fraction of clipped sequences.", above=0.0, high=0.9)
 
 
 class Sharding(Section):
@@ -99,12 +98,13 @@ class Actor(Section):
         unset="the algorithm's",
     )
     eps_clip: Annotated[float, Gt(0.0), Le(1.0)] | Literal["auto"] | None = key(
-        None, "Lower clip range ε_low, or auto.", unset="the level's or algorithm's"
+        None,
+        "Lower clip range ε_low; auto: both bounds follow the run, so that 15 % of the sequences are clipped.",
+        unset="the level's or algorithm's",
     )
     eps_clip_higher: float | None = key(
         None, "Upper clip range ε_high.", unset="eps_clip if that is set, otherwise the algorithm's", above=0.0
     )
-    eps_clip_auto: AutoClipSection = key(AutoClipSection, "Settings of eps_clip: auto.")
     loss_aggregation: Literal["sequence_mean", "sequence_sum", "token_mean", "token_sum"] | None = key(
         None, "How the loss is averaged over tokens and sequences.", unset="the level's or algorithm's"
     )
@@ -146,8 +146,10 @@ class Actor(Section):
     adv_norm: Norm | None = key(None, "Normalisation of advantages after GAE; null: none.")
     discount: float = key(1.0, "γ of GAE.", low=0.0, high=1.0)
     gae_lambda: float = key(1.0, "λ of GAE.", low=0.0, high=1.0)
-    overlong_reward_penalty: bool | None = key(
-        None, "Subtract a penalty from the reward of completions near max_new_tokens.", unset="the algorithm's"
+    overlong_reward_penalty: bool | Annotated[float, Gt(0.0)] | None = key(
+        None,
+        "Subtract a penalty from the reward of completions near max_new_tokens: at most this number; true: 1.",
+        unset="the algorithm's",
     )
     overlong_tokens: int | None = key(
         None,
@@ -155,26 +157,21 @@ class Actor(Section):
         unset="a fifth of max_new_tokens",
         low=1,
     )
-    overlong_penalty_factor: float = key(1.0, "Maximum overlong penalty.", low=0.0)
     mask_no_eos_with_zero: bool = key(False, "Set the advantage of truncated completions to 0.")
     reward_bias: float = key(0.0, "Added to every reward, before scaling.")
     reward_scaling: float = key(1.0, "Every reward is multiplied by it, after the bias.")
     reward_clip: float = key(20.0, "Rewards are clipped to ± this value, after scaling.", above=0.0)
 
     # π_old, and the difference between the sampler and the trainer.
-    prox_logp_method: Literal["auto", "recompute", "rollout", "loglinear"] | None = key(
+    prox_logp_method: Literal["auto", "recompute", "rollout", "rollout_recentered", "loglinear"] | None = key(
         None,
-        "Source of π_old: recompute (a forward pass of the trainer), rollout (the sampler's log-probs), or loglinear "
-        "(interpolation).",
+        "Source of π_old: recompute (a forward pass of the trainer), rollout (the sampler's log-probs), "
+        "rollout_recentered (these less the sampler's mean error per token, which mini-batch 1 measures; it uses its "
+        "own forward pass), or loglinear (interpolation).",
         unset="auto, which is recompute, or rollout if the sampler's measured noise is far below the clip range",
     )
     use_decoupled_loss: bool = key(False, "Multiply the loss by π_old/μ (behavior correction).")
     rejection_sampling: Correction | None = key(None, "Behavior correction: bounds on π_old/μ.")
-    prox_logp_recenter: bool = key(
-        False,
-        "With prox_logp_method rollout: subtract the sampler's mean error per token from π_old of mini-batches 2…K. "
-        "Mini-batch 1 measures the error and uses its own forward pass as π_old.",
-    )
     prox_logp_force: bool = key(
         False, "With prox_logp_method rollout: train even if the sampler's noise is above the clip range."
     )

@@ -27,14 +27,12 @@ class SourceSection(Section):
         "mixture, null means the data set's.",
         low=1,
     )
-    prompt_column: str | None = key(None, "Column with the question.", unset="guessed from common names")
-    answer_column: str | None = key(None, "Column with the reference answer.", unset="guessed from common names")
-    completion_column: str | None = key(
-        None,
-        "With algorithm sft: column with the completion, a string or messages.",
-        unset="the assistant turns of the prompt column, or a column with a common name",
+    columns: dict[str, Any] = key(
+        {},
+        "Names of columns: {prompt: task, answer: reward_model.ground_truth, completion: text}; those that are not set "
+        "are found by common names (completion: only with algorithm sft). Others are further columns for rewards, by "
+        "a new name: {level: extra_info.level}.",
     )
-    columns: dict[str, Any] = key({}, "More columns for rewards, by a new name: {level: extra_info.level}.")
     system_prompt: str | None = key(
         None,
         "System message. Without a chat template it is put before the prompt. In a mixture, null means the data set's.",
@@ -80,9 +78,9 @@ class ValidDataset(Section):
 
 class TrainDataset(DatasetSpec):
     batch_size: int = key(32, "Prompts per rollout batch; with algorithm sft, rows per batch.", low=1)
-    shuffle: bool = key(True, "Take prompts in a random order that depends on the seed.")
-    curriculum: Literal["none", "pass_rate"] = key(
-        "none",
-        "none: every prompt once per epoch. pass_rate: prompts are drawn by their measured pass rate; those near 1/2 "
-        "are drawn up to 10 times as often as those that are always or never solved (docs/data.md).",
+    shuffle: bool | Literal["pass_rate"] = key(
+        True,
+        "true: every prompt once per epoch, in a random order that depends on the seed; false: in file order. "
+        "pass_rate: prompts are drawn by their measured pass rate; those near 1/2 are drawn up to 10 times as often as "
+        "those that are always or never solved (docs/data.md).",
     )

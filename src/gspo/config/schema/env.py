@@ -27,13 +27,9 @@ class Environment(Section):
     turn_discount: float = key(
         1.0, "Discount γ of a reward for every turn between the credited turn and the reward.", low=0, high=1
     )
-    agent: str | None = key(
+    agent: str | list[str] | None = key(
         None,
         "Instead of path, an agent that calls an OpenAI-compatible address: module:function or file.py:function with "
-        "the arguments (base_url, api_key, data) (docs/agents.md).",
-    )
-    command: list[str] = key(
-        [],
-        "Instead of path, an agent as a command line: one process per episode, with OPENAI_BASE_URL and OPENAI_API_KEY "
-        "in its environment, for example [node, a.js].",
+        "the arguments (base_url, api_key, data); or a command line such as [node, a.js], started once per episode "
+        "with OPENAI_BASE_URL and OPENAI_API_KEY in its environment (docs/agents.md).",
     )

@@ -86,7 +86,7 @@ class Key:
     null_is_unset: bool = False  # null leaves the decision to gspo; otherwise null is a value ("none")
     section: type[Section] | None = None
     items: type | None = None  # of a list; a Section where its items are sections
-    mappings: bool = False  # items of a list may also be mappings, passed on as they are
+    more_items: tuple[Any, ...] = ()  # what else the items may be: of another type, or mappings, passed on as they are
     free: bool = False  # a mapping passed on as it is
     low: float | None = None
     high: float | None = None
@@ -99,10 +99,11 @@ class Key:
             parts = ["a section"]
         elif self.free:
             parts = ["a mapping"]
-        elif self.items is not None:
-            parts = [f"a list of {_PLURALS.get(self.items, 'sections')}" + " or mappings" * self.mappings]
         else:
             parts = [_SCALARS[kind] for kind in self.scalars]
+        if self.items is not None:
+            others = (_PLURALS.get(kind, "mappings") for kind in self.more_items)
+            parts.append("a list of " + " or ".join((_PLURALS.get(self.items, "sections"), *others)))
         if self.choices:
             parts.append("one of " * (len(self.choices) > 1) + ", ".join(self.choices))
         return " or ".join([*parts, "null"] if self.nullable else parts)
@@ -138,7 +139,7 @@ def _key(name: str, entry: FieldInfo) -> Key:
             found["choices"] += get_args(option)
         elif get_origin(option) is list:
             found["items"], *others = _options(get_args(option)[0])
-            found["mappings"] = any(get_origin(kind) is dict for kind in others)
+            found["more_items"] = tuple(others)
         elif get_origin(option) is dict:
             found["free"] = True
         elif issubclass(option, Section):

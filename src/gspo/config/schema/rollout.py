@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge
 
 from gspo.config.schema.key import Section, key
 
@@ -24,7 +26,9 @@ class Rollout(Section):
         unset="as many as the sampler and max_head_offpolicyness allow",
         low=1,
     )
-    dump_to_file: bool = key(True, "Write every sample to samples/step_*.jsonl.")
+    dump_to_file: bool | Annotated[int, Ge(1)] = key(
+        True, "Write every sample to samples/step_*.jsonl. A number keeps the files of the last N steps only."
+    )
     dynamic_filter_fn: str | None = key(
         None, "module:function or file.py:function that returns whether to train on a group; others are resampled."
     )
@@ -58,7 +62,7 @@ class Generation(EvalGeneration):
     max_tokens: int | None = key(
         None, "Maximum length of prompt and completion together, in tokens.", unset="the model's context", low=1
     )
-    stop: list[str] = key([], "Strings that end a completion. The token that completes such a string is kept.")
-    stop_token_ids: list[int] = key([], "More token ids, besides EOS, that end a completion.")
+    stop: list[str | int] = key(
+        [], "What ends a completion besides EOS: strings, and token ids. The token that completes a string is kept."
+    )
     min_new_tokens: int = key(0, "EOS and stop tokens are not sampled before this many tokens.", low=0)
-    ignore_eos: bool = key(False, "Do not stop at EOS; sample max_new_tokens tokens.")

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+from pydantic import StringConstraints
 
 from gspo.config.schema.key import Section, key
 
+Epochs = Annotated[str, StringConstraints(pattern=r"^(epoch|[1-9]\d{0,8} epochs)$")]
+
+
+def num_epochs(frequency: str) -> int:
+    """
+    >>> num_epochs("epoch"), num_epochs("2 epochs")
+    (1, 2)
+    """
+    return 1 if frequency == "epoch" else int(frequency.split()[0])
+
 
 class SaverSection(Section):
-    freq_epochs: int | None = key(None, "Write a checkpoint every N epochs.", low=1)
-    freq_steps: int | None = key(None, "Write a checkpoint every N steps.", low=1)
+    freq_steps: Annotated[int, Ge(1)] | Epochs | None = key(
+        None, "Write a checkpoint every N steps; `epoch` and `2 epochs` count epochs; null: recover.freq_secs decides."
+    )
     keep: int = key(2, "Number of checkpoints to keep, besides the best one.", low=1)
 
 
 class EvaluatorSection(Section):
-    freq_epochs: int | None = key(None, "Evaluate every N epochs.", low=1)
-    freq_steps: int | None = key(
+    freq_steps: Annotated[int, Ge(0)] | Epochs | None = key(
         None,
-        "Evaluate every N steps; the last step is always evaluated. 0: no evaluation at all",
-        unset="ten times in a run, at least 10 steps apart, unless freq_epochs is set",
-        low=0,
+        "Evaluate every N steps; `epoch` and `2 epochs` count epochs; the last step is always evaluated. 0: no "
+        "evaluation at all",
+        unset="ten times in a run, at least 10 steps apart",
     )
     at_start: bool = key(True, "Evaluate before the first step.")
     best: str | None = key(

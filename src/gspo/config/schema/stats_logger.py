@@ -19,6 +19,3 @@ class StatsLogger(Section):
     wandb: WandB = key(WandB, "Weights & Biases.")
     tensorboard: bool = key(False, "Also write TensorBoard events to RUN/tensorboard. Needs gspo[tensorboard].")
     trackio: bool = key(False, "Also write a Trackio database to RUN/trackio or $TRACKIO_DIR. Needs gspo[trackio].")
-    keep_sample_steps: int | None = key(
-        None, "Number of steps whose samples are kept on disk.", unset="all steps", low=1
-    )

@@ -27,10 +27,10 @@ def data_section(f: Facts) -> dict[str, Any]:
     if train.path == ENVIRONMENT_ROWS:
         own = "other problems of the environment"
     reward = reward_words(functions, f.config.reward.weights) if functions else _own_words(train)
-    if any((f.config.env.path, f.config.env.agent, f.config.env.command)):
+    if f.config.env.path or f.config.env.agent:
         reward = f"that of the episode; if it gives none: {reward}"
     return {
-        "training": _data_words(train) + _CURRICULUM_WORDS * (train.curriculum == "pass_rate"),
+        "training": _data_words(train) + _CURRICULUM_WORDS * (train.shuffle == "pass_rate"),
         "held_out": own if valid is None else _data_words(held_out(f.config)),
         "template": _template_words(train),
         "reward": reward,

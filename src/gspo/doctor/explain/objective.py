@@ -118,10 +118,9 @@ def _words(f: Facts) -> list[str]:
             f"loss: negative log-likelihood, {AGGREGATION_WORDS[objective['aggregation']]}",
         ]
     if objective["eps_auto"]:
-        auto = f.actor.eps_clip_auto
         band = (
             f"clipped to an automatic range: it starts at [1 − {number(settings['clip_low'])}, 1 + "
-            f"{number(settings['clip_high'])}] and adapts until {auto.target_fraction:.0%} of sequences are clipped"
+            f"{number(settings['clip_high'])}] and adapts until 15 % of sequences are clipped"
         )
     elif gate == "clip":
         band = f"clipped to [1 − {number(settings['clip_low'])}, 1 + {number(settings['clip_high'])}]"
@@ -150,13 +149,13 @@ def _words(f: Facts) -> list[str]:
             f"at most {f.actor.max_refills} rounds"
         )
     if f.actor.overlong_reward_penalty:
-        longest = f.config.gconfig.max_new_tokens
+        longest, most = f.config.gconfig.max_new_tokens, float(f.actor.overlong_reward_penalty)
         words.append(
-            f"overlong completions: a penalty of up to {number(f.actor.overlong_penalty_factor)}, rising over the last "
+            f"overlong completions: a penalty of up to {number(most)}, rising over the last "
             f"{f.actor.overlong_tokens:,} of {longest:,} tokens"
         )
     env = f.config.env
-    agent = env.agent or " ".join(env.command)
+    agent = " ".join(env.agent) if isinstance(env.agent, list) else env.agent
     if played := env.path or agent:
         unit = f.actor.sequence_unit if f.sequence_level else "token"
         words.append(
@@ -206,12 +205,15 @@ def _advantage_words(f: Facts) -> str:
     return words
 
 
-def _norm_words(norm: Norm) -> str:
-    mean = {None: "no mean subtracted", "group": "minus its group's mean", "batch": "minus the batch's mean"}
+def _norm_words(norm: Norm | RewardNorm) -> str:
+    mean = {
+        None: "no mean subtracted",
+        "group": "minus its group's mean",
+        "leave1out": "minus its group's mean (without the sample itself)",
+        "batch": "minus the batch's mean",
+    }
     std = {None: "not divided", "group": "divided by its group's std", "batch": "divided by the batch's std"}
-    is_leave_one_out = isinstance(norm, RewardNorm) and norm.mean_leave1out and norm.mean_level
-    leave = " (without the sample itself)" if is_leave_one_out else ""
-    return f"{mean[norm.mean_level]}{leave}, {std[norm.std_level]}"
+    return f"{mean[norm.mean_level]}, {std[norm.std_level]}"
 
 
 def _zero_variance_words(f: Facts) -> str:

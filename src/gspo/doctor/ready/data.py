@@ -60,7 +60,7 @@ def look_at_environment(config: Config) -> str:
     from gspo.train.build.episodes import make_environment
 
     env = config.env
-    return "" if make_environment(config, None) is None else str(env.path or env.agent or env.command)
+    return "" if make_environment(config, None) is None else str(env.path or env.agent)
 
 
 def check_data(config: Config, tokenizer: Any) -> Iterator[ReadyCheck]:

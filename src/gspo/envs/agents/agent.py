@@ -108,7 +108,7 @@ class Agents:
             if len(self._abandoned) >= MAX_ABANDONED:
                 raise AgentError(
                     f"{MAX_ABANDONED} agents of cancelled episodes are still running, and a thread cannot be killed; "
-                    "set a timeout for the agent's requests, or run it as a process (env.command)"
+                    "set a timeout for the agent's requests, or run it as a process (a command line in env.agent)"
                 )
             return await _in_thread(self._agent, (base_url, api_key, row), self._abandoned)
         variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": self._model}

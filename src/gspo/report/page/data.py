@@ -11,7 +11,7 @@ from typing import Any
 
 from gspo.errors import ConfigError
 from gspo.report.answers import answers, last, shown, time_parts
-from gspo.report.clip import TARGET, ClipSettings, suggest_eps
+from gspo.report.clip import HIGH_OVER_LOW, TARGET, suggest_eps
 from gspo.report.read import Row, is_by_sequence, read_config
 from gspo.report.samples import finite_number
 from gspo.report.summary import RunSummary, change_text, duration, ends_text, ends_words, score_name, summary_of
@@ -26,25 +26,24 @@ def overview(
 
     `doctor` has the sections of `gspo doctor`, or is None.
     """
-    how = clip_settings(config, rows)
     stories = sorted(stories, key=lambda story: story["step"])
     steps = [row for row in rows if row["step"] > 0]
     summary = summary_of(rows, is_by_sequence(config))
     noise = last(steps, "noise/log_s_p95_abs")
-    suggested = suggest_eps(stories, noise, how) if summary.by_sequence else None
+    suggested = suggest_eps(stories, noise, high_over_low(rows)) if summary.by_sequence else None
     lines = config_lines(run)
     planned = next((int(c["value"]) for c in lines if c["key"] == "total_train_steps" and c["value"].isdecimal()), None)
     return {
         "name": f"{run.absolute().parent.name}/{run.absolute().name}",
         "path": str(run),
         "figures": _figures(summary, steps, planned),
-        "answers": answers(summary, steps, stories, suggested, how.target),
+        "answers": answers(summary, steps, stories, suggested),
         "by_sequence": summary.by_sequence,
         "graded": summary.graded,
         "sources": list(summary.sources),
         "eps": summary.eps,
         "suggested": suggested,
-        "target": how.target,
+        "target": TARGET,
         "clip": stories,
         "time": time_parts(steps),
         "doctor": doctor,
@@ -62,15 +61,10 @@ def config_of(run: Path) -> Row:
     return {}
 
 
-def clip_settings(config: Row, rows: Sequence[Row]) -> ClipSettings:
-    """Limits for a suggested ε: the config's `eps_clip_auto`, and the run's ratio of ε_high to ε_low."""
-    actor = config.get("actor")
-    auto = actor.get("eps_clip_auto") if isinstance(actor, dict) else None
-    auto = auto if isinstance(auto, dict) else {}
+def high_over_low(rows: Sequence[Row]) -> float:
+    """The run's ratio of ε_high to ε_low, which a suggested ε keeps."""
     low, high = last(rows, "clip/eps_low"), last(rows, "clip/eps_high")
-    ratio = high / low if low and high and low > 0 and high > 0 else ClipSettings.high_over_low
-    target = finite_number(auto.get("target_fraction")) or TARGET
-    return ClipSettings(target if 0 < target < 1 else TARGET, ratio)
+    return high / low if low and high and low > 0 and high > 0 else HIGH_OVER_LOW
 
 
 def metric_table(rows: Sequence[Row]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from gspo.report.clip import clip_story
 from gspo.report.images import pictures
-from gspo.report.page.data import clip_settings, config_of, metric_table, overview
+from gspo.report.page.data import config_of, high_over_low, metric_table, overview
 from gspo.report.read import read_metrics
 from gspo.report.samples import choose_files, read_block, sample_steps
 
@@ -32,13 +32,13 @@ def write_report(run: Path, to: Path | None = None, *, doctor: Any = None, budge
     rows = read_metrics(run)
     signatures = sample_steps(run)
     config = config_of(run)
-    how = clip_settings(config, rows)
+    ratio = high_over_low(rows)
     stories, blocks, shown = [], [], []
     # Each step becomes text at once, so that only one step's samples are in memory as objects.
     for kind, step in choose_files(run, budget):
         block = read_block(run, step, kind)
         if kind == "samples":
-            stories.append(clip_story(block, how))
+            stories.append(clip_story(block, ratio))
         shown += [image["sha256"] for image in block["images"]]
         blocks.append(embed(block, kind="samples"))
     if found := pictures(run, shown):

@@ -25,7 +25,7 @@ from starlette.responses import Response
 from gspo.errors import ConfigError
 from gspo.report.clip import clip_story
 from gspo.report.images import pictures
-from gspo.report.page.data import clip_settings, config_of, metric_table, overview
+from gspo.report.page.data import config_of, high_over_low, metric_table, overview
 from gspo.report.page.page import BUDGET, html_page, inert_json
 from gspo.report.read import Row, is_by_sequence, is_run, score_text, status_of
 from gspo.report.samples import Kind, Signature, choose_files, read_block, sample_steps, size_of
@@ -85,11 +85,11 @@ class LiveRun:
             mark = mark if more else self._mark
             gone = [which for which, at in self._gone.items() if at <= mark and which not in self._seen]
             config, doctor = self._explain()
-            how = clip_settings(config, self._rows)
+            ratio = high_over_low(self._rows)
             blocks = [read_block(self.run, step, kind) for kind, step in sent]
             for block in blocks:
                 if block["kind"] == "samples":
-                    self._stories[block["step"]] = clip_story(block, how)
+                    self._stories[block["step"]] = clip_story(block, ratio)
             new = self._rows[num_rows:]
             changed = bool(new or blocks or generation != self._generation)
             return {

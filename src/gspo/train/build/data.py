@@ -61,8 +61,8 @@ def open_data(
 
 
 def make_curriculum(config: Config, data: Data, begin: Mapping[str, Any] | None) -> Curriculum | None:
-    """How rows are drawn by their pass rates (train_dataset.curriculum); None: in the order of epochs."""
-    if config.train_dataset.curriculum == "none":
+    """How rows are drawn by their pass rates (train_dataset.shuffle: pass_rate); None: in the order of epochs."""
+    if config.train_dataset.shuffle != "pass_rate":
         return None
     return Curriculum(config.seed, len(data), partial(data.candidates, config.seed), begin)
 
@@ -86,7 +86,7 @@ def prompt_stream(config: Config, data: Data, curriculum: Curriculum | None = No
     """The prompt of a submission index: epoch after epoch, each in its own order, or as a curriculum draws it."""
     if curriculum is not None:
         return lambda submission: data.prompt(curriculum.row(submission))
-    seed, shuffle = config.seed, config.train_dataset.shuffle
+    seed, shuffle = config.seed, bool(config.train_dataset.shuffle)
     return lambda submission: data.prompt(data.row_of(seed, submission, shuffle=shuffle))
 
 
@@ -128,7 +128,7 @@ def make_evaluator(
 
 def _evaluation_steps(config: Config, total_steps: int, steps_per_epoch: int) -> Every:
     keys = config.evaluator
-    if keys.freq_steps is keys.freq_epochs is None:
+    if keys.freq_steps is None:
         # A curve of about ten points. Not more often than every 10 steps, so that evaluation stays a small part of the
         # time: by default it samples 512 completions, and a step 256.
         return Every(steps=max(total_steps // 10, 10))
@@ -276,14 +276,11 @@ def _settings(config: Config, source: DatasetSpec | MixtureSource, shared: Datas
         size=source.size,
         seed=config.seed,
         system_prompt=shared.system_prompt if source.system_prompt is None else source.system_prompt,
-        prompt_column=source.prompt_column,
-        answer_column=source.answer_column,
-        columns=source.columns,
+        columns={name: str(column) for name, column in source.columns.items() if column is not None},
         chat_template=shared.chat_template if source.chat_template is None else source.chat_template,
         template_kwargs=source.chat_template_kwargs or shared.chat_template_kwargs,
         options=source.options,
         supervised=is_supervised(config),
-        completion_column=source.completion_column,
     )
 
 

@@ -70,7 +70,8 @@ def make_environment(config: Config, given: Any) -> Environment | None:
     env = config.env
     if given is not None:
         return find_environment(given, env.options)
-    if agent := env.command or (env.agent and find_agent(env.agent, env.options)):
+    if env.agent:
+        agent = env.agent if isinstance(env.agent, list) else find_agent(env.agent, env.options)
         return Agents(agent, request_timeout_s=config.rollout.request_timeout)
     return None if env.path is None else find_environment(env.path, env.options)
 

@@ -39,9 +39,10 @@ def make_plan(loaded: Loaded) -> Plan:
 def first_proximal_source(config: Config) -> ProximalSource:
     """Where π_old of mini-batches 2…K comes from in the first step; `auto` starts with `recompute` and measures."""
     method = config.actor.prox_logp_method
-    if method == "rollout":
-        return "centred" if config.actor.prox_logp_recenter else "rollout"
-    return "loglinear" if method == "loglinear" else "recompute"
+    sources: dict[str, ProximalSource] = {
+        "rollout": "rollout", "rollout_recentered": "centred", "loglinear": "loglinear"
+    }  # fmt: skip
+    return sources.get(str(method), "recompute")
 
 
 def narrowest_clip(config: Config, settings: Mapping[str, Any]) -> float | None:
@@ -97,11 +98,12 @@ def _last(config: Config) -> dict[str, Any]:
     }
 
 
-def norm_settings(norm: Norm) -> dict[str, Any]:
+def norm_settings(norm: Norm | RewardNorm) -> dict[str, Any]:
+    leave_one_out = norm.mean_level == "leave1out"
     return {
-        "mean_level": norm.mean_level,
+        "mean_level": "group" if leave_one_out else norm.mean_level,
         "std_level": norm.std_level,
-        "leave_one_out": isinstance(norm, RewardNorm) and norm.mean_leave1out,
+        "leave_one_out": leave_one_out,
     }
 
 
@@ -113,7 +115,7 @@ def make_shaping(config: Config) -> Shaping:
         scaling=actor.reward_scaling,
         clip=actor.reward_clip,
         overlong_tokens=tail,
-        overlong_factor=actor.overlong_penalty_factor,
+        overlong_factor=float(actor.overlong_reward_penalty or 0),
         max_new_tokens=longest,
         normalize_each=config.reward.normalize == "each",
     )

@@ -63,11 +63,11 @@ def make_updater(
     """`save_samples` None: a rank other than 0, which does not check updates."""
     actor = config.actor
     settings = UpdateSettings(
-        auto_clip=AutoClip(actor.eps_clip_auto.target_fraction) if actor.eps_clip == "auto" else None,
+        auto_clip=AutoClip() if actor.eps_clip == "auto" else None,
         choose_proximal=actor.prox_logp_method == "auto",
         narrowest_clip=partial(narrowest_clip, config),
         allow_noise=actor.prox_logp_force,
-        keeps_token_values=config.rollout.dump_to_file,
+        keeps_token_values=bool(config.rollout.dump_to_file),
         entropy_target=actor.entropy_target,
     )
     rates = make_rates(actor.optimizer, learner.plan.num_updates, total_steps)

@@ -113,7 +113,7 @@ def default_rewards(config: Config, given: Any, data: Sequence[Data]) -> list[st
             raise ConfigError(
                 f"{why}, and the rows of {source.source} have no answer column (its columns are "
                 f"{', '.join(source.columns)}). Set reward.functions to a function that needs no answer, for example "
-                f"[my_module:my_function], or {source.key}.answer_column to the column with the answer"
+                f"[my_module:my_function], or {source.key}.columns.answer to the column with the answer"
             )
         if is_default and not source.source.startswith(PROCEDURAL):
             said.append(f"no reward is configured; using `{spec[0].name}` for {source.source} (reward.functions)")

@@ -19,7 +19,7 @@ from gspo.config import (
     write_origins,
 )
 from gspo.config.schema import Config
-from gspo.config.schema.saver import EvaluatorSection, SaverSection
+from gspo.config.schema.saver import EvaluatorSection, SaverSection, num_epochs
 from gspo.data.mixture import Data
 from gspo.learner.learner import Learner
 from gspo.monitor.display import Display
@@ -57,7 +57,8 @@ def length_of(config: Config, num_rows: int) -> tuple[int, int]:
 
 
 def make_every(key: EvaluatorSection | SaverSection, steps_per_epoch: int, seconds: float | None = None) -> Every:
-    return Every(key.freq_steps, key.freq_epochs and key.freq_epochs * steps_per_epoch, seconds)
+    often = key.freq_steps
+    return Every(num_epochs(often) * steps_per_epoch if isinstance(often, str) else often, seconds)
 
 
 def make_saver(
@@ -69,7 +70,7 @@ def make_saver(
         identity=identity,
         config=config_fingerprint(config),
         keep=config.saver.keep,
-        keep_sample_steps=config.stats_logger.keep_sample_steps,
+        keep_sample_steps=None if isinstance(kept := config.rollout.dump_to_file, bool) else kept,
         every=make_every(config.saver, steps_per_epoch, config.recover.freq_secs),
         last_step=last_step,
     )
@@ -99,7 +100,7 @@ def make_recorder(
         make_loggers(config, run.path, say),
         say,
         decode,
-        saves_samples=config.rollout.dump_to_file,
+        saves_samples=bool(config.rollout.dump_to_file),
         stop_on_alarm=config.on_alarm == "stop",
         noise_is_forced=config.actor.prox_logp_force,
         profile=config.profile,
@@ -150,8 +151,9 @@ def code_files(config: Config, reward: Any, env: Any, dynamic_filter_fn: Any) ->
     rewards = reward if isinstance(reward, list | tuple) else [reward] if reward is not None else []
     entries = rewards or [*config.reward.functions, *(entry for source in mixtures for entry in source.reward)]
     named = [("reward", entry["name"] if isinstance(entry, Mapping) else entry) for entry in entries]
-    named += [("environment", env or config.env.path), ("agent", config.env.agent)]
-    named += [("agent", word) for word in config.env.command if Path(word).is_file()]
+    agent = config.env.agent
+    agents = [word for word in agent if Path(word).is_file()] if isinstance(agent, list) else [agent]
+    named += [("environment", env or config.env.path), *(("agent", each) for each in agents)]
     named += [("filter", dynamic_filter_fn or config.rollout.dynamic_filter_fn)]
     found: dict[str, Path] = {}
     for kind, given in named:

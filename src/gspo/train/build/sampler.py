@@ -167,9 +167,8 @@ def sampling_params(config: Config) -> SamplingParams:
         top_p=g.top_p,
         top_k=g.top_k,
         min_p=g.min_p,
-        stop_token_ids=tuple(g.stop_token_ids),
-        stop=tuple(g.stop),
-        ignore_eos=g.ignore_eos,
+        stop_token_ids=tuple(stop for stop in g.stop if isinstance(stop, int)),
+        stop=tuple(stop for stop in g.stop if isinstance(stop, str)),
     )
     return replace(params, record_kept=params.is_truncated and config.actor.sampling_mask_replay)
 

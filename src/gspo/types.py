@@ -83,7 +83,7 @@ class Prompt:
     messages: tuple[Mapping[str, Any], ...] = ()  # the conversation before rendering, for judges and reward models
     reference: Any = None  # the final answer, which built-in rewards compare with; None: the row has no answer
     images: Images | None = None  # what it shows; `tokens` contain the placeholders for all features of these images
-    target: Sample | None = None  # the data set's completion, for supervised fine-tuning (`data/supervised.py`)
+    target: Sample | None = None  # the data set's completion, for supervised fine-tuning (`data/chat.py`)
 
     @property
     def answer(self) -> Any:

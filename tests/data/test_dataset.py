@@ -12,9 +12,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from gspo.data.dataset import default_reward, load_dataset, make_dataset
+from gspo.data.dataset import load_dataset, make_dataset
 from gspo.data.mixture import make_mixture
 from gspo.data.order import order
+from gspo.data.sources import default_reward
 from gspo.data.split import in_held_out
 from gspo.errors import DataError
 from gspo.rewards.pool import RewardPool

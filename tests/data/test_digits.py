@@ -8,9 +8,8 @@ import pytest
 from PIL import Image
 
 from gspo.data.arithmetic import SPLITS
-from gspo.data.dataset import default_reward
 from gspo.data.digits import task
-from gspo.data.sources import rows_of
+from gspo.data.sources import default_reward, rows_of
 from gspo.errors import DataError
 
 

@@ -14,7 +14,8 @@ from tiny_models import OTHERS, VOCAB, build
 from gspo.sampling.local.engine import LocalSampler
 from gspo.sampling.remote.client import HttpSampler
 from gspo.sampling.remote.discovery import register
-from gspo.sampling.remote.server import SamplerEngine, SamplerServer
+from gspo.sampling.remote.engine import SamplerEngine
+from gspo.sampling.remote.server import SamplerServer
 from gspo.sampling.weights.probe import sequence_logp
 
 TOKEN = "a secret of the tests"

@@ -9,6 +9,7 @@ import torch
 from gspo.data import arithmetic
 from gspo.errors import DataError
 from gspo.models import cache, embedded
+from gspo.models.embedded import lessons
 
 pytestmark = pytest.mark.run
 
@@ -106,7 +107,7 @@ def test_the_model_is_small_and_of_the_declared_shape(brief):
 def test_the_teacher_forgets_most_carries_and_so_the_model_has_something_to_learn():
     warm = embedded.RECIPES[NAME]["warm"]
     stream = arithmetic.problems("warm", seed=warm["seed"])
-    drawn = [embedded._careless(next(stream), step, 0, warm) for step in range(300)]
+    drawn = [lessons.careless(next(stream), step, 0, warm) for step in range(300)]
     wrong = np.mean([not p.solution.endswith(">" + p.answer) for p in drawn])
     assert 0.3 < wrong < 0.9
 
@@ -134,9 +135,9 @@ def test_a_build_that_was_slower_leaves_the_faster_ones_model_in_place(brief, mo
 def test_the_pupil_of_tiny_tools_is_taught_to_ask_seldom_and_to_read_what_it_is_told():
     warm = embedded.RECIPES["embedded:tiny-tools"]["warm"]
     problem = arithmetic.worked((184, 768))
-    taught = [embedded._asking(problem, step, row, warm) for step in range(20) for row in range(50)]
+    taught = [lessons.asking(problem, step, row, warm) for step in range(20) for row in range(50)]
     shown = [p.solution == "[184+768]952>952" for p in taught]
-    asks = [s and not embedded._only_reads(i // 50, i % 50, warm) for i, s in enumerate(shown)]
+    asks = [s and not lessons.only_reads(i // 50, i % 50, warm) for i, s in enumerate(shown)]
     assert {p.solution for p in taught} == {"[184+768]952>952", ">952"}
     assert np.mean(shown) == pytest.approx(warm["asks"] + warm["reads"], abs=0.05)
     assert np.mean(asks) == pytest.approx(warm["asks"], abs=0.05)

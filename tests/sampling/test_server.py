@@ -272,7 +272,7 @@ def test_a_call_may_be_repeated(house, trainer):
 
 
 def test_calls_and_replies_are_bounded_in_bytes_and_nothing_is_lost_by_it(house, trainer, monkeypatch):
-    monkeypatch.setattr("gspo.sampling.remote.server.REPLY_BYTES", 1500)
+    monkeypatch.setattr("gspo.sampling.remote.engine.REPLY_BYTES", 1500)
     monkeypatch.setattr("gspo.sampling.remote.link.CALL_BYTES", 2000)
     replies = []
 

@@ -8,6 +8,7 @@ from training_runs import metrics, train
 
 from gspo.data.digits import task
 from gspo.models import embedded
+from gspo.models.embedded import lessons
 from gspo.models.vision.processor import load_processor
 
 NAME = "embedded:tiny-vision"
@@ -31,7 +32,7 @@ def test_the_teacher_of_tiny_vision_misreads_only_digits_that_look_alike():
     wrong = 0
     for step in range(300):
         problem = next(stream).problem
-        taught = embedded._misread(problem, step, 0, warm)
+        taught = lessons.misread_problem(problem, step, 0, warm)
         assert taught.question == task.QUESTION
         # "7+8+0=15,3+4+1=08>85": the digits of each column are at places 0 and 2.
         read = [column[place] for column in taught.solution.split(",") for place in (0, 2)]

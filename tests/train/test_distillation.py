@@ -12,8 +12,9 @@ from gspo.errors import ConfigError, DataError
 from gspo.models.loading import load_model, load_tokenizer
 from gspo.models.lora import add_adapter, save_adapter
 from gspo.sampling.local.engine import LocalSampler
+from gspo.sampling.remote.engine import SamplerEngine
 from gspo.sampling.remote.scores import KEY
-from gspo.sampling.remote.server import SamplerEngine, SamplerServer
+from gspo.sampling.remote.server import SamplerServer
 from gspo.sampling.weights.probe import sequence_logp
 
 TEACHER = (

@@ -14,10 +14,11 @@ from gspo.config import yaml_tree as tree
 from gspo.config.interpolate import interpolate, section_behind
 from gspo.config.loaded import Loaded, Origin, origin_of
 from gspo.config.migrate import table as migration
+from gspo.config.overrides import Override, parse_override
 from gspo.config.resolve import resolve, value_of
 from gspo.config.schema import Config, known_keys
 from gspo.config.validate import build_config, unknown_key
-from gspo.config.yaml_tree import Node, Override
+from gspo.config.yaml_tree import Node
 from gspo.errors import ConfigError
 from gspo.shipped import find_config, installed_path
 
@@ -40,7 +41,7 @@ def load(path: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] =
     # Problems are collected up to `build_config`, so that the user sees all of them in one run.
     for text in overrides:
         try:
-            _override(root, tree.parse_override(text), problems)
+            _override(root, parse_override(text), problems)
         except ConfigError as error:
             problems.append(str(error))
     # After the overrides: `${key}` must give the overridden value.

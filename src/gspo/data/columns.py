@@ -6,12 +6,17 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from gspo.data.chat import COMPLETION_COLUMNS, is_conversation
 from gspo.data.sources import Row
-from gspo.data.supervised import COMPLETION_COLUMNS, is_conversation
 from gspo.errors import DataError
 
 _PROMPT_COLUMNS = ("prompt", "question", "problem", "messages", "instruction", "input", "query")
 _ANSWER_COLUMNS = ("answer", "final_answer", "ground_truth", "target", "solution", "label", "output", "response")
+
+
+def owner_of(section: str) -> str:
+    """The section with the keys that say how rows are read: valid_dataset has only its path, split and mixture."""
+    return "train_dataset" if section == "valid_dataset" else section
 
 
 def with_answer(row: Row, index: int, prompt_name: str, answer_name: str | None, path: str, key: str) -> Row:

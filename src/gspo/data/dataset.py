@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo.data import arithmetic
+from gspo.data.chat import chat_target, chosen_template, plain_target, prompt_messages, split_conversation
 from gspo.data.columns import (
     check_completion,
     column,
     find_answer_column,
     find_completion_column,
     find_prompt_column,
+    owner_of,
     require,
     with_answer,
 )
@@ -26,9 +27,7 @@ from gspo.data.images import given_images, image_digest, image_files, with_image
 from gspo.data.order import order
 from gspo.data.reference import final_answer
 from gspo.data.sources import Row, rows_of
-from gspo.data.supervised import chat_target, plain_target, split_conversation
 from gspo.errors import DataError
-from gspo.system.files import read_regular
 from gspo.system.heartbeat import beat
 from gspo.types import Prompt, Sample
 
@@ -37,11 +36,6 @@ MAX_CHARACTERS_PER_TOKEN = 1024
 # A token holds at least one byte, and Unicode normalization makes a text at most 11 times longer (NFKC).
 MAX_TOKENS_PER_BYTE = 11
 NUM_SPECIAL_TOKENS = 16  # that a tokenizer may add
-
-
-def owner_of(section: str) -> str:
-    """The section with the keys that say how rows are read: valid_dataset has only its path, split and mixture."""
-    return "train_dataset" if section == "valid_dataset" else section
 
 
 @dataclass(frozen=True)
@@ -245,7 +239,7 @@ class Dataset:
         content = column(self.rows[row], self.prompt_column)
         if self.supervised and self.completion_column is None:
             content = split_conversation(content)[0]
-        messages = _messages(content, self.system_prompt)
+        messages = prompt_messages(content, self.system_prompt)
         if self.chat is False:
             if not isinstance(content, str):
                 raise DataError(
@@ -367,7 +361,7 @@ def make_dataset(
         tokenizer,
         settings.system_prompt,
         prompt_name,
-        chat=_chat(settings.chat_template, tokenizer if processor is None else processor, owner),
+        chat=chosen_template(settings.chat_template, tokenizer if processor is None else processor, owner),
         answer_column=answer_name,
         key=key,
         template_kwargs=settings.template_kwargs,
@@ -393,49 +387,7 @@ def _without_long_prompts(data: Dataset, max_length: int) -> Dataset:
     return replace(data, rows=rows, num_too_long=len(data) - len(kept), _prompts=prompts)
 
 
-def _chat(chat_template: bool | str | None, tokenizer: Any, key: str) -> bool | str:
-    """False: plain text; True: the tokenizer's template; a string: that template."""
-    own = getattr(tokenizer, "chat_template", None)
-    if chat_template in (None, "auto"):
-        return bool(own)
-    if chat_template is True and not own:
-        raise DataError(
-            f"{key}.chat_template is true, but the tokenizer has none; give a .jinja file, or false for plain text"
-        )
-    if isinstance(chat_template, bool) or chat_template == "none":
-        return chat_template is True
-    template = str(chat_template)
-    if template.endswith(".jinja"):
-        try:
-            return read_regular(Path(template).expanduser()).decode()
-        except (OSError, ValueError) as error:
-            raise DataError(f"{key}.chat_template: {template} cannot be read: {error}") from None
-    if "{{" not in template and "{%" not in template:
-        raise DataError(
-            f"{key}.chat_template must be auto, true, false, none, a .jinja file or a Jinja template, got {template!r}"
-        )
-    return template
-
-
-def default_reward(path: str) -> dict[str, Any]:
-    """The default reward of a data set, as an entry for `rewards.spec.reward_spec`.
-
-    >>> default_reward("embedded:arithmetic")
-    {'name': 'final', 'marker': '>'}
-    """
-    if path.startswith(("embedded:arithmetic", "embedded:digits")):
-        return {"name": "finals" if "x" in path else "final", "marker": arithmetic.MARKER}
-    return {"name": "reasoning_gym" if path.startswith("reasoning_gym:") else "math"}
-
-
 def _num_tokens(prompt: Prompt) -> int:
     """Tokens of a supervised row's longest sequence."""
     assert prompt.target is not None
     return max(len(prompt.tokens if s.prompt is None else s.prompt) + len(s.tokens) for s in prompt.target.sequences)
-
-
-def _messages(content: Any, system_prompt: str | None) -> list[dict[str, Any]]:
-    messages = [{"role": "user", "content": content}] if isinstance(content, str) else [dict(m) for m in content]
-    if system_prompt is not None and not (messages and messages[0].get("role") == "system"):
-        messages.insert(0, {"role": "system", "content": system_prompt})
-    return messages

@@ -335,3 +335,14 @@ def _embedded(path: str, split: str | None, *, size: int | None, seed: int, key:
             f"digits; lower it, or set {key}.path: embedded:arithmetic:{low}-{high + 1}"
         )
     return [{"question": p.question, "answer": p.answer, "solution": p.solution} for p in drawn]
+
+
+def default_reward(path: str) -> dict[str, Any]:
+    """The default reward of a data set, as an entry for `rewards.spec.reward_spec`.
+
+    >>> default_reward("embedded:arithmetic")
+    {'name': 'final', 'marker': '>'}
+    """
+    if path.startswith(("embedded:arithmetic", "embedded:digits")):
+        return {"name": "finals" if "x" in path else "final", "marker": arithmetic.MARKER}
+    return {"name": "reasoning_gym" if path.startswith("reasoning_gym:") else "math"}

@@ -17,33 +17,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gspo.envs.chat import Chat
 from gspo.envs.client import Client, EpisodeError
 from gspo.envs.episode import episode_sample
-from gspo.envs.outcome import outcome_of
+from gspo.envs.play import CANCELLED, Environment, play
 from gspo.envs.thread import GRACE, EnvironmentThread
 from gspo.errors import DataError, RolloutError
 from gspo.sampling.api import KeepsCache, Sampler
-from gspo.system.imports import described, user_lines
 from gspo.types import Failure, Outcome, Request, Sample, SampleId
-
-# async (client, data) → a reward, {"reward": …, parts…}, or None: the configured reward scores the last completion.
-Environment = Callable[[Client, Mapping[str, Any]], Awaitable[Any]]
 
 # Seconds between two polls of sampler servers.
 PAUSE = 0.005
-_LONGEST = 2000  # most characters kept of an environment's error message
-_CANCELLED = Failure("crash", "environment: its task was cancelled")
 
 
 @dataclass(eq=False)
@@ -194,27 +187,11 @@ class _Call:
     def _create_task(self, loop: asyncio.AbstractEventLoop, episode: _Episode) -> None:
         task = episode.task = loop.create_task(self._play(episode))
         # A task that is cancelled before its first step, by another environment, does not enter `_play`.
-        late = _Ended(episode, _CANCELLED)
+        late = _Ended(episode, CANCELLED)
         task.add_done_callback(lambda task: self._inbox.put(late) if task.cancelled() else None)
 
     async def _play(self, episode: _Episode) -> None:
-        """Run one environment to its end; its outcome is always put into the inbox, and nothing is raised."""
-        try:
-            # A copy of the row: an environment may change it, also inside its lists.
-            prompt = episode.client.prompt
-            row = copy.deepcopy({"reference": prompt.reference, **prompt.data})
-            returned = await self._how._environment(episode.client, row)
-            outcome = outcome_of(returned, episode.client.turn_rewards)
-        except EpisodeError as error:
-            # Limits are reached in every run; an error has a line that must be mended.
-            lines = user_lines(error) if error.kind == "crash" else ""
-            outcome = Failure(error.kind, f"environment: {error}"[:_LONGEST] + lines)
-        except asyncio.CancelledError:
-            # By the driver, which has recorded the end and ignores this message, or by the environment itself.
-            outcome = _CANCELLED
-        except BaseException as error:  # a SystemExit in the user's code must not end this thread
-            outcome = Failure("crash", f"environment: {described(error)}")
-        self._inbox.put(_Ended(episode, outcome))
+        self._inbox.put(_Ended(episode, await play(self._how._environment, episode.client)))
 
     def _run_environments(self) -> None:
         """Run until every episode waits for a sample or has ended; a timeout ends an episode, too."""

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 from transformers import AttentionInterface
 
-from gspo.models.tree_attention import EVERYTHING, Reach, TreeLayout, tree_call, with_sinks
+from gspo.models.tree_attention import tree_call, with_sinks
+from gspo.models.tree_layout import EVERYTHING, Reach, TreeLayout
 
 FLEX = "gspo_tree_flex"
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from gspo.learner.batch import Batch
 from gspo.learner.proximal import Noise, noise_of
-from gspo.learner.step import StepReport
+from gspo.learner.step_report import StepReport
 from gspo.objectives.diagnostics import clip_fractions, effective_sample_size, log_s_summary
 from gspo.system.clock import Clock
 from gspo.types import Failure, Score

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gspo.learner.batch import Batch
-from gspo.learner.step import StepReport
+from gspo.learner.step_report import StepReport
 from gspo.types import Images, Prompt, Sample, Score
 
 

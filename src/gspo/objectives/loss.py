@@ -122,32 +122,18 @@ def loss(
     per_sequence = per_sequence + 0.0 * log_s.detach()
     # The KL is added outside the gate: clipped tokens keep the gradient of their KL.
     if chosen["kl_coef"]:
-        if reference_logp is None:
-            raise ValueError(f"{name}: kl_coef {chosen['kl_coef']} needs reference_logp")
-        token_kl = _token_kl(logp, reference_logp, layout, chosen["kl_estimator"])  # token-shaped
-        per_sequence = per_sequence + chosen["kl_coef"] * aggregate.tokens(token_kl, layout, chosen["aggregation"])
-        stats["kl"] = mean_tokens(token_kl.detach(), layout)  # [B]
+        term, stats["kl"] = _kl_term(name, chosen, logp, reference_logp, layout)  # [B] each
+        per_sequence = per_sequence + term
     # The entropy, too: a clipped token keeps its gradient.
     if chosen["entropy_coef"]:
-        if entropy is None:
-            raise ValueError(f"{name}: entropy_coef {chosen['entropy_coef']} needs entropy")
-        token_entropy = keep_trained(entropy.to(dtype), layout)  # token-shaped
-        bonus = aggregate.tokens(token_entropy, layout, chosen["aggregation"])  # [B]
-        per_sequence = per_sequence - chosen["entropy_coef"] * bonus
+        per_sequence = per_sequence - _entropy_term(name, chosen, entropy, layout, dtype)
     if weight is not None:
         if weight.shape != per_sequence.shape:
             raise ValueError(f"weight has shape {tuple(weight.shape)}; it must be ({layout.num_sequences},)")
         # After the KL, so that policy loss and KL of a sequence have the same share of its trajectory.
         per_sequence = per_sequence * weight.detach().to(dtype)
     if denominator is None:
-        # Counts are tensors, so nothing waits for the device. Sequences without trained tokens count, too.
-        denominator = aggregate.denominator(
-            name,
-            num_sequences=layout.num_tokens.new_tensor(max(layout.num_sequences, 1)),
-            num_tokens=layout.num_tokens.sum().clamp(min=1),
-            max_new_tokens=chosen["max_new_tokens"],
-            aggregation=chosen["aggregation"],
-        )
+        denominator = _own_denominator(name, chosen, layout)
     stats |= {
         "log_s": log_s.detach(),
         "num_tokens": layout.num_tokens,
@@ -285,13 +271,38 @@ def _policy_loss(value: Values, adv: Values, layout: TokenLayout, aggregation: s
     return -adv.x * aggregate.tokens(keep_trained(value.x, layout), layout, aggregation)
 
 
-def _token_kl(logp: Tensor, reference_logp: Tensor, layout: TokenLayout, estimator: str) -> Tensor:
-    """KL to the reference, token-shaped, 0 at masked tokens.
-
-    Masked before the estimator: NaN at a masked token would come back through its gradient. kl(0, 0) = 0.
-    """
+def _kl_term(
+    name: str, chosen: Mapping[str, Any], logp: Tensor, reference_logp: Tensor | None, layout: TokenLayout
+) -> tuple[Tensor, Tensor]:
+    """(what the KL to the reference adds to the loss, its token mean), [B] each."""
+    if reference_logp is None:
+        raise ValueError(f"{name}: kl_coef {chosen['kl_coef']} needs reference_logp")
+    # Masked before the estimator: NaN at a masked token would come back through its gradient. kl(0, 0) = 0.
     trained, reference = keep_trained(logp, layout), keep_trained(reference_logp.to(logp.dtype), layout)
-    return kl(trained, reference, estimator)
+    token_kl = kl(trained, reference, chosen["kl_estimator"])  # token-shaped
+    term = chosen["kl_coef"] * aggregate.tokens(token_kl, layout, chosen["aggregation"])
+    return term, mean_tokens(token_kl.detach(), layout)
+
+
+def _entropy_term(
+    name: str, chosen: Mapping[str, Any], entropy: Tensor | None, layout: TokenLayout, dtype: torch.dtype
+) -> Tensor:
+    """What the entropy takes from the loss, [B]."""
+    if entropy is None:
+        raise ValueError(f"{name}: entropy_coef {chosen['entropy_coef']} needs entropy")
+    token_entropy = keep_trained(entropy.to(dtype), layout)  # token-shaped
+    return chosen["entropy_coef"] * aggregate.tokens(token_entropy, layout, chosen["aggregation"])
+
+
+def _own_denominator(name: str, chosen: Mapping[str, Any], layout: TokenLayout) -> float | Tensor:
+    # Counts are tensors, so nothing waits for the device. Sequences without trained tokens count, too.
+    return aggregate.denominator(
+        name,
+        num_sequences=layout.num_tokens.new_tensor(max(layout.num_sequences, 1)),
+        num_tokens=layout.num_tokens.sum().clamp(min=1),
+        max_new_tokens=chosen["max_new_tokens"],
+        aggregation=chosen["aggregation"],
+    )
 
 
 def _clipped_by_sign(clipped: Values, adv: Values, layout: TokenLayout) -> dict[str, Tensor]:

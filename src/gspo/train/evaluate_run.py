@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.config.schema import Config
-from gspo.data.dataset import default_reward
+from gspo.data.sources import default_reward
 from gspo.rewards.route import GivenRewards
 from gspo.rollout.groups import refuse_failures
 from gspo.rollout.workflow import Workflow, single_turn

@@ -16,7 +16,7 @@ from gspo.learner.batch import Batch
 from gspo.learner.credit import batch_with_advantages, with_teacher_advantages, with_token_advantages
 from gspo.learner.critic import token_values
 from gspo.learner.reference import reference_logp
-from gspo.learner.step import StepReport
+from gspo.learner.step_report import StepReport
 from gspo.rollout.storage import pack_batch, unpack_batch
 from gspo.runs import checkpoint
 from gspo.runs.state import State

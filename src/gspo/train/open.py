@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from gspo.faults import reached
 from gspo.learner.learner import Learner
 from gspo.learner.ranks.signals import StopRequest
 from gspo.learner.ranks.world import World
-from gspo.monitor.display import Silent, make_display
+from gspo.monitor.display import Display, Silent, make_display
 from gspo.rollout.producer import NullProducer
 from gspo.runs.code import changed_code
 from gspo.runs.directory import RunDir
@@ -99,11 +99,7 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
     total_steps, policy, decode = opened.total_steps, learner.policy, decoder(learner.tokenizer)
     display = make_display(f"gspo · {run.path}", total_steps)
     inner.callback(display.close)
-
-    def say(message: str) -> None:
-        display.say(message)
-        run.log(message)
-
+    say = _speaker(run, display)
     outer.enter_context(stalls_logged(run.path / "log.txt", say))
     for line in headline(loaded):
         say(line)
@@ -160,21 +156,25 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
         decode=decode,
         prompt_of=prompt_of,
         evaluator=make_evaluator(
-            config,
-            opened.valid,
-            producer,
-            decode,
-            answering.evaluation_workflow,
-            total_steps=total_steps,
-            steps_per_epoch=opened.steps_per_epoch,
-            samples=answering.scores,
+            config, opened.valid, producer, decode, answering.evaluation_workflow,
+            total_steps=total_steps, steps_per_epoch=opened.steps_per_epoch, samples=answering.scores,
         ),
         recorder=recorder,
         saver=make_saver(config, run, learner, identity, opened.steps_per_epoch, state.step),
         opening_messages=[*_opening_messages(given, opened, is_new=not state.step), *changed * bool(state.step)],
         count_episodes=answering.count_episodes,
         curriculum=curriculum,
-    )
+    )  # fmt: skip
+
+
+def _speaker(run: RunDir, display: Display) -> Callable[[str], None]:
+    """Messages of the run go to the screen and to log.txt."""
+
+    def say(message: str) -> None:
+        display.say(message)
+        run.log(message)
+
+    return say
 
 
 def _opening_messages(given: Given, opened: _Inputs, *, is_new: bool) -> list[str]:

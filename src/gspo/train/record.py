@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.learner.batch import Batch
-from gspo.learner.step import StepReport
+from gspo.learner.step_report import StepReport
 from gspo.monitor.alarms import REPLACED_SETTINGS, alarms, first_step_message
 from gspo.monitor.display import Display
 from gspo.monitor.loggers import Loggers

@@ -23,7 +23,8 @@ from gspo.learner.proximal import (
     next_quantile,
     noise_message,
 )
-from gspo.learner.step import Plan, StepReport, train_step
+from gspo.learner.step import Plan, train_step
+from gspo.learner.step_report import StepReport
 from gspo.monitor.metrics import measured_noise, token_mean
 from gspo.runs.state import State
 from gspo.system.clock import Clock

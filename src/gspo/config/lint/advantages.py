@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from gspo.algorithms import ALGORITHMS
 from gspo.config.lint.facts import Facts, Finding
-from gspo.config.schema import Norm
+from gspo.config.schema import Norm, RewardNorm
 
 GROUP_ADVANTAGES = frozenset({"group_std", "group_mean", "leave_one_out"})
 
 
-def _uses_groups(norm: Norm | None) -> bool:
-    return norm is not None and "group" in (norm.mean_level, norm.std_level)
+def _uses_groups(norm: Norm | RewardNorm | None) -> bool:
+    return norm is not None and bool({"group", "leave1out"} & {norm.mean_level, norm.std_level})
 
 
 def _by_group(f: Facts) -> bool:

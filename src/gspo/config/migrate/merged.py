@@ -32,7 +32,7 @@ def keep_sample_steps(move: Move) -> None:
         _put(move, target, move.node)
 
 
-def column(move: Move) -> None:
+def column_name(move: Move) -> None:
     """prompt_column, answer_column and completion_column are entries of `columns`; `move.root` has both."""
     section, _, old = move.rule.key.rpartition(".")
     name = f"columns.{old.removesuffix('_column')}"
@@ -54,7 +54,7 @@ def columns_of_sources(root: Node, problems: list[str], messages: list[str]) -> 
             for name in ("prompt_column", "answer_column", "completion_column"):
                 node = tree.pop(source, name)
                 if node is not None:
-                    column(Move(Rule(f"{section}[{index}].{name}", "translate"), node, source, problems, messages))
+                    column_name(Move(Rule(f"{section}[{index}].{name}", "translate"), node, source, problems, messages))
 
 
 def env_command(move: Move) -> None:

@@ -37,7 +37,7 @@ def _moved() -> Iterable[list[Rule]]:
             translate.is_as_in_training,
             "set it in train_dataset, for both; for another value write valid_dataset.mixture: [{path: …, …}]",
         ),
-        translates("train_dataset." + _COLUMNS, "`train_dataset.columns: {prompt: …, answer: …}`", merged.column),
+        translates("train_dataset." + _COLUMNS, "`train_dataset.columns: {prompt: …, answer: …}`", merged.column_name),
         translates("env.command", "`env.agent`", merged.env_command),
         translates("stats_logger.keep_sample_steps", "`rollout.dump_to_file`", merged.keep_sample_steps),
         translates(

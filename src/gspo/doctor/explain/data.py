@@ -9,7 +9,7 @@ from typing import Any
 from gspo.config.lint.facts import Facts
 from gspo.config.schema import DatasetSpec, held_out
 from gspo.config.schema.dataset import ENVIRONMENT_ROWS
-from gspo.data.dataset import default_reward
+from gspo.data.sources import default_reward
 from gspo.rewards.functions.text import TEXT
 
 NOT_SETTINGS = ("name", "weight", "label", "gate")  # of an entry of reward.functions; the others go to the function

@@ -102,7 +102,7 @@ def objective_section(f: Facts) -> dict[str, Any]:
         "advantage": objective["advantage"],
         "aggregation": objective["aggregation"],
         "settings": dict(settings),
-        "eps_auto": actor.eps_clip_auto.model_dump() if objective["eps_auto"] else None,
+        "eps_auto": objective["eps_auto"],
         "decided_by": [
             {"key": key, "value": value, "where": f.where(key)} for key, value in _decisions(f) if value is not None
         ],

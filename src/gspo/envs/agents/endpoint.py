@@ -25,6 +25,7 @@ from starlette.responses import Response, StreamingResponse
 
 from gspo.envs.agents import messages_api, responses_api
 from gspo.envs.agents import openai_api as api
+from gspo.envs.agents import openai_replies as replies
 from gspo.envs.agents.openai_api import Answer, ApiError, ApiRequest
 from gspo.system.http import HttpServer, Json, RefusedCallError, bearer_key, finished, route
 
@@ -48,8 +49,8 @@ class Dialect(NamedTuple):
 
 
 DIALECTS: Mapping[str, Dialect] = {
-    "/v1/chat/completions": Dialect("chatcmpl", api.read_chat, api.chat_body, api.chunks),
-    "/v1/completions": Dialect("cmpl", api.read_completion, api.completion_body, api.chunks),
+    "/v1/chat/completions": Dialect("chatcmpl", api.read_chat, replies.chat_body, replies.chunks),
+    "/v1/completions": Dialect("cmpl", api.read_completion, replies.completion_body, replies.chunks),
     "/v1/responses": Dialect(
         "resp", responses_api.read_response, responses_api.response_body, responses_api.response_events
     ),
@@ -193,12 +194,12 @@ class Endpoint(HttpServer):
             episode.counts[error.code] += 1
 
     async def _models(self, request: Request) -> Response:
-        return Json(api.models_body(self.model))
+        return Json(replies.models_body(self.model))
 
     async def _one_model(self, request: Request) -> Response:
         if request.path_params["model"] != self.model:
             raise ApiError(404, "model_not_found", f"the model here is {self.model!r}", "model")
-        return Json(api.model_body(self.model))
+        return Json(replies.model_body(self.model))
 
     async def _reward(self, request: Request) -> Response:
         request.state.episode.reward = api.read_reward(api.parse_body(await request.body()))

@@ -118,7 +118,8 @@ def _serve(kind: str) -> None:
         server = Endpoint()
         targets = [server.open(OpenEpisode(f"{i}-0", answer, loop)) for i in range(64)]
     else:
-        from gspo.sampling.remote.server import SamplerEngine, SamplerServer
+        from gspo.sampling.remote.engine import SamplerEngine
+        from gspo.sampling.remote.server import SamplerServer
 
         server = SamplerServer(SamplerEngine(IdleSampler(), identity={}), "a token of the benchmark")  # pyright: ignore[reportArgumentType]
         targets = [(server.url, "a token of the benchmark")]

@@ -27,7 +27,7 @@ from gspo.errors import ConfigError, GspoError, RolloutError
 from gspo.faults import reached
 from gspo.launcher.serve.local import register_and_serve
 from gspo.sampling.engines.base import EngineAddress, EngineSampler
-from gspo.sampling.remote.server import SamplerEngine
+from gspo.sampling.remote.engine import SamplerEngine
 from gspo.system.launched import TOKEN, Launched
 from gspo.system.process import describe_exit, dying_with_parent, stop
 from gspo.train.build.policy import make_tokenizer

@@ -22,8 +22,9 @@ from gspo.config.layout import layout_of
 from gspo.errors import ConfigError, GspoError
 from gspo.faults import reached
 from gspo.sampling.remote.discovery import register, unregister
+from gspo.sampling.remote.engine import SamplerEngine
 from gspo.sampling.remote.identity import context_limit, end_tokens, sampler_identity
-from gspo.sampling.remote.server import SamplerEngine, SamplerServer
+from gspo.sampling.remote.server import SamplerServer
 from gspo.sampling.weights.probe import sequence_logp
 from gspo.system.launched import Launched
 from gspo.system.process import die_with_parent

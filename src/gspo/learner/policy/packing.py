@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gspo.errors import DataError
-from gspo.models.tree_attention import TreeLayout
+from gspo.models.tree_layout import TreeLayout
 from gspo.models.vision.tower import Shown, ShownPrompt
 from gspo.types import Images, Kept, PromptKey
 

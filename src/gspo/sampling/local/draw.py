@@ -1,17 +1,22 @@
-"""From logits to tokens: the processed distribution, one inverse-CDF draw per row, and its log-prob.
+"""From logits to tokens: the processed distribution, one inverse-CDF draw per row, its log-prob, what ends a sample.
 
-Shapes: N rows, V vocabulary. Everything is a function of (logits, settings, uniforms); there is no state here.
+Shapes: N rows, T tokens of a row, V vocabulary. Everything is a function of (logits, settings, uniforms); there is no
+state here.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
+
+from gspo.types import MAX_KEPT, SamplingParams
 
 _BLOCK = 256  # tokens summed together in the first level of the draw
 _NUCLEUS = 1024  # most likely tokens to look at before a full sort
@@ -145,3 +150,48 @@ def _first_above(cumulative_n_k: Tensor, target_n_1: Tensor) -> Tensor:
     index_n_1 = (cumulative_n_k <= target_n_1).sum(dim=-1, keepdim=True)
     last_n_1 = (cumulative_n_k < cumulative_n_k[:, -1:]).sum(dim=-1, keepdim=True)
     return torch.minimum(index_n_1, last_n_1)
+
+
+@dataclass(slots=True)
+class SamplingRule:
+    """One set of sampling parameters, and values derived from it."""
+
+    params: SamplingParams
+    temperature: float
+    ends_v: NDArray[np.bool_]  # [V] tokens that end a sample
+    stop_bytes: int  # bytes of the longest stop string: at most as many tokens can be part of it
+
+    def scores(self, logits_n_v: Tensor, count_n: NDArray[np.int64]) -> Tensor:
+        """The processed distribution, [N, V], of rows that have `count_n` tokens."""
+        forbidden = None
+        # A row below min_new_tokens must not draw an end token.
+        if (count_n < self.params.min_new_tokens).any():
+            forbidden = torch.from_numpy((count_n < self.params.min_new_tokens)[:, None] & self.ends_v)  # [N, V]
+            forbidden = forbidden.to(logits_n_v.device)
+        return warp(
+            logits_n_v,
+            temperature=self.temperature,
+            top_p=self.params.top_p,
+            top_k=self.params.top_k,
+            min_p=self.params.min_p,
+            forbidden=forbidden,
+            max_kept=MAX_KEPT if self.params.record_kept else None,
+        )
+
+    def is_stop_completed(self, tokens_t: NDArray[np.int64], decode: Callable[[Sequence[int]], str]) -> bool:
+        """Whether the last token completes a stop string. Only the tail that can hold one is decoded."""
+        tail = tokens_t[-(self.stop_bytes + 8) :].tolist()
+        text = decode(tail)
+        # A character that is cut in half decodes to U+FFFD: it was not part of the text before.
+        before = len(decode(tail[:-1]).rstrip("\ufffd"))
+        ends = (text.rfind(stop) + len(stop) for stop in self.params.stop if stop in text)
+        return any(end > before for end in ends)
+
+
+def rule_of(params: SamplingParams, num_vocab: int, eos: Collection[int]) -> SamplingRule:
+    ends = np.zeros(num_vocab, dtype=np.bool_)
+    ids = [*params.stop_token_ids, *(() if params.ignore_eos else eos)]
+    ends[[i for i in ids if 0 <= i < num_vocab]] = True
+    # Greedy sampling allows temperature 0, but `warp` divides by it. The log-prob is then that of temperature 1.
+    temperature = 1.0 if params.greedy and params.temperature <= 0 else params.temperature
+    return SamplingRule(params, temperature, ends, max((len(s.encode()) for s in params.stop), default=0))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,22 +30,12 @@ from gspo.models.vision.tower import ShownPrompt, Vision
 from gspo.sampling.local.borrow import Borrowed
 from gspo.sampling.local.choose import choose, engines, refuse_encoder_decoder
 from gspo.sampling.local.comparison import ForwardComparison
-from gspo.sampling.local.draw import draw, kept_sets, warp
+from gspo.sampling.local.draw import SamplingRule, draw, kept_sets, rule_of
 from gspo.sampling.local.rows import Rows
 from gspo.sampling.local.stepper import Engine, Finished
 from gspo.sampling.requests import completed_by_prefix, interrupted, validate_request
 from gspo.sampling.weights.load import copy_weights
-from gspo.types import MAX_KEPT, FinishReason, PromptKey, Request, Sample, SamplingParams
-
-
-@dataclass(slots=True)
-class _Rule:
-    """One set of sampling parameters, and values derived from it."""
-
-    params: SamplingParams
-    temperature: float
-    ends_v: NDArray[np.bool_]  # [V] tokens that end a sample
-    stop_bytes: int  # bytes of the longest stop string: at most as many tokens can be part of it
+from gspo.types import FinishReason, PromptKey, Request, Sample, SamplingParams
 
 
 class LocalSampler:
@@ -90,7 +80,7 @@ class LocalSampler:
         self._done: deque[Sample] = deque()
         self._references: Counter[PromptKey] = Counter()  # outstanding requests of each prompt
         self._rules: dict[SamplingParams, int] = {}
-        self._rule_list: list[_Rule] = []
+        self._rule_list: list[SamplingRule] = []
         self._routers = routers(model)
         self._paused = self._asleep = self._closed = False
         self._counts: Counter[str] = Counter()
@@ -128,7 +118,7 @@ class LocalSampler:
             # Requests share a rule if their parameters are equal: its [V] array is built once.
             if request.params not in self._rules:
                 self._rules[request.params] = len(self._rule_list)
-                self._rule_list.append(self._rule(request.params))
+                self._rule_list.append(rule_of(request.params, self._num_vocab, self._eos))
             self._references[request.key] += 1
             self._waiting.append(request)
 
@@ -197,14 +187,6 @@ class LocalSampler:
         self.abort()
         self._done.clear()
         self._closed = True
-
-    def _rule(self, params: SamplingParams) -> _Rule:
-        ends = np.zeros(self._num_vocab, dtype=np.bool_)
-        ids = [*params.stop_token_ids, *(() if params.ignore_eos else self._eos)]
-        ends[[i for i in ids if 0 <= i < self._num_vocab]] = True
-        # Greedy sampling allows temperature 0, but `warp` divides by it. The log-prob is then that of temperature 1.
-        temperature = 1.0 if params.greedy and params.temperature <= 0 else params.temperature
-        return _Rule(params, temperature, ends, max((len(s.encode()) for s in params.stop), default=0))
 
     def _is_used(self) -> bool:
         """Whether a row runs, or a prompt or a row is stored."""
@@ -326,20 +308,7 @@ class LocalSampler:
             rule = self._rule_list[index]
             part = slice(None) if len(used_rules) == 1 else np.flatnonzero(rows.rule[slots] == index)
             count = rows.count[slots[part]]
-            forbidden = None
-            # A row below min_new_tokens must not draw an end token.
-            if (count < rule.params.min_new_tokens).any():
-                forbidden = torch.from_numpy((count < rule.params.min_new_tokens)[:, None] & rule.ends_v)  # [rows, V]
-                forbidden = forbidden.to(logits_n_v.device)
-            scores = warp(
-                logits_n_v[part],
-                temperature=rule.temperature,
-                top_p=rule.params.top_p,
-                top_k=rule.params.top_k,
-                min_p=rule.params.min_p,
-                forbidden=forbidden,
-                max_kept=MAX_KEPT if rule.params.record_kept else None,
-            )
+            scores = rule.scores(logits_n_v[part], count)
             # Before `draw`, which overwrites the scores.
             if rule.params.record_kept:
                 rows.keep(slots[part], kept_sets(scores))
@@ -361,17 +330,11 @@ class LocalSampler:
             self._retire(slots, ended, full)
 
     def _ends_with_stop(self, slot: int) -> bool:
-        """Whether the row's last token completes a stop string. Only the tail that can hold one is decoded."""
         rows = self._rows
         rule, count = self._rule_list[rows.rule[slot]], int(rows.count[slot])
         if not rule.params.stop or count < rule.params.min_new_tokens or self._decode_text is None:
             return False
-        tail = rows.tokens[slot, max(0, count - rule.stop_bytes - 8) : count].tolist()
-        text = self._decode_text(tail)
-        # A character that is cut in half decodes to U+FFFD: it was not part of the text before.
-        before = len(self._decode_text(tail[:-1]).rstrip("\ufffd"))
-        ends = (text.rfind(stop) + len(stop) for stop in rule.params.stop if stop in text)
-        return any(end > before for end in ends)
+        return rule.is_stop_completed(rows.tokens[slot, :count], self._decode_text)
 
     def _raise_non_finite(self, slot: int) -> None:
         request = self._rows.requests[slot]

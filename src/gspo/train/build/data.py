@@ -12,8 +12,9 @@ from gspo.config.layout import layout_of
 from gspo.config.objective import is_supervised
 from gspo.config.schema import Config, DatasetSpec, MixtureSource, held_out
 from gspo.config.schema.dataset import ENVIRONMENT_ROWS
+from gspo.data.columns import owner_of
 from gspo.data.curriculum import Curriculum
-from gspo.data.dataset import Dataset, DataSettings, load_dataset, make_dataset, owner_of
+from gspo.data.dataset import Dataset, DataSettings, load_dataset, make_dataset
 from gspo.data.mixture import DATA_TYPES, Data, Mixture, make_mixture
 from gspo.data.split import divide
 from gspo.errors import ConfigError, DataError

@@ -12,8 +12,9 @@ from gspo.data.dataset import Dataset
 from gspo.data.mixture import Data
 from gspo.envs.agents.agent import Agents, find_agent
 from gspo.envs.chat import Chat
-from gspo.envs.driver import Environment, Episodes
+from gspo.envs.driver import Episodes
 from gspo.envs.find import find_environment
+from gspo.envs.play import Environment
 from gspo.learner.learner import Learner
 from gspo.rewards.route import GivenRewards, NoRewards, Rewards
 from gspo.rollout.workflow import Workflow

@@ -13,7 +13,7 @@ from gspo.learner.learner import Learner
 from gspo.learner.optim import learning_rate, make_optimizer
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.proximal import AutoClip
-from gspo.learner.step import StepReport
+from gspo.learner.step_report import StepReport
 from gspo.train.build.objective import narrowest_clip
 from gspo.train.update import Rates, Updater, UpdateSettings
 

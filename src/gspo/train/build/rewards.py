@@ -8,8 +8,9 @@ from typing import Any
 
 from gspo.algorithms import ALGORITHMS
 from gspo.config.schema import Config, DatasetSpec, MixtureSource
-from gspo.data.dataset import Dataset, default_reward
+from gspo.data.dataset import Dataset
 from gspo.data.mixture import Data, distinct_names
+from gspo.data.sources import default_reward
 from gspo.errors import ConfigError, TrainingError
 from gspo.rewards.check import check_reward, diagnose
 from gspo.rewards.functions.builtin import NEEDS_ANSWER

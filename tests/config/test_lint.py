@@ -143,6 +143,11 @@ ERRORS = [
         ["algorithm=gspo", "actor.overlong_tokens=600"],
     ),
     (
+        "actor.mask_no_eos_with_zero",
+        ["actor.mask_no_eos_with_zero=true", "gconfig.ignore_eos=true"],
+        ["actor.mask_no_eos_with_zero=true", "gconfig.ignore_eos=true", "gconfig.stop=['\\n']"],
+    ),
+    (
         "cluster.n_gpus_per_node",
         ["cluster.n_gpus_per_node=4", "rollout.backend=vllm:d4", "actor.backend=fsdp:d4"],
         ["cluster.n_gpus_per_node=8", "rollout.backend=vllm:d4", "actor.backend=fsdp:d4"],

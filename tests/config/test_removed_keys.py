@@ -54,7 +54,7 @@ def test_the_config_of_an_old_run_has_one_message_for_each_removed_key(file):
     if file == OLD_RUN:
         assert {"allocation_mode", "cluster.name_resolve", "actor.use_sapo_loss", "critic.value_loss_coef"} <= old
     else:
-        assert len(old) == 61
+        assert len(old) == 60
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,7 @@ def test_the_config_of_an_old_run_has_one_message_for_each_removed_key(file):
         ("actor.prox_logp_recenter=true", "actor.prox_logp_method", "auto"),
         ("gconfig.stop_token_ids=[7, 8]", "gconfig.stop", [7, 8]),
         ("gconfig.stop_token_ids=[]", "gconfig.stop", []),
-        ("gconfig.ignore_eos=false", "gconfig.stop", []),
-        ("eval_gconfig.ignore_eos=false", "gconfig.stop", []),
+        ("eval_gconfig.ignore_eos=false", "gconfig.ignore_eos", False),
         ("eval_gconfig.stop_token_ids=[]", "gconfig.stop", []),
         ("actor.reward_norm.mean_leave1out=true", "actor.reward_norm.mean_level", None),
         ("actor.overlong_penalty_factor=0.5", "actor.overlong_reward_penalty", False),
@@ -206,7 +205,6 @@ def test_a_format_pattern_becomes_an_entry_of_the_functions():
         ("actor.reward_norm={std_level: group, eps: 0.1}", "remove it"),
         ("actor.adv_norm.mean_leave1out=true", "actor.reward_norm.mean_level: leave1out"),
         ("actor.reward_norm={mean_level: batch, mean_leave1out: true}", "mean_level: leave1out"),
-        ("gconfig.ignore_eos=true", "gconfig.min_new_tokens"),
         ("eval_gconfig.stop_token_ids=[3]", "remove it"),
         ("gconfig.stop_token_ids=3", "gconfig.stop"),
         ("saver.freq_epochs=0", "saver.freq_steps: epoch"),

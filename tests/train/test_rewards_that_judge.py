@@ -31,7 +31,7 @@ pytestmark = pytest.mark.run
 ALPHABET = "0123456789+=,>"
 # From random weights, four tokens at a time: whatever is rewarded is found by chance and learnt in a few steps.
 QUICK = (
-    "gconfig.max_new_tokens=4", "gconfig.min_new_tokens=4", "gconfig.n_samples=8",
+    "gconfig.max_new_tokens=4", "gconfig.ignore_eos=true", "gconfig.n_samples=8",
     "train_dataset.batch_size=8", "actor.optimizer.lr=3e-3", "actor.eps_clip=0.2", "total_train_steps=12",
     "evaluator.at_start=false", "evaluator.size=1",
 )  # fmt: skip

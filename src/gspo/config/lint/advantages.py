@@ -66,3 +66,12 @@ def overlong_tail_too_long(f: Facts) -> Iterator[Finding]:
             f"the penalised tail of {tail:,} tokens is longer than the longest completion ({longest:,})",
             f"set actor.overlong_tokens: {max(1, longest // 5)}",
         )
+
+
+def every_completion_masked(f: Facts) -> Iterator[Finding]:
+    if f.actor.mask_no_eos_with_zero and f.config.gconfig.ignore_eos and not f.config.gconfig.stop:
+        yield f.error(
+            "actor.mask_no_eos_with_zero",
+            "with gconfig.ignore_eos every completion is truncated, so every advantage would be 0",
+            "set gconfig.ignore_eos: false, or actor.mask_no_eos_with_zero: false",
+        )

@@ -145,8 +145,10 @@ def _sampling(f: Facts) -> Iterator[Unused]:
             why = f"{section}.temperature is 0, which takes the most likely token"
             yield from ((f"{section}.{key}", why) for key in ("top_p", "top_k", "min_p"))
     g = f.config.gconfig
-    if g.min_new_tokens == g.max_new_tokens and not any(isinstance(stop, str) for stop in g.stop):
-        yield "gconfig.stop", "min_new_tokens equals max_new_tokens, so no token ends a completion"
+    if g.min_new_tokens == g.max_new_tokens:
+        idle = ("ignore_eos",) if any(isinstance(stop, str) for stop in g.stop) else ("ignore_eos", "stop")
+        why = "min_new_tokens equals max_new_tokens, so no token ends a completion"
+        yield from ((f"gconfig.{key}", why) for key in idle)
 
 
 def _rest(f: Facts) -> Iterator[Unused]:

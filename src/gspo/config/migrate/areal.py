@@ -151,7 +151,7 @@ def _sampling_rules() -> Iterable[list[Rule]]:
     return (
         translates(_SAMPLING + ".top_k", "-1 and AReaL's 100000000 become 0, all tokens", translate.top_k),
         repeats("eval_gconfig.min_new_tokens", "gconfig.min_new_tokens"),
-        only(_SAMPLING + ".ignore_eos", _OFF, "completions end at EOS; set gconfig.min_new_tokens for longer ones"),
+        repeats("eval_gconfig.ignore_eos", "gconfig.ignore_eos"),
         repeats("eval_gconfig.stop", "gconfig.stop"),
         only("eval_gconfig.stop_token_ids", translate.is_as_in_sampling, "it is that of gconfig; remove it"),
         translates("gconfig.stop_token_ids", "integers in `gconfig.stop`", merged.stop_token_ids),

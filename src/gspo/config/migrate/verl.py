@@ -82,6 +82,7 @@ MAPPED: tuple[tuple[str, str, str], ...] = (
     (_R + "temperature", "gconfig.temperature", ""),
     (_R + "top_p", "gconfig.top_p", ""),
     (_R + "top_k", "gconfig.top_k", "0 keeps all, there -1"),
+    (_R + "ignore_eos", "gconfig.ignore_eos", ""),
     (f"{_R}prompt_length {_R}response_length", "gconfig.max_new_tokens", "with train_dataset.max_length"),
     (_R + "max_model_len", "gconfig.max_tokens", ""),
     (_R + "max_num_seqs", "rollout.max_concurrent_rollouts", ""),
@@ -209,7 +210,6 @@ NEEDLESS: tuple[tuple[str, str], ...] = (
     (f"{_A}checkpoint.* critic.checkpoint.*", "checkpoints have one format, complete and verified"),
     (f"{_M}use_shm {_M}external_lib {_M}hf_config_path", "models load from a folder or the hub"),
     ("critic.enable", "a critic section turns it on"),
-    (f"{_R}ignore_eos", "completions end at EOS; set gconfig.min_new_tokens for longer ones"),
     (f"{_A}loss_scale_factor", "token_sum divides by gconfig.max_new_tokens"),
 )
 

@@ -66,3 +66,4 @@ class Generation(EvalGeneration):
         [], "What ends a completion besides EOS: strings, and token ids. The token that completes a string is kept."
     )
     min_new_tokens: int = key(0, "EOS and stop tokens are not sampled before this many tokens.", low=0)
+    ignore_eos: bool = key(False, "Do not stop at EOS; sample max_new_tokens tokens.")

@@ -169,6 +169,7 @@ def sampling_params(config: Config) -> SamplingParams:
         min_p=g.min_p,
         stop_token_ids=tuple(stop for stop in g.stop if isinstance(stop, int)),
         stop=tuple(stop for stop in g.stop if isinstance(stop, str)),
+        ignore_eos=g.ignore_eos,
     )
     return replace(params, record_kept=params.is_truncated and config.actor.sampling_mask_replay)
 

@@ -13,8 +13,9 @@ COPY docs ./docs
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM python:3.11-slim-bookworm AS cpu
-# The sandbox of program rewards.
-RUN apt-get update && apt-get install -y --no-install-recommends bubblewrap && rm -rf /var/lib/apt/lists/*
+# bubblewrap is the sandbox of program rewards. gcc builds pycosat, which the extra `tasks` needs (by reasoning-gym; it has no
+# wheels), and the sampler's products of few rows, at their first use.
+RUN apt-get update && apt-get install -y --no-install-recommends bubblewrap gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 COPY constraints.txt /constraints.txt
 COPY --from=wheel /wheels /wheels
 # torch first, from the index of CPU builds: the default index has CUDA builds of several gigabytes.

@@ -77,7 +77,7 @@ $(TRAIN_STAMP): pyproject.toml
 
 # Everything that the tests need: TRL, Ray, loggers, the browser's driver, the type checker.
 $(STAMP): $(TRAIN_STAMP)
-	$(PY) -m pip install --quiet -c constraints.txt -e ".[report,tasks,models,lora,envs,ray,loggers,test,dev]"
+	$(PY) -m pip install --quiet -c constraints.txt -e ".[report,tasks,models,lora,quantized,envs,ray,loggers,test,dev]"
 	touch $@
 
 # The versions that the tests ran with; `pip install -c constraints.txt gspo` installs them elsewhere. A local version such

@@ -48,6 +48,41 @@ ERRORS = [
     ),
     ("gconfig.temperature", ["gconfig.temperature=0"], ["gconfig.temperature=0.1"]),
     (
+        "actor.optimizer.type",
+        ["actor.optimizer.type=adamw8bit", "actor.backend=fsdp:d2"],
+        ["actor.optimizer.type=adamw8bit", "actor.backend=fsdp:d1"],
+    ),
+    (
+        "actor.optimizer.offload",
+        ["actor.optimizer.offload=true", "actor.backend=fsdp:d2"],
+        ["actor.optimizer.offload=true"],
+    ),
+    (
+        "actor.optimizer.offload",
+        ["actor.optimizer.offload=true", "actor.optimizer.type=adamw8bit"],
+        ["actor.optimizer.offload=true", "actor.optimizer.type=adamw"],
+    ),
+    (
+        "actor.lora_base_bits",
+        ["actor.lora_base_bits=4"],
+        ["actor.lora_base_bits=4", "actor.use_lora=true"],
+    ),
+    (
+        "actor.backend",
+        ["actor.lora_base_bits=8", "actor.use_lora=true", "actor.backend=fsdp:d2"],
+        ["actor.lora_base_bits=8", "actor.use_lora=true", "rollout.backend=local:d2"],
+    ),
+    (
+        "rollout.backend",
+        ["actor.lora_base_bits=8", "actor.use_lora=true", "rollout.backend=vllm:d1"],
+        ["actor.use_lora=true", "rollout.backend=vllm:d1"],
+    ),
+    (
+        "rollout.sampler_precision",
+        ["actor.lora_base_bits=8", "actor.use_lora=true", "rollout.sampler_precision=bf16"],
+        ["actor.use_lora=true", "rollout.sampler_precision=bf16"],
+    ),
+    (
         "actor.entropy_target",
         ["actor.entropy_target=0.3"],
         ["actor.entropy_target=0.3", "actor.entropy_coef=0.001"],

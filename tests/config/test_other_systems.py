@@ -145,7 +145,7 @@ def test_the_module_prints_the_page():
         ("torch_dtype", "actor.dtype"),
         ("max_prompt_length", "train_dataset.max_length"),
         ("num_iterations", "actor.ppo_epochs"),
-        ("load_in_4bit", "not supported"),
+        ("load_in_4bit", "actor.lora_base_bits"),
         ("attn_implementation", "not needed"),
     ],
 )

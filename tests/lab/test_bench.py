@@ -10,7 +10,7 @@ import pytest
 
 from gspo.lab.bench import page
 from gspo.lab.bench.commits.compare import ratio_of
-from gspo.lab.bench.compare import _run, has_peer, slope
+from gspo.lab.bench.compare import has_peer, run_side, slope
 from gspo.lab.bench.sampler import measure_side, sampler_table
 from gspo.lab.bench.timeline import breakdown
 from gspo.lab.bench.workloads import TINY, WORKLOADS, Workload, reward, workload_rows, write_workload_model
@@ -98,10 +98,10 @@ def test_self_time_is_what_nested_operators_leave(tmp_path):
 def test_both_sides_show_the_same_images_and_their_passes_through_the_tower_are_counted(tmp_path):
     small = replace(WORKLOADS["vision"], visual_tokens=256, num_prompts=2, num_samples=4, new_tokens=4)
     write_workload_model(small, tmp_path)
-    ours, peer = (_run(side, small, str(tmp_path)) for side in ("ours", "peer"))
+    ours, peer = (run_side(side, small, str(tmp_path)) for side in ("ours", "peer"))
     # Per step. Ours: for sampling and for training. TRL: each sample's image, for sampling, π_old and training.
     assert (ours["tower_images"], peer["tower_images"]) == (4, 24)
-    frozen = _run("ours", replace(small, frozen=True), str(tmp_path))
+    frozen = run_side("ours", replace(small, frozen=True), str(tmp_path))
     assert frozen["tower_images"] == 2
 
 
@@ -134,7 +134,7 @@ def test_both_sides_play_the_turns_of_an_episode(tmp_path):
     assert (w.sampled_tokens, w.completion_tokens) == (12, 22)
     write_workload_model(w, tmp_path)
     for side in ("ours", "peer"):  # TRL's side checks that no turn ended early
-        found = _run(side, w, str(tmp_path))
+        found = run_side(side, w, str(tmp_path))
         assert found["train_tokens_s"] * found["train_s"] == pytest.approx(8 * (8 + 22))
         assert found["rollout_tokens_s"] * found["rollout_s"] == pytest.approx(8 * 12)
 

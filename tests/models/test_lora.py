@@ -258,3 +258,65 @@ def test_an_adapter_of_another_model_and_one_without_weights_are_refused(tmp_pat
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     with pytest.raises(DataError, match="pickle files"):
         load_model(str(folder), key="teacher.path", adapters=True)
+
+
+def quantized(bits, name="qwen3", dtype=torch.float64):
+    """A model whose base is quantised and whose adapter does something."""
+    if bits == 4:
+        pytest.importorskip("bitsandbytes", reason="weights of 4 bits need bitsandbytes")
+    model = model_zoo.build(name, dtype)
+    lora.quantize_linears(model, bits)
+    lora.add_adapter(model, **HOW)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.1)
+    return model
+
+
+@pytest.mark.parametrize(("bits", "error"), [(8, 0.007), (4, 0.11)])
+def test_a_quantised_base_is_the_base_within_its_rounding_and_nothing_else_is_rounded(bits, error):
+    model, plain = quantized(bits), model_zoo.build("qwen3").state_dict()
+    state = {name.replace(".base_layer", ""): tensor for name, tensor in model.state_dict().items()}
+    rounded = {name for name, tensor in plain.items() if not torch.equal(state[name], tensor)}
+    assert rounded == {name for name in plain if "_proj.weight" in name}  # not norms, embeddings and head
+    for name in rounded:
+        assert 0 < (state[name] - plain[name]).norm() < error * plain[name].norm(), name
+    codes = [p for n, p in model.named_parameters() if n.endswith(".codes")]
+    assert sum(p.numel() for p in codes) * 8 == bits * sum(plain[name].numel() for name in rounded)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", ["llama_tied", "qwen3_moe"])
+def test_logits_and_gradients_on_a_quantised_base_are_those_of_a_plain_model_with_its_weights(bits, name):
+    model = quantized(bits, name)
+    same = adapted(name, torch.float64)  # its base in 64 bits, then the unpacked weights and the same adapter
+    same.load_state_dict(model.state_dict())
+    ids = torch.arange(1, 12)[None]
+    for each in (model, same):
+        each(input_ids=ids).logits.square().sum().backward()
+    torch.testing.assert_close(logits(model), logits(same), rtol=0, atol=1e-10)
+    theirs = dict(same.named_parameters())
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert trained.keys() == {n for n, p in theirs.items() if p.requires_grad}
+    for n, p in trained.items():
+        torch.testing.assert_close(p.grad, theirs[n].grad, rtol=1e-8, atol=1e-10)
+    plain = model_zoo.build(name)
+    plain.load_state_dict(lora.merged_state(model))  # strict: an export has the names of a plain model
+    torch.testing.assert_close(logits(plain), logits(model), rtol=0, atol=1e-9)
+
+
+def test_the_digest_of_a_quantised_base_is_of_its_bits():
+    digests = [lora.base_digest(quantized(bits)) for bits in (8, 4, 4)]
+    assert digests[1] == digests[2]
+    assert len({*digests, lora.base_digest(adapted(dtype=torch.float64))}) == 3
+
+
+def test_what_cannot_be_quantised_is_refused_by_the_key(monkeypatch):
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=16, n_layer=1, n_head=2, n_positions=32))
+    with pytest.raises(ConfigError, match=r"actor\.lora_base_bits: GPT2LMHeadModel has no linear layer"):
+        lora.quantize_linears(gpt2, 4)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ConfigError, match=r"actor\.lora_base_bits 4 needs bitsandbytes: pip install .*\[quantized\]"):
+        lora.quantize_linears(model_zoo.build("llama"), 4)

@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from test_policy import UNEVEN, assert_same_gradients, policy_gradients, reference_gradients
-from training_runs import digests, make_trainer, metrics, train
+from training_runs import RANKED, digests, make_trainer, metrics, train
 from transformers import AutoModelForCausalLM
 
 from gspo.cli.main import main
@@ -96,8 +96,13 @@ def test_a_checkpoint_holds_the_adapter_its_moments_and_the_digest_of_the_base(r
     assert len(base["sha256"]) == 64
 
 
+QUANTIZED = ("actor.lora_base_bits=8", "actor.optimizer.type=adamw8bit")
+
+
 @pytest.mark.full
-def test_a_run_stopped_by_a_signal_and_resumed_is_the_uninterrupted_one(run, tmp_path):
+@pytest.mark.parametrize("more", [(), QUANTIZED])
+def test_a_run_stopped_by_a_signal_and_resumed_is_the_uninterrupted_one(run, tmp_path, more):
+    through = train(tmp_path / "through", *LORA, *THREE, *more)[1] if more else run[1]
     sent = []
 
     def workflow(requests, sampler):
@@ -106,13 +111,13 @@ def test_a_run_stopped_by_a_signal_and_resumed_is_the_uninterrupted_one(run, tmp
             os.kill(os.getpid(), signal.SIGINT)
         return single_turn(requests, sampler)
 
-    trainer = make_trainer(tmp_path, *LORA, *THREE, workflow=workflow)
+    trainer = make_trainer(tmp_path, *LORA, *THREE, *more, workflow=workflow)
     summary = trainer.train(report=False)
     assert sent
     assert (summary.finished, summary.steps) == (False, 2)
     again = trainer.train(report=False)
     assert again.finished
-    assert digests(again.path) == digests(run[1])
+    assert digests(again.path) == digests(through)
 
 
 def test_another_base_under_the_same_name_is_refused_when_going_on_and_when_evaluating(tmp_path):
@@ -184,10 +189,30 @@ def test_merging_a_run_without_an_adapter_is_refused(tmp_path):
         export(load(None, ["actor.path=embedded:tiny"]).config, tmp_path, 1, tmp_path / "out", merge=True)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_on_a_quantised_base_sampler_trainer_and_export_are_one_policy(tiny, tmp_path, bits):
+    if bits == 4:
+        pytest.importorskip("bitsandbytes", reason="weights of 4 bits need bitsandbytes")
+    trainer, path = train(tmp_path, *LORA, f"actor.lora_base_bits={bits}", "total_train_steps=2", RANKED)
+    noise = [row["noise/log_s_p95_abs"] for row in metrics(path)[1:]]  # the first row is the evaluation before it
+    assert max(noise) < 1e-5, noise  # both compute with the same rounded weights
+    config = load(path / "config.yaml").config
+    trained = logits(trainer.parts.learner.policy.model)
+    assert (logits(load_policy(config, path, 2)[0].model) - trained).abs().max() == 0
+    merged = load_model(str(export(config, path, 2, tmp_path / "merged", merge=True)))
+    assert (logits(merged) - trained).abs().max() <= 1e-5
+    assert (logits(load_model("embedded:tiny")) - trained).abs().max() > 1e-3
+    with pytest.raises(ConfigError, match=rf"actor\.lora_base_bits: {bits} → {12 - bits}"):
+        train(tmp_path, *LORA, f"actor.lora_base_bits={12 - bits}", "total_train_steps=3", RANKED)
+
+
 @pytest.mark.full
-def test_an_adapter_learns(tiny, tmp_path):
+@pytest.mark.parametrize("more", [(), ("actor.lora_base_bits=4",), ("actor.lora_base_bits=8",)])
+def test_an_adapter_learns(tiny, tmp_path, more):
+    if "actor.lora_base_bits=4" in more:
+        pytest.importorskip("bitsandbytes", reason="weights of 4 bits need bitsandbytes")
     how = ("total_train_steps=6", "train_dataset.batch_size=16", "gconfig.n_samples=8", "evaluator.size=64")
-    _, path = train(tmp_path, *LORA, *how, "actor.eps_clip=0.01", "actor.optimizer.lr=1e-3")
+    _, path = train(tmp_path, *LORA, *how, "actor.eps_clip=0.01", "actor.optimizer.lr=1e-3", *more)
     rows = metrics(path)
     accuracy = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
     assert accuracy[-1] > accuracy[0] + 0.2, accuracy  # 0.52 → 0.98 where this was written

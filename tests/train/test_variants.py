@@ -25,6 +25,7 @@ VARIANTS = {
     "KL in the reward": ("algorithm=gspo_token", "actor.kl_ctl=0.02", *REF),
     "PPO": PPO,
     "PPO with sequence ratios": (*PPO, "actor.importance_sampling_level=sequence", "actor.eps_clip=0.002"),
+    "8-bit moments": ("actor.optimizer.type=adamw8bit",),
     "refill": ("actor.zero_variance_groups=refill", "actor.max_refills=20"),
     "a filter of groups": ("rollout.dynamic_filter_fn=group_filters:mixed", "actor.max_refills=20"),
 }

@@ -18,7 +18,10 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
     from gspo.lab.bench.workloads import WORKLOADS
 
     parser.add_argument(
-        "--workload", action="append", choices=[*WORKLOADS, "sampler", "sweep"], help="default: all; may be repeated"
+        "--workload",
+        action="append",
+        choices=[*WORKLOADS, "sampler", "memory", "sweep"],
+        help="default: all; may be repeated",
     )
     parser.add_argument("--no-peer", action="store_true", help="do not measure TRL")
     parser.add_argument(
@@ -48,6 +51,7 @@ def bench(args: argparse.Namespace) -> int:
 
     from gspo.lab.bench import compare, page, sampler
     from gspo.lab.bench.workloads import WORKLOADS
+    from gspo.lab.memory import measure_settings
 
     if (args.steps is not None and args.steps < 2) or (args.rounds is not None and args.rounds < 1):
         raise ConfigError("--steps must be 2 or more (the first is not counted), --rounds 1 or more")
@@ -60,9 +64,11 @@ def bench(args: argparse.Namespace) -> int:
         raise ConfigError(f"--write draws a plot, and matplotlib is not installed: {install_command('bench')}")
 
     fresh: dict[str, Any] = {"machine": compare.machine(), "workloads": {}}
-    for name in args.workload or [*WORKLOADS, "sampler", "sweep"]:
+    for name in args.workload or [*WORKLOADS, "sampler", "memory", "sweep"]:
         if name == "sweep":
             fresh["sweep"] = compare.sweep(peer=peer, say=say)
+        elif name == "memory":
+            fresh["memory"] = measure_settings(say)
         elif name == "sampler":
             fresh["sampler"] = sampler.compare_samplers(args.rounds, say)
         else:
@@ -93,7 +99,7 @@ def _bench_commits(args: argparse.Namespace) -> int:
     from gspo.lab.bench.workloads import WORKLOADS
 
     names = args.workload or ["tiny"]
-    if {"sweep", "sampler"} & set(names) or args.write or args.no_peer or args.threshold < 0:
+    if {"sweep", "sampler", "memory"} & set(names) or args.write or args.no_peer or args.threshold < 0:
         raise ConfigError(
             "--compare takes --workload (a trained one), --rounds, --steps, --json and --threshold of 0 or more; it "
             "measures no other trainer and writes no page"

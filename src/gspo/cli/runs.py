@@ -207,6 +207,9 @@ def export(args: argparse.Namespace) -> int:
 
         base = base_name(config.actor.path)
         print(f"  The folder has the adapter only: loading it needs peft and the base model, {base}")
+        if (bits := config.actor.lora_base_bits) is not None:
+            print(f"  It was trained on the base model in {bits} bits: on the base model itself the policy is another")
+            print("  one, by that rounding. --merge writes the policy that was trained.")
         if Path(base).is_dir():
             print("  It names its base model by this path, which another machine does not have. --merge writes a plain")
             print("  model that can be moved.")

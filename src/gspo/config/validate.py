@@ -161,7 +161,7 @@ def _wrong(key: Key, node: Node) -> str:
     message = f"{node.place}: {key.name} must be {key.wanted}, got {describe(node)}"
     # Add the most specific hint: a similar choice, quotes, an integer; otherwise the description of the key.
     if key.choices and isinstance(node.value, str):
-        near = difflib.get_close_matches(node.value, key.choices, n=1)
+        near = difflib.get_close_matches(node.value, [str(choice) for choice in key.choices], n=1)
         return message + (f"; did you mean {near[0]}?" if near else f" ({key.doc.rstrip('.')})")
     if isinstance(node.value, bool) and str in key.scalars:
         return message + f"; put quotes around {node.text}"

@@ -187,8 +187,9 @@ def _memory(data: dict[str, Any]) -> Iterable[RenderableType]:
         rows.append((item["name"], f"{size:>9}  {item['how']}"))
     for side, total in data["totals"].items():
         each = "each rank" if side == "trainer" and data["per_rank"] > 1 else side
-        beside = "without activations" if side == "trainer" else ""
-        rows.append((f"{each}, together", "unknown" if total is None else f"{human(total):>9}  {beside}"))
+        what = f"{each}, at its peak" if side == "trainer" else f"{each}, together"
+        beside = "activations become gradients: not both in full" if side == "trainer" else ""
+        rows.append((what, "unknown" if total is None else f"{human(total):>9}  {beside}"))
     yield _pairs(rows)
 
 

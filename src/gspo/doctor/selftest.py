@@ -112,8 +112,9 @@ def _exact(loaded: Loaded, policy: PolicyModule, tokenizer: Any) -> PolicyModule
         return policy
     model = _another(loaded, policy, tokenizer, torch.float64)
     set_trained_part(config, model)
-    for parameter in model.parameters():  # an adapter is float32
-        parameter.data = parameter.data.double()
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # an adapter is float32
+            parameter.data = parameter.data.double()
     exact = PolicyModule(model)
     # As the probe of the policy found them.
     for name in ("layout", "attention", "stop_at_head", "logit_form"):

@@ -62,8 +62,10 @@ class Shape:
     head_dim: int
     vocabulary: int
     experts: int
-    # Layers that LoRA can adapt: (name with * for numbers, rows + columns summed over all layers of that name).
-    linears: tuple[tuple[str, int], ...]
+    # Layers that LoRA can adapt: (name with * for numbers, rows + columns summed over all layers of that name, layers).
+    linears: tuple[tuple[str, int, int], ...]
+    linear_parameters: int  # of the weights that actor.lora_base_bits quantises
+    activations: int  # numbers per token that a forward pass keeps for the backward pass, without the head
     # The same sum for the experts' packed tensors: experts × (rows + columns).
     expert_linears: int = 0
 
@@ -101,7 +103,7 @@ def shape_of(source: ModelFields) -> Shape | Unknown:
     """The shape of a model: from shapes.json where its name is known, else counted (imports torch)."""
     known = json.loads((files("gspo.doctor") / "shapes.json").read_text(encoding="utf-8")).get(source.name)
     if known is not None:
-        return Shape(**{**known, "linears": tuple((name, size) for name, size in known["linears"])})
+        return Shape(**{**known, "linears": tuple(map(tuple, known["linears"]))})
     return count_weights(source)
 
 
@@ -126,9 +128,12 @@ def count_weights(source: ModelFields) -> Shape | Unknown:
         text, head = model.config.get_text_config(), model.get_output_embeddings()
         shared = model.get_input_embeddings().weight
         heads = text.num_attention_heads
-        linears = Counter[str]()
+        linears, numbers, quantized = Counter[str](), Counter[str](), 0
         for path, layer in adaptable_layers(model).items():
-            linears[re.sub(r"\d+", "*", path)] += sum(layer.get_parameter("weight").shape)
+            name, weight = re.sub(r"\d+", "*", path), layer.get_parameter("weight")
+            linears[name] += sum(weight.shape)
+            numbers[name] += 1
+            quantized += weight.numel() if type(layer) is torch.nn.Linear else 0
         return Shape(
             family=model.config.model_type,
             parameters=sum(p.numel() for p in model.parameters()),
@@ -139,12 +144,45 @@ def count_weights(source: ModelFields) -> Shape | Unknown:
             head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
             vocabulary=text.vocab_size,
             experts=next((getattr(text, name) for name in _EXPERTS if getattr(text, name, None)), 0),
-            linears=tuple(linears.items()),
+            linears=tuple((name, size, numbers[name]) for name, size in linears.items()),
+            linear_parameters=quantized,
+            activations=_activations(model),
             expert_linears=sum(p.shape[0] * sum(p.shape[1:]) for p in expert_tensors(model).values()),
         )
     except Exception as error:  # whatever a foreign config.json makes transformers raise
         said = " ".join(str(error).split())
         return Unknown(f"{source.name}: transformers cannot build this model: {type(error).__name__}: {said:.200}")
+
+
+def _activations(model: Any) -> int:
+    """Numbers per token that autograd keeps: passes of three lengths on the meta device, without the quadratic part.
+
+    The attention of a run keeps nothing that is quadratic in the length. 0 if the model cannot run there.
+    """
+    import torch
+
+    own = {p.untyped_storage()._cdata for p in model.parameters()}
+
+    def kept(num: int) -> float:
+        held: dict[int, torch.Tensor] = {}  # by storage: a tensor that two operations keep counts once
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            held[tensor.untyped_storage()._cdata] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            # With a mask of its final form, transformers looks at no values to make one.
+            mask = torch.zeros(1, 1, num, num, device="meta")
+            ids = torch.zeros(1, num, dtype=torch.long, device="meta")
+            model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
+        return sum(x.untyped_storage().nbytes() for key, x in held.items() if key not in own) / 4
+
+    try:
+        one, two, three = (kept(16 * num) for num in (1, 2, 3))
+    except Exception:  # a pass that depends on values, or a kernel without a meta form
+        return 0
+    square = (three - 2 * two + one) / 2
+    return round((two - one - 3 * square) / 16)
 
 
 def adapter_parameters(shape: Shape, rank: int, target_modules: Sequence[str]) -> int | None:
@@ -154,11 +192,18 @@ def adapter_parameters(shape: Shape, rank: int, target_modules: Sequence[str]) -
     if has_experts and not shape.expert_linears:
         return None
     total = rank * shape.expert_linears if has_experts else 0
-    if targets == ["all-linear"]:
-        return total + rank * sum(size for _, size in shape.linears)
-    for target in targets:
-        sizes = [size for name, size in shape.linears if f".{name}".endswith(f".{target}")]
-        if not sizes:
-            return None
-        total += rank * sum(sizes)
-    return total
+    found = [_adapted(shape, target) for target in targets]
+    if not all(found):
+        return None
+    return total + rank * sum(size for layers in found for _, size, _ in layers)
+
+
+def adapted_layers(shape: Shape, target_modules: Sequence[str]) -> int:
+    """The number of linear layers with an adapter."""
+    return sum(num for target in target_modules for _, _, num in _adapted(shape, target))
+
+
+def _adapted(shape: Shape, target: str) -> list[tuple[str, int, int]]:
+    if target == "all-linear":
+        return list(shape.linears)
+    return [layer for layer in shape.linears if f".{layer[0]}".endswith(f".{target}")]

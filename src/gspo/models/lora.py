@@ -3,13 +3,15 @@
 A linear layer W becomes W + (alpha/rank)·B·A with W frozen and A, B trained. The experts of a mixture are 3-D tensors
 [experts, out, in]: each expert has its own A and B (peft's `target_parameters`). B starts at zero, so the policy starts
 as the base model. Dropout is 0: its noise would enter the ratio. The reference policy is the same model with the
-adapter switched off.
+adapter switched off. The frozen layers can be stored in 8 or 4 bits (QLoRA, `quantize_linears`); the policy is then
+the quantised model with the adapter, for the sampler and the trainer alike.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +31,7 @@ from gspo.system.imports import install_command
 ALL_LINEAR, VISION, EXPERTS = "all-linear", "vision", "experts"
 _NAME = "default"  # peft's name of the only adapter
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # config fields of a mixture of experts
+_BLOCK = 64  # numbers of a quantised weight that share one scale
 _EXPERT_LAYERS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 
 
@@ -64,6 +67,90 @@ def add_adapter(model: PreTrainedModel, *, rank: int, alpha: int, target_modules
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
             parameter.data = parameter.data.float()
+
+
+def quantize_linears(model: PreTrainedModel, bits: int) -> None:
+    """Store every linear layer that `all-linear` names in 8 or 4 bits, in place; called before `add_adapter`.
+
+    Embeddings, head, norms, biases, a vision tower and the packed experts of a mixture keep their dtype.
+    """
+    layers = {path: m for path, m in adaptable_layers(model).items() if type(m) is nn.Linear}
+    if not layers:
+        raise ConfigError(f"actor.lora_base_bits: {type(model).__name__} has no linear layer to quantise; remove it")
+    for path, layer in layers.items():
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, QuantizedLinear(layer, bits))
+
+
+class QuantizedLinear(nn.Linear):
+    """A frozen linear layer with a weight of 8 or 4 bits. A pass unpacks the weight, multiplies and drops it.
+
+    Blocks of 64 numbers have one float32 scale. 8 bits: 255 equal steps; 4 bits: NF4, the code of QLoRA, by
+    bitsandbytes. Nothing of the activations is rounded: that noise would enter the ratio.
+    """
+
+    def __init__(self, layer: nn.Linear, bits: int) -> None:
+        nn.Module.__init__(self)  # not nn.Linear's, which makes a weight
+        self.in_features, self.out_features, self.bits = layer.in_features, layer.out_features, bits
+        self._dtype = layer.weight.dtype
+        values = layer.weight.detach().float().contiguous()  # [out, in]
+        if bits == 4:
+            # As one row: on a CPU it unpacks rows that are no multiple of a block with the scales of other blocks.
+            codes, how = _bitsandbytes().quantize_4bit(values.view(1, -1), blocksize=_BLOCK, quant_type="nf4")
+            scales = how.absmax  # [blocks]
+        else:
+            blocks = nn.functional.pad(values.view(-1), (0, -values.numel() % _BLOCK)).view(-1, _BLOCK)
+            scales = blocks.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / 127  # [blocks]
+            codes = (blocks / scales[:, None]).round().to(torch.int8)  # [blocks, 64]
+        # Parameters, so that the digest of the frozen weights covers them.
+        self.codes = nn.Parameter(codes, requires_grad=False)
+        self.scales = nn.Parameter(scales, requires_grad=False)
+        self.bias = layer.bias
+
+    @property
+    def weight(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The weight that the layer computes with, [out, in]: a new tensor at every call."""
+        num = self.out_features * self.in_features
+        if self.bits == 8:
+            values = self.codes.to(self.scales.dtype).mul_(self.scales[:, None]).view(-1)[:num]
+        else:
+            functions = _bitsandbytes()
+            form: Any = {"shape": torch.Size((1, num)), "blocksize": _BLOCK, "quant_type": "nf4"}
+            values = functions.dequantize_4bit(
+                self.codes, functions.QuantState(self.scales, **form, dtype=torch.float32)
+            )
+        return values.view(self.out_features, self.in_features).to(self._dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        out: Any = _QuantizedProduct.apply(input, self)
+        return out if self.bias is None else out + self.bias
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        # As a plain layer: exports and sampler servers get weights by their usual names.
+        destination[f"{prefix}weight"] = self.weight
+        if self.bias is not None:
+            destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()
+
+
+class _QuantizedProduct(torch.autograd.Function):
+    """x·Wᵀ; the backward pass unpacks W again instead of keeping it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: QuantizedLinear) -> Tensor:
+        ctx.layer = layer
+        return nn.functional.linear(x, layer.weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad @ ctx.layer.weight, None
+
+
+def _bitsandbytes() -> Any:
+    """bitsandbytes' functions that pack numbers into 4 bits; ConfigError if it is not installed."""
+    try:
+        return importlib.import_module("bitsandbytes.functional")
+    except ImportError:
+        raise ConfigError(f"actor.lora_base_bits 4 needs bitsandbytes: {install_command('quantized')}") from None
 
 
 def _targets(model: PreTrainedModel, names: list[str]) -> list[str]:

@@ -264,7 +264,8 @@ _bases: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()  # fr
 def base(model: nn.Module) -> dict[str, str] | None:
     """Digest and dtype of the frozen weights; None if all weights are trained."""
     # The digest needs whole tensors: `train/build/policy.py` calls this before the model is sharded.
-    frozen = next((p for p in model.parameters() if not p.requires_grad), None)
+    # Codes of quantised weights are integers; the dtype is that of the computation.
+    frozen = next((p for p in model.parameters() if not p.requires_grad and p.is_floating_point()), None)
     if frozen is None:
         return None
     if model not in _bases:
@@ -290,6 +291,9 @@ def _load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: M
     for key, value in tensors.items():
         name, _, moment = key.rpartition("/")
         p = by_name[name]
+        if (device := getattr(optimizer, "state_device", None)) is not None:
+            optimizer.state[p][moment] = value.to(device)
+            continue
         # Adam's step counter is one number; the other moments are sharded as the parameter is.
         optimizer.state[p][moment] = like(p, value) if value.shape == p.shape else value.to(p.device)
 

@@ -160,6 +160,12 @@ def _stat(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
+def return_freed_memory() -> None:
+    """Give freed memory back to the system, if the C library can (glibc): it keeps the blocks of freed tensors."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

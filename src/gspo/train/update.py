@@ -29,6 +29,7 @@ from gspo.monitor.metrics import measured_noise, token_mean
 from gspo.runs.state import State
 from gspo.system.clock import Clock
 from gspo.system.files import step_name
+from gspo.system.process import return_freed_memory
 
 MAX_NONFINITE = 3  # the run ends after this many skipped updates of a model in a row
 TOKEN_SAMPLES = 16  # sequences per step whose values per token are recorded
@@ -71,6 +72,8 @@ class Updater:
         # The plan and the rates depend on the state only, so every rank computes the same ones.
         learner, plan = self._learner, self._plan_of(state)
         rates = self._rates(state.update)
+        # The sampler's keys and values are free now; activations of other sizes would not fit into their blocks.
+        return_freed_memory()
         with clock("train"):
             report = train_step(
                 learner.policy,

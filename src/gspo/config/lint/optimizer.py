@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from gspo.config.layout import layout_of
 from gspo.config.lint.facts import Facts, Finding
 from gspo.system.text import number
 
@@ -68,6 +69,72 @@ def adapter_on_random_weights(f: Facts) -> Iterator[Finding]:
             "an adapter on random, frozen weights cannot learn much",
             "set actor.use_lora: false, or actor.init_from_scratch: false",
         )
+
+
+def eight_bit_moments_on_ranks(f: Facts) -> Iterator[Finding]:
+    if f.actor.optimizer.type == "adamw8bit" and layout_of(f.config, f.num_gpus).ranks > 1:
+        yield f.error(
+            "actor.optimizer.type",
+            "adamw8bit packs the moments of whole tensors, and several ranks have shards of them",
+            "set actor.backend: fsdp:d1, or actor.optimizer.type: adamw, whose moments are sharded over the ranks",
+        )
+
+
+def offloaded_state(f: Facts) -> Iterator[Finding]:
+    optimizer = f.actor.optimizer
+    if not optimizer.offload:
+        return
+    if layout_of(f.config, f.num_gpus).ranks > 1:
+        yield f.error(
+            "actor.optimizer.offload",
+            "it moves whole tensors, and several ranks have shards of them",
+            "set actor.optimizer.offload: false; the ranks share the optimizer's state",
+        )
+    if optimizer.type == "adamw8bit":
+        yield f.error(
+            "actor.optimizer.offload",
+            "the moments of adamw8bit stay on the GPU, which packs them",
+            "set actor.optimizer.type: adamw, or actor.optimizer.offload: false",
+        )
+
+
+def quantised_weights_without_an_adapter(f: Facts) -> Iterator[Finding]:
+    bits = f.actor.lora_base_bits
+    if bits is not None and not f.actor.use_lora:
+        yield f.error(
+            "actor.lora_base_bits",
+            f"all weights are trained, and a weight of {bits} bits cannot hold an update of a small learning rate",
+            "set actor.use_lora: true, or remove actor.lora_base_bits",
+        )
+
+
+def quantised_base_elsewhere(f: Facts) -> Iterator[Finding]:
+    """Where the sampler and the trainer could not use the same quantised weights."""
+    if f.actor.lora_base_bits is None:
+        return
+    rounded = f.config.rollout.sampler_precision
+    for is_so, key, what, remedy in (
+        (
+            layout_of(f.config, f.num_gpus).ranks > 1,
+            "actor.backend",
+            "several ranks shard the weights, and quantised ones are not sharded",
+            "set actor.backend: fsdp:d1",
+        ),
+        (
+            f.external_sampler is not None,
+            "rollout.backend",
+            f"{f.external_sampler} would add the adapter to weights that are not quantised, which is another policy",
+            "set rollout.backend: local or local:dN",
+        ),
+        (
+            rounded != "none",
+            "rollout.sampler_precision",
+            f"{rounded} would round quantised weights a second time",
+            "set rollout.sampler_precision: none",
+        ),
+    ):
+        if is_so:
+            yield f.error(key, f"with actor.lora_base_bits, {what}", f"{remedy}, or remove actor.lora_base_bits")
 
 
 def half_precision_on_cpu(f: Facts) -> Iterator[Finding]:

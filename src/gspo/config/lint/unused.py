@@ -126,8 +126,10 @@ def _engines(f: Facts) -> Iterator[Unused]:
     if alone and os.environ.get("WORLD_SIZE", "1") == "1":
         yield "actor.fsdp", "there is only one rank, which computes in actor.dtype"
     if actor.optimizer.type == "sgd":
-        for name in ("beta1", "beta2", "eps"):
+        for name in ("beta1", "beta2", "eps", "offload"):
             yield f"actor.optimizer.{name}", "actor.optimizer.type is sgd"
+    elif f.on_cpu:
+        yield "actor.optimizer.offload", "the weights are in the host's memory already"
     for engine in ("vllm", "sglang"):
         if f.external_sampler != engine:
             yield engine, f"rollout.backend is {config.rollout.backend}, not {engine}"

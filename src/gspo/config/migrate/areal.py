@@ -19,7 +19,10 @@ _OPTIMIZERS = "{actor,critic}.optimizer"
 _SAMPLING = "{gconfig,eval_gconfig}"
 _DATA = "{train_dataset,valid_dataset}"
 _OFF = (None, False)
-_MORE_RANKS = "there is no offloading; shard over more ranks with actor.backend, or train with actor.use_lora"
+_MORE_RANKS = (
+    "weights are not offloaded; set actor.optimizer.offload, shard over more ranks with actor.backend, or train with "
+    "actor.use_lora"
+)
 
 
 def areal_rules() -> Iterable[Rule]:
@@ -142,7 +145,7 @@ def _engine_rules() -> Iterable[list[Rule]]:
         only("actor.peft_type", (None, "lora"), "LoRA is the only adapter; set actor.use_lora"),
         only("{enable_offload,actor.offload,ref.offload,critic.offload}", _OFF, _MORE_RANKS),
         only(_MODELS + ".fsdp.{offload_params,per_layer_optim_step,shard_vision_across_sp}", _OFF, _MORE_RANKS),
-        only(_OPTIMIZERS + ".offload", _OFF, _MORE_RANKS),
+        only("critic.optimizer.offload", _OFF, "the critic follows actor.optimizer.offload"),
     )
 
 

@@ -73,7 +73,7 @@ MAPPED: tuple[tuple[str, str, str], ...] = (
     ("learning_rate", "actor.optimizer.lr", ""),
     ("lr_scheduler_type", "actor.optimizer.lr_scheduler_type", "constant, linear, cosine"),
     ("warmup_steps", "actor.optimizer.warmup_steps_proportion", "a share of all updates"),
-    ("optim", "actor.optimizer.type", "adamw or sgd"),
+    ("optim", "actor.optimizer.type", "adamw, adamw8bit or sgd"),
     ("weight_decay", "actor.optimizer.weight_decay", ""),
     ("adam_beta1", "actor.optimizer.beta1", ""),
     ("adam_beta2", "actor.optimizer.beta2", ""),
@@ -118,6 +118,7 @@ SCRIPT: tuple[tuple[str, str, str], ...] = (
     ("dataset_test_split", "valid_dataset.split", ""),
     ("use_peft peft_config", "actor.use_lora", "true; without it all weights are trained"),
     ("lora_r", "actor.lora_rank", "with actor.use_lora: true"),
+    ("load_in_4bit load_in_8bit", "actor.lora_base_bits", "4 or 8, with actor.use_lora: true"),
     ("lora_target_modules", "actor.target_modules", "with actor.use_lora: true"),
     ("lora_target_parameters", "actor.target_modules", "add experts to the list: all packed tensors of the experts"),
     ("torch_dtype", "actor.dtype", "bfloat16, float16 or float32"),
@@ -132,12 +133,7 @@ SCRIPT_NEEDLESS: tuple[tuple[str, str], ...] = (
     ),
     ("attn_implementation", "the attention that shares prefixes is chosen by a check when the model is loaded"),
 )
-SCRIPT_UNSUPPORTED: tuple[tuple[str, str], ...] = (
-    (
-        "load_in_4bit load_in_8bit",
-        "weights are not quantised for training; actor.use_lora: true needs the least memory",
-    ),
-)
+SCRIPT_UNSUPPORTED: tuple[tuple[str, str], ...] = ()
 
 NEEDLESS: tuple[tuple[str, str], ...] = (
     (

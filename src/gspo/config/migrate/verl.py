@@ -69,6 +69,7 @@ MAPPED: tuple[tuple[str, str, str], ...] = (
     (f"{_A}grad_clip {_A}optim.clip_grad", "actor.optimizer.gradient_clipping", ""),
     (_A + "optim.lr", "actor.optimizer.lr", ""),
     (_A + "optim.optimizer", "actor.optimizer.type", ""),
+    (_A + "fsdp_config.optimizer_offload", "actor.optimizer.offload", "one rank"),
     (_A + "optim.weight_decay", "actor.optimizer.weight_decay", ""),
     (_A + "optim.betas", "actor.optimizer.beta1", "and beta2"),
     (f"{_A}optim.lr_warmup_steps {_A}optim.lr_warmup_steps_ratio", "actor.optimizer.warmup_steps_proportion", ""),
@@ -222,9 +223,8 @@ UNSUPPORTED: tuple[tuple[str, str], ...] = (
     ),
     (f"{_A}megatron.* critic.megatron.*", "shard with actor.backend: fsdp:dN"),
     (
-        f"{_A}fsdp_config.param_offload {_A}fsdp_config.optimizer_offload {_A}fsdp_config.offload_policy "
-        f"{_M}enable_activation_offload",
-        "there is no offloading; shard over more ranks, or train with actor.use_lora",
+        f"{_A}fsdp_config.param_offload {_A}fsdp_config.offload_policy {_M}enable_activation_offload",
+        "weights and activations are not offloaded; shard over more ranks, or train with actor.use_lora",
     ),
     (f"{_A}ulysses_sequence_parallel_size", "sequences are not split over ranks"),
     (f"{_A}use_torch_compile", "models are not compiled"),

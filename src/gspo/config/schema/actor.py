@@ -82,6 +82,12 @@ class Actor(Section):
         "vision-language model both mean the language part; `vision` adds the linear layers of the vision tower. In a "
         "mixture, `experts` adds the experts, each with an adapter of its own: [all-linear, experts].",
     )
+    lora_base_bits: Literal[8, 4] | None = key(
+        None,
+        "With use_lora: store the frozen linear layers in 8 or 4 bits (QLoRA; 4 needs bitsandbytes), for sampler and "
+        "trainer (docs/memory.md).",
+        unset="in actor.dtype",
+    )
     freeze_vision: bool | None = key(
         None,
         "true: do not train the vision tower of a vision-language model. The features of an image are then computed "

@@ -81,7 +81,7 @@ class Key:
     default: Any
     doc: str
     scalars: tuple[type, ...] = ()  # accepted scalar types; empty for sections, lists and mappings
-    choices: tuple[str, ...] = ()
+    choices: tuple[str | int, ...] = ()
     nullable: bool = False
     null_is_unset: bool = False  # null leaves the decision to gspo; otherwise null is a value ("none")
     section: type[Section] | None = None
@@ -105,7 +105,7 @@ class Key:
             others = (_PLURALS.get(kind, "mappings") for kind in self.more_items)
             parts.append("a list of " + " or ".join((_PLURALS.get(self.items, "sections"), *others)))
         if self.choices:
-            parts.append("one of " * (len(self.choices) > 1) + ", ".join(self.choices))
+            parts.append("one of " * (len(self.choices) > 1) + ", ".join(map(str, self.choices)))
         return " or ".join([*parts, "null"] if self.nullable else parts)
 
     @property

@@ -17,7 +17,15 @@ class Optimizer(Section):
     lr: float | None = key(
         None, "Learning rate.", unset="1e-6, or 1e-5 with LoRA; ten times that with algorithm sft", low=0.0
     )
-    type: Literal["adam", "adamw", "sgd"] = key("adamw", "Optimizer. adam means AdamW, as in AReaL.")
+    type: Literal["adam", "adamw", "adamw8bit", "sgd"] = key(
+        "adamw",
+        "Optimizer. adam means AdamW, as in AReaL; adamw8bit stores its moments in 8 bits (one rank; docs/memory.md).",
+    )
+    offload: bool = key(
+        False,
+        "On a GPU: keep AdamW's moments and the float32 copy of the weights in the host's memory and update there (one "
+        "rank). It saves 12 bytes of GPU memory per weight and costs the copies of gradients and weights.",
+    )
     weight_decay: float = key(0.0, "Decoupled weight decay.", low=0.0)
     gradient_clipping: float = key(1.0, "Maximum norm of the gradient; 0: no clipping.", low=0.0)
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = key(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -11,7 +12,7 @@ from gspo.config.lint.facts import Facts
 from gspo.doctor import memory
 from gspo.doctor.explain.policies import reference_is_policy
 from gspo.doctor.memory import Item
-from gspo.doctor.shapes import ModelFields, Shape, Unknown, adapter_parameters, find_source, shape_of
+from gspo.doctor.shapes import ModelFields, Shape, Unknown, adapted_layers, adapter_parameters, find_source, shape_of
 from gspo.learner.policy import HEAD_CHUNK
 from gspo.system.text import count
 
@@ -23,12 +24,12 @@ def memory_section(f: Facts, source: ModelFields | Unknown) -> dict[str, Any]:
     if isinstance(source, Unknown) or isinstance(shape, Unknown):
         reason = shape.reason if isinstance(shape, Unknown) else ""
         return {"model": f.actor.path, "known": False, "unknown": reason, "items": []}
-    items = [*_trainer_memory(f, shape), *_sampler_memory(f, shape)]
-    totals = {}
-    for side in ("trainer", "sampler"):
-        sizes = [item.num_bytes for item in items if item.side == side]
-        # An unknown item makes the total unknown; a partial sum would look too small.
-        totals[side] = None if None in sizes else sum(size for size in sizes if size is not None)
+    tokens, num_parts = _micro_batch(f)
+    items = [*_trainer_memory(f, shape, tokens), *_sampler_memory(f, shape)]
+    sizes = [item.num_bytes for item in items if item.side == "sampler"]
+    # An unknown item makes the total unknown; a partial sum would look too small.
+    sampler = None if None in sizes else sum(size for size in sizes if size is not None)
+    totals = {"trainer": memory.peak(items, num_parts), "sampler": sampler}
     return {
         "model": f.actor.path,
         "known": True,
@@ -45,18 +46,52 @@ def memory_section(f: Facts, source: ModelFields | Unknown) -> dict[str, Any]:
         },
         "items": [asdict(item) for item in items],
         "totals": totals,
+        "least": memory.peak(items, 0),  # of the trainer, with short completions
         "per_rank": layout_of(f.config, f.num_gpus).ranks,
     }
 
 
-def _trainer_memory(f: Facts, shape: Shape) -> list[Item]:
+def _micro_batch(f: Facts) -> tuple[int, int]:
+    """Tokens of the largest micro-batch of a rank if all completions are as long as allowed; micro-batches per update.
+
+    A prompt counts once for its completions, as it is computed. If its length is unknown, it does not count.
+    """
+    generation, group = f.config.gconfig, max(f.config.gconfig.n_samples, 1)
+    each = f.num_sequences / f.num_minibatches / layout_of(f.config, f.num_gpus).ranks
+    tokens = math.ceil(each * (generation.max_new_tokens + (f.config.train_dataset.max_length or 0) / group))
+    most = f.actor.mb_spec.max_tokens_per_mb
+    return min(tokens, most), math.ceil(tokens / most)
+
+
+def _trainer_memory(f: Facts, shape: Shape, tokens: int) -> list[Item]:
     actor, shards = f.actor, layout_of(f.config, f.num_gpus).ranks
-    items = [memory.parameters_item("actor", shape.parameters, f.dtype, shards)]
+    bits, quantised = actor.lora_base_bits, shape.linear_parameters if actor.lora_base_bits else 0
+    items = [memory.parameters_item("actor", shape.parameters - quantised, f.dtype, shards)]
+    if bits is not None:
+        items.append(memory.quantized_item("actor", quantised, bits, f.dtype))
     if actor.use_lora:
         items += _adapter_memory(f, shape, shards)
     else:
-        items += memory.training_items("actor", shape.parameters, f.dtype, actor.optimizer.type, shards)
-    items += memory.logits_items(shape, chunk=HEAD_CHUNK, tokens_per_mb=actor.mb_spec.max_tokens_per_mb)
+        items += _training_memory(f, "actor", shape.parameters, f.dtype, shards)
+    adapted = adapted_layers(shape, actor.target_modules) * actor.lora_rank if actor.use_lora else 0
+    items.append(
+        memory.activations_item(
+            shape,
+            tokens=tokens,
+            dtype=f.dtype,
+            checkpointing=actor.gradient_checkpointing,
+            adapter_numbers=adapted,
+            heap=memory.HEAP if f.on_cpu else 1.0,
+            note="" if f.config.train_dataset.max_length else ", plus prompts",
+        )
+    )
+    items += memory.logits_items(shape, chunk=HEAD_CHUNK, tokens_per_mb=tokens)
+    if not actor.use_lora:
+        num = shape.vocabulary * shape.hidden
+        how = f"{count(num)} × 4 bytes; it is made first, while all activations are there"
+        items.append(Item("gradient of the head", num * 4, how, when="pass"))
+    if f.on_cpu:
+        items.append(Item("Python and libraries", memory.LIBRARIES, "torch, transformers and their data; measured"))
     ref, critic = f.config.ref, f.config.critic
     frozen: dict[str, str] = {}
     if ref is not None and (actor.kl_loss_coef > 0 or actor.kl_ctl > 0) and not reference_is_policy(f):
@@ -77,7 +112,7 @@ def _trainer_memory(f: Facts, shape: Shape) -> list[Item]:
         # The language-model head is replaced by a linear layer from the hidden state to one value.
         num = other.parameters - other.head + other.hidden + 1
         items.append(memory.parameters_item("critic", num, f.dtype, shards))
-        items += memory.training_items("critic", num, f.dtype, actor.optimizer.type, shards)
+        items += _training_memory(f, "critic", num, f.dtype, shards)
     return items
 
 
@@ -90,8 +125,14 @@ def _adapter_memory(f: Facts, shape: Shape, shards: int) -> list[Item]:
     dtype = "float64" if f.dtype == "float64" else "float32"
     return [
         memory.parameters_item("adapter", num, dtype, shards),
-        *memory.training_items("adapter", num, dtype, f.actor.optimizer.type, shards),
+        *_training_memory(f, "adapter", num, dtype, shards),
     ]
+
+
+def _training_memory(f: Facts, what: str, num: int, dtype: str, shards: int) -> list[Item]:
+    how = f.actor.optimizer
+    offload = how.offload and how.type != "sgd" and not f.on_cpu
+    return memory.training_items(what, num, dtype, how.type, shards, offload=offload)
 
 
 def _shape_at(path: str) -> Shape | Unknown:

@@ -35,6 +35,7 @@ def check_packages(config: Config) -> Iterator[ReadyCheck]:
     """Optional dependencies; those of data sets, rewards and models are checked with them."""
     for is_used, key, package, extra in (
         (config.actor.use_lora, "actor.use_lora", "peft", "lora"),
+        (config.actor.lora_base_bits == 4, "actor.lora_base_bits", "bitsandbytes", "quantized"),
         (config.scheduler.type == "ray", "scheduler.type", "ray", "ray"),
     ):
         if is_used and importlib.util.find_spec(package) is None:
@@ -42,7 +43,7 @@ def check_packages(config: Config) -> Iterator[ReadyCheck]:
 
 
 def check_memory(loaded: Loaded, memory: Mapping[str, Any]) -> ReadyCheck:
-    """The estimate, without activations, against the memory of this machine or of its first GPU."""
+    """The estimate against the memory of this machine or of its first GPU."""
     config, facts = loaded.config, facts_of(loaded)
     if config.scheduler.type in ("ray", "slurm"):
         return ReadyCheck("memory", "unknown", "the memory of the cluster's machines is not known here")
@@ -60,9 +61,17 @@ def check_memory(loaded: Loaded, memory: Mapping[str, Any]) -> ReadyCheck:
         needed = trainer * layout.ranks + sampler * max(layout.num_samplers, 1)
     if found is None:
         return ReadyCheck("memory", "unknown", f"the memory of {where} could not be read")
-    parts = f"trainer {human(trainer)}, samples {human(sampler)} at most; activations come on top"
+    parts = f"trainer {human(trainer)}, samples {human(sampler)} at most"
     if needed <= found:
         return ReadyCheck("memory", "ok", f"needs {human(needed)} ({parts}); {where} has {human(found)}")
+    # The difference is activations of the longest completions that are allowed.
+    if needed - (trainer - memory["least"]) * (layout.ranks if not facts.num_gpus else 1) <= found:
+        return ReadyCheck(
+            "memory",
+            "unknown",
+            f"may need {human(needed)} with completions of full length ({parts}), and {where} has {human(found)}; "
+            "actor.gradient_checkpointing: true or a smaller actor.mb_spec.max_tokens_per_mb needs less",
+        )
     remedy = (
         "use a smaller model, actor.use_lora: true, or actor.dtype: bfloat16"
         if trainer > found

@@ -37,16 +37,16 @@ def compare_with_trl(workload: Workload, *, peer: bool, say: Say) -> dict[str, A
         ours, theirs, default = [], [], []
         for number in range(workload.rounds):
             label = f"{workload.name}, round {number + 1} of {workload.rounds}"
-            ours.append(_run("ours", workload, folder))
+            ours.append(run_side("ours", workload, folder))
             say(f"{label}: ours {ours[-1]['step_s']:.2f} s/step")
             if peer:
-                theirs.append(_run("peer", workload, folder))
+                theirs.append(run_side("peer", workload, folder))
                 say(f"{label}: TRL {theirs[-1]['step_s']:.2f} s/step")
         if peer and workload.name == "tiny":
-            default.append(_run("peer", workload, folder, [str(DEFAULT_DEVICE_BATCH)]))
+            default.append(run_side("peer", workload, folder, [str(DEFAULT_DEVICE_BATCH)]))
             say(f"{workload.name}: TRL with its default device batch {default[-1]['step_s']:.2f} s/step")
         # Recording a timeline slows a step down, so the timeline comes from a separate run.
-        profiled = _run("ours", replace(workload, steps=3), folder, ["profile=true"])["breakdown"]
+        profiled = run_side("ours", replace(workload, steps=3), folder, ["profile=true"])["breakdown"]
     result: dict[str, Any] = {"workload": _shape(workload), "ours": _medians(ours), "breakdown": profiled}
     if theirs:
         result["trl"] = _medians(theirs)
@@ -73,11 +73,11 @@ def sweep(*, peer: bool, say: Say) -> list[dict[str, Any]]:
             arms: dict[str, list[float]] = {"ours": [], "ours, prefix not shared": []} | ({"TRL": []} if peer else {})
             for value in values:
                 w = Workload(**{**asdict(base), axis: value})
-                arms["ours"].append(_run("ours", w, folder)["step_s"])
-                plain = _run("ours", w, folder, ["actor.share_prefix=false"])["step_s"]
+                arms["ours"].append(run_side("ours", w, folder)["step_s"])
+                plain = run_side("ours", w, folder, ["actor.share_prefix=false"])["step_s"]
                 arms["ours, prefix not shared"].append(plain)
                 if peer:
-                    arms["TRL"].append(_run("peer", w, folder)["step_s"])
+                    arms["TRL"].append(run_side("peer", w, folder)["step_s"])
                 say(f"sweep, {axis} = {value}: " + ", ".join(f"{arm} {y[-1]:.2f} s" for arm, y in arms.items()))
             lines.append(
                 {
@@ -113,7 +113,7 @@ def machine() -> dict[str, Any]:
     return known
 
 
-def _run(side: str, workload: Workload, folder: str, extra: Sequence[str] = ()) -> dict[str, Any]:
+def run_side(side: str, workload: Workload, folder: str, extra: Sequence[str] = ()) -> dict[str, Any]:
     command = [sys.executable, "-m", f"gspo.lab.bench.{side}", json.dumps(asdict(workload)), folder, *extra]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_WORKLOAD_S)

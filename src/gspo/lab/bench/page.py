@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.lab.bench.sampler import sampler_table
+from gspo.lab.memory import memory_lines
 from gspo.lab.studies.page import markdown_table
 
 # Further goals of `small`: shares of the GEMM rate, and of TRL's memory.
@@ -25,7 +26,7 @@ def merge(path: Path, fresh: Mapping[str, Any]) -> dict[str, Any]:
     """The earlier results, with the newly measured parts replaced."""
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     known.setdefault("workloads", {}).update(fresh.get("workloads", {}))
-    known.update({name: fresh[name] for name in ("sweep", "sampler", "machine") if name in fresh})
+    known.update({name: fresh[name] for name in ("sweep", "sampler", "memory", "machine") if name in fresh})
     return known
 
 
@@ -184,6 +185,8 @@ def performance_page(results: Mapping[str, Any]) -> str:
             "",
             *markdown_table(sampler_table(results["sampler"])),
         ]
+    if results.get("memory"):
+        out += ["", *memory_lines(results["memory"])]
     if results.get("sweep"):
         out += ["", "## How cost grows", "", "![seconds per step](img/performance_sweep.png)", ""]
         out += [

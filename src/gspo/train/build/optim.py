@@ -36,6 +36,7 @@ def optimizer_of(o: Optimizer, module: torch.nn.Module) -> torch.optim.Optimizer
         weight_decay=o.weight_decay,
         betas=(o.beta1, o.beta2),
         eps=o.eps,
+        offload=o.offload,
     )
 
 

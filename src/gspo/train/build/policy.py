@@ -16,7 +16,7 @@ from gspo.learner.policy.sharding import shard
 from gspo.learner.ranks.world import ALONE, World
 from gspo.models import embedded
 from gspo.models.loading import load_model, load_tokenizer
-from gspo.models.lora import add_adapter
+from gspo.models.lora import add_adapter, quantize_linears
 from gspo.models.moe import check_replay
 from gspo.models.vision.parts import freeze_vision, vision_parameters
 from gspo.models.vision.processor import Processor, load_processor
@@ -27,17 +27,18 @@ from gspo.train.build.compute import device_and_dtype, sharding
 
 def _load(config: Config, dtype: torch.dtype, device: torch.device, tokenizer: Any) -> Any:
     """The model of actor.path; only the part that is trained requires gradients."""
-    model = load_model(
+    model: Any = load_model(
         config.actor.path,
         dtype,
-        device,
+        # What is to be quantised is read into the host's memory.
+        device if config.actor.lora_base_bits is None else "cpu",
         from_scratch=config.actor.init_from_scratch,
         seed=config.seed,
         tokenizer=tokenizer,
         images=with_tower(config),
     )
     set_trained_part(config, model)
-    return model
+    return model if config.actor.lora_base_bits is None else model.to(device)
 
 
 def make_policy(config: Config, sequence_level: bool, world: World = ALONE) -> tuple[PolicyModule, Any]:
@@ -132,7 +133,8 @@ def load_policy(config: Config, run: Path | None, step: int) -> tuple[PolicyModu
 
 
 def set_trained_part(config: Config, model: Any) -> None:
-    """With actor.freeze_vision the tower is frozen; with actor.use_lora the model is frozen and gets its adapter."""
+    """With actor.freeze_vision the tower is frozen; with actor.use_lora the model is frozen, quantised if
+    actor.lora_base_bits is set, and gets its adapter."""
     actor = config.actor
     if actor.freeze_vision:
         if not vision_parameters(model):
@@ -140,6 +142,8 @@ def set_trained_part(config: Config, model: Any) -> None:
                 f"actor.freeze_vision is true, but {actor.path} ({type(model).__name__}) has no vision tower; remove it"
             )
         freeze_vision(model)
+    if actor.lora_base_bits is not None:
+        quantize_linears(model, actor.lora_base_bits)
     if actor.use_lora:
         add_adapter(
             model,

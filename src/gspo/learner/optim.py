@@ -16,7 +16,7 @@ from gspo.learner.policy.sharding import full
 
 BLOCK = 256  # numbers of an 8-bit moment that share one scale
 SMALLEST = 4096  # a tensor with fewer numbers keeps moments of 32 bits
-_CHUNK = 2**22  # numbers whose moments are unpacked at a time; a multiple of BLOCK
+_CHUNK = 2**20  # numbers whose moments are unpacked at a time; a multiple of BLOCK
 _CUT = 19  # bits that a float32 has more than a code: 4 of its 23 bits of mantissa stay
 _FIRST = (127 - 15) << 4  # of the 8 bits of exponent: codes are from 2⁻¹⁵ to 2
 

@@ -80,6 +80,9 @@ def quantize_linears(model: PreTrainedModel, bits: int) -> None:
     for path, layer in layers.items():
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, QuantizedLinear(layer, bits))
+    # What was loaded may be views of the model's file, which stays in memory as long as one of them does.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
 
 
 class QuantizedLinear(nn.Linear):

@@ -11,7 +11,7 @@ from tiny_models import build
 from gspo.envs.episode import Exchange, assemble
 from gspo.learner.ranks.commands import Command
 from gspo.rollout.storage import pack_batch, pack_groups, unpack_batch, unpack_groups
-from gspo.sampling.local import engine as local_engine
+from gspo.sampling.local import draw
 from gspo.sampling.local.draw import kept_sets, warp
 from gspo.sampling.local.engine import LocalSampler
 from gspo.sampling.remote.protocol import WireError, pack_request, pack_sample, unpack_request, unpack_sample
@@ -70,7 +70,7 @@ def test_sets_are_recorded_only_on_request_and_change_no_draw():
 
 
 def test_a_set_above_the_bound_is_cut_to_its_most_likely_tokens(monkeypatch):
-    monkeypatch.setattr(local_engine, "MAX_KEPT", 3)
+    monkeypatch.setattr(draw, "MAX_KEPT", 3)
     for sample in sampled(build("llama"), requests_of(replace(CUT, top_p=0.99))).values():
         assert sample.kept.counts.max() <= 3
         assert all(t in ids for t, ids in zip(sample.tokens, sample.kept.sets(), strict=True))

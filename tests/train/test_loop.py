@@ -364,6 +364,7 @@ def test_another_data_set_in_a_used_directory_is_refused(tmp_path):
         train(tmp_path, "total_train_steps=2", dataset=rows[1:])
 
 
+@pytest.mark.full
 def test_a_run_continues_with_the_threads_that_it_began_with(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     train(tmp_path, "total_train_steps=1", "threads=null")

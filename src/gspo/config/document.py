@@ -248,7 +248,7 @@ before training ([mismatch.md](mismatch.md)). `rollout_recentered` subtracts the
 def _proximal_table() -> str:
     rows = ["| `prox_logp_method` | `use_decoupled_loss` | π_old | weight π_old/μ |", "|---|---|---|---|"]
     for method, decoupled in product(known_keys()["actor.prox_logp_method"].choices, (False, True)):
-        chosen = proximal_policy(decoupled, method)
+        chosen = proximal_policy(decoupled, str(method))
         weight = "yes" if chosen.corrected else "none: π_old is μ" if decoupled else "no"
         rows.append("| " + " | ".join((_value(method), _value(decoupled), chosen.method, weight)) + " |")
     return "\n".join(rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,6 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from gspo.lab.studies import contrasts, results
-from gspo.lab.studies.measure import MEANING
 from gspo.lab.studies.plan import Study
 from gspo.lab.studies.results import Record
 from gspo.report.plot import STYLE
@@ -114,24 +112,25 @@ def _curves(axes: Axes, arms: Sequence[str], records: Sequence[Record], kind: st
 
 
 def _over_key(axes: Axes, study: Study, records: Sequence[Record], kind: str) -> None:
-    """A measure over a key of the config, a line per arm (its name up to the task or the value)."""
+    """A measure over a key of the config, a line per arm."""
     measure, _, key = kind.partition(" by ")
     lines: dict[str, dict[float, list[float]]] = {}
-    for record in records:
+    for record in sorted(records, key=lambda r: list(study.arms).index(r["arm"].partition(" @ ")[0])):
         x, y = record["config"].get(key), record["measures"].get(measure)
         if record["stage"] == "test" and isinstance(x, int | float) and y is not None:
-            arm = re.split(r" @ | ε=", record["arm"])[0]
-            lines.setdefault(arm, {}).setdefault(float(x), []).append(y)
-    named = [arm for arm in dict.fromkeys(re.split(r" ε=", arm)[0] for arm in study.arms) if arm in lines]
-    for number, arm in enumerate(named):
-        points = sorted(lines[arm].items())
+            arm, _, task = record["arm"].partition(" @ ")
+            # The value over which is drawn comes first in a name: "gspo ε=0.1", or the task "470 tokens, 16 updates".
+            name = ", ".join(filter(None, (arm.partition(" ε=")[0], task.partition(", ")[2])))
+            lines.setdefault(name, {}).setdefault(float(x), []).append(y)
+    for number, (arm, found_at) in enumerate(lines.items()):
+        points = sorted(found_at.items())
         found = [mean_interval(y) for _, y in points]
         low, high = (
             [abs(f[0] - f[side]) if len(y) > 1 else 0.0 for f, (_, y) in zip(found, points, strict=True)]
             for side in (1, 2)
         )
         # Arms side by side, so that their bars do not cover each other.
-        x = [value * 1.02 ** (number - len(named) / 2) for value, _ in points]
+        x = [value * 1.02 ** (number - len(lines) / 2) for value, _ in points]
         color = _COLORS[number % len(_COLORS)]
         axes.errorbar(
             x,
@@ -146,7 +145,8 @@ def _over_key(axes: Axes, study: Study, records: Sequence[Record], kind: str) ->
         )
     axes.set_xscale("log")
     axes.set_xlabel(key)
-    axes.set_ylabel(MEANING.get(measure, measure), fontsize=7, wrap=True)
+    if measure in ("final", "area", "collapsed"):
+        axes.set_ylim(-0.02, 1.02)
     axes.legend(fontsize=7)
 
 

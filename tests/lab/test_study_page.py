@@ -147,6 +147,7 @@ def test_the_committed_page_is_that_of_the_committed_results(tmp_path):
 def test_every_question_of_when_to_use_gspo_is_decided_by_a_check_of_its_study():
     for question in when.QUESTIONS:
         assert question.check in {check.says for check in plan.find_study(question.study).checks}
+    assert {name for *_, studies in when.SETTINGS for name in studies} <= plan.studies().keys()
     text = when.when_page({})
     assert text.count("not run yet") >= len(when.QUESTIONS)
 

@@ -69,9 +69,63 @@ seeds that are not counted.
 """
 
 
-_SETTINGS = """## Settings
+# (where, setting, reason, studies that support it)
+SETTINGS = (
+    (
+        "completions of about 20 tokens",
+        "`actor.eps_clip: 0.02`",
+        "log s is a mean over tokens: its spread falls with length, slope −0.4",
+        ("variance",),
+    ),
+    (
+        "40 to 500 tokens",
+        "`actor.eps_clip` from 5e-4 to 8e-3",
+        "the range hardly matters at a good learning rate (two seeds)",
+        ("horizon_tuning",),
+    ),
+    (
+        "thousands of tokens",
+        "the paper's 3e-4 and 4e-4, the default",
+        "the same slope; not tested here beyond 1,024 tokens",
+        ("variance",),
+    ),
+    ("never", "`actor.eps_clip: 0.2` with sequence ratios", "PPO's range clips nothing", ("clipping",)),
+    (
+        "a sampler in bfloat16 or int8, ε of 2e-3",
+        "`actor.prox_logp_method: auto`, the default",
+        "the gradient keeps its direction, and runs end alike",
+        ("precision", "precision_runs"),
+    ),
+    (
+        "an int8 sampler and the paper's ε",
+        "`actor.prox_logp_method: recompute`",
+        "it is not shown that the gradient keeps its direction",
+        ("precision",),
+    ),
+    (
+        "top-p, top-k or min-p in use",
+        "nothing: kept sets are replayed",
+        "without replay the noise is above ε, and 30 points more sequences are clipped",
+        ("truncation",),
+    ),
+    (
+        "samples eight or more versions old",
+        "`actor.use_decoupled_loss: true`",
+        "without it GSPO loses 0.26 of its area",
+        ("staleness",),
+    ),
+    (
+        "a mixture of experts",
+        "half the learning rate at which a pilot loses accuracy",
+        "a factor of 2 to 3 lies between calm and broken for every arm",
+        ("moe_edge",),
+    ),
+)
+_SETTINGS_HEAD = """\
+## Settings
 
-Recommended settings follow here with the study that supports each.
+What we recommend, and the study behind it. Sizes are those of the studies; check yours with `gspo doctor --probe` and
+the first steps of a run.
 """
 
 
@@ -83,7 +137,7 @@ def when_page(found: Mapping[str, Sequence[Record]]) -> str:
         study = plan.find_study(question.study)
         decided = {d.check.says: d for d in page.decisions(study, found.get(study.name, ()))}[question.check]
         count = str(decided.found.n) if decided.found else "0"
-        link = f"[{study.name}](baselines.md#{study.name})"
+        link = _link(study.name)
         estimate = page.mean_and_interval(decided.found)
         rows.append([question.about, _ANSWERS[decided.verdict], estimate, question.effect, count, link])
         figures += [f"## {question.about.capitalize()}", "", study.claim, ""]
@@ -91,7 +145,17 @@ def when_page(found: Mapping[str, Sequence[Record]]) -> str:
         if study.plots and found.get(study.name):
             figures += ["", f"![{study.name}](img/studies/{study.name}.png)"]
         figures += ["", f"Repeat it: `gspo study run {study.name}`. What was done: {link}.", ""]
-    return "\n".join([_HEAD, *page.markdown_table(rows), "", _SETTINGS.strip(), "", *figures]).rstrip() + "\n"
+    return "\n".join([_HEAD, *page.markdown_table(rows), "", *_settings(), "", *figures]).rstrip() + "\n"
+
+
+def _settings() -> list[str]:
+    rows = [["where", "set", "because", "study"]]
+    rows += [[where, key, why, ", ".join(map(_link, studies))] for where, key, why, studies in SETTINGS]
+    return [_SETTINGS_HEAD, *page.markdown_table(rows)]
+
+
+def _link(study: str) -> str:
+    return f"[{study}](baselines.md#{study})"
 
 
 def write_pages(docs: Path, redraw: Collection[str] | None = None) -> Path:

@@ -59,6 +59,8 @@ def draw_study(study: Study, records: Sequence[Record], target: Path) -> Path | 
         lines = -(-len(panels) // columns)
         figure = Figure(figsize=(5.6 * columns, 3.7 * lines), layout="constrained", facecolor="white")
         grid = figure.subplots(lines, columns, squeeze=False)
+        for axes in grid.flat[len(panels) :]:
+            axes.remove()
         for axes, (title, paint) in zip(grid.flat, panels, strict=False):
             axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
             paint(axes)
@@ -80,7 +82,7 @@ def _readable(arms: Sequence[str]) -> dict[str, list[str]]:
     for num_words in range(max(len(arm.split()) for arm in arms) + 1):
         parts: dict[str, list[str]] = {}
         for arm in arms:
-            parts.setdefault(" ".join(arm.split()[:num_words]), []).append(arm)
+            parts.setdefault(" ".join(arm.split()[:num_words]).rstrip(","), []).append(arm)
         if max(map(len, parts.values())) <= _MOST:
             return parts
     return {"": list(arms)}
@@ -98,7 +100,7 @@ def _curves(axes: Axes, arms: Sequence[str], records: Sequence[Record], kind: st
         y = np.array([np.interp(x, *np.array(run).T) for run in runs])
         color, dash = _COLORS[number % len(_COLORS)], ("-", "--", ":")[number // len(_COLORS) % 3]
         axes.plot(x, y.mean(axis=0), color=color, linestyle=dash, linewidth=1.6, label=arm)
-        if len(runs) > 1:
+        if len(runs) > 2:  # of two runs the interval is wider than the figure
             half = t_half(y)
             axes.fill_between(x, y.mean(axis=0) - half, y.mean(axis=0) + half, color=color, alpha=0.12, linewidth=0)
     axes.set_xlabel(_TITLES[kind][1])

@@ -64,8 +64,8 @@ _HEAD = """\
 The documentation page that this project implements says that GSPO is for rewards of whole sequences, for mixtures of
 experts, where token-level gradients have a high variance, and for long tasks. Each answer below is that of one check,
 written before its runs. The models and tasks are small enough for a CPU: an effect that is not visible here may exist
-at 30B parameters, and the reverse. In all studies learning rate and clipping range were chosen for each algorithm on
-seeds that are not counted.
+at 30B parameters, and the reverse. The settings of each algorithm were chosen on seeds that are not counted; each study
+says which settings.
 """
 
 

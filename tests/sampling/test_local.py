@@ -10,7 +10,7 @@ from tiny_models import CONFIGS, VOCAB, build
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from gspo.errors import DataError, RolloutError, WeightSyncError
-from gspo.sampling.local.cache import ATTENTION
+from gspo.sampling.local.attention import ATTENTION
 from gspo.sampling.local.engine import LocalSampler
 from gspo.sampling.weights.load import copy_weights
 from gspo.types import Request, Sample, SampleId, SamplingParams

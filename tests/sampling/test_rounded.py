@@ -7,7 +7,7 @@ from tiers import brief
 from tiny_models import build
 
 from gspo.sampling.local.engine import LocalSampler
-from gspo.sampling.local.rounded import RoundedSampler, rounded
+from gspo.sampling.rounded import RoundedSampler, rounded
 from gspo.types import Request, SampleId, SamplingParams
 
 

@@ -17,8 +17,8 @@ from torch import nn
 
 from gspo.errors import RolloutError
 from gspo.models.vision.tower import Vision
+from gspo.sampling.local.attention import ATTENTION
 from gspo.sampling.local.by_length import LengthStepper
-from gspo.sampling.local.cache import ATTENTION
 from gspo.sampling.local.cache_rows import CacheLayout
 from gspo.sampling.local.packed import PackedStepper
 from gspo.sampling.local.stepper import Engine

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from gspo.errors import RolloutError
 from gspo.models.moe import routed
 from gspo.models.vision.tower import Placement, Shown, ShownPrompt, Vision
-from gspo.sampling.local.cache import DecodePlan, ExtendPlan, Grid, KVStore, Plan, PrefillPlan, active, make_grid
+from gspo.sampling.local.attention import active
+from gspo.sampling.local.cache import DecodePlan, ExtendPlan, Grid, KVStore, Plan, PrefillPlan, make_grid
 from gspo.sampling.local.rows import Rows
 from gspo.sampling.local.stepper import Finished, KeptRow, Step, StoredPrompt, first_of_each
 from gspo.types import PromptKey, Request

@@ -20,9 +20,9 @@ from gspo.models.lora import EXPERTS
 from gspo.rollout.producer import NullProducer
 from gspo.sampling.api import Sampler
 from gspo.sampling.local.engine import LocalSampler
-from gspo.sampling.local.rounded import RoundedSampler
 from gspo.sampling.remote.client import JOIN_S
 from gspo.sampling.remote.identity import end_tokens
+from gspo.sampling.rounded import RoundedSampler
 from gspo.system.launched import Launched
 from gspo.train.build.compute import has_ranks
 from gspo.train.build.policy import whole_model

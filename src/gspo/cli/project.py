@@ -21,7 +21,7 @@ SCHEMA = "gspo.schema.json"
 # Rows of each split, and the digits of the numbers to add.
 _USUAL: Mapping[Split, int] = {"train": 512, "test": 128}
 _ROWS: Mapping[str, Mapping[Split, int]] = {
-    "vision": {"train": 256, "test": 64},
+    "vision": {"train": 512, "test": 128},
     "sft": {"train": 2000, "test": 128},
 }
 _DIGITS = {"tools": (5, 5), "sft": (2, 3)}

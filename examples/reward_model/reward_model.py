@@ -77,7 +77,15 @@ def scores(model: Any, texts: list[list[int]]) -> torch.Tensor:
 
 
 def train_reward_model(
-    pairs: list[Pair], base: str, to: Path, *, steps: int = 150, batch: int = 32, lr: float = 1e-3, seed: int = 0
+    pairs: list[Pair],
+    base: str,
+    to: Path,
+    *,
+    layers: int | None = None,
+    steps: int = 150,
+    batch: int = 32,
+    lr: float = 1e-3,
+    seed: int = 0,
 ) -> float:
     """Write the folder of a reward model; returns the share of held-out pairs that it orders as they are."""
     prompts = sorted({pair.prompt for pair in pairs})
@@ -85,7 +93,7 @@ def train_reward_model(
     known, rest = ([pair for pair in pairs if (pair.prompt in held_out) == held] for held in (False, True))
     if len(prompts) < 10 or not known:
         raise DataError(f"{len(pairs)} pairs of {len(prompts)} prompts: at least 10 prompts with a pair are needed")
-    tokenizer, model = load_tokenizer(base), _classifier(base, seed)
+    tokenizer, model = load_tokenizer(base), _classifier(base, layers, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     draw = random.Random(seed)
     for step in range(steps):
@@ -112,13 +120,14 @@ def train_reward_model(
     return right
 
 
-def _classifier(base: str, seed: int) -> PreTrainedModel:
+def _classifier(base: str, layers: int | None, seed: int) -> PreTrainedModel:
     folder = locate(base, "--base")
     if folder.startswith(EMBEDDED):
         embedded.build(folder)
         folder = str(embedded.embedded_folder(base))
     torch.manual_seed(seed)  # of the new head
-    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, use_safetensors=True)
+    first = {} if layers is None else {"num_hidden_layers": layers}
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, use_safetensors=True, **first)
     text = model.config.get_text_config()
     # transformers finds the last token of a text by its padding.
     text.pad_token_id = load_tokenizer(base).pad_token_id if text.pad_token_id is None else text.pad_token_id
@@ -130,12 +139,14 @@ def main() -> None:
     parser.add_argument("pairs", type=Path, help="a JSONL file with prompt, chosen, rejected, or a run directory")
     parser.add_argument("--base", required=True, help="model to start from: folder, hub name or embedded model")
     parser.add_argument("--to", required=True, type=Path, help="folder to write")
+    parser.add_argument("--layers", type=int, help="use only the first N layers of the base, which is faster")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--batch", type=int, default=32, help="pairs per step")
     parser.add_argument("--lr", type=float, default=1e-3)
     args = parser.parse_args()
     pairs = pairs_of_run(args.pairs) if args.pairs.is_dir() else pairs_of_file(args.pairs)
-    train_reward_model(pairs, args.base, args.to, steps=args.steps, batch=args.batch, lr=args.lr)
+    settings = {"layers": args.layers, "steps": args.steps, "batch": args.batch, "lr": args.lr}
+    train_reward_model(pairs, args.base, args.to, **settings)
 
 
 if __name__ == "__main__":

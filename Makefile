@@ -3,7 +3,7 @@ PY := .venv/bin/python
 TRAIN_STAMP := .venv/.installed-train
 STAMP := .venv/.installed
 # One thread per worker makes results repeatable; two more workers than cores fill the time that tests wait.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 4
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 4 --dist worksteal
 
 .PHONY: train demo unit test test-full check docs docs-site accept accept-gpu bench-compare setup setup-train setup-vllm setup-envs constraints clean
 

@@ -1,7 +1,7 @@
 """Hooks of mkdocs: pages and files outside docs/ belong to the site too, and links between them work in both places.
 
-The repository's pages link to each other by path (docs/data.md to ../examples/summarise/README.md). In the site, docs/ is
-the root and the examples lie below it.
+The repository's pages link to each other by path (docs/data.md to ../examples/summarise/README.md). In the site, docs/
+is the root and the examples lie below it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
-    """Links by path in the repository become links by path in the site; a file that the site lacks becomes plain text."""
+    """Links by path in the repository become links in the site; a file that the site lacks becomes plain text."""
     source = Path(page.file.abs_src_path or "").parent
 
     def link(found: re.Match[str]) -> str:

@@ -211,7 +211,7 @@ def test_a_format_pattern_becomes_an_entry_of_the_functions():
         ("train_dataset.curriculum=hard", "train_dataset.shuffle"),
         ("env={agent: a.py:f, command: [sh]}", "remove one"),
         ("train_dataset={curriculum: pass_rate, shuffle: false}", "train_dataset.shuffle: pass_rate"),
-        ("actor.eps_clip_auto.target_fraction=0.3", "actor.eps_clip_higher"),
+        ("actor={eps_clip: auto, eps_clip_auto: {target_fraction: 0.15}}", "actor.eps_clip_higher"),
         ("critic.optimizer.weight_decay=0.5", "actor.optimizer.weight_decay"),
         ("ref.dtype=float64", "actor.dtype"),
         ("actor.eps_clip_auto.decay=0.5", "actor.eps_clip_higher"),

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from gspo.config.lint import check
+from gspo.envs.find import find_environment
 from gspo.errors import ConfigError
 from gspo.lab.studies import plan
 
@@ -15,7 +16,17 @@ STUDIES = plan.studies()
 def test_every_arm_of_the_catalog_resolves_to_a_config_that_would_train(name):
     study = STUDIES[name]
     for arm in study.arm_names() if not study.compute else ():
-        check(plan.configured(study, study.overrides(arm), 1))
+        loaded = plan.configured(study, study.overrides(arm), 1)
+        check(loaded)
+        env = loaded.config.env
+        if env.path in ("tools", "self_correct"):  # others need packages that may be absent
+            find_environment(env.path, env.options)
+
+
+def test_an_arm_named_with_its_task_runs_on_that_task_only():
+    study = STUDIES["rewards"]
+    assert [arm for arm in study.arm_names() if arm.startswith("gspo, random")] == ["gspo, random reward @ tools"]
+    assert study.overrides("gspo, random reward @ tools").keys() > {"env.path", "reward.weights"}
 
 
 @pytest.mark.parametrize("name", STUDIES)

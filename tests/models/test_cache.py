@@ -1,5 +1,8 @@
 """A model in the cache is whole or it is not there, whatever goes wrong while it is written."""
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -31,3 +34,40 @@ def test_what_is_published_is_whole_until_a_byte_changes(tmp_path):
     assert cache.is_whole(folder)
     (folder / "weights").write_bytes(b"abd")
     assert not cache.is_whole(folder)
+
+
+def test_one_process_builds_a_model_and_the_others_wait_for_it(tmp_path):
+    folder, built, first = tmp_path / "model", [], threading.Event()
+
+    def write(to: Path) -> None:
+        first.set()
+        built.append(to)
+        time.sleep(0.3)  # long enough for the other to ask
+        (to / "weights").write_bytes(b"abc")
+
+    with ThreadPoolExecutor() as pool:
+        jobs = [pool.submit(cache.publish_folder, folder, write)]
+        assert first.wait(10)
+        jobs.append(pool.submit(cache.publish_folder, folder, write))
+        for job in jobs:
+            job.result(10)
+    assert len(built) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_builder_that_stands_still_is_waited_for_only_so_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "_WAIT_S", 0.3)
+    folder, stands, resume = tmp_path / "model", threading.Event(), threading.Event()
+
+    def stand_still(to: Path) -> None:
+        stands.set()
+        assert resume.wait(10)
+        (to / "weights").write_bytes(b"late")
+
+    with ThreadPoolExecutor() as pool:
+        slow = pool.submit(cache.publish_folder, folder, stand_still)
+        assert stands.wait(10)
+        cache.publish_folder(folder, lambda to: (to / "weights").write_bytes(b"abc") and None)
+        resume.set()
+        slow.result(10)
+    assert (folder / "weights").read_bytes() == b"abc"

@@ -24,7 +24,7 @@ from made_runs import (
 
 from gspo.config.loaded import Origin, read_origins
 from gspo.report.answers import answers, time_parts
-from gspo.report.clip import clip_story, suggest_eps
+from gspo.report.clip import TARGET, clip_story, suggest_eps
 from gspo.report.page.data import config_lines, metric_table
 from gspo.report.page.page import SCRIPTS, STYLES, asset, inert_json, write_report
 from gspo.report.read import read_metrics, status_of
@@ -174,7 +174,7 @@ def test_the_suggested_eps_clips_the_target_share_of_what_was_seen():
     }  # fmt: skip
     low, high = suggest_eps([clip_story(block, 1.5)], 1e-7, 1.5) or (0.0, 0.0)
     share = np.mean(np.where(advantage > 0, log_s > high, log_s < -low))
-    assert share == pytest.approx(0.15, abs=0.01)
+    assert share == pytest.approx(TARGET, abs=0.01)
     assert suggest_eps([clip_story(block, 1.5)], 0.01, 1.5) == (0.01, 0.015)  # never below the noise
     assert suggest_eps([], None, 1.5) is None
 

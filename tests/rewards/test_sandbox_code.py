@@ -303,6 +303,7 @@ def test_a_verdict_leaves_no_descriptors_behind():
     assert shutil.which("bwrap")
 
 
+@needs_sandbox
 def test_an_answer_of_too_many_bits_fails_its_own_test_only():
     tests = [{"args": [n], "expected": n} for n in (1, 5000, 2)]
     source = "def f(n): return 10**n if n == 5000 else n"

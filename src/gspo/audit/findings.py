@@ -18,7 +18,7 @@ from gspo.errors import ConfigError
 
 Rule = Callable[[Facts], Iterator[Finding]]
 _A = "actor_rollout_ref.actor."
-_SHARE = "so that 10–25 % of sequences are clipped"
+_SHARE = "so that 5–25 % of sequences are clipped"
 
 # The lint rules that apply to these trainers, with the remedy for each. Other rules are about parts that gspo has.
 REMEDIES: Mapping[Rule, Mapping[str, str]] = {

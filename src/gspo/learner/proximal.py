@@ -167,7 +167,7 @@ def noise_message(noise: Noise, eps: float, *, centred: bool = False) -> str:
 class AutoClip:
     """Settings of `eps_clip: auto`. Its state is one number, updated by `next_quantile`."""
 
-    target_fraction: float = 0.15
+    target_fraction: float = 0.05
     high_over_low: float = 4 / 3
     decay: float = 0.8
     eps_max: float = 0.2

@@ -1,15 +1,17 @@
 """The cache of models made on this machine: $GSPO_CACHE, or ~/.cache/gspo. Torch-free.
 
 A model is written to a temporary folder with the sha256 of every file, and then renamed: incomplete folders are never
-used.
+used. One process builds a model; others that need it wait for it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +20,7 @@ from gspo.errors import DataError
 from gspo.system.files import sha256
 
 SUMS = "SHA256.json"
+_WAIT_S = 300.0  # for another process that builds the same model; it may be stopped, so after that we build it, too
 
 
 def root() -> Path:
@@ -35,20 +38,29 @@ def is_whole(folder: Path) -> bool:
 
 
 def publish_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """`write` fills a temporary folder, which is then renamed: a killed build leaves no folder that looks complete."""
+    """`write` fills a temporary folder, which is then renamed: a killed build leaves no folder that looks complete.
+
+    If another process writes the same folder, wait for it.
+    """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        tmp = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+        with _one_at_a_time(folder.parent / f".{folder.name}.lock"):
+            if not is_whole(folder):
+                _publish(folder, write)
     except OSError as cause:
         raise DataError(
-            f"the model cache {folder.parent} cannot be written: {cause.strerror}; set GSPO_CACHE to another folder"
+            f"{folder} could not be written: {cause.strerror or cause}; free space, or set GSPO_CACHE to another folder"
         ) from cause
+
+
+def _publish(folder: Path, write: Callable[[Path], None]) -> None:
+    tmp = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
     try:
         write(tmp)
         sums = {file.name: sha256(file) for file in sorted(tmp.iterdir())}
         (tmp / SUMS).write_text(json.dumps(sums, indent=1))
         if is_whole(folder):
-            return  # another process was faster, and its model may be in use
+            return  # a process that we did not wait for was faster, and its model may be in use
         # The folder exists but is damaged: replace it.
         if folder.exists():
             shutil.rmtree(folder)
@@ -58,12 +70,27 @@ def publish_folder(folder: Path, write: Callable[[Path], None]) -> None:
             # Another process was faster; its model is the same one.
             if not is_whole(folder):
                 raise
-    except OSError as cause:
-        raise DataError(
-            f"{folder} could not be written: {cause.strerror or cause}; free space, or set GSPO_CACHE to another folder"
-        ) from cause
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
+
+
+@contextmanager
+def _one_at_a_time(path: Path) -> Iterator[None]:
+    """A lock that the kernel releases when its process ends. It saves work and guards nothing."""
+    deadline = time.monotonic() + _WAIT_S
+    with open(path, "w") as file:
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.2)
+            except OSError:  # a file system without locks
+                break
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 @contextmanager

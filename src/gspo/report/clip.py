@@ -14,7 +14,7 @@ import numpy as np
 from gspo.report.samples import Block, finite_number
 
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
-TARGET = 0.15  # share of clipped sequences that `eps_clip: auto` and a suggested ε aim at
+TARGET = 0.05  # share of clipped sequences that `eps_clip: auto` and a suggested ε aim at
 HIGH_OVER_LOW = 4 / 3  # ε_high/ε_low of a suggested ε if the run has none
 EPS_MAX = 0.2
 RECENT = 10  # a suggested ε is from the last steps: sequences move differently at the beginning

@@ -54,7 +54,7 @@ def too_wide_for_a_sequence(f: Facts) -> Iterator[Finding]:
             wide[0][0],
             f"ε = {values} is a clip range for token ratios; the sequence ratio is a mean over up to {longest:,} "
             "tokens and does not move that far from 1, so nothing is ever clipped",
-            "leave actor.eps_clip unset for 3e-4 / 4e-4, or set 3e-4 … 5e-3 so that 10–25 % of sequences are clipped",
+            "leave actor.eps_clip unset for 3e-4 / 4e-4, or set 3e-4 … 5e-3 so that 5–25 % of sequences are clipped",
         )
 
 

@@ -65,7 +65,13 @@ def _constants() -> Iterable[list[Rule]]:
     fixed = "this is a constant of the algorithm; remove it, or compute the loss with gspo.objectives.loss"
     return (
         only("critic.value_loss_coef", (None, 1.0), "it scales the critic's gradient; set critic.optimizer.lr instead"),
-        only("actor.eps_clip_auto.target_fraction", (None, 0.15), auto),
+        only(
+            "actor.eps_clip_auto.target_fraction",
+            # 0.15 was the default of versions that wrote it into every run directory.
+            lambda move: move.node.value in (None, 0.05) or move.value_of("actor.eps_clip") != "auto",
+            "eps_clip: auto clips 5 % of the sequences; remove it, or set actor.eps_clip and actor.eps_clip_higher to "
+            "numbers",
+        ),
         only("actor.eps_clip_auto.high_over_low", (None, 4 / 3), auto),
         only("actor.eps_clip_auto.decay", (None, 0.8), auto),
         only("actor.eps_clip_auto.eps_max", (None, 0.2), auto),

@@ -105,7 +105,7 @@ class Actor(Section):
     )
     eps_clip: Annotated[float, Gt(0.0), Le(1.0)] | Literal["auto"] | None = key(
         None,
-        "Lower clip range ε_low; auto: both bounds follow the run, so that 15 % of the sequences are clipped.",
+        "Lower clip range ε_low; auto: both bounds follow the run, so that 5 % of the sequences are clipped.",
         unset="the level's or algorithm's",
     )
     eps_clip_higher: float | None = key(

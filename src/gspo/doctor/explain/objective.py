@@ -120,7 +120,7 @@ def _words(f: Facts) -> list[str]:
     if objective["eps_auto"]:
         band = (
             f"clipped to an automatic range: it starts at [1 − {number(settings['clip_low'])}, 1 + "
-            f"{number(settings['clip_high'])}] and adapts until 15 % of sequences are clipped"
+            f"{number(settings['clip_high'])}] and adapts until 5 % of sequences are clipped"
         )
     elif gate == "clip":
         band = f"clipped to [1 − {number(settings['clip_low'])}, 1 + {number(settings['clip_high'])}]"

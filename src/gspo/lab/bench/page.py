@@ -106,7 +106,6 @@ def _state_bytes(result: Mapping[str, Any]) -> float:
 
 
 def performance_page(results: Mapping[str, Any]) -> str:
-    rows = workload_table(results)
     m = results["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in m["packages"].items())
     out = [
@@ -121,60 +120,19 @@ def performance_page(results: Mapping[str, Any]) -> str:
         f"{m['date']}, {m['processor']}, {m['threads']} threads, {m['memory_bytes'] / 2**30:.0f} GiB, no GPU.",
         f"{versions}.",
         "",
-        *markdown_table(rows),
+        *markdown_table(workload_table(results)),
         "",
-        "| workload | model | prompts × G | prompt / new tokens | seconds per step, each round: ours, TRL |",
-        "|---|---|---|---|---|",
-    ]
-    for name, r in results["workloads"].items():
-        w = r["workload"]
-        model = _MODELS.get(name, "SmolLM2-135M's config")
-        if w["flat_of_8"]:
-            model += f", {w['flat_of_8']} of 8 groups with equal rewards"
-        rounds = ", ".join(f"{s:.2f}" for s in r["ours"]["rounds_s"])
-        if "trl" in r:
-            rounds += "; " + ", ".join(f"{s:.2f}" for s in r["trl"]["rounds_s"])
-        shown = f" + {w['visual_tokens']} of an image" if w.get("visual_tokens") else ""
-        new = str(w["new_tokens"])
-        if w.get("num_turns", 1) > 1:
-            new = f"{w['num_turns']} turns of {new}, {w['reply_tokens']} of the environment between them"
-        shape = f"{w['num_prompts']} × {w['num_samples']} | {w['prompt_tokens']}{shown} / {new}"
-        out.append(f"| {name} | {model} | {shape} | {rounds} |")
-    out += [
+        *markdown_table(_sizes_table(results["workloads"])),
         "",
         "TRL runs with the settings that made it fastest here: one device batch per mini-batch, one generation per",
         "rollout batch, no gradient accumulation or checkpointing, no reference model. GEMM rate: the median of",
         "products of 2048 × 1024 × 1536 in the same process, before and after. Shares count the products of",
         "weights only, prompts once per group.",
+        *_remarks(results["workloads"]),
     ]
-    for name, r in results["workloads"].items():
-        if r["workload"].get("visual_tokens") and "trl" in r:
-            out += [
-                f"Images through the vision tower per step of {name}: {r['ours']['tower_images']:g} / "
-                f"{r['trl']['tower_images']:g}. CPU seconds: {r['ours']['cpu_s']:.1f} / {r['trl']['cpu_s']:.1f}.",
-            ]
-    tiny = results["workloads"].get("tiny", {})
-    if "trl_default" in tiny:
-        out += [
-            f"With TRL's default device batch of 8, tiny takes {tiny['trl_default']['step_s']:.2f} s per step, "
-            f"{tiny['ratio_default']:.1f} times ours.",
-        ]
     if missed := unmet(results):
         out += ["", "## Goals not met, and why", "", *(f"- {line}" for line in missed)]
-    profiled = {name: r["breakdown"] for name, r in results["workloads"].items() if "breakdown" in r}
-    if profiled:
-        out += [
-            "",
-            "## Where a step's time goes",
-            "",
-            "Self time of one step by kind of work, from the timeline that `profile=true` writes. Recording slows",
-            "small operators down, so the time outside operators (Python, allocation) is an upper bound.",
-            "",
-            *markdown_table(_breakdown_table(profiled)),
-        ]
-        tiny_share = results["workloads"].get("tiny", {}).get("ours", {}).get("bookkeeping_share")
-        if tiny_share is not None:
-            out += ["", f"Bookkeeping (metrics, sample files) takes {tiny_share:.1%} of a step of tiny."]
+    out += _profile_section(results["workloads"])
     if results.get("sampler"):
         out += [
             "",
@@ -196,6 +154,61 @@ def performance_page(results: Mapping[str, Any]) -> str:
             *markdown_table(_sweep_table(results["sweep"])),
         ]
     return "\n".join(out) + "\n"
+
+
+def _sizes_table(workloads: Mapping[str, Any]) -> list[list[str]]:
+    """The size of each workload, and the seconds of every round."""
+    rows = [["workload", "model", "prompts × G", "prompt / new tokens", "seconds per step, each round: ours, TRL"]]
+    for name, r in workloads.items():
+        w = r["workload"]
+        model = _MODELS.get(name, "SmolLM2-135M's config")
+        if w["flat_of_8"]:
+            model += f", {w['flat_of_8']} of 8 groups with equal rewards"
+        rounds = ", ".join(f"{s:.2f}" for s in r["ours"]["rounds_s"])
+        if "trl" in r:
+            rounds += "; " + ", ".join(f"{s:.2f}" for s in r["trl"]["rounds_s"])
+        shown = f" + {w['visual_tokens']} of an image" if w.get("visual_tokens") else ""
+        new = str(w["new_tokens"])
+        if w.get("num_turns", 1) > 1:
+            new = f"{w['num_turns']} turns of {new}, {w['reply_tokens']} of the environment between them"
+        prompts = f"{w['num_prompts']} × {w['num_samples']}"
+        rows.append([name, model, prompts, f"{w['prompt_tokens']}{shown} / {new}", rounds])
+    return rows
+
+
+def _remarks(workloads: Mapping[str, Any]) -> list[str]:
+    out = [
+        f"Images through the vision tower per step of {name}: {r['ours']['tower_images']:g} / "
+        f"{r['trl']['tower_images']:g}. CPU seconds: {r['ours']['cpu_s']:.1f} / {r['trl']['cpu_s']:.1f}."
+        for name, r in workloads.items()
+        if r["workload"].get("visual_tokens") and "trl" in r
+    ]
+    tiny = workloads.get("tiny", {})
+    if "trl_default" in tiny:
+        out.append(
+            f"With TRL's default device batch of 8, tiny takes {tiny['trl_default']['step_s']:.2f} s per step, "
+            f"{tiny['ratio_default']:.1f} times ours."
+        )
+    return out
+
+
+def _profile_section(workloads: Mapping[str, Any]) -> list[str]:
+    profiled = {name: r["breakdown"] for name, r in workloads.items() if "breakdown" in r}
+    if not profiled:
+        return []
+    out = [
+        "",
+        "## Where a step's time goes",
+        "",
+        "Self time of one step by kind of work, from the timeline that `profile=true` writes. Recording slows",
+        "small operators down, so the time outside operators (Python, allocation) is an upper bound.",
+        "",
+        *markdown_table(_breakdown_table(profiled)),
+    ]
+    tiny_share = workloads.get("tiny", {}).get("ours", {}).get("bookkeeping_share")
+    if tiny_share is not None:
+        out += ["", f"Bookkeeping (metrics, sample files) takes {tiny_share:.1%} of a step of tiny."]
+    return out
 
 
 def _breakdown_table(profiled: Mapping[str, Any]) -> list[list[str]]:

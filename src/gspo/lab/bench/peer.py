@@ -32,10 +32,8 @@ def measure_trl(w: Workload, folder: str, device_batch: int | None = None) -> di
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]
+    from trl import GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]
 
-    device_batch = device_batch or w.num_sequences // w.num_minibatches
-    accumulated = w.num_sequences // w.num_minibatches // device_batch
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     starts: list[float] = []
     cpu_s: list[float] = []
@@ -71,31 +69,7 @@ def measure_trl(w: Workload, folder: str, device_batch: int | None = None) -> di
             train_dataset=Dataset.from_list(data),
             callbacks=[Ticks()],
             rollout_func=play_turns(w),
-            args=GRPOConfig(
-                output_dir=root,
-                per_device_train_batch_size=device_batch,
-                gradient_accumulation_steps=accumulated,
-                generation_batch_size=w.num_sequences,
-                num_generations=w.num_samples,
-                max_completion_length=w.new_tokens,
-                generation_kwargs={"min_new_tokens": w.new_tokens},
-                importance_sampling_level="sequence",
-                epsilon=3e-4,
-                epsilon_high=4e-4,
-                loss_type="grpo",
-                beta=0.0,
-                temperature=1.0,
-                learning_rate=1e-6,
-                max_steps=w.steps * w.num_minibatches,
-                shuffle_dataset=False,
-                gradient_checkpointing=False,
-                use_cpu=True,
-                bf16=False,
-                save_strategy="no",
-                logging_steps=10**6,
-                report_to="none",
-                disable_tqdm=True,
-            ),
+            args=_arguments(w, root, device_batch or w.num_sequences // w.num_minibatches),
         )
         generate = trainer._generate_and_score_completions
 
@@ -124,6 +98,36 @@ def measure_trl(w: Workload, folder: str, device_batch: int | None = None) -> di
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
         "gemm_gflops": rate,
     }
+
+
+def _arguments(w: Workload, root: str, device_batch: int) -> Any:
+    from trl import GRPOConfig  # pyright: ignore[reportPrivateImportUsage]
+
+    return GRPOConfig(
+        output_dir=root,
+        per_device_train_batch_size=device_batch,
+        gradient_accumulation_steps=w.num_sequences // w.num_minibatches // device_batch,
+        generation_batch_size=w.num_sequences,
+        num_generations=w.num_samples,
+        max_completion_length=w.new_tokens,
+        generation_kwargs={"min_new_tokens": w.new_tokens},
+        importance_sampling_level="sequence",
+        epsilon=3e-4,
+        epsilon_high=4e-4,
+        loss_type="grpo",
+        beta=0.0,
+        temperature=1.0,
+        learning_rate=1e-6,
+        max_steps=w.steps * w.num_minibatches,
+        shuffle_dataset=False,
+        gradient_checkpointing=False,
+        use_cpu=True,
+        bf16=False,
+        save_strategy="no",
+        logging_steps=10**6,
+        report_to="none",
+        disable_tqdm=True,
+    )
 
 
 def _processor(folder: str, tokenizer: Any) -> Any:

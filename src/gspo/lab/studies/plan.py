@@ -3,7 +3,7 @@
 claim    the claim of the paper, or our own, that is tested
 about    what was done, for the page
 base     the config that the runs start from: a file of `studies/`, or next to your own study file
-arms     name → overrides of the base; tasks: further overrides; every arm runs on every task
+arms     name → overrides of the base; tasks: further overrides; every arm runs on every task, "name @ task" on one
 seeds    of the runs; `more_seeds` are added by --full
 tune     a grid that every arm tries on separate seeds; the best point by one measure is then run on `seeds`
 run_s    seconds that a run takes, for the estimate of `gspo study run`
@@ -115,11 +115,16 @@ class Study:
         """Arms as named in result files: with their task if there are tasks."""
         if not self.tasks:
             return list(self.arms)
-        return [f"{arm} @ {task}" for task in self.tasks for arm in self.arms]
+        return [
+            arm if " @ " in arm else f"{arm} @ {task}"
+            for task in self.tasks
+            for arm in self.arms
+            if " @ " not in arm or arm.endswith(f" @ {task}")
+        ]
 
     def overrides(self, arm: str) -> dict[str, Any]:
         name, _, task = arm.partition(" @ ")
-        return {**(self.tasks[task] if task else {}), **self.arms[name]}
+        return {**(self.tasks[task] if task else {}), **self.arms[arm if arm in self.arms else name]}
 
 
 @dataclass(frozen=True)

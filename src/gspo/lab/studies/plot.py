@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,8 +47,11 @@ def draw_study(study: Study, records: Sequence[Record], target: Path) -> Path | 
                 panels.append(("spread over pieces of a completion", lambda axes: _lengths(axes, records)))
             elif kind == "noise":
                 panels.append(("does the gradient keep its direction?", lambda axes: _noise(axes, records)))
+            elif kind == "signal":
+                panels += _signal_panels(study, records)
             else:
-                for name, arms in _readable(list(study.arms)).items():
+                here = [arm.partition(" @ ")[0] for arm in study.arm_names() if arm.partition(" @ ")[2] == task]
+                for name, arms in _readable(here).items():
                     title = ", ".join(filter(None, (_TITLES[kind][0], task, name)))
                     panels.append(
                         (title, lambda axes, kind=kind, task=task, arms=arms: _curves(axes, arms, records, kind, task))
@@ -117,7 +121,8 @@ def _over_key(axes: Axes, study: Study, records: Sequence[Record], kind: str) ->
     """A measure over a key of the config, a line per arm."""
     measure, _, key = kind.partition(" by ")
     lines: dict[str, dict[float, list[float]]] = {}
-    for record in sorted(records, key=lambda r: list(study.arms).index(r["arm"].partition(" @ ")[0])):
+    order = [arm.partition(" @ ")[0] for arm in study.arms]
+    for record in sorted(records, key=lambda r: order.index(r["arm"].partition(" @ ")[0])):
         x, y = record["config"].get(key), record["measures"].get(measure)
         if record["stage"] == "test" and isinstance(x, int | float) and y is not None:
             arm, _, task = record["arm"].partition(" @ ")
@@ -146,6 +151,10 @@ def _over_key(axes: Axes, study: Study, records: Sequence[Record], kind: str) ->
             label=arm,
         )
     axes.set_xscale("log")
+    values = sorted({x for found_at in lines.values() for x in found_at})
+    if len(values) <= 6:  # the values themselves; powers of ten would say less
+        axes.set_xticks(values, labels=[f"{x:g}" for x in values])
+        axes.minorticks_off()
     axes.set_xlabel(key)
     if measure in ("final", "area", "collapsed"):
         axes.set_ylim(-0.02, 1.02)
@@ -187,3 +196,43 @@ def _noise(axes: Axes, records: Sequence[Record]) -> None:
     axes.set_xlabel("p95 of |log s| of the sampler's error")
     axes.set_ylabel("cosine to the gradient with π_old recomputed")
     axes.legend(fontsize=8)
+
+
+def _signal_panels(study: Study, records: Sequence[Record]) -> list[tuple[str, Callable[[Axes], Any]]]:
+    """Signal-to-noise ratios of the gradient over length: a panel per progress and clipping, a line per drift."""
+    of = {"": ("gspo", "grpo"), ", not clipped": ("gspo unclipped", "grpo unclipped")}
+    return [
+        (f"signal-to-noise ratio, step {step}{ending}", partial(_signal, study, records, step, names))
+        for step in study.settings["trained"]
+        for ending, names in of.items()
+    ]
+
+
+def _signal(study: Study, records: Sequence[Record], step: int, of: Sequence[str], axes: Axes) -> None:
+    lengths: set[float] = set()
+    for name, color in zip(of, _COLORS, strict=False):
+        for drift, dash in zip(study.settings["drifts"], (":", "--", "-"), strict=False):
+            arms = [f"{name}, drift {drift}, {task}, step {step}" for task in study.settings["tasks"]]
+            found = [
+                [
+                    contrasts.interval([*results.by_seed(records, arm, measure).values()])
+                    for measure in ("tokens", "snr")
+                ]
+                for arm in arms
+            ]
+            points = [(x.mean, y.mean, 0.0 if y.high is None else y.high - y.mean) for x, y in found if x and y]
+            lengths.update(x for x, _, _ in points)
+            axes.errorbar(
+                *np.array(points).T,
+                color=color,
+                linestyle=dash,
+                marker="o",
+                markersize=3,
+                capsize=2,
+                label=f"{name}, drift {drift}",
+            )
+    axes.set_xscale("log")
+    axes.set_xticks(sorted(lengths), labels=[f"{length:.0f}" for length in sorted(lengths)])
+    axes.minorticks_off()
+    axes.set_xlabel("tokens of a completion")
+    axes.legend(fontsize=7)

@@ -55,16 +55,32 @@ static void chunk(const float *panels, const float *w, float *y, long rows, long
     }
 }
 
+/* x as [panel][in][16 rows]; missing rows are zeros. */
+static void pack(const float *x, float *panels, long rows, long in, long p) {
+    float *to = panels + p * in * ROWS;
+    const long count = rows - p * ROWS < ROWS ? rows - p * ROWS : ROWS;
+    for (long k = 0; k < in; k++, to += ROWS) {
+        for (long r = 0; r < count; r++) to[r] = x[(p * ROWS + r) * in + k];
+        for (long r = count; r < ROWS; r++) to[r] = 0;
+    }
+}
+
 /* 0, or 1 if memory is missing. */
 int few_rows(const float *x, const float *w, float *y, long rows, long in, long out, int threads) {
     const long num_panels = (rows + ROWS - 1) / ROWS;
-    float *panels = calloc(num_panels * in * ROWS, sizeof(float));
+    float *panels = malloc(num_panels * in * ROWS * sizeof(float));
     if (panels == NULL) return 1;
-    for (long r = 0; r < rows; r++)
-        for (long k = 0; k < in; k++) panels[((r / ROWS) * in + k) * ROWS + r % ROWS] = x[r * in + k];
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (long first = 0; first < out; first += CHUNK)
-        chunk(panels, w, y, rows, in, out, first, out - first < CHUNK ? out - first : CHUNK);
+    /* As many chunks as threads, or a multiple: every thread has the same number of outputs, up to a tile. */
+    const long num_chunks = threads * ((out + threads * CHUNK - 1) / (threads * CHUNK));
+    const long size = ((out + num_chunks - 1) / num_chunks + OUTS - 1) / OUTS * OUTS;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (long p = 0; p < num_panels; p++) pack(x, panels, rows, in, p);
+#pragma omp for schedule(static)
+        for (long first = 0; first < out; first += size)
+            chunk(panels, w, y, rows, in, out, first, out - first < size ? out - first : size);
+    }
     free(panels);
     return 0;
 }

@@ -650,7 +650,8 @@ def test_the_automatic_clip_range_moves_and_survives_a_checkpoint(tmp_path):
     auto = ("actor.eps_clip=auto", "total_train_steps=4", "saver.freq_steps=1", "evaluator.at_start=false")
     _, path = train(tmp_path / "whole", *auto)
     lows = [row["clip/eps_low"] for row in metrics(path)]
-    assert lows[0] == 3e-4  # the preset's, before anything was seen
+    assert lows[0] == pytest.approx(0.15)  # before anything was seen: nothing is clipped
+    assert metrics(path)[0]["clip/tokens"] == 0
     assert len(set(lows)) > 2
     assert all(row["clip/eps_high"] == pytest.approx(4 / 3 * row["clip/eps_low"]) for row in metrics(path))
     train(tmp_path / "halves", *auto, "total_train_steps=2")

@@ -43,7 +43,7 @@ class ObjectiveSettings(TypedDict):
     advantage: str  # the algorithm's, or the name of what actor.reward_norm computes; "reward_norm" if it has no name
     aggregation: str
     settings: dict[str, Any]
-    eps_auto: bool  # eps_clip: auto; clip_low and clip_high are its first values
+    eps_auto: bool  # eps_clip: auto; the run replaces clip_low and clip_high in every step
     proximal: str  # auto, recompute, rollout or loglinear
     corrected: bool  # the loss is multiplied by π_old/μ
 

@@ -38,6 +38,7 @@ Verdict = Literal["fine", "near", "above"]
 NOISE_MARGIN = 10.0
 # A noise this many times smaller than ε needs no warning.
 FINE = 3.0
+EPS_MIN = 1e-6  # of an automatic ε
 
 
 def choose_proximal_source(noise: float | None, eps: float | None, current: ProximalSource) -> ProximalSource:
@@ -165,42 +166,46 @@ def noise_message(noise: Noise, eps: float, *, centred: bool = False) -> str:
 
 @dataclass(frozen=True)
 class AutoClip:
-    """Settings of `eps_clip: auto`. Its state is one number, updated by `next_quantile`."""
+    """Settings of `eps_clip: auto`. Its state is one number, updated by `next_eps`."""
 
     target_fraction: float = 0.05
     high_over_low: float = 4 / 3
-    decay: float = 0.8
+    gain: float = 2.0  # log ε_low moves by gain · (clipped fraction − target fraction) per step
     eps_max: float = 0.2
 
 
-def next_quantile(state: float | None, log_s: Floats, advantages: Floats, how: AutoClip) -> float | None:
-    """The next ε_low before its bounds: an exponential average over steps of a quantile of log s.
+def next_eps(state: float | None, log_s: Floats, advantages: Floats, how: AutoClip) -> float | None:
+    """The next ε_low before its bounds, from the moves of one step's sequences.
+
+        first step:  ε = the (1 − target) quantile of the moves
+        later:       ε ← ε · exp( gain · (fraction of moves above ε − target) )
 
     A sequence is clipped if log s moves too far in the direction of its advantage: above ε_high for A > 0, below −ε_low
-    for A < 0. With ε_high = ρ ε_low, a rise divided by ρ and a fall have the same scale. Their (1 − target) quantile is
-    the ε_low that would have clipped the target fraction. Pass the sequences of mini-batches ≥ 2 only: in the first one
-    every ratio is 1.
+    for A < 0. With ε_high = ρ ε_low, a rise divided by ρ and a fall have the same scale. The first step is not clipped,
+    so the quantile describes free moves. Later moves are limited by ε itself: a clipped sequence stops near ε, and so
+    does a quantile of such moves, however small ε is. Only the clipped fraction shows that ε is too small.
+    Pass the sequences of mini-batches ≥ 2 only: in the first one every ratio is 1.
     """
     seen = np.isfinite(log_s) & (advantages != 0)
     if not seen.any():
         return state
     # Signed: a move against the advantage is never clipped, so it counts as a negative distance.
     moved = np.where(advantages > 0, log_s / how.high_over_low, -log_s)[seen]
-    quantile = float(np.quantile(moved, 1 - how.target_fraction))
-    return quantile if state is None else how.decay * state + (1 - how.decay) * quantile
+    if state is None:
+        eps = float(np.quantile(moved, 1 - how.target_fraction))
+    else:
+        eps = state * float(np.exp(how.gain * (float((moved > state).mean()) - how.target_fraction)))
+    # The quantile can be 0 or negative, and no factor would move such an ε.
+    return max(eps, EPS_MIN)
 
 
-def clip_range(
-    state: float | None, noise: float | None, default: tuple[float, float], how: AutoClip
-) -> tuple[float, float]:
+def clip_range(state: float | None, noise: float | None, how: AutoClip) -> tuple[float, float]:
     """(ε_low, ε_high) at their fixed ratio, at most eps_max and at least the noise of π_old.
 
-    `noise` is None if π_old comes from the trainer; `default` is the preset's range, used before the first
-    measurement.
+    `state` is None before the first measurement: the range is then the widest one, in which GSPO clips nothing.
+    `noise` is None if π_old comes from the trainer.
     """
-    if state is None:
-        return default
-    # The quantile can be 0 or negative, but ε must be above 0. The upper limit keeps the larger of ε_low, ε_high ≤
-    # eps_max.
-    low = min(max(state, noise or 0.0, 1e-6), how.eps_max / max(1.0, how.high_over_low))
+    # The upper limit keeps the larger of ε_low, ε_high ≤ eps_max.
+    widest = how.eps_max / max(1.0, how.high_over_low)
+    low = widest if state is None else min(max(state, noise or 0.0, EPS_MIN), widest)
     return low, low * how.high_over_low

@@ -20,7 +20,7 @@ from gspo.learner.proximal import (
     choose_proximal_source,
     clip_range,
     judge_noise,
-    next_quantile,
+    next_eps,
     noise_message,
 )
 from gspo.learner.step import Plan, train_step
@@ -141,10 +141,9 @@ class Updater:
             plan = replace(plan, settings={**plan.settings, "entropy_coef": state.entropy_coef})
         if auto is None:
             return plan
-        start = plan.settings["clip_low"], plan.settings["clip_high"]
         # Sampler noise is a lower bound of ε only if π_old comes from the sampler.
         noise = None if state.proximal == "recompute" else state.noise
-        low, high = clip_range(state.auto_eps, noise, start, auto)
+        low, high = clip_range(state.auto_eps, noise, auto)
         return replace(plan, settings={**plan.settings, "clip_low": low, "clip_high": high})
 
     def _adapt(self, batch: Batch, report: StepReport, plan: Plan, state: State) -> None:
@@ -164,7 +163,7 @@ class Updater:
             # ratios show noise only.
             later = (batch.minibatch > 0) | (plan.num_epochs > 1)
             log_s, advantages = report.log_s[later], batch.advantages[later]
-            state.auto_eps = next_quantile(state.auto_eps, log_s, advantages, self._settings.auto_clip)
+            state.auto_eps = next_eps(state.auto_eps, log_s, advantages, self._settings.auto_clip)
         # With one mini-batch there is no mini-batch 2…K to choose a source for.
         if not self._settings.choose_proximal or plan.num_updates == 1:
             return

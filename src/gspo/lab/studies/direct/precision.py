@@ -18,7 +18,7 @@ from gspo import rng
 from gspo.config import Loaded
 from gspo.lab.studies.direct.gradients import LogProbs, cosine, gradient, log_probs, opened, sampled
 from gspo.learner.batch import Batch
-from gspo.learner.proximal import AutoClip, clip_range, next_quantile
+from gspo.learner.proximal import AutoClip, clip_range, next_eps
 from gspo.system.clock import Clock
 from gspo.train.loop import Leader
 
@@ -53,9 +53,9 @@ def _compared(loop: Leader, batch: Batch, exact: LogProbs, proximal: LogProbs) -
     free = gradient(policy, batch, "gspo", proximal, clip_low=1.0, clip_high=1e6).log_s
     how = AutoClip()
     log_noise = np.array([float((proximal[i] - exact[i]).mean()) for i in exact])
-    # As `eps_clip: auto`: ε from the signed quantile of log s, and at least the noise of π_old.
-    quantile = next_quantile(None, free, batch.advantages, how)
-    auto = clip_range(quantile, float(np.quantile(np.abs(log_noise), 0.95)), FIXED, how)
+    # As `eps_clip: auto` after its first step: ε from the signed quantile of log s, and at least the noise of π_old.
+    eps = next_eps(None, free, batch.advantages, how)
+    auto = clip_range(eps, float(np.quantile(np.abs(log_noise), 0.95)), how)
     for name, (low, high) in {**EDGES, "auto ε": auto}.items():
         edges = {"clip_low": low, "clip_high": high}
         ideal = gradient(policy, batch, "gspo", exact, **edges)

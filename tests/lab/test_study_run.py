@@ -87,6 +87,26 @@ def test_arms_times_seeds_become_records_and_nothing_is_made_twice(study):
 
 
 @pytest.mark.full
+def test_an_arm_of_two_stages_starts_from_the_model_of_the_first(study):
+    supervised = CONFIG.replace("algorithm: gspo", "algorithm: sft").replace("n_samples: 4, ", "")
+    supervised = supervised.replace(
+        "ppo_n_minibatches: 2, eps_clip: 0.002, eps_clip_higher: 0.0025", "optimizer: {lr: 3.0e-3}"
+    )
+    (study / "sft.yaml").write_text(supervised.replace("size: 64", "columns: {completion: solution}, size: 64"))
+    # The second stage changes nothing, so what it shows at its end is what the first stage made.
+    frozen = "actor.optimizer.lr: 1.0e-12"
+    stages = STUDY.replace("  random", f"  two stages: {{first: sft.yaml, {frozen}}}\n  random")
+    (study / "short.yaml").write_text(stages.replace("gspo: {}", f"gspo: {{{frozen}}}"))
+    run(study, "--seeds", "1")
+    found = {r["arm"]: r for r in results.read_records(study / "docs", "short")}
+    assert found["two stages"]["measures"]["start"] == found["two stages"]["measures"]["final"]
+    assert found["two stages"]["measures"]["start"] != found["gspo"]["measures"]["start"]
+    assert found["two stages"]["config"]["first"]["algorithm"] == "sft"
+    assert "actor.path=runs/" in found["two stages"]["train"].split(" && ")[1]
+    assert "3 found" in run(study, "--seeds", "1").stdout
+
+
+@pytest.mark.full
 def test_a_run_that_cannot_be_made_is_told_with_its_log_and_the_exit_code(study):
     (study / "base.yaml").write_text(CONFIG.replace("embedded:tiny", "/nowhere/model"))
     done = run(study, "--only", "gspo", "--seeds", "1", code=1)

@@ -3,7 +3,8 @@
 claim    the claim of the paper, or our own, that is tested
 about    what was done, for the page
 base     the config that the runs start from: a file of `studies/`, or next to your own study file
-arms     name → overrides of the base; tasks: further overrides; every arm runs on every task, "name @ task" on one
+arms     name → overrides of the base; tasks: further overrides; every arm runs on every task, "name @ task" on one.
+         `first` in an arm: the config of a first stage, for example supervised; the arm starts from its model
 seeds    of the runs; `more_seeds` are added by --full
 tune     a grid that every arm tries on separate seeds; the best point by one measure is then run on `seeds`
 run_s    seconds that a run takes, for the estimate of `gspo study run`
@@ -101,7 +102,10 @@ class Study:
 
     @property
     def base_path(self) -> Path:
-        return (HERE if self.path.parent == CATALOG else self.path.parent) / self.base
+        return self.config_path(self.base)
+
+    def config_path(self, name: str) -> Path:
+        return (HERE if self.path.parent == CATALOG else self.path.parent) / name
 
     @property
     def reference(self) -> str:
@@ -218,10 +222,15 @@ def _arms(study: Study, only: str | None) -> list[str]:
 
 
 def _job(study: Study, arm: str, seed: int, stage: Literal["test", "tune"], overrides: Overrides) -> Job:
-    base = study.base_path
     # The configs of an arm differ only in the seed: it is resolved once.
-    decided = _decided(base, base.stat().st_mtime_ns, tuple(words(overrides, 1)))
-    return Job(study.reference, arm, seed, stage, overrides, _digest({**decided, "seed": seed}))
+    return Job(study.reference, arm, seed, stage, overrides, _digest({**recorded(study, overrides, 1), "seed": seed}))
+
+
+def recorded(study: Study, overrides: Overrides, seed: int) -> dict[str, Any]:
+    """What a record holds of its config: the keys that were set, also of the first stage."""
+    decided = _decided(study.base_path, study.base_path.stat().st_mtime_ns, tuple(words(overrides, seed)))
+    first = first_stage(study, overrides, {}, seed)
+    return decided if first is None else {**decided, "first": set_keys(first)}
 
 
 @cache
@@ -235,15 +244,25 @@ def configured(study: Study, overrides: Overrides, seed: int) -> Loaded:
     return load(study.base_path, words(overrides, seed))
 
 
+def first_stage(study: Study, overrides: Overrides, place: Overrides, seed: int) -> Loaded | None:
+    """The resolved config of an arm's first stage, if it has one."""
+    return load(study.config_path(overrides["first"]), words(place, seed)) if "first" in overrides else None
+
+
 def words(overrides: Overrides, seed: int) -> list[str]:
     """Overrides as command-line arguments."""
-    return [*(f"{key}={_typed(value)}" for key, value in overrides.items()), f"seed={seed}"]
+    return [*(f"{key}={_typed(value)}" for key, value in overrides.items() if key != "first"), f"seed={seed}"]
 
 
 def train_command(study: Study, overrides: Overrides, seed: int) -> str:
-    """The `gspo train` command of the same run."""
-    base = f"src/gspo/lab/studies/{study.base}" if study.path.parent == CATALOG else str(study.base_path)
-    return shlex.join(["gspo", "train", base, *words(overrides, seed)])
+    """The `gspo train` command of the same run; of two stages, two commands."""
+    folder = "src/gspo/lab/studies/" if study.path.parent == CATALOG else f"{study.path.parent}/"
+    first, own = first_stage(study, overrides, {}, seed), dict(overrides)
+    before = ""
+    if first is not None:
+        before = f"{shlex.join(['gspo', 'train', folder + own['first'], *words({}, seed)])} && "
+        own["actor.path"] = f"{first.config.cluster.fileroot}/{first.config.experiment_name}/{first.config.trial_name}"
+    return before + shlex.join(["gspo", "train", folder + study.base, *words(own, seed)])
 
 
 def _typed(value: Any) -> str:
@@ -289,7 +308,7 @@ def digest_today(name: str, config: Mapping[str, Any], digest: str) -> str:
 
     A key that was removed from the schema had no effect on the run, so its removal does not make the result invalid.
     """
-    kept = {key: _without_removed(key, value) for key, value in config.items() if _is_key(key)}
+    kept = {key: _without_removed(key, value) for key, value in config.items() if key == "first" or _is_key(key)}
     if kept == config:
         return digest
     study = studies().get(name)

@@ -72,10 +72,21 @@ def _computed(study: Study, job: Job, folder: Path) -> dict[str, dict[str, Any]]
 
 def _trained(study: Study, job: Job, folder: Path) -> dict[str, dict[str, Any]] | None:
     from gspo.train import Trainer
+    from gspo.train.export import export
 
     place = {"cluster.fileroot": str(folder.parent), "experiment_name": folder.name, "trial_name": f"seed{job.seed}"}
-    loaded = plan.configured(study, {**job.overrides, **place}, job.seed)
     run, failed = folder / f"seed{job.seed}", None
+    start = {**place, "trial_name": f"first{job.seed}"}
+    first = plan.first_stage(study, job.overrides, start, job.seed)
+    if first is not None:
+        ended = Trainer(first).train(report=False)  # a stage that has ended before is not run again
+        if not ended.finished:
+            return None
+        model = first.config.run_path / "model"
+        if not model.is_dir():
+            export(first.config, first.config.run_path, ended.steps, model)
+        place["actor.path"] = str(model)
+    loaded = plan.configured(study, {**job.overrides, **place}, job.seed)
     try:
         if not Trainer(loaded).train(report=False).finished:
             return None
@@ -92,10 +103,10 @@ def _trained(study: Study, job: Job, folder: Path) -> dict[str, dict[str, Any]] 
         "curves": measure.curves(rows, **shape),
         "failed": failed,
         "train": plan.train_command(study, job.overrides, job.seed),
-        "config": plan.set_keys(loaded),
+        "config": plan.recorded(study, job.overrides, job.seed),
     }
-    for weights in ("checkpoints", "samples"):
-        shutil.rmtree(run / weights, ignore_errors=True)
+    for weights in (run / "checkpoints", run / "samples", folder / start["trial_name"]):
+        shutil.rmtree(weights, ignore_errors=True)
     return {job.arm: record}
 
 

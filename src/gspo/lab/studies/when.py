@@ -97,8 +97,8 @@ SETTINGS = (
     (
         "a sampler in bfloat16 or int8, ε of 2e-3",
         "`actor.prox_logp_method: auto`, the default",
-        "the gradient keeps its direction, and runs end alike",
-        ("precision", "precision_runs"),
+        "runs end alike; a single gradient can lose its direction where most sequences are clipped (2 of 10)",
+        ("precision_runs", "precision"),
     ),
     (
         "an int8 sampler and the paper's ε",

@@ -119,8 +119,8 @@ def _words(f: Facts) -> list[str]:
         ]
     if objective["eps_auto"]:
         band = (
-            f"clipped to an automatic range: it starts at [1 − {number(settings['clip_low'])}, 1 + "
-            f"{number(settings['clip_high'])}] and adapts until 5 % of sequences are clipped"
+            "clipped to an automatic range: nothing is clipped in the first step, then the range adapts until 5 % of "
+            "the sequences are clipped"
         )
     elif gate == "clip":
         band = f"clipped to [1 − {number(settings['clip_low'])}, 1 + {number(settings['clip_high'])}]"

@@ -43,7 +43,7 @@ QUESTIONS = (
         "variance_of_gradients",
         "470 tokens, 16 updates away: GSPO has the higher snr",
         "signal-to-noise ratio of the gradient, GSPO − GRPO",
-        ("variance_of_gradients_smollm2",),
+        ("variance_of_gradients_repeat", "variance_of_gradients_smollm2"),
     ),
     Question(
         "long-horizon tasks",

@@ -43,7 +43,7 @@ def test_sequences_that_stop_where_they_are_clipped_do_not_keep_the_range_narrow
         free = np.where(advantages > 0, log_s / how.high_over_low, -log_s)
         ended = np.minimum(free, 1.05 * state)
         log_s = np.where(advantages > 0, ended * how.high_over_low, -ended)
-        assert next_eps(None, log_s, advantages, how) <= 1.05 * state  # the quantile
+        assert np.quantile(ended, 1 - how.target_fraction) <= 1.05 * state
         state = next_eps(state, log_s, advantages, how)
     reached = np.mean([clip_share(*pair, *clip_range(state, None, how)) for pair in stream(20, seed=1)])
     assert reached == pytest.approx(how.target_fraction, abs=0.02)
@@ -59,11 +59,14 @@ def test_the_first_value_is_the_quantile_and_later_ones_follow_the_clipped_share
     assert next_eps(0.5, log_s, advantages, how) == pytest.approx(0.5 / np.e)
 
 
-def test_a_first_step_that_moves_nothing_leaves_a_range_that_can_grow():
-    how, advantages = AutoClip(), np.array([1.0, -1.0])
-    state = next_eps(None, np.zeros(2), advantages, how)
-    assert state > 0
-    assert next_eps(state, np.array([0.1, -0.1]), advantages, how) > state
+def test_a_first_step_that_moves_nothing_decides_nothing():
+    assert next_eps(None, np.zeros(2), np.array([1.0, -1.0]), AutoClip()) is None
+
+
+def test_a_first_step_whose_sequences_all_move_against_their_advantage_gives_a_range_of_their_size():
+    # A signed quantile would be negative here, and the range so narrow that it clips almost everything for many steps.
+    log_s, advantages = np.array([-0.004, -0.002, 0.003]), np.array([1.0, 1.0, -1.0])
+    assert 0.002 < next_eps(None, log_s, advantages, AutoClip()) < 0.004
 
 
 @pytest.mark.parametrize("log_s", [[np.nan, np.nan], [0.1, -0.1]])

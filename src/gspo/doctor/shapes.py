@@ -161,6 +161,9 @@ def _activations(model: Any) -> int:
     """
     import torch
 
+    from gspo.learner.policy.recompute import recompute_gated_products
+
+    recompute_gated_products(model)
     own = {p.untyped_storage()._cdata for p in model.parameters()}
 
     def kept(num: int) -> float:

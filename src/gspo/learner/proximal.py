@@ -175,9 +175,9 @@ class AutoClip:
 
 
 def next_eps(state: float | None, log_s: Floats, advantages: Floats, how: AutoClip) -> float | None:
-    """The next ε_low before its bounds, from the moves of one step's sequences.
+    """The next ε_low before its bounds, from the moves of one step's sequences; None: no sequence has moved yet.
 
-        first step:  ε = the (1 − target) quantile of the moves
+        first step:  ε = the (1 − target) quantile of the moves' sizes
         later:       ε ← ε · exp( gain · (fraction of moves above ε − target) )
 
     A sequence is clipped if log s moves too far in the direction of its advantage: above ε_high for A > 0, below −ε_low
@@ -192,11 +192,11 @@ def next_eps(state: float | None, log_s: Floats, advantages: Floats, how: AutoCl
     # Signed: a move against the advantage is never clipped, so it counts as a negative distance.
     moved = np.where(advantages > 0, log_s / how.high_over_low, -log_s)[seen]
     if state is None:
-        eps = float(np.quantile(moved, 1 - how.target_fraction))
-    else:
-        eps = state * float(np.exp(how.gain * (float((moved > state).mean()) - how.target_fraction)))
-    # The quantile can be 0 or negative, and no factor would move such an ε.
-    return max(eps, EPS_MIN)
+        # Sizes, because the first step may have few sequences, and all of them may move against their advantage. An ε
+        # that is a little too large costs nothing.
+        first = float(np.quantile(np.abs(moved), 1 - how.target_fraction))
+        return first if first > EPS_MIN else None
+    return max(state * float(np.exp(how.gain * (float((moved > state).mean()) - how.target_fraction))), EPS_MIN)
 
 
 def clip_range(state: float | None, noise: float | None, how: AutoClip) -> tuple[float, float]:

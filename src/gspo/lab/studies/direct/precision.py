@@ -53,7 +53,7 @@ def _compared(loop: Leader, batch: Batch, exact: LogProbs, proximal: LogProbs) -
     free = gradient(policy, batch, "gspo", proximal, clip_low=1.0, clip_high=1e6).log_s
     how = AutoClip()
     log_noise = np.array([float((proximal[i] - exact[i]).mean()) for i in exact])
-    # As `eps_clip: auto` after its first step: ε from the signed quantile of log s, and at least the noise of π_old.
+    # As `eps_clip: auto` after its first step: ε from a quantile of |log s|, and at least the noise of π_old.
     eps = next_eps(None, free, batch.advantages, how)
     auto = clip_range(eps, float(np.quantile(np.abs(log_noise), 0.95)), how)
     for name, (low, high) in {**EDGES, "auto ε": auto}.items():

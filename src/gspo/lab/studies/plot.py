@@ -118,9 +118,10 @@ def _curves(axes: Axes, arms: Sequence[str], records: Sequence[Record], kind: st
 
 
 def _over_key(axes: Axes, study: Study, records: Sequence[Record], kind: str) -> None:
-    """A measure over a key of the config, a line per arm."""
+    """A measure over a key of the config, a line per arm; horizontal where an arm's value is no number (auto)."""
     measure, _, key = kind.partition(" by ")
     lines: dict[str, dict[float, list[float]]] = {}
+    flat: dict[str, list[float]] = {}
     order = [arm.partition(" @ ")[0] for arm in study.arms]
     for record in sorted(records, key=lambda r: order.index(r["arm"].partition(" @ ")[0])):
         x, y = record["config"].get(key), record["measures"].get(measure)
@@ -129,6 +130,13 @@ def _over_key(axes: Axes, study: Study, records: Sequence[Record], kind: str) ->
             # The value over which is drawn comes first in a name: "gspo ε=0.1", or the task "470 tokens, 16 updates".
             name = ", ".join(filter(None, (arm.partition(" ε=")[0], task.partition(", ")[2])))
             lines.setdefault(name, {}).setdefault(float(x), []).append(y)
+        elif record["stage"] == "test" and isinstance(x, str) and y is not None:
+            flat.setdefault(record["arm"].partition(" @ ")[0], []).append(y)
+    for (arm, values), color in zip(flat.items(), reversed(_COLORS), strict=False):
+        mean, low, high = mean_interval(values)[:3]
+        axes.axhline(mean, color=color, linestyle="--", linewidth=1.2, label=arm)
+        if len(values) > 1:
+            axes.axhspan(low, high, color=color, alpha=0.12, linewidth=0)
     for number, (arm, found_at) in enumerate(lines.items()):
         points = sorted(found_at.items())
         found = [mean_interval(y) for _, y in points]

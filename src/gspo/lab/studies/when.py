@@ -112,8 +112,8 @@ SETTINGS = (
     (
         "40 to 500 tokens",
         "`actor.eps_clip` from 2e-3 to 2e-2, or `auto`",
-        "a smaller ε costs area: 0.70 at 2e-4, 0.84 at 2e-3, 0.87 at 6e-3, 0.86 at 2e-2 and with auto; with 5e-4 GSPO ends "
-        "below GRPO at 470 tokens",
+        "a smaller ε costs area: 0.70 at 2e-4, 0.84 at 2e-3, 0.87 at 6e-3, 0.86 at 2e-2 and with auto; with 5e-4 GSPO "
+        "ends below GRPO at 470 tokens",
         ("clip", "horizon"),
     ),
     (

@@ -20,12 +20,11 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gspo.errors import DataError
-from gspo.learner.policy import HEAD_CHUNK
+from gspo.learner.policy import HEAD_CHUNK, recompute
 from gspo.learner.policy.divergence import Head, divergence_of
 from gspo.learner.policy.forking import FORK_TOKENS, fork_batches, fork_items, forked_hidden
 from gspo.learner.policy.head import ChunkedHead, HeadForm, Targets, logit_transform, measured_form, output_dtype
 from gspo.learner.policy.packing import Layout, Packed, PackItem, filler, pack
-from gspo.learner.policy.recompute import recompute_gated_products
 from gspo.learner.policy.sharding import full
 from gspo.learner.policy.splitting import micro_batches, split_over_ranks
 from gspo.learner.ranks.world import ALONE, World
@@ -98,7 +97,7 @@ class PolicyModule(nn.Module):
             # near a tie could choose others.
             model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": self._recomputed})
         else:
-            recompute_gated_products(model)
+            recompute.recompute_gated_products(model)
         for module in self.modules():
             if isinstance(module, GradientCheckpointingLayer):
                 # These layers are in training mode (see `train`), and some apply dropout themselves (OPT, BART).

@@ -103,19 +103,18 @@ class AdamW8bit(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        trained = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        # All states before the first update: between them, the temporary tensors of updates would leave holes.
+        for p, _ in trained:
+            if not self.state[p]:
+                self._start(p, self.state[p])
         noise: Tensor | None = None
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    self._start(p, state)
-                # The same numbers for every tensor; all have made equally many updates.
-                if noise is None:
-                    draw = torch.Generator(p.device).manual_seed(int(state["step"]))
-                    noise = torch.randint(2**_CUT, (_CHUNK,), generator=draw, dtype=torch.int32, device=p.device)
-                self._update(p, state, group, noise)
+        for p, group in trained:
+            # The same numbers for every tensor; all have made equally many updates.
+            if noise is None:
+                draw = torch.Generator(p.device).manual_seed(int(self.state[p]["step"]))
+                noise = torch.randint(2**_CUT, (_CHUNK,), generator=draw, dtype=torch.int32, device=p.device)
+            self._update(p, self.state[p], group, noise)
 
     def _start(self, p: nn.Parameter, state: dict[str, Tensor]) -> None:
         state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)

@@ -31,6 +31,10 @@ QUESTIONS = (
         "rewards",
         "tools: GSPO with one reward has the larger area than GRPO with one reward",
         "area under the accuracy curve, GSPO − GRPO",
+        (
+            ("smollm2", "GSPO ends above GRPO", "held-out accuracy of SmolLM2-135M at the end, GSPO − GRPO"),
+            ("smollm2_control", "a random reward teaches less than 5 points", "gain of held-out accuracy"),
+        ),
     ),
     Question(
         "mixtures of experts",

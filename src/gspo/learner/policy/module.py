@@ -20,7 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gspo.errors import DataError
-from gspo.learner.policy import HEAD_CHUNK, recompute
+from gspo.learner.policy import HEAD_CHUNK, heap, recompute
 from gspo.learner.policy.divergence import Head, divergence_of
 from gspo.learner.policy.forking import FORK_TOKENS, fork_batches, fork_items, forked_hidden
 from gspo.learner.policy.head import ChunkedHead, HeadForm, Targets, logit_transform, measured_form, output_dtype
@@ -98,6 +98,7 @@ class PolicyModule(nn.Module):
             model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": self._recomputed})
         else:
             recompute.recompute_gated_products(model)
+        heap.return_memory_between_layers(model)
         for module in self.modules():
             if isinstance(module, GradientCheckpointingLayer):
                 # These layers are in training mode (see `train`), and some apply dropout themselves (OPT, BART).

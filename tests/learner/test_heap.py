@@ -1,0 +1,92 @@
+"""Freed memory goes back to the system between layers: the same gradients, a lower peak."""
+
+import json
+import subprocess
+import sys
+
+import model_zoo
+import pytest
+import torch
+
+from gspo.learner.policy import heap
+from gspo.learner.policy.heap import return_memory_between_layers
+
+TOKENS = torch.arange(24).reshape(2, 12) % model_zoo.VOCAB
+
+
+def gradients(model):
+    model.zero_grad()
+    model(input_ids=TOKENS).logits.square().mean().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often freed memory was returned."""
+    made = []
+    really = heap.return_freed_memory
+
+    def counted():
+        made.append(1)
+        really()
+
+    monkeypatch.setattr(heap, "return_freed_memory", counted)
+    monkeypatch.setattr(heap, "MIN_WEIGHTS", 1)
+    return made
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_are_equal_bit_for_bit(calls, checkpointing):
+    model = model_zoo.build("llama", torch.float32)
+    if checkpointing:
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    plain = gradients(model)
+    num = return_memory_between_layers(model)
+    assert num == model.config.num_hidden_layers
+    again = gradients(model)
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+    assert len(calls) >= 2 * num  # forward and backward; recomputed layers once more
+
+
+def test_a_pass_without_gradients_returns_nothing(calls):
+    model = model_zoo.build("llama", torch.float32)
+    return_memory_between_layers(model)
+    with torch.no_grad():
+        model(input_ids=TOKENS)
+    assert not calls
+
+
+def test_small_models_are_left_alone():
+    assert return_memory_between_layers(model_zoo.build("llama")) == 0
+
+
+PASS = """
+import json, resource, sys
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from gspo.learner.policy.heap import return_memory_between_layers
+from gspo.learner.policy.recompute import recompute_gated_products
+torch.set_num_threads(1)
+config = AutoConfig.for_model(
+    "llama", vocab_size=64, hidden_size=320, intermediate_size=1024, num_hidden_layers=24, num_attention_heads=5
+)
+model = AutoModelForCausalLM.from_config(config)
+recompute_gated_products(model)
+num = return_memory_between_layers(model) if sys.argv[1] == "with" else 0
+for _ in range(2):
+    model.zero_grad()
+    model(input_ids=torch.arange(800).reshape(1, -1) % 64).logits.mean().backward()
+print(json.dumps([num, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]))
+"""
+
+
+@pytest.mark.full
+def test_the_peak_of_a_pass_is_lower():
+    def peak(how):
+        done = subprocess.run([sys.executable, "-c", PASS, how], capture_output=True, text=True, check=True)
+        return json.loads(done.stdout)
+
+    (none, plain), (num, returned) = peak("without"), peak("with")
+    assert (none, num) == (0, 6)
+    assert returned < 0.95 * plain

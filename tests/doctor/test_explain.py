@@ -109,6 +109,17 @@ def test_lora_trains_less_and_a_reference_adds_its_weights():
     assert ref["least"] - full == 4 * ref["shape"]["parameters"]
 
 
+def test_a_model_is_whole_until_it_is_quantised():
+    small = ("actor.path=smollm2-135m", "gconfig.max_new_tokens=1", "actor.use_lora=true", "actor.lora_base_bits=4")
+    memory = report_of("algorithm=gspo", *small).sections["memory"]
+    sizes = {item["name"]: item["num_bytes"] for item in memory["items"] if item["side"] == "trainer"}
+    assert sizes["actor parameters, as loaded"] == 4 * memory["shape"]["parameters"]
+    held = ("actor parameters", "actor parameters, quantised", "adapter parameters", "adapter optimizer state")
+    assert memory["totals"]["trainer"] == LIBRARIES + sum(
+        sizes[name] for name in (*held, "actor parameters, as loaded")
+    )
+
+
 def test_the_doctor_says_what_is_trained():
     assert report_of("algorithm=gspo").sections["policies"]["trained"] == "all weights"
     lora = report_of("algorithm=gspo", "actor.use_lora=true", "actor.lora_rank=8", "actor.target_modules=[q_proj]")

@@ -24,14 +24,14 @@ class Item:
     """One line of the estimate; `num_bytes` None: unknown. `side`: trainer, sampler, comparison (not in a sum).
 
     `when` the trainer holds it: always; in a pass (activations and logits, from the forward pass on); gradients, which
-    replace the activations in the backward pass.
+    replace the activations in the backward pass; loading, until the first pass.
     """
 
     name: str
     num_bytes: int | None
     how: str
     side: str = "trainer"
-    when: Literal["always", "pass", "gradients"] = "always"
+    when: Literal["always", "pass", "gradients", "loading"] = "always"
 
 
 def peak(items: Iterable[Item], num_micro_batches: int) -> int | None:
@@ -39,14 +39,15 @@ def peak(items: Iterable[Item], num_micro_batches: int) -> int | None:
 
     In the backward pass activations are freed as gradients appear. Gradients of one micro-batch stay for the next.
     """
-    sums = {"always": 0, "pass": 0, "gradients": 0}
+    sums = {"always": 0, "pass": 0, "gradients": 0, "loading": 0}
     for item in items:
         if item.side == "trainer":
             if item.num_bytes is None:
                 return None
             sums[item.when] += item.num_bytes
     passes, gradients = sums["pass"] if num_micro_batches else 0, sums["gradients"]
-    return sums["always"] + (passes + gradients if num_micro_batches > 1 else max(passes, gradients))
+    training = passes + gradients if num_micro_batches > 1 else max(passes, gradients)
+    return sums["always"] + max(training, sums["loading"])
 
 
 def activations_item(

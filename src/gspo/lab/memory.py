@@ -60,8 +60,7 @@ def measure_settings(say: Say, names: Sequence[str] = (), workload: Workload = W
 def estimated_peak(workload: Workload, folder: str, overrides: Sequence[str]) -> float:
     """The doctor's estimate: the sampler's cache is freed before the trainer's passes."""
     found = explain(load(None, [*run_settings(workload, folder, folder), *overrides]), num_gpus=0).sections["memory"]
-    passes = found["totals"]["trainer"] - found["least"]
-    return found["least"] + max(passes, found["totals"]["sampler"])
+    return max(found["totals"]["trainer"], found["least"] + found["totals"]["sampler"])
 
 
 def memory_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:

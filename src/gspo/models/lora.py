@@ -27,6 +27,7 @@ from gspo.errors import ConfigError, DataError
 from gspo.models.folder import ADAPTER_WEIGHTS, Adapter, listed
 from gspo.models.vision.parts import vision_parameters
 from gspo.system.imports import install_command
+from gspo.system.process import return_freed_memory
 
 ALL_LINEAR, VISION, EXPERTS = "all-linear", "vision", "experts"
 _NAME = "default"  # peft's name of the only adapter
@@ -80,6 +81,8 @@ def quantize_linears(model: PreTrainedModel, bits: int) -> None:
     for path, layer in layers.items():
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, QuantizedLinear(layer, bits))
+        # The holes of temporary tensors between the codes would add up to a quarter of the model.
+        return_freed_memory()
     # What was loaded may be views of the model's file, which stays in memory as long as one of them does.
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()

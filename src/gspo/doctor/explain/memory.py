@@ -69,6 +69,10 @@ def _trainer_memory(f: Facts, shape: Shape, tokens: int) -> list[Item]:
     items = [memory.parameters_item("actor", shape.parameters - quantised, f.dtype, shards)]
     if bits is not None:
         items.append(memory.quantized_item("actor", quantised, bits, f.dtype))
+        if f.on_cpu:  # for a GPU the model is loaded and quantised in the host's memory
+            size = memory.BYTES[f.dtype]
+            how = f"{count(shape.parameters)} × {size} bytes ({f.dtype}), until they are quantised"
+            items.append(Item("actor parameters, as loaded", shape.parameters * size, how, when="loading"))
     if actor.use_lora:
         items += _adapter_memory(f, shape, shards)
     else:

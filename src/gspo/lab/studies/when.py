@@ -101,8 +101,8 @@ says which settings.
 
 
 _AGAIN_HEAD = """\
-Follow-up studies, written before their runs, mostly to test on new seeds what the first ones suggested. One exception: the
-learning rates of smollm2 were changed after its first test runs had been seen ([smollm2](baselines.md#smollm2)).
+Follow-up studies, written before their runs, mostly to test on new seeds what the first ones suggested. One exception:
+the learning rates of smollm2 were changed after its first test runs had been seen ([smollm2](baselines.md#smollm2)).
 """
 
 

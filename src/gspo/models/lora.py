@@ -81,7 +81,7 @@ def quantize_linears(model: PreTrainedModel, bits: int) -> None:
     for path, layer in layers.items():
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, QuantizedLinear(layer, bits))
-        # The holes of temporary tensors between the codes would add up to a quarter of the model.
+        # Temporary tensors leave holes between the codes: 0.1 to 0.2 GB for a model of 0.5 GB.
         return_freed_memory()
     # What was loaded may be views of the model's file, which stays in memory as long as one of them does.
     for parameter in model.parameters():

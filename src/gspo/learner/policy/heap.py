@@ -1,8 +1,8 @@
 """Freed memory goes back to the system a few times per pass, on a CPU.
 
 A pass leaves holes in the C library's heap between the tensors that it keeps, and does not fill them again: 0.4 of
-3.2 GB for SmolLM2-135M's shape, measured. The probable cause: PyTorch aligns tensors to 64 bytes, and glibc takes a hole
-for an aligned block only if it is larger than the block. The pages of holes can be given back.
+3.2 GB for SmolLM2-135M's shape, measured. The probable cause: PyTorch aligns tensors to 64 bytes, and glibc takes a
+hole for an aligned block only if it is larger than the block. The pages of holes can be given back.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ QUESTIONS = (
         "area under the accuracy curve, GSPO − GRPO",
         (
             ("smollm2", "GSPO ends above GRPO", "held-out accuracy of SmolLM2-135M at the end, GSPO − GRPO"),
+            ("smollm2_repeat", "GSPO ends within 5 points of GRPO", "held-out accuracy at the end, GSPO − GRPO"),
             ("smollm2_control", "a random reward teaches less than 5 points", "gain of held-out accuracy"),
         ),
     ),
@@ -102,7 +103,8 @@ says which settings.
 
 _AGAIN_HEAD = """\
 Follow-up studies, written before their runs, mostly to test on new seeds what the first ones suggested. One exception:
-the learning rates of smollm2 were changed after its first test runs had been seen ([smollm2](baselines.md#smollm2)).
+the learning rates of smollm2 were changed after its first test runs had been seen ([smollm2](baselines.md#smollm2));
+smollm2_repeat is its repetition on new seeds with fixed rates.
 """
 
 

@@ -128,7 +128,7 @@ def command_page() -> str:
     ]
     for name, verb in VERBS.items():
         # argparse has no public list of a parser's arguments.
-        actions = [action for action in parser_of(name, verb)._actions if "--help" not in action.option_strings]
+        actions = [a for a in parser_of(name, verb)._actions if a.dest != "help" and a.help != argparse.SUPPRESS]
         lines += ["", f"## gspo {name}", "", f"{verb.line[0].upper()}{verb.line[1:]}."]
         lines += ["", "```", f"gspo {verb.usage}", "```", "", *map(_argument_line, actions)]
     return "\n".join(lines).rstrip("\n") + "\n"

@@ -151,8 +151,8 @@ def families_page(rows: Sequence[Checked]) -> str:
         "Every causal language model of transformers, as a tiny model with random weights in float64. Models with "
         f"images in every prompt: {', '.join(vision.TYPES)}.",
         "",
-        f"{len(built)} of {len(rows)} model types are checked, {len(built) - len(trained)} of them are refused; the "
-        "others are listed below with the reason. "
+        f"{len(trained)} of {len(rows)} model types train and are sampled. The others are listed at the end with the "
+        "reason. "
         + "Training layouts: " + ", ".join(f"{words} {num}" for words, num in by_layout.items())
         + ". Samplers: " + ", ".join(f"{name} {num}" for name, num in by_engine.items()) + ". "
         + "[models.md](models.md) explains both.",

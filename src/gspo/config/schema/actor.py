@@ -52,7 +52,7 @@ class Actor(Section):
     # The model and how it is trained.
     path: str = key(
         "embedded:tiny",
-        "Model: embedded:tiny, embedded:tiny-{moe,tools,control,hybrid,vision}, smollm2-135m, a folder, a hub name, "
+        "Model: embedded:tiny, embedded:tiny-{moe,tools,control,hybrid,chains,vision}, smollm2-135m, a folder, a hub name, "
         "or a .gguf file; with `gspo train` also a run directory, whose best checkpoint is exported and used.",
     )
     optimizer: Optimizer = key(Optimizer, "Optimizer and its schedule.")
@@ -184,7 +184,7 @@ class Actor(Section):
     routing_replay: Literal["none", "proximal", "rollout"] = key(
         "none",
         "For mixture-of-experts models, the experts in training passes: chosen by the routers (none), as in π_old's "
-        "forward pass (proximal), or as in the sampler (rollout). GSPO needs none (docs/moe.md).",
+        "forward pass (proximal), or as in the sampler (rollout). The paper claims that GSPO needs none (docs/moe.md).",
     )
     sampling_mask_replay: bool = key(
         True,

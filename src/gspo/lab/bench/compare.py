@@ -5,6 +5,7 @@ A round is one process of each side. Medians over rounds are compared, so load o
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -14,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,8 @@ from gspo.errors import GspoError
 from gspo.lab.bench.workloads import Workload, write_workload_model
 
 Say = Callable[[str], None]
-# TRL's default per_device_train_batch_size.
 _WORKLOAD_S = 7200.0  # limit for one workload
-DEFAULT_DEVICE_BATCH = 8
+DEFAULT_DEVICE_BATCH = 8  # TRL's per_device_train_batch_size
 
 
 def has_peer() -> bool:
@@ -110,6 +111,8 @@ def machine() -> dict[str, Any]:
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     known = versions_and_hardware("cpu", threads)
     known["date"] = datetime.now(UTC).strftime("%Y-%m-%d")
+    with contextlib.suppress(PackageNotFoundError):
+        known["packages"]["trl"] = version("trl")
     return known
 
 

@@ -26,7 +26,9 @@ def merge(path: Path, fresh: Mapping[str, Any]) -> dict[str, Any]:
     """The earlier results, with the newly measured parts replaced."""
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     known.setdefault("workloads", {}).update(fresh.get("workloads", {}))
-    known.update({name: fresh[name] for name in ("sweep", "sampler", "memory", "machine") if name in fresh})
+    parts = [name for name in ("sweep", "sampler", "memory") if name in fresh]
+    known.update({name: fresh[name] for name in (*parts, "machine")})
+    known.setdefault("dates", {}).update(dict.fromkeys((*fresh.get("workloads", {}), *parts), fresh["machine"]["date"]))
     return known
 
 
@@ -119,6 +121,7 @@ def performance_page(results: Mapping[str, Any]) -> str:
         "",
         f"{m['date']}, {m['processor']}, {m['threads']} threads, {m['memory_bytes'] / 2**30:.0f} GiB, no GPU.",
         f"{versions}.",
+        *_older(results.get("dates", {}), m["date"]),
         "",
         *markdown_table(workload_table(results)),
         "",
@@ -154,6 +157,12 @@ def performance_page(results: Mapping[str, Any]) -> str:
             *markdown_table(_sweep_table(results["sweep"])),
         ]
     return "\n".join(out) + "\n"
+
+
+def _older(dates: Mapping[str, str], newest: str) -> list[str]:
+    """A sentence about the parts that were measured before the date of the page, perhaps with other versions."""
+    old = ", ".join(f"{part} ({date})" for part, date in dates.items() if date != newest)
+    return [f"Measured earlier, with the versions of that day: {old}."] if old else []
 
 
 def _sizes_table(workloads: Mapping[str, Any]) -> list[list[str]]:

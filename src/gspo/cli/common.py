@@ -25,6 +25,12 @@ def config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="the YAML file; the form that AReaL's commands use")
 
 
+def override_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of a command that has a config of its own."""
+    parser.add_argument("words", nargs="*", metavar="key=value …", help=f"overrides: {OVERRIDES}")
+    parser.add_argument("--config", help=argparse.SUPPRESS)  # an error that names `gspo train`
+
+
 def load_config(args: argparse.Namespace) -> Loaded:
     from gspo.config.load import load
 

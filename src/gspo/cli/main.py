@@ -151,7 +151,7 @@ VERBS: dict[str, Verb] = {
     "quickstart": Verb(
         "quickstart [key=value …]",
         "train a tiny model to add: the same as `gspo train quickstart`",
-        train.train_arguments,
+        project.quickstart_arguments,
         project.quickstart,
     ),
     "train": Verb(

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gspo.cli.common import override_arguments
 from gspo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -118,6 +119,13 @@ def _row(task: str, problem: Any) -> dict[str, Any]:
         return {"messages": [{"role": "user", "content": problem.question}], "answer": problem.answer}
     row = {"question": problem.question, "answer": problem.answer}
     return {**row, "solution": problem.solution} if task == "sft" else row
+
+
+def quickstart_arguments(parser: argparse.ArgumentParser) -> None:
+    from gspo.cli.train import launch_arguments
+
+    override_arguments(parser)
+    launch_arguments(parser)
 
 
 def quickstart(args: argparse.Namespace) -> int:

@@ -25,9 +25,13 @@ MIN_TIMEOUT_S = 600.0  # the least stall timeout outside of training
 
 
 def train_arguments(parser: argparse.ArgumentParser) -> None:
+    config_arguments(parser)
+    launch_arguments(parser)
+
+
+def launch_arguments(parser: argparse.ArgumentParser) -> None:
     from gspo.launcher.launch import LAUNCHERS
 
-    config_arguments(parser)
     parser.add_argument("--on", choices=LAUNCHERS, help="how processes are launched (scheduler.type)")
     parser.add_argument(
         "--new", action="store_true", help="a new run if this one exists: trial_name-2, trial_name-3, …"

@@ -66,7 +66,10 @@ def test_a_page_of_two_runs_keeps_what_the_second_did_not_measure(tmp_path):
     path = tmp_path / "performance.json"
     path.write_text(json.dumps({"machine": {"date": "x"}, "workloads": {"a": 1, "b": 2}, "sweep": [3]}))
     merged = page.merge(path, {"machine": {"date": "y"}, "workloads": {"b": 5}})
-    assert merged == {"machine": {"date": "y"}, "workloads": {"a": 1, "b": 5}, "sweep": [3]}
+    dates = {"a": "x", "b": "y", "sweep": "x"}
+    assert merged == {"machine": {"date": "y"}, "workloads": {"a": 1, "b": 5}, "sweep": [3], "dates": dates}
+    path.write_text(json.dumps(merged))
+    assert page.merge(path, {"machine": {"date": "z"}, "sweep": [4]})["dates"] == {"a": "x", "b": "y", "sweep": "z"}
 
 
 def test_the_slope_is_that_of_least_squares():

@@ -172,7 +172,10 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", required=True, metavar="NAME:N", help="hardware, for example H100:64")
     parser.add_argument("--model", metavar="7B|30B-A3B|PATH", help="another model than actor.path")
     parser.add_argument(
-        "--length", type=float, metavar="N", help="mean tokens of a completion (default: half of gconfig.max_new_tokens)"
+        "--length",
+        type=float,
+        metavar="N",
+        help="mean tokens of a completion (default: half of gconfig.max_new_tokens)",
     )
     parser.add_argument("--run", type=Path, metavar="RUN", help="take the lengths of completions from this run")
     parser.add_argument("--prompt", type=int, default=256, metavar="N", help="tokens of a prompt (default: 256)")

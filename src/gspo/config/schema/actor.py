@@ -52,8 +52,8 @@ class Actor(Section):
     # The model and how it is trained.
     path: str = key(
         "embedded:tiny",
-        "Model: embedded:tiny, embedded:tiny-{moe,tools,control,hybrid,chains,vision}, smollm2-135m, a folder, a hub name, "
-        "or a .gguf file; with `gspo train` also a run directory, whose best checkpoint is exported and used.",
+        "Model: embedded:tiny, embedded:tiny-{moe,tools,control,hybrid,chains,vision}, smollm2-135m, a folder, a hub "
+        "name, or a .gguf file; with `gspo train` also a run directory, whose best checkpoint is exported and used.",
     )
     optimizer: Optimizer = key(Optimizer, "Optimizer and its schedule.")
     ppo_n_minibatches: int | None = key(

@@ -23,13 +23,19 @@ LABELS = {"prompt_tokens": "prompt tokens", "num_samples": "samples per prompt, 
 
 
 def merge(path: Path, fresh: Mapping[str, Any]) -> dict[str, Any]:
-    """The earlier results, with the newly measured parts replaced."""
+    """The earlier results, with the newly measured parts replaced; `dates` has the day of each part."""
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    known.setdefault("workloads", {}).update(fresh.get("workloads", {}))
-    parts = [name for name in ("sweep", "sampler", "memory") if name in fresh]
-    known.update({name: fresh[name] for name in (*parts, "machine")})
-    known.setdefault("dates", {}).update(dict.fromkeys((*fresh.get("workloads", {}), *parts), fresh["machine"]["date"]))
-    return known
+    before = dict.fromkeys(_parts(known), known["machine"]["date"]) if known else {}
+    return {
+        **known,
+        **fresh,
+        "workloads": {**known.get("workloads", {}), **fresh.get("workloads", {})},
+        "dates": {**before, **known.get("dates", {}), **dict.fromkeys(_parts(fresh), fresh["machine"]["date"])},
+    }
+
+
+def _parts(results: Mapping[str, Any]) -> list[str]:
+    return [*results.get("workloads", {}), *(name for name in ("sampler", "memory", "sweep") if name in results)]
 
 
 def write_performance(folder: Path, results: Mapping[str, Any]) -> None:

@@ -16,8 +16,9 @@ from gspo.system.process import return_freed_memory
 
 # For a smaller model the memory of Python and its libraries matters more.
 MIN_WEIGHTS = 2**24
-# Of a pass. Each costs some milliseconds, and the pages that are used again cost a fault each.
-NUM_RETURNS = 5
+# Of a pass. The pages that are used again cost a fault each: with 5 a step of SmolLM2-135M's shape took 4 % longer,
+# with 3 no longer than without.
+NUM_RETURNS = 3
 
 
 def return_memory_between_layers(model: nn.Module) -> int:

@@ -1,6 +1,7 @@
 """The design's import directions, and the commands that start without torch."""
 
 import ast
+import functools
 import subprocess
 import sys
 from collections import Counter
@@ -74,11 +75,15 @@ def violations(module: str, tree: ast.AST, is_package: bool = False) -> list[str
     return found
 
 
-def modules():
+@functools.cache
+def modules() -> list[tuple[str, ast.Module, bool]]:
+    """Name, syntax tree and whether it is a package, of every file."""
+    found = []
     for file in sorted(SOURCE.rglob("*.py")):
         parts = file.relative_to(SOURCE.parent).with_suffix("").parts
         is_package = parts[-1] == "__init__"
-        yield ".".join(parts[:-1] if is_package else parts), file, is_package
+        found.append((".".join(parts[:-1] if is_package else parts), ast.parse(file.read_text()), is_package))
+    return found
 
 
 def test_every_room_has_a_floor():
@@ -89,9 +94,9 @@ def test_every_room_has_a_floor():
 def test_imports_point_one_way():
     found = [
         problem
-        for module, file, is_package in modules()
+        for module, tree, is_package in modules()
         if room_of(module)
-        for problem in violations(module, ast.parse(file.read_text()), is_package)
+        for problem in violations(module, tree, is_package)
     ]
     assert not found, "\n".join(found)
 
@@ -109,8 +114,8 @@ def circle(rooms: dict[str, set[str]]) -> list[str] | None:
 
 def test_no_rooms_import_each_other_in_a_circle():
     rooms: dict[str, set[str]] = {}
-    for module, file, is_package in modules():
-        for target, _ in imports_of(ast.parse(file.read_text()), module, is_package):
+    for module, tree, is_package in modules():
+        for target, _ in imports_of(tree, module, is_package):
             if (
                 target.startswith("gspo.")
                 and room_of(module)
@@ -172,7 +177,7 @@ def test_a_folder_has_at_most_twelve_files(tmp_path):
 
 
 def test_a_file_has_at_most_twenty_imports():
-    found = {module: num_imports(ast.parse(file.read_text())) for module, file, _ in modules()}
+    found = {module: num_imports(tree) for module, tree, _ in modules()}
     assert {module: count for module, count in found.items() if count > MAX_IMPORTS} == {}
     many = "import os\n" + "\n".join(f"from gspo.module_{i} import name" for i in range(MAX_IMPORTS + 1))
     assert num_imports(ast.parse(many)) == MAX_IMPORTS + 1
@@ -193,22 +198,22 @@ SAME_NAME = {
 }
 
 
-def defined_twice(files: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Public top-level functions and classes of (module, source) that more than one module defines."""
+def defined_twice(files: Iterable[tuple[str, ast.Module]]) -> dict[str, list[str]]:
+    """Public top-level functions and classes of (module, syntax tree) that more than one module defines."""
     found: dict[str, set[str]] = {}
-    for module, code in files:
-        for node in ast.parse(code).body:
+    for module, tree in files:
+        for node in tree.body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name[0] != "_":
                 found.setdefault(node.name, set()).add(module)
     return {name: sorted(where) for name, where in found.items() if len(where) > 1}
 
 
 def test_a_public_name_is_defined_in_one_file():
-    found = defined_twice((module, file.read_text()) for module, file, _ in modules())
+    found = defined_twice((module, tree) for module, tree, _ in modules())
     assert {name: where for name, where in found.items() if name not in SAME_NAME} == {}
     assert set(SAME_NAME) <= set(found), "a name that is defined once needs no exception"
     twice = [("a", "class Plan: ..."), ("b", "def Plan(): ..."), ("c", "def _own(): ..."), ("d", "def _own(): ...")]
-    assert defined_twice(twice) == {"Plan": ["a", "b"]}
+    assert defined_twice((module, ast.parse(code)) for module, code in twice) == {"Plan": ["a", "b"]}
 
 
 def heavy_modules_after(code: str, *args: str) -> list[str]:

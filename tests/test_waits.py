@@ -1,6 +1,7 @@
 """Nothing waits forever: docs/waits.md lists every call of src/gspo that may block, with its deadline and its owner."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -116,6 +117,7 @@ def table() -> dict[tuple[str, str], str]:
     return found
 
 
+@functools.cache
 def all_waits() -> list[Wait]:
     files = sorted(SOURCE.rglob("*.py"))
     return [w for f in files for w in waits_of(f.read_text(encoding="utf-8"), str(f.relative_to(SOURCE)))]

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from tiers import brief
 
 from gspo.lab.studies import page, plan, results, when
 
@@ -115,7 +116,7 @@ def test_a_fresh_record_takes_the_place_of_the_old_one_and_files_are_sorted_line
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("words", [["list"], ["show"], ["show", "clipping"], ["page"]])
+@pytest.mark.parametrize("words", brief([("list",), ("show",), ("show", "clipping"), ("page",)], ("show", "clipping")))
 def test_looking_at_studies_leaves_torch_alone(tmp_path, words):
     code = (
         "import sys; from gspo.cli.main import main; code = main(sys.argv[1:]); "

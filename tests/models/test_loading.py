@@ -144,13 +144,13 @@ def test_an_adapters_folder_is_no_model(tmp_path):
 @pytest.mark.parametrize("key", ["actor.path", "ref.path", "critic.path"])
 def test_a_model_of_another_vocabulary_is_refused_by_its_key(key):
     tokenizer = load_tokenizer("embedded:tiny-tools")
-    load_model("embedded:tiny-tools", tokenizer=tokenizer, key=key)
+    load_model("embedded:tiny-tools", from_scratch=True, tokenizer=tokenizer, key=key)
     with pytest.raises(DataError, match=rf"{key}: 'embedded:tiny' has another vocabulary .*: 16 tokens and 18 tokens"):
-        load_model("embedded:tiny", tokenizer=tokenizer, key=key)
+        load_model("embedded:tiny", from_scratch=True, tokenizer=tokenizer, key=key)
 
 
 def test_a_model_whose_vocabulary_holds_the_tokenizers_passes():
-    load_model("embedded:tiny-tools", tokenizer=load_tokenizer("embedded:tiny"))
+    load_model("embedded:tiny-tools", from_scratch=True, tokenizer=load_tokenizer("embedded:tiny"))
 
 
 def test_a_hub_name_is_asked_for_once_and_a_snapshot_is_used_without_network(folder, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Run our trainer and TRL's on equal work, alternately, each in its own process, and compare time and memory.
 
-A round is one process of each side. Medians over rounds are compared, so load of other programs affects both alike.
+A round is one process of each side, and ours runs once more at the end, so that each process of TRL is between two of
+ours. Medians are compared, so load of other programs affects both alike.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ def compare_with_trl(workload: Workload, *, peer: bool, say: Say) -> dict[str, A
             if peer:
                 theirs.append(run_side("peer", workload, folder))
                 say(f"{label}: TRL {theirs[-1]['step_s']:.2f} s/step")
+        if peer:
+            ours.append(run_side("ours", workload, folder))
+            say(f"{workload.name}, once more: ours {ours[-1]['step_s']:.2f} s/step")
         if peer and workload.name == "tiny":
             default.append(run_side("peer", workload, folder, [str(DEFAULT_DEVICE_BATCH)]))
             say(f"{workload.name}: TRL with its default device batch {default[-1]['step_s']:.2f} s/step")

@@ -109,7 +109,11 @@ def _run(python: str, side: str, w: Workload, folder: str) -> dict[str, float]:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def _ours(w: Workload, folder: str, prompts: Sequence[tuple[int, ...]]) -> Callable[[], int]:
+Prompts = Sequence[tuple[int, ...]]
+Generate = Callable[[Prompts], int]  # returns the number of sampled tokens
+
+
+def _ours(w: Workload, folder: str) -> Generate:
     from transformers import AutoModelForCausalLM
 
     from gspo.sampling.local.engine import LocalSampler
@@ -118,25 +122,24 @@ def _ours(w: Workload, folder: str, prompts: Sequence[tuple[int, ...]]) -> Calla
     model = AutoModelForCausalLM.from_pretrained(folder)
     sampler = LocalSampler(model, seed=1, eos_token_ids=[0])
     params = SamplingParams(w.new_tokens, ignore_eos=True)
-    requests = [
-        Request(SampleId(i, k), prompt, params) for i, prompt in enumerate(prompts) for k in range(w.num_samples)
-    ]
 
-    def generate() -> int:
-        sampler.submit(requests)
+    def generate(prompts: Prompts) -> int:
+        sampler.submit(
+            [Request(SampleId(i, k), prompt, params) for i, prompt in enumerate(prompts) for k in range(w.num_samples)]
+        )
         return sum(len(sample.tokens) for sample in sampler.completed())
 
     return generate
 
 
-def _transformers(w: Workload, folder: str, prompts: Sequence[tuple[int, ...]]) -> Callable[[], int]:
+def _transformers(w: Workload, folder: str) -> Generate:
     import torch
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    inputs = torch.tensor([prompt for prompt in prompts for _ in range(w.num_samples)])  # [B, T]
 
-    def generate() -> int:
+    def generate(prompts: Prompts) -> int:
+        inputs = torch.tensor([prompt for prompt in prompts for _ in range(w.num_samples)])  # [B, T]
         made = model.generate(
             inputs, attention_mask=torch.ones_like(inputs), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
             min_new_tokens=w.new_tokens, max_new_tokens=w.new_tokens, return_dict_in_generate=True, output_logits=True,
@@ -147,19 +150,17 @@ def _transformers(w: Workload, folder: str, prompts: Sequence[tuple[int, ...]]) 
     return generate
 
 
-def _vllm(w: Workload, folder: str, prompts: Sequence[tuple[int, ...]]) -> Callable[[], int]:
+def _vllm(w: Workload, folder: str) -> Generate:
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
-    # Without its prefix cache: a repetition would otherwise find the prompts computed.
     engine = LLM(
-        model=folder, dtype="float32", enforce_eager=True, max_num_seqs=w.num_sequences, enable_prefix_caching=False,
+        model=folder, dtype="float32", enforce_eager=True, max_num_seqs=w.num_sequences, enable_prefix_caching=True,
         max_model_len=w.prompt_tokens + w.new_tokens + 8, generation_config="vllm",
     )  # fmt: skip
     params = SamplingParams(n=w.num_samples, temperature=1.0, max_tokens=w.new_tokens, ignore_eos=True, logprobs=0)
-    requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
 
-    def generate() -> int:
-        made = engine.generate(requests, params, use_tqdm=False)
+    def generate(prompts: Prompts) -> int:
+        made = engine.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
         return sum(len(choice.token_ids) for one in made for choice in one.outputs)
 
     return generate
@@ -169,14 +170,15 @@ def measure_side(side: str, w: Workload, folder: str) -> dict[str, float]:
     import torch
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
-    rows = workload_rows(w, w.num_prompts)
+    # Every repetition has prompts of its own: a prefix cache shares a prompt within its group, and finds no other.
+    rows = workload_rows(w, w.num_prompts * (1 + _REPEATS))
     prompts = [tuple(int(word[1:]) for word in row["prompt"].split()) for row in rows]
     with torch.inference_mode():
-        generate = {"ours": _ours, "transformers": _transformers, "vllm": _vllm}[side](w, folder, prompts)
+        generate = {"ours": _ours, "transformers": _transformers, "vllm": _vllm}[side](w, folder)
         times, num_tokens = [], 0
-        for _ in range(1 + _REPEATS):
+        for i in range(0, len(prompts), w.num_prompts):
             wall, cpu = time.perf_counter(), time.process_time()
-            num_tokens = generate()
+            num_tokens = generate(prompts[i : i + w.num_prompts])
             times.append((time.perf_counter() - wall, time.process_time() - cpu))
     assert num_tokens == w.num_sequences * w.new_tokens, f"{side} sampled {num_tokens} tokens"
     wall_s, cpu_s = (statistics.median(column) for column in zip(*times[1:], strict=True))

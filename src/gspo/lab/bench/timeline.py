@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gspo.sampling.native.few_rows import OPERATOR
+
 PHASES = ("rollout", "train")
 # The kind of work by the operator's name; the first match counts. Time outside operators is Python and the allocator.
 KINDS = (
-    ("matrix products", ("aten::mm", "aten::addmm", "aten::linear")),
+    ("matrix products", ("aten::mm", "aten::addmm", "aten::linear", OPERATOR)),
     ("attention", ("aten::bmm", "aten::baddbmm", "aten::_scaled_dot_product", "_TreeAttention", "aten::index_add_")),
     ("softmax and exp", ("aten::_softmax", "aten::_log_softmax", "aten::exp", "aten::amax", "aten::log")),
     ("optimizer", ("aten::_fused_adamw_", "aten::_foreach")),
@@ -34,7 +36,7 @@ def _shares(span: dict[str, Any], events: Sequence[dict[str, Any]]) -> dict[str,
     begin, end = span["ts"], span["ts"] + span["dur"]
     # On a CPU one thread calls all operators. Of two events that begin together, the longer one contains the other.
     inside = sorted(
-        (e for e in events if e["tid"] == span["tid"] and e.get("cat") == "cpu_op" and begin <= e["ts"] < end),
+        (e for e in events if e["tid"] == span["tid"] and _is_operator(e) and begin <= e["ts"] < end),
         key=lambda e: (e["ts"], -e["dur"]),
     )
     own: dict[str, float] = defaultdict(float)
@@ -48,3 +50,7 @@ def _shares(span: dict[str, Any], events: Sequence[dict[str, Any]]) -> dict[str,
         open_.append((event["ts"] + event["dur"], kind))
     own[OUTSIDE] += span["dur"]
     return {kind: own[kind] / span["dur"] for kind in (*(kind for kind, _ in KINDS), OUTSIDE)}
+
+
+def _is_operator(event: dict[str, Any]) -> bool:
+    return event.get("cat") == "cpu_op" or event["name"] == OPERATOR  # ours is an annotation to PyTorch

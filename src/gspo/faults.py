@@ -58,7 +58,7 @@ class Fault(NamedTuple):
 
 def parse_fault(text: str) -> Fault:
     """
-    >>> parse("train.backward:3:kill")
+    >>> parse_fault("train.backward:3:kill")
     Fault(site='train.backward', visit=3, action='kill')
     """
     site, _, rest = text.partition(":")

@@ -275,6 +275,7 @@ def test_beside_the_trainer_groups_are_trained_in_order_within_the_bound_and_not
     assert made[1].loaded == [3, 4, 5, 6]
 
 
+@pytest.mark.full
 def test_an_error_in_the_sampling_thread_ends_the_run_keeps_the_last_step_and_it_goes_on(tmp_path, tiny, monkeypatch):
     with_own_weights(monkeypatch, fails_at=90)
     with pytest.raises(RolloutError, match="made to fail"):

@@ -78,6 +78,7 @@ def test_a_run_stopped_by_a_signal_and_resumed_is_the_uninterrupted_one(straight
     assert digests(again.path) == digests(path)
 
 
+@pytest.mark.full
 def test_a_stop_between_due_evaluations_measures_nothing_extra(straight, tmp_path):
     _, path = straight
 
@@ -102,6 +103,7 @@ class SignalledLate(Leader):
             interrupt()
 
 
+@pytest.mark.full
 def test_a_signal_that_comes_after_the_step_was_recorded_saves_it_all_the_same(straight, tmp_path):
     _, path = straight
     quiet = [*FOUR, "evaluator.at_start=false"]
@@ -303,6 +305,7 @@ def test_held_out_accuracy_of_the_untrained_model_is_measured_at_step_0(straight
     assert [row["step"] for row in metrics(quiet)] == [1]
 
 
+@pytest.mark.full
 def test_a_graded_run_keeps_its_best_step_by_reward_and_every_held_out_answer(tmp_path):
     """Wrong answers with right digits have a reward: accuracy alone would not tell the steps apart."""
     how = ("reward.functions=[loop_rewards:digits]", "total_train_steps=2", "evaluator.freq_steps=1", "saver.keep=1")
@@ -350,6 +353,7 @@ def test_other_settings_in_a_used_directory_are_refused_with_what_differs(tmp_pa
     assert load(path / "config.yaml").config.actor.eps_clip == 0.002
 
 
+@pytest.mark.full
 def test_the_length_of_a_run_is_free_unless_a_schedule_is_a_share_of_it(tmp_path):
     schedule = "actor.optimizer.lr_scheduler_type=linear"
     train(tmp_path, "total_train_steps=1", schedule)
@@ -375,6 +379,7 @@ def test_a_run_continues_with_the_threads_that_it_began_with(tmp_path, monkeypat
     assert [row["step"] for row in metrics(path)] == [0, 1, 2]
 
 
+@pytest.mark.full
 def test_recover_mode_disabled_refuses_a_used_directory(tmp_path):
     _, path = train(tmp_path, "total_train_steps=1")
     before = digests(path)
@@ -415,6 +420,7 @@ def test_a_finished_run_is_left_as_it_is(tmp_path):
     assert digests(path) == before
 
 
+@pytest.mark.full
 def test_a_longer_run_goes_on_from_a_shorter_one(straight, tmp_path):
     _, path = straight
     train(tmp_path, *FOUR, "total_train_steps=2")
@@ -502,6 +508,7 @@ def test_the_seed_orders_the_rows_unless_they_are_not_shuffled(tmp_path):
     assert orders["train_dataset.shuffle=false"] == [row["prompt"] for row in rows]
 
 
+@pytest.mark.full
 def test_a_callers_held_out_rows_are_what_is_evaluated(tmp_path):
     rows = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(10, 40)]
     held = [{"prompt": f"{a}+{a + 1}=", "answer": str(2 * a + 1)} for a in range(10, 15)]
@@ -516,6 +523,7 @@ def test_a_callers_held_out_rows_are_what_is_evaluated(tmp_path):
     assert trainer.parts.data.rows is own.rows
 
 
+@pytest.mark.full
 def test_a_workflow_decides_how_requests_become_samples(tmp_path):
     """The first token of every completion is declared untrained, as a tool's words would be."""
     seen = []
@@ -550,7 +558,7 @@ def test_a_trainer_takes_a_yaml_path_and_overrides(tmp_path):
 @pytest.mark.parametrize(
     "algorithm",
     [
-        pytest.param(name, marks=() if name in ("gspo", "gspo_token", "grpo") else pytest.mark.full)
+        pytest.param(name, marks=() if name == "gspo_token" else pytest.mark.full)
         for name in ALGORITHMS
         if name not in ("ppo", "sft", "distill")  # they need a critic, completions or a teacher: tests of their own
     ],
@@ -573,7 +581,8 @@ def test_ppo_is_refused_until_there_is_a_critic(tmp_path):
 
 
 @pytest.mark.parametrize(("method", "sources"), [
-    ("auto", ["recompute", "sampler"]), ("recompute", ["recompute", "recompute"]), ("rollout", ["rollout", "rollout"]),
+    ("auto", ["recompute", "sampler"]), ("rollout", ["rollout", "rollout"]),
+    pytest.param("recompute", ["recompute", "recompute"], marks=pytest.mark.full),
 ])  # fmt: skip
 def test_the_proximal_policy_comes_from_where_the_config_says(tmp_path, method, sources):
     _, path = train(
@@ -710,6 +719,7 @@ def test_an_alarm_is_said_and_with_on_alarm_stop_ends_the_run_without_losing_a_s
     assert [row["step"] for row in metrics(path)] == list(range(1, PATIENCE + 2))
 
 
+@pytest.mark.full
 def test_the_same_rows_are_written_whatever_the_display(straight, tmp_path, monkeypatch):
     """A live panel on a terminal is a view: the run is the same."""
     _, path = straight

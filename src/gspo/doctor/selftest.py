@@ -50,7 +50,7 @@ class SelfCheck:
 
     def __str__(self) -> str:
         """
-        >>> str(Line("packing", "packed against plain", 1e-12, 1e-6))
+        >>> str(SelfCheck("packing", "packed against plain", 1e-12, 1e-6))
         'ok       packing            packed against plain: 1.0e-12 (allowed 1e-06)'
         """
         head = "skipped" if self.skipped else "ok" if self.ok else "FAILED"

@@ -173,8 +173,8 @@ def _rounded(values: NDArray[Any]) -> list[float | None]:
 def finite_number(value: Any) -> float | None:
     """A finite number with six significant digits; anything else is null.
 
-    >>> number(0.123456789), number(float("nan")), number(True), number("1")
-    (0.123457, None, None, None)
+    >>> [finite_number(value) for value in (0.123456789, float("nan"), True, "1")]
+    [0.123457, None, None, None]
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
         return None

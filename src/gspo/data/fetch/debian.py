@@ -179,7 +179,7 @@ def _descriptions(release: Release, mirror: str, code: str) -> tuple[list[Descri
 def parse_stanzas(text: str) -> Iterator[Description]:
     """The stanzas of a Translation file.
 
-    >>> next(parse("Package: a\\nDescription-md5: 1\\nDescription-fr: S\\n Un\\n deux.\\n .\\n  liste\\n"))
+    >>> next(parse_stanzas("Package: a\\nDescription-md5: 1\\nDescription-fr: S\\n Un\\n deux.\\n .\\n  liste\\n"))
     Description(package='a', md5='1', synopsis='S', paragraphs=('Un deux.', ''))
     """
     for stanza in text.split("\n\n"):

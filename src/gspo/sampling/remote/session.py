@@ -20,7 +20,7 @@ _DIGITS, _LIMIT = 20, 10**19  # a higher number would leave none for the next tr
 def session_order(session: str) -> tuple[int, str]:
     """The key by which sessions are compared. An id without a number is older than every other.
 
-    >>> order("00000000000000000007-ab") < order("10-cd"), order("zz")
+    >>> session_order("00000000000000000007-ab") < session_order("10-cd"), session_order("zz")
     (True, (0, 'zz'))
     """
     text = session.partition("-")[0]

@@ -1,0 +1,25 @@
+"""The examples in docstrings give what they show."""
+
+import doctest
+import importlib
+from pathlib import Path
+
+import pytest
+
+import gspo
+
+SOURCE = Path(gspo.__file__).parent
+FILES = [file for file in sorted(SOURCE.rglob("*.py")) if ">>> " in file.read_text(encoding="utf-8")]
+
+
+def test_there_are_examples():
+    assert len(FILES) > 100
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
+def test_the_examples_of_a_file_are_right(file):
+    parts = file.relative_to(SOURCE.parent).with_suffix("").parts
+    module = importlib.import_module(".".join(part for part in parts if part != "__init__"))
+    found = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
+    assert found.attempted
+    assert not found.failed

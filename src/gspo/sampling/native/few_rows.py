@@ -122,7 +122,8 @@ def _bind(library: Any) -> Product:
         y = x.new_empty(len(x), len(weight))
         num_threads = torch.get_num_threads()
         # A timeline (`profile: true`) does not see a call of C by itself.
-        with record_function(OPERATOR) if torch.autograd._profiler_enabled() else nullcontext():
+        is_recorded = torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
+        with record_function(OPERATOR) if is_recorded else nullcontext():
             failed = function(
                 x.data_ptr(), weight.data_ptr(), y.data_ptr(), len(x), x.shape[1], len(weight), num_threads
             )

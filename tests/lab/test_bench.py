@@ -21,7 +21,7 @@ def bench(*words, code=0):
     core = {min(os.sched_getaffinity(0))}
     done = subprocess.run(
         [sys.executable, "-m", "gspo", "bench", *words],
-        capture_output=True, text=True, timeout=280, preexec_fn=lambda: os.sched_setaffinity(0, core),
+        capture_output=True, text=True, timeout=580, preexec_fn=lambda: os.sched_setaffinity(0, core),
     )  # fmt: skip
     assert done.returncode == code, done.stderr
     return done.stdout if not code else done.stderr
@@ -55,6 +55,7 @@ def test_ours_alone_prints_a_table_and_writes_the_page(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.skipif(not has_peer(), reason="TRL is not installed (extra bench)")
+@pytest.mark.timeout(600)  # two minutes alone; four processes, each with its imports
 def test_trl_does_the_same_work_and_the_ratio_is_of_the_two_times():
     found = json.loads(bench("--workload", "tiny", "--steps", "2", "--rounds", "1", "--json"))["workloads"]["tiny"]
     assert found["ratio"] == pytest.approx(found["trl"]["step_s"] / found["ours"]["step_s"])

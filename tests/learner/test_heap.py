@@ -69,14 +69,15 @@ from gspo.learner.policy.heap import return_memory_between_layers
 from gspo.learner.policy.recompute import recompute_gated_products
 torch.set_num_threads(1)
 config = AutoConfig.for_model(
-    "llama", vocab_size=64, hidden_size=320, intermediate_size=1024, num_hidden_layers=24, num_attention_heads=5
+    "llama", vocab_size=64, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+    num_key_value_heads=3,
 )
 model = AutoModelForCausalLM.from_config(config)
 recompute_gated_products(model)
 num = return_memory_between_layers(model) if sys.argv[1] == "with" else 0
 for _ in range(2):
     model.zero_grad()
-    model(input_ids=torch.arange(800).reshape(1, -1) % 64).logits.mean().backward()
+    model(input_ids=torch.arange(480).reshape(1, -1) % 64).logits.mean().backward()
 print(json.dumps([num, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]))
 """
 

@@ -55,7 +55,7 @@ def test_ours_alone_prints_a_table_and_writes_the_page(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.skipif(not has_peer(), reason="TRL is not installed (extra bench)")
-@pytest.mark.timeout(600)  # two minutes alone; four processes, each with its imports
+@pytest.mark.timeout(600)  # five processes, each with its imports, on one core
 def test_trl_does_the_same_work_and_the_ratio_is_of_the_two_times():
     found = json.loads(bench("--workload", "tiny", "--steps", "2", "--rounds", "1", "--json"))["workloads"]["tiny"]
     assert found["ratio"] == pytest.approx(found["trl"]["step_s"] / found["ours"]["step_s"])

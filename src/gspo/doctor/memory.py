@@ -13,8 +13,8 @@ from typing import Literal
 from gspo.doctor.shapes import Shape
 from gspo.system.text import count, human
 
-# Of a training process on a CPU, measured: its bytes without the tensors of model and pass, and how much more memory a
-# pass takes than the tensors that it keeps, because the C library's heap has gaps.
+# Of a training process on a CPU: its bytes without the tensors of model and pass, and how much more memory a pass takes
+# than the tensors that it keeps, because the C library's heap has gaps. Both are fitted to the peaks of lab/memory.py.
 LIBRARIES, HEAP = 500 * 10**6, 1.15
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 

@@ -25,7 +25,8 @@ _STARTED: list[str] = []  # processes that the current test has started
 
 
 def _audit(event: str, args: tuple) -> None:
-    if event in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"):
+    # matplotlib runs fc-list when it is used for the first time on a machine.
+    if event in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn") and args[:1] != ("fc-list",):
         _STARTED.append(f"{event} {args[0] if args else ''}")
 
 

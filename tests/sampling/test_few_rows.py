@@ -9,9 +9,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from gspo.runs.resume import _other_identity
 from gspo.sampling.local.borrow import Borrowed
-from gspo.sampling.native import few_rows
+from gspo.sampling.native import few_rows, library
 
 pytestmark = pytest.mark.run  # compiling starts a process
+
+
+def forget():
+    few_rows.load_native.cache_clear()
+    library.load_library.cache_clear()
 
 
 @pytest.fixture
@@ -19,9 +24,9 @@ def anew(monkeypatch, tmp_path):
     """A cache folder of the test's own, and a first use."""
     monkeypatch.setenv("GSPO_CACHE", str(tmp_path))
     monkeypatch.delenv("GSPO_NATIVE", raising=False)
-    few_rows.load_native.cache_clear()
+    forget()
     yield tmp_path
-    few_rows.load_native.cache_clear()
+    forget()
 
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
@@ -66,29 +71,32 @@ def test_it_is_compiled_once_and_found_again(anew):
     first = few_rows.load_native()
     assert first.product is not None
     made = (anew / "native").iterdir()
-    (library,) = made
-    before = library.stat().st_mtime_ns
-    few_rows.load_native.cache_clear()
+    (file,) = made
+    before = file.stat().st_mtime_ns
+    forget()
     assert few_rows.load_native().product is not None
-    assert library.stat().st_mtime_ns == before
+    assert file.stat().st_mtime_ns == before
 
 
 @needs_compiler
 def test_a_library_that_others_can_write_is_not_loaded(anew):
     few_rows.load_native()
-    (library,) = (anew / "native").iterdir()
-    library.chmod(0o666)
-    few_rows.load_native.cache_clear()
+    (file,) = (anew / "native").iterdir()
+    file.chmod(0o666)
+    forget()
     found = few_rows.load_native()
     assert found.product is None
     assert "can be written by other users" in found.why
 
 
 @needs_compiler
-def test_a_library_that_computes_wrong_products_is_not_used(anew, monkeypatch, tmp_path):
-    wrong = tmp_path / "wrong.c"
-    wrong.write_text(few_rows._SOURCE.read_text().replace("sum[o][1] += high * weight", "sum[o][1] -= high * weight"))
-    monkeypatch.setattr(few_rows, "_SOURCE", wrong)
+def test_a_library_that_computes_wrong_products_is_not_used(anew, monkeypatch):
+    wrong = shutil.copytree(library._FOLDER, anew / "sources")
+    header = wrong / "product.h"
+    text = header.read_text()
+    header.write_text(text.replace("sum[o][1] += high * weight", "sum[o][1] -= high * weight"))
+    assert header.read_text() != text
+    monkeypatch.setattr(library, "_FOLDER", wrong)
     found = few_rows.load_native()
     assert found.product is None
     assert "computes wrong products" in found.why
@@ -113,11 +121,11 @@ def test_a_compiler_that_fails_is_named(anew, monkeypatch):
 
 @needs_compiler
 def test_only_large_layers_in_float32_use_it(anew, monkeypatch):
-    assert few_rows.product_name(nn.Linear(512, 512)) == "native"
+    assert few_rows.product_name(nn.Linear(512, 512)) == f"native {library.sources_digest()}"
     assert few_rows.product_name(nn.Linear(511, 511)) == "torch"
     assert few_rows.product_name(nn.Linear(512, 512, dtype=torch.float64)) == "torch"
     monkeypatch.setenv("GSPO_NATIVE", "0")
-    few_rows.load_native.cache_clear()
+    forget()
     assert few_rows.product_name(nn.Linear(512, 512)) == "torch"
 
 
@@ -140,6 +148,7 @@ def test_a_borrowed_model_uses_it_and_gives_the_layer_back(bias):
 
 
 def test_a_run_that_was_sampled_with_other_products_names_the_remedy(tmp_path):
-    assert "GSPO_NATIVE=0" in _other_identity(tmp_path, {"products": ("torch", "native")})
-    assert "install a C compiler" in _other_identity(tmp_path, {"products": ("native", "torch")})
+    assert "GSPO_NATIVE=0" in _other_identity(tmp_path, {"products": ("torch", "native 1")})
+    assert "install a C compiler" in _other_identity(tmp_path, {"products": ("native 1", "torch")})
+    assert "install the version of gspo" in _other_identity(tmp_path, {"products": ("native 1", "native 2")})
     assert "belongs to another run" in _other_identity(tmp_path, {"data": ("a", "b"), "products": ("torch", "native")})

@@ -75,11 +75,12 @@ def resume(
 def _other_identity(folder: Path, odd: Mapping[str, tuple[Any, Any]]) -> str:
     changes = "; ".join(f"{name}: {before} → {now}" for name, (before, now) in odd.items())
     if odd.keys() == {"products"}:
-        remedy = (
-            "set the environment variable GSPO_NATIVE=0"
-            if odd["products"][0] == "torch"
-            else "install a C compiler (gcc) and unset GSPO_NATIVE"
-        )
+        before, now = odd["products"]
+        remedy = "install the version of gspo that began the run (environment.json)"
+        if before == "torch":
+            remedy = "set the environment variable GSPO_NATIVE=0"
+        elif now == "torch":
+            remedy = "install a C compiler (gcc) and unset GSPO_NATIVE"
         return (
             f"{folder} was sampled with other matrix products ({changes}), which round differently; {remedy} to "
             "resume, or set trial_name to start a new run"

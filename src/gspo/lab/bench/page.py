@@ -227,10 +227,11 @@ def _profile_section(workloads: Mapping[str, Any]) -> list[str]:
 
 
 def _breakdown_table(profiled: Mapping[str, Any]) -> list[list[str]]:
-    kinds = list(next(iter(next(iter(profiled.values())).values())))
+    kinds = max((list(shares) for phases in profiled.values() for shares in phases.values()), key=len)
     rows = [["workload", "phase", *kinds]]
     for name, phases in profiled.items():
-        rows += [[name, phase, *(f"{shares[kind]:.0%}" for kind in kinds)] for phase, shares in phases.items()]
+        # Older timelines have fewer kinds.
+        rows += [[name, phase, *(f"{shares.get(kind, 0):.0%}" for kind in kinds)] for phase, shares in phases.items()]
     return rows
 
 
@@ -244,8 +245,8 @@ def _sweep_table(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 def _shares(result: Mapping[str, Any], phases: Sequence[str] = ("rollout", "train")) -> str:
     """The parts of a step's time by the profile, as a sentence; empty without a profile."""
     found = [
-        f"{phase} is {shares['matrix products']:.0%} matrix products, {shares['other operators']:.0%} small operators "
-        f"and {shares['outside operators']:.0%} Python"
+        f"{phase} is {shares['matrix products'] + shares.get('compiled layers', 0.0):.0%} matrix products and compiled "
+        f"layers, {shares['other operators']:.0%} small operators and {shares['outside operators']:.0%} Python"
         for phase, shares in result.get("breakdown", {}).items()
         if phase in phases
     ]

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gspo.sampling.native.few_rows import OPERATOR
+from gspo.sampling.native import decode, few_rows
 
 PHASES = ("rollout", "train")
 # The kind of work by the operator's name; the first match counts. Time outside operators is Python and the allocator.
 KINDS = (
-    ("matrix products", ("aten::mm", "aten::addmm", "aten::linear", OPERATOR)),
+    ("matrix products", ("aten::mm", "aten::addmm", "aten::linear", few_rows.OPERATOR)),
+    ("compiled layers", (decode.OPERATOR,)),
     ("attention", ("aten::bmm", "aten::baddbmm", "aten::_scaled_dot_product", "_TreeAttention", "aten::index_add_")),
     ("softmax and exp", ("aten::_softmax", "aten::_log_softmax", "aten::exp", "aten::amax", "aten::log")),
     ("optimizer", ("aten::_fused_adamw_", "aten::_foreach")),
@@ -53,4 +54,5 @@ def _shares(span: dict[str, Any], events: Sequence[dict[str, Any]]) -> dict[str,
 
 
 def _is_operator(event: dict[str, Any]) -> bool:
-    return event.get("cat") == "cpu_op" or event["name"] == OPERATOR  # ours is an annotation to PyTorch
+    # To PyTorch, a call of C is an annotation.
+    return event.get("cat") == "cpu_op" or event["name"] in (few_rows.OPERATOR, decode.OPERATOR)

@@ -38,6 +38,11 @@ def active(store: KVStore, plan: Plan) -> Iterator[None]:
         _ACTIVE.reset(token)
 
 
+def active_plan() -> tuple[KVStore, Plan] | None:
+    """The store and plan of the innermost block; None outside."""
+    return _ACTIVE.get()
+
+
 def _attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -52,7 +57,7 @@ def _attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Transformers calls this in every layer: query [1, K·E, N, D], key and value [1, K, N, D] → [1, N, K·E, D]."""
-    found = _ACTIVE.get()
+    found = active_plan()
     if found is None:
         raise RolloutError(
             f"attention {ATTENTION!r} was called outside the sampler; the trainer sets another implementation"

@@ -1,4 +1,4 @@
-"""The trainer's model, borrowed for a call: eval mode, another attention implementation, faster matrix products."""
+"""The trainer's model, borrowed for a call: eval mode, another attention implementation, compiled operators."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gspo.models.vision.parts import text_modules
+from gspo.sampling.local.attention import ATTENTION
 from gspo.sampling.native import few_rows
+from gspo.sampling.native.decode import CompiledLayers
 
 
 class Borrowed:
@@ -24,6 +26,10 @@ class Borrowed:
         self._configs = list({id(m.config): m.config for m in text_modules(model) if hasattr(m, "config")}.values())
         self._linears = few_rows.large_linears(model)
         self.native = few_rows.native_for(model)
+        self._layers: dict[nn.Module, Any] = {}
+        if self.native is not None and self.native.product is not None:
+            with self.engaged(ATTENTION):
+                self._layers = CompiledLayers(model).forwards
 
     @contextmanager
     def engaged(self, attention: str) -> Iterator[None]:
@@ -38,10 +44,12 @@ class Borrowed:
             product = self.native.product if self.native is not None else None
             for module in self._linears:
                 vars(module)["forward"] = partial(_linear, module, product)
+            for layer, forward in self._layers.items():
+                vars(layer)["forward"] = forward
             with torch.no_grad():
                 yield
         finally:
-            for module in self._linears:
+            for module in (*self._linears, *self._layers):
                 vars(module).pop("forward", None)
             for config, implementation in zip(self._configs, before, strict=True):
                 config._attn_implementation = implementation

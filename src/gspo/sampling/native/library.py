@@ -1,0 +1,116 @@
+"""Compile and load the C sources of this folder, once per process.
+
+The library is compiled at first use into the cache, under a name that depends on the sources, the compiler and the
+processor. Without a C compiler, or with GSPO_NATIVE=0, there is none, and PyTorch's operators are used. Results differ
+in their last bits, so the choice is part of a run's identity (`few_rows.product_name`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import record_function
+
+from gspo.models import cache as model_cache
+
+_FOLDER = Path(__file__).parent
+_FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
+_COMPILE_S = 60.0
+
+
+class Library(NamedTuple):
+    functions: Any  # ctypes.CDLL, or None
+    why: str  # where it is, or why it is not there
+
+
+@cache
+def load_library() -> Library:
+    if os.environ.get("GSPO_NATIVE") == "0":
+        return Library(None, "GSPO_NATIVE is 0")
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))), None)
+    if compiler is None:
+        return Library(None, "there is no C compiler (cc, gcc or clang)")
+    try:
+        path = _compiled(compiler)
+        return Library(ctypes.CDLL(str(path)), str(path))
+    except (OSError, subprocess.SubprocessError) as error:
+        return Library(None, f"{compiler}: {_first_line(error)}")
+
+
+def sources_digest() -> str:
+    """Eight digits that change with the C sources: another source may round differently."""
+    return hashlib.sha256("\0".join(_texts()).encode()).hexdigest()[:8]
+
+
+def named_in_timeline(name: str) -> AbstractContextManager[Any]:
+    """A name for a call of C in a timeline (`profile: true`), which does not see it by itself."""
+    is_recorded = torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
+    return record_function(name) if is_recorded else nullcontext()
+
+
+def _texts() -> list[str]:
+    return [path.read_text(encoding="utf-8") for path in sorted(_FOLDER.glob("*.[ch]"))]
+
+
+def _compiled(compiler: str) -> Path:
+    """The library in the cache, compiled if it is not there."""
+    version = _run([compiler, "--version"])
+    key = "\0".join([*_texts(), version, " ".join(_FLAGS), _processor(), torch.__version__])
+    folder = model_cache.root() / "native"
+    library = folder / f"gspo-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=folder) as tmp:
+            _build(compiler, Path(tmp) / "gspo.so").replace(library)
+    # A user who can write these files can run code in this process.
+    for place in (folder, library):
+        found = place.stat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o022:
+            raise OSError(f"{place} can be written by other users; remove it")
+    return library
+
+
+def _build(compiler: str, out: Path) -> Path:
+    # Linked without an OpenMP library, it takes the one that PyTorch has loaded: two would compete for the cores.
+    sources = [str(path) for path in sorted(_FOLDER.glob("*.c"))]
+    parts = [str(out.with_name(f"{Path(source).stem}.o")) for source in sources]
+    for source, part in zip(sources, parts, strict=True):
+        _run([compiler, *_FLAGS[:-1], "-c", source, "-o", part])
+    _run([compiler, "-shared", *parts, "-lm", "-o", str(out)])
+    try:
+        ctypes.CDLL(str(out))
+    except OSError:  # another OpenMP than PyTorch's
+        out.unlink()
+        _run([compiler, *_FLAGS, *sources, "-lm", "-o", str(out)])
+    return out
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_S, check=False)
+    if done.returncode:
+        raise OSError(f"exit code {done.returncode}: {done.stderr.strip()[:200]}")
+    return done.stdout
+
+
+def _processor() -> str:
+    """The instruction set: a library for another one could end the process."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.machine())
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:200]

@@ -9,6 +9,7 @@ from tiny_models import OTHERS, VOCAB, build
 from transformers import T5Config, T5ForConditionalGeneration
 
 from gspo.errors import RolloutError
+from gspo.learner.policy.module import PolicyModule
 from gspo.models import moe
 from gspo.sampling.local.choose import choose, engines
 from gspo.sampling.local.comparison import ForwardComparison
@@ -267,3 +268,12 @@ def test_encoder_decoder_models_are_refused_by_name():
     model = T5ForConditionalGeneration(T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=VOCAB))
     with pytest.raises(RolloutError, match="T5ForConditionalGeneration is an encoder-decoder model"):
         LocalSampler(model, seed=1, eos_token_ids=[2])
+
+
+def test_the_engine_is_the_same_inside_a_trainer_with_gradient_checkpointing():
+    policy = PolicyModule(build("qwen3_5_text"), gradient_checkpointing=True)
+    assert any(module.training for module in policy.model.modules())
+    assert not policy.model.training
+    # A layer in training mode would drop the cache, and whole sequences would be computed at every token.
+    assert LocalSampler(policy.model, seed=5, eos_token_ids=[2]).health()["engine"] == CACHE
+    assert any(module.training for module in policy.model.modules())

@@ -7,26 +7,12 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from native_library import forget_native
 from gspo.runs.resume import _other_identity
 from gspo.sampling.local.borrow import Borrowed
 from gspo.sampling.native import few_rows, library
 
 pytestmark = pytest.mark.run  # compiling starts a process
-
-
-def forget():
-    few_rows.load_native.cache_clear()
-    library.load_library.cache_clear()
-
-
-@pytest.fixture
-def anew(monkeypatch, tmp_path):
-    """A cache folder of the test's own, and a first use."""
-    monkeypatch.setenv("GSPO_CACHE", str(tmp_path))
-    monkeypatch.delenv("GSPO_NATIVE", raising=False)
-    forget()
-    yield tmp_path
-    forget()
 
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
@@ -57,7 +43,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_on_the_threads():
 
 
 @needs_compiler
-def test_it_is_checked_in_float32_whatever_the_default_type_is(anew):
+def test_it_is_checked_in_float32_whatever_the_default_type_is(native_anew):
     torch.set_default_dtype(torch.float64)
     try:
         found = few_rows.load_native()
@@ -67,31 +53,31 @@ def test_it_is_checked_in_float32_whatever_the_default_type_is(anew):
 
 
 @needs_compiler
-def test_it_is_compiled_once_and_found_again(anew):
+def test_it_is_compiled_once_and_found_again(native_anew):
     first = few_rows.load_native()
     assert first.product is not None
-    made = (anew / "native").iterdir()
+    made = (native_anew / "native").iterdir()
     (file,) = made
     before = file.stat().st_mtime_ns
-    forget()
+    forget_native()
     assert few_rows.load_native().product is not None
     assert file.stat().st_mtime_ns == before
 
 
 @needs_compiler
-def test_a_library_that_others_can_write_is_not_loaded(anew):
+def test_a_library_that_others_can_write_is_not_loaded(native_anew):
     few_rows.load_native()
-    (file,) = (anew / "native").iterdir()
+    (file,) = (native_anew / "native").iterdir()
     file.chmod(0o666)
-    forget()
+    forget_native()
     found = few_rows.load_native()
     assert found.product is None
     assert "can be written by other users" in found.why
 
 
 @needs_compiler
-def test_a_library_that_computes_wrong_products_is_not_used(anew, monkeypatch):
-    wrong = shutil.copytree(library._FOLDER, anew / "sources")
+def test_a_library_that_computes_wrong_products_is_not_used(native_anew, monkeypatch):
+    wrong = shutil.copytree(library._FOLDER, native_anew / "sources")
     header = wrong / "product.h"
     text = header.read_text()
     header.write_text(text.replace("sum[o][1] += high * weight", "sum[o][1] -= high * weight"))
@@ -102,8 +88,8 @@ def test_a_library_that_computes_wrong_products_is_not_used(anew, monkeypatch):
     assert "computes wrong products" in found.why
 
 
-def test_without_a_compiler_pytorch_computes_and_the_reason_is_given(anew, monkeypatch):
-    monkeypatch.setenv("PATH", str(anew))
+def test_without_a_compiler_pytorch_computes_and_the_reason_is_given(native_anew, monkeypatch):
+    monkeypatch.setenv("PATH", str(native_anew))
     monkeypatch.delenv("CC", raising=False)
     found = few_rows.load_native()
     assert found.product is None
@@ -111,8 +97,8 @@ def test_without_a_compiler_pytorch_computes_and_the_reason_is_given(anew, monke
     assert few_rows.product_name(nn.Linear(512, 512)) == "torch"
 
 
-def test_a_compiler_that_fails_is_named(anew, monkeypatch):
-    broken = anew / "cc"
+def test_a_compiler_that_fails_is_named(native_anew, monkeypatch):
+    broken = native_anew / "cc"
     broken.write_text("#!/bin/sh\necho no such option >&2\nexit 3\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CC", str(broken))
@@ -120,12 +106,12 @@ def test_a_compiler_that_fails_is_named(anew, monkeypatch):
 
 
 @needs_compiler
-def test_only_large_layers_in_float32_use_it(anew, monkeypatch):
+def test_only_large_layers_in_float32_use_it(native_anew, monkeypatch):
     assert few_rows.product_name(nn.Linear(512, 512)) == f"native {library.sources_digest()}"
     assert few_rows.product_name(nn.Linear(511, 511)) == "torch"
     assert few_rows.product_name(nn.Linear(512, 512, dtype=torch.float64)) == "torch"
     monkeypatch.setenv("GSPO_NATIVE", "0")
-    forget()
+    forget_native()
     assert few_rows.product_name(nn.Linear(512, 512)) == "torch"
 
 

@@ -82,7 +82,7 @@ def _other_identity(folder: Path, odd: Mapping[str, tuple[Any, Any]]) -> str:
         elif now == "torch":
             remedy = "install a C compiler (gcc) and unset GSPO_NATIVE"
         return (
-            f"{folder} was sampled with other matrix products ({changes}), which round differently; {remedy} to "
+            f"{folder} was sampled with other compiled operators ({changes}), which round differently; {remedy} to "
             "resume, or set trial_name to start a new run"
         )
     same = f"threads={odd['threads'][0]} to continue this one, or " if odd.keys() == {"threads"} else ""

@@ -24,17 +24,25 @@ class Borrowed:
         self.model = model
         # A part of the model may have its own config object: the attention implementation is set on each of them.
         self._configs = list({id(m.config): m.config for m in text_modules(model) if hasattr(m, "config")}.values())
-        self._linears = few_rows.large_linears(model)
+        # The layers of the trainer's model are in training mode while the model itself is not.
+        self._modules = list(model.modules())
         self.native = few_rows.native_for(model)
+        self._linears: list[nn.Linear] = []
         self._layers: dict[nn.Module, Any] = {}
         if self.native is not None and self.native.product is not None:
             with self.engaged(ATTENTION):
                 self._layers = CompiledLayers(model).forwards
+        self._linears = few_rows.large_linears(model)
+
+    @property
+    def num_compiled(self) -> int:
+        """Layers whose decode step is a compiled call."""
+        return len(self._layers)
 
     @contextmanager
     def engaged(self, attention: str) -> Iterator[None]:
         """The model in eval mode with this attention and without gradients; everything is restored afterwards."""
-        training = [m for m in self.model.modules() if m.training] if self.model.training else []
+        training = [m for m in self._modules if m.training]
         before = [config._attn_implementation for config in self._configs]
         try:
             for module in training:

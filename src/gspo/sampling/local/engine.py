@@ -88,6 +88,8 @@ class LocalSampler:
         self._borrowed = Borrowed(model)
         if (native := self._borrowed.native) is not None and native.product is None:
             say(f"sampling uses PyTorch's matrix products, not the faster compiled ones: {native.why}")
+        if self._borrowed.num_compiled:
+            say(f"sampling: {self._borrowed.num_compiled} layers run as compiled calls")
         self._vision, self._image_prompts = vision or Vision.of(model), image_prompts
         self._engines = engines(model, self._routers, prefill_tokens, self._vision)
         self._engine = self._engines[0]

@@ -1,1 +1,1 @@
-"""Products of few rows in C, for sampling on a CPU."""
+"""Operators in C for sampling on a CPU: products of few rows, and layers of a decode step."""

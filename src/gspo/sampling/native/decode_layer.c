@@ -30,6 +30,8 @@ struct rows {
 
 typedef int32_t ivec __attribute__((vector_size(LANES * sizeof(int32_t)), aligned(4)));
 
+static long rounded(long size) { return (size + LANES - 1) / LANES * LANES; }
+
 /* eˣ within two units of the last place. */
 static inline vec exp_of(vec x) {
     const vec low = (vec){0} - 87.0f, high = (vec){0} + 88.0f;
@@ -96,7 +98,7 @@ static void gather(const float *weights, const float *values, float *out, long p
 
 /* Attention of one row and key/value head: q [E, D], k and v [D] of the new token, out [E, D]. */
 static void attend(const struct layer *l, const struct rows *s, long r, long j, float *q, float *k, float *v, float *out, float *scores) {
-    const long dim = s->dim, per_kv = s->heads / s->kv_heads, stride = (s->max_keys + LANES - 1) / LANES * LANES;
+    const long dim = s->dim, per_kv = s->heads / s->kv_heads, stride = rounded(s->max_keys);
     const long num_prompt = s->prompt_len[r], num_own = s->own_len[r] + 1, num = num_prompt + num_own;
     const float *cos = s->cos + r * dim, *sin = s->sin + r * dim;
     const long prompt = (s->group[r] * s->kv_heads + j) * s->prompt_capacity * dim;
@@ -117,7 +119,7 @@ static void attend(const struct layer *l, const struct rows *s, long r, long j, 
     for (long e = 0; e < per_kv; e++) {
         float *row = scores + e * stride, peak = row[0];
         for (long i = 1; i < num; i++) peak = row[i] > peak ? row[i] : peak;
-        for (long i = num; i < stride; i++) row[i] = -INFINITY;
+        for (long i = num; i < rounded(num); i++) row[i] = -INFINITY;
         vec sum = {0};
         for (long i = 0; i < num; i += LANES) sum += *(vec *)(row + i) = exp_of(*(vec *)(row + i) - peak);
         total[e] = sum_of(sum);
@@ -128,8 +130,6 @@ static void attend(const struct layer *l, const struct rows *s, long r, long j, 
     for (long e = 0; e < per_kv; e++)
         for (long d = 0; d < dim; d++) out[e * dim + d] /= total[e];
 }
-
-static long rounded(long size) { return (size + LANES - 1) / LANES * LANES; }
 
 /* The floats of `scratch`: scale | a | b | c | panels | scores per thread. a, b, c hold q, k, v; then gate, up; then y. */
 static long widest(const struct rows *s) {

@@ -21,7 +21,7 @@ Product = Callable[[Tensor, Tensor], Tensor]  # x [N, in], W [out, in] → [N, o
 
 class Native(NamedTuple):
     product: Product | None
-    why: str  # how it was compiled, or why it is not there
+    why: str  # where the library is, or why there is none
 
 
 def large_linears(model: nn.Module) -> list[nn.Linear]:

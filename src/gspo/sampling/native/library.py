@@ -49,8 +49,8 @@ def load_library() -> Library:
 
 
 def sources_digest() -> str:
-    """Eight digits that change with the C sources: another source may round differently."""
-    return hashlib.sha256("\0".join(_texts()).encode()).hexdigest()[:8]
+    """Eight digits that change with the C sources and the flags of the compiler: other ones may round differently."""
+    return hashlib.sha256("\0".join([*_texts(), *_FLAGS]).encode()).hexdigest()[:8]
 
 
 def named_in_timeline(name: str) -> AbstractContextManager[Any]:

@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 import torch
+from native_library import forget_native
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from native_library import forget_native
 from gspo.runs.resume import _other_identity
 from gspo.sampling.local.borrow import Borrowed
 from gspo.sampling.native import few_rows, library

@@ -1,7 +1,7 @@
 """Layers of Llama-like models for the next token of each row, one compiled call per layer (`decode_layer.c`).
 
 A decode step of few rows calls about forty operators per layer, most of them on a few thousand numbers, and their calls
-take a third of its time. A layer is replaced if it has the parts that `_candidates` lists, and no others, and if the
+take a third of its time. A layer is replaced if it has the parts that `_has_the_form` names, no others, and if the
 compiled function returns what its own forward returns. The comparison uses random weights, so its result is the same
 for every checkpoint of a model. Models are not listed by name. Prefills, and layers with a sliding window, run the
 layer's own forward.

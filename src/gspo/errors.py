@@ -21,6 +21,10 @@ class RewardError(GspoError):
     """More rewards failed than allowed. A failure is never turned into a reward."""
 
 
+class SandboxError(RewardError):
+    """The sandbox of program rewards could not be started or failed; it says nothing about the program."""
+
+
 class WeightSyncError(GspoError):
     """A sampler could not load and verify new weights."""
 

@@ -67,6 +67,27 @@ class Images:
 PromptKey = tuple[tuple[int, ...], str]
 
 
+@dataclass(frozen=True, eq=False)
+class ShownPrompt:
+    """A prompt that shows images."""
+
+    tokens: tuple[int, ...]
+    images: Images
+
+    @property
+    def key(self) -> PromptKey:
+        return self.tokens, self.images.digest
+
+
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """Which segments of a packed row belong to prompts with images."""
+
+    prompts: tuple[ShownPrompt, ...]
+    of_segment: NDArray[np.int64]  # [S] index of the prompt that a segment belongs to or continues; −1: text alone
+    num_prompt: NDArray[np.int64]  # [S] how many of its first tokens are the prompt; 0 if it comes after the prompt
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One problem, rendered to tokens once; text is never tokenised again.

@@ -11,7 +11,8 @@ import yaml
 from areal_files import NEW, OLD
 
 from gspo.algorithms import ALGORITHMS
-from gspo.config import config_fingerprint, document, dump, effective_objective, load, write_origins
+from gspo.config import config_fingerprint, dump, effective_objective, load, write_origins
+from gspo.config.document import document
 from gspo.config.loaded import read_origins
 from gspo.config.migrate.table import rules
 from gspo.config.schema import known_keys

@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM, XLNetConfig
 from transformers.cache_utils import LinearAttentionLayer
 
 from gspo.errors import DataError
-from gspo.learner.policy.forking import FORK_TOKENS, fork_batches, pays
+from gspo.learner.policy import FORK_TOKENS
+from gspo.learner.policy.forking import fork_batches, pays
 from gspo.learner.policy.module import PolicyModule, weight_names
 from gspo.learner.policy.packing import Completion, PackItem, pack
 from gspo.learner.policy.probe import probe

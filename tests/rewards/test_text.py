@@ -8,7 +8,8 @@ from gspo.config.load import load
 from gspo.doctor.explain.data import reward_words
 from gspo.errors import ConfigError
 from gspo.rewards.call import bind, call_sample
-from gspo.rewards.functions.text import LANGUAGES, TEXT
+from gspo.rewards.functions.builtin import builtin
+from gspo.rewards.functions.text import LANGUAGES
 from gspo.rewards.pool import RewardPool
 from gspo.rewards.spec import RewardItem, combine, reward_spec
 from gspo.train.build.rewards import reward_specs
@@ -19,7 +20,7 @@ ENGLISH = "This package contains the configuration files of the server."
 
 
 def score(name, text, **arguments):
-    return TEXT[name](text, **arguments)
+    return builtin(name)(text, **arguments)
 
 
 def test_rouge_is_that_of_rouge_score():

@@ -115,7 +115,8 @@ def config_verb_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def config(args: argparse.Namespace) -> int:
-    from gspo.config.document import dump, json_schema
+    from gspo.config import dump
+    from gspo.config.document import json_schema
 
     if args.schema:
         print(json.dumps(json_schema(), indent=1, ensure_ascii=False))

@@ -1,8 +1,7 @@
 """Configuration: one schema, YAML with places, AReaL's spellings, algorithm-aware defaults. Torch-free."""
 
-from gspo.config.document import config_fingerprint, document, dump
 from gspo.config.load import load
-from gspo.config.loaded import Loaded, Origin, write_origins
+from gspo.config.loaded import Loaded, Origin, config_fingerprint, dump, write_origins
 from gspo.config.objective import (
     ObjectiveSettings,
     default_algorithm_note,
@@ -21,7 +20,6 @@ __all__ = [
     "Origin",
     "config_fingerprint",
     "default_algorithm_note",
-    "document",
     "dump",
     "effective_objective",
     "is_supervised",

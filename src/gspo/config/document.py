@@ -1,87 +1,21 @@
-"""A config as text: the resolved file of a run, its digest, and docs/config.md.
+"""The schema as text: docs/config.md, docs/migrating.md, and a JSON schema for editors.
 
 docs/config.md and docs/migrating.md are written by `make docs`; tests hold the pages and the tables together.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 from gspo.algorithms import ALGORITHMS
-from gspo.config.interpolate import escape
-from gspo.config.loaded import Loaded
+from gspo.config.loaded import written
 from gspo.config.migrate import areal, other_systems, removed
 from gspo.config.migrate.rule import Rule
 from gspo.config.objective import proximal_policy
 from gspo.config.schema import Config, Key, Section, keys_of, known_keys
-
-
-def dump(loaded: Loaded) -> str:
-    """The resolved config with every key and the origin of its value; `load` of it gives an equal config."""
-    lines = ["# The resolved config: every key, and the origin of its value."]
-    lines += _dump_section(loaded.config, "", "", loaded)
-    return "\n".join(lines) + "\n"
-
-
-def _dump_section(section: Any, prefix: str, indent: str, loaded: Loaded) -> Iterable[str]:
-    for name, value in section:
-        key = prefix + name
-        if isinstance(value, Section):
-            yield f"{indent}{name}:"
-            yield from _dump_section(value, key + ".", indent + "  ", loaded)
-        else:
-            yield f"{indent}{name}: {_value(value)}  # {_comment(str(loaded.origins[key]))}"
-
-
-def _comment(text: str) -> str:
-    return re.sub(r"[^\x20-\x7e\xa1-\ufefe]", "?", text)
-
-
-def _value(value: Any) -> str:
-    """A value as YAML on one line."""
-    if isinstance(value, str):
-        # Quotes are left out only where YAML reads the text as the same string.
-        plain = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_./-]*", value) and value.lower() not in _WORDS
-        return value if plain else _quoted(escape(value))
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_value, value)) + "]"
-    if isinstance(value, Section):
-        value = value.model_dump()
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_quoted(str(name))}: {_value(child)}" for name, child in value.items()) + "}"
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return repr(value)
-
-
-def _quoted(text: str) -> str:
-    """Double quotes keep every text, line breaks and lone surrogates included."""
-
-    def character(c: str) -> str:
-        if c in '"\\':
-            return "\\" + c
-        return c if c.isprintable() else f"\\U{ord(c):08x}"
-
-    return '"' + "".join(map(character, text)) + '"'
-
-
-_WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
-
-
-def config_fingerprint(config: Config) -> str:
-    """A fingerprint of every value, whatever file or spelling it came from.
-
-    >>> [config_fingerprint(Config(seed=seed)) == config_fingerprint(Config()) for seed in (1, 2)]
-    [True, False]
-    """
-    return hashlib.sha256(json.dumps(config.model_dump(), sort_keys=True).encode()).hexdigest()
-
 
 # -- The JSON schema ------------------------------------------------------------------------------------------
 
@@ -223,7 +157,7 @@ def _type(key: Key) -> str:
 def _default(key: Key) -> str:
     if key.section is not None:
         return "null" if key.default is None else "below"
-    return _cell(f"`{_value(key.default)}`")
+    return _cell(f"`{written(key.default)}`")
 
 
 def _cell(text: str) -> str:
@@ -250,7 +184,7 @@ def _proximal_table() -> str:
     for method, decoupled in product(known_keys()["actor.prox_logp_method"].choices, (False, True)):
         chosen = proximal_policy(decoupled, str(method))
         weight = "yes" if chosen.corrected else "none: π_old is μ" if decoupled else "no"
-        rows.append("| " + " | ".join((_value(method), _value(decoupled), chosen.method, weight)) + " |")
+        rows.append("| " + " | ".join((written(method), written(decoupled), chosen.method, weight)) + " |")
     return "\n".join(rows)
 
 

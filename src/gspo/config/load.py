@@ -13,7 +13,6 @@ from typing import Any
 from gspo.config import yaml_tree as tree
 from gspo.config.interpolate import interpolate, section_behind
 from gspo.config.loaded import Loaded, Origin, origin_of
-from gspo.config.migrate import table as migration
 from gspo.config.overrides import Override, parse_override
 from gspo.config.resolve import resolve, value_of
 from gspo.config.schema import Config, known_keys
@@ -21,6 +20,9 @@ from gspo.config.validate import build_config, unknown_key
 from gspo.config.yaml_tree import Node
 from gspo.errors import ConfigError
 from gspo.shipped import find_config, installed_path
+from gspo.system.imports import by_name
+
+MIGRATION = "gspo.config.migrate.table"  # the keys of AReaL
 
 
 def load(path: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Loaded:
@@ -47,7 +49,7 @@ def load(path: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] =
     # After the overrides: `${key}` must give the overridden value.
     problems += interpolate(root, lambda reference: _elsewhere(root, reference))
     # After interpolation, because a migration rule converts values, not references.
-    migration.migrate(root, problems, messages)
+    by_name(MIGRATION).migrate(root, problems, messages)
     config, places = build_config(root, problems)
     # `resolve` needs a config that passed validation.
     tree.fail(problems)
@@ -89,14 +91,14 @@ def _override(root: Node, override: Override, problems: list[str]) -> None:
     if not _is_known(override.key):
         problems.append(unknown_key(override.key, tree.COMMAND_LINE))
     # `~key` resets the key however the file spells it.
-    for key in (override.key, *migration.spellings(override.key)):
+    for key in (override.key, *by_name(MIGRATION).spellings(override.key)):
         tree.pop(root, key)
 
 
 def _is_known(key: str) -> bool:
     keys = known_keys()
     free = (name for name, known in keys.items() if known.free)
-    return key in keys or migration.is_known(key) or any(key.startswith(name + ".") for name in free)
+    return key in keys or by_name(MIGRATION).is_known(key) or any(key.startswith(name + ".") for name in free)
 
 
 def _open_references(root: Node, key: str) -> None:
@@ -111,14 +113,14 @@ def _open_references(root: Node, key: str) -> None:
 
 def _elsewhere(root: Node, reference: str) -> Node | None:
     """What `${reference}` means where the config does not write that key: another spelling of it, or the default."""
-    for spelling in (migration.renamed(reference), *migration.spellings(reference)):
+    for spelling in (by_name(MIGRATION).renamed(reference), *by_name(MIGRATION).spellings(reference)):
         node = tree.get(root, spelling)
         if node is not None:
             return node
-    key = known_keys().get(migration.renamed(reference))
+    key = known_keys().get(by_name(MIGRATION).renamed(reference))
     if key is not None:
         return Node({} if key.section is not None and not key.nullable else _default_node(key.default), "default")
-    return Node(None, "default") if migration.is_known(reference) else None
+    return Node(None, "default") if by_name(MIGRATION).is_known(reference) else None
 
 
 def _default_node(default: object) -> object:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from gspo.config.schema import Config
+from gspo.config.interpolate import escape
+from gspo.config.schema import Config, Section
 from gspo.config.yaml_tree import COMMAND_LINE
 
 
@@ -80,3 +83,67 @@ class Loaded:
             return self.origin(key).by_user
         except KeyError:
             return False
+
+
+# -- A config as text ------------------------------------------------------------------------------------------
+
+
+def dump(loaded: Loaded) -> str:
+    """The resolved config with every key and the origin of its value; `load` of it gives an equal config."""
+    lines = ["# The resolved config: every key, and the origin of its value."]
+    lines += _dump_section(loaded.config, "", "", loaded)
+    return "\n".join(lines) + "\n"
+
+
+def _dump_section(section: Any, prefix: str, indent: str, loaded: Loaded) -> Iterable[str]:
+    for name, value in section:
+        key = prefix + name
+        if isinstance(value, Section):
+            yield f"{indent}{name}:"
+            yield from _dump_section(value, key + ".", indent + "  ", loaded)
+        else:
+            yield f"{indent}{name}: {written(value)}  # {_comment(str(loaded.origins[key]))}"
+
+
+def _comment(text: str) -> str:
+    return re.sub(r"[^\x20-\x7e\xa1-\ufefe]", "?", text)
+
+
+def written(value: Any) -> str:
+    """A value as YAML on one line."""
+    if isinstance(value, str):
+        # Quotes are left out only where YAML reads the text as the same string.
+        plain = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_./-]*", value) and value.lower() not in _WORDS
+        return value if plain else _quoted(escape(value))
+    if isinstance(value, list):
+        return "[" + ", ".join(map(written, value)) + "]"
+    if isinstance(value, Section):
+        value = value.model_dump()
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_quoted(str(name))}: {written(child)}" for name, child in value.items()) + "}"
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return repr(value)
+
+
+def _quoted(text: str) -> str:
+    """Double quotes keep every text, line breaks and lone surrogates included."""
+
+    def character(c: str) -> str:
+        if c in '"\\':
+            return "\\" + c
+        return c if c.isprintable() else f"\\U{ord(c):08x}"
+
+    return '"' + "".join(map(character, text)) + '"'
+
+
+_WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
+
+
+def config_fingerprint(config: Config) -> str:
+    """A fingerprint of every value, whatever file or spelling it came from.
+
+    >>> [config_fingerprint(Config(seed=seed)) == config_fingerprint(Config()) for seed in (1, 2)]
+    [True, False]
+    """
+    return hashlib.sha256(json.dumps(config.model_dump(), sort_keys=True).encode()).hexdigest()

@@ -15,9 +15,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from gspo.config import yaml_tree
-from gspo.config.migrate import other_systems
 from gspo.config.schema import Config, Key, Section, keys_of, known_keys
 from gspo.config.yaml_tree import Node, describe, is_failed, leaves, shorten
+from gspo.system.imports import by_name
+
+# Keys of TRL and verl.
+FOREIGN_KEY, FOREIGN_SECTION = (f"gspo.config.migrate.other_systems:{name}" for name in ("find", "is_section"))
 
 _BOUNDS = {"greater_than", "greater_than_equal", "less_than_equal"}
 
@@ -45,7 +48,7 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 def unknown_key(name: str, place: str, names: Iterable[str] | None = None) -> str:
     """The message about a key that the schema does not have; `names` are the known ones, by default all keys."""
     leaf = name.rpartition(".")[2]
-    theirs = other_systems.find(name)
+    theirs = by_name(FOREIGN_KEY)(name)
     # A known name in another section is more likely a key in the wrong place than a key of another system.
     if theirs is not None and (theirs.key in (name, leaf + ".*") or not _is_ours(leaf) or "." not in name):
         return f"{place}: {theirs.complaint(name)}"
@@ -133,7 +136,7 @@ def _key_at(name: str) -> Key:
 
 
 def _messages(name: str, node: Node, kinds: set[str]) -> Iterable[str]:
-    if "extra_forbidden" in kinds or (isinstance(node.value, dict) and other_systems.is_section(name)):
+    if "extra_forbidden" in kinds or (isinstance(node.value, dict) and by_name(FOREIGN_SECTION)(name)):
         yield from _unknown(name, node)
         return
     key = _key_at(name)
@@ -150,7 +153,7 @@ def _messages(name: str, node: Node, kinds: set[str]) -> Iterable[str]:
 
 def _unknown(name: str, node: Node) -> Iterable[str]:
     """A message about an unknown key, or about each key of another system's section."""
-    if isinstance(node.value, dict) and other_systems.is_section(name):
+    if isinstance(node.value, dict) and by_name(FOREIGN_SECTION)(name):
         for child_name, child in node.value.items():
             yield from _unknown(f"{name}.{child_name}", child)
     else:

@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from gspo.data import arithmetic
-from gspo.data import reasoning_gym as gym
-from gspo.data.digits import task as digits_task
 from gspo.data.split import HELD_OUT, divide
 from gspo.errors import DataError
-from gspo.system.imports import install_command
+from gspo.system.imports import by_name, install_command
 from gspo.system.text import human
 
-Row = gym.Row
+Row = dict[str, Any]
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 _SPLIT_NAME = re.compile(r"(train|" + "|".join(HELD_OUT) + r")(?:[-_.].*)?", re.IGNORECASE)
 _PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
@@ -51,7 +49,8 @@ def rows_of(
         raise DataError(f"{key}.split must be train, all, or one of {', '.join(HELD_OUT)}; got {split!r}")
     held_out = split in HELD_OUT
     if path.startswith("reasoning_gym:"):
-        return gym.task_rows(path.partition(":")[2], split, size=size, seed=seed, options=options, key=key)
+        task_rows = by_name("gspo.data.reasoning_gym:task_rows")
+        return task_rows(path.partition(":")[2], split, size=size, seed=seed, options=options, key=key)
     if options:
         raise DataError(
             f"{key}.options ({', '.join(options)}) are settings of reasoning_gym tasks, but {key}.path is {path}; "
@@ -317,11 +316,11 @@ def _embedded(path: str, split: str | None, *, size: int | None, seed: int, key:
     count = size if size is not None else 512 if part == "test" else 4096
     # The same held-out problems for every seed, so that runs can be compared.
     seed = 0 if part == "test" else seed
-    if path == digits_task.PATH:
-        return digits_task.digit_rows(part, count, seed=seed)
+    if path == "embedded:digits":
+        return by_name("gspo.data.digits.task:digit_rows")(part, count, seed=seed)
     found = re.fullmatch(r"embedded:arithmetic(?::([1-6])(?:-([1-6]))?(?:x(\d+))?)?", path)
     if not found:
-        known = f"embedded:arithmetic, embedded:arithmetic:2-3, embedded:arithmetic:3x5 or {digits_task.PATH}"
+        known = "embedded:arithmetic, embedded:arithmetic:2-3, embedded:arithmetic:3x5 or embedded:digits"
         raise DataError(f"{key}.path: there is no {path}; use {known}")
     digits = (int(found[1]), int(found[2] or found[1])) if found[1] else arithmetic.DIGITS
     chained = int(found[3]) if found[3] else None

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gspo.learner.credit import Credit
-from gspo.learner.critic import Critic
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.reference import Reference, Teacher
 from gspo.learner.step import Plan
+
+if TYPE_CHECKING:
+    from gspo.learner.critic import Critic
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from gspo.learner.batch import Batch
 from gspo.learner.policy.module import PolicyModule, packed_parts
 from gspo.learner.policy.packing import by_sequence
 from gspo.learner.ranks.world import World
-from gspo.sampling.remote.scores import open_scores
+from gspo.system.imports import by_name
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def reference_logp(reference: Reference, batch: Batch) -> dict[int, NDArray[Any]
 
 def served_teacher(url: str, tokenizer: Any, world: World, *, timeout_s: float, coef: float) -> Teacher:
     """A teacher on a server, which has answered and has the vocabulary of `tokenizer`."""
-    server = open_scores(url, timeout_s=timeout_s)
+    server = by_name("gspo.sampling.remote.scores:open_scores")(url, timeout_s=timeout_s)
     try:
         server.check_vocabulary(tokenizer)
     except BaseException:

@@ -44,7 +44,7 @@ from gspo.models.folder import (
     refuse_other_vocabulary,
 )
 from gspo.models.locate import EMBEDDED, locate
-from gspo.models.lora import merge_stored
+from gspo.system.imports import by_name
 
 # Tensors that older transformers versions stored and newer ones compute; ignoring them loses no weight.
 _COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
@@ -103,7 +103,7 @@ def load_model(
     if adapters and not path.startswith(EMBEDDED) and (adapter := read_adapter(Path(path), key)) is not None:
         # Merged on the CPU; a base model that is an adapter itself is refused.
         model: Any = load_model(adapter.base, dtype, tokenizer=tokenizer, key=key)
-        merge_stored(model, Path(path), adapter)
+        by_name("gspo.models.lora:merge_stored")(model, Path(path), adapter)
         return model.to(device)
     if path.startswith(EMBEDDED):
         from gspo.models import embedded

@@ -13,9 +13,11 @@ from functools import lru_cache
 from pathlib import Path
 
 from gspo.errors import DataError
-from gspo.models import embedded, gguf, registry
+from gspo.models import embedded, registry
+from gspo.system.imports import by_name
 
 EMBEDDED = "embedded:"
+GGUF = ".gguf"
 HUB_TIMEOUT_S = 5.0
 _TEXT_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.bpe", "*.spm")  # of a hub repository
 
@@ -25,8 +27,8 @@ def locate(path: str, key: str = "actor.path", *, weights: bool = True) -> str:
 
     `weights` is False if only the config and the tokenizer are used. DataError names `key` if there is no such model.
     """
-    if path.endswith(gguf.SUFFIX) and not Path(path).is_dir():
-        return str(gguf.converted(path, key))
+    if path.endswith(GGUF) and not Path(path).is_dir():
+        return str(by_name("gspo.models.gguf:converted")(path, key))
     return find_here(path, key) or _download(path, key, weights)
 
 
@@ -110,7 +112,7 @@ def hub_problem(path: str, kind: str = "model") -> str | None:
 
 def is_hub_name(path: str) -> bool:
     """Whether a path means a model of the hub: `owner/name` or `name`, and nothing of that name is here."""
-    if re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path) is None or ".." in path or path.endswith(gguf.SUFFIX):
+    if re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path) is None or ".." in path or path.endswith(GGUF):
         return False
     return path not in registry.MODELS and not Path(path).is_dir()
 

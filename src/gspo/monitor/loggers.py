@@ -17,13 +17,27 @@ import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gspo.monitor.sinks import LOG, SINKS, Row, Sink
 from gspo.system.files import read_jsonl, to_json
+from gspo.system.imports import by_name
+
+if TYPE_CHECKING:
+    from gspo.monitor.sinks import Row, Sink
 
 MAX_PENDING = 4096  # rows in a sink's queue; a sink that is further behind hangs
+LOG = "loggers.log"  # tracebacks of failed sinks, and what sinks print
+SINKS: dict[str, str | Callable[..., Sink]] = {
+    "tensorboard": "gspo.monitor.sinks:TensorBoard",
+    "wandb": "gspo.monitor.sinks:WeightsAndBiases",
+    "trackio": "gspo.monitor.sinks:Trackio",
+}
 PATIENCE_S = 60.0  # at the end of a run, for rows in the queues
+
+
+def _maker(name: str) -> Callable[..., Sink]:
+    maker = SINKS[name]
+    return by_name(maker) if isinstance(maker, str) else maker
 
 
 class Loggers:
@@ -36,7 +50,7 @@ class Loggers:
         # After a resume, metrics.jsonl has been cut back to the checkpoint; sinks get this history again.
         history = read_jsonl(file) if settings and file.exists() else []
         self._feeds = [
-            _Feed(name, partial(SINKS[name], run, **values), history, run / LOG, self._messages.put)
+            _Feed(name, partial(_maker(name), run, **values), history, run / LOG, self._messages.put)
             for name, values in settings.items()
         ]
         for feed in self._feeds:

@@ -9,13 +9,12 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import yaml
 
-LOG = "loggers.log"  # tracebacks of failed sinks, and what sinks print
+from gspo.monitor.loggers import LOG
 
 Row = dict[str, Any]
 
@@ -150,9 +149,6 @@ def _redirect_trackio(run: Path, warned: list[str]) -> None:
         if name.partition(".")[0] == "trackio":
             known = vars(module)
             known |= {key: value for key, value in replaced.items() if key in known} | {"print": print_to_log}
-
-
-SINKS: dict[str, Callable[..., Sink]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "trackio": Trackio}
 
 
 def _config(run: Path) -> dict[str, Any]:

@@ -20,18 +20,20 @@ import inspect
 import math
 import numbers
 import pickle
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
-from gspo.rewards.functions.builtin import BUILTIN, COMPARING, FROM_ROW
-from gspo.rewards.functions.text import TEXT, warm_up
-from gspo.rewards.sandbox.box import SandboxError
-from gspo.system.imports import described, find_function
+from gspo.errors import SandboxError
+from gspo.rewards.functions.builtin import BUILTIN, COMPARING, FROM_ROW, TEXT, builtin
+from gspo.system.imports import by_name, described, find_function
 
 SAMPLE, AREAL, TRL = "text", "areal", "trl"
+LENGTH = struct.Struct("=I")  # of a frame between trainer, supervisor and worker
+HEARTBEAT_S = 0.25  # longest time between two messages of a supervisor to its trainer
 GRACE_S = 0.5  # an async call is cancelled at the timeout; its worker is killed this much later
 
 
@@ -65,9 +67,23 @@ class Pending:
     ready: Callable[[], bool] = lambda: True  # whether `take` returns without waiting for a service
 
 
+class Scorer(Protocol):
+    """A part of a spec that scores many samples at a time in the trainer's process: a reward model or a judge.
+
+    A scorer starts when a group is submitted, and its results are taken when the trainer needs them. It runs no user
+    code, so it needs no worker process; requests to a judge have timeouts.
+    """
+
+    def start(self, item: Any) -> Pending:
+        """Start to score a group (a `RewardItem`)."""
+        ...
+
+    def close(self) -> None: ...
+
+
 def bind(name: str, kwargs: dict[str, Any], code: str = "") -> Call:
     """Import a function by name, or unpickle its `code`, and read its signature; ValueError with a message."""
-    function = BUILTIN[name] if name in BUILTIN else _unpickled(name, code) if code else find_function(name)
+    function = builtin(name) if name in BUILTIN else _unpickled(name, code) if code else find_function(name)
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
@@ -93,7 +109,7 @@ def bind(name: str, kwargs: dict[str, Any], code: str = "") -> Call:
     )
     settings = frozenset[str]()
     if name in TEXT:
-        warm_up(name, kwargs)
+        by_name("gspo.rewards.functions.text:warm_up")(name, kwargs)
         settings = frozenset(names) - FROM_ROW
     return Call(name, function, shape, None if open_ended else frozenset(names), kwargs, is_async, settings)
 

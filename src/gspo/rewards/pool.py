@@ -1,6 +1,6 @@
 """Score groups of completions: submit groups, take outcomes. Every wait has a timeout; a failure is never a reward.
 
-Cheap built-ins are computed in this process, models and judges by their scorers (`functions/scorer.py`). Everything
+Cheap built-ins are computed in this process, models and judges by their scorers (`call.Scorer`). Everything
 else runs in worker processes under a supervisor (`workers/supervisor.py`), which continues while the trainer does other
 work. A pool must be used from one thread.
 """
@@ -22,11 +22,10 @@ from types import TracebackType
 from typing import Any
 
 from gspo.errors import ConfigError, DataError, RewardError
-from gspo.rewards.call import Pending, bind, call_sample
-from gspo.rewards.functions.builtin import BUILTIN
-from gspo.rewards.functions.scorer import SCORERS
+from gspo.rewards.call import HEARTBEAT_S, LENGTH, Pending, Scorer, bind, call_sample
+from gspo.rewards.functions.builtin import BUILTIN, SCORERS
 from gspo.rewards.spec import RewardItem, RewardSpec, combine
-from gspo.rewards.workers.worker import HEARTBEAT_S, LENGTH
+from gspo.system.imports import by_name
 from gspo.system.process import await_killed
 from gspo.types import Failure, Outcome
 
@@ -77,7 +76,9 @@ class RewardPool:
         # (models, services) have their own batching.
         self._inline = [(i, bind(p.name, dict(p.kwargs))) for i, p in enumerate(spec) if p.inline]
         self._remote = [i for i, part in enumerate(spec) if not part.inline and not part.is_scorer]
-        self._scorers = {i: SCORERS[p.name](**p.kwargs, key=key) for i, p in enumerate(spec) if p.is_scorer}
+        self._scorers: dict[int, Scorer] = {
+            i: by_name(SCORERS[p.name])(**p.kwargs, key=key) for i, p in enumerate(spec) if p.is_scorer
+        }
         self._log_path = log_path
         # The supervisor sends a heartbeat every HEARTBEAT_S; one that sends nothing for longer than this is killed.
         self._silence_s = max(timeout_s, 0.5) + 0.5

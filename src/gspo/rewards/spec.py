@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from gspo.errors import ConfigError
-from gspo.rewards.functions.builtin import BUILTIN, FROM_ROW, INLINE
-from gspo.rewards.functions.scorer import SCORERS, settings_of
-from gspo.rewards.functions.text import TEXT, invalid_setting
+from gspo.rewards.functions.builtin import BUILTIN, FROM_ROW, INLINE, SCORERS, TEXT, builtin
+from gspo.system.imports import by_name
 from gspo.types import Failure, Outcome, Score
 
 
@@ -245,17 +244,20 @@ def _check_weight(weight: Any, key: str) -> None:
 def _check_arguments(part: RewardPart, key: str) -> None:
     """ConfigError for an unknown or a missing argument of a built-in; columns of the row are passed by the workers."""
     if part.is_scorer:
-        own = settings_of(part.name)
+        parameters = inspect.signature(by_name(SCORERS[part.name])).parameters.values()
+        own = [p for p in parameters if p.name != "key"]  # the config section named in its messages
     else:
-        parameters = inspect.signature(BUILTIN[part.name]).parameters.values()
+        parameters = inspect.signature(builtin(part.name)).parameters.values()
         own = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in FROM_ROW]
     if unknown := set(part.kwargs) - {p.name for p in own}:
         takes = ", ".join(p.name for p in own) or "no arguments"
         raise ConfigError(f"{key}: {part.name} has no argument {', '.join(sorted(unknown))}; it takes {takes}")
     if missing := [p.name for p in own if p.default is p.empty and p.name not in part.kwargs]:
         raise ConfigError(f"{key}: {part.name} needs {', '.join(missing)}")
-    if part.name in TEXT and (problem := invalid_setting(part.name, part.kwargs)):
-        raise ConfigError(f"{key}: {part.name}: {problem}")
+    if part.name in TEXT:
+        problem = by_name("gspo.rewards.functions.text:invalid_setting")(part.name, part.kwargs)
+        if problem:
+            raise ConfigError(f"{key}: {part.name}: {problem}")
     if part.name == "regex":
         try:
             re.compile(part.kwargs["pattern"])

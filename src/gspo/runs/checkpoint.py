@@ -29,8 +29,8 @@ from torch import nn
 from gspo.errors import CheckpointError
 from gspo.faults import reached
 from gspo.learner.policy.sharding import copy_into, like, whole
-from gspo.models.lora import base_digest
 from gspo.system.files import fsync, read_regular, sha256, step_name, step_of, write_errors
+from gspo.system.imports import by_name
 
 FORMAT = 1
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
@@ -269,7 +269,10 @@ def base(model: nn.Module) -> dict[str, str] | None:
     if frozen is None:
         return None
     if model not in _bases:
-        _bases[model] = {"sha256": base_digest(model), "dtype": str(frozen.dtype).removeprefix("torch.")}
+        _bases[model] = {
+            "sha256": by_name("gspo.models.lora:base_digest")(model),
+            "dtype": str(frozen.dtype).removeprefix("torch."),
+        }
     return _bases[model]
 
 

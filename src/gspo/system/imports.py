@@ -1,4 +1,7 @@
-"""The user's functions by name (`package.module:function`, `file.py:function`), their errors; packages to install."""
+"""Functions by name: this package's own, and the user's (`module:function`, `file.py:function`) with their errors.
+
+Also: the commands that install optional packages.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,19 @@ from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
+
+
+def by_name(name: str) -> Any:
+    """What an entry of one of this package's tables names, `module:attribute` or a module; imports the module.
+
+    The core reaches everything outside the core in this way (CONTRIBUTING.md), so a run imports what it uses.
+
+    >>> by_name("gspo.stats:wilson").__name__
+    'wilson'
+    """
+    module, _, attribute = name.partition(":")
+    found = importlib.import_module(module)
+    return getattr(found, attribute) if attribute else found
 
 
 def find_function(name: str) -> Callable[..., Any]:

@@ -14,7 +14,6 @@ from gspo.errors import GspoError, TrainingError
 from gspo.faults import reached
 from gspo.learner.batch import Batch
 from gspo.learner.credit import batch_with_advantages, with_teacher_advantages, with_token_advantages
-from gspo.learner.critic import token_values
 from gspo.learner.reference import reference_logp
 from gspo.learner.step_report import StepReport
 from gspo.rollout.storage import pack_batch, unpack_batch
@@ -22,6 +21,7 @@ from gspo.runs import checkpoint
 from gspo.runs.state import State
 from gspo.system.clock import Clock, timeline
 from gspo.system.heartbeat import beat
+from gspo.system.imports import by_name
 from gspo.train.evaluate import Evaluator, held_out_loss
 from gspo.train.parts import LeaderParts, Parts
 from gspo.train.summary import Summary
@@ -44,6 +44,7 @@ class Loop:
             with clock("reference"):
                 batch = replace(batch, reference_logp=reference_logp(learner.reference, batch))
         if learner.critic is not None:
+            token_values = by_name("gspo.learner.critic:token_values")
             with clock("critic"):
                 batch = replace(batch, values=token_values(learner.critic, batch))
         batch = batch if learner.credit is None else with_token_advantages(batch, learner.credit)

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from gspo.config import Loaded, is_supervised, load
-from gspo.config.lint import check
 from gspo.errors import ConfigError, GspoError
 from gspo.learner.ranks.signals import StopRequest
 from gspo.learner.ranks.world import ALONE, World
 from gspo.rollout.workflow import Filter, Workflow
+from gspo.system.imports import by_name
 from gspo.train.build.compute import join_ranks
 from gspo.train.build.episodes import make_environment
 from gspo.train.build.rollout import make_filter, make_workflow
@@ -67,7 +67,7 @@ class Trainer:
             )
         self.given = Given(
             self.loaded,
-            check(self.loaded),
+            by_name("gspo.config.lint:check")(self.loaded),
             reward,
             dataset,
             valid,

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gspo.errors import TrainingError
 from gspo.learner.batch import Batch
-from gspo.learner.critic import Critic, critic_metrics, train_critic
 from gspo.learner.entropy import next_coefficient
 from gspo.learner.learner import Learner
 from gspo.learner.proximal import (
@@ -30,6 +29,9 @@ from gspo.runs.state import State
 from gspo.system.clock import Clock
 from gspo.system.files import step_name
 from gspo.system.process import return_freed_memory
+
+if TYPE_CHECKING:
+    from gspo.learner.critic import Critic
 
 MAX_NONFINITE = 3  # the run ends after this many skipped updates of a model in a row
 TOKEN_SAMPLES = 16  # sequences per step whose values per token are recorded
@@ -128,6 +130,8 @@ class Updater:
 
     def _update_critic(self, critic: Critic, batch: Batch, policy: StepReport, state: State) -> dict[str, Any]:
         """Train the value model on the returns that the advantages were computed from."""
+        from gspo.learner.critic import critic_metrics, train_critic
+
         # The critic may have another number of mini-batches, so state.update does not count its updates.
         rates = self._critic_rates(state.step * critic.num_minibatches)
         report = train_critic(critic, batch, rates)

@@ -16,12 +16,11 @@ from gspo.doctor.ready.check import ReadyCheck
 from gspo.doctor.shapes import ModelFields, find_source
 from gspo.errors import ConfigError, GspoError
 from gspo.models.locate import find_here, hub_problem
-from gspo.rewards.functions.builtin import BUILTIN, PRELOAD
+from gspo.rewards.functions.builtin import BUILTIN, PRELOAD, SCORERS
 from gspo.rewards.functions.judge import Judge
 from gspo.rewards.functions.reward_model import check_classifier
-from gspo.rewards.functions.scorer import SCORERS
 from gspo.rewards.pool import RewardPool
-from gspo.system.imports import install_command
+from gspo.system.imports import by_name, install_command
 
 ROWS = 1000  # prompts that are rendered to find the longest one
 
@@ -38,7 +37,7 @@ def look_at_rewards(config: Config) -> str:
         if part.name == "reward_model":
             _look_at_classifier(part.kwargs["path"])
         elif part.is_scorer:
-            with closing(SCORERS[part.name](**part.kwargs, key="reward")) as scorer:
+            with closing(by_name(SCORERS[part.name])(**part.kwargs, key="reward")) as scorer:
                 if isinstance(scorer, Judge):
                     scorer.check_reachable()
     own = {part.name: part for part in parts if part.name not in BUILTIN and not part.is_scorer}

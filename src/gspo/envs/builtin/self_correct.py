@@ -14,7 +14,7 @@ from typing import Any
 
 from gspo.envs.client import Client, OutOfRoomError
 from gspo.errors import ConfigError
-from gspo.rewards.functions.builtin import BUILTIN
+from gspo.rewards.functions.builtin import BUILTIN, builtin
 from gspo.system.imports import find_function
 
 
@@ -67,7 +67,7 @@ def _found(check: str | Callable[..., Any]) -> Callable[..., Any]:
     if callable(check):
         return check
     if check in BUILTIN:
-        return BUILTIN[check]
+        return builtin(check)
     try:
         return find_function(check)
     except ValueError as error:

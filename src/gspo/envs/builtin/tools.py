@@ -20,7 +20,7 @@ from typing import Any
 from gspo.envs.adapters.mcp import Arguments, McpTools, Tool
 from gspo.envs.builtin.calculator import CalculatorError, calculate
 from gspo.envs.client import Client, EpisodeError, OutOfRoomError
-from gspo.errors import ConfigError
+from gspo.errors import ConfigError, SandboxError
 from gspo.rewards.sandbox import box as sandbox
 
 OPEN, CLOSE = "[", "]"
@@ -131,7 +131,7 @@ class Tools:
         with _BOX:
             try:
                 return sandbox.run_program(code, self._limits, allow_unsandboxed=self._allow_unsandboxed)
-            except sandbox.SandboxError as error:
+            except SandboxError as error:
                 raise ToolUnavailableError(str(error)) from error
 
 

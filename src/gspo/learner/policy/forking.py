@@ -21,9 +21,6 @@ from torch import Tensor, nn
 from gspo.learner.policy.packing import Packed, PackItem
 from gspo.learner.policy.splitting import single_sequences
 
-# A group is forked if this saves at least that many tokens, and a quarter of its tokens. Fewer tokens would not pay for
-# the two calls, because plain rows of many groups share one.
-FORK_TOKENS = 1024
 _CACHES = ("past_key_values", "cache_params")  # the names of a cache in transformers' outputs and arguments
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,19 +20,21 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gspo.errors import DataError
-from gspo.learner.policy import HEAD_CHUNK, heap, recompute
-from gspo.learner.policy.divergence import Head, divergence_of
-from gspo.learner.policy.forking import FORK_TOKENS, fork_batches, fork_items, forked_hidden
+from gspo.learner.policy import FORK_TOKENS, HEAD_CHUNK, heap, recompute
 from gspo.learner.policy.head import ChunkedHead, HeadForm, Targets, logit_transform, measured_form, output_dtype
 from gspo.learner.policy.packing import Layout, Packed, PackItem, filler, pack
 from gspo.learner.policy.sharding import full
 from gspo.learner.policy.splitting import micro_batches, split_over_ranks
 from gspo.learner.ranks.world import ALONE, World
-from gspo.models.lora import merged_state
 from gspo.models.moe import padded_routes, recomputing
 from gspo.models.tree_attention import TREE, TreeLayout, current_layout, use_attention
-from gspo.models.vision.processor import Processor
-from gspo.models.vision.tower import Placement, ShownPrompt, Vision
+from gspo.models.vision.parts import vision_of
+from gspo.types import ShownPrompt
+
+if TYPE_CHECKING:
+    from gspo.learner.policy.divergence import Head
+    from gspo.models.vision.processor import Processor
+    from gspo.models.vision.tower import Placement
 
 
 class PolicyOutput(NamedTuple):
@@ -82,7 +84,7 @@ class PolicyModule(nn.Module):
         self.attention = TREE  # name of the attention implementation that shares prefixes
         self.world: World = ALONE  # the ranks that hold shards of the weights (`sharding.py`)
         self.compute_dtype: torch.dtype | None = None  # if layers compute in another dtype than the weights'
-        self.vision = Vision.of(model)  # None: text alone
+        self.vision = vision_of(model)  # None: text alone
         self.images_refused = ""  # why prompts cannot show images, though the model has a vision tower
         self.processor: Processor | None = None  # makes tokens and inputs of text and images
         head = model.get_output_embeddings()
@@ -185,6 +187,8 @@ class PolicyModule(nn.Module):
         row_of_target = torch.repeat_interleave(begins.diff())  # [M]
         divergence = None
         if teacher is not None:
+            from gspo.learner.policy.divergence import divergence_of
+
             with torch.no_grad():
                 theirs = teacher.hidden(packed).index_select(0, rows)  # [U, hidden of the teacher]
             rows_kl = divergence_of(
@@ -197,6 +201,8 @@ class PolicyModule(nn.Module):
 
     def _rows(self, hidden: Tensor, temperature: float) -> Head:
         """Hidden rows with this model's head."""
+        from gspo.learner.policy.divergence import Head
+
         head, (scale, softcap) = self._head(), self.logit_form
         return Head(hidden, head.weight, head.bias, scale / temperature, softcap, temperature)
 
@@ -204,6 +210,8 @@ class PolicyModule(nn.Module):
         """The trunk's last hidden states, [N, hidden]."""
         if self.layout != "shared" and bool((packed.parent >= 0).any()):
             if self.forks:
+                from gspo.learner.policy.forking import forked_hidden
+
                 return forked_hidden(self.model.base_model, packed)
             raise ValueError("this model does not share prefixes: use PolicyModule.pack")
         inputs, layout = self._image_inputs(packed) if packed.shown is not None else ({}, packed.layout)
@@ -285,7 +293,10 @@ class PolicyModule(nn.Module):
 
     def pack(self, items: Sequence[PackItem]) -> Packed:
         """One micro-batch in this module's layout, on its device."""
-        items = fork_items(items, self.fork_tokens) if self.forks else items
+        if self.forks:
+            from gspo.learner.policy.forking import fork_items
+
+            items = fork_items(items, self.fork_tokens)
         return pack(items, share_prefix=self.forks or self.layout == "shared").to(self._head().weight.device)
 
     def plain_logp(self, items: list[PackItem]) -> Tensor:
@@ -336,6 +347,8 @@ def weight_names(policy: PolicyModule) -> Iterator[tuple[str, Tensor]]:
     transformers holds all experts of a layer in one tensor; names and shapes here are those of the files. A LoRA
     adapter is merged into copies of the weights that it changes, so the receiver needs no adapter.
     """
+    from gspo.models.lora import merged_state
+
     model = policy.model
     # A tied weight has two names and one tensor; it is sent and stored once.
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
@@ -349,6 +362,8 @@ def packed_parts(module: PolicyModule, items: Sequence[PackItem], max_tokens: in
         return []
     world, layout = module.world, module.layout
     if module.forks:  # one rank
+        from gspo.learner.policy.forking import fork_batches
+
         forked, rest = fork_batches(items, max_tokens, module.fork_tokens)
         return [module.pack(part) for part in [*forked, *micro_batches(rest, max_tokens, layout=layout)]]
     split = partial(micro_batches, max_tokens=max_tokens, layout=layout)

@@ -30,8 +30,7 @@ from torch import Tensor
 
 from gspo.errors import DataError
 from gspo.models.tree_layout import TreeLayout
-from gspo.models.vision.tower import Shown, ShownPrompt
-from gspo.types import Images, Kept, PromptKey
+from gspo.types import Images, Kept, PromptKey, Shown, ShownPrompt
 
 Layout = Literal["shared", "packed", "padded"]
 

@@ -19,7 +19,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,16 +28,15 @@ from torch import Tensor, nn
 
 from gspo import rng
 from gspo.errors import DataError
-from gspo.learner.policy.forking import fork
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.packing import Completion, Layout, Packed, PackItem
-from gspo.models.flex import FLEX
 from gspo.models.moe import routers
 from gspo.models.tree_attention import TREE
-from gspo.models.vision.processor import Processor
-from gspo.models.vision.tower import ShownPrompt
 from gspo.sampling.local.cache_rows import leaves_of
-from gspo.types import ImageFile
+from gspo.types import ImageFile, ShownPrompt
+
+if TYPE_CHECKING:
+    from gspo.models.vision.processor import Processor
 
 # Largest |log-prob difference| between two correct computations; attention across sequences gives far more.
 LOGP_TOLERANCE = {torch.float64: 1e-8, torch.float32: 5e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
@@ -108,7 +107,11 @@ def _ways(policy: PolicyModule, share_prefix: bool) -> list[tuple[str, Layout]]:
     if not _why_padded(policy):
         ways.insert(0, (TREE, "packed"))
         if share_prefix:
-            ways[:0] = [(FLEX, "shared"), (TREE, "shared")] if on_cuda else [(TREE, "shared")]
+            ways.insert(0, (TREE, "shared"))
+            if on_cuda:
+                from gspo.models.flex import FLEX
+
+                ways.insert(0, (FLEX, "shared"))
     return ways
 
 
@@ -233,6 +236,8 @@ def _can_fork(policy: PolicyModule) -> bool:
     if model.is_gradient_checkpointing or routers(model):
         return False
     items = probe_items(model.config.get_text_config().vocab_size)
+    from gspo.learner.policy.forking import fork
+
     training, least = policy.training, policy.fork_tokens
     policy.eval()
     try:

@@ -45,7 +45,6 @@ from gspo.models.embedded.recipes import (
     vocabulary,
     write_processor,
 )
-from gspo.models.embedded.warm import warm_start
 from gspo.system.progress import progress
 
 if TYPE_CHECKING:
@@ -80,6 +79,13 @@ def build(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     with cache.quiet():
         model = auto_class(name).from_pretrained(path, use_safetensors=True)
     return model, embedded_tokenizer(name)
+
+
+def warm_start(name: str, tell: Callable[[int, int], None] = lambda done, total: None) -> PreTrainedModel:
+    """A new model after its supervised steps; `tell(done, total)` is called after each."""
+    from gspo.models.embedded.warm import warm_start
+
+    return warm_start(name, tell)
 
 
 def _write(name: str, to: Path, tell: Callable[[int, int], None]) -> None:

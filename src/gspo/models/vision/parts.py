@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
+
+if TYPE_CHECKING:
+    from gspo.models.vision.tower import Vision
 
 
 def text_modules(model: Any) -> Iterator[Any]:
@@ -22,6 +25,15 @@ def vision_parameters(model: Any) -> dict[str, nn.Parameter]:
     head = model.get_output_embeddings()
     others = {id(p) for module in (*text_modules(model), head) if module is not None for p in module.parameters()}
     return {name: p for name, p in model.named_parameters() if id(p) not in others}
+
+
+def vision_of(model: Any) -> Vision | None:
+    """The vision part of a model; None if it has none that can be run apart from its text part."""
+    if not hasattr(model.base_model, "get_image_features"):
+        return None
+    from gspo.models.vision.tower import Vision
+
+    return Vision.of(model)
 
 
 def freeze_vision(model: Any) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from gspo.errors import DataError
 from gspo.models.vision.parts import vision_parameters
-from gspo.types import Images, PromptKey
+from gspo.types import PromptKey, Shown, ShownPrompt
 
 _Ints = NDArray[np.int64]
 # By model type: the value of token_type_ids at tokens that see each other both ways. The other value, 0 or 1, is that
@@ -36,27 +36,6 @@ _BOTH_WAYS = {"gemma3": 1, "paligemma": 0}
 _FIRST_POSITION = {"paligemma": 1}  # by model type, if it is not 0
 _KEPT_BYTES = 512 * 2**20  # of features of a frozen tower
 _KEPT_PLACES = 1024
-
-
-@dataclass(frozen=True, eq=False)
-class ShownPrompt:
-    """A prompt that shows images."""
-
-    tokens: tuple[int, ...]
-    images: Images
-
-    @property
-    def key(self) -> PromptKey:
-        return self.tokens, self.images.digest
-
-
-@dataclass(frozen=True, eq=False)
-class Shown:
-    """Which segments of a packed row belong to prompts with images."""
-
-    prompts: tuple[ShownPrompt, ...]
-    of_segment: _Ints  # [S] index of the prompt that a segment belongs to or continues; −1: text alone
-    num_prompt: _Ints  # [S] how many of its first tokens are the prompt; 0 if it comes after the prompt
 
 
 class Features(NamedTuple):

@@ -15,8 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from gspo.data.reference import final_answer
-from gspo.rewards.functions.code import code
-from gspo.rewards.functions.text import TEXT
+from gspo.system.imports import by_name
 
 # A sign belongs to the number only if no operand comes before it: "5-3" ends in 3, "= -3" in -3.
 _NUMBER = re.compile(
@@ -228,7 +227,9 @@ def _gym_scorer(name: str) -> Callable[..., float]:
     return gym.get_score_answer_fn(name)
 
 
-BUILTIN: dict[str, Callable[..., float]] = {
+# Rewards of texts, in text.py.
+TEXT = frozenset({"rouge", "chrf", "bleu", "language", "length", "repetition", "overlap"})
+BUILTIN: Mapping[str, Callable[..., float] | str] = {
     "numeric": numeric,
     "final": final,
     "finals": finals,
@@ -237,9 +238,26 @@ BUILTIN: dict[str, Callable[..., float]] = {
     "regex": regex,
     "math": math,
     "reasoning_gym": reasoning_gym,
-    "code": code,
-    **TEXT,
+    "code": "gspo.rewards.functions.code:code",
+    **{name: f"gspo.rewards.functions.text:{name}" for name in sorted(TEXT)},
 }
+# Reward models and judges: classes that score many samples at a time in the trainer's process (call.Scorer).
+SCORERS: Mapping[str, str] = {
+    "reward_model": "gspo.rewards.functions.reward_model:RewardModel",
+    "judge": "gspo.rewards.functions.judge:Judge",
+}
+
+
+def builtin(name: str) -> Callable[..., float]:
+    """The function of a built-in reward.
+
+    >>> builtin("numeric")("It is 5.", answer="5")
+    1.0
+    """
+    found = BUILTIN[name]
+    return by_name(found) if isinstance(found, str) else found
+
+
 # These compare the completion with the final answer of the row (`Prompt.reference`), not with the whole answer.
 COMPARING = frozenset({"numeric", "final", "math"})
 NEEDS_ANSWER = COMPARING | {"finals", "rouge", "chrf", "bleu"}

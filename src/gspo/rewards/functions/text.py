@@ -267,12 +267,3 @@ _RULES: dict[str, dict[str, Rule]] = {
     "repetition": {"n": _number(1, 20), "most": _SHARE, "unit": _one_of(*_UNITS[:2])},
     "overlap": {"column": _TEXT, "n": _number(1, 20), "most": _SHARE, "unit": _one_of(*_UNITS[:2])},
 }
-TEXT: dict[str, Callable[..., float]] = {
-    "rouge": rouge,
-    "chrf": chrf,
-    "bleu": bleu,
-    "language": language,
-    "length": length,
-    "repetition": repetition,
-    "overlap": overlap,
-}

@@ -26,11 +26,11 @@ from collections import deque
 from mmap import mmap
 from typing import Any
 
-from gspo.rewards.call import GRACE_S
+from gspo.rewards.call import GRACE_S, HEARTBEAT_S, LENGTH
 from gspo.rewards.functions.builtin import PRELOAD
 from gspo.rewards.workers.jobs import ScoringJob, WorkerProcess
 from gspo.rewards.workers.processes import collect, describe_status, kill_orphans, kill_worker, next_dead, shorten_log
-from gspo.rewards.workers.worker import CLOCK, HEARTBEAT_S, LENGTH, run_worker, set_clock
+from gspo.rewards.workers.worker import CLOCK, run_worker, set_clock
 from gspo.system.imports import install_command
 from gspo.system.process import adopt_orphans
 

@@ -19,14 +19,12 @@ from mmap import mmap
 from time import monotonic  # by name: reward code may replace time.monotonic
 from typing import Any
 
-from gspo.rewards.call import GRACE_S, Call, bind, call_group, call_sample
+from gspo.rewards.call import GRACE_S, LENGTH, Call, bind, call_group, call_sample
 from gspo.system.process import die_with_parent
 
 # deadline (CLOCK_MONOTONIC seconds, 0: no call is running), job, number of the call in its job, sample (−1: the whole
 # group), part (−1: before the first call)
 CLOCK = struct.Struct("=dqqqq")
-LENGTH = struct.Struct("=I")
-HEARTBEAT_S = 0.25  # longest time between two messages of a supervisor to its trainer
 _ENCODE = json.JSONEncoder().encode  # not json.dumps, which reward code may replace
 
 

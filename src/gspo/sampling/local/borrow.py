@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from gspo.models.vision.parts import text_modules
 from gspo.sampling.local.attention import ATTENTION
 from gspo.sampling.native import few_rows
-from gspo.sampling.native.decode import CompiledLayers
 
 
 class Borrowed:
@@ -30,6 +29,8 @@ class Borrowed:
         self._linears: list[nn.Linear] = []
         self._layers: dict[nn.Module, Any] = {}
         if self.native is not None and self.native.product is not None:
+            from gspo.sampling.native.decode import CompiledLayers
+
             with self.engaged(ATTENTION):
                 self._layers = CompiledLayers(model).forwards
         self._linears = few_rows.large_linears(model)

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from gspo.errors import RolloutError
-from gspo.models.vision.tower import Vision
 from gspo.sampling.local.attention import ATTENTION
-from gspo.sampling.local.by_length import LengthStepper
 from gspo.sampling.local.cache_rows import CacheLayout
 from gspo.sampling.local.packed import PackedStepper
 from gspo.sampling.local.stepper import Engine
+
+if TYPE_CHECKING:
+    from gspo.models.vision.tower import Vision
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _MIXABLE = _LAYER_TYPES | {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mlp", "moe"}
@@ -29,7 +30,7 @@ _MIXABLE = _LAYER_TYPES | {"linear_attention", "conv", "hybrid", "hybrid_sliding
 
 def engines(model: Any, routers: Sequence[nn.Module], prefill_tokens: int, vision: Vision | None) -> list[Engine]:
     """The engines for a model, fastest first."""
-    by_length = partial(LengthStepper, model, routers, prefill_tokens, vision)
+    by_length = partial(_by_length, model, routers, prefill_tokens, vision)
     attentions = ("sdpa", "eager") if getattr(model, "_supports_sdpa", False) else ("eager",)
     # Other kinds (chunked, compressed attention) count positions from the start of the batch, padding included.
     can_mix = layer_kinds(model) <= _MIXABLE
@@ -43,6 +44,12 @@ def engines(model: Any, routers: Sequence[nn.Module], prefill_tokens: int, visio
         ),
         Engine("no cache", "eager", partial(by_length, None)),
     ]
+
+
+def _by_length(*how: Any) -> Any:
+    from gspo.sampling.local.by_length import LengthStepper
+
+    return LengthStepper(*how)
 
 
 def refuse_encoder_decoder(model: Any) -> None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from gspo.models.vision.tower import ShownPrompt, Vision
-from gspo.types import Request, Sample, SampleId, SamplingParams
+from gspo.types import Request, Sample, SampleId, SamplingParams, ShownPrompt
+
+if TYPE_CHECKING:
+    from gspo.models.vision.tower import Vision
 
 # A high temperature: a difference hardly shows in the log-prob of a token that is nearly certain.
 _PARAMS = SamplingParams(3, temperature=2.0, ignore_eos=True)

@@ -15,7 +15,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from gspo import rng
 from gspo.errors import DataError, GspoError, RolloutError
 from gspo.faults import reached
 from gspo.models.moe import route_shape, routers
-from gspo.models.vision.tower import ShownPrompt, Vision
+from gspo.models.vision.parts import vision_of
 from gspo.sampling.local.borrow import Borrowed
 from gspo.sampling.local.choose import choose, engines, refuse_encoder_decoder
 from gspo.sampling.local.comparison import ForwardComparison
@@ -34,8 +34,10 @@ from gspo.sampling.local.draw import SamplingRule, draw, kept_sets, rule_of
 from gspo.sampling.local.rows import Rows
 from gspo.sampling.local.stepper import Engine, Finished
 from gspo.sampling.requests import completed_by_prefix, interrupted, validate_request
-from gspo.sampling.weights.load import copy_weights
-from gspo.types import FinishReason, PromptKey, Request, Sample, SamplingParams
+from gspo.types import FinishReason, PromptKey, Request, Sample, SamplingParams, ShownPrompt
+
+if TYPE_CHECKING:
+    from gspo.models.vision.tower import Vision
 
 
 class LocalSampler:
@@ -90,7 +92,7 @@ class LocalSampler:
             say(f"sampling uses PyTorch's matrix products, not the faster compiled ones: {native.why}")
         if self._borrowed.num_compiled:
             say(f"sampling: {self._borrowed.num_compiled} layers run as compiled calls")
-        self._vision, self._image_prompts = vision or Vision.of(model), image_prompts
+        self._vision, self._image_prompts = vision or vision_of(model), image_prompts
         self._engines = engines(model, self._routers, prefill_tokens, self._vision)
         self._engine = self._engines[0]
         self._clear()
@@ -158,6 +160,8 @@ class LocalSampler:
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]] | None) -> None:
         # `copy_weights` raises before it writes. Rows and caches are dropped only after it has succeeded.
         if tensors is not None:
+            from gspo.sampling.weights.load import copy_weights
+
             copy_weights(self._model, tensors)
         self._requeue()
         self.version = version

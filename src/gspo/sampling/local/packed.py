@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,12 +22,14 @@ from torch import Tensor, nn
 
 from gspo.errors import RolloutError
 from gspo.models.moe import routed
-from gspo.models.vision.tower import Placement, Shown, ShownPrompt, Vision
 from gspo.sampling.local.attention import active
 from gspo.sampling.local.cache import DecodePlan, ExtendPlan, Grid, KVStore, Plan, PrefillPlan, make_grid
 from gspo.sampling.local.rows import Rows
 from gspo.sampling.local.stepper import Finished, KeptRow, Step, StoredPrompt, first_of_each
-from gspo.types import PromptKey, Request
+from gspo.types import PromptKey, Request, Shown, ShownPrompt
+
+if TYPE_CHECKING:
+    from gspo.models.vision.tower import Placement, Vision
 
 
 class PackedStepper:

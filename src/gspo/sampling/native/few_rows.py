@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gspo.sampling.native.library import load_library, named_in_timeline, sources_digest
-
 MIN_ROWS, MAX_ROWS = 9, 64  # with fewer rows half a tile is empty; with more, PyTorch's product is as fast
 MANY_WEIGHTS = 2**18  # smaller products take less time than the call
 OPERATOR = "gspo::few_rows"  # its name in a timeline
@@ -38,12 +36,18 @@ def native_for(model: nn.Module) -> Native | None:
 def product_name(model: nn.Module) -> str:
     """What computes the products of sampling, for the identity of a run: torch, or the compiled sources by digest."""
     native = native_for(model)
-    return f"native {sources_digest()}" if native is not None and native.product is not None else "torch"
+    if native is None or native.product is None:
+        return "torch"
+    from gspo.sampling.native.library import sources_digest
+
+    return f"native {sources_digest()}"
 
 
 @cache
 def load_native() -> Native:
     """The compiled product, once per process."""
+    from gspo.sampling.native.library import load_library
+
     functions, why = load_library()
     if functions is None:
         return Native(None, why)
@@ -52,6 +56,8 @@ def load_native() -> Native:
 
 
 def _bind(library: Any) -> Product:
+    from gspo.sampling.native.library import named_in_timeline
+
     function = library.few_rows
     pointer, number = ctypes.c_void_p, ctypes.c_long
     function.argtypes = [pointer, pointer, pointer, number, number, number, ctypes.c_int]

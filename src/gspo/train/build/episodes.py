@@ -10,14 +10,10 @@ from gspo.config.objective import is_supervised
 from gspo.config.schema import Config
 from gspo.data.dataset import Dataset
 from gspo.data.mixture import Data
-from gspo.envs.agents.agent import Agents, find_agent
-from gspo.envs.chat import Chat
-from gspo.envs.driver import Episodes
-from gspo.envs.find import find_environment
-from gspo.envs.play import Environment
 from gspo.learner.learner import Learner
 from gspo.rewards.route import GivenRewards, NoRewards, Rewards
 from gspo.rollout.workflow import Workflow
+from gspo.system.imports import by_name
 from gspo.system.launched import Launched
 from gspo.train.build.data import refuse_images
 from gspo.train.build.rewards import default_rewards, scores_answers
@@ -66,23 +62,27 @@ def make_answering(
     return Answering(rewards, given.workflow, given.workflow, scores, checks_reward=scores, messages=messages)
 
 
-def make_environment(config: Config, given: Any) -> Environment | None:
+def make_environment(config: Config, given: Any) -> Callable[..., Any] | None:
     """The environment of the caller or of the config; None if a sample is one completion."""
     env = config.env
+    if given is None and not env.agent and env.path is None:
+        return None
+    find_environment = by_name("gspo.envs.find:find_environment")
     if given is not None:
         return find_environment(given, env.options)
     if env.agent:
+        find_agent = by_name("gspo.envs.agents.agent:find_agent")
         agent = env.agent if isinstance(env.agent, list) else find_agent(env.agent, env.options)
-        return Agents(agent, request_timeout_s=config.rollout.request_timeout)
-    return None if env.path is None else find_environment(env.path, env.options)
+        return by_name("gspo.envs.agents.agent:Agents")(agent, request_timeout_s=config.rollout.request_timeout)
+    return find_environment(env.path, env.options)
 
 
-def make_episodes(config: Config, environment: Environment, data: Data, tokenizer: Any, max_context: int) -> Episodes:
+def make_episodes(config: Config, environment: Any, data: Data, tokenizer: Any, max_context: int) -> Any:
     """The workflow that runs episodes; it renders messages with the chat template of the data set."""
     first = data if isinstance(data, Dataset) else data.sources[0]
     # A data set says True for the tokenizer's own template.
-    chat = Chat(tokenizer, None if first.chat is True else first.chat, first.template_kwargs)
-    return Episodes(
+    chat = by_name("gspo.envs.chat:Chat")(tokenizer, None if first.chat is True else first.chat, first.template_kwargs)
+    return by_name("gspo.envs.driver:Episodes")(
         environment,
         chat,
         max_context=max_context,

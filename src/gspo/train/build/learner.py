@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gspo.algorithms import ALGORITHMS
 from gspo.config import Loaded
 from gspo.config.schema import Config
 from gspo.data.mixture import Data
 from gspo.errors import ConfigError
-from gspo.learner.critic import Critic
 from gspo.learner.learner import Learner
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.probe import probe
 from gspo.learner.policy.sharding import shard
-from gspo.learner.policy.value import ValueModule
 from gspo.learner.ranks.world import ALONE, World
 from gspo.learner.reference import Reference, Teacher, reference_logp, served_teacher
 from gspo.models.loading import load_model
-from gspo.models.lora import adapter_off
 from gspo.sampling.native.few_rows import product_name
+from gspo.system.imports import by_name
 from gspo.train.build.compute import device_and_dtype, set_threads, sharding
 from gspo.train.build.objective import assembly, make_credit, make_plan, temperature
 from gspo.train.build.optim import critic_optimizer, make_trained_optimizer, optimizer_of
 from gspo.train.build.policy import make_policy, processor_of, with_tower
+
+if TYPE_CHECKING:
+    from gspo.learner.critic import Critic
 
 
 def make_learner(loaded: Loaded, world: World) -> Learner:
@@ -60,7 +61,7 @@ def make_reference(config: Config, policy: PolicyModule, tokenizer: Any) -> Refe
     own = ref.path in (None, actor.path)
     # The frozen weights under the adapter are the reference.
     if actor.use_lora and own:
-        return Reference(policy, *how, context=partial(adapter_off, policy.model))
+        return Reference(policy, *how, context=partial(by_name("gspo.models.lora:adapter_off"), policy.model))
     other = _other_model(config, ref.path, tokenizer, "ref.path").requires_grad_(False)
     if policy.world.size > 1:
         shard(other, other, policy.world, **sharding(config))
@@ -94,6 +95,9 @@ def make_critic(config: Config, tokenizer: Any, world: World = ALONE) -> Critic 
     how, actor = config.critic, config.actor
     if how is None or ALGORITHMS[str(config.algorithm)].advantage != "gae":
         return None
+    from gspo.learner.critic import Critic
+    from gspo.learner.policy.value import ValueModule
+
     # A second model from critic.path; ValueModule replaces its language-model head by a scalar one.
     trunk = _other_model(config, how.path, tokenizer, "critic.path")
     module = ValueModule(trunk)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,13 +16,17 @@ from gspo.learner.policy.sharding import shard
 from gspo.learner.ranks.world import ALONE, World
 from gspo.models import embedded
 from gspo.models.loading import load_model, load_tokenizer
-from gspo.models.lora import add_adapter, quantize_linears
 from gspo.models.moe import check_replay
 from gspo.models.vision.parts import freeze_vision, vision_parameters
-from gspo.models.vision.processor import Processor, load_processor
 from gspo.runs import checkpoint
 from gspo.system.files import step_name
+from gspo.system.imports import by_name
 from gspo.train.build.compute import device_and_dtype, sharding
+
+if TYPE_CHECKING:
+    from gspo.models.vision.processor import Processor
+
+PROCESSOR = "gspo.models.vision.processor:load_processor"
 
 
 def _load(config: Config, dtype: torch.dtype, device: torch.device, tokenizer: Any) -> Any:
@@ -81,7 +85,7 @@ def with_tower(config: Config) -> bool:
 
 def make_reader(config: Config, tokenizer: Any) -> Any:
     """What makes tokens of a row: the processor of a vision-language model, or the tokenizer."""
-    return load_processor(config.actor.path, tokenizer) or tokenizer
+    return by_name(PROCESSOR)(config.actor.path, tokenizer) or tokenizer
 
 
 def processor_of(policy: PolicyModule, path: str, tokenizer: Any, key: str = "actor.path") -> Processor | None:
@@ -90,7 +94,7 @@ def processor_of(policy: PolicyModule, path: str, tokenizer: Any, key: str = "ac
         return None
     found, reason = None, "its folder has no image processor (preprocessor_config.json)"
     try:
-        found = load_processor(path, tokenizer, key)
+        found = by_name(PROCESSOR)(path, tokenizer, key)
     except DataError as cause:
         reason = str(cause)
     if found is None:
@@ -143,9 +147,9 @@ def set_trained_part(config: Config, model: Any) -> None:
             )
         freeze_vision(model)
     if actor.lora_base_bits is not None:
-        quantize_linears(model, actor.lora_base_bits)
+        by_name("gspo.models.lora:quantize_linears")(model, actor.lora_base_bits)
     if actor.use_lora:
-        add_adapter(
+        by_name("gspo.models.lora:add_adapter")(
             model,
             rank=actor.lora_rank,
             alpha=actor.lora_alpha,

@@ -12,12 +12,11 @@ from gspo.data.dataset import Dataset
 from gspo.data.mixture import Data, distinct_names
 from gspo.data.sources import default_reward
 from gspo.errors import ConfigError, TrainingError
-from gspo.rewards.check import check_reward, diagnose
 from gspo.rewards.functions.builtin import NEEDS_ANSWER
-from gspo.rewards.functions.code import prepare
 from gspo.rewards.pool import RewardPool
 from gspo.rewards.route import RewardRouter, Rewards
 from gspo.rewards.spec import RewardSpec, reward_spec
+from gspo.system.imports import by_name
 from gspo.train.build.data import held_out
 
 ANY_SOURCE = ""
@@ -47,7 +46,13 @@ def make_rewards(config: Config, given: Any, log_path: str | None) -> Rewards:
 def reward_specs(config: Config, given: Any = None) -> dict[str, RewardSpec]:
     """The rewards by name of their source; ANY_SOURCE is the only name if there is no mixture."""
     reward, train, common = config.reward, config.train_dataset, _common(config, given)
-    ready = partial(prepare, allow_unsandboxed=reward.allow_unsandboxed_code, timeout_s=reward.timeout)
+
+    def ready(spec: RewardSpec) -> RewardSpec:
+        if not any(part.name == "code" for part in spec):
+            return spec
+        prepare = by_name("gspo.rewards.functions.code:prepare")
+        return prepare(spec, allow_unsandboxed=reward.allow_unsandboxed_code, timeout_s=reward.timeout)
+
     if not (train.mixture or held_out(config).mixture):
         return _refuse_gates({ANY_SOURCE: ready(common or reward_spec(default_reward(train.path)))}, reward.normalize)
     # Rewards are selected by the source's name, so a name must mean one reward in both mixtures.
@@ -92,6 +97,8 @@ def reward_problems(config: Config, given: Any, rewards: Rewards, data: Data, to
         return []
     prompts = [data.prompt(row) for row in range(min(CHECKED_ROWS, len(data)))]
     encode = partial(tokenizer.encode, add_special_tokens=False)
+    from gspo.rewards.check import check_reward, diagnose
+
     found = diagnose(check_reward(prompts, rewards, encode=encode, until_failure=True), config.reward.timeout)
     fatal = [problem.text for problem in found if problem.is_fatal]
     if fatal and config.reward.check == "stop":

@@ -11,22 +11,18 @@ from typing import Any
 import torch
 
 from gspo.config.backends import SAMPLERS, parse_backend
-from gspo.config.engine_flags import takes_adapter
 from gspo.config.schema import Config
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.probe import image_prompts
 from gspo.learner.policy.sharding import full_parameters
-from gspo.models.lora import EXPERTS
 from gspo.rollout.producer import NullProducer
 from gspo.sampling.api import Sampler
 from gspo.sampling.local.engine import LocalSampler
-from gspo.sampling.remote.client import JOIN_S
 from gspo.sampling.remote.identity import end_tokens
-from gspo.sampling.rounded import RoundedSampler
+from gspo.system.imports import by_name
 from gspo.system.launched import Launched
 from gspo.train.build.compute import has_ranks
 from gspo.train.build.policy import whole_model
-from gspo.train.build.sampler_client import connect
 from gspo.types import SamplingParams
 
 ENGINES = ("vllm", "sglang")
@@ -51,6 +47,7 @@ def make_sampler(
         local = local_sampler(config, model, tokenizer, version, say)
         local.load_weights(version, weights_for(config, local, policy))
         return local
+    connect = by_name("gspo.train.build.sampler_client:connect")
     # Sampler servers load the weights of `version` before the first request.
     sampler = connect(
         policy,
@@ -61,7 +58,7 @@ def make_sampler(
         mode=config.actor.weight_update_mode,
         timeout_s=config.rollout.request_timeout,
         needs_routes=config.actor.routing_replay == "rollout",
-        join_s=ENGINE_START_S if engine_of(config) else JOIN_S,
+        join_s=ENGINE_START_S if engine_of(config) else None,
         sampler_dtype=sampler_dtype(config),
         say=say,
     )
@@ -115,7 +112,9 @@ def local_sampler(
         images["image_prompts"] = image_prompts(policy.processor)
         if precision == "none":
             images["vision"] = policy.vision
-    make = LocalSampler if precision == "none" else partial(RoundedSampler, precision=precision)
+    make = LocalSampler
+    if precision != "none":
+        make = partial(by_name("gspo.sampling.rounded:RoundedSampler"), precision=precision)
     return make(
         model,
         seed=config.seed,
@@ -153,8 +152,10 @@ def sends_adapter(config: Config) -> bool:
     """
     engine, actor = engine_of(config), config.actor
     options = getattr(config, engine) if engine else {}
-    can = takes_adapter(engine, options, actor.lora_rank, EXPERTS in actor.target_modules)
-    return actor.use_lora and can and not has_ranks(config)
+    if not actor.use_lora or has_ranks(config):
+        return False
+    takes_adapter = by_name("gspo.config.engine_flags:takes_adapter")
+    return takes_adapter(engine, options, actor.lora_rank, "experts" in actor.target_modules)
 
 
 def sampling_params(config: Config) -> SamplingParams:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gspo.learner.policy.module import PolicyModule
-from gspo.sampling.remote.client import HttpSampler
+from gspo.sampling.remote.client import JOIN_S, HttpSampler
 from gspo.sampling.remote.discovery import forget, weight_folders
 from gspo.sampling.remote.identity import context_limit, end_tokens, experts_of, sampler_identity
 from gspo.sampling.weights.probe import sequence_logp
@@ -28,7 +28,7 @@ def connect(
     mode: str,
     timeout_s: float,
     needs_routes: bool,
-    join_s: float,
+    join_s: float | None,
     sampler_dtype: torch.dtype | None,
     say: Callable[[str], None],
 ) -> HttpSampler:
@@ -55,7 +55,7 @@ def connect(
         reference=partial(sequence_logp, model) if policy.world.size == 1 else None,
         timeout_s=timeout_s,
         experts=experts_of(model, needs_routes),
-        join_s=join_s,
+        join_s=JOIN_S if join_s is None else join_s,
         colocated=launched.is_colocated,
         say=say,
     )

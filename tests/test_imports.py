@@ -162,6 +162,19 @@ def test_import_leaves_torch_out(module):
 
 
 @pytest.mark.run
+def test_a_wrong_config_is_refused_before_torch_is_imported():
+    code = """
+from gspo import Trainer
+Trainer("quickstart")
+try:
+    Trainer("quickstart", overrides=["actor.esp_clip=1"])
+except Exception as error:
+    print(error)
+"""
+    assert heavy_modules_after(code) == []
+
+
+@pytest.mark.run
 @pytest.mark.parametrize("args", [["--help"], ["--version"], ["objectives"], ["objectives", "gspo"], ["doctor", "-h"]])
 def test_light_commands_leave_torch_out(args):
     assert heavy_modules_after("from gspo.cli.main import main; sys.exit(main())", *args) == []

@@ -19,10 +19,10 @@ import gspo
 from gspo.system.imports import by_name
 
 SOURCE = Path(gspo.__file__).parent
-TRAINER = "gspo.train.trainer"
+ROOTS = ("gspo.train.trainer", "gspo.train.open", "gspo.train.loop")  # the front door, and what `train` imports first
 
 # A ratchet: these numbers only fall. Lower them when the core shrinks.
-MAX_LINES, MAX_FILES = 24_400, 170
+MAX_LINES, MAX_FILES = 24_400, 168
 
 # Checks and translations of a config, which run once before the first step.
 AT_START = ("config/lint/", "config/migrate/", "rewards/check.py", "sampling/native/")
@@ -71,8 +71,8 @@ def imported(module: str) -> set[str]:
 
 @functools.cache
 def core() -> frozenset[str]:
-    """The import closure of the trainer."""
-    found, waiting = set[str](), [TRAINER]
+    """The import closure of training."""
+    found, waiting = set[str](), [*ROOTS]
     while waiting:
         module = waiting.pop()
         if module not in found:

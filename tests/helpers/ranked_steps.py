@@ -22,12 +22,12 @@ from gspo.learner.optim import make_optimizer
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.sharding import full, shard
 from gspo.learner.policy.value import ValueModule
-from gspo.learner.ranks.signals import StopRequest
 from gspo.learner.ranks.world import ALONE, joined
 from gspo.learner.reference import Reference, reference_logp
 from gspo.learner.step import train_step
 from gspo.models.lora import adapter_off, add_adapter
 from gspo.models.tiny import tiny_model
+from gspo.system.program import StopRequest
 
 # model, mini-batches, tokens per micro-batch, and what is special
 CASES = {

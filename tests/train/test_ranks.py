@@ -19,9 +19,9 @@ from training_runs import train as train_alone
 from gspo.errors import ConfigError, TrainingError
 from gspo.learner.policy.packing import Completion, PackItem, filler
 from gspo.learner.policy.splitting import split_over_ranks
-from gspo.learner.ranks.signals import StopRequest
 from gspo.learner.ranks.world import joined
 from gspo.runs import checkpoint
+from gspo.system.program import StopRequest
 
 pytestmark = pytest.mark.run
 

@@ -26,7 +26,7 @@ from gspo.sampling.api import Sampler
 from gspo.system.launched import Launched
 from gspo.train.build.compute import set_threads
 from gspo.train.build.data import make_data
-from gspo.train.build.episodes import make_environment
+from gspo.train.build.given import find_environment
 from gspo.train.build.objective import first_proximal_source, make_plan, narrowest_clip
 from gspo.train.build.policy import make_policy
 from gspo.train.build.sampler import engine_of, make_sampler, sampling_params
@@ -51,7 +51,7 @@ def measure_noise(
         checkpoint.load_checkpoint(folder, policy, None)
     if config.env.path or config.env.agent:
         say("episodes are not played: each prompt gets one completion, without its environment")
-    data, _ = make_data(config, None, None, policy.processor or tokenizer, make_environment(config, None))
+    data, _ = make_data(config, None, None, policy.processor or tokenizer, find_environment(config, None))
     num_samples, params = min(config.gconfig.n_samples, SAMPLES), sampling_params(config)
     # The same prompts in the same order as in training.
     rows = [data.row_of(config.seed, number, shuffle=bool(config.train_dataset.shuffle)) for number in range(PROMPTS)]

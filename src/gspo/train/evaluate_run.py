@@ -18,7 +18,8 @@ from gspo.sampling.api import Sampler
 from gspo.stats import mean_interval, pass_at_k, share_interval
 from gspo.train.build.compute import set_threads
 from gspo.train.build.data import held_out, load_data, refuse_long_prompts
-from gspo.train.build.episodes import make_environment, make_episodes
+from gspo.train.build.episodes import make_episodes
+from gspo.train.build.given import find_environment
 from gspo.train.build.policy import context_length, load_policy
 from gspo.train.build.rewards import default_rewards, make_rewards
 from gspo.train.build.sampler import decoder, evaluation_params, make_sampler
@@ -45,7 +46,7 @@ def evaluate_run(
         stack.callback(rewards.close)
         # Load weights and data, and check the lengths of prompts before sampling starts.
         policy, tokenizer = load_policy(config, run, step)
-        environment, max_context = make_environment(config, None), context_length(config, policy)
+        environment, max_context = find_environment(config, None), context_length(config, policy)
         data = load_data(config, spec, "test", policy.processor or tokenizer, "valid_dataset", environment)
         params, num_samples = evaluation_params(config)
         refuse_long_prompts(data, max_context, params.max_new_tokens, "eval_gconfig")

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from gspo.data.mixture import Data
 from gspo.faults import reached
 from gspo.learner.learner import Learner
-from gspo.learner.ranks.signals import StopRequest
 from gspo.learner.ranks.world import World
 from gspo.monitor.display import Display, Silent, make_display
 from gspo.rollout.producer import NullProducer
 from gspo.runs.code import changed_code
 from gspo.runs.directory import RunDir
 from gspo.system.heartbeat import beat, stalls_logged
+from gspo.system.program import StopRequest
 from gspo.train.build.data import (
     make_curriculum,
     make_evaluator,
@@ -24,11 +24,12 @@ from gspo.train.build.data import (
     record_visit,
 )
 from gspo.train.build.episodes import Answering, make_answering
+from gspo.train.build.given import Given
 from gspo.train.build.learner import make_learner, run_identity
 from gspo.train.build.optim import make_updater
 from gspo.train.build.policy import alphabet_warning, context_length
 from gspo.train.build.rewards import make_rewards, reward_problems
-from gspo.train.build.rollout import make_producer, resumed_snapshot
+from gspo.train.build.rollout import make_filter, make_producer, resumed_snapshot
 from gspo.train.build.run import (
     headline,
     length_of,
@@ -39,7 +40,7 @@ from gspo.train.build.run import (
     resume_run,
 )
 from gspo.train.build.sampler import decoder, make_sampler, samples_in_process, weights_for
-from gspo.train.parts import Given, LeaderParts, Parts
+from gspo.train.parts import LeaderParts, Parts
 
 
 @contextmanager
@@ -127,7 +128,7 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
         prompt_of=prompt_of,
         decode=decode,
         workflow=answering.workflow,
-        reject_reason=record_visit(curriculum, given.reject_reason),
+        reject_reason=record_visit(curriculum, make_filter(config, given.filter)),
         step=state.step,
         total_steps=total_steps,
     )
@@ -161,7 +162,7 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
         ),
         recorder=recorder,
         saver=make_saver(config, run, learner, identity, opened.steps_per_epoch, state.step),
-        opening_messages=[*_opening_messages(given, opened, is_new=not state.step), *changed * bool(state.step)],
+        opening_messages=[*_opening_messages(given, opened, is_new=not state.step), *(changed if state.step else ())],
         count_episodes=answering.count_episodes,
         curriculum=curriculum,
     )  # fmt: skip

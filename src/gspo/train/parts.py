@@ -5,40 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from gspo.config import Loaded
 from gspo.data.curriculum import Curriculum
 from gspo.data.mixture import Data
 from gspo.learner.learner import Learner
-from gspo.learner.ranks.signals import StopRequest
 from gspo.learner.ranks.world import World
 from gspo.monitor.display import Display
 from gspo.rewards.route import Rewards
 from gspo.rollout.producer import RolloutProducer
-from gspo.rollout.workflow import RejectReason, Workflow
+from gspo.rollout.workflow import Workflow
 from gspo.runs.saver import Saver
 from gspo.runs.state import State
 from gspo.sampling.api import Sampler
+from gspo.system.program import StopRequest
 from gspo.train.evaluate import Evaluator
 from gspo.train.record import Recorder
 from gspo.train.update import Updater
 from gspo.types import Prompt
-
-
-@dataclass(frozen=True)
-class Given:
-    """The arguments of `Trainer`: the config, and objects that replace some of its keys."""
-
-    loaded: Loaded
-    warnings: Sequence[Any]
-    reward: Any
-    dataset: Any
-    valid: Any
-    environment: Any
-    workflow: Workflow
-    reject_reason: RejectReason | None
-    code: Mapping[str, Path]  # functions of the user by name, and the files that define them
 
 
 @dataclass

@@ -16,7 +16,8 @@ from gspo.rollout.workflow import Workflow, single_turn
 from gspo.system.text import turns_text
 from gspo.train.build.compute import set_threads
 from gspo.train.build.data import load_data, prompt_stream, refuse_long_prompts
-from gspo.train.build.episodes import make_environment, make_episodes
+from gspo.train.build.episodes import make_episodes
+from gspo.train.build.given import find_environment
 from gspo.train.build.policy import context_length, load_policy
 from gspo.train.build.rewards import default_rewards, make_rewards
 from gspo.train.build.sampler import decoder, make_sampler, sampling_params
@@ -42,7 +43,7 @@ def preview(config: Config, num_prompts: int, num_samples: int) -> list[Previewe
         rewards = make_rewards(config, None, None)
         stack.callback(rewards.close)
         policy, tokenizer = load_policy(config, None, 0)
-        environment, limit = make_environment(config, None), context_length(config, policy)
+        environment, limit = find_environment(config, None), context_length(config, policy)
         data = load_data(
             config, config.train_dataset, "train", policy.processor or tokenizer, "train_dataset", environment
         )

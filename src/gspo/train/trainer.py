@@ -6,23 +6,20 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gspo.config import Loaded, is_supervised, load
 from gspo.errors import ConfigError, GspoError
-from gspo.learner.ranks.signals import StopRequest
-from gspo.learner.ranks.world import ALONE, World
-from gspo.rollout.workflow import Filter, Workflow
 from gspo.system.imports import by_name
-from gspo.train.build.compute import join_ranks
-from gspo.train.build.episodes import make_environment
-from gspo.train.build.rollout import make_filter, make_workflow
-from gspo.train.build.run import code_files
-from gspo.train.loop import Follower, Leader
-from gspo.train.open import open_parts
-from gspo.train.parts import Given, LeaderParts
+from gspo.system.program import StopRequest, wait_without_spinning
+from gspo.train.build.given import Given, code_files, find_environment, find_filter
 from gspo.train.relaunch import relaunch
 from gspo.train.summary import Summary
+
+if TYPE_CHECKING:
+    from gspo.learner.ranks.world import World
+    from gspo.rollout.workflow import Filter, Workflow
+    from gspo.train.loop import Follower, Leader
 
 
 class Trainer:
@@ -38,7 +35,7 @@ class Trainer:
     dynamic_filter_fn  which groups to train on (`rollout.workflow.Filter`); None: rollout.dynamic_filter_fn
     """
 
-    leader: type[Leader] = Leader  # a subclass may replace acts of the loop
+    leader: type[Leader] | None = None  # a subclass of `train.loop.Leader` that replaces acts of the loop
 
     def __init__(
         self,
@@ -55,7 +52,7 @@ class Trainer:
         self.loaded = config if isinstance(config, Loaded) else load(config, overrides)
         self.config = self.loaded.config
         # Everything that can fail because of the config or the arguments fails here, before any process starts.
-        environment = make_environment(self.config, env)
+        environment = find_environment(self.config, env)
         if workflow is not None and not callable(workflow):
             raise ConfigError(f"workflow must be a function (requests, sampler), got {workflow!r:.80}")
         if environment is not None and workflow is not None:
@@ -72,8 +69,8 @@ class Trainer:
             dataset,
             valid,
             environment,
-            workflow or make_workflow(self.config),
-            make_filter(self.config, dynamic_filter_fn),
+            workflow,
+            find_filter(self.config, dynamic_filter_fn),
             code_files(self.config, reward, env, dynamic_filter_fn),
         )
         self.stop = StopRequest()
@@ -97,6 +94,9 @@ class Trainer:
         # If the config needs several processes, this call replaces the current process by the launcher and does not
         # return.
         relaunch(self.loaded)
+        wait_without_spinning()  # before torch is imported
+        from gspo.train.build.compute import join_ranks
+
         with join_ranks(self.config, self.stop) as world:
             with self.open(world) as loop:
                 summary = loop.run()
@@ -111,10 +111,15 @@ class Trainer:
         return summary
 
     @contextmanager
-    def open(self, world: World = ALONE) -> Iterator[Leader | Follower]:
+    def open(self, world: World | None = None) -> Iterator[Leader | Follower]:
         """The loop of this rank with all its parts open, before its first step."""
-        with open_parts(self.given, world, self.stop) as parts:
-            yield self.leader(parts) if isinstance(parts, LeaderParts) else Follower(parts)
+        from gspo.learner.ranks.world import ALONE
+        from gspo.train.loop import Follower, Leader
+        from gspo.train.open import open_parts
+        from gspo.train.parts import LeaderParts
+
+        with open_parts(self.given, world or ALONE, self.stop) as parts:
+            yield (self.leader or Leader)(parts) if isinstance(parts, LeaderParts) else Follower(parts)
 
 
 def run(loaded: Loaded) -> Summary:

@@ -56,16 +56,16 @@ def _look_at_classifier(path: str) -> None:
 
 def look_at_environment(config: Config) -> str:
     """The environment or agent; its code is imported."""
-    from gspo.train.build.episodes import make_environment
+    from gspo.train.build.given import find_environment
 
     env = config.env
-    return "" if make_environment(config, None) is None else str(env.path or env.agent)
+    return "" if find_environment(config, None) is None else str(env.path or env.agent)
 
 
 def check_data(config: Config, tokenizer: Any) -> Iterator[ReadyCheck]:
     """Rows, columns, the held-out part, and the longest prompt if the tokenizer is here."""
     from gspo.train.build.data import make_data, refuse_images, refuse_long_prompts
-    from gspo.train.build.episodes import make_environment
+    from gspo.train.build.given import find_environment
     from gspo.train.build.policy import alphabet_warning, limit_context, make_reader
     from gspo.train.build.rewards import default_rewards, scores_answers
     from gspo.train.build.sampler import evaluation_params
@@ -76,7 +76,7 @@ def check_data(config: Config, tokenizer: Any) -> Iterator[ReadyCheck]:
         return
     try:
         readable = config if tokenizer is not None else _without_rendering(config)
-        environment = make_environment(config, None)
+        environment = find_environment(config, None)
         reader = None if tokenizer is None else make_reader(config, tokenizer)
         data, valid = make_data(readable, None, None, reader, environment)
         both = [part for part in (data, valid) if part is not None]

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from gspo.errors import ConfigError, TrainingError
 from gspo.learner.ranks.commands import Arrays, Command, pack_message, unpack_message
 from gspo.learner.ranks.liveness import GRACE, Liveness
-from gspo.learner.ranks.signals import StopRequest
 from gspo.system import heartbeat as watchdog
+from gspo.system.program import StopRequest
 
 POLL = 0.005  # seconds between two polls for the next command
 

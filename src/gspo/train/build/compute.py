@@ -10,9 +10,9 @@ import torch
 
 from gspo.config.backends import TRAINERS, parse_backend
 from gspo.config.schema import Config
-from gspo.learner.ranks.signals import StopRequest
 from gspo.learner.ranks.world import World, joined
 from gspo.system.launched import Launched
+from gspo.system.program import StopRequest
 
 
 def device_and_dtype(config: Config) -> tuple[torch.device, torch.dtype]:

@@ -16,9 +16,9 @@ from gspo.rollout.workflow import Workflow
 from gspo.system.imports import by_name
 from gspo.system.launched import Launched
 from gspo.train.build.data import refuse_images
+from gspo.train.build.given import Given
 from gspo.train.build.rewards import default_rewards, scores_answers
-from gspo.train.build.rollout import make_single_turn
-from gspo.train.parts import Given
+from gspo.train.build.rollout import make_single_turn, make_workflow
 
 
 @dataclass(frozen=True)
@@ -56,25 +56,11 @@ def make_answering(
     scores = scores_answers(config, given.reward, both)
     messages = default_rewards(config, given.reward, both) if scores else []
     rewards = rewards if scores else NoRewards()
+    workflow = given.workflow or make_workflow(config)
     if is_supervised(config):
         # Rows bring their own completion in training; evaluations sample.
-        return Answering(GivenRewards(rewards), given.workflow, make_single_turn(config), scores, False, messages)
-    return Answering(rewards, given.workflow, given.workflow, scores, checks_reward=scores, messages=messages)
-
-
-def make_environment(config: Config, given: Any) -> Callable[..., Any] | None:
-    """The environment of the caller or of the config; None if a sample is one completion."""
-    env = config.env
-    if given is None and not env.agent and env.path is None:
-        return None
-    find_environment = by_name("gspo.envs.find:find_environment")
-    if given is not None:
-        return find_environment(given, env.options)
-    if env.agent:
-        find_agent = by_name("gspo.envs.agents.agent:find_agent")
-        agent = env.agent if isinstance(env.agent, list) else find_agent(env.agent, env.options)
-        return by_name("gspo.envs.agents.agent:Agents")(agent, request_timeout_s=config.rollout.request_timeout)
-    return find_environment(env.path, env.options)
+        return Answering(GivenRewards(rewards), workflow, make_single_turn(config), scores, False, messages)
+    return Answering(rewards, workflow, workflow, scores, checks_reward=scores, messages=messages)
 
 
 def make_episodes(config: Config, environment: Any, data: Data, tokenizer: Any, max_context: int) -> Any:

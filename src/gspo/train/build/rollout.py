@@ -7,7 +7,6 @@ from functools import partial
 
 from gspo.config.objective import is_supervised
 from gspo.config.schema import Config
-from gspo.errors import ConfigError
 from gspo.learner.credit import Shaping, is_flat
 from gspo.rewards.route import Rewards
 from gspo.rollout.buffer import Buffer, Snapshot
@@ -21,7 +20,6 @@ from gspo.runs.state import State
 from gspo.sampling.api import Sampler
 from gspo.sampling.local.engine import LocalSampler
 from gspo.system.files import step_name
-from gspo.system.imports import find_function
 from gspo.train.build.objective import make_shaping
 from gspo.train.build.sampler import sampling_params
 from gspo.types import Group, Prompt
@@ -89,19 +87,14 @@ def make_single_turn(config: Config) -> Workflow:
 
 
 def make_filter(config: Config, given: Filter | None) -> RejectReason | None:
-    """Why a group is rejected: by the filter of the caller or the config, or for equal rewards (if refilled)."""
+    """Why a group is rejected: by the filter (`given.find_filter`), or for equal rewards (if refilled)."""
     # The user's filter runs first; the first reason that a check returns is reported.
     checks: list[RejectReason] = []
     if is_supervised(config):
         return None
     if given is not None:
-        checks.append(partial(reject_by_filter, given, "dynamic_filter_fn"))
-    elif config.rollout.dynamic_filter_fn is not None:
-        key = "rollout.dynamic_filter_fn"
-        try:
-            checks.append(partial(reject_by_filter, find_function(config.rollout.dynamic_filter_fn), key))
-        except ValueError as error:
-            raise ConfigError(f"{key}: {error}") from error
+        key = "rollout.dynamic_filter_fn" if config.rollout.dynamic_filter_fn else "dynamic_filter_fn"
+        checks.append(partial(reject_by_filter, given, key))
     if config.actor.zero_variance_groups == "refill":
         checks.append(partial(_equal_rewards, make_shaping(config)))
     if not checks:

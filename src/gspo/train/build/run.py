@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import gspo
 from gspo.config import (
     Loaded,
     config_fingerprint,
@@ -31,7 +30,6 @@ from gspo.runs.saver import Saver
 from gspo.runs.state import State
 from gspo.system.clock import Every
 from gspo.system.files import step_name, to_json, write_run_file
-from gspo.system.imports import source_file
 from gspo.train.build.compute import device_and_dtype
 from gspo.train.build.objective import first_proximal_source
 from gspo.train.record import Recorder
@@ -143,26 +141,6 @@ def load_step(config: Config, learner: Learner, step: int) -> State:
     if step:
         checkpoint.load_checkpoint(config.run_path / "checkpoints" / step_name(step), *learner.trained)
     return State(step=step)
-
-
-def code_files(config: Config, reward: Any, env: Any, dynamic_filter_fn: Any) -> dict[str, Path]:
-    """The user's functions by name, and the files that define them; the caller's have priority over the config's."""
-    mixtures = [*config.train_dataset.mixture, *(config.valid_dataset.mixture if config.valid_dataset else ())]
-    rewards = reward if isinstance(reward, list | tuple) else [reward] if reward is not None else []
-    entries = rewards or [*config.reward.functions, *(entry for source in mixtures for entry in source.reward)]
-    named = [("reward", entry["name"] if isinstance(entry, Mapping) else entry) for entry in entries]
-    agent = config.env.agent
-    agents = [word for word in agent if Path(word).is_file()] if isinstance(agent, list) else [agent]
-    named += [("environment", env or config.env.path), *(("agent", each) for each in agents)]
-    named += [("filter", dynamic_filter_fn or config.rollout.dynamic_filter_fn)]
-    found: dict[str, Path] = {}
-    for kind, given in named:
-        path = Path(given) if isinstance(given, str) and ":" not in given and kind == "agent" else source_file(given)
-        if given is not None and path is not None and not path.is_relative_to(Path(gspo.__file__).parent):
-            found[f"{kind} {given if isinstance(given, str) else getattr(given, '__name__', type(given).__name__)}"] = (
-                path
-            )
-    return found
 
 
 def changed_keys(before: Config, after: Config) -> list[str]:

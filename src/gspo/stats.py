@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+
+COLLAPSE = 0.5  # a reward below this fraction of its best has collapsed; chosen before the first study
 
 Z = 1.96  # 97.5 % quantile of the normal distribution, as shares have always been reported
 
@@ -118,3 +120,16 @@ def welch_half(a: Floats, b: Floats) -> float:
         return 0.0
     freedom = total**2 / sum(p**2 / (len(x) - 1) for p, x in zip(parts, (a, b), strict=True))
     return t_quantile(freedom) * math.sqrt(total)
+
+
+def has_collapsed(rewards: Sequence[float]) -> bool:
+    """Whether the mean reward of the last quarter of a run is below `COLLAPSE` times that of its best quarter.
+
+    Never true if the best is not above 0: a fraction of a negative reward is not a worse one.
+
+    >>> has_collapsed([0.2, 0.8, 0.8, 0.1]), has_collapsed([0.2, 0.4, 0.8, 0.7]), has_collapsed([-1.0, -4.0])
+    (True, False, False)
+    """
+    width = max(len(rewards) // 4, 1)
+    means = [fmean(rewards[i : i + width]) for i in range(len(rewards) - width + 1)]
+    return max(means, default=0.0) > 0 and means[-1] < COLLAPSE * max(means)

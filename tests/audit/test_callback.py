@@ -125,7 +125,7 @@ def test_eps_0_2_with_sequence_ratios_is_diagnosed(wide):
     (finding,) = words_of(run)["warnings"]
     assert finding["key"] == "epsilon"
     assert "nothing is ever clipped" in finding["message"]
-    assert "epsilon=3e-4" in finding["remedy"]
+    assert "set epsilon and epsilon_high to" in finding["remedy"]
     boot = json.loads(write_report_of(run).read_text().partition('class="boot">')[2].partition("</script>")[0])
     assert boot["overview"]["audit"]["system"] == "TRL"
     assert boot["overview"]["audit"]["version"] == trl.__version__

@@ -78,6 +78,25 @@ def test_a_project_trains_as_it_is_written(tmp_path, monkeypatch):
     assert cli.main(["train", "train.yaml", *ONE_STEP]) == 0
     (run,) = (tmp_path / "mine" / "runs" / "mine").iterdir()
     assert [row["step"] for row in read_metrics(run)] == [0, 1]
+    assert "`gspo doctor --reward` shows more" not in (run / "log.txt").read_text()  # reward.check found nothing
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("task", TASKS)
+def test_the_reward_of_a_project_raises_no_alarm(task, tmp_path, monkeypatch, capsys):
+    if task == "code" and unavailable():
+        pytest.skip(unavailable())
+    write_project(tmp_path / "mine", task)
+    monkeypatch.chdir(tmp_path / "mine")
+    code, said = cli.main(["doctor", "--reward", "train.yaml"]), capsys.readouterr()
+    if task in ("chat", "tools"):
+        assert (code, said.out) == (2, "")
+        assert "an environment gives its own rewards" in said.err
+    else:
+        assert code == 0
+        assert not any(mark in said.out for mark in ("✗ ", "! "))
+        # The tests of a program are not a text that a model could write, so its reward cannot be checked this way.
+        assert said.out.count("✓ ") == (task != "code")
 
 
 @pytest.mark.full
@@ -92,6 +111,7 @@ def test_the_reward_test_passes_the_doctor_agrees_and_the_project_trains_and_rep
     gspo(folder, *python, "gspo", "train", "train.yaml", *ONE_STEP)
     (run,) = (folder / "runs" / "mine").iterdir()
     assert [row["step"] for row in read_metrics(run)] == [0, 1]
+    assert "`gspo doctor --reward` shows more" not in (run / "log.txt").read_text()
     gspo(folder, *python, "gspo", "report", str(run))
 
 

@@ -59,7 +59,7 @@ def test_train_ends_with_a_summary_the_run_the_picture_and_the_next_commands(tra
     assert said.startswith(first + "8 prompts × 4 completions, cpu float32\n")
     tail = said[said.index("Finished.") :]
     assert re.search(r"held-out accuracy +\d+\.\d% \(\S+\) → \d+\.\d% \(\S+\) +on 24 problems", tail)
-    assert re.search(r"clipped +\d+\.\d% low \+ \d+\.\d% high, of sequences +at ε 0\.002 / 0\.0025", tail)
+    assert re.search(r"clipped +\d+\.\d% low \+ \d+\.\d% high, \d+ of \d+ sequences +at ε 0\.002 / 0\.0025", tail)
     assert re.search(r"tokens/s +[\d,]+ sampled, [\d,]+ trained", tail)
     assert all(text in tail for text in (str(run), f"gspo eval {run}", f"gspo export {run}", str(run / "training.png")))
     assert (run / "training.png").read_bytes().startswith(b"\x89PNG")
@@ -308,3 +308,20 @@ def test_preview_shows_prompts_completions_and_rewards_and_writes_nothing(tmp_pa
     again = ["env.path=self_correct", "env.options.feedback='0+0='"]
     assert cli.main(["preview", str(config), "--prompts", "1", "threads=1", *again]) == 0
     assert re.search(r"── completion, reward .*\n.*>\d+‹0\+0=›.", capsys.readouterr().out)
+
+
+def test_a_run_that_its_learning_rate_destroyed_is_not_offered_for_export_and_gets_no_eps(tmp_path):
+    fast = ("actor.optimizer.lr=5e-3", "total_train_steps=8", "evaluator.size=64", "evaluator.freq_steps=8")
+    done = gspo(*arguments(tmp_path, *fast))
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "quickstart" / "gspo"
+    rewards = [row["reward/mean"] for row in read_metrics(run) if row["step"] > 0]
+    assert rewards[0] > 0.1
+    assert rewards[-1] == 0  # the fault happened
+    tail = done.stdout[done.stdout.index("Finished.") :]
+    assert "ended below half of its best" in tail
+    assert "gspo export" not in tail
+    boot = re.search(r'class="boot">(.*?)</script>', (run / "report.html").read_text(), re.DOTALL)
+    shown = json.loads(boot[1])["overview"]
+    assert shown["suggested"] is None
+    assert not any("would have clipped" in answer["more"] for answer in shown["answers"])

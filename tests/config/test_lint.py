@@ -1,6 +1,7 @@
 """Every warning and every error: a config that triggers it, and its neighbour that does not."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -204,6 +205,23 @@ WARNINGS = [
     ("actor.eps_clip", ["actor.eps_clip=0.2"], ["actor.eps_clip=0.2", "gconfig.max_new_tokens=4"]),
     ("actor.eps_clip", ["actor.eps_clip=0.2"], ["actor.eps_clip=0.2", "algorithm=grpo"]),
     ("actor.eps_clip_higher", ["actor.eps_clip_higher=0.3"], ["actor.eps_clip_higher=0.003"]),
+    ("actor.eps_clip", ["actor.eps_clip=0.06"], ["actor.eps_clip=0.06", "gconfig.max_new_tokens=14"]),
+    *(
+        ("actor.eps_clip", [*preset, "actor.eps_clip=0.002"], [*preset, "actor.eps_clip=0.02"])
+        for preset in (
+            *([f"algorithm={name}"] for name in ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp")),
+            ["algorithm=ppo", "critic.path=embedded:tiny"],
+            ["algorithm=distill", "teacher.path=embedded:tiny"],
+            ["actor.importance_sampling_level=token"],
+        )
+    ),
+    (
+        "actor.eps_clip_higher",
+        ["algorithm=grpo", "actor.eps_clip_higher=0.0025", "actor.eps_clip=0.2"],
+        ["algorithm=grpo", "actor.eps_clip=0.2"],
+    ),
+    ("actor.eps_clip", ["algorithm=grpo", "actor.eps_clip=0.002"], ["algorithm=gspo_token", "actor.eps_clip=0.002"]),
+    ("actor.eps_clip", ["algorithm=grpo", "actor.eps_clip=0.002"], ["algorithm=luspo", "actor.eps_clip=0.002"]),
     ("actor.eps_clip", ["gconfig.max_new_tokens=16"], ["gconfig.max_new_tokens=16", "actor.eps_clip=auto"]),
     ("actor.eps_clip", ["actor.eps_clip=1e-6"], ["actor.eps_clip=1e-6", "actor.dtype=float64"]),
     ("actor.ppo_n_minibatches", ["actor.ppo_n_minibatches=1"], ["actor.ppo_n_minibatches=2"]),
@@ -379,6 +397,27 @@ def test_every_finding_names_key_place_and_remedy(tmp_path):
     assert found["gconfig.temperature"].where == "command line"
     assert "3e-4" in found["actor.eps_clip"].remedy
     assert all(f.remedy and f.message and not f.message.endswith(".") for f in found.values())
+
+
+def test_a_gspo_config_with_another_algorithm_is_told_to_remove_its_eps():
+    (finding,) = lint(load("examples/quickstart.yaml", ["algorithm=grpo"]), num_gpus=0)
+    assert "ε = 2e-3 and 2.5e-3 is a clip range for sequence ratios" in finding.message
+    assert "'~actor.eps_clip' '~actor.eps_clip_higher'" in finding.remedy
+    unset = ["algorithm=grpo", "~actor.eps_clip", "~actor.eps_clip_higher"]
+    assert lint(load("examples/quickstart.yaml", unset), num_gpus=0) == []
+
+
+@pytest.mark.parametrize("tokens", [14, 32, 48, 64, 256, 500, 512, 4096])
+def test_an_advised_eps_raises_no_warning_of_its_own(tokens):
+    length = f"gconfig.max_new_tokens={tokens}"
+    (wide,) = findings("actor.eps_clip=0.2", "actor.eps_clip_higher=0.2", length)
+    advised = [float(value) for value in re.findall(r"[0-9][0-9.e-]*", wide.remedy.partition("sequences, or ")[2])]
+    assert advised
+    for low in advised:
+        assert findings(f"actor.eps_clip={low}", f"actor.eps_clip_higher={4 / 3 * low}", length) == []
+    if tokens <= 64:
+        (narrow,) = findings("actor.eps_clip=3e-4", length)
+        assert narrow.remedy.partition(", or ")[2] == wide.remedy.partition("sequences, or ")[2]
 
 
 def test_the_areal_example_of_old_is_told_that_its_ratio_never_acts():

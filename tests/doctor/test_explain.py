@@ -157,7 +157,7 @@ def test_warnings_and_their_remedies_are_printed():
     report = report_of("algorithm=gspo", "actor.eps_clip=0.4", "actor.sapo_tau_pos=2")
     text = flat(report)
     assert "actor.eps_clip (command line): ε = 0.4" in text
-    assert "→ leave actor.eps_clip unset for 3e-4 / 4e-4" in text
+    assert "→ set actor.eps_clip: auto, which clips 5 % of the sequences, or 3e-4 and 4e-4" in text
     assert "actor.sapo_tau_pos the algorithm is gspo, not sapo" in text
     assert report.exit_code == 0
 

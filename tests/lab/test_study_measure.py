@@ -3,7 +3,8 @@
 import pytest
 
 from gspo.lab.studies.control import coin
-from gspo.lab.studies.measure import crossing, curves, evaluation_points, has_collapsed, measures
+from gspo.lab.studies.measure import crossing, curves, evaluation_points, measures
+from gspo.stats import has_collapsed
 
 SHAPE = {"samples_per_group": 8, "groups_per_step": 2}
 

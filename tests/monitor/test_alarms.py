@@ -111,3 +111,37 @@ def test_a_first_batch_with_nothing_to_learn_is_said_at_once_with_the_cause(foun
     assert words in (first_step_message(row) or "")
     for other in ({"step": 2}, {"reward/zero_variance_groups": 0.9}):
         assert first_step_message(row | other) is None
+
+
+def history(*rewards):
+    return [{"step": s, "reward/mean": r, "optimizer/lr": 5e-3} for s, r in enumerate(rewards, 1)]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "words"),
+    [
+        ([0.37, *[0.0] * PATIENCE], "the reward fell from 0.37 to 0 at step 2"),
+        ([0.2, 0.9, 0.6, *[0.1] * PATIENCE], "the reward fell from 0.9 to 0.1 at step 4"),
+        ([0.0, 0.0, 0.01, 0.0, *[0.0] * PATIENCE], "the task is too hard"),  # one lucky sample is no fall
+        ([0.0] * PATIENCE, "the task is too hard"),
+        ([0.5, 0.9, *[1.0] * PATIENCE], "the task is too hard, too easy"),
+        ([-2.0, -1.0, *[-3.0] * PATIENCE], "the task is too hard"),
+    ],
+)
+def test_equal_rewards_after_a_fall_are_not_blamed_on_the_task(rewards, words):
+    counts = {"nothing to learn": PATIENCE - 1}
+    (said,) = spoken(HEALTHY | SICK["equal rewards"], counts, history=lambda: history(*rewards))
+    assert words in said
+    assert f"{PATIENCE} steps" in said
+    assert ("actor.optimizer.lr lower" in said and "0.005" in said) == ("fell" in words)
+
+
+def test_the_history_is_read_only_for_a_warning_that_needs_it():
+    def unread():
+        raise AssertionError
+
+    for sick in ({}, SICK["entropy"], SICK["more than half"]):
+        counts = {}
+        for _ in range(PATIENCE):
+            spoken(HEALTHY | sick, counts, history=unread)
+        assert max(counts.values()) == PATIENCE * bool(sick)

@@ -75,7 +75,7 @@ def test_the_summary_says_start_and_end(tmp_path):
     assert found.rollout_tokens_s == pytest.approx(5500)
     text = dict(summary_rows(found))
     assert text["held-out accuracy"].startswith("25.0% (21.4–28.9) → 75.0% (71.1–78.6)")
-    assert text["clipped"] == "10.0% low + 5.0% high, of sequences  at ε 0.002 / 0.0025"
+    assert text["clipped"] == "10.0% low + 5.0% high, 150 of 1,000 sequences  at ε 0.002 / 0.0025"
     assert text["steps"] == "10 in 20.0 s"
 
 

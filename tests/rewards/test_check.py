@@ -1,6 +1,8 @@
 """A broken reward is named before training: known answers are scored, and the scores are compared."""
 
+import json
 import re
+from contextlib import closing
 
 import pytest
 
@@ -10,6 +12,7 @@ from gspo.models import embedded
 from gspo.rewards.check import ANSWERS, check_reward, diagnose
 from gspo.rewards.pool import RewardPool
 from gspo.rewards.spec import reward_spec
+from gspo.train.build.rewards import answer_markers
 from gspo.types import Failure, Prompt, Score
 
 ROWS = [
@@ -59,8 +62,8 @@ def test_a_right_reward_has_no_problem_and_every_answer_is_scored():
     ("function", "words", "is_fatal"),
     [
         (lambda text, row: 1.0, "every answer earns 1: the reward is constant", True),
-        (lambda text, row: 0.0, "no reference answer earns more than 0", True),
-        (lambda text, row: float("<answer>" in text) or (0.1 if not text else 0.0), "no reference answer", True),
+        (lambda text, row: 0.0, "no form of it earns more than 0", False),
+        (lambda text, row: f"<answer>{row.reference}</answer>" in text, "the reference could not be checked", False),
         (lambda text, row: final(text).isdigit(), "another row's answer earns 1 .* does not compare", True),
         (lambda text, row: 1.0 if not text or final(text) == row.reference else 0.0, "an empty answer earns 1", True),
         (lambda text, row: text[0] and final(text) == row.reference, r"failed on 8 of 40 .*empty.*: crash", False),
@@ -88,6 +91,28 @@ def test_the_check_ends_at_the_first_kind_of_answer_that_fails():
     assert diagnose(lines, 10.0)[0].is_fatal
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"name": "final", "marker": ">"},
+        {"name": "final"},
+        {"name": "final", "marker": "The answer is"},
+        {"name": "finals", "marker": "="},
+        {"name": "numeric"},
+    ],
+)
+def test_a_bare_answer_is_scored_in_the_form_that_the_reward_reads(settings):
+    answers = ["7 10", "3 4", "12 5", "9 8"] if settings["name"] == "finals" else ["559", "17", "8", "1204"]
+    rows = [{"prompt": f"{i}", "answer": answer} for i, answer in enumerate(answers)]
+    data = make_dataset(rows, tokenizer=embedded.embedded_tokenizer())
+    spec = {"": reward_spec(settings)}
+    with closing(RewardPool(spec[""], key="reward", workers=1, timeout_s=5.0, log_path=None)) as pool:
+        prompts = [data.prompt(row) for row in range(4)]
+        lines = check_reward(prompts, pool, markers=answer_markers(spec))
+    assert [line.mean for line in lines[:3]] == [1.0, 0.0, 0.0]
+    assert not [problem for problem in diagnose(lines, 5.0) if problem.is_fatal or problem.is_open]
+
+
 @pytest.mark.parametrize(("path", "reward"), [("embedded:arithmetic:2-3", {"name": "final", "marker": ">"})])
 def test_the_tasks_own_reward_is_right(path, reward):
     data = load_dataset(path, tokenizer=embedded.embedded_tokenizer(), size=8)
@@ -111,7 +136,29 @@ def test_rows_without_an_answer_are_checked_for_failures_only():
 def test_the_verb_prints_the_table_and_its_exit_code_says_whether_training_makes_sense(capsys):
     assert cli.main(["doctor", "--reward", "examples/quickstart.yaml", "train_dataset.size=8"]) == 0
     assert "the reference earns most" in capsys.readouterr().out
-    bad = ["reward.functions=[{name: final, marker: '@'}]", "train_dataset.size=8"]
+    bad = ["reward.functions=[{name: length, least: 1}]", "train_dataset.size=8"]
     assert cli.main(["doctor", "--reward", "examples/quickstart.yaml", *bad]) == 1
-    assert "is not parsed" in capsys.readouterr().out
+    assert "✗ another row's answer earns 1" in capsys.readouterr().out
     assert cli.main(["doctor", "--model", "examples/quickstart.yaml"]) == 2
+
+
+@pytest.mark.run
+def test_a_reference_that_was_not_scored_is_not_ticked(tmp_path, capsys):
+    rows = [{"question": f"day {i}", "iso": f"2026-01-{i:02d}"} for i in range(1, 9)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "reward.py").write_text("def score(text, iso, **columns):\n    return float(text == iso)\n")
+    words = [f"train_dataset.path={tmp_path}/train.jsonl", f"reward.functions=['{tmp_path}/reward.py:score']"]
+    words = ["doctor", "--reward", "examples/quickstart.yaml", *words, "train_dataset.chat_template=none"]
+    assert cli.main(words) == 0
+    said = capsys.readouterr().out
+    assert "✓" not in said
+    assert "? no answer column found (columns: question, iso): the reference was not scored" in " ".join(said.split())
+    assert "train_dataset.columns.answer" in said
+    assert cli.main([*words, "train_dataset.columns={answer: iso}"]) == 0
+    assert "✓ the reference earns most" in capsys.readouterr().out
+    # A reward that reads no form which was tried may still be right.
+    (tmp_path / "reward.py").write_text("def score(text, iso, **_):\n    return float(f'<date>{iso}</date>' in text)\n")
+    assert cli.main([*words, "train_dataset.columns={answer: iso}"]) == 0
+    said = capsys.readouterr().out
+    assert "? the reference could not be checked: no form of it earns more than 0, such as" in " ".join(said.split())
+    assert "✓" not in said

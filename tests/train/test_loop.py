@@ -191,7 +191,7 @@ METRICS = {
     "grad/norm_max", "grad/skipped_updates", "skipped/zero_advantage_sequences", "ratio/log_s_mean", "ratio/log_s_std",
     "ratio/log_s_p05", "ratio/log_s_p50", "ratio/log_s_p95", "ratio/log_s_max_abs", "ratio/first_minibatch_max_abs",
     "clip/sequences_low", "clip/sequences_high", "clip/tokens", "clip/eps_low", "clip/eps_high", "ess/sequences",
-    "noise/log_s_mean", "noise/log_s_std", "noise/log_s_p95_abs",
+    "clip/num_sequences", "noise/log_s_mean", "noise/log_s_std", "noise/log_s_p95_abs",
     "noise/log_s_centred_p95_abs", "optimizer/lr",
 }  # fmt: skip
 TIMES = {

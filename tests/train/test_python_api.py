@@ -131,3 +131,22 @@ def test_the_keys_of_train_dataset_hold_for_rows_of_the_caller():
     assert data.num_too_long == 1
     with pytest.raises(DataError, match=r"got the path 'r.jsonl': set train_dataset.path"):
         make_data(config, "r.jsonl", None, embedded.embedded_tokenizer())
+
+
+def test_rows_of_an_environment_are_used_or_refused_and_never_ignored():
+    class Game:
+        def rows(self, split, size):
+            return [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(4)]
+
+    class Bare:
+        pass
+
+    def first(environment, *words):
+        config = load(None, ["algorithm=gspo", "env.path=mine:Game", "evaluator.freq_steps=0", *words]).config
+        return make_data(config, None, None, embedded.embedded_tokenizer(), environment)[0].describe()
+
+    with pytest.raises(ConfigError, match=r"train_dataset\.path is not set: set train_dataset\.path: env"):
+        first(Game())
+    assert "4 problems of the environment" in first(Game(), "train_dataset.path=env")
+    assert "embedded:arithmetic" in first(Game(), "train_dataset.path=embedded:arithmetic")
+    assert "embedded:arithmetic" in first(Bare())

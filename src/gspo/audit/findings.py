@@ -18,20 +18,20 @@ from gspo.errors import ConfigError
 
 Rule = Callable[[Facts], Iterator[Finding]]
 _A = "actor_rollout_ref.actor."
-_SHARE = "so that 5–25 % of sequences are clipped"
+_EPS = {  # {eps}: Facts.usual_eps
+    "TRL": "set epsilon and epsilon_high to {eps}",
+    "ms-swift": "set --epsilon and --epsilon_high to {eps}",
+    "verl": f"set {_A}clip_ratio_low and {_A}clip_ratio_high to {{eps}}",
+}
 
 # The lint rules that apply to these trainers, with the remedy for each. Other rules are about parts that gspo has.
 REMEDIES: Mapping[Rule, Mapping[str, str]] = {
-    clipping.too_wide_for_a_sequence: {
-        "TRL": f"set epsilon=3e-4 and epsilon_high=4e-4 (the paper's values), or 3e-4 … 5e-3 {_SHARE}",
-        "ms-swift": f"set --epsilon 3e-4 --epsilon_high 4e-4 (the paper's values), or 3e-4 … 5e-3 {_SHARE}",
-        "verl": f"set {_A}clip_ratio_low=3e-4 and {_A}clip_ratio_high=4e-4 (the paper's values), or 3e-4 … 5e-3 "
-        f"{_SHARE}",
-    },
-    clipping.too_narrow_for_short_completions: {
-        "TRL": "set epsilon and epsilon_high to 2e-3 … 5e-3",
-        "ms-swift": "set --epsilon and --epsilon_high to 2e-3 … 5e-3",
-        "verl": f"set {_A}clip_ratio_low and {_A}clip_ratio_high to 2e-3 … 5e-3",
+    clipping.too_wide_for_a_sequence: _EPS,
+    clipping.too_narrow_for_short_completions: _EPS,
+    clipping.too_narrow_for_a_token: {
+        "TRL": "set epsilon=0.2, or for GSPO importance_sampling_level=sequence",
+        "ms-swift": "set --epsilon 0.2, or for GSPO --importance_sampling_level sequence",
+        "verl": f"set {_A}clip_ratio_low and {_A}clip_ratio_high to 0.2, or for GSPO {_A}policy_loss.loss_mode=gspo",
     },
     clipping.lower_bound_at_zero: {
         "TRL": "set epsilon below 1",
@@ -117,4 +117,5 @@ def findings_of(facts: Facts, draft: Draft) -> Iterator[Finding]:
         applies = draft.system in remedies and (rule is not clipping.token_aggregation or facts.clips is not None)
         for finding in rule(facts) if applies else ():
             theirs, _, file = draft.origins.get(finding.key, f"{finding.key} ({draft.file})").rpartition(" (")
-            yield replace(finding, key=theirs, where=file.rstrip(")"), remedy=remedies[draft.system])
+            remedy = remedies[draft.system].format(eps=facts.usual_eps)
+            yield replace(finding, key=theirs, where=file.rstrip(")"), remedy=remedy)

@@ -98,6 +98,7 @@ def _train(args: argparse.Namespace, loaded: Loaded) -> int:
     beat("importing torch")
     reached("start.import")
     from gspo.report.read import best_step, read_metrics
+    from gspo.report.summary import summarise
     from gspo.train import run
 
     before = max((row["step"] for row in read_metrics(path)), default=0)
@@ -114,6 +115,9 @@ def _train(args: argparse.Namespace, loaded: Loaded) -> int:
     said = "Finished."
     if summary.steps == before:
         said = "This run was already finished; nothing was trained. Raise total_train_steps, or set another trial_name."
+    if summarise(path).collapsed:
+        show_run(path, f"{said} The reward or the held-out score ended below half of its best.", {})
+        return 0
     name, step = shlex.quote(str(path)), "" if best_step(path) else " --step last"  # step 0 cannot be exported
     show_run(path, said, {"next": f"gspo eval {name} --samples 8", "": f"gspo export {name}{step}"})
     return 0

@@ -14,12 +14,12 @@ from rich.text import Text
 from gspo.config.schema import Config
 from gspo.data.mixture import Data
 from gspo.errors import ConfigError
-from gspo.rewards.check import AnswerScores, RewardProblem, check_reward, diagnose
+from gspo.rewards.check import REFERENCE, AnswerScores, RewardProblem, check_reward, diagnose
 from gspo.rewards.route import Rewards
 from gspo.rollout.groups import sample_groups
 from gspo.train.build.data import make_data
 from gspo.train.build.policy import load_policy, make_reader, make_tokenizer
-from gspo.train.build.rewards import default_rewards, make_rewards
+from gspo.train.build.rewards import answer_markers, default_rewards, make_rewards, reward_specs
 from gspo.train.build.sampler import decoder, make_sampler, sampling_params
 from gspo.train.evaluate import FIRST
 from gspo.types import Failure, Score
@@ -42,8 +42,17 @@ def examine_reward(config: Config, *, with_model: bool) -> tuple[list[AnswerScor
     with ExitStack() as stack:
         rewards = make_rewards(config, None, None)
         stack.callback(rewards.close)
-        lines = check_reward(prompts, rewards, encode=lambda text: tokenizer.encode(text, add_special_tokens=False))
+        lines = check_reward(
+            prompts,
+            rewards,
+            markers=answer_markers(reward_specs(config)),
+            encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+        )
         found = diagnose(lines, config.reward.timeout)
+        if all(line.answer != REFERENCE for line in lines):
+            columns = ", ".join(name for name, value in prompts[0].data.items() if value is not None)
+            text = f"no answer column found (columns: {columns}): the reference was not scored; set "
+            found.append(RewardProblem(f"{text}train_dataset.columns.answer", False, is_open=True))
         if with_model:
             lines.append(_of_model(config, data, rewards))
     return lines, found
@@ -86,7 +95,8 @@ def reward_view(lines: Sequence[AnswerScores], found: Sequence[RewardProblem], i
         table.add_row(line.answer, str(len(line.scores)), *numbers, str(len(line.failures)), spent)
     words = [
         Text.assemble(
-            ("✗ " if problem.is_fatal else "! ", "red" if problem.is_fatal else "yellow"), inert(problem.text)
+            ("✗ " if problem.is_fatal else "? " if problem.is_open else "! ", "red" if problem.is_fatal else "yellow"),
+            inert(problem.text),
         )
         for problem in found
     ]

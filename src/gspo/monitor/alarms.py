@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median
 from typing import Any
+
+from gspo.stats import COLLAPSE
 
 # Steps in a row before a check warns. It warns again after 2, 4, 8, … times as many.
 PATIENCE = 20
@@ -46,11 +49,13 @@ def alarms(
     num_updates: int,
     own_forward: bool,
     noise_is_forced: bool = False,
+    history: Callable[[], Sequence[Mapping[str, Any]]] = list,
 ) -> Iterator[str]:
     """Warnings of this step. `counts` (steps in a row, by alarm) belongs to the caller and is in the checkpoint.
 
     own_forward: π_old of mini-batch 1 is its own detached forward pass, so its ratios must be 1.
     noise_is_forced: the user has allowed a π_old that is noisier than the clip range.
+    history: reads the metrics of all steps; called only if a warning needs them.
     """
     if (at_clip := metrics.get("reward/at_clip") or 0.0) > 0.01:
         counts["rewards clipped"] = counts.get("rewards clipped", 0) + 1
@@ -72,7 +77,23 @@ def alarms(
             and (counts[name] // PATIENCE).bit_count() == 1
             and not counts[name] % PATIENCE
         ):
-            yield message.format(n=counts[name])
+            fall = _fall(history(), counts[name]) if name == "nothing to learn" else None
+            yield fall or message.format(n=counts[name])
+
+
+def _fall(rows: Sequence[Mapping[str, Any]], num: int) -> str | None:
+    """What to say if the reward was higher before the last `num` steps; None: it was not."""
+    seen = [row for row in rows if row["step"] > 0 and row.get("reward/mean") is not None]
+    before, since = [row["reward/mean"] for row in seen[:-num]], seen[-num:]
+    # The median, because single steps of a task that is too hard earn something by luck.
+    if not before or median(before) <= 0 or since[-1]["reward/mean"] >= COLLAPSE * median(before):
+        return None
+    first = since[0]
+    return (
+        f"the reward fell from {max(before):.3g} to {first['reward/mean']:.3g} at step {first['step']}, and every "
+        f"group has had equal rewards for {num} steps; likely the update was too large: the learning rate is "
+        f"{first['optimizer/lr']:g}; set actor.optimizer.lr lower and start a new run"
+    )
 
 
 def _lasting_conditions(

@@ -154,6 +154,7 @@ def ratio_metrics(
         "clip/sequences_low": float(fractions["sequences_low"]) if fractions else None,
         "clip/sequences_high": float(fractions["sequences_high"]) if fractions else None,
         "clip/tokens": float(fractions["tokens"]) if fractions else None,
+        "clip/num_sequences": len(log_s),
         "ess/sequences": float(effective_sample_size(log_weight)) if len(log_s) else None,
     }
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gspo.report.clip import RECENT, TARGET
+from gspo.report.clip import ACCEPTED, ENOUGH
 from gspo.report.read import Row
 from gspo.report.samples import finite_number
-from gspo.report.summary import RunSummary, duration, ends_text, score_name
+from gspo.report.summary import RunSummary, clipped_count, duration, ends_text, score_name
 
-FAR = 3  # an ε that differs from the suggested one by more than this factor deserves a look
 Answer = dict[str, Any]  # question, verdict (good, note, bad or none), text, more, section
 
 # Times that are part of another time; every other time/…_s is a part of the step.
@@ -34,7 +33,7 @@ def answers(
     summary: RunSummary,
     steps: Sequence[Row],
     stories: Sequence[Mapping[str, Any]],
-    suggested: tuple[float, float] | None,
+    suggested: tuple[float, float, int, int] | None,
 ) -> list[Answer]:
     """The five questions with their answers."""
     return [
@@ -90,7 +89,8 @@ def _clipped(s: RunSummary, steps: Sequence[Row], stories: Sequence[Mapping[str,
     share, ratio = s.clipped_low + s.clipped_high, "s" if s.by_sequence else "a token's ratio"
     if share == 0:
         return _answer(question, section, "note", "Nothing was clipped: every sequence stayed inside the clip range.")
-    text = f"{percent(share)} of the {'sequences' if s.by_sequence else 'sequences have a clipped token'}: "
+    text = f"{percent(share)} of the {'sequences' if s.by_sequence else 'sequences have a clipped token'}"
+    text += f" ({count}): " if (count := clipped_count(s)) else ": "
     text += f"{percent(s.clipped_low)} with A < 0 and {ratio} < 1 − {s.eps[0]:.2g}, "
     text += f"{percent(s.clipped_high)} with A > 0 and {ratio} > 1 + {s.eps[1]:.2g}."
     # Explain the cause by mini-batch, if there are at least three.
@@ -135,43 +135,43 @@ def _worst(stories: Sequence[Mapping[str, Any]]) -> Answer:
     return _answer(question, section, None, text, "The sample browser sorts by distance, advantage, reward and length.")
 
 
-def _eps(s: RunSummary, steps: Sequence[Row], suggested: tuple[float, float] | None) -> Answer:
+def _eps(s: RunSummary, steps: Sequence[Row], suggested: tuple[float, float, int, int] | None) -> Answer:
     question, section = "Is my ε sensible?", "clipping"
     if s.eps is None:
         return _answer(question, section, None, "This objective has no ε.")
     if not s.by_sequence:
         return _answer(question, section, None, f"ε {s.eps[0]:.2g} / {s.eps[1]:.2g} bounds single tokens.")
-    # Recent steps only: with `eps_clip: auto`, or as the policy changes, earlier shares do not describe the current ε.
-    recent = steps[-RECENT:]
-    shares = [
-        (finite_number(row.get("clip/sequences_low")), finite_number(row.get("clip/sequences_high"))) for row in recent
-    ]
-    clipped = [low + high for low, high in shares if low is not None and high is not None]
-    share, unit = (sum(clipped) / len(clipped), "sequences") if clipped else (_mean_share(recent, "tokens"), "tokens")
+    share, unit = clipped_share(s), "sequences"
+    if share is None:
+        share, unit = _mean_share(steps, "tokens"), "tokens"
     noise = last(steps, "noise/log_s_p95_abs")
-    eps, text, num = f"ε {s.eps[0]:.2g} / {s.eps[1]:.2g}", "Nothing measured yet.", len(clipped or recent)
-    when = "the last step" if num == 1 else f"the last {num} steps"
+    eps, text = f"ε {s.eps[0]:.2g} / {s.eps[1]:.2g}", "Nothing measured yet."
     if share == 0:
-        text = f"{eps} was not reached in {when}: clipping had no effect."
+        text = f"{eps} was not reached: clipping had no effect."
     elif share is not None:
-        text = f"{eps} clipped {percent(share)} of the {unit} of {when}."
-    proposal = "Without log s of kept samples no ε can be suggested."
-    if suggested is not None:
-        proposal = f"To clip {percent(TARGET, 0)} of the sequences, set ε {suggested[0]:.2g} / {suggested[1]:.2g}."
-    floor = ""
+        count = clipped_count(s)
+        text = f"{eps} clipped {f'{count} {unit} ({percent(share)})' if count else f'{percent(share)} of the {unit}'}."
+    floor = proposal = ""
     if noise is not None and noise > 0:
         times = float(f"{min(s.eps[0] / noise, 1e9):.2g}")
-        floor = f" ε_low is {times:,.0f} times the error of the sampler's log-probs ({noise:.1g})."
+        floor = f"ε_low is {times:,.0f} times the error of the sampler's log-probs ({noise:.1g}). "
+    if suggested is not None:
+        low, high, num, total = suggested
+        proposal = f"ε {low:.2g} / {high:.2g} would have clipped about {num:,} of {total:,} ({percent(num / total)})."
     if noise is not None and s.eps[0] < 10 * noise:
-        return _answer(
-            question, section, "bad", f"ε is not far above the error of the sampler's log-probs.{floor}", proposal
-        )
-    verdict = None if share is None else "note" if share == 0 or not 0.03 <= share <= 0.5 else "good"
-    if verdict == "good" and suggested is not None and not 1 / FAR <= suggested[0] / s.eps[0] <= FAR:
-        wider = suggested[0] > s.eps[0]
-        times = suggested[0] / s.eps[0] if wider else s.eps[0] / suggested[0]
-        verdict, proposal = "note", f"{proposal} That is {times:.1f} times {'wider' if wider else 'narrower'}."
-    return _answer(question, section, verdict, text, proposal + floor)
+        text = "ε is not far above the error of the sampler's log-probs."
+        return _answer(question, section, "bad", text, floor + proposal)
+    if s.collapsed or share is None or (s.clipped_of or ENOUGH) < ENOUGH:
+        why = "" if share is None else f"Fewer than {ENOUGH} sequences do not show whether ε is sensible. "
+        if s.collapsed:
+            why = "The run ended far below its best, so its clipping does not show whether ε is sensible. "
+        return _answer(question, section, None, text, why + floor)
+    verdict = "good" if ACCEPTED[0] <= share <= ACCEPTED[1] else "note"
+    return _answer(question, section, verdict, text, floor + proposal)
+
+
+def clipped_share(s: RunSummary) -> float | None:
+    return None if s.clipped_low is None or s.clipped_high is None else s.clipped_low + s.clipped_high
 
 
 def _time(steps: Sequence[Row]) -> Answer:

@@ -18,7 +18,9 @@ from gspo.report.read import (
     score_text,
     sources_of,
 )
+from gspo.stats import COLLAPSE, has_collapsed
 
+FEW = 8  # rewards of fewer steps are too noisy to tell a collapse
 ENDS = 5  # steps averaged at both ends of a curve, because one batch is noisy; fewer for runs under 10 steps
 
 
@@ -44,8 +46,10 @@ class RunSummary:
     reward_end: float | None  # mean of the last `ends` steps
     loss: tuple[float, float] | None  # of supervised fine-tuning: mean of the first and last `ends` steps
     held_out_loss: tuple[float, float] | None  # first and last
-    clipped_low: float | None  # share of the sequences of mini-batches 2…K, mean over steps
+    collapsed: bool  # reward or held-out score ended far below its best
+    clipped_low: float | None  # share of the sequences of mini-batches 2…K
     clipped_high: float | None
+    clipped_of: int | None  # how many sequences these are; None: not recorded, and the shares are means over steps
     by_sequence: bool  # False: the share of sequences with a clipped token
     eps: tuple[float, float] | None  # of the last step
     entropy: tuple[float, float] | None  # mean of the first and last `ends` steps
@@ -64,17 +68,19 @@ def summary_of(rows: Sequence[Row], by_sequence: bool) -> RunSummary:
     steps = [row for row in rows if row["step"] > 0]
     graded = is_graded(rows)
     evals = evaluations(rows, graded)
+    scores = [score_interval(row, graded) for row in evals]
     reward, entropy = _values(steps, "reward/mean"), _values(steps, "policy/entropy")
     loss, held = _values(steps, "loss/mean"), _values(rows, "eval/loss")
     last: Row = steps[-1] if steps else {}
     eps = (last.get("clip/eps_low"), last.get("clip/eps_high"))
+    low, high, num = _clipped(steps)
     ends = max(min(ENDS, len(steps) // 2), 1)  # the two windows never overlap
     return RunSummary(
         steps=max((row["step"] for row in rows), default=0),
         seconds=sum(_values(steps, "time/step_s")),
         graded=graded,
-        score=score_interval(evals[0], graded) if evals else None,
-        score_end=score_interval(evals[-1], graded) if evals else None,
+        score=scores[0] if scores else None,
+        score_end=scores[-1] if scores else None,
         score_step=evals[0]["step"] if evals else None,
         sources=_by_source(evals, graded),
         evaluations=len(evals),
@@ -85,8 +91,10 @@ def summary_of(rows: Sequence[Row], by_sequence: bool) -> RunSummary:
         reward_end=_mean(reward[-ends:]),
         loss=(fmean(loss[:ends]), fmean(loss[-ends:])) if loss and not reward else None,
         held_out_loss=(held[0], held[-1]) if held else None,
-        clipped_low=_mean(_values(steps, "clip/sequences_low")),
-        clipped_high=_mean(_values(steps, "clip/sequences_high")),
+        collapsed=(len(reward) >= FEW and has_collapsed(reward)) or _fell(scores),
+        clipped_low=low,
+        clipped_high=high,
+        clipped_of=num,
         by_sequence=by_sequence,
         eps=(eps[0], eps[1]) if eps[0] is not None and eps[1] is not None else None,
         entropy=(fmean(entropy[:ends]), fmean(entropy[-ends:])) if entropy else None,
@@ -117,13 +125,20 @@ def summary_rows(s: RunSummary) -> list[tuple[str, str]]:
     if s.clipped_low is not None and s.clipped_high is not None:
         eps = f"  at ε {s.eps[0]:.2g} / {s.eps[1]:.2g}" if s.eps else ""
         what = "sequences" if s.by_sequence else "sequences with any clipped token"
-        share = f"{s.clipped_low:.1%} low + {s.clipped_high:.1%} high, of {what}"
-        rows.append(("clipped", share + eps))
+        share = f"{s.clipped_low:.1%} low + {s.clipped_high:.1%} high, "
+        rows.append(("clipped", f"{share}{clipped_count(s) or 'of'} {what}{eps}"))
     if s.entropy is not None:
         rows.append(("entropy", f"{ends_text(s, *s.entropy)} nats per token"))
     if s.rollout_tokens_s and s.train_tokens_s:
         rows.append(("tokens/s", f"{s.rollout_tokens_s:,.0f} sampled, {s.train_tokens_s:,.0f} trained"))
     return rows
+
+
+def clipped_count(s: RunSummary) -> str:
+    """How many sequences were clipped, such as "13 of 120"; "" if their number was not recorded."""
+    if s.clipped_of is None or s.clipped_low is None or s.clipped_high is None:
+        return ""
+    return f"{round((s.clipped_low + s.clipped_high) * s.clipped_of):,} of {s.clipped_of:,}"
 
 
 def ends_text(s: RunSummary, first: float, last: float) -> str:
@@ -192,6 +207,23 @@ def _by_source(evals: Sequence[Row], graded: bool) -> dict[str, tuple[Interval, 
 
 def _values(rows: Sequence[Row], name: str) -> list[float]:
     return [row[name] for row in rows if row.get(name) is not None]
+
+
+def _clipped(steps: Sequence[Row]) -> tuple[float | None, float | None, int | None]:
+    """Clipped shares, low and high, of the sequences of all steps together, and how many sequences these are."""
+    names = "clip/sequences_low", "clip/sequences_high"
+    seen = [row for row in steps if all(row.get(name) is not None for name in names)]
+    counts = [row.get("clip/num_sequences") or 0 for row in seen]
+    if not all(counts) or not seen:  # rows of another trainer, or of an earlier version
+        return _mean(_values(steps, names[0])), _mean(_values(steps, names[1])), None
+    low, high = (sum(row[name] * n for row, n in zip(seen, counts, strict=True)) / sum(counts) for name in names)
+    return low, high, sum(counts)
+
+
+def _fell(scores: Sequence[Interval]) -> bool:
+    """Whether the last held-out score is far below the best one, by more than chance."""
+    best, last = max(scores, default=(0.0, 0.0, 0.0)), scores[-1] if scores else (0.0, 0.0, 0.0)
+    return last[0] < COLLAPSE * best[0] and last[2] < best[1]
 
 
 def _mean(values: Sequence[float]) -> float | None:

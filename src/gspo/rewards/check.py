@@ -24,10 +24,14 @@ SLOW_S = 1.0  # per call; a batch has hundreds
 
 
 class RewardProblem(NamedTuple):
-    """What is wrong with a reward, in words; `is_fatal`: training by it makes no sense."""
+    """What is wrong with a reward, in words.
+
+    is_fatal: training by it makes no sense; is_open: the reward was not checked, and may be right.
+    """
 
     text: str
     is_fatal: bool
+    is_open: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,20 +50,25 @@ class AnswerScores:
         return sum(known) / len(known) if known else None
 
 
-def answer_forms(prompt: Prompt) -> list[str]:
-    """Texts that should all earn the full reward, the most complete first; empty if the row has no answer."""
+def answer_forms(prompt: Prompt, markers: Sequence[str] = (">",)) -> list[str]:
+    """The right answer in the forms that rewards read, the most complete first; empty if the row has no answer.
+
+    markers: what stands before an answer (`final`) or before each word of it (`finals`).
+    """
     if prompt.answer is None:
         return []
     columns = [prompt.data.get(name) for name in (*WORKED, "answer")]
     short = str(prompt.answer)
     written = [text for text in columns if isinstance(text, str) and text.strip()]
-    return list(dict.fromkeys([*written, f"\\boxed{{{short}}}", f"#### {short}", short]))
+    marked = [form for m in markers for form in (m + short, " ".join(m + word for word in short.split()))]
+    return list(dict.fromkeys([*written, f"\\boxed{{{short}}}", f"#### {short}", *marked, short]))
 
 
 def check_reward(
     prompts: Sequence[Prompt],
     rewards: Rewards,
     *,
+    markers: Sequence[str] = (">",),
     encode: Callable[[str], Sequence[int]] = str.encode,
     until_failure: bool = False,
 ) -> list[AnswerScores]:
@@ -72,7 +81,7 @@ def check_reward(
     lines: list[AnswerScores] = []
     if known:
         # The form of a row that earns most is its reference: which forms a reward reads is its own matter.
-        forms = [answer_forms(prompt) for prompt in known]
+        forms = [answer_forms(prompt, markers) for prompt in known]
         if until_failure:
             scored, seconds = _score(known[:1], [forms[0][:1]], rewards, encode)
             if isinstance(scored[0][0], Failure):
@@ -183,9 +192,10 @@ def _reference(reference: AnswerScores) -> list[RewardProblem]:
             RewardProblem(f"no reference answer earns more than {best:g}: right if every reward is negative", False)
         ]
     if best == 0:
-        return [
-            RewardProblem(f"no reference answer earns more than {best:g}: {_shown(known[0][1])} is not parsed", True)
-        ]
+        # The reward may be right and read a form that was not tried, so this proves nothing.
+        text = f"the reference could not be checked: no form of it earns more than 0, such as {_shown(known[0][1])}; "
+        text += f"if the reward reads another form, show it in a column {WORKED[0]!r}"
+        return [RewardProblem(text, False, is_open=True)]
     if not bad:
         return []
     share = len(bad) / len(known)

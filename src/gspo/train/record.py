@@ -16,7 +16,7 @@ from gspo.monitor.samples import question_of, sample_rows, shown_text, token_ten
 from gspo.rollout.producer import RolloutProducer
 from gspo.runs.directory import RunDir
 from gspo.system.clock import PROFILED_STEPS, Clock
-from gspo.system.files import step_name
+from gspo.system.files import read_jsonl, step_name
 from gspo.train.evaluate import answer_rows, problem_of
 from gspo.types import Failure, Group
 
@@ -124,6 +124,7 @@ class Recorder:
             num_updates=self._num_updates,
             own_forward=metrics["policy/proximal"] != "rollout",
             noise_is_forced=self._noise_is_forced,
+            history=lambda: read_jsonl(self._run.path / "metrics.jsonl"),
         )
         for message in list(messages):  # a list first: every alarm is counted before the first can end the run
             self._say(f"alarm at step {metrics['step']}: {message}")

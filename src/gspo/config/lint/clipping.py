@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from gspo.config.lint.facts import Facts, Finding
 from gspo.system.text import number
 
-WIDE_EPS = 0.05  # the geometric mean over more than FEW_TOKENS tokens almost never moves this far from 1
-FEW_TOKENS = 8
+WIDE_EPS = 0.05  # the geometric mean of a completion almost never moves this far from 1; twice as far if it is brief
+FEW_TOKENS, BRIEF_TOKENS = 8, 32
+NARROW_EPS = 0.02  # with token ratios it clips tokens in a quarter of the sequences (docs/baselines.md#clipping)
 SHORT_TOKENS, LONG_EPS = 64, 5e-4  # the paper's 3e-4 / 4e-4 is for completions of thousands of tokens
 FLOAT32_EPS = 1e-5  # float32 rounding alone moves log s by about 1e-6
 
@@ -47,14 +48,30 @@ def too_wide_for_a_sequence(f: Facts) -> Iterator[Finding]:
         return
     longest = f.config.gconfig.max_new_tokens
     sides = zip(("actor.eps_clip", "actor.eps_clip_higher"), f.clips, strict=True)
-    wide = [(key, eps) for key, eps in sides if eps >= WIDE_EPS]
+    wide = [(key, eps) for key, eps in sides if eps >= WIDE_EPS * (2 if longest <= BRIEF_TOKENS else 1)]
     if wide and longest > FEW_TOKENS:
         values = " and ".join(number(eps) for eps in dict.fromkeys(eps for _, eps in wide))
         yield f.warn(
             wide[0][0],
             f"ε = {values} is a clip range for token ratios; the sequence ratio is a mean over up to {longest:,} "
             "tokens and does not move that far from 1, so nothing is ever clipped",
-            "leave actor.eps_clip unset for 3e-4 / 4e-4, or set 3e-4 … 5e-3 so that 5–25 % of sequences are clipped",
+            f"set actor.eps_clip: auto, which clips 5 % of the sequences, or {f.usual_eps}",
+        )
+
+
+def too_narrow_for_a_token(f: Facts) -> Iterator[Finding]:
+    if f.clips is None or f.sequence_level or f.num_updates == 1:
+        return
+    sides = zip(("actor.eps_clip", "actor.eps_clip_higher"), f.clips, strict=True)
+    narrow = {key: eps for key, eps in sides if eps < NARROW_EPS and f.loaded.is_set(key)}
+    if narrow:
+        values = " and ".join(number(eps) for eps in dict.fromkeys(narrow.values()))
+        unset = " ".join(f"'~{key}'" for key in narrow)
+        yield f.warn(
+            next(iter(narrow)),
+            f"ε = {values} is a clip range for sequence ratios; {f.objective['name']} has one ratio per token, which "
+            "moves much farther from 1, so most sequences may have clipped tokens",
+            f"remove {' and '.join(narrow)} for the usual 0.2 (on a command line: {unset})",
         )
 
 
@@ -68,7 +85,7 @@ def too_narrow_for_short_completions(f: Facts) -> Iterator[Finding]:
             "actor.eps_clip",
             f"ε = {number(f.clips[0])} is for completions of thousands of tokens; the ratio of a completion of at most "
             f"{longest} tokens moves farther from 1, so most sequences may be clipped",
-            "set actor.eps_clip: auto, or 2e-3 … 5e-3",
+            f"set actor.eps_clip: auto, or {f.usual_eps}",
         )
 
 

@@ -82,6 +82,12 @@ class Facts:
         return self.objective["settings"]["clip_low"], self.objective["settings"]["clip_high"]
 
     @property
+    def usual_eps(self) -> str:
+        """ε of sequence ratios for completions of this length: the settings of docs/when_to_use.md."""
+        longest = self.config.gconfig.max_new_tokens
+        return "0.02" if longest <= 32 else "2e-3 … 2e-2" if longest <= 500 else "3e-4 and 4e-4"
+
+    @property
     def recentred(self) -> bool:
         """Whether π_old is the sampler's policy with its mean error subtracted."""
         return self.actor.prox_logp_method == "rollout_recentered"

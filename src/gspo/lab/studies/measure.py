@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from gspo.stats import COLLAPSE, has_collapsed
+
 Row = Mapping[str, Any]
 
 GOAL = 0.8  # "samples to 80 %"
-# A run has collapsed if the mean reward of its last quarter is below this fraction of its best quarter's, or if the run
-# failed. The threshold was chosen before the first run.
-COLLAPSE = 0.5
 
 # The description of each measure on the page.
 MEANING = {
@@ -139,17 +138,6 @@ def crossing(points: Sequence[tuple[float, float]], goal: float) -> float | None
         if y1 >= goal:
             return x0 + (x1 - x0) * (goal - y0) / (y1 - y0)
     return None
-
-
-def has_collapsed(rewards: Sequence[float]) -> bool:
-    """Whether the mean reward of the last quarter of a run is below `COLLAPSE` times that of its best quarter.
-
-    >>> has_collapsed([0.2, 0.8, 0.8, 0.1]), has_collapsed([0.2, 0.4, 0.8, 0.7])
-    (True, False)
-    """
-    width = max(len(rewards) // 4, 1)
-    means = [statistics.fmean(rewards[i : i + width]) for i in range(len(rewards) - width + 1)]
-    return bool(means) and means[-1] < COLLAPSE * max(means)
 
 
 def _samples(row: Row, samples_per_group: int, groups_per_step: int) -> int:

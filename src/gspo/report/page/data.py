@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from gspo.errors import ConfigError
-from gspo.report.answers import answers, last, shown, time_parts
-from gspo.report.clip import HIGH_OVER_LOW, TARGET, suggest_eps
+from gspo.report.answers import answers, clipped_share, last, shown, time_parts
+from gspo.report.clip import HIGH_OVER_LOW, suggest_eps
 from gspo.report.read import Row, is_by_sequence, read_config
 from gspo.report.samples import finite_number
 from gspo.report.summary import RunSummary, change_text, duration, ends_text, ends_words, score_name, summary_of
@@ -30,7 +30,11 @@ def overview(
     steps = [row for row in rows if row["step"] > 0]
     summary = summary_of(rows, is_by_sequence(config))
     noise = last(steps, "noise/log_s_p95_abs")
-    suggested = suggest_eps(stories, noise, high_over_low(rows)) if summary.by_sequence else None
+    share, suggested = clipped_share(summary), None
+    actor = config.get("actor")
+    is_auto = isinstance(actor, dict) and actor.get("eps_clip") == "auto"
+    if summary.by_sequence and summary.eps and share is not None and not is_auto and not summary.collapsed:
+        suggested = suggest_eps(stories, summary.eps, share, noise)
     lines = config_lines(run)
     planned = next((int(c["value"]) for c in lines if c["key"] == "total_train_steps" and c["value"].isdecimal()), None)
     return {
@@ -43,8 +47,7 @@ def overview(
         "sources": list(summary.sources),
         "eps": summary.eps,
         "suggested": suggested,
-        "target": TARGET,
-        "clip": stories,
+        "clip": [{name: value for name, value in story.items() if name != "moved"} for story in stories],
         "time": time_parts(steps),
         "doctor": doctor,
         "audit": _audit(run),
@@ -62,7 +65,7 @@ def config_of(run: Path) -> Row:
 
 
 def high_over_low(rows: Sequence[Row]) -> float:
-    """The run's ratio of ε_high to ε_low, which a suggested ε keeps."""
+    """The run's ratio of ε_high to ε_low, on which moves up and down are compared."""
     low, high = last(rows, "clip/eps_low"), last(rows, "clip/eps_high")
     return high / low if low and high and low > 0 and high > 0 else HIGH_OVER_LOW
 

@@ -268,6 +268,11 @@ def _load_source(
     if source.path == ENVIRONMENT_ROWS:
         rows = _rows_of_environment(environment, split, source.size, key)
         return make_dataset(rows, settings, tokenizer=tokenizer, source="the environment", split=split, key=key)
+    if "path" not in source.model_fields_set and callable(getattr(environment, "rows", None)):
+        raise ConfigError(
+            f"the environment has a method rows, and {key}.path is not set: set {key}.path: env to use its rows, or "
+            f"{key}.path: {source.path} if these are the problems"
+        )
     return load_dataset(source.path, split, settings, tokenizer=tokenizer, key=key)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -92,18 +92,26 @@ def reward_problems(config: Config, given: Any, rewards: Rewards, data: Data, to
 
     Judges and reward models are not asked: their calls are expensive, and `gspo doctor --reward` asks them.
     """
-    names = {part.name for spec in reward_specs(config, given).values() for part in spec}
+    specs = reward_specs(config, given)
+    names = {part.name for spec in specs.values() for part in spec}
     if config.reward.check == "off" or names & {"judge", "reward_model", "code"}:
         return []
     prompts = [data.prompt(row) for row in range(min(CHECKED_ROWS, len(data)))]
     encode = partial(tokenizer.encode, add_special_tokens=False)
     from gspo.rewards.check import check_reward, diagnose
 
-    found = diagnose(check_reward(prompts, rewards, encode=encode, until_failure=True), config.reward.timeout)
+    lines = check_reward(prompts, rewards, markers=answer_markers(specs), encode=encode, until_failure=True)
+    found = diagnose(lines, config.reward.timeout)
     fatal = [problem.text for problem in found if problem.is_fatal]
     if fatal and config.reward.check == "stop":
         raise TrainingError(f"stopped by reward.check: stop: {fatal[0]}; `gspo doctor --reward` shows the scores")
     return [f"warning: {text}; `gspo doctor --reward` shows more" for text in fatal]
+
+
+def answer_markers(specs: Mapping[str, RewardSpec]) -> list[str]:
+    """What the rewards expect before an answer: the settings `marker`, and their default."""
+    given = [part.kwargs["marker"] for spec in specs.values() for part in spec if "marker" in part.kwargs]
+    return list(dict.fromkeys([*map(str, given), ">"]))
 
 
 def default_rewards(config: Config, given: Any, data: Sequence[Data]) -> list[str]:

@@ -171,7 +171,7 @@ function showClipping() {
   if (whole && clips) lines.push({ label: "ε_high", values: high, color: green, dash: [7, 4] }, { label: "ε_low", values: low, color: green, dash: [2, 3] });
   lines.push({ label: "noise floor", values: positive("noise/log_s_p95_abs"), color: color("red") });
   if (run.suggested && whole) lines.push({ label: "suggested ε_low", values: x.map(() => run.suggested[0]), color: color("purple"), dash: [10, 3, 2, 3], width: 1.6 });
-  draw(place, x, lines, { title: whole && clips ? "Is ε sensible?" : "Is drift above the noise?", note: whole && clips ? "|log s| on a log scale: ε should be between the noise and the largest |log s|" + (run.suggested ? `; suggested ${num(run.suggested[0])} / ${num(run.suggested[1])} for ${share(run.target)} clipped` : "") : "|log s| on a log scale", y: { log: true, format: (v) => (v == null ? "–" : v.toExponential(1)) }, height: 210 });
+  draw(place, x, lines, { title: whole && clips ? "Is ε sensible?" : "Is drift above the noise?", note: whole && clips ? "|log s| on a log scale: ε should be between the noise and the largest |log s|" + (run.suggested ? `; suggested ${num(run.suggested[0])} / ${num(run.suggested[1])}` : "") : "|log s| on a log scale", y: { log: true, format: (v) => (v == null ? "–" : v.toExponential(1)) }, height: 210 });
   showMinibatches(place);
   showHistogram(place);
 }

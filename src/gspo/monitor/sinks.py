@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import yaml
 
+from gspo.system.files import parse_yaml
+
 LOG = "loggers.log"  # tracebacks of failed sinks, and what sinks print
 
 Row = dict[str, Any]
@@ -157,6 +159,6 @@ SINKS: dict[str, Callable[..., Sink]] = {"tensorboard": TensorBoard, "wandb": We
 
 def _config(run: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, yaml.YAMLError):
-        found = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+        found = parse_yaml((run / "config.yaml").read_text(encoding="utf-8"))
         return found if isinstance(found, dict) else {}
     return {}

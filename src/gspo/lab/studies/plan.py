@@ -28,11 +28,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from gspo.config import Loaded, load, value_of
 from gspo.config.schema import Section, known_keys
 from gspo.errors import ConfigError
+from gspo.system.files import parse_yaml
 
 HERE = Path(__file__).parent
 CATALOG = HERE / "catalog"
@@ -168,7 +167,7 @@ def find_study(name: str) -> Study:
 
 
 def _read(path: Path) -> Study:
-    raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    raw = parse_yaml(path.read_text(encoding="utf-8"))
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: a study file is a mapping with the keys claim, arms, seeds, …")
     unknown = raw.keys() - ({entry.name for entry in fields(Study)} - {"name", "path"})

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from gspo.config import Loaded, load, value_of
@@ -146,11 +147,13 @@ class Job:
         return self.stage, self.arm, self.seed, self.digest
 
 
-def studies() -> dict[str, Study]:
-    """The catalog by name, in the order of the page."""
+@cache
+def studies() -> Mapping[str, Study]:
+    """The catalog by name, in the order of the page; read once per process."""
     found = {path.stem: _read(path) for path in CATALOG.glob("*.yaml")}
     order = ("identity", "variance", "clipping", "precision", "moe", "precision_runs", "efficiency", "staleness")
-    return {name: found[name] for name in sorted(found, key=lambda n: (order.index(n) if n in order else 99, n))}
+    names = sorted(found, key=lambda n: (order.index(n) if n in order else 99, n))
+    return MappingProxyType({name: found[name] for name in names})
 
 
 def find_study(name: str) -> Study:

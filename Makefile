@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 # One thread per worker makes results repeatable; two more workers than cores fill the time that tests wait.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 4 --dist worksteal
 
-.PHONY: train demo unit test test-full check docs docs-site accept accept-gpu bench-compare setup setup-train setup-vllm setup-envs constraints clean
+.PHONY: train demo unit test test-full check docs docs-site pictures accept accept-gpu bench-compare setup setup-train setup-vllm setup-envs constraints clean
 
 train: setup-train
 	.venv/bin/gspo train examples/quickstart.yaml
@@ -48,6 +48,11 @@ docs: setup
 	$(PY) -m gspo.config > docs/config.md
 	$(PY) -m gspo.config migrating > docs/migrating.md
 	$(PY) -m gspo.cli > docs/cli.md
+
+# The quick-start's pictures, and its figures in README.md, index, quickstart and gallery, from one run of the committed
+# code; the installation in a fresh clone is measured, too. On an idle machine, some 5 minutes; needs chromium and a network.
+pictures: setup
+	$(PY) lab/front_page.py --install
 
 # The documentation as a site that needs no network and no server: build/site/index.html. mkdocs reads the sources without
 # importing them, so its environment has no torch. Any warning (broken link, page without a place) is an error; not with

@@ -27,7 +27,7 @@ from gspo.audit.trl import from_swift, from_trl
 from gspo.audit.verl import from_verl
 from gspo.errors import ConfigError
 from gspo.runs.directory import RunDir
-from gspo.system.files import read_jsonl, read_regular
+from gspo.system.files import parse_yaml, read_jsonl, read_regular
 from gspo.system.text import flat
 
 NO_RATIOS = (
@@ -125,7 +125,7 @@ def _object(file: Path) -> dict[str, Any]:
 
 def _yaml(file: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
-        found = yaml.safe_load(read_regular(file))
+        found = parse_yaml(read_regular(file))
         return found if isinstance(found, dict) else {}
     return {}
 

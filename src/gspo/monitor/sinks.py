@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import yaml
 
 from gspo.monitor.loggers import LOG
+from gspo.system.files import parse_yaml
 
 Row = dict[str, Any]
 
@@ -153,6 +154,6 @@ def _redirect_trackio(run: Path, warned: list[str]) -> None:
 
 def _config(run: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, yaml.YAMLError):
-        found = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+        found = parse_yaml((run / "config.yaml").read_text(encoding="utf-8"))
         return found if isinstance(found, dict) else {}
     return {}

@@ -14,7 +14,7 @@ import yaml
 
 from gspo.errors import ConfigError
 from gspo.stats import wilson
-from gspo.system.files import read_regular
+from gspo.system.files import parse_yaml, read_regular
 
 Row = dict[str, Any]
 
@@ -79,7 +79,7 @@ def read_metrics(run: Path) -> list[Row]:
 def read_config(run: Path) -> Row:
     """config.yaml as plain values."""
     try:
-        config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+        config = parse_yaml((run / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as cause:
         raise ConfigError(f"{run / 'config.yaml'} cannot be read: {cause}") from cause
     return config if isinstance(config, dict) else {}

@@ -116,6 +116,21 @@ def read_jsonl(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def parse_yaml(text: str | bytes) -> Any:
+    """The plain value of a YAML text, by libyaml's parser in C if PyYAML was built with it.
+
+    >>> parse_yaml("actor: {eps_clip: 2.0e-3}")
+    {'actor': {'eps_clip': 0.002}}
+    """
+    import yaml  # here, because most programs that import this module read no YAML
+
+    # The C parser recurses once per level without a limit, and 100,000 levels crash the process; the parser in Python
+    # raises RecursionError. A level needs one of these characters, or an indentation that grows with each level.
+    content = text.encode("utf-8", "replace") if isinstance(text, str) else text
+    is_flat = sum(map(content.count, (b"[", b"{", b"-", b"?"))) <= 1000
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader) if is_flat else yaml.SafeLoader)
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}

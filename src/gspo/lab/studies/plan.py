@@ -26,13 +26,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
-
-import yaml
 
 from gspo.config import Loaded, load, value_of
 from gspo.config.schema import Section, known_keys
 from gspo.errors import ConfigError
+from gspo.system.files import parse_yaml
 
 HERE = Path(__file__).parent
 CATALOG = HERE / "catalog"
@@ -147,11 +147,13 @@ class Job:
         return self.stage, self.arm, self.seed, self.digest
 
 
-def studies() -> dict[str, Study]:
-    """The catalog by name, in the order of the page."""
+@cache
+def studies() -> Mapping[str, Study]:
+    """The catalog by name, in the order of the page; read once per process."""
     found = {path.stem: _read(path) for path in CATALOG.glob("*.yaml")}
     order = ("identity", "variance", "clipping", "precision", "moe", "precision_runs", "efficiency", "staleness")
-    return {name: found[name] for name in sorted(found, key=lambda n: (order.index(n) if n in order else 99, n))}
+    names = sorted(found, key=lambda n: (order.index(n) if n in order else 99, n))
+    return MappingProxyType({name: found[name] for name in names})
 
 
 def find_study(name: str) -> Study:
@@ -168,7 +170,7 @@ def find_study(name: str) -> Study:
 
 
 def _read(path: Path) -> Study:
-    raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    raw = parse_yaml(path.read_text(encoding="utf-8"))
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: a study file is a mapping with the keys claim, arms, seeds, …")
     unknown = raw.keys() - ({entry.name for entry in fields(Study)} - {"name", "path"})

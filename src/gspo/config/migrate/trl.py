@@ -166,7 +166,10 @@ NEEDLESS: tuple[tuple[str, str], ...] = (
         "load_best_model_at_end metric_for_best_model greater_is_better",
         "evaluator.best: the checkpoint with the best held-out score is always kept",
     ),
-    ("full_determinism", "runs are deterministic: every random number is a function of the seed and its position"),
+    (
+        "full_determinism",
+        "every random number is a function of the seed and its position; on a CPU a run repeats bit for bit",
+    ),
     (
         "accelerator_config ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph "
         "ddp_backend ddp_timeout local_rank",
@@ -194,7 +197,10 @@ UNSUPPORTED: tuple[tuple[str, str], ...] = (
     ("optim_args optim_target_modules", "only AdamW and SGD are available"),
     ("lr_scheduler_kwargs", "linear and cosine schedules end at 0"),
     ("label_smoothing_factor neftune_noise_alpha", "the loss of algorithm: sft is the plain likelihood"),
-    ("torch_compile torch_compile_backend torch_compile_mode", "models are not compiled"),
+    (
+        "torch_compile torch_compile_backend torch_compile_mode",
+        "torch.compile is used for the attention of shared prefixes on CUDA only",
+    ),
     ("deepspeed", "shard with actor.backend: fsdp:dN"),
     ("trackio_space_id trackio_bucket_id trackio_static_space_id", "use stats_logger"),
     (

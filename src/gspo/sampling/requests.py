@@ -10,6 +10,19 @@ from gspo.errors import DataError
 from gspo.types import Request, Sample
 
 
+def rows_at_once(num_weights: int, max_new_tokens: int) -> int:
+    """How many sequences the in-process sampler decodes at the same time, if no key sets it.
+
+    A decode step of a small model costs as much for 4 rows as for hundreds, so it takes more of them.
+
+    >>> rows_at_once(336_000, 64), rows_at_once(336_000, 4096), rows_at_once(135_000_000, 64)
+    (1024, 256, 256)
+    """
+    if num_weights >= 2**22:
+        return 256
+    return min(max(2**18 // max_new_tokens, 256), 1024)
+
+
 def completed_by_prefix(request: Request) -> Sample | None:
     """The sample of a request whose prefix already has all tokens it may have; None: there is something to sample."""
     if request.prefix is None or len(request.prefix.tokens) < request.params.max_new_tokens:

@@ -14,9 +14,8 @@ from gspo.doctor.explain.policies import reference_is_policy
 from gspo.doctor.memory import Item
 from gspo.doctor.shapes import ModelFields, Shape, Unknown, adapted_layers, adapter_parameters, find_source, shape_of
 from gspo.learner.policy import HEAD_CHUNK
+from gspo.sampling.requests import rows_at_once
 from gspo.system.text import count
-
-MAX_ROWS = 256  # of `train.build.sampler.local_sampler`
 
 
 def memory_section(f: Facts, source: ModelFields | Unknown) -> dict[str, Any]:
@@ -147,8 +146,9 @@ def _shape_at(path: str) -> Shape | Unknown:
 def _sampler_memory(f: Facts, shape: Shape) -> list[Item]:
     sampler, generation = parse_backend(f.config.rollout.backend, SAMPLERS), f.config.gconfig
     items = []
-    # Our own sampler decodes at most this many sequences at a time.
-    concurrent = f.config.rollout.max_concurrent_rollouts or (f.num_sequences if f.external_sampler else MAX_ROWS)
+    concurrent = f.config.rollout.max_concurrent_rollouts or (
+        f.num_sequences if f.external_sampler else rows_at_once(shape.parameters, generation.max_new_tokens)
+    )
     if f.external_sampler:
         gpus = sampler.tensor * sampler.pipeline
         size = memory.BYTES[f.dtype] if f.dtype != "float64" else 4

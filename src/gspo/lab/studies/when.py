@@ -91,8 +91,8 @@ What limits these answers:
 
 - **Rewards.** The tool task cannot tell the algorithms apart: every arm has 0 % before training and at least 98 % at
   the first evaluation, after 384 samples. A random reward took one of ten seeds of this task to 97 %. smollm2_control
-  ran with a learning rate of 2e-5, twice that of GSPO in smollm2, and its accuracy fell to 0; it does not show what a random
-  reward does at 1e-5.
+  ran with a learning rate of 2e-5, twice that of GSPO in smollm2, and its accuracy fell to 0; it does not show what a
+  random reward does at 1e-5.
 - **Mixtures.** The difference of moe_edge_repeat at lr 2e-4 is near instability: GSPO ends at 49 % and GRPO at 31 %,
   but at 88 and 85 % with 7e-5 (moe_edge). At 1.4e-4 no difference is shown.
 - **Variance.** In variance_of_gradients_repeat GSPO's signal-to-noise ratio is higher without clipping. With ε 4e-3,

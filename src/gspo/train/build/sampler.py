@@ -19,6 +19,7 @@ from gspo.rollout.producer import NullProducer
 from gspo.sampling.api import Sampler
 from gspo.sampling.local.engine import LocalSampler
 from gspo.sampling.remote.identity import end_tokens
+from gspo.sampling.requests import rows_at_once
 from gspo.system.imports import by_name
 from gspo.system.launched import Launched
 from gspo.train.build.compute import has_ranks
@@ -112,6 +113,7 @@ def local_sampler(
         images["image_prompts"] = image_prompts(policy.processor)
         if precision == "none":
             images["vision"] = policy.vision
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
     make = LocalSampler
     if precision != "none":
         make = partial(by_name("gspo.sampling.rounded:RoundedSampler"), precision=precision)
@@ -120,7 +122,7 @@ def local_sampler(
         seed=config.seed,
         eos_token_ids=end_tokens(model, tokenizer),
         decode=decoder(tokenizer),
-        max_rows=config.rollout.max_concurrent_rollouts or 256,
+        max_rows=config.rollout.max_concurrent_rollouts or rows_at_once(num_weights, config.gconfig.max_new_tokens),
         max_context=config.gconfig.max_tokens,
         version=version,
         say=say,

@@ -23,7 +23,7 @@ class Rollout(Section):
     max_concurrent_rollouts: int | None = key(
         None,
         "Number of sequences sampled at the same time, in whole groups.",
-        unset="as many as the sampler (in process: 256, and up to 1,024 for a small model) and max_head_offpolicyness allow",
+        unset="as many as max_head_offpolicyness and the sampler allow (in process 256, up to 1,024 for small models)",
         low=1,
     )
     dump_to_file: bool | Annotated[int, Ge(1)] = key(

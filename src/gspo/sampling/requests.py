@@ -10,15 +10,16 @@ from gspo.errors import DataError
 from gspo.types import Request, Sample
 
 
-def rows_at_once(num_weights: int, max_new_tokens: int) -> int:
+def rows_at_once(num_weights: int, max_new_tokens: int, max_staleness: int = 0) -> int:
     """How many sequences the in-process sampler decodes at the same time, if no key sets it.
 
-    A decode step of a small model costs as much for 4 rows as for hundreds, so it takes more of them.
+    A decode step of a small model costs as much for 4 rows as for hundreds, so it takes more of them. Not if sampling
+    runs ahead of training: then the number decides which weights sample a token, and recorded runs have 256.
 
     >>> rows_at_once(336_000, 64), rows_at_once(336_000, 4096), rows_at_once(135_000_000, 64)
     (1024, 256, 256)
     """
-    if num_weights >= 2**22:
+    if num_weights >= 2**22 or max_staleness:
         return 256
     return min(max(2**18 // max_new_tokens, 256), 1024)
 

@@ -147,7 +147,9 @@ def _sampler_memory(f: Facts, shape: Shape) -> list[Item]:
     sampler, generation = parse_backend(f.config.rollout.backend, SAMPLERS), f.config.gconfig
     items = []
     concurrent = f.config.rollout.max_concurrent_rollouts or (
-        f.num_sequences if f.external_sampler else rows_at_once(shape.parameters, generation.max_new_tokens)
+        f.num_sequences
+        if f.external_sampler
+        else rows_at_once(shape.parameters, generation.max_new_tokens, f.config.rollout.max_head_offpolicyness)
     )
     if f.external_sampler:
         gpus = sampler.tensor * sampler.pipeline

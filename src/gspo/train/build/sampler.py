@@ -122,7 +122,8 @@ def local_sampler(
         seed=config.seed,
         eos_token_ids=end_tokens(model, tokenizer),
         decode=decoder(tokenizer),
-        max_rows=config.rollout.max_concurrent_rollouts or rows_at_once(num_weights, config.gconfig.max_new_tokens),
+        max_rows=config.rollout.max_concurrent_rollouts
+        or rows_at_once(num_weights, config.gconfig.max_new_tokens, config.rollout.max_head_offpolicyness),
         max_context=config.gconfig.max_tokens,
         version=version,
         say=say,

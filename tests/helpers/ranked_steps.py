@@ -11,6 +11,7 @@ from pathlib import Path
 import model_zoo
 import numpy as np
 import torch
+from gspo.models.tiny import tiny_model
 from made_batches import make_batch, make_group, uneven_groups, with_behavior
 from made_steps import make_plan, sgd
 from safetensors.torch import save_file
@@ -26,7 +27,6 @@ from gspo.learner.ranks.world import ALONE, joined
 from gspo.learner.reference import Reference, reference_logp
 from gspo.learner.step import train_step
 from gspo.models.lora import adapter_off, add_adapter
-from gspo.models.tiny import tiny_model
 from gspo.system.program import StopRequest
 
 # model, mini-batches, tokens per micro-batch, and what is special

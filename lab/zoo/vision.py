@@ -18,20 +18,20 @@ from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.packing import Completion, PackItem
 from gspo.learner.policy.probe import image_prompts, probe
 from gspo.models import cache
-from gspo.models.vision import tiny
 from gspo.models.vision.tower import ShownPrompt
 from gspo.sampling.local.engine import LocalSampler
 from gspo.types import Request, SampleId, SamplingParams
+from lab.zoo import images
 
-TYPES = (*tiny.FAMILIES, tiny.HYBRID)
+TYPES = (*images.FAMILIES, images.HYBRID)
 TEMPERATURE = 0.7
 
 
 def measured(family: str) -> dict[str, Any]:
-    """The fields of `families.Checked` of a tiny model in float64; images in every prompt."""
+    """The fields of `Checked` of a tiny model in float64; images in every prompt."""
     with tempfile.TemporaryDirectory() as folder, cache.quiet():
-        processor = tiny.processor(family, Path(folder))
-        policy = PolicyModule(tiny.model(family))
+        processor = images.processor(family, Path(folder))
+        policy = PolicyModule(images.model(family))
         known: dict[str, Any] = {"model_class": type(policy.model).__name__}
         known["layout"] = probe(policy, processor=processor).layout
         if policy.images_refused:

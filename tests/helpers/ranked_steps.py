@@ -11,7 +11,6 @@ from pathlib import Path
 import model_zoo
 import numpy as np
 import torch
-from gspo.models.tiny import tiny_model
 from made_batches import make_batch, make_group, uneven_groups, with_behavior
 from made_steps import make_plan, sgd
 from safetensors.torch import save_file
@@ -28,6 +27,7 @@ from gspo.learner.reference import Reference, reference_logp
 from gspo.learner.step import train_step
 from gspo.models.lora import adapter_off, add_adapter
 from gspo.system.program import StopRequest
+from lab.zoo.text import tiny_model
 
 # model, mini-batches, tokens per micro-batch, and what is special
 CASES = {

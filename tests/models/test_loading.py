@@ -4,13 +4,13 @@ import pytest
 import tokenizers
 import torch
 import transformers as tf
-from gspo.models.tiny import tiny_config
 from safetensors.torch import load_file, save_file
 
 from gspo.errors import DataError
 from gspo.models import embedded
 from gspo.models.loading import load_model, load_tokenizer
 from gspo.models.locate import locate
+from lab.zoo.text import tiny_config
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from gspo.cli import common
 from gspo.cli.common import console, did_you_mean, display, load_config
 from gspo.errors import ConfigError, GspoError
+from gspo.system.imports import NO_LAB, in_lab, laboratory
 
 
 def models_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,24 +51,29 @@ def models(args: argparse.Namespace) -> int:
 
 def _check_models(args: argparse.Namespace) -> int:
     """`gspo models check`: exit code 1 if a model is refused or not exact."""
-    from gspo.doctor import families
+    from gspo.doctor.models import COLUMNS, check_model, is_exact
 
     if bool(args.names) == args.all:
-        raise ConfigError("give model types or folders to check, or --all; for example: gspo models check qwen3_next")
+        raise ConfigError("give folders or model types to check, or --all; for example: gspo models check qwen3_next")
+    # The tiny models of each type are not in an installed package.
+    types = in_lab("lab.zoo.families:TYPES") if args.all or args.write or laboratory() is not None else ()
     for name in args.names:
-        if name not in families.TYPES:
-            _require_model(name, families.TYPES)
+        if name not in types:
+            _require_model(name, types)
     widths = (24, 16, 20, 10, 10, 7)
 
     def show(cells: Sequence[str]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip(), flush=True)
 
-    show(families.COLUMNS)
-    rows = families.check_families(families.TYPES if args.all else args.names, lambda row: show(row.cells()))
+    show(COLUMNS)
+    rows = []
+    for name in types if args.all else args.names:
+        rows.append(in_lab("lab.zoo.families:check_type")(name) if name in types else check_model(name))
+        show(rows[-1].cells())
     if args.write:
-        Path(args.write).write_text(families.families_page(rows), encoding="utf-8")
+        Path(args.write).write_text(in_lab("lab.zoo.families:families_page")(rows), encoding="utf-8")
     built = [row for row in rows if not row.not_built]
-    wrong = [row.name for row in built if not families.is_exact(row)]
+    wrong = [row.name for row in built if not is_exact(row)]
     print(
         f"{len(built) - len(wrong)} of {len(rows)} train and sample; refused or not exact: {', '.join(wrong) or 'none'}"
         + (f"; {len(rows) - len(built)} not built" if len(built) < len(rows) else "")
@@ -84,9 +90,11 @@ def _require_model(name: str, types: Sequence[str]) -> None:
     except GspoError as error:
         if not is_hub_name(name):
             raise ConfigError(str(error)) from error
+        what = "neither a model type of transformers nor a model" if types else "not a model"
+        without = "" if types else f". To check a model type of transformers: {NO_LAB}"
         raise ConfigError(
-            f"{name!r} is neither a model type of transformers nor a model{did_you_mean(name, types)} There is no such "
-            "folder, and the hub did not provide it"
+            f"{name!r} is {what}{did_you_mean(name, types)} There is no such folder, and the hub did not provide it"
+            f"{without}"
         ) from error
 
 

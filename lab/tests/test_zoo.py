@@ -8,7 +8,8 @@ import torch
 import transformers as tf
 
 from gspo.cli.main import main
-from gspo.doctor import families
+from gspo.doctor.models import check_model, is_exact
+from lab.zoo import families
 
 PAGE = Path(__file__).parents[2] / "docs" / "model_families.md"
 
@@ -25,16 +26,16 @@ PAGE = Path(__file__).parents[2] / "docs" / "model_families.md"
     ],
 )
 def test_an_architecture_gets_its_layout_and_sampler_and_both_are_exact(name, layout, engine):
-    row = families.check_model(name)
+    row = families.check_type(name)
     assert (row.layout, row.refused, row.not_built) == (layout, "", "")
     assert engine is None or row.engine == engine
-    assert families.is_exact(row)
+    assert is_exact(row)
     assert torch.float32 is not torch.float64  # what was replaced is back
 
 
 def test_what_cannot_be_built_says_why():
-    assert families.check_model("bart").not_built == "bart is an encoder-decoder model"
-    assert "there is no folder" in families.check_model("./no/such/folder").refused
+    assert families.check_type("bart").not_built == "bart is an encoder-decoder model"
+    assert "there is no folder" in check_model("./no/such/folder").refused
 
 
 @pytest.mark.run
@@ -62,7 +63,7 @@ def test_a_name_that_is_no_model_is_an_error_with_the_nearest_type_before_any_ch
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_no_architecture_that_can_be_built_is_refused_and_the_page_is_true():
-    rows = families.check_families(families.TYPES, lambda row: None)
-    assert [row.name for row in rows if not row.not_built and not families.is_exact(row)] == []
+    rows = [families.check_type(name) for name in families.TYPES]
+    assert [row.name for row in rows if not row.not_built and not is_exact(row)] == []
     listed = re.findall(r"^\| (\S+) \| ([^|]+?) \| ([^|]+?) \| \d", PAGE.read_text(), re.MULTILINE)
     assert listed == [(row.name, *row.cells()[1:3]) for row in rows if not row.not_built]

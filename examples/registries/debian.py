@@ -18,8 +18,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gspo.data.fetch.download import small_file, verified_file
 from gspo.errors import DataError
+from registries.download import small_file, verified_file
 
 MIRROR = "http://deb.debian.org/debian"  # plain HTTP, as apt does: the signature is what counts
 SUITE = "bookworm"

@@ -1,5 +1,6 @@
 """The catalog as data: every arm resolves, digests follow what an arm decides, tuning is equal and apart."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from gspo.config.lint import check
 from gspo.envs.find import find_environment
 from gspo.errors import ConfigError
-from gspo.studies import plan
+from gspo.studies import plan, results
 from lab import ROOT
 
 STUDIES = plan.studies()
@@ -119,6 +120,15 @@ def test_a_key_that_the_schema_lost_does_not_make_a_result_invalid(name):
     assert plan.digest_today(name, older, recorded) == job.digest
     assert plan.digest_today(name, config, job.digest) == job.digest
     assert plan.digest_today(name, {**older, "actor.optimizer.lr": 1.0}, "other") != job.digest
+
+
+def test_a_reward_that_moved_to_another_module_is_still_the_recorded_experiment():
+    study = plan.find_study("clipping")
+    recorded = json.loads(results.results_file(ROOT / "docs", "clipping").read_text())["configs"]
+    jobs = [job for job in plan.jobs(study, full=True) if "gspo.studies.control:coin" in str(job.overrides)]
+    assert jobs
+    for job in jobs:
+        assert "gspo.lab.studies.control:coin" in str(recorded[job.digest])
 
 
 def test_a_key_that_a_section_of_the_schema_lost_does_not_make_a_result_invalid():

@@ -13,7 +13,7 @@ train: setup-train
 demo: setup-train
 	$(PY) examples/objective_demo.py
 
-# Three tiers (tests/conftest.py): no processes and no training; the above, training in process and a smoke test of
+# Three tiers (conftest.py): no processes and no training; the above, training in process and a smoke test of
 # each real component; everything.
 unit: setup
 	$(PYTEST) -m "not run and not full"
@@ -25,8 +25,8 @@ test-full: setup
 	$(PYTEST) --durations 20
 
 check: setup
-	.venv/bin/ruff check src tests examples
-	.venv/bin/ruff format --check src tests examples
+	.venv/bin/ruff check src tests examples lab conftest.py
+	.venv/bin/ruff format --check src tests examples lab conftest.py
 	.venv/bin/basedpyright
 
 # Is a step slower than it was? Step by step beside the commit REF, some minutes: `make bench-compare REF=v0.1`. Before a
@@ -38,10 +38,10 @@ bench-compare: setup-train
 # For the first person with a GPU: self-test, quick-start, servers, ranks, vLLM and bench as a user would run them, and one
 # report to attach to an issue. `accept` runs on a CPU what can run there.
 accept: setup-train
-	$(PY) -m gspo.lab.accept
+	$(PY) -m lab.accept
 
 accept-gpu: setup-train
-	$(PY) -m gspo.lab.accept --gpu
+	$(PY) -m lab.accept --gpu
 
 # Pages that are written by the code they describe; a test says when they are stale.
 docs: setup

@@ -13,10 +13,10 @@ from scripted_client import last_prompt, play, scripted
 from tiers import brief
 
 from gspo.cli import main as cli
-from gspo.data.fetch.restaurants import FOOD, restaurant_rows
 from gspo.report.read import read_metrics
 from gspo.rewards.sandbox.box import unavailable
 from gspo.system.imports import find_function
+from registries.restaurants import FOOD, restaurant_rows
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted(f for f in (ROOT / "examples").rglob("*.yaml") if "projects" not in f.parts)  # those: cli/test_init.py
@@ -72,7 +72,10 @@ def test_doctor_says_that_the_quick_start_can_run_on_any_machine(capsys):
 @pytest.mark.run
 @pytest.mark.parametrize(
     ("path", "remedy"),
-    [("math/gsm8k_gspo", "set actor.path to the folder"), ("smollm2_arithmetic", "gspo models fetch smollm2-135m")],
+    [
+        ("math/gsm8k_gspo", "set actor.path to the folder"),
+        ("smollm2_arithmetic", "python examples/fetch.py smollm2-135m"),
+    ],
 )
 def test_without_network_the_doctor_names_what_an_example_lacks_and_how_to_get_it(path, remedy, tmp_path, monkeypatch):
     for name in ("GSPO_CACHE", "HF_HOME", "GSPO_DATA"):
@@ -106,7 +109,7 @@ def test_a_shipped_config_trains_on_the_embedded_model_and_task(path, tmp_path, 
 
 
 def _talks(folder: Path) -> Path:
-    """Rows as `gspo data fetch restaurants` makes them."""
+    """Rows as `python examples/fetch.py restaurants` makes them."""
     places = [{"name": f"{food} {area}", "food": food, "area": area} for food in ("1", "2", "3") for area in ("4", "5")]
     folder.mkdir()
     for split, rows in restaurant_rows(places, [f"{'0' * n} {FOOD}" for n in range(1, 60)]).items():

@@ -29,7 +29,7 @@ FLOORS = {
             ("runs", "monitor"),
             ("train",),
             ("launcher",),
-            ("doctor", "report", "lab", "audit", "planner"),
+            ("doctor", "report", "studies", "audit", "planner"),
             ("cli",),
             ("__main__",),
         )
@@ -97,6 +97,15 @@ def test_imports_point_one_way():
         for problem in violations(module, tree, is_package)
     ]
     assert not found, "\n".join(found)
+
+
+def test_nothing_in_the_package_imports_the_laboratory():
+    assert [m for m, tree, is_package in modules() for to, _ in imports_of(tree, m, is_package) if is_lab(to)] == []
+    assert is_lab("lab.studies.pages")
+
+
+def is_lab(module: str) -> bool:
+    return module.split(".")[0] == "lab"
 
 
 def circle(rooms: dict[str, set[str]]) -> list[str] | None:

@@ -22,7 +22,7 @@ SOURCE = Path(gspo.__file__).parent
 ROOTS = ("gspo.train.trainer", "gspo.train.open", "gspo.train.loop")  # the front door, and what `train` imports first
 
 # A ratchet: these numbers only fall. Lower them when the core shrinks.
-MAX_LINES, MAX_FILES = 24_400, 168
+MAX_LINES, MAX_FILES = 23_610, 162
 
 # Checks and translations of a config, which run once before the first step.
 AT_START = ("config/lint/", "config/migrate/", "rewards/check.py", "sampling/native/")

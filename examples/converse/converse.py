@@ -1,7 +1,7 @@
 """A talk with a simulated user who wants a restaurant: ask for the area, then name the right one.
 
 The prompt lists three restaurants, two of them with the food that the user wants, in different areas. The user tells
-the area if the first answer names no restaurant. A row is one of `gspo data fetch restaurants`.
+the area if the first answer names no restaurant. A row is one of `python examples/fetch.py restaurants`.
 """
 
 ASKED, GUESSED = 1.0, 0.3  # the right restaurant after a question, and without one

@@ -82,12 +82,14 @@ def copy_example(file: Path, to: Path) -> list[Path]:
 
 
 def with_pages(text: str) -> str:
-    """A message with `docs/page.md` replaced by the path of the installed page, unless there is a folder docs here.
+    """A message with `docs/page.md` and `examples/script.py` replaced by their installed paths, unless they are here.
 
     >>> with_pages("see docs/no-such-page.md")
     'see docs/no-such-page.md'
     """
-    if Path("docs").is_dir():
-        return text
-    found = {page.name: page for page in shipped("docs").glob("*.md")}
-    return re.sub(r"(?<![\w/])docs/([\w-]+\.md)", lambda match: str(found.get(match[1], match[0])), text)
+    for folder, ending in (("docs", "md"), ("examples", "py")):
+        if not Path(folder).is_dir():
+            found = {file.name: str(file) for file in shipped(folder).glob(f"*.{ending}")}
+            name = rf"(?<![\w/]){folder}/([\w-]+\.{ending})\b"
+            text = re.sub(name, lambda match, found=found: found.get(match[1], match[0]), text)
+    return text

@@ -142,3 +142,4 @@ def test_wheel_and_sdist_are_the_same_bytes_from_two_copies_at_two_times(hatchli
     wheel = zipfile.ZipFile(tmp_path / "0" / f"gspo-{gspo.__version__}-py3-none-any.whl")
     names = set(wheel.namelist())
     assert {"gspo/py.typed", "gspo/examples/projects/math/train.yaml", "gspo/docs/install.md"} <= names
+    assert not [name for name in names if "lab/" in name]

@@ -17,7 +17,7 @@ from gspo.config.yaml_tree import read
 from gspo.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = sorted([*(ROOT / "examples").rglob("*.yaml"), *(ROOT / "src/gspo/lab/studies").glob("*.yaml")])
+SHIPPED = sorted([*(ROOT / "examples").rglob("*.yaml"), *(ROOT / "lab/studies").glob("*.yaml")])
 
 
 @pytest.fixture(scope="module")

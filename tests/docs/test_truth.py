@@ -17,8 +17,9 @@ from gspo.algorithms import ALGORITHMS
 from gspo.config.schema import known_keys
 from gspo.envs.builtin.self_correct import SelfCorrect
 from gspo.envs.builtin.tools import Tools
-from gspo.lab.studies import page, plan, results, when
 from gspo.stats import t_half, t_quantile
+from gspo.studies import page, plan, results
+from lab.studies import when
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -26,8 +26,8 @@ from gspo.learner.ranks.world import ALONE, joined
 from gspo.learner.reference import Reference, reference_logp
 from gspo.learner.step import train_step
 from gspo.models.lora import adapter_off, add_adapter
-from gspo.models.tiny import tiny_model
 from gspo.system.program import StopRequest
+from lab.zoo.text import tiny_model
 
 # model, mini-batches, tokens per micro-batch, and what is special
 CASES = {

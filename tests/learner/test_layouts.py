@@ -18,7 +18,7 @@ from gspo.learner.policy.splitting import micro_batches
 from gspo.learner.policy.value import ValueModule
 from gspo.models.lora import add_adapter
 from gspo.models.moe import routed, routers
-from gspo.models.tiny import CAUSAL_TYPES, tiny_config, tiny_model
+from lab.zoo.text import CAUSAL_TYPES, tiny_config, tiny_model
 
 # One or two of each form of attention, state and head.
 SHARED = ("llama", "gpt_oss", "llama4_text", "deepseek_v3", "stablelm", "minicpm3", "opt", "bert")

@@ -14,11 +14,11 @@ from training_runs import RANKED, make_trainer, metrics, path_of, train
 from gspo.config import load
 from gspo.config.lint import check, lint
 from gspo.errors import ConfigError, TrainingError
-from gspo.lab.studies.direct.gradients import opened, sampled
 from gspo.learner.proximal import FINE, Noise, judge_noise, noise_message, noise_of
 from gspo.learner.step import train_step
 from gspo.train.build.objective import make_plan as make_plan_of
 from gspo.train.build.objective import narrowest_clip
+from lab.studies.direct.gradients import opened, sampled
 
 pytestmark = pytest.mark.run
 

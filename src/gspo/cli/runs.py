@@ -139,14 +139,13 @@ def _require_model(target: str) -> None:
     """ConfigError if a name is neither a run nor a model."""
     from gspo.errors import DataError
     from gspo.models.embedded import RECIPES
-    from gspo.models.locate import find_here, nearest_model
-    from gspo.models.registry import MODELS
+    from gspo.models.locate import FETCHED, find_here, nearest_model
     from gspo.report.read import runs_below
 
     try:
         find_here(target, target)
     except DataError as error:
-        if target in MODELS:  # known, and not fetched yet: the message has the command
+        if target in FETCHED:  # known, and not fetched yet: the message has the command
             raise ConfigError(str(error)) from error
         runs = runs_below(Path("runs"))[:4]
         raise ConfigError(

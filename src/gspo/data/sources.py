@@ -24,6 +24,7 @@ Row = dict[str, Any]
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 _SPLIT_NAME = re.compile(r"(train|" + "|".join(HELD_OUT) + r")(?:[-_.].*)?", re.IGNORECASE)
 _PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
+_FETCHED = re.compile(r"debian-summaries|debian-translations-\w+-\w+|restaurants")  # folders of examples/fetch.py
 _MAX_ROWS = 50_000_000  # rows are Python objects; more would not fit into memory
 _MAX_DEPTH = 100
 _TOO_DEEP = f"lists and objects are nested deeper than {_MAX_DEPTH}"
@@ -262,10 +263,11 @@ def _local(path: str, key: str) -> Parts | None:
             if files := sorted(file for file in place.iterdir() if file.suffix in _SUFFIXES):
                 return _parts(files, key)
         raise DataError(f"{key}.path: the folder {folder} has no {', '.join(_SUFFIXES)} file")
-    from gspo.data.fetch import fetched_by  # here: it loads the HTTP client
-
-    if name := fetched_by(here.name):
-        raise DataError(f"{key}.path: there is no folder {path} (looked in {Path.cwd()}): run `gspo data fetch {name}`")
+    if _FETCHED.fullmatch(here.name):
+        name = here.name.replace("translations-", "translations:")
+        raise DataError(
+            f"{key}.path: there is no folder {path} (looked in {Path.cwd()}): run `python examples/fetch.py {name}`"
+        )
     # A hub name has at most one slash; anything else was meant as a local path.
     if here.exists() or path.count("/") > 1 or path.startswith((".", "/", "~")):
         raise DataError(f"{key}.path: there is no data file or folder {path} (looked in {Path.cwd()})")

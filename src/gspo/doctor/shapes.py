@@ -70,15 +70,32 @@ class Shape:
     expert_linears: int = 0
 
 
+# config.json of the models that examples/fetch.py fetches, for what they need before they are there.
+FETCHED: Mapping[str, Mapping[str, Any]] = {
+    "smollm2-135m": {
+        "model_type": "llama",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    }
+}
+
+
 def find_source(path: str) -> ModelFields | Unknown:
     """The config.json of a folder, a cached hub model, an embedded model or one that can be fetched."""
     try:
         if not os.path.isdir(path):
             if "/" not in path:
-                from gspo.models import embedded, registry
+                from gspo.models import embedded
 
-                if path in registry.MODELS:
-                    return ModelFields(path, registry.MODELS[path].shape)
+                if path in FETCHED:
+                    return ModelFields(path, FETCHED[path])
                 if path.startswith("embedded:"):
                     return ModelFields(path, embedded.shape(path))
             if path.endswith(".gguf"):

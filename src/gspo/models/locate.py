@@ -13,12 +13,14 @@ from functools import lru_cache
 from pathlib import Path
 
 from gspo.errors import DataError
-from gspo.models import embedded, registry
+from gspo.models import cache, embedded
 from gspo.system.imports import by_name
 
 EMBEDDED = "embedded:"
 GGUF = ".gguf"
 HUB_TIMEOUT_S = 5.0
+# Models that examples/fetch.py converts, and their folders in the cache: name, sha256, version of the conversion.
+FETCHED = {"smollm2-135m": "smollm2-135m-b179c9523d0e-1"}
 _TEXT_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.bpe", "*.spm")  # of a hub repository
 
 
@@ -39,8 +41,8 @@ def find_here(path: str, key: str) -> str | None:
         return path
     if Path(path).is_dir():
         return path
-    if path in registry.MODELS:
-        return str(registry.fetched(path, key))
+    if path in FETCHED:
+        return str(fetched(path, key))
     if not is_hub_name(path):
         raise DataError(f"{key}: there is no folder {path!r} (looked in {Path.cwd()}).{nearest_model(path)}")
     reason = hub_problem(path)
@@ -54,6 +56,20 @@ def find_here(path: str, key: str) -> str | None:
         f"did not provide it ({reason}).{nearest_model(path)} Without network, copy the model to this machine and set "
         f"{key} to the folder, or use embedded:tiny"
     )
+
+
+def fetched_folder(name: str) -> Path:
+    """The cache folder of a fetched model."""
+    return cache.root() / FETCHED[name]
+
+
+def fetched(name: str, key: str = "actor.path") -> Path:
+    """The folder of a fetched model; DataError with the command if it is missing or damaged."""
+    place = fetched_folder(name)
+    if not cache.is_whole(place):
+        state = "is damaged" if place.exists() else "was not fetched"
+        raise DataError(f"{key}: {name} {state} (looked in {place}): run `python examples/fetch.py {name}`")
+    return place
 
 
 def _download(path: str, key: str, weights: bool) -> str:
@@ -114,7 +130,7 @@ def is_hub_name(path: str) -> bool:
     """Whether a path means a model of the hub: `owner/name` or `name`, and nothing of that name is here."""
     if re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path) is None or ".." in path or path.endswith(GGUF):
         return False
-    return path not in registry.MODELS and not Path(path).is_dir()
+    return path not in FETCHED and not Path(path).is_dir()
 
 
 def nearest_model(path: str) -> str:
@@ -123,5 +139,5 @@ def nearest_model(path: str) -> str:
     >>> nearest_model("smolm2-135m"), nearest_model("nosuch")
     (' Did you mean smollm2-135m?', '')
     """
-    near = get_close_matches(path.lower(), (*registry.MODELS, *embedded.RECIPES), n=1, cutoff=0.75)
+    near = get_close_matches(path.lower(), (*FETCHED, *embedded.RECIPES), n=1, cutoff=0.75)
     return f" Did you mean {near[0]}?" if near else ""

@@ -12,12 +12,15 @@ import importlib.metadata
 import importlib.util
 import inspect
 import json
+import sys
 import threading
 import traceback
 from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
+
+from gspo.errors import ConfigError
 
 
 def by_name(name: str) -> Any:
@@ -87,6 +90,25 @@ def clone() -> Path | None:
     except (importlib.metadata.PackageNotFoundError, ValueError):
         is_clone = True
     return root if is_clone and (root / "pyproject.toml").is_file() else None
+
+
+def laboratory() -> Path | None:
+    """The folder `lab/` of a clone; None for an installed wheel, which does not contain it."""
+    root = clone()
+    return root / "lab" if root is not None and (root / "lab" / "__init__.py").is_file() else None
+
+
+def in_lab(name: str) -> Any:
+    """What `lab.module:attribute` names; ConfigError without a clone."""
+    folder = laboratory()
+    if folder is None:
+        raise ConfigError(NO_LAB)
+    if str(folder.parent) not in sys.path:
+        sys.path.append(str(folder.parent))  # last: no folder of the clone hides a module of the user
+    return by_name(name)
+
+
+NO_LAB = "this needs the folder lab/ of gspo's repository, which an installed package does not have: use a clone"
 
 
 def source_file(given: Any) -> Path | None:

@@ -17,14 +17,16 @@ def allocation_mode(move: Move) -> None:
         move.drop("rollout.backend and actor.backend decide")
         return
     try:
-        sampler, trainer = parse_allocation_mode(str(move.node.text or move.node.value))
+        text = str(move.node.text or move.node.value)
+        sampler, trainer = parse_allocation_mode(text)
     except ValueError as error:
         move.refuse(str(error))
         return
     for key, backend, names in (("rollout.backend", sampler, SAMPLERS), ("actor.backend", trainer, TRAINERS)):
         if not _agrees(tree.get(move.root, key), backend, names):
             move.set(key, str(backend))
-    move.say(f"is now rollout.backend: {sampler} and actor.backend: {trainer}")
+    why = " (gspo has no SGLang)" if sampler.name not in text.lower() else ""
+    move.say(f"is now rollout.backend: {sampler} and actor.backend: {trainer}{why}")
 
 
 def _agrees(existing: Node | None, backend: Backend, names: tuple[str, ...]) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -166,48 +166,3 @@ def parse_backend(text: str, names: tuple[str, ...]) -> Backend:
     if name == "auto" and sizes:
         raise ValueError(f"{text!r}: auto chooses the sizes; write auto without sizes, or name an engine")
     return Backend(name, **sizes)
-
-
-def parse_allocation_mode(text: str) -> tuple[Backend, Backend]:
-    """Parse AReaL's "vllm:d4p1t1+fsdp:d4" (or "vllm.d4p1t1+d4p1t1") into a sampler and a trainer.
-
-    AReaL's usual engine is SGLang, which gspo does not have: vLLM takes its place, with the same sizes.
-
-    >>> sampler, trainer = parse_allocation_mode("sglang.d4p1t2+d8")
-    >>> str(sampler), str(trainer)
-    ('vllm:d4t2', 'fsdp:d8')
-    """
-    if "|" in text:
-        raise ValueError(
-            f"{text!r}: a sampler server on the GPUs of the trainer (|) is not supported; "
-            "write + for separate GPUs, or rollout.backend: local to sample in the trainer's process"
-        )
-    sampler, plus, trainer = (part.strip() for part in text.strip().partition("+"))
-    if not plus:
-        raise ValueError(f"{text!r} has no trainer; write sampler+trainer as in vllm:d4+fsdp:d4")
-    if trainer.lower() in ("eval", "cpu"):
-        raise ValueError(f"{text!r}: to evaluate without training use `gspo eval`")
-    if re.fullmatch(r"([a-z][0-9]+)+", trainer.lower()):  # AReaL allows sizes without the name fsdp
-        trainer = "fsdp:" + trainer
-    return parse_backend(in_place_of_sglang(sampler), SAMPLERS), parse_backend(trainer, TRAINERS)
-
-
-def in_place_of_sglang(backend: str) -> str:
-    """A sampler of an AReaL config, with vLLM for SGLang.
-
-    >>> in_place_of_sglang("sglang:d4p1t2"), in_place_of_sglang("local:d2")
-    ('vllm:d4p1t2', 'local:d2')
-    """
-    return re.sub(r"^\s*sglang\b", _VLLM.name, backend, flags=re.IGNORECASE)
-
-
-def sampler_examples() -> Iterator[str]:
-    """Values of `rollout.backend` besides auto, for the description of the key.
-
-    >>> list(sampler_examples())
-    ['local', '"local:d2"', '"vllm:d4t2"']
-    """
-    for name, engine in ENGINES.items():
-        if engine.in_process:
-            yield name
-        yield f'"{name}:d4t2"' if engine.several_gpus else f'"{name}:d2"'

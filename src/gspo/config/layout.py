@@ -96,7 +96,7 @@ def flags_of(config: Config) -> Mapping[str, Any]:
     """What the config sets for its engine; empty for gspo's own sampler.
 
     >>> from gspo.config import load
-    >>> flags_of(load(None, ["rollout.backend=vllm:d1", "vllm.dtype=bfloat16"]).config), flags_of(load().config)
+    >>> flags_of(load(None, ["rollout.backend=vllm:d1", "vllm.dtype=bfloat16"]).config), flags_of(load(None).config)
     ({'dtype': 'bfloat16'}, {})
     """
     engine = engine_of(config)

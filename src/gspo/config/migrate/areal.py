@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gspo.config import yaml_tree as tree
-from gspo.config.backends import in_place_of_sglang
 from gspo.config.migrate import merged, translate
 from gspo.config.migrate.rule import Move, Rule, drops, only, renames, repeats, translates
 from gspo.config.schema import known_keys
@@ -47,7 +46,7 @@ def _first() -> list[Rule]:
 def _in_place_of_sglang(move: Move) -> None:
     """A config that was written for gspo and names sglang stays as it is: the check of the key refuses it."""
     old = move.node.value
-    new = in_place_of_sglang(old) if isinstance(old, str) and not move.node.from_command_line else old
+    new = translate.in_place_of_sglang(old) if isinstance(old, str) and not move.node.from_command_line else old
     if new == old or not any(tree.get(move.root, key) for key in _only_of_areal()):
         tree.put(move.root, move.rule.key, move.node)
         return

@@ -51,7 +51,10 @@ def comparisons(code: str) -> list[str]:
                 continue
         flat = [each for part in parts for each in getattr(part, "elts", [part])]
         names = {each.value for each in flat if isinstance(each, ast.Constant)} & {*ENGINES, "sglang"}
-        if names and not (names == {"local"} and not isinstance(node, ast.Compare)):
+        # "local" is a usual word; a mapping with other keys, too, is about something else.
+        is_other = names == {"local"} and not isinstance(node, ast.Compare)
+        is_other |= isinstance(node, ast.Dict) and len(names) < len(parts)
+        if names and not is_other:
             found.append(ast.unparse(node))
     return found
 

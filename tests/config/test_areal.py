@@ -39,11 +39,11 @@ def leaves(data, prefix=""):
 def test_the_old_era_loads_with_its_meaning(tmp_path):
     result = loaded(tmp_path, OLD)
     config = result.config
-    assert (config.rollout.backend, config.actor.backend) == ("sglang:d2", "fsdp:d2")
+    assert (config.rollout.backend, config.actor.backend) == ("vllm:d2", "fsdp:d2")
     assert (config.gconfig.n_samples, config.rollout.max_head_offpolicyness) == (4, 3)
     assert (config.actor.eps_clip, config.actor.eps_clip_higher, config.actor.optimizer.lr) == (0.3, 0.3, 2e-5)
     assert (config.gconfig.temperature, config.train_dataset.batch_size) == (0.9, 64)
-    assert config.sglang == {"model_path": "some/model", "random_seed": 3, "mem_fraction_static": 0.7}
+    assert "sglang is ignored: gspo has no SGLang" in "\n".join(result.messages)
     assert (config.recover.mode, config.recover.freq_secs, config.cluster.fileroot) == (
         "disabled",
         1800.0,
@@ -112,7 +112,7 @@ def test_each_foreign_key_leaves_exactly_one_line_with_its_place(tmp_path, text)
         ("actor: {overlong_penalty_factor: null}", "actor.overlong_reward_penalty", False),
         ("allocation_mode: vllm:d4t2+fsdp:d8", "rollout.backend", "vllm:d4t2"),
         ("allocation_mode: sglang:d4+d4p1t1", "actor.backend", "fsdp:d4"),
-        ("allocation_mode: sglang.d4p1m2+d4p1m1\nactor: {backend: fsdp}", "rollout.backend", "sglang:d4t2"),
+        ("allocation_mode: sglang.d4p1m2+d4p1m1\nactor: {backend: fsdp}", "rollout.backend", "vllm:d4t2"),
         ("allocation_mode: sglang:d4+d4\nactor: {backend: 'fsdp:d4p1t1'}", "actor.backend", "fsdp:d4p1t1"),
     ],
 )

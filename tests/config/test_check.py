@@ -111,7 +111,7 @@ def test_a_dotted_key_in_a_file_is_explained(tmp_path):
 
 
 def test_null_empties_lists_mappings_and_sections():
-    config = load(None, ["gconfig.stop=null", "sglang=null", "actor=null", "gconfig=null"]).config
+    config = load(None, ["gconfig.stop=null", "vllm=null", "actor=null", "gconfig=null"]).config
     assert config == load(None).config
     config.gconfig.stop.append("x")
     assert load(None, ["gconfig.stop=null"]).config.gconfig.stop == []

@@ -103,7 +103,6 @@ ERRORS = [
         ["actor.rejection_sampling.preset=seq_tis", "actor.rejection_sampling.upper=null"],
         ["actor.rejection_sampling.preset=seq_tis"],
     ),
-    ("gconfig.top_p", ["gconfig.top_p=0.9", "rollout.backend=sglang:d1"], ["rollout.backend=sglang:d1"]),
     ("gconfig.max_tokens", ["gconfig.max_tokens=500"], ["gconfig.max_tokens=512"]),
     ("actor.kl_loss_coef", ["actor.kl_loss_coef=0.1"], ["actor.kl_loss_coef=0.1", REF]),
     ("actor.kl_ctl", ["actor.kl_ctl=0.1"], ["actor.kl_ctl=0.1", REF]),
@@ -318,11 +317,6 @@ WARNINGS = [
         "actor.mb_spec.max_tokens_per_mb",
         ["train_dataset.max_length=600", "actor.mb_spec.max_tokens_per_mb=1000"],
         ["train_dataset.max_length=400", "actor.mb_spec.max_tokens_per_mb=1000"],
-    ),
-    (
-        "actor.backend",
-        ["rollout.backend=sglang:d4", "actor.backend=fsdp:d4"],
-        ["rollout.backend=sglang:d4", "actor.backend=fsdp:d4", "scheduler.type=slurm"],
     ),
     (
         "actor.reward_norm",

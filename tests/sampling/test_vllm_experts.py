@@ -125,7 +125,6 @@ def test_replay_of_the_engines_routes_is_refused_where_vllm_cannot_return_them()
     assert not refusals(2, "rollout.backend=vllm:d1")
     assert not refusals(0, "rollout.backend=vllm:d1", "vllm.env.VLLM_USE_V2_MODEL_RUNNER=1")
     assert not refusals(0, "rollout.backend=local:d1")
-    assert refusals(2, "rollout.backend=sglang:d1")
 
 
 # A real server

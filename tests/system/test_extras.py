@@ -20,7 +20,7 @@ NAMED = {
 }  # fmt: skip
 # Not ours to install: the notebook's kernel, tables for those who have pandas (else `gspo.Run` gives columns), other
 # people's environments, an engine and our extension inside it.
-OTHERS = {"IPython", "pandas", "verifiers", "openenv", "vllm", "sglang", "gspo_collective"}
+OTHERS = {"IPython", "pandas", "verifiers", "openenv", "vllm", "gspo_collective"}
 USER_EXTRAS = {"report", "tasks", "models", "lora", "vision", "envs", "ray", "loggers"}
 
 

@@ -1,13 +1,109 @@
-"""Parse the strings of `rollout.backend`, `actor.backend` and AReaL's `allocation_mode`: "vllm:d4t2"."""
+"""What can sample for a run (ENGINES), and the strings that choose it: `rollout.backend: vllm:d4t2`.
+
+Other code asks the table; it compares with no engine's name (tests/config/test_engines.py). Torch-free.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-SAMPLERS = ("auto", "local", "vllm", "sglang")
+
+@dataclass(frozen=True, eq=False)
+class Engine:
+    """One sampler backend. Names of the form module:name are imported when they are used.
+
+    name            of `rollout.backend`: NAME:dN starts N servers; of the key with its flags; of its Python package
+    sampler         implements `sampling.api.Sampler`
+    server          the module of one sampler server, started with `python -m`
+    in_process      NAME without a size samples in the trainer's process
+    several_gpus    one server may have several GPUs (tN, pN)
+    sleeps          on one GPU, it releases the GPU while the trainer works
+    needs_cuda      there is no build for CPUs
+    returns_kept    returns log-probs of truncated sampling, with the tokens that it keeps
+    takes_broadcast receives weights without a file
+    no_routes       (flags, GPUs) → why it returns no expert routes, or ""; without this check it returns them
+    takes_adapter   (flags, rank, whether experts have one) → whether it loads a LoRA adapter alone; without it: always
+    no_machine      (its Python, whether on the CPU) → why it cannot run on this machine, or ""
+
+    The rest is for an external engine, a program that is not gspo's:
+
+    flags           description of the key with its flags; empty for gspo's own sampler
+    decided         its flags that gspo sets and that cannot be overridden: the key that decides the value, or ""
+    setup           the command that installs it in a clone of the repository
+    """
+
+    name: str
+    sampler: str
+    server: str
+    in_process: bool = False
+    several_gpus: bool = False
+    sleeps: bool = False
+    needs_cuda: bool = False
+    returns_kept: bool = True
+    takes_broadcast: bool = True
+    no_routes: str = ""
+    takes_adapter: str = ""
+    no_machine: str = ""
+    flags: str = ""
+    decided: Mapping[str, str] = field(default_factory=dict[str, str])
+    setup: str = ""
+
+    @property
+    def is_external(self) -> bool:
+        return bool(self.flags)
+
+
+_LOCAL = Engine(
+    "local",
+    sampler="gspo.sampling.local.engine:LocalSampler",
+    server="gspo.launcher.serve.local",
+    in_process=True,
+)
+_VLLM = Engine(
+    "vllm",
+    sampler="gspo.sampling.engines.vllm:VllmSampler",
+    server="gspo.launcher.serve.vllm",
+    several_gpus=True,
+    sleeps=True,
+    no_routes="gspo.sampling.engines.vllm:why_no_routes",
+    takes_adapter="gspo.sampling.engines.vllm:takes_adapter",
+    no_machine="gspo.sampling.engines.vllm:why_no_machine",
+    flags="Flags of vLLM servers, by vLLM's own names (max_model_len). Also python: the interpreter that has vLLM; "
+    "env: environment variables; url: the address of servers that you run yourself.",
+    decided={
+        "model": "actor.path",
+        "tensor_parallel_size": "rollout.backend, as in vllm:d1t2",
+        "pipeline_parallel_size": "rollout.backend, as in vllm:d1p2",
+        "data_parallel_size": "rollout.backend, as in vllm:d2",
+        "tokenizer": "tokenizer_path",
+        "served_model_name": "",
+        "host": "vllm.url, for a server that you start yourself",
+        "port": "vllm.url, for a server that you start yourself",
+        "uds": "",
+        "api_key": "",
+        "logprobs_mode": "",
+        "generation_config": "gconfig",
+        "max_num_seqs": "rollout.max_concurrent_rollouts",
+    },
+    setup="make setup-vllm",
+)
+
+ENGINES = {engine.name: engine for engine in (_LOCAL, _VLLM)}
+EXTERNAL = {name: engine for name, engine in ENGINES.items() if engine.is_external}
+OWN = _LOCAL  # the engine of `rollout.backend: auto`
+
+SAMPLERS = ("auto", *ENGINES)
 TRAINERS = ("auto", "fsdp")
+
+# Engines of AReaL that gspo has no backend for.
+_REFUSED = {
+    "megatron": "the AReaL engine megatron is not supported; use {last}:dN on N GPUs",
+    "archon": "the AReaL engine archon is not supported; use {last}:dN on N GPUs",
+    "sglang": "sglang is not supported: no release of gspo has run it; use vllm:dN, or local:dN (gspo's own servers)",
+}
 
 _FORM = re.compile(r"(?P<name>[a-z_]+)(?:[:.](?P<dims>(?:[a-z][0-9]{1,6})+))?")
 _DIMS = {"d": "data", "t": "tensor", "m": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
@@ -46,8 +142,8 @@ def parse_backend(text: str, names: tuple[str, ...]) -> Backend:
     if match is None:
         raise ValueError(f"{text!r} is not a backend; write one of {', '.join(names)}, with sizes as in {names[-1]}:d4")
     name = match["name"]
-    if name in ("megatron", "archon"):
-        raise ValueError(f"the AReaL engine {name} is not supported; use {names[-1]}:dN on N GPUs")
+    if name in _REFUSED:
+        raise ValueError(_REFUSED[name].format(last=names[-1]))
     if name not in names:
         raise ValueError(f"unknown backend {name!r}; use one of {', '.join(names)}")
     sizes: dict[str, int] = {}
@@ -62,27 +158,11 @@ def parse_backend(text: str, names: tuple[str, ...]) -> Backend:
     if name == "fsdp" and (sizes.get("tensor", 1) > 1 or sizes.get("pipeline", 1) > 1):
         world = math.prod(sizes.values())
         raise ValueError(f"{text!r}: fsdp has data-parallel ranks only; use fsdp:d{world}")
-    if name == "local" and (sizes.get("tensor", 1) > 1 or sizes.get("pipeline", 1) > 1):
+    is_one_process = name in ENGINES and not ENGINES[name].several_gpus
+    if is_one_process and (sizes.get("tensor", 1) > 1 or sizes.get("pipeline", 1) > 1):
         raise ValueError(
-            f"{text!r}: a copy of the local sampler is one process; use local:d{sizes.get('data', 1)} or vllm"
+            f"{text!r}: a copy of the {name} sampler is one process; use {name}:d{sizes.get('data', 1)} or vllm"
         )
     if name == "auto" and sizes:
         raise ValueError(f"{text!r}: auto chooses the sizes; write auto without sizes, or name an engine")
     return Backend(name, **sizes)
-
-
-def parse_allocation_mode(text: str) -> tuple[Backend, Backend]:
-    """Parse AReaL's "sglang:d4p1t1+fsdp:d4" (or "sglang.d4p1t1+d4p1t1") into a sampler and a trainer."""
-    if "|" in text:
-        raise ValueError(
-            f"{text!r}: a sampler server on the GPUs of the trainer (|) is not supported; "
-            "write + for separate GPUs, or rollout.backend: local to sample in the trainer's process"
-        )
-    sampler, plus, trainer = (part.strip() for part in text.strip().partition("+"))
-    if not plus:
-        raise ValueError(f"{text!r} has no trainer; write sampler+trainer as in sglang:d4+fsdp:d4")
-    if trainer.lower() in ("eval", "cpu"):
-        raise ValueError(f"{text!r}: to evaluate without training use `gspo eval`")
-    if re.fullmatch(r"([a-z][0-9]+)+", trainer.lower()):  # AReaL allows sizes without the name fsdp
-        trainer = "fsdp:" + trainer
-    return parse_backend(sampler, SAMPLERS), parse_backend(trainer, TRAINERS)

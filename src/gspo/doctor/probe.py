@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from gspo.config import Loaded
+from gspo.config.layout import engine_of, flags_of
 from gspo.config.schema import Config
 from gspo.errors import RolloutError
 from gspo.learner.policy.module import PolicyModule, packed_parts
@@ -29,7 +30,7 @@ from gspo.train.build.data import make_data
 from gspo.train.build.given import find_environment
 from gspo.train.build.objective import first_proximal_source, make_plan, narrowest_clip
 from gspo.train.build.policy import make_policy
-from gspo.train.build.sampler import engine_of, make_sampler, sampling_params
+from gspo.train.build.sampler import make_sampler, sampling_params
 from gspo.types import PromptKey, Request, Sample, SampleId
 
 PROMPTS, SAMPLES = 8, 8
@@ -91,12 +92,11 @@ def sampler_words(config: Config) -> str:
     if not Launched.read().num_samplers:
         precision = config.rollout.sampler_precision
         return "in process" + ("" if precision == "none" else f", on weights rounded to {precision}")
-    engine = engine_of(config)
-    if engine is None:
+    engine, options = engine_of(config), flags_of(config)
+    if not engine.is_external:
         return "a sampler server of our own"
-    options = getattr(config, engine)
     how = [f"{key} {options[key]}" for key in ("dtype", "quantization", "kv_cache_dtype") if options.get(key)]
-    return ", ".join([f"{engine} server", *how])
+    return ", ".join([f"{engine.name} server", *how])
 
 
 def sample_all(sampler: Sampler, requests: Sequence[Request], deadline_s: float) -> list[Sample]:

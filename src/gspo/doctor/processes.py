@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gspo.config import Loaded
-from gspo.config.layout import layout_of
+from gspo.config.layout import flags_of, layout_of
 from gspo.launcher.launch import launch
 from gspo.launcher.plan import config_file
 from gspo.system.gpus import visible_gpus
@@ -48,7 +48,7 @@ def one_of_each(loaded: Loaded, folder: Path, num_gpus: int, *, with_server: boo
         backend = "local:d1" if with_server and num_gpus != 1 else "local"
     else:
         # A list of addresses must have one entry per server, so the number of servers stays.
-        given = getattr(config, sampler.name, {}).get("url") if sampler.name != "local" else None
+        given = flags_of(config).get("url")
         backend = str(replace(sampler, data=sampler.data if isinstance(given, list) else 1))
     rounds = config.rollout.sampler_precision != "none"  # in process alone
     rollout = {"backend": "local" if rounds else backend, "max_head_offpolicyness": 0}

@@ -73,13 +73,15 @@ def launch(loaded: Loaded, command: Sequence[str], *, dry_run: bool = False) -> 
 
 def require_machine(config: Config, layout: Layout, num_gpus: int) -> None:
     """ConfigError if this machine lacks GPUs or the inference engine, before any process is started."""
-    from gspo.config import engine_flags as engines
+    from gspo.config.backends import ENGINES
+    from gspo.config.engine_flags import check_engine
+    from gspo.config.layout import flags_of
     from gspo.errors import ConfigError
 
     stated, sampler = config.cluster.n_gpus_per_node, layout.sampler
-    if sampler is not None and sampler.name in engines.DECIDED:
-        options, on_cpu = getattr(config, sampler.name), not layout.gpus_per_node
-        engines.check_engine_flags(sampler.name, options, config.actor.path, on_cpu=on_cpu, count=sampler.data)
+    if sampler is not None and ENGINES[sampler.name].is_external:
+        on_cpu = not layout.gpus_per_node
+        check_engine(sampler.name, flags_of(config), config.actor.path, on_cpu=on_cpu, count=sampler.data)
     if stated is not None and stated > num_gpus:
         raise ConfigError(
             f"cluster.n_gpus_per_node is {stated}, but this machine has {num_gpus} GPUs; remove the key (the number is "

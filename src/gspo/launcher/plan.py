@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from gspo.config.backends import ENGINES
 from gspo.config.layout import Layout, layout_of
 from gspo.config.schema import Config
 from gspo.errors import ConfigError
@@ -106,7 +107,7 @@ def make_launch_plan(config: Config, command: Sequence[str], num_gpus: int) -> L
 
 def _refuse_too_few_gpus(config: Config, layout: Layout) -> None:
     total = layout.num_nodes * layout.gpus_per_node
-    if layout.sampler is not None and layout.sampler.name == "sglang" and not total:  # a CPU build of vLLM needs none
+    if layout.sampler is not None and ENGINES[layout.sampler.name].needs_cuda and not total:
         raise ConfigError(
             f"rollout.backend is {config.rollout.backend}, but no GPU is visible on this machine; set "
             "cluster.n_gpus_per_node to the GPUs of a machine of the cluster, or rollout.backend: auto"
@@ -155,7 +156,7 @@ def _launched(layout: Layout) -> Launched:
 
 def _sampler_argv(layout: Layout, path: Path, index: int) -> tuple[str, ...]:
     assert layout.sampler is not None
-    module = f"gspo.launcher.serve.{layout.sampler.name}"
+    module = ENGINES[layout.sampler.name].server
     # On one machine the server listens on loopback only.
     host = ("--host", ADDRESS) if layout.num_nodes > 1 else ()
     return (

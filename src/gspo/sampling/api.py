@@ -1,4 +1,4 @@
-"""The sampler's interface, asynchronous in form for all implementations (in process, HTTP, vLLM, SGLang).
+"""The sampler's interface, asynchronous in form for all implementations (in process, HTTP, vLLM).
 
 `submit` never blocks. `completed` yields samples as they finish, in any order; `Sample.id` tells which request a sample
 belongs to. The in-process engine decodes inside `completed()`; a client of servers only waits there.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gspo.config.backends import SAMPLERS, parse_backend
-from gspo.config.layout import layout_of
+from gspo.config.backends import Engine
+from gspo.config.layout import engine_of, layout_of
 from gspo.config.loaded import Loaded
 from gspo.config.objective import ObjectiveSettings, effective_objective
 from gspo.config.schema import Actor, Config, Generation
@@ -100,7 +100,7 @@ class Facts:
     @property
     def replays_kept(self) -> bool:
         """Whether the trainer's log-probs are over the tokens that truncated sampling keeps."""
-        return bool(self.truncations) and self.actor.sampling_mask_replay and self.external_sampler != "sglang"
+        return bool(self.truncations) and self.actor.sampling_mask_replay and self.engine.returns_kept
 
     @property
     def code_rewards(self) -> list[dict[str, Any]]:
@@ -118,9 +118,14 @@ class Facts:
         return gpus == 0 and self.config.scheduler.type in (None, "local")
 
     @property
+    def engine(self) -> Engine:
+        """The engine of `rollout.backend`."""
+        return engine_of(self.config)
+
+    @property
     def external_sampler(self) -> str | None:
-        name = parse_backend(self.config.rollout.backend, SAMPLERS).name
-        return name if name in ("vllm", "sglang") else None
+        """The name of the engine if it is not gspo's own."""
+        return self.engine.name if self.engine.is_external else None
 
     @property
     def in_process(self) -> bool:

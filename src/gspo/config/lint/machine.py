@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from gspo.config import engine_flags
 from gspo.config.backends import TRAINERS, parse_backend
-from gspo.config.layout import layout_of
+from gspo.config.layout import flags_of, layout_of
 from gspo.config.lint.facts import Facts, Finding
 from gspo.errors import ConfigError
 from gspo.system.imports import install_command
@@ -23,7 +23,7 @@ def too_few_gpus(f: Facts) -> Iterator[Finding]:
     is_sized = sampler is not None and f.config.rollout.backend != "auto"
     needed = (sampler.world if sampler and is_sized else 0) + (trainer.world if trainer.name == "fsdp" else 0)
     offered = cluster.n_nodes * layout.gpus_per_node
-    if offered == 0 and f.external_sampler != "sglang":
+    if offered == 0 and not f.engine.needs_cuda:
         return  # all processes run on the CPU
     if needed > offered:
         key = "actor.backend" if trainer.name == "fsdp" else "rollout.backend"
@@ -38,10 +38,9 @@ def too_few_gpus(f: Facts) -> Iterator[Finding]:
 
 
 def engine_flags_refused(f: Facts) -> Iterator[Finding]:
-    engine = f.external_sampler
+    engine, options = f.external_sampler, flags_of(f.config)
     if engine is None:
         return
-    options = getattr(f.config, engine)
     try:
         engine_flags.flags(engine, options, f.actor.path)
         engine_flags.environment_of(engine, options)
@@ -70,12 +69,11 @@ def rounded_weights_on_servers(f: Facts) -> Iterator[Finding]:
 
 
 def broadcast_to_an_engine_that_reads_files(f: Facts) -> Iterator[Finding]:
-    engine = f.external_sampler
-    reads_files = engine == "sglang" or (engine is not None and getattr(f.config, engine).get("url") is not None)
-    if f.actor.weight_update_mode == "broadcast" and reads_files:
+    is_users_own = flags_of(f.config).get("url") is not None
+    if f.actor.weight_update_mode == "broadcast" and (is_users_own or not f.engine.takes_broadcast):
         yield f.error(
             "actor.weight_update_mode",
-            "SGLang, and any engine that you start yourself, can only load weights from files",
+            f"{f.engine.name}{', if you start it yourself,' * f.engine.takes_broadcast} only loads weights from files",
             "set actor.weight_update_mode: disk or auto",
         )
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from gspo.config.layout import flags_of
 from gspo.config.lint.facts import Facts, Finding
+from gspo.system.imports import by_name
 from gspo.system.text import number
 
 LONG_PRODUCT = 1000  # tokens from which the product of token ratios is advised against
@@ -74,13 +76,13 @@ def truncated_sampling(f: Facts) -> Iterator[Finding]:
         )
 
 
-def truncated_sampling_of_sglang(f: Facts) -> Iterator[Finding]:
-    if f.truncations and f.external_sampler == "sglang":
+def truncated_sampling_without_kept_sets(f: Facts) -> Iterator[Finding]:
+    if f.truncations and not f.engine.returns_kept:
         yield f.error(
             f"gconfig.{f.truncations[0]}",
-            "SGLang's log-probs are of the whole vocabulary, and it does not return the tokens that "
+            f"{f.engine.name}'s log-probs are of the whole vocabulary, and it does not return the tokens that "
             f"{' and '.join(f.truncations)} keep",
-            "set gconfig.top_p: 1, top_k: 0 and min_p: 0, or rollout.backend: vllm",
+            "set gconfig.top_p: 1, top_k: 0 and min_p: 0, or another rollout.backend",
         )
 
 
@@ -146,15 +148,11 @@ def routes_without_a_proximal_pass(f: Facts) -> Iterator[Finding]:
 
 
 def routes_of_an_external_sampler(f: Facts) -> Iterator[Finding]:
-    if f.actor.routing_replay != "rollout" or f.external_sampler is None:
+    if f.actor.routing_replay != "rollout" or not f.engine.no_routes:
         return
-    why = f"{f.external_sampler} does not return them"
-    if f.external_sampler == "vllm":
-        # Model Runner V2 is vLLM's default for some models on a GPU; on a CPU it needs Triton's interpreter.
-        env = f.config.vllm.get("env")
-        if f.num_gpus or f.config.vllm.get("url") or (isinstance(env, dict) and "VLLM_USE_V2_MODEL_RUNNER" in env):
-            return
-        why = "vLLM returns them only with its Model Runner V2, which needs a GPU"
+    why = by_name(f.engine.no_routes)(flags_of(f.config), f.num_gpus)
+    if not why:
+        return
     yield f.error(
         "actor.routing_replay",
         f"rollout replays the sampler's expert routes, but {why}",

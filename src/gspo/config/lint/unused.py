@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from gspo.config.backends import TRAINERS, parse_backend
+from gspo.config.backends import EXTERNAL, TRAINERS, parse_backend
 from gspo.config.lint.facts import Facts, facts_of
 from gspo.config.loaded import Loaded
 from gspo.config.objective import is_supervised
@@ -130,7 +130,7 @@ def _engines(f: Facts) -> Iterator[Unused]:
             yield f"actor.optimizer.{name}", "actor.optimizer.type is sgd"
     elif f.on_cpu:
         yield "actor.optimizer.offload", "the weights are in the host's memory already"
-    for engine in ("vllm", "sglang"):
+    for engine in EXTERNAL:
         if f.external_sampler != engine:
             yield engine, f"rollout.backend is {config.rollout.backend}, not {engine}"
     if f.in_process:

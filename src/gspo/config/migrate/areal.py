@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from gspo.config import yaml_tree as tree
 from gspo.config.migrate import merged, translate
-from gspo.config.migrate.rule import Rule, drops, only, renames, repeats, translates
+from gspo.config.migrate.rule import Move, Rule, drops, only, renames, repeats, translates
+from gspo.config.schema import known_keys
+from gspo.config.yaml_tree import Node
 
 _MODELS = "{actor,ref,critic}"
 _OTHERS = "{ref,critic}"
@@ -27,8 +30,33 @@ _MORE_RANKS = (
 
 def areal_rules() -> Iterable[Rule]:
     """The table, in the order of application."""
-    groups = (*_objective_rules(), *_engine_rules(), *_sampling_rules(), *_run_rules())
+    groups = (_first(), *_objective_rules(), *_engine_rules(), *_sampling_rules(), *_run_rules())
     return (rule for group in groups for rule in group)
+
+
+def _first() -> list[Rule]:
+    """It looks for the other keys of AReaL, which their rules remove."""
+    return translates(
+        "rollout.backend",
+        "in a file with other keys of this table, `sglang:dN` becomes `vllm:dN`, with the same sizes",
+        _in_place_of_sglang,
+    )
+
+
+def _in_place_of_sglang(move: Move) -> None:
+    """A config that was written for gspo and names sglang stays as it is: the check of the key refuses it."""
+    old = move.node.value
+    new = translate.in_place_of_sglang(old) if isinstance(old, str) and not move.node.from_command_line else old
+    if new == old or not any(tree.get(move.root, key) for key in _only_of_areal()):
+        tree.put(move.root, move.rule.key, move.node)
+        return
+    tree.put(move.root, move.rule.key, Node(new, move.node.place, text=new, settled=True))
+    move.say(f"{old} is now {new}: gspo has no SGLang")
+
+
+def _only_of_areal() -> Iterable[str]:
+    """Keys that show that a file was written for AReaL."""
+    return (rule.key for rule in areal_rules() if rule.key not in known_keys())
 
 
 def _objective_rules() -> Iterable[list[Rule]]:
@@ -93,7 +121,11 @@ def _objective_rules() -> Iterable[list[Rule]]:
 
 def _engine_rules() -> Iterable[list[Rule]]:
     return (
-        translates("allocation_mode", "`rollout.backend` and `actor.backend`", translate.allocation_mode),
+        translates(
+            "allocation_mode",
+            "`rollout.backend` and `actor.backend`, with vLLM in place of SGLang",
+            translate.allocation_mode,
+        ),
         translates(_MODELS + ".{archon,megatron}", "refused: use `actor.backend: fsdp:dN`", translate.engine_section),
         translates(_OTHERS + ".backend", "ignored: it follows `actor.backend`", translate.engine_backend),
         translates(

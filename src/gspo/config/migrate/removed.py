@@ -1,11 +1,11 @@
-"""Keys that earlier versions of gspo had and AReaL did not, as migration rules. Old run directories hold them."""
+"""Keys that earlier versions of gspo had, as migration rules. Old run directories hold them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from gspo.config.migrate import merged, translate
-from gspo.config.migrate.rule import Rule, only, translates
+from gspo.config.migrate.rule import Rule, drops, only, translates
 
 _COLUMNS = "{prompt_column,answer_column,completion_column}"
 _DATA_KEYS = "{prompt_column,answer_column,columns,system_prompt,chat_template,chat_template_kwargs,options}"
@@ -44,6 +44,7 @@ def _moved() -> Iterable[list[Rule]]:
             "actor.prox_logp_recenter", "`actor.prox_logp_method: rollout_recentered`", merged.prox_logp_recenter
         ),
         translates("train_dataset.curriculum", "`train_dataset.shuffle: pass_rate`", merged.curriculum),
+        drops("sglang", "gspo has no SGLang; flags of vLLM are keys below vllm"),
         translates("actor.backend", "local: one process trains", translate.values_of({"local": "fsdp:d1"})),
         translates("valid_dataset.size", "`evaluator.size`, the smaller value", translate.smaller_of("evaluator.size")),
         only(

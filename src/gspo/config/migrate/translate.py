@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from gspo.config import yaml_tree as tree
-from gspo.config.backends import SAMPLERS, TRAINERS, Backend, parse_allocation_mode, parse_backend
+from gspo.config.backends import SAMPLERS, TRAINERS, Backend, parse_backend
 from gspo.config.migrate.rule import Move, repeat, written
 from gspo.config.objective import is_from_sampler
 from gspo.config.yaml_tree import Node, describe
@@ -17,14 +18,49 @@ def allocation_mode(move: Move) -> None:
         move.drop("rollout.backend and actor.backend decide")
         return
     try:
-        sampler, trainer = parse_allocation_mode(str(move.node.text or move.node.value))
+        text = str(move.node.text or move.node.value)
+        sampler, trainer = parse_allocation_mode(text)
     except ValueError as error:
         move.refuse(str(error))
         return
     for key, backend, names in (("rollout.backend", sampler, SAMPLERS), ("actor.backend", trainer, TRAINERS)):
         if not _agrees(tree.get(move.root, key), backend, names):
             move.set(key, str(backend))
-    move.say(f"is now rollout.backend: {sampler} and actor.backend: {trainer}")
+    why = " (gspo has no SGLang)" if sampler.name not in text.lower() else ""
+    move.say(f"is now rollout.backend: {sampler} and actor.backend: {trainer}{why}")
+
+
+def parse_allocation_mode(text: str) -> tuple[Backend, Backend]:
+    """Parse AReaL's "vllm:d4p1t1+fsdp:d4" (or "vllm.d4p1t1+d4p1t1") into a sampler and a trainer.
+
+    AReaL's usual engine is SGLang, which gspo does not have: vLLM takes its place, with the same sizes.
+
+    >>> sampler, trainer = parse_allocation_mode("sglang.d4p1t2+d8")
+    >>> str(sampler), str(trainer)
+    ('vllm:d4t2', 'fsdp:d8')
+    """
+    if "|" in text:
+        raise ValueError(
+            f"{text!r}: a sampler server on the GPUs of the trainer (|) is not supported; "
+            "write + for separate GPUs, or rollout.backend: local to sample in the trainer's process"
+        )
+    sampler, plus, trainer = (part.strip() for part in text.strip().partition("+"))
+    if not plus:
+        raise ValueError(f"{text!r} has no trainer; write sampler+trainer as in vllm:d4+fsdp:d4")
+    if trainer.lower() in ("eval", "cpu"):
+        raise ValueError(f"{text!r}: to evaluate without training use `gspo eval`")
+    if re.fullmatch(r"([a-z][0-9]+)+", trainer.lower()):  # AReaL allows sizes without the name fsdp
+        trainer = "fsdp:" + trainer
+    return parse_backend(in_place_of_sglang(sampler), SAMPLERS), parse_backend(trainer, TRAINERS)
+
+
+def in_place_of_sglang(backend: str) -> str:
+    """A sampler of an AReaL config, with vLLM for SGLang.
+
+    >>> in_place_of_sglang("sglang:d4p1t2"), in_place_of_sglang("local:d2")
+    ('vllm:d4p1t2', 'local:d2')
+    """
+    return re.sub(r"^\s*sglang\b", "vllm", backend, flags=re.IGNORECASE)
 
 
 def _agrees(existing: Node | None, backend: Backend, names: tuple[str, ...]) -> bool:

@@ -78,7 +78,7 @@ MAPPED: tuple[tuple[str, str, str], ...] = (
     (f"{_A}strategy {_A}fsdp_config.fsdp_size", "actor.backend", "fsdp:dN"),
     (_A + "use_prefix_grouper", "actor.share_prefix", ""),
     (f"{_R}n {_A}rollout_n actor_rollout_ref.ref.rollout_n", "gconfig.n_samples", ""),
-    (_R + "name", "rollout.backend", "auto, local, vllm:dN, sglang:dN"),
+    (_R + "name", "rollout.backend", "auto, local, vllm:dN; vllm:dN for sglang, too"),
     (f"{_R}tensor_model_parallel_size {_R}data_parallel_size", "rollout.backend", "vllm:dNtM"),
     (_R + "temperature", "gconfig.temperature", ""),
     (_R + "top_p", "gconfig.top_p", ""),
@@ -97,7 +97,6 @@ MAPPED: tuple[tuple[str, str, str], ...] = (
         "vllm",
         "flags below that section are passed on to the server",
     ),
-    (_R + "engine_kwargs.sglang", "sglang", "flags below that section are passed on to the server"),
     (f"{_R}calculate_log_probs", "actor.prox_logp_method", "rollout uses the sampler's values as π_old"),
     (
         f"{_A}router_replay.mode {_R}enable_rollout_routing_replay",
@@ -192,7 +191,7 @@ NEEDLESS: tuple[tuple[str, str], ...] = (
     (
         f"{_R}free_cache_engine {_R}enforce_eager {_R}enable_chunked_prefill {_R}enable_prefix_caching {_R}load_format "
         f"{_R}layered_summon {_R}dtype {_R}max_num_batched_tokens {_R}disable_log_stats {_R}multi_stage_wake_up",
-        "write flags of the engine below vllm or sglang, by the engine's own names",
+        "write flags of vLLM below vllm, by vLLM's own names",
     ),
     (
         "trainer.balance_batch trainer.device trainer.use_legacy_worker_impl trainer.ray_wait_register_center_timeout "
@@ -215,6 +214,7 @@ NEEDLESS: tuple[tuple[str, str], ...] = (
 )
 
 UNSUPPORTED: tuple[tuple[str, str], ...] = (
+    (_R + "engine_kwargs.sglang", "gspo has no SGLang; set rollout.backend: vllm:dN and write vLLM's flags below vllm"),
     ("critic.ppo_epochs", "the critic makes one pass over each batch"),
     (
         f"{_A}policy_loss.clip_cov_ratio {_A}policy_loss.clip_cov_lb {_A}policy_loss.clip_cov_ub "

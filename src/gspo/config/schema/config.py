@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gspo.algorithms import ALGORITHMS
+from gspo.config.backends import EXTERNAL
 from gspo.config.schema.actor import Actor
 from gspo.config.schema.cluster import Cluster, Scheduler
 from gspo.config.schema.critic import CriticSection, ReferenceSection, TeacherSection
@@ -55,12 +56,9 @@ class Config(Section):
     stats_logger: StatsLogger = key(StatsLogger, "Where metrics go besides the run directory.")
     cluster: Cluster = key(Cluster, "Machines, and the root of run directories.")
     scheduler: Scheduler = key(Scheduler, "Where processes run.")
-    vllm: dict[str, Any] = key(
-        {},
-        "Flags of vLLM servers, by vLLM's own names (max_model_len). Also python: the interpreter that has vLLM; env: "
-        "environment variables; url: the address of servers that you run yourself.",
-    )
-    sglang: dict[str, Any] = key({}, "The same for SGLang servers; experimental.")
+    # A key of flags for each external engine, under its name: `vllm`. Code reads them by `layout.flags_of`.
+    __annotations__ |= dict.fromkeys(EXTERNAL, dict[str, Any])
+    locals().update({name: key({}, engine.flags) for name, engine in EXTERNAL.items()})
     tokenizer_path: str | None = key(None, "Tokenizer.", unset="actor.path")
     strict: bool = key(False, "Treat warnings about the config as errors.")
     on_alarm: Literal["warn", "stop"] = key("warn", "What the run does if a check during training raises an alarm.")

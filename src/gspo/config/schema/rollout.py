@@ -6,14 +6,15 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
+from gspo.config.backends import SAMPLERS
 from gspo.config.schema.key import Section, key
 
 
 class Rollout(Section):
     backend: str = key(
         "auto",
-        'Sampler: auto, local, "local:d2", "vllm:d4t2", "sglang:d4". With auto and no CUDA, the trainer\'s process '
-        "samples.",
+        f'Sampler: {", ".join(SAMPLERS)}; "local:d2" starts 2 servers, "vllm:d4t2" 4 servers of 2 GPUs each. With auto '
+        "and no CUDA, the trainer's process samples.",
     )
     max_head_offpolicyness: int = key(
         0,

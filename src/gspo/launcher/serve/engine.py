@@ -1,4 +1,4 @@
-"""A sampler server in front of an inference engine: what vLLM's and SGLang's have in common.
+"""A sampler server in front of an inference engine: the parts that do not depend on the engine.
 
 The engine's server is started here as a child process and ends with this one, or the user runs it (`vllm.url`).
 """
@@ -184,7 +184,7 @@ def await_ready(address: EngineAddress, child: subprocess.Popen[bytes] | None, t
                     return
             if child is not None and (code := child.poll()) is not None:
                 error = ConfigError if code == 2 else RolloutError  # 2: it rejected its flags
-                raise error(f"the engine {describe_exit(code)} before it served; its messages are in this log (vllm.*)")
+                raise error(f"the engine {describe_exit(code)} before it served; its messages are in this log")
             if time.monotonic() - begin > timeout_s:
                 raise RolloutError(f"no engine answered at {address} within {timeout_s:g} s (rollout.request_timeout)")
             time.sleep(0.5)

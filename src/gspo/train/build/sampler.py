@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from gspo.config.backends import SAMPLERS, parse_backend
+from gspo.config.backends import OWN
+from gspo.config.layout import engine_of, flags_of
 from gspo.config.schema import Config
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.probe import image_prompts
@@ -26,7 +27,6 @@ from gspo.train.build.compute import has_ranks
 from gspo.train.build.policy import whole_model
 from gspo.types import SamplingParams
 
-ENGINES = ("vllm", "sglang")
 ENGINE_START_S = 900.0  # an engine loads, compiles and captures for minutes before it serves
 
 
@@ -59,7 +59,7 @@ def make_sampler(
         mode=config.actor.weight_update_mode,
         timeout_s=config.rollout.request_timeout,
         needs_routes=config.actor.routing_replay == "rollout",
-        join_s=ENGINE_START_S if engine_of(config) else None,
+        join_s=ENGINE_START_S if engine_of(config).is_external else None,
         sampler_dtype=sampler_dtype(config),
         say=say,
     )
@@ -76,19 +76,12 @@ def samples_in_process() -> bool:
     return not Launched.read().num_samplers
 
 
-def engine_of(config: Config) -> str | None:
-    """The name of the inference engine behind the sampler servers; None for gspo's own."""
-    name = parse_backend(config.rollout.backend, SAMPLERS).name
-    return name if name in ENGINES else None
-
-
 def sampler_dtype(config: Config) -> torch.dtype | None:
     """The dtype of sampler servers if an engine flag sets one; None: the trainer's dtype.
 
     A quantised engine gets the tolerance of the coarsest dtype.
     """
-    engine = engine_of(config)
-    options = {} if engine is None else getattr(config, engine)
+    options = flags_of(config)
     if options.get("quantization") is not None:
         return torch.bfloat16
     dtype = getattr(torch, str(options.get("dtype")), None)
@@ -114,9 +107,10 @@ def local_sampler(
         if precision == "none":
             images["vision"] = policy.vision
     num_weights = sum(parameter.numel() for parameter in model.parameters())
-    make = LocalSampler
+    engine = engine_of(config)
+    make: type[LocalSampler] = by_name((engine if engine.in_process else OWN).sampler)
     if precision != "none":
-        make = partial(by_name("gspo.sampling.rounded:RoundedSampler"), precision=precision)
+        make = partial(by_name("gspo.sampling.rounded:RoundedSampler"), precision=precision)  # pyright: ignore[reportAssignmentType]
     return make(
         model,
         seed=config.seed,
@@ -139,7 +133,7 @@ def weights_for(
     A sampler with the same layers gets the trained tensors by their parameter names. Other samplers get all weights by
     their names on disk, with an adapter merged into them.
     """
-    in_process = sampler.in_process if isinstance(sampler, NullProducer) else isinstance(sampler, LocalSampler)
+    in_process = getattr(sampler, "in_process", False)  # a client of servers has no such attribute
     # See make_sampler: an in-process sampler of several ranks has a copy of the model.
     if in_process and policy.world.size == 1:
         return None
@@ -153,12 +147,11 @@ def sends_adapter(config: Config) -> bool:
 
     Not with several ranks: servers are then compared with each other, not with the trainer; a wrong base would pass.
     """
-    engine, actor = engine_of(config), config.actor
-    options = getattr(config, engine) if engine else {}
+    takes_adapter, actor = engine_of(config).takes_adapter, config.actor
     if not actor.use_lora or has_ranks(config):
         return False
-    takes_adapter = by_name("gspo.config.engine_flags:takes_adapter")
-    return takes_adapter(engine, options, actor.lora_rank, "experts" in actor.target_modules)
+    on_experts = "experts" in actor.target_modules
+    return not takes_adapter or by_name(takes_adapter)(flags_of(config), actor.lora_rank, on_experts)
 
 
 def sampling_params(config: Config) -> SamplingParams:

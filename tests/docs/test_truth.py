@@ -105,6 +105,10 @@ def test_times_beside_trl_are_those_of_the_bench():
     assert f"{ours:.1f} s against {theirs:.1f} s, and {frozen:.1f} s against {frozen_theirs:.1f} s" in text
     assert f"the memory is {100 * memory:.0f} % and {100 * frozen_memory:.0f} % of TRL's" in text
     assert f"TRL {found['machine']['packages']['trl']}" in words("docs/peers.md")
+    size = found["workloads"]["tiny"]["ours"]["num_parameters"] / 1e6
+    assert f"| {size:.1f} M parameters, 32 × 8" in words("docs/peers.md")
+    for path in ("README.md", "docs/peers.md"):
+        assert f"({found['machine']['processor']})" in words(path)
 
 
 def test_what_peers_says_of_trl_is_in_its_source():
@@ -120,6 +124,8 @@ def test_what_peers_says_of_trl_is_in_its_source():
     trainer = (folder / "trainer" / "grpo_trainer.py").read_text()
     assert "input_ids = torch.cat([prompt_ids, completion_ids], dim=1)" in trainer
     assert "sampling/sampling_logp_difference/mean" in trainer
+    assert "sampling/importance_sampling_ratio/mean" in trainer
+    assert re.search(r'vllm_importance_sampling_mode: str = field\(\s*default="sequence_mask",', config)
     arguments = (transformers / "training_args.py").read_text()
     assert re.search(r"full_determinism: bool = field\(\s*default=False,", arguments)
 

@@ -67,6 +67,19 @@ def test_checks_that_cannot_apply_are_silent():
             assert not spoken(metrics, counts, **settings)
 
 
+def test_with_token_ratios_an_alarm_counts_tokens_and_does_not_advise_auto():
+    """A clipped token in most sequences is usual, and `actor.eps_clip: auto` is an error."""
+    for metrics, words in (
+        (SICK["more than half"] | {"clip/tokens": 0.04}, None),
+        (SICK["more than half"] | {"clip/tokens": 0.6}, "more than half of the tokens were clipped for"),
+        (SICK["no sequence was clipped"] | {"clip/tokens": 0.0}, "no token was clipped for"),
+    ):
+        counts = {}
+        for _ in range(PATIENCE):
+            said = spoken(HEALTHY | metrics, counts, by_sequence=False)
+        assert [words in line and "auto" not in line for line in said] == ([True] if words else [])
+
+
 def test_counts_carry_over_a_checkpoint():
     counts = {}
     for _ in range(PATIENCE - 1):

@@ -308,6 +308,16 @@ def test_answers_say_what_was_measured(run):
     assert said["Where did the time go?"]["text"] == "50\xa0% sampling, 25\xa0% training, 25\xa0% everything else."
 
 
+@pytest.mark.parametrize(("tokens", "verdict"), [(0.04, "good"), (0.6, "bad")])
+def test_with_token_ratios_the_share_of_clipped_tokens_is_judged(tmp_path, tokens, verdict):
+    rows = [step_row(s, **shares(0.6, 0.3), **{"clip/tokens": tokens}) for s in (1, 2)]
+    run = make_run(tmp_path, rows, config="algorithm: grpo\nactor:\n  importance_sampling_level: token\n")
+    said = answers_of(write_report(run))["Was anything clipped, and why?"]
+    assert said["text"].startswith("90.0\xa0% of the sequences have a clipped token (180 of 200): ")
+    assert said["more"].startswith("These tokens had already moved")
+    assert said["verdict"] == verdict
+
+
 def test_a_run_whose_accuracy_did_not_change_is_told_so(tmp_path):
     rows = [{"step": 0, **eval_row(0.25)}, step_row(1, **eval_row(0.25))]
     said = answers_of(write_report(make_run(tmp_path / "same", rows)))["Did it learn?"]

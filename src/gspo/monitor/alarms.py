@@ -49,12 +49,15 @@ def alarms(
     num_updates: int,
     own_forward: bool,
     noise_is_forced: bool = False,
+    by_sequence: bool = True,
     history: Callable[[], Sequence[Mapping[str, Any]]] = list,
 ) -> Iterator[str]:
     """Warnings of this step. `counts` (steps in a row, by alarm) belongs to the caller and is in the checkpoint.
 
     own_forward: π_old of mini-batch 1 is its own detached forward pass, so its ratios must be 1.
     noise_is_forced: the user has allowed a π_old that is noisier than the clip range.
+    by_sequence: one ratio per sequence. With one per token, a few clipped tokens in every sequence are usual, and
+    `actor.eps_clip: auto` is an error.
     history: reads the metrics of all steps; called only if a warning needs them.
     """
     if (at_clip := metrics.get("reward/at_clip") or 0.0) > 0.01:
@@ -67,7 +70,7 @@ def alarms(
             )
     if own_forward and (worst := metrics.get("ratio/first_minibatch_max_abs")) is not None and worst > 1e-6:
         yield f"mini-batch 1 has a ratio other than 1 (|log s| up to {worst:.2e}): π_old is not its own forward pass"
-    lasting = _lasting_conditions(metrics, clips, num_updates, noise_is_forced)
+    lasting = _lasting_conditions(metrics, clips, num_updates, noise_is_forced, by_sequence)
     for name, (holds, message) in lasting.items():
         # Warn after PATIENCE, 2·PATIENCE, 4·PATIENCE, … steps in a row.
         counts[name] = counts.get(name, 0) + 1 if holds else 0
@@ -97,7 +100,7 @@ def _fall(rows: Sequence[Mapping[str, Any]], num: int) -> str | None:
 
 
 def _lasting_conditions(
-    metrics: Mapping[str, Any], clips: bool, num_updates: int, noise_is_forced: bool
+    metrics: Mapping[str, Any], clips: bool, num_updates: int, noise_is_forced: bool, by_sequence: bool
 ) -> dict[str, tuple[bool, str]]:
     """By alarm: whether its condition holds in this step, and the warning after {n} such steps in a row."""
     clipped = (metrics.get("clip/sequences_low") or 0.0) + (metrics.get("clip/sequences_high") or 0.0)
@@ -106,28 +109,30 @@ def _lasting_conditions(
     entropy = metrics.get("policy/entropy")  # 0.0 is a value, so no `or` here
     floor = {"rollout": "noise/log_s_p95_abs", "centred": "noise/log_s_centred_p95_abs"}
     noise = metrics.get(floor.get(str(metrics.get("policy/proximal")), "")) or 0.0
+    whole, auto = ("sequence", ", or actor.eps_clip=auto") if by_sequence else ("token", "")
+    many = clipped if by_sequence else metrics.get("clip/tokens") or 0.0
     # Without a clip range ε is infinite, and no noise is above it.
     eps = min(metrics.get("clip/eps_low") or math.inf, metrics.get("clip/eps_high") or math.inf)
     return {
         "noise above the clip range": (
             noise > eps and not noise_is_forced,
             "the sampler's log-probs are used as π_old, and their noise was above the clip range for {n} steps "
-            "(noise/log_s_p95_abs); set actor.eps_clip higher, actor.eps_clip=auto, or "
-            "actor.prox_logp_method=recompute",
+            f"(noise/log_s_p95_abs); set actor.prox_logp_method=recompute or actor.eps_clip higher{auto}",
         ),
         "nothing clipped": (
             clips and num_updates > 1 and seen and clipped == 0,
-            "no sequence was clipped for {n} steps: the clip range is wider than the policy's drift; "
-            "set actor.eps_clip lower, or actor.eps_clip=auto",
+            f"no {whole} was clipped" + " for {n} steps: the clip range is wider than the policy's drift; "
+            f"set actor.eps_clip lower{auto}",
         ),
         "most clipped": (
-            clips and clipped > 0.5,
-            "more than half of the sequences were clipped for {n} steps: "
+            clips and many > 0.5,
+            f"more than half of the {whole}s were clipped"
+            + " for {n} steps: "
             + (
                 f"the ratio compares with weights up to {age} versions old, so it is not 1 before any update; set "
                 "actor.use_decoupled_loss=true, which clips against the trainer's own π_old and weights by π_old/μ"
                 if age and metrics.get("policy/proximal") == "rollout"
-                else "set actor.eps_clip higher or actor.optimizer.lr lower, or actor.eps_clip=auto"
+                else f"set actor.eps_clip higher or actor.optimizer.lr lower{auto}"
             ),
         ),
         "ratio stuck at 1": (

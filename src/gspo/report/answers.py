@@ -86,20 +86,23 @@ def _clipped(s: RunSummary, steps: Sequence[Row], stories: Sequence[Mapping[str,
         text = f"{percent(tokens)} of the tokens." if tokens else "Nothing was clipped."
         why = "Shares by sequence and by sign of the advantage were not recorded."
         return _answer(question, section, "note" if tokens == 0 else "bad" if tokens > 0.5 else "good", text, why)
-    share, ratio = s.clipped_low + s.clipped_high, "s" if s.by_sequence else "a token's ratio"
+    share = s.clipped_low + s.clipped_high
+    whole, ratio = ("sequence", "s") if s.by_sequence else ("token", "a token's ratio")
     if share == 0:
-        return _answer(question, section, "note", "Nothing was clipped: every sequence stayed inside the clip range.")
+        return _answer(question, section, "note", f"Nothing was clipped: every {whole} stayed inside the clip range.")
     text = f"{percent(share)} of the {'sequences' if s.by_sequence else 'sequences have a clipped token'}"
     text += f" ({count}): " if (count := clipped_count(s)) else ": "
     text += f"{percent(s.clipped_low)} with A < 0 and {ratio} < 1 − {s.eps[0]:.2g}, "
     text += f"{percent(s.clipped_high)} with A > 0 and {ratio} > 1 + {s.eps[1]:.2g}."
     # Explain the cause by mini-batch, if there are at least three.
     shares = minibatch_shares(stories)
-    more = "These sequences had already moved by ε in the direction of their advantage, so they give no gradient."
+    more = f"These {whole}s had already moved by ε in the direction of their advantage, so they give no gradient."
     if len(shares) > 2 and shares[1] is not None and shares[-1] is not None:
         more = f"{percent(shares[1])} in mini-batch 2, {percent(shares[-1])} in mini-batch {len(shares)}: "
         more += "each update of a batch moves the policy further away from π_old."
-    return _answer(question, section, "bad" if share > 0.5 else "good", text, more)
+    # With token ratios a few clipped tokens in every sequence are usual.
+    many = share if s.by_sequence else _mean_share(steps, "tokens") or 0.0
+    return _answer(question, section, "bad" if many > 0.5 else "good", text, more)
 
 
 def minibatch_shares(stories: Sequence[Mapping[str, Any]]) -> list[float | None]:

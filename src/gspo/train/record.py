@@ -27,8 +27,8 @@ class Recorder:
     """Writes what happened in a step.
 
     saves_samples: whether sample files are written; stop_on_alarm: an alarm ends the run; noise_is_forced: the user
-    accepted a π_old that is noisier than the clip range; profile: record timelines of some steps; supervised: the
-    completions are those of the data set.
+    accepted a π_old that is noisier than the clip range; by_sequence: one ratio per sequence; profile: record timelines
+    of some steps; supervised: the completions are those of the data set.
     """
 
     def __init__(
@@ -42,13 +42,14 @@ class Recorder:
         saves_samples: bool,
         stop_on_alarm: bool,
         noise_is_forced: bool,
+        by_sequence: bool,
         profile: bool,
         num_updates: int,
         supervised: bool,
     ) -> None:
         self._run, self._display, self._loggers, self._say, self._decode = run, display, loggers, say, decode
         self.saves_samples, self._stop_on_alarm, self._profile = saves_samples, stop_on_alarm, profile
-        self._noise_is_forced, self._num_updates = noise_is_forced, num_updates
+        self._noise_is_forced, self._by_sequence, self._num_updates = noise_is_forced, by_sequence, num_updates
         self._supervised = supervised
         self._first_accuracy: float | None = None  # on held-out problems, before training
         self._told_settings = False
@@ -124,6 +125,7 @@ class Recorder:
             num_updates=self._num_updates,
             own_forward=metrics["policy/proximal"] != "rollout",
             noise_is_forced=self._noise_is_forced,
+            by_sequence=self._by_sequence,
             history=lambda: read_jsonl(self._run.path / "metrics.jsonl"),
         )
         for message in list(messages):  # a list first: every alarm is counted before the first can end the run

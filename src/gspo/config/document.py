@@ -12,7 +12,7 @@ from typing import Any
 
 from gspo.algorithms import ALGORITHMS
 from gspo.config.loaded import written
-from gspo.config.migrate import areal, other_systems, removed
+from gspo.config.migrate import areal, other_systems
 from gspo.config.migrate.rule import Rule
 from gspo.config.objective import proximal_policy
 from gspo.config.schema import Config, Key, Section, keys_of, known_keys
@@ -63,8 +63,6 @@ def document() -> str:
         _proximal_table(),
         _AREAL_INTRODUCTION,
         _rule_table("AReaL", areal.areal_rules()),
-        _REMOVED_INTRODUCTION,
-        _rule_table("removed", removed.removed_rules()),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -193,11 +191,6 @@ _AREAL_INTRODUCTION = """## AReaL's keys
 Configs of AReaL load, both those for `areal.launcher.*` (2025) and those with `scheduler.type` (2026). Keys that are
 not in this file are errors. Each key of this table gives one message. Backends are written as in AReaL:
 `sglang:d4p1t1`, `vllm:d2t2`, `fsdp:d4`; `megatron:` and `archon:` are refused."""
-
-_REMOVED_INTRODUCTION = """## Removed keys
-
-Earlier versions of gspo had these keys, and those of AReaL's table that are now translated. Run directories that hold
-them still resume."""
 
 
 def _rule_table(title: str, rules: Iterable[Rule]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gspo.config.migrate import merged, translate
+from gspo.config.migrate import translate
 from gspo.config.migrate.rule import Rule, drops, only, renames, repeats, translates
 
 _MODELS = "{actor,ref,critic}"
@@ -80,9 +80,9 @@ def _objective_rules() -> Iterable[list[Rule]]:
         translates(
             "actor.overlong_penalty_factor",
             "`actor.overlong_reward_penalty`, in place of true",
-            merged.overlong_penalty_factor,
+            translate.overlong_penalty_factor,
         ),
-        translates("actor.reward_norm.mean_leave1out", "`mean_level: leave1out` if true", merged.mean_leave1out),
+        translates("actor.reward_norm.mean_leave1out", "`mean_level: leave1out` if true", translate.mean_leave1out),
         renames("critic.eps_clip", "critic.value_eps_clip"),
         renames("actor.enable_tree_training", "actor.share_prefix"),
         repeats("critic.mask_no_eos_with_zero", "actor.mask_no_eos_with_zero"),
@@ -157,7 +157,7 @@ def _sampling_rules() -> Iterable[list[Rule]]:
         repeats("eval_gconfig.ignore_eos", "gconfig.ignore_eos"),
         repeats("eval_gconfig.stop", "gconfig.stop"),
         only("eval_gconfig.stop_token_ids", translate.is_as_in_sampling, "it is that of gconfig; remove it"),
-        translates("gconfig.stop_token_ids", "integers in `gconfig.stop`", merged.stop_token_ids),
+        translates("gconfig.stop_token_ids", "integers in `gconfig.stop`", translate.stop_token_ids),
         drops("eval_gconfig.max_tokens", "gconfig.max_tokens applies to evaluation too"),
         translates("rollout.consumer_batch_size", "`train_dataset.batch_size`", translate.consumer_batch_size),
         only(
@@ -217,12 +217,12 @@ def _run_rules() -> Iterable[list[Rule]]:
         translates(
             "{saver,recover}.freq_epochs",
             "`saver.freq_steps: epoch`, `2 epochs`, …; the smaller value",
-            merged.freq_epochs("saver.freq_steps"),
+            translate.freq_epochs("saver.freq_steps"),
         ),
         translates(
             "evaluator.freq_epochs",
             "`evaluator.freq_steps: epoch`, `2 epochs`, …",
-            merged.freq_epochs("evaluator.freq_steps"),
+            translate.freq_epochs("evaluator.freq_steps"),
         ),
         only("evaluator.freq_secs", (None,), "set evaluator.freq_steps"),
         drops("saver.mode", "checkpoints have one format, complete and verified"),

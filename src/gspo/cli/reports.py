@@ -148,7 +148,7 @@ def watch(args: argparse.Namespace) -> int:
     if args.open:
         open_page(watch.address)
     with contextlib.suppress(KeyboardInterrupt):
-        watch.wait()
+        watch.wait()  # wait: none, it serves until Ctrl-C
     watch.close()
     return 0
 

@@ -142,6 +142,7 @@ class _Call:
             self._admit()
             # Wait for the first message only, then take all that are there.
             with contextlib.suppress(queue.Empty):
+                # wait: PAUSE, the driver after env.timeout or rollout.request_timeout
                 self._handle(self._inbox.get(timeout=PAUSE))
                 while True:
                     self._handle(self._inbox.get_nowait())
@@ -205,6 +206,7 @@ class _Call:
                 if not self._any_running():
                     return
             with contextlib.suppress(queue.Empty):
+                # wait: 0.1 s, the driver after env.timeout or rollout.request_timeout
                 self._handle(self._inbox.get(timeout=0.1))
             self._end_late()
 
@@ -219,7 +221,7 @@ class _Call:
         for _ in range(4):
             passed = threading.Event()
             self._how.thread.loop().call_soon_threadsafe(passed.set)
-            if not passed.wait(GRACE):
+            if not passed.wait(GRACE):  # wait: GRACE, the driver replaces a loop that is blocked
                 break  # busy or blocked; `_end_late` decides
         self._take_messages()
 
@@ -261,7 +263,7 @@ class _Call:
         loop = self._how.thread.loop()
         loop.call_soon_threadsafe(alive.set)
         limit = self._how._timeout_s
-        if alive.wait(GRACE):
+        if alive.wait(GRACE):  # wait: GRACE, the driver
             for episode in late:
                 self._end(episode, Failure("timeout", f"environment: sent no request for {limit:g} s (env.timeout)"))
             return

@@ -243,6 +243,7 @@ def _runner() -> asyncio.Runner:
 async def _gather(call: Call, item: Item, timeout_s: float) -> list[Result]:
     async def one(index: int) -> Result:
         try:
+            # wait: reward.timeout, the reward worker
             return checked(call.name, await asyncio.wait_for(_invoke_sample(call, item, index), timeout_s))
         # One slow completion must not fail the other completions of its group.
         except TimeoutError:
@@ -250,11 +251,12 @@ async def _gather(call: Call, item: Item, timeout_s: float) -> list[Result]:
         except BaseException as error:
             return "crash", _describe(call.name, error)
 
+    # wait: none, reward.timeout of each; the supervisor kills the worker 1 s later
     return list(await asyncio.gather(*(one(index) for index in range(len(item[1])))))
 
 
 async def _within(values: Any, timeout_s: float | None) -> Any:
-    return await asyncio.wait_for(values, timeout_s)
+    return await asyncio.wait_for(values, timeout_s)  # wait: reward.timeout, the reward worker
 
 
 def _late(name: str, timeout_s: float) -> str:

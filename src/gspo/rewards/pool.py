@@ -160,7 +160,7 @@ class RewardPool:
             wait_s = 1.0 if deadline is None else deadline - time.monotonic()
             slice_s = max(0.0, min(_POLL_S if self._finished else HEARTBEAT_S, wait_s))
             if not self._jobs:
-                time.sleep(slice_s)
+                time.sleep(slice_s)  # wait: 10 ms, the caller's deadline
             else:
                 alive = self._receive(slice_s)
                 if not alive or self._silent_s > self._silence_s:
@@ -256,6 +256,7 @@ class RewardPool:
         if self._socket is None:
             return False
         alive = True
+        # wait: the caller's deadline, the trainer
         readable = select.select([self._socket], [], [], max(0.0, timeout_s))[0]
         # Silence counts while this process polls. Time in which it was busy or stopped (SIGSTOP, suspend) counts
         # as one second at most: the supervisor may have been stopped, too.
@@ -264,7 +265,7 @@ class RewardPool:
         if readable:
             self._socket.setblocking(False)
             try:
-                while chunk := self._socket.recv(1 << 20):
+                while chunk := self._socket.recv(1 << 20):  # wait: none, the socket does not block
                     self._incoming += chunk
                     self._silent_s = 0.0
                 alive = False
@@ -339,7 +340,7 @@ class RewardPool:
             self._socket = None
         if self._process is not None:
             try:
-                self._process.wait(timeout_s)
+                self._process.wait(timeout_s)  # wait: timeout_s, SIGKILL
             except subprocess.TimeoutExpired:
                 self._process.kill()  # the kernel kills its workers, too
                 await_killed(self._process)

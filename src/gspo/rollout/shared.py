@@ -13,8 +13,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from gspo.errors import RolloutError
+from gspo.rewards.call import RewardItem
 from gspo.rewards.route import Rewards
-from gspo.rewards.spec import RewardItem
 from gspo.sampling.api import Sampler
 from gspo.types import Outcome, Request, Sample, SampleId
 

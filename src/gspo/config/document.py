@@ -174,7 +174,7 @@ updates, not by noise ([async.md](async.md)).
 
 With `rollout`, the first step compares the sampler's noise at equal weights, p95 |log s|, with ε before any update:
 above ε/3 it warns, above ε the run is refused unless `actor.prox_logp_force`. `gspo doctor --probe` measures the noise
-before training ([mismatch.md](mismatch.md)). `rollout_recentered` subtracts the sampler's mean error."""
+before training ([mismatch.md](mismatch.md))."""
 
 
 def _proximal_table() -> str:

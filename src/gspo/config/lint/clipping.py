@@ -103,7 +103,7 @@ def too_narrow_for_the_dtype(f: Facts) -> Iterator[Finding]:
 
 
 def ratio_always_one(f: Facts) -> Iterator[Finding]:
-    from_trainer = f.objective["proximal"] in ("auto", "recompute") or f.recentred
+    from_trainer = f.objective["proximal"] in ("auto", "recompute")
     if f.num_updates > 1 or not from_trainer:
         return
     rest = (

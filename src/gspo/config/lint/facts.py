@@ -88,11 +88,6 @@ class Facts:
         return "0.02" if longest <= 32 else "2e-3 … 2e-2" if longest <= 500 else "3e-4 and 4e-4"
 
     @property
-    def recentred(self) -> bool:
-        """Whether π_old is the sampler's policy with its mean error subtracted."""
-        return self.actor.prox_logp_method == "rollout_recentered"
-
-    @property
     def truncations(self) -> list[str]:
         """The keys of gconfig that keep only a part of the vocabulary."""
         return truncations(self.config.gconfig)

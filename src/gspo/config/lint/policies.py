@@ -41,16 +41,6 @@ def staleness_uses_up_the_clip_range(f: Facts) -> Iterator[Finding]:
         )
 
 
-def recentring_stale_samples(f: Facts) -> Iterator[Finding]:
-    if f.max_staleness > 0 and f.recentred:
-        yield f.error(
-            "actor.prox_logp_method",
-            f"samples may be {f.max_staleness} weight versions old; their log-probs differ by policy updates, which "
-            "are not a constant that can be subtracted",
-            "set rollout.max_head_offpolicyness: 0, or actor.use_decoupled_loss: true without prox_logp_method",
-        )
-
-
 def truncated_sampling(f: Facts) -> Iterator[Finding]:
     """Truncation that the trainer does not replay: its log-probs are of another distribution than the sampler's."""
     # A kept set never holds a forbidden end token, so replay covers min_new_tokens too.

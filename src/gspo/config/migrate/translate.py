@@ -10,7 +10,6 @@ from gspo.algorithms import ALGORITHMS
 from gspo.config import yaml_tree as tree
 from gspo.config.backends import SAMPLERS, TRAINERS, Backend, parse_allocation_mode, parse_backend
 from gspo.config.migrate.rule import Move, repeat, written
-from gspo.config.objective import is_from_sampler
 from gspo.config.yaml_tree import Node, describe
 
 
@@ -248,7 +247,7 @@ def recompute_logprob(move: Move) -> None:
         return
     method = tree.get(move.root, "actor.prox_logp_method")
     if method is not None and method.value not in (None, "auto"):
-        contradicts = is_from_sampler(method.value) if on else method.value == "recompute"
+        contradicts = method.value == "rollout" if on else method.value == "recompute"
         move.say(f"{'has no effect' if contradicts else 'is ignored'}: actor.prox_logp_method {method.value} decides")
         return
     # AReaL recomputes π_old for the decoupled loss, whatever this switch says.

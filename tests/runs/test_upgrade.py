@@ -37,7 +37,7 @@ def test_a_run_of_0_1_is_reported(version, tmp_path, capsys):
     run = tmp_path / "old" / version
     assert cli.main(["report", str(run)]) == 0
     assert (run / "report.html").read_bytes().startswith(b"<!doctype html>")
-    assert cli.main(["samples", str(run), "--step", "2"]) == 0
+    assert cli.main(["report", str(run), "--samples", "--step", "2"]) == 0
     assert "6189+2280=" in capsys.readouterr().out
     assert cli.main(["compare", str(run.parent), "--out", str(tmp_path / "compare.html")]) == 0
     assert cli.main(["checkpoints", str(run)]) == 0

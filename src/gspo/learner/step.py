@@ -284,9 +284,9 @@ class _Step:
         """Write what happened to the sequences of a micro-batch into the report."""
         report, index = self.report, packed.index.cpu().numpy()  # index [B]
         report.num_input_tokens += packed.num_tokens
-        for name in ("log_s", "clipped_low", "clipped_high", "correction", "correction_raw", "correction_outside"):
+        for name, per_sequence in report.of_the_loss.items():
             if name in result.stats:
-                getattr(report, name)[index] = units.by_sequence(name, result.stats).cpu().numpy()
+                per_sequence[index] = units.by_sequence(name, result.stats).cpu().numpy()
         # Always per sequence, also if the units of the loss are turns.
         layout = objectives.token_layout(out.logp, None, packed.cu_seqlens)
         drift = objectives.mean_tokens(behavior_logp - out.logp.detach(), layout).cpu().numpy()  # [B]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -156,3 +158,13 @@ def truncations(gconfig: Generation) -> list[str]:
 
 def facts_of(loaded: Loaded, num_gpus: int | None = None, context: int | None = None) -> Facts:
     return Facts(loaded, effective_objective(loaded), visible_gpus() if num_gpus is None else num_gpus, context)
+
+
+Rule = Callable[[Facts], Iterator[Finding]]
+RULES: dict[str, list[Rule]] = defaultdict(list)  # by module, in the order of definition
+
+
+def rule(function: Rule) -> Rule:
+    """Make a function a rule: `lint` calls it. Its file must be a subject of `lint`."""
+    RULES[function.__module__].append(function)
+    return function

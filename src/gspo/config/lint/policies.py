@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gspo.config.lint.facts import Facts, Finding
+from gspo.config.lint.facts import Facts, Finding, rule
 from gspo.system.text import number
 
 LONG_PRODUCT = 1000  # tokens from which the product of token ratios is advised against
 SAMPLER_NOISE = 2e-3  # published sampler-trainer KL per token: 6e-4 dense, 1.5e-3 MoE
 
 
+@rule
 def decoupled_without_effect(f: Facts) -> Iterator[Finding]:
     if f.actor.use_decoupled_loss and f.objective["proximal"] == "rollout":
         yield f.error(
@@ -20,6 +21,7 @@ def decoupled_without_effect(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def staleness_without_correction(f: Facts) -> Iterator[Finding]:
     stale = f.max_staleness
     if stale > 0 and f.objective["proximal"] != "rollout" and not f.objective["corrected"]:
@@ -31,6 +33,7 @@ def staleness_without_correction(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def staleness_uses_up_the_clip_range(f: Facts) -> Iterator[Finding]:
     if f.max_staleness > 0 and f.objective["proximal"] == "rollout" and f.clips:
         yield f.warn(
@@ -41,6 +44,7 @@ def staleness_uses_up_the_clip_range(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def truncated_sampling(f: Facts) -> Iterator[Finding]:
     """Truncation that the trainer does not replay: its log-probs are of another distribution than the sampler's."""
     # A kept set never holds a forbidden end token, so replay covers min_new_tokens too.
@@ -64,6 +68,7 @@ def truncated_sampling(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def truncated_sampling_of_sglang(f: Facts) -> Iterator[Finding]:
     if f.truncations and f.external_sampler == "sglang":
         yield f.error(
@@ -74,6 +79,7 @@ def truncated_sampling_of_sglang(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def noisy_sampler(f: Facts) -> Iterator[Finding]:
     if f.objective["proximal"] != "rollout" or not f.sequence_level or not f.external_sampler or not f.clips:
         return
@@ -86,6 +92,7 @@ def noisy_sampler(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def correction_without_bounds(f: Facts) -> Iterator[Finding]:
     correction = f.actor.rejection_sampling
     if correction is None or not f.objective["corrected"]:
@@ -98,6 +105,7 @@ def correction_without_bounds(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def product_of_ratios(f: Facts) -> Iterator[Finding]:
     correction = f.actor.rejection_sampling
     if correction is None or not f.objective["corrected"]:
@@ -124,6 +132,7 @@ def product_of_ratios(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def routes_without_a_proximal_pass(f: Facts) -> Iterator[Finding]:
     proximal = f.objective["proximal"]
     if f.actor.routing_replay == "proximal" and proximal not in ("auto", "recompute"):
@@ -135,6 +144,7 @@ def routes_without_a_proximal_pass(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def routes_of_an_external_sampler(f: Facts) -> Iterator[Finding]:
     if f.actor.routing_replay != "rollout" or f.external_sampler is None:
         return

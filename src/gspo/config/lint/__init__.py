@@ -2,7 +2,8 @@
 
 A rule is a function with the decorator `@rule`: it looks at the whole config and yields findings. A finding names a
 key, the place where it was set, what is wrong, and a remedy. Contradictions are errors, suspicious settings are
-warnings. There is one file per subject. `gspo doctor` prints all findings of `lint`; a run calls `check` before it starts.
+warnings. There is one file per subject. `gspo doctor` prints all findings of `lint`; a run calls `check` before it
+starts.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def run(check: Trial, folder: Path) -> AcceptOutcome:
     begin = time.monotonic()
     with open(folder / f"{check.name.replace(' ', '_')}.log", "w+", encoding="utf-8") as log:
         try:
-            done = subprocess.run(
+            done = subprocess.run(  # wait: 1800 s, the user of make accept
                 [sys.executable, "-m", "gspo", *words], stdout=subprocess.PIPE, stderr=log, text=True,
                 timeout=_LIMIT_S, check=False, cwd=folder,
             )  # fmt: skip

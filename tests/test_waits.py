@@ -1,7 +1,10 @@
-"""Nothing waits forever: docs/waits.md lists every call of src/gspo that may block, with its deadline and its owner."""
+"""Nothing waits forever: a comment at every call of src/gspo that may block names its deadline and who ends it.
+
+The comment is `# wait: <deadline>, <who ends it>`, on the line of the call or above it. The deadline of a call
+without a timeout is `none`. A lock has its comment where it is made.
+"""
 
 import ast
-import functools
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -9,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SOURCE, PAGE = ROOT / "src" / "gspo", ROOT / "docs" / "waits.md"
+SOURCE = ROOT / "src" / "gspo"
 
 # Methods that block until something happens, and how many positional arguments a call without a deadline has. A call
 # with more has a deadline as its last argument, or is another method of the same name (str.join, dict.get).
@@ -30,43 +33,52 @@ FUNCTIONS = {
     ("distributed", "init_process_group"): 9, ("torch_distributed", "rendezvous"): 9, ("_store", "get"): 9,
     ("store", "multi_get"): 9,
 }  # fmt: skip
-LOCK = "lock"  # in place of a function: the locks of a file are one row
+LOCKS = {"Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore"}
 DEADLINES = {"timeout", "timeout_s", "timeout_seconds"}
 # A call with one of these returns at once.
 NOT_BLOCKING = {"WNOHANG", "LOCK_NB"}
+COMMENT = re.compile(r"# wait: (?P<deadline>[^,]+), \S")
 
 
 class Wait(NamedTuple):
-    file: str
-    function: str
     line: int
     call: str
     is_bounded: bool
 
 
-def waits_of(text: str, file: str) -> list[Wait]:
+def waits_of(text: str) -> list[Wait]:
     found: list[Wait] = []
-
-    def visit(node: ast.AST, function: str, names: tuple[str, ...]) -> None:
-        for child in ast.iter_child_nodes(node):
-            inner = function
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                inner = ".".join((*names, child.name))
-                visit(child, inner, (*names, child.name))
-                continue
-            if isinstance(child, ast.Call) and (bounded := is_bounded(child)) is not None:
-                found.append(Wait(file, function, child.lineno, ast.unparse(child), bounded))
-            if isinstance(child, ast.With | ast.AsyncWith):
-                for item in child.items:
-                    name = ast.unparse(item.context_expr)
-                    # A lock without a deadline, or a pool whose threads are joined.
-                    if name.endswith(("lock", "_changed")) or name.startswith("ThreadPoolExecutor("):
-                        where = LOCK if name.endswith(("lock", "_changed")) else function
-                        found.append(Wait(file, where, child.lineno, f"with {name}", False))
-            visit(child, function, names)
-
-    visit(ast.parse(text), "<module>", ())
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and (bounded := is_bounded(node)) is not None:
+            found.append(Wait(node.lineno, ast.unparse(node), bounded))
+        # A lock that is made here, or by a dataclass: `field(default_factory=threading.Lock)`.
+        made = node.func if isinstance(node, ast.Call) else node.value if isinstance(node, ast.keyword) else None
+        if isinstance(made, ast.Attribute) and ast.unparse(made.value) == "threading" and made.attr in LOCKS:
+            found.append(Wait(made.lineno, ast.unparse(made), False))
+        if isinstance(node, ast.With | ast.AsyncWith):  # a pool, whose threads are joined
+            names = (ast.unparse(item.context_expr) for item in node.items)
+            found += [Wait(node.lineno, name, False) for name in names if name.startswith("ThreadPoolExecutor(")]
     return found
+
+
+def problems_of(text: str) -> list[str]:
+    """What is wrong with the comments of the waits, each with its line."""
+    lines, found, unbounded = text.splitlines(), list[str](), dict[int, bool]()
+    for wait in waits_of(text):
+        unbounded[wait.line] = unbounded.get(wait.line, False) or not wait.is_bounded
+    comments = {number: COMMENT.search(line) for number, line in enumerate(lines, 1)}
+    used: set[int] = set()
+    for number, is_unbounded in unbounded.items():
+        place = number if comments[number] else number - 1
+        comment = comments.get(place)
+        used.add(place)
+        if comment is None:
+            found.append(f"{number}: no comment `# wait: <deadline>, <who ends it>` at {lines[number - 1].strip()}")
+        elif is_unbounded != (comment["deadline"] == "none"):
+            found.append(f"{number}: the deadline is `none` where a call has no timeout, and only there")
+    return found + [
+        f"{n}: no call that may block belongs to this comment" for n, c in comments.items() if c and n not in used
+    ]
 
 
 def is_bounded(call: ast.Call) -> bool | None:
@@ -102,43 +114,31 @@ def is_bounded(call: ast.Call) -> bool | None:
     return True if method in ("wait", "result", "select") else None
 
 
-def table() -> dict[tuple[str, str], str]:
-    """(file, function) → the deadline that docs/waits.md gives."""
-    found: dict[tuple[str, str], str] = {}
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if not line.startswith("| `") or len(cells) != 5:
-            continue
-        assert all(cells), line  # owner, deadline and outcome are given
-        file, *functions = re.findall(r"`([^`]+)`", cells[0])
-        for function in functions:
-            assert (file, function) not in found, f"{file}: {function} is listed twice"
-            found[file, function] = cells[3]
-    return found
+def test_every_call_that_may_block_has_a_comment_with_its_deadline_and_who_ends_it():
+    found = [
+        f"{f.relative_to(ROOT)}:{each}" for f in SOURCE.rglob("*.py") for each in problems_of(f.read_text("utf-8"))
+    ]
+    assert not found, "\n" + "\n".join(found)
 
 
-@functools.cache
-def all_waits() -> list[Wait]:
-    files = sorted(SOURCE.rglob("*.py"))
-    return [w for f in files for w in waits_of(f.read_text(encoding="utf-8"), str(f.relative_to(SOURCE)))]
-
-
-def test_every_call_that_may_block_is_in_the_inventory_with_its_deadline_and_its_owner():
-    listed, missing = table(), []
-    for wait in all_waits():
-        if (wait.file, wait.function) not in listed:
-            missing.append(f"{wait.file}:{wait.line} {wait.function}: {wait.call}")
-    assert not missing, "docs/waits.md lacks:\n" + "\n".join(missing)
-
-
-def test_a_wait_without_a_deadline_of_its_own_is_marked_and_no_other():
-    unbounded = {(w.file, w.function) for w in all_waits() if not w.is_bounded}
-    for place, deadline in table().items():
-        assert deadline.startswith("none of its own") == (place in unbounded), (place, deadline)
-
-
-def test_the_inventory_lists_nothing_that_is_gone():
-    assert table().keys() <= {(w.file, w.function) for w in all_waits()}
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("thread.join()", "no comment"),
+        ("thread.join()  # wait: none", "no comment"),
+        ("thread.join()  # wait: none, the caller", ""),
+        ("# wait: none, the caller\nthread.join()", ""),
+        ("# wait: 3 s, the caller\nthread.join()", "`none` where"),
+        ("# wait: none, the caller\nthread.join(3.0)", "`none` where"),
+        ("# wait: 3 s, the caller\nthread.join(3.0)", ""),
+        ("# wait: 3 s, the caller\n\nthread.join(3.0)", "no comment"),
+        ("lock = threading.Lock()", "no comment"),
+        ("print()  # wait: 3 s, the caller", "no call"),
+    ],
+)
+def test_the_comment_of_a_wait_is_checked(text, problem):
+    found = problems_of(text)
+    assert problem in found[0] if problem else not found
 
 
 @pytest.mark.parametrize(
@@ -147,11 +147,12 @@ def test_the_inventory_lists_nothing_that_is_gone():
      "process.communicate()", "process.communicate(data)", "subprocess.run(command)", "select.select([a], [], [])",
      "selector.select()", "os.read(fd, 10)", "os.waitpid(pid, 0)", "fcntl.flock(file, fcntl.LOCK_EX)",
      "concurrent.futures.wait(calls)", "sys.stdin.read()", "pipe.readline()", "process.wait(timeout=None)",
-     "ray.get(x)", "changed.wait_for(ready)", "pool.shutdown(wait=True)", "with lock:\n  pass",
+     "ray.get(x)", "changed.wait_for(ready)", "pool.shutdown(wait=True)", "lock = threading.Lock()",
+     "lock: Lock = field(default_factory=threading.Lock)",
      "with ThreadPoolExecutor(2) as pool:\n  pass"],
 )  # fmt: skip
 def test_a_wait_without_a_deadline_is_seen(line):
-    assert [w.is_bounded for w in waits_of(f"def f():\n {line.replace(chr(10), chr(10) + ' ')}", "x.py")] == [False]
+    assert [w.is_bounded for w in waits_of(f"def f():\n {line.replace(chr(10), chr(10) + ' ')}")] == [False]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +162,7 @@ def test_a_wait_without_a_deadline_is_seen(line):
      "concurrent.futures.wait(calls, timeout=1)", "ray.get(x, timeout=3)"],
 )  # fmt: skip
 def test_a_wait_with_a_deadline_is_told_apart(line):
-    assert [w.is_bounded for w in waits_of(f"def f():\n {line}", "x.py")] in ([True], [])
+    assert [w.is_bounded for w in waits_of(f"def f():\n {line}")] in ([True], [])
 
 
 @pytest.mark.parametrize(
@@ -174,4 +175,4 @@ def test_a_wait_with_a_deadline_is_told_apart(line):
     ],
 )
 def test_other_calls_of_these_names_are_no_waits(line):
-    assert waits_of(f"def f():\n {line}", "x.py") == []
+    assert waits_of(f"def f():\n {line}") == []

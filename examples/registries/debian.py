@@ -151,6 +151,7 @@ def verified_text(content: bytes) -> tuple[str, str]:
         # --output: only what was signed is read, not text around it.
         command = [gpgv, "--keyring", str(KEYRING), "--output", str(plain), str(signed)]
         try:
+            # wait: 60 s, gspo data fetch
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=60)
         except subprocess.TimeoutExpired:
             raise DataError("gpgv did not end within 60 s") from None

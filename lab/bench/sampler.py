@@ -101,6 +101,7 @@ def _run(python: str, side: str, w: Workload, folder: str) -> dict[str, float]:
     env = {**os.environ, "PYTHONPATH": path, **(_VLLM_ENV if side == "vllm" else {})}
     command = [python, "-m", "lab.bench.sampler", side, json.dumps(asdict(w)), folder]
     try:
+        # wait: 3600 s, gspo bench
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SIDE_S, env=env)
     except subprocess.TimeoutExpired:
         raise GspoError(f"bench: sampler {side} did not end within {_SIDE_S:g} s") from None

@@ -31,7 +31,7 @@ WORKS = {  # kind → (path below the URL, body) of the requests, in turn
 async def client(url: str, key: str, work: list[tuple[str, Any]], num_requests: int) -> list[float]:
     """Send requests one after another; returns the seconds of each."""
     address = urlsplit(url)
-    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)  # wait: none, Ctrl-C
     spent = []
     for (path, body), _ in zip(cycle(work), range(num_requests), strict=False):
         data = json.dumps(body)
@@ -55,6 +55,7 @@ async def send_requests(targets: list[tuple[str, str]], kind: str, num_requests:
     if kind == "sampler":
         await client(*targets[0], [("/attach", {"session": "1"})], 1)
     begin = time.perf_counter()
+    # wait: none, Ctrl-C
     spent = await asyncio.gather(*(client(url, key, WORKS[kind], num_requests) for url, key in targets))
     return time.perf_counter() - begin, sorted(second for one in spent for second in one)
 
@@ -64,8 +65,9 @@ def measure_server(kind: str, start: list[str], num_clients: int, num_requests: 
         assert server.stdin is not None
         assert server.stdout is not None
         try:
-            targets = json.loads(server.stdout.readline())
+            targets = json.loads(server.stdout.readline())  # wait: none, Ctrl-C
             before, cpu = resident_mb(server.pid), cpu_seconds(server.pid)
+            # wait: none, Ctrl-C
             seconds, spent = asyncio.run(send_requests((targets * num_clients)[:num_clients], kind, num_requests))
             after, cpu = resident_mb(server.pid), cpu_seconds(server.pid) - cpu
         finally:
@@ -124,7 +126,7 @@ def _serve(kind: str) -> None:
         server = SamplerServer(SamplerEngine(IdleSampler(), identity={}), "a token of the benchmark")  # pyright: ignore[reportArgumentType]
         targets = [(server.url, "a token of the benchmark")]
     print(json.dumps(targets), flush=True)
-    sys.stdin.read()
+    sys.stdin.read()  # wait: none, Ctrl-C
     server.close()
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from gspo.planner.costs import LEADER, MODELS
 from gspo.planner.hardware import GPUS
 from gspo.planner.search import PlannedJob, best_bound, best_plan
-from gspo.planner.simulate import SerialCost, Work, lengths
+from gspo.planner.simulate import SerialCost, Work, lognormal_lengths
 from lab.planning.validate import write_section
 
 SIZES = (8, 32, 128, 512, 2048, 4096)
@@ -46,7 +46,7 @@ PUBLISHED = (
 
 
 def job_on(model: str, gpu: str, num_gpus: int, mean: float, spread: float, most: int) -> PlannedJob:
-    work = Work(512, 16, 256, lengths(mean, spread, most), num_steps=5)
+    work = Work(512, 16, 256, lognormal_lengths(mean, spread, most), num_steps=5)
     mb_tokens = max(16384, most + 256)
     return PlannedJob(MODELS[model], GPUS[gpu], num_gpus, work, mean, most + 256, mb_tokens=mb_tokens)
 

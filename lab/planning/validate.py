@@ -82,7 +82,7 @@ def measure(w: Workload, folder: Path, root: Path, num_servers: int, eta: int) -
         mover = threading.Thread(target=_move_servers, args=(run / "samplers", num_servers, ended), daemon=True)
         mover.start()
         try:
-            code = process.wait(_RUN_S)
+            code = process.wait(_RUN_S)  # wait: 1800 s, lab.planning.validate
         except subprocess.TimeoutExpired:
             process.terminate()
             raise GspoError(f"{' '.join(command[3:6])} … did not end within {_RUN_S:g} s") from None
@@ -113,7 +113,7 @@ def measure(w: Workload, folder: Path, root: Path, num_servers: int, eta: int) -
 def _move_servers(folder: Path, num_servers: int, ended: threading.Event) -> None:
     """Pin each server to core 1 when it has registered; it was started on the trainer's core."""
     moved: set[int] = set()
-    while len(moved) < num_servers and not ended.wait(0.2):
+    while len(moved) < num_servers and not ended.wait(0.2):  # wait: 0.2 s, the end of the run
         for index in range(num_servers):
             found = registered(folder, index) if index not in moved else None
             if found is None:
@@ -131,7 +131,7 @@ def _samplers(folder: Path, cores: Sequence[int]) -> list[dict[str, Any]]:
     ]
     out = []
     for process in started:
-        said, _ = process.communicate(timeout=_RUN_S)
+        said, _ = process.communicate(timeout=_RUN_S)  # wait: 1800 s, lab.planning.validate
         if process.returncode:
             raise GspoError(f"the calibration of a sampler ended with exit code {process.returncode}")
         out.append(json.loads(said.strip().splitlines()[-1]))

@@ -96,6 +96,6 @@ def _fire(fault: Fault) -> None:
     elif fault.action == "full":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     elif fault.action == "hang":
-        time.sleep(10**9)
+        time.sleep(10**9)  # wait: 10⁹ s, intentionally: the stall timeout or a signal ends it
     else:
         os.kill(os.getpid(), _SIGNALS[fault.action])

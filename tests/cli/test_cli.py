@@ -42,7 +42,7 @@ def test_help_teaches_the_first_commands_and_every_verb(capsys):
 def test_the_configs_and_keys_that_help_names_exist(capsys):
     cli.main([])
     commands = re.findall(r"^  (gspo (?:train|doctor|config) \S+)  ", capsys.readouterr().out, re.MULTILINE)
-    assert len(commands) == 2
+    assert len(commands) == 3
     for command in commands:
         assert cli.main(["config", command.split()[-1]]) == 0
 

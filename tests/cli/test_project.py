@@ -115,14 +115,6 @@ def test_the_reward_test_passes_the_doctor_agrees_and_the_project_trains_and_rep
     gspo(folder, *python, "gspo", "report", str(run))
 
 
-def test_quickstart_is_train_quickstart(monkeypatch):
-    seen = []
-    monkeypatch.setattr("gspo.cli.train.train", lambda args: seen.append(args.words) or 0)
-    assert cli.main(["quickstart", "total_train_steps=1"]) == 0
-    assert seen == [["quickstart", "total_train_steps=1"]]
-    assert cli.main(["quickstart", "--config", "my.yaml"]) == 2
-
-
 # -- Shell completion -----------------------------------------------------------------------------------------
 
 

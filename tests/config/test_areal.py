@@ -222,3 +222,136 @@ def test_an_sft_config_trains_its_model_by_sft(tmp_path):
     assert (config.actor.optimizer.lr, config.actor.mb_spec.max_tokens_per_mb) == (2e-5, 4096)
     with pytest.raises(ConfigError, match=r"model: is TRL's name; here it is actor\.path"):
         load({"model": "gpt2"})
+
+
+def refusal_of(*overrides):
+    with pytest.raises(ConfigError) as caught:
+        load(None, overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("rollout.consumer_batch_size=16", "train_dataset.batch_size", 16),
+        ("saver.freq_secs=60", "recover.freq_secs", 60),
+        ("saver.freq_secs=3600", "recover.freq_secs", 300),
+        ("recover.freq_steps=5", "saver.freq_steps", 5),
+        ("recover.freq_epochs=2", "saver.freq_steps", "2 epochs"),
+        ("saver.freq_epochs=1", "saver.freq_steps", "epoch"),
+        ("saver.freq_epochs=null", "saver.freq_steps", None),
+        ("evaluator.freq_epochs=3", "evaluator.freq_steps", "3 epochs"),
+        ("gconfig.stop_token_ids=[7, 8]", "gconfig.stop", [7, 8]),
+        ("gconfig.stop_token_ids=[]", "gconfig.stop", []),
+        ("eval_gconfig.ignore_eos=false", "gconfig.ignore_eos", False),
+        ("eval_gconfig.stop_token_ids=[]", "gconfig.stop", []),
+        ("actor.reward_norm.mean_leave1out=true", "actor.reward_norm.mean_level", None),
+        ("actor.overlong_penalty_factor=0.5", "actor.overlong_reward_penalty", False),
+        ("recover.mode=fault", "recover.mode", "auto"),
+        ("actor.recompute_logprob=true", "actor.prox_logp_method", "recompute"),
+        ("actor.recompute_logprob=false", "actor.prox_logp_method", "rollout"),
+        ("actor.attn_impl=flash_attention_2", "actor.dtype", "auto"),
+        ("actor.mb_spec.granularity=8", "actor.mb_spec.max_tokens_per_mb", 8192),
+        ("ref.mb_spec.max_tokens_per_mb=100", "actor.mb_spec.max_tokens_per_mb", 8192),
+        ("actor.temperature=1.0", "gconfig.temperature", 1.0),
+        ("eval_gconfig.stop=[]", "gconfig.stop", []),
+        ("train_dataset.type=rl", "train_dataset.path", "embedded:arithmetic"),
+        ("valid_dataset.batch_size=7", "valid_dataset.split", "test"),
+        ("eval_gconfig.greedy=true", "eval_gconfig.temperature", 0),
+        ("eval_gconfig.greedy=false", "eval_gconfig.temperature", 1.0),
+        ("gconfig.greedy=false", "gconfig.temperature", 1.0),
+        ("actor.reward_norm.eps=1e-5", "actor.reward_norm.std_level", None),
+        ("actor.adv_norm.std_unbiased=true", "actor.adv_norm.std_level", None),
+        ("rollout.queue_size=16", "rollout.max_head_offpolicyness", 0),
+        ("rollout.request_retries=3", "rollout.backend", "local"),
+        ("critic.dtype=auto", "actor.dtype", "auto"),
+        ("critic.optimizer.beta2=0.999", "actor.optimizer.beta2", 0.999),
+        ("actor.mb_spec.n_mbs=4", "actor.mb_spec.max_tokens_per_mb", 8192),
+        ("actor.logprobs_chunk_size=1024", "actor.dtype", "auto"),
+        ("stats_logger.wandb.project=p", "stats_logger.wandb.mode", "disabled"),
+    ],
+)
+def test_a_key_of_areal_is_translated_or_ignored_with_one_message(override, key, value):
+    loaded = load(None, [override, "rollout.backend=local", "actor.backend=fsdp"])
+    assert value_of(loaded.config, key) == value
+    assert len(loaded.messages) == 1
+
+
+def test_the_higher_of_two_frequencies_wins():
+    both = load(None, ["saver.freq_steps=4", "recover.freq_steps=9"])
+    assert both.config.saver.freq_steps == 4
+    assert "4 is not larger" in both.messages[0]
+    assert load(None, ["saver.freq_steps=9", "recover.freq_steps=4"]).config.saver.freq_steps == 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "value"),
+    [
+        (["saver.freq_epochs=4", "recover.freq_epochs=2"], "saver.freq_steps", "2 epochs"),
+        (["saver.freq_epochs=2", "recover.freq_epochs=4"], "saver.freq_steps", "2 epochs"),
+        (["evaluator={freq_epochs: 1, freq_steps: 9}"], "evaluator.freq_steps", 9),
+        (["evaluator={freq_epochs: 1, freq_steps: null}"], "evaluator.freq_steps", "epoch"),
+        (["actor.reward_norm={mean_level: group, mean_leave1out: true}"], "actor.reward_norm.mean_level", "leave1out"),
+        (["actor.reward_norm={mean_level: group, mean_leave1out: false}"], "actor.reward_norm.mean_level", "group"),
+        (["actor={overlong_reward_penalty: true, overlong_penalty_factor: 0.5}"], "actor.overlong_reward_penalty", 0.5),
+        (["actor={overlong_reward_penalty: true, overlong_penalty_factor: 1}"], "actor.overlong_reward_penalty", True),
+        (["actor={overlong_reward_penalty: true, overlong_penalty_factor: 0}"], "actor.overlong_reward_penalty", False),
+        (["algorithm=dapo", "actor.overlong_penalty_factor=2"], "actor.overlong_reward_penalty", 2),
+        (["gconfig={stop: [x], stop_token_ids: [5]}", "eval_gconfig.stop_token_ids=[5]"], "gconfig.stop", ["x", 5]),
+    ],
+)  # fmt: skip
+def test_two_keys_of_areal_become_one(overrides, key, value):
+    assert value_of(load(None, overrides).config, key) == value
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        ("actor.temperature=0.7", "gconfig.temperature"),
+        ("actor.max_new_tokens=7", "gconfig.max_new_tokens"),
+        ("eval_gconfig.stop=[x]", "gconfig.stop"),
+        ("actor.reward_norm={mean_level: group, group_size: 3}", "gconfig.n_samples"),
+        ("actor.disable_dropout=false", "remove it"),
+        ("train_dataset.type=sft", "remove it"),
+        ("valid_dataset.max_length=9", "train_dataset.max_length"),
+        ("gconfig.greedy=7", "must be true or false"),
+        ("actor.reward_norm={std_level: group, eps: 0.1}", "remove it"),
+        ("actor.adv_norm.mean_leave1out=true", "actor.reward_norm.mean_level: leave1out"),
+        ("actor.reward_norm={mean_level: batch, mean_leave1out: true}", "mean_level: leave1out"),
+        ("eval_gconfig.stop_token_ids=[3]", "remove it"),
+        ("gconfig.stop_token_ids=3", "gconfig.stop"),
+        ("saver.freq_epochs=0", "saver.freq_steps: epoch"),
+        ("critic.optimizer.weight_decay=0.5", "actor.optimizer.weight_decay"),
+        ("ref.dtype=float64", "actor.dtype"),
+        ("actor.optimizer.min_lr_ratio=0.1", "remove it"),
+        ("rollout.request_retries=7", "remove it"),
+        ("evaluator.freq_secs=60", "evaluator.freq_steps"),
+    ],
+)
+def test_a_value_that_means_something_else_is_refused_with_the_remedy(override, remedy):
+    assert remedy in refusal_of(override)
+
+
+def test_a_queue_is_refused_where_it_limited_what_staleness_allows():
+    stale = ("rollout.max_head_offpolicyness=1", "train_dataset.batch_size=8")
+    assert load(None, [*stale, "rollout.queue_size=16"]).config.rollout.max_head_offpolicyness == 1
+    assert "rollout.max_concurrent_rollouts" in refusal_of(*stale, "rollout.queue_size=15")
+
+
+def test_an_override_of_the_temperature_wins_over_greedy_in_a_file(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("eval_gconfig: {n_samples: 1, greedy: true, temperature: 1.0}\ngconfig: {temperature: 0.8}\n")
+    temperatures = [load(file, words).config.eval_gconfig.temperature
+                    for words in ([], ["eval_gconfig.temperature=0.5"], ["~eval_gconfig.temperature"])]  # fmt: skip
+    assert temperatures == [0, 0.5, 0.8]
+
+
+def test_no_key_of_a_rule_is_in_the_schema():
+    """A rule for a key of the schema may only translate old values of it."""
+    for key in set(rules()) & set(known_keys()):
+        assert rules()[key].kind == "translate", key
+
+
+def test_a_key_of_an_earlier_version_is_unknown_and_the_nearest_key_is_named():
+    assert "not a known key; the nearest is train_dataset.columns" in refusal_of("train_dataset.prompt_column=task")
+    assert "not a known key" in refusal_of("stats_logger.keep_sample_steps=5")

@@ -6,14 +6,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+import gspo.config.migrate
 from gspo.config import load
 from gspo.config.document import migrating
-from gspo.config.migrate import trl as trl_rows
 from gspo.config.migrate.other_systems import find, foreign_keys
 from gspo.config.schema import known_keys
 from gspo.errors import ConfigError
 
+TABLES = Path(gspo.config.migrate.__path__[0])
 PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
 
 
@@ -21,16 +23,33 @@ def test_every_field_of_trls_grpo_config_is_mapped_explained_or_listed_as_missin
     trl = pytest.importorskip("trl", reason="needs gspo[test]")
     fields = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
     known = {key for system, key in foreign_keys() if system == "TRL"}
-    assert not fields - known, "fields of GRPOConfig without a row in config/migrate/trl.py"
+    assert not fields - known, "fields of GRPOConfig without a row in config/migrate/trl.yaml"
     if trl.__version__.startswith("1.16"):  # another version may have dropped some
-        others = (*trl_rows.SCRIPT, *trl_rows.SCRIPT_NEEDLESS, *trl_rows.SCRIPT_UNSUPPORTED)
-        known -= {key for row in others for key in row[0].split()}
-        assert not known - fields, "rows of config/migrate/trl.py that are no field of GRPOConfig"
+        others = yaml.safe_load((TABLES / "trl.yaml").read_text(encoding="utf-8"))["others"]
+        known -= {key for rows in others.values() for row in rows for key in row[0].split()}
+        assert not known - fields, "rows of config/migrate/trl.yaml that are no field of GRPOConfig"
 
 
 def test_every_key_that_is_named_as_ours_exists():
     wrong = {row.ours for row in foreign_keys().values() if row.fate == "mapped"} - known_keys().keys()
     assert not wrong
+
+
+def test_a_row_has_a_key_of_ours_and_a_note_at_most_or_a_reason():
+    for name in ("trl.yaml", "verl.yaml"):
+        for tables in yaml.safe_load((TABLES / name).read_text(encoding="utf-8")).values():
+            for fate, rows in tables.items():
+                assert fate in ("mapped", "needless", "unsupported")
+                for row in rows:
+                    assert len(row) in ((2, 3) if fate == "mapped" else (2,)), row
+                    assert all(isinstance(cell, str) and cell for cell in row), row
+
+
+def test_no_key_has_two_rows():
+    for name, system in (("trl.yaml", "TRL"), ("verl.yaml", "verl")):
+        tables = yaml.safe_load((TABLES / name).read_text(encoding="utf-8"))
+        keys = [key for table in tables.values() for rows in table.values() for row in rows for key in row[0].split()]
+        assert len(keys) == len(set(keys)) == len([1 for each, _ in foreign_keys() if each == system])
 
 
 def test_what_is_not_mapped_says_why():

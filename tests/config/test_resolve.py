@@ -168,12 +168,6 @@ TABLE = {
     ("rollout", None, True): ("rollout", False),
     ("rollout", True, True): ("rollout", False),
     ("rollout", False, True): ("rollout", False),
-    ("rollout_recentered", None, False): ("rollout", False),
-    ("rollout_recentered", True, False): ("rollout", False),
-    ("rollout_recentered", False, False): ("rollout", False),
-    ("rollout_recentered", None, True): ("rollout", False),
-    ("rollout_recentered", True, True): ("rollout", False),
-    ("rollout_recentered", False, True): ("rollout", False),
     ("loglinear", None, False): ("loglinear", False),
     ("loglinear", True, False): ("loglinear", False),
     ("loglinear", False, False): ("loglinear", False),
@@ -206,8 +200,8 @@ def test_each_row_of_the_proximal_policy(row):
     objective = effective_objective(result)
     assert (objective["proximal"], objective["corrected"]) == TABLE[row]
     assert (objective["settings"]["correction"] is not None) == TABLE[row][1]
-    assert result.config.actor.prox_logp_method == (method if method == "rollout_recentered" else TABLE[row][0])
-    is_rollout = method.startswith("rollout")
+    assert result.config.actor.prox_logp_method == TABLE[row][0]
+    is_rollout = method == "rollout"
     contradicted = (method, recompute) == ("recompute", False) or (is_rollout and (recompute or decoupled))
     assert any("has no effect" in line for line in result.messages) == bool(contradicted)
 

@@ -18,8 +18,9 @@ from gspo.data.order import order
 from gspo.data.sources import default_reward
 from gspo.data.split import in_held_out
 from gspo.errors import DataError
+from gspo.rewards.call import RewardItem
 from gspo.rewards.pool import RewardPool
-from gspo.rewards.spec import RewardItem, reward_spec
+from gspo.rewards.spec import reward_spec
 from gspo.train.build.data import refuse_long_prompts
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"

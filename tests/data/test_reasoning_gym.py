@@ -7,8 +7,9 @@ import pytest
 
 from gspo.data import reasoning_gym as gym
 from gspo.errors import DataError
+from gspo.rewards.call import RewardItem
 from gspo.rewards.pool import RewardPool
-from gspo.rewards.spec import RewardItem, reward_spec
+from gspo.rewards.spec import reward_spec
 
 pytest.importorskip("reasoning_gym", reason="needs gspo[tasks]")
 

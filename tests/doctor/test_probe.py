@@ -53,23 +53,19 @@ def test_the_noise_of_a_sampler_grows_as_its_weights_get_coarser(tmp_path):
         assert abs(found["token_mean"]) <= found["token_max_abs"]
 
 
-def test_a_constant_error_per_token_is_the_mean_and_leaves_nothing_when_re_centred():
+def test_a_constant_error_per_token_is_the_mean():
     draw = np.random.default_rng(0)
     theirs = [-draw.exponential(1.0, num) for num in (1, 3, 8, 30, 2)]
-    found = probe_module.noise_figures([row - 0.02 for row in theirs], theirs, 1e-3, centred=False)
+    found = probe_module.noise_figures([row - 0.02 for row in theirs], theirs, 1e-3)
     assert found["log_s_mean"] == pytest.approx(-0.02)
     assert found["log_s_p95_abs"] == pytest.approx(0.02)
-    assert found["log_s_centred_p95_abs"] < 1e-12
     assert found["verdict"] == "above"
-    assert probe_module.noise_figures([row - 0.02 for row in theirs], theirs, 1e-3, centred=True)["verdict"] == "fine"
 
 
 def test_independent_errors_shrink_with_length_as_its_square_root():
     draw = np.random.default_rng(1)
     theirs = [np.zeros(num) for num in [4] * 400 + [400] * 400]
-    found = probe_module.noise_figures(
-        [row + draw.normal(0, 0.01, len(row)) for row in theirs], theirs, None, centred=False
-    )
+    found = probe_module.noise_figures([row + draw.normal(0, 0.01, len(row)) for row in theirs], theirs, None)
     short, long = found["by_length"][0], found["by_length"][-1]
     assert (short["tokens"], long["tokens"]) == ([4, 4], [400, 400])
     assert short["std"] / long["std"] == pytest.approx(math.sqrt(100), rel=0.15)

@@ -32,7 +32,6 @@ from lab.zoo.text import tiny_model
 # model, mini-batches, tokens per micro-batch, and what is special
 CASES = {
     "plain": {"minibatches": 2, "max_tokens": 30},
-    "centred": {"minibatches": 2, "max_tokens": 30, "proximal": "centred"},  # by a mean over all ranks' tokens
     "one_sequence": {"minibatches": 1, "max_tokens": 8192, "groups": 1},  # fewer sequences than three ranks
     "tied": {"model": "llama_tied", "minibatches": 3, "max_tokens": 25, "proximal": "recompute"},
     "unshared": {"minibatches": 2, "max_tokens": 40, "layout": "packed"},

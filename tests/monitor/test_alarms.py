@@ -98,10 +98,10 @@ def test_rewards_beyond_the_clip_are_said_at_once_and_then_at_powers_of_two():
 
 
 def test_noise_above_the_clip_range_speaks_where_the_sampler_is_the_proximal_policy_and_nobody_forced_it():
-    noisy = HEALTHY | {"noise/log_s_p95_abs": 2e-3, "noise/log_s_centred_p95_abs": 5e-4}
+    noisy = HEALTHY | {"noise/log_s_p95_abs": 2e-3}
     noisy |= {"clip/eps_low": 1e-3, "clip/eps_high": 1.5e-3}
     for source, forced, speaks in (
-        ("rollout", False, True), ("rollout", True, False), ("centred", False, False), ("recompute", False, False)
+        ("rollout", False, True), ("rollout", True, False), ("recompute", False, False)
     ):  # fmt: skip
         counts = {}
         for _ in range(PATIENCE):

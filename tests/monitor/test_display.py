@@ -11,7 +11,7 @@ from rich.console import Console
 from gspo.monitor.display import Lines, LivePanel, make_display
 from gspo.runs.directory import RunDir
 from gspo.system.files import read_jsonl
-from gspo.system.text import span
+from gspo.system.text import duration
 
 # Window title, colour, 8-bit CSI, right-to-left override, markup, an emoji code, a line separator, a lone surrogate.
 HOSTILE = "\x1b]0;owned\x07\x1b[31mred\x9b31m\u202egnp.exe[/bold][red]:bomb:\u2028x\ud800\r\n\x00end"
@@ -142,7 +142,8 @@ def test_a_pipe_gets_every_figure_and_a_dumb_terminal_what_a_line_holds(capsys):
     Lines(60).step({"step": 7, **METRICS}, None)
     whole = capsys.readouterr().out
     expected = (
-        "step  7/60  reward 0.500  held-out 25.0%  clipped 15.0%  length 30.0  s/step 2.00  left 106 s  entropy 0.040"
+        "step  7/60  reward 0.500  held-out 25.0%  clipped 15.0%  length 30.0  s/step 2.00  left 1 min 46 s  "
+        "entropy 0.040"
     )
     assert whole.startswith(expected)
     assert "train tok/s 20,000" in whole
@@ -184,4 +185,5 @@ def test_a_resumed_run_starts_where_it_was():
 
 
 def test_times_are_said_as_people_say_them():
-    assert [span(s) for s in (0, 119, 120, 3600, 90_000)] == ["0 s", "119 s", "2 min", "60 min", "25 h 0 min"]
+    assert [duration(s) for s in (0, 59.4, 119)] == ["0 s", "59.4 s", "1 min 59 s"]
+    assert [duration(s) for s in (3600, 90_000)] == ["1 h 0 min", "25 h 0 min"]

@@ -9,7 +9,7 @@ from gspo.planner.simulate import (
     TrainerCost,
     Work,
     fixed_length,
-    lengths,
+    lognormal_lengths,
     simulate,
 )
 
@@ -63,7 +63,7 @@ def test_a_slow_sampler_is_the_limit():
 
 @pytest.mark.parametrize("eta", [0, 1, 3, 8])
 def test_staleness_never_exceeds_its_bound(eta):
-    varied = Work(4, 2, 5, lengths(20, 1.0, 200), max_staleness=eta, num_steps=40)
+    varied = Work(4, 2, 5, lognormal_lengths(20, 1.0, 200), max_staleness=eta, num_steps=40)
     found = simulate(varied, sampler(max_rows=4), TrainerCost(0.2, 0.0), num_servers=3)
     assert 0 <= found.staleness <= found.max_staleness <= eta
 
@@ -123,7 +123,7 @@ def test_an_idle_server_begins_after_its_latency_and_a_busy_one_at_once():
 
 
 def test_lengths_have_their_mean_and_their_bound():
-    draw = lengths(100, 0.5, 400)
+    draw = lognormal_lengths(100, 0.5, 400)
     found = [draw(i, k) for i in range(500) for k in range(4)]
     assert sum(found) / len(found) == pytest.approx(100, rel=0.05)
     assert max(found) <= 400

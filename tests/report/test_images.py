@@ -104,7 +104,7 @@ def test_the_live_page_serves_pictures_of_its_runs_alone(run):
 
 def test_the_terminal_shows_name_size_and_digest(run, capsys):
     write_samples(run, 1, [sample_row(1, 0, images=shown(ONE, "a\x1b[2Jb.png"))])
-    assert main(["samples", str(run)]) == 0
+    assert main(["report", str(run), "--samples"]) == 0
     said = capsys.readouterr().out
     assert "b.png, 640 × 480, sha256 abababababababab" in said
     assert "\x1b[2J" not in said

@@ -54,8 +54,8 @@ def test_a_filter_that_is_no_condition_is_refused(text):
 
 
 def test_the_verb_writes_rows_only_and_the_advice_goes_to_stderr(run, capsys):
-    assert cli.main(["samples", str(run), "--filter", "reward>=1", "--filter", "step<2"]) == 0
+    assert cli.main(["report", str(run), "--samples", "--filter", "reward>=1", "--filter", "step<2"]) == 0
     out, err = capsys.readouterr()
     assert [json.loads(line)["completion"] for line in out.splitlines()] == ["2"]
     assert "1 rows" in err
-    assert cli.main(["samples", str(run), "--filter", "reward>7"]) == 2
+    assert cli.main(["report", str(run), "--samples", "--filter", "reward>7"]) == 2

@@ -41,14 +41,14 @@ def test_report_writes_the_page_and_says_where(run, tmp_path, capsys):
 def test_samples_prints_mixed_groups_first_and_held_out_answers_on_request(run, capsys):
     rows = [sample_row(1, i, reward=0.5 if i < 4 else float(i % 2), completion=HOSTILE[i % 6]) for i in range(8)]
     write_samples(run, 1, rows)
-    assert cli.main(["samples", str(run), "--num", "1"]) == 0
+    assert cli.main(["report", str(run), "--samples", "--num", "1"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("1+1=\nanswer: 7\n")  # group 0 has equal rewards
     assert "1 of 2 prompts of step 1" in text
     assert "\x1b" not in text
     assert "<script>window.pwned" in text
     write_answers(run, 2, [answer_row(2, 5), answer_row(2, 6, reward=None, failure="timeout: late")])
-    assert cli.main(["samples", str(run), "--held-out"]) == 0
+    assert cli.main(["report", str(run), "--samples", "--held-out"]) == 0
     text = capsys.readouterr().out
     assert re.search(r"5\+1=\nanswer: 6\n *0\.5  it is 6", text)
     assert re.search(r"failed  timeout: late", text)
@@ -62,7 +62,7 @@ def test_samples_shows_graded_rewards_best_first_with_their_parts_and_distributi
         for i, r in enumerate(rewards)
     ]
     write_samples(run, 1, rows)
-    assert cli.main(["samples", str(run)]) == 0
+    assert cli.main(["report", str(run), "--samples"]) == 0
     text = capsys.readouterr().out
     assert [text.index(f"text {i}") for i in (1, 3, 0, 2)] == sorted(text.index(f"text {i}") for i in range(4))
     assert re.search(r"0\.75  text 1  chrf 0\.75, language 1", text)
@@ -90,8 +90,10 @@ def test_a_config_that_cannot_be_read_costs_its_words_alone(run, capsys):
         (["report", "{tmp}"], "is not a run directory"),
         (["report", "{run}", "--out", "{tmp}/no/such/dir/x.html"], "--out"),
         (["report", "{run}", "--max-mb", "0"], "--max-mb"),
-        (["samples", "{run}", "--step", "7"], "no samples of step 7; available: 1"),
-        (["samples", "{run}", "--held-out"], "no held-out answers of any step"),
+        (["report", "{run}", "--samples", "--step", "7"], "no samples of step 7; available: 1"),
+        (["report", "{run}", "--samples", "--held-out"], "no held-out answers of any step"),
+        (["report", "{run}", "--step", "1"], "belong to --samples"),
+        (["report", "{run}", "--samples", "--open"], "leave out --out, --open and --max-mb"),
         (["watch", "{tmp}/nowhere"], "does not exist"),
         (["watch", "{run}", "--port", "70000"], "--port"),
     ],

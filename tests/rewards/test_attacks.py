@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from reward_attacks import ATTACKS
 
+from gspo.rewards.call import RewardItem
 from gspo.rewards.pool import RewardPool
-from gspo.rewards.spec import RewardItem, reward_spec
+from gspo.rewards.spec import reward_spec
 from gspo.rewards.workers import processes
 from gspo.types import Failure
 

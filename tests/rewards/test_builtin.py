@@ -6,9 +6,10 @@ import sys
 import pytest
 
 from gspo.errors import ConfigError
+from gspo.rewards.call import RewardItem
 from gspo.rewards.functions.builtin import BUILTIN, final_number
 from gspo.rewards.pool import RewardPool
-from gspo.rewards.spec import RewardItem, RewardPart, combine, function_name, reward_spec
+from gspo.rewards.spec import RewardPart, combine, function_name, reward_spec
 from gspo.types import Failure
 
 
@@ -152,7 +153,8 @@ def test_a_function_of_the_main_script_is_found_by_its_file(tmp_path):
     script = tmp_path / "main.py"
     script.write_text(
         "from gspo.rewards.pool import RewardPool\n"
-        "from gspo.rewards.spec import RewardItem, reward_spec\n"
+        "from gspo.rewards.call import RewardItem\n"
+        "from gspo.rewards.spec import reward_spec\n"
         "def length(completions, **columns):\n"
         "    return [float(len(c)) for c in completions]\n"
         "if __name__ == '__main__':\n"

@@ -9,8 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from gspo.errors import ConfigError
+from gspo.rewards.call import RewardItem
 from gspo.rewards.pool import RewardPool
-from gspo.rewards.spec import RewardItem, reward_spec
+from gspo.rewards.spec import reward_spec
 from gspo.types import Failure, Score
 
 pytestmark = pytest.mark.run

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from gspo.errors import ConfigError, DataError, RewardError
+from gspo.rewards.call import RewardItem
 from gspo.rewards.functions.builtin import BUILTIN
 from gspo.rewards.pool import RewardPool
-from gspo.rewards.spec import RewardItem, combine, reward_spec
+from gspo.rewards.spec import combine, reward_spec
 from gspo.types import Failure, Score
 
 pytestmark = pytest.mark.run
@@ -305,7 +306,8 @@ def test_everything_dies_with_a_trainer_that_is_killed(tmp_path):
     script.write_text(
         "import sys, time\n"
         "from gspo.rewards.pool import RewardPool\n"
-        "from gspo.rewards.spec import RewardItem, reward_spec\n"
+        "from gspo.rewards.call import RewardItem\n"
+        "from gspo.rewards.spec import reward_spec\n"
         f"pool = RewardPool(reward_spec('{ZOO}:choose'), workers=2, timeout_s=60.0)\n"
         "pool.wait_ready()\n"
         f"data = {{'pidfile': {str(tmp_path / 'pids')!r}}}\n"

@@ -10,9 +10,10 @@ from transformers.models.bert.configuration_bert import BertConfig
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from gspo.errors import ConfigError, DataError
+from gspo.rewards.call import RewardItem
 from gspo.rewards.functions.reward_model import RewardModel
 from gspo.rewards.pool import RewardPool
-from gspo.rewards.spec import RewardItem, reward_spec
+from gspo.rewards.spec import reward_spec
 from gspo.types import Failure
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz 0123456789+=<>"

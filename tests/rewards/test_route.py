@@ -6,8 +6,9 @@ import weakref
 import pytest
 
 from gspo.errors import RewardError
+from gspo.rewards.call import RewardItem
 from gspo.rewards.route import RewardRouter
-from gspo.rewards.spec import RewardItem, reward_spec
+from gspo.rewards.spec import reward_spec
 from gspo.types import Failure, Score
 
 pytestmark = pytest.mark.run

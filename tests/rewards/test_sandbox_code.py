@@ -10,11 +10,12 @@ import time
 import pytest
 
 from gspo.errors import ConfigError
+from gspo.rewards.call import RewardItem
 from gspo.rewards.functions.code import Grade, code, extract, grade, parse_tests, prepare, same
 from gspo.rewards.pool import RewardPool
 from gspo.rewards.sandbox import box as sandbox
 from gspo.rewards.sandbox.box import Box, Limits, SandboxError
-from gspo.rewards.spec import RewardItem, reward_spec
+from gspo.rewards.spec import reward_spec
 from gspo.types import Failure, Score
 
 pytestmark = pytest.mark.run

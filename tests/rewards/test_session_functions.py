@@ -7,8 +7,9 @@ import time
 import pytest
 
 from gspo.errors import ConfigError
+from gspo.rewards.call import RewardItem
 from gspo.rewards.pool import RewardPool
-from gspo.rewards.spec import RewardItem, reward_spec
+from gspo.rewards.spec import reward_spec
 from gspo.types import Failure
 
 
@@ -64,7 +65,8 @@ def test_a_function_below_the_main_guard_of_a_script_scores_in_workers(tmp_path)
 
 SCRIPT = """
 from gspo.rewards.pool import RewardPool
-from gspo.rewards.spec import RewardItem, reward_spec
+from gspo.rewards.call import RewardItem
+from gspo.rewards.spec import reward_spec
 
 def above(text):
     below = 1.0

@@ -7,11 +7,11 @@ import pytest
 from gspo.config.load import load
 from gspo.doctor.explain.data import reward_words
 from gspo.errors import ConfigError
-from gspo.rewards.call import bind, call_sample
+from gspo.rewards.call import RewardItem, bind, call_sample
 from gspo.rewards.functions.builtin import builtin
 from gspo.rewards.functions.text import LANGUAGES
 from gspo.rewards.pool import RewardPool
-from gspo.rewards.spec import RewardItem, combine, reward_spec
+from gspo.rewards.spec import combine, reward_spec
 from gspo.train.build.rewards import reward_specs
 from gspo.types import Failure, Score
 
@@ -57,7 +57,7 @@ def test_chrf_and_bleu_are_those_of_sacrebleu():
 @pytest.mark.parametrize("answer", [None, "", "  ", 3, [], ["a", None]])
 def test_a_reference_that_is_no_text_fails(answer):
     pytest.importorskip("sacrebleu", reason="needs the extra text")
-    kind, why = call_sample(bind("chrf", {}), ("", ["a"], [], [], {"answer": answer}, None), 0)
+    kind, why = call_sample(bind("chrf", {}), RewardItem("", ["a"], data={"answer": answer}), 0)
     assert (kind, "is not a text" in why) == ("crash", True)
 
 
@@ -122,7 +122,8 @@ def test_overlap_is_zero_for_a_copy_and_one_for_a_text_of_its_own():
 
 
 def test_a_column_with_the_name_of_a_setting_is_not_a_setting():
-    item = ("a b", ["a b a b"], [], [[1, 2]], {"n": 1, "most": 0.9, "unit": "characters", "column": "x"}, None)
+    data = {"n": 1, "most": 0.9, "unit": "characters", "column": "x"}
+    item = RewardItem("a b", ["a b a b"], completion_ids=[[1, 2]], data=data)
     assert call_sample(bind("repetition", {"n": 2}), item, 0) == score("repetition", "a b a b", n=2)
     assert call_sample(bind("overlap", {}), item, 0) == score("overlap", "a b a b", prompt="a b")
 

@@ -12,7 +12,7 @@ import training_runs
 
 from gspo.cli import main as cli
 from gspo.config import load
-from gspo.errors import CheckpointError
+from gspo.errors import CheckpointError, ConfigError
 from gspo.report.read import read_metrics
 from gspo.runs.checkpoint import _own_sha256, verify
 from gspo.system.files import sha256
@@ -20,13 +20,15 @@ from gspo.system.files import sha256
 OLD = Path(__file__).parent / "of_0_1"
 
 
-@pytest.mark.parametrize("name", ["run.yaml", "v00/config.yaml", "v01/config.yaml"])
-def test_a_config_of_0_1_loads(name):
-    loaded = load(OLD / name)
-    config = loaded.config
+def test_a_config_of_0_1_without_removed_keys_loads():
+    config = load(OLD / "run.yaml").config
     assert (config.algorithm, config.actor.eps_clip, config.train_dataset.batch_size) == ("gspo", 0.002, 2)
-    # What has left the schema is named.
-    assert all(isinstance(message, str) for message in loaded.messages)
+
+
+@pytest.mark.parametrize("version", ["v00", "v01"])
+def test_the_resolved_config_of_a_run_of_0_1_is_refused_with_the_names_of_the_removed_keys(version):
+    with pytest.raises(ConfigError, match=r"train_dataset\.prompt_column is not a known key"):
+        load(OLD / version / "config.yaml")
 
 
 @pytest.mark.parametrize("version", ["v00", "v01"])
@@ -35,7 +37,7 @@ def test_a_run_of_0_1_is_reported(version, tmp_path, capsys):
     run = tmp_path / "old" / version
     assert cli.main(["report", str(run)]) == 0
     assert (run / "report.html").read_bytes().startswith(b"<!doctype html>")
-    assert cli.main(["samples", str(run), "--step", "2"]) == 0
+    assert cli.main(["report", str(run), "--samples", "--step", "2"]) == 0
     assert "6189+2280=" in capsys.readouterr().out
     assert cli.main(["compare", str(run.parent), "--out", str(tmp_path / "compare.html")]) == 0
     assert cli.main(["checkpoints", str(run)]) == 0

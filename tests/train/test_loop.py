@@ -192,7 +192,7 @@ METRICS = {
     "ratio/log_s_p05", "ratio/log_s_p50", "ratio/log_s_p95", "ratio/log_s_max_abs", "ratio/first_minibatch_max_abs",
     "clip/sequences_low", "clip/sequences_high", "clip/tokens", "clip/eps_low", "clip/eps_high", "ess/sequences",
     "clip/num_sequences", "noise/log_s_mean", "noise/log_s_std", "noise/log_s_p95_abs",
-    "noise/log_s_centred_p95_abs", "optimizer/lr",
+    "optimizer/lr",
 }  # fmt: skip
 TIMES = {
     "time/rollout_s", "time/reward_s", "time/train_s", "time/sync_s", "time/step_s", "time/bookkeeping_s",

@@ -117,6 +117,7 @@ def source_of(ref: str, folder: Path) -> Path:
 
 
 def _git(folder: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
+    # wait: 120 s, gspo bench --compare
     return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, timeout=_GIT_S, check=False)
 
 
@@ -176,6 +177,7 @@ class _Side:
     def step_times(self) -> dict[str, float]:
         """Wait for the end of the step."""
         out = _pipe(self._process.stdout)
+        # wait: none, gspo bench after _STEP_S: select comes first
         line = out.readline() if select.select([out], [], [], _STEP_S)[0] else b""
         if not line:
             raise GspoError(f"bench: {self._what} ended or took more than {_STEP_S:g} s:\n{last_lines(self._log, 8)}")

@@ -22,7 +22,7 @@ def side_reward(completions: Sequence[str], flat: Sequence[bool], **_: Any) -> l
 
 
 def main() -> None:
-    job = json.loads(sys.stdin.readline())
+    job = json.loads(sys.stdin.readline())  # wait: none, stdin ends with the measuring process
     out = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
         from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -43,6 +43,7 @@ def main() -> None:
             now = time.perf_counter(), time.process_time()
             times = None if begin is None else {"wall_s": now[0] - begin[0], "cpu_s": now[1] - begin[1]}
             print(json.dumps(times), file=out, flush=True)
+            # wait: none, stdin ends with the measuring process
             if not sys.stdin.readline():  # the other side does its step now
                 os._exit(0)  # the measuring process has ended
             begin = time.perf_counter(), time.process_time()

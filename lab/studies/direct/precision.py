@@ -36,7 +36,7 @@ def measure(loaded: Loaded, settings: dict[str, Any], seed: int) -> dict[str, di
             exact = log_probs(loop.parts.learner.policy, batch)
             noise = {i: behavior[i] - exact[i] for i in exact}
             loop.update(batch, Clock())  # with the trainer's own π_old: prox_logp_method is recompute
-            # The mean of log μ − log π_old per token, which mini-batch 1 of a run measures at no extra cost.
+            # The mean of log μ − log π_old per token, which mini-batch 1 of a run could measure at no extra cost.
             shift = float(np.concatenate(list(noise.values())).mean())
             own = {i: behavior[i] for i in exact}
             for edge, values in _compared(loop, batch, exact, own).items():

@@ -25,10 +25,9 @@ class Verb(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Exit codes: 0 done, 1 failed run, 2 bad usage or config, 130 interrupted."""
     program.wait_without_spinning()
-    if argv is None and sys.argv[1:2] in (["train"], ["quickstart"]):
-        program.run_main(
-            lambda: main(sys.argv[1:])
-        )  # exits: signals and the stall timeout cover the rest of the process
+    if argv is None and sys.argv[1:2] == ["train"]:
+        # Exits: signals and the stall timeout cover the rest of the process.
+        program.run_main(lambda: main(sys.argv[1:]))
     words = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -93,7 +92,7 @@ gspo {__version__}: reinforcement-learning post-training for language models
 with Group Sequence Policy Optimization (GSPO) and related objectives.
 
 Quickstart (on a CPU, no download):
-  gspo quickstart                              train a tiny model to add; takes a minute or two
+  gspo train quickstart                        train a tiny model to add; takes a minute or two
   gspo report runs/quickstart/gspo --open      write and open a page: curves, clipping, samples
   gspo eval runs/quickstart/gspo --samples 8   evaluate the best checkpoint: pass@k
   gspo export runs/quickstart/gspo             write the weights as a folder that transformers loads
@@ -154,12 +153,6 @@ VERBS: dict[str, Verb] = {
         project.init_arguments,
         project.init,
     ),
-    "quickstart": Verb(
-        "quickstart [key=value …]",
-        "train a tiny model to add: the same as `gspo train quickstart`",
-        project.quickstart_arguments,
-        project.quickstart,
-    ),
     "train": Verb(
         "train CONFIG [--new] [--on local|ray|slurm] [--dry-run] [key=value …]",
         "train from a config; run the same command again to resume",
@@ -179,16 +172,11 @@ VERBS: dict[str, Verb] = {
         runs.evaluate,
     ),
     "report": Verb(
-        "report RUN [--out FILE] [--open] [--max-mb MB]",
-        "write a run's report as one HTML page: curves, clipping, samples",
+        "report RUN [--out FILE] [--open] [--max-mb MB] | RUN --samples [--held-out] [--step N] [--num N] | "
+        "RUN --samples [--best] [--filter CONDITION …] > rows.jsonl",
+        "write a run's report as one HTML page; --samples prints its samples instead",
         reports.report_arguments,
         reports.report,
-    ),
-    "samples": Verb(
-        "samples RUN [--held-out] [--step N] [--num N] | RUN [--best] [--filter CONDITION …] > rows.jsonl",
-        "print completions and rewards of a step, or write samples as rows for algorithm sft",
-        reports.samples_arguments,
-        reports.samples,
     ),
     "watch": Verb(
         "watch RUN|DIR [--port N] [--open]",

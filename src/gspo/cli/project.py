@@ -1,4 +1,4 @@
-"""`gspo init`, `quickstart` and `completion`: the first commands on a new machine."""
+"""`gspo init` and `completion`: the first commands on a new machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gspo.cli.common import override_arguments
 from gspo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -121,22 +120,6 @@ def _row(task: str, problem: Any) -> dict[str, Any]:
     return {**row, "solution": problem.solution} if task == "sft" else row
 
 
-def quickstart_arguments(parser: argparse.ArgumentParser) -> None:
-    from gspo.cli.train import launch_arguments
-
-    override_arguments(parser)
-    launch_arguments(parser)
-
-
-def quickstart(args: argparse.Namespace) -> int:
-    from gspo.cli.train import train
-
-    if args.config is not None:
-        raise ConfigError(f"gspo quickstart has a config of its own; for {args.config}: gspo train {args.config}")
-    args.words.insert(0, "quickstart")
-    return train(args)
-
-
 # -- Shell completion -----------------------------------------------------------------------------------------
 
 SHELLS = ("bash", "zsh", "fish")
@@ -171,7 +154,7 @@ def completion_script(shell: str) -> str:
     for name, verb in available_verbs().items():
         actions = [action for action in parser_of(name, verb)._actions if action.help != argparse.SUPPRESS]
         words = tuple(str(word) for a in actions if not a.option_strings for word in a.choices or ())
-        takes_config = "CONFIG" in verb.usage or name == "quickstart"
+        takes_config = "CONFIG" in verb.usage
         table[name] = _Words(
             verb.line,
             {

@@ -1,4 +1,4 @@
-"""`gspo report`, `samples`, `watch` and `compare`: the results of runs, as pages and as text."""
+"""`gspo report`, `watch` and `compare`: the results of runs, as pages and as text."""
 
 from __future__ import annotations
 
@@ -49,12 +49,30 @@ def report_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MB",
         help="maximum size of the sample files in the page; steps are spread evenly over the run",
     )
+    parser.add_argument("--samples", action="store_true", help="print completions and rewards of a step; no page")
+    parser.add_argument("--held-out", action="store_true", help="answers of an evaluation instead of training samples")
+    parser.add_argument("--step", type=int, metavar="N", help="default: the last step that has samples")
+    parser.add_argument("--num", type=int, metavar="N", help="number of prompts (default: 3)")
+    parser.add_argument(
+        "--best", action="store_true", help="write JSONL rows for algorithm sft: the best sample of every prompt"
+    )
+    parser.add_argument(
+        "--filter",
+        action="append",
+        default=[],
+        metavar="CONDITION",
+        help="write JSONL rows for algorithm sft: samples with e.g. 'reward>=1' or 'length<200'; may be repeated",
+    )
 
 
 def report(args: argparse.Namespace) -> int:
     from gspo.report.read import open_run
     from gspo.system.text import inert
 
+    if args.samples:
+        return _samples(args)
+    if args.held_out or args.best or args.filter or (args.step, args.num) != (None, None):
+        raise ConfigError("--held-out, --step, --num, --best and --filter belong to --samples; add it")
     if args.max_mb is not None and not args.max_mb > 0:
         raise ConfigError("--max-mb must be above 0")
     run = open_run(args.run)
@@ -69,30 +87,16 @@ def report(args: argparse.Namespace) -> int:
     return 0
 
 
-def samples_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a run directory")
-    parser.add_argument("--held-out", action="store_true", help="answers of an evaluation instead of training samples")
-    parser.add_argument("--step", type=int, metavar="N", help="default: the last step that has samples")
-    parser.add_argument("--num", type=int, default=3, metavar="N", help="number of prompts (default: 3)")
-    parser.add_argument(
-        "--best", action="store_true", help="write JSONL rows for algorithm sft: the best sample of every prompt"
-    )
-    parser.add_argument(
-        "--filter",
-        action="append",
-        default=[],
-        metavar="CONDITION",
-        help="write JSONL rows for algorithm sft: samples with e.g. 'reward>=1' or 'length<200'; may be repeated",
-    )
-
-
-def samples(args: argparse.Namespace) -> int:
+def _samples(args: argparse.Namespace) -> int:
     from gspo.report.read import open_run
     from gspo.report.samples import read_block, sample_steps
     from gspo.report.terminal import samples_view
     from gspo.system.text import inert
 
-    if args.num < 1:
+    if args.out or args.open or args.max_mb is not None:
+        raise ConfigError("--samples prints and writes no page: leave out --out, --open and --max-mb")
+    num = 3 if args.num is None else args.num
+    if num < 1:
         raise ConfigError("--num must be at least 1")
     run, kind = open_run(args.run), "evals" if args.held_out else "samples"
     if args.best or args.filter:
@@ -104,12 +108,12 @@ def samples(args: argparse.Namespace) -> int:
         hint = "" if steps else " (rollout.dump_to_file keeps them)"
         what = "held-out answers" if args.held_out else "samples"
         raise ConfigError(f"{run} has no {what} of {'any step' if step is None else f'step {step}'}; {there}{hint}")
-    console().print(samples_view(read_block(run, step, kind), args.num, inert))
+    console().print(samples_view(read_block(run, step, kind), num, inert))
     return 0
 
 
 def _write_rows(args: argparse.Namespace, run: Path) -> int:
-    """`gspo samples RUN --filter … > rows.jsonl`."""
+    """`gspo report RUN --samples --filter … > rows.jsonl`."""
     import json
 
     from gspo.report.rows import parse_filter, training_rows
@@ -148,7 +152,7 @@ def watch(args: argparse.Namespace) -> int:
     if args.open:
         open_page(watch.address)
     with contextlib.suppress(KeyboardInterrupt):
-        watch.wait()
+        watch.wait()  # wait: none, it serves until Ctrl-C
     watch.close()
     return 0
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from gspo.algorithms import ALGORITHMS
 from gspo.config.loaded import written
-from gspo.config.migrate import areal, other_systems, removed
+from gspo.config.migrate import areal, other_systems
 from gspo.config.migrate.rule import Rule
 from gspo.config.objective import proximal_policy
 from gspo.config.schema import Config, Key, Section, keys_of, known_keys
@@ -63,8 +63,6 @@ def document() -> str:
         _proximal_table(),
         _AREAL_INTRODUCTION,
         _rule_table("AReaL", areal.areal_rules()),
-        _REMOVED_INTRODUCTION,
-        _rule_table("removed", removed.removed_rules()),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -176,7 +174,7 @@ updates, not by noise ([async.md](async.md)).
 
 With `rollout`, the first step compares the sampler's noise at equal weights, p95 |log s|, with ε before any update:
 above ε/3 it warns, above ε the run is refused unless `actor.prox_logp_force`. `gspo doctor --probe` measures the noise
-before training ([mismatch.md](mismatch.md)). `rollout_recentered` subtracts the sampler's mean error."""
+before training ([mismatch.md](mismatch.md))."""
 
 
 def _proximal_table() -> str:
@@ -194,11 +192,6 @@ Configs of AReaL load, both those for `areal.launcher.*` (2025) and those with `
 not in this file are errors. Each key of this table gives one message. Backends are written as in AReaL:
 `vllm:d2t2`, `fsdp:d4`. SGLang has never run with gspo and is not supported: vLLM takes its place, with the same sizes,
 and its flags (`sglang`) are ignored. `megatron:` and `archon:` are refused."""
-
-_REMOVED_INTRODUCTION = """## Removed keys
-
-Earlier versions of gspo had these keys, and those of AReaL's table that are now translated. Run directories that hold
-them still resume."""
 
 
 def _rule_table(title: str, rules: Iterable[Rule]) -> str:

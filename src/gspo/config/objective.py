@@ -26,12 +26,7 @@ def proximal_policy(use_decoupled_loss: bool, prox_logp_method: str | None) -> P
     if prox_logp_method in (None, "auto"):
         return ProximalPolicy("recompute" if use_decoupled_loss else "auto", use_decoupled_loss)
     # With π_old from the sampler π_old is μ, so the weight is 1.
-    method = "rollout" if is_from_sampler(prox_logp_method) else str(prox_logp_method)
-    return ProximalPolicy(method, use_decoupled_loss and method != "rollout")
-
-
-def is_from_sampler(prox_logp_method: str | None) -> bool:
-    return prox_logp_method in ("rollout", "rollout_recentered")
+    return ProximalPolicy(str(prox_logp_method), use_decoupled_loss and prox_logp_method != "rollout")
 
 
 class ObjectiveSettings(TypedDict):

@@ -16,7 +16,7 @@ from gspo.algorithms import ALGORITHMS, CORRECTIONS, LEVEL_DEFAULTS
 from gspo.config.backends import SAMPLERS, TRAINERS, parse_backend
 from gspo.config.layout import layout_of
 from gspo.config.loaded import Origin
-from gspo.config.objective import default_clip_range, is_from_sampler, level_of, proximal_policy
+from gspo.config.objective import default_clip_range, level_of, proximal_policy
 from gspo.config.schema import Config, Correction, EvalGeneration, Section
 from gspo.config.schema.dataset import ENVIRONMENT_ROWS
 from gspo.system.gpus import visible_gpus
@@ -163,7 +163,7 @@ class _Resolver:
                     f"{self.place('actor.use_decoupled_loss')}: actor.rejection_sampling has no effect, "
                     "because actor.use_decoupled_loss is false"
                 )
-        if is_decoupled and is_from_sampler(actor.prox_logp_method):
+        if is_decoupled and actor.prox_logp_method == "rollout":
             self.messages.append(
                 "actor.use_decoupled_loss has no effect: with prox_logp_method rollout π_old is μ and the weight is 1"
             )

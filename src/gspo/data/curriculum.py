@@ -65,7 +65,7 @@ class Curriculum:
         for row, visits in self._visits.items():
             self._weights[row] = usefulness(pass_rate(visits))
         # Sampling in the background asks for rows while the trainer saves.
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # wait: none, held for one look-up
 
     def row(self, submission: int) -> int:
         """The row of a submission; drawn once."""

@@ -149,7 +149,8 @@ def _in_parallel(task: str, seed: int, count: int, options: dict[str, Any], firs
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         started.append((process, job))
     # One thread per process, because communicate blocks, and a full pipe would stop the process.
-    with ThreadPoolExecutor(workers) as threads:
+    with ThreadPoolExecutor(workers) as threads:  # wait: none, the stall timeout
+        # wait: none, the stall timeout
         outputs = list(threads.map(lambda pair: pair[0].communicate(pair[1])[0], started))
     if any(process.returncode for process, _ in started):
         data = _create(task, seed, count, options)
@@ -161,7 +162,7 @@ def _in_parallel(task: str, seed: int, count: int, options: dict[str, Any], firs
 
 def main() -> None:
     """A process of `_in_parallel`: writes every n-th entry as JSON; exit code 3 if JSON cannot represent one."""
-    task, seed, count, options, first, step = json.loads(sys.stdin.read())
+    task, seed, count, options, first, step = json.loads(sys.stdin.read())  # wait: none, it is killed with its parent
     data = _create(task, seed, count, options)
     # Results use a copy of stdout, so that prints do not mix with them.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")

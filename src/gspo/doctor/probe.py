@@ -28,7 +28,7 @@ from gspo.system.launched import Launched
 from gspo.train.build.compute import set_threads
 from gspo.train.build.data import make_data
 from gspo.train.build.given import find_environment
-from gspo.train.build.objective import first_proximal_source, make_plan, narrowest_clip
+from gspo.train.build.objective import make_plan, narrowest_clip
 from gspo.train.build.policy import make_policy
 from gspo.train.build.sampler import make_sampler, sampling_params
 from gspo.types import PromptKey, Request, Sample, SampleId
@@ -83,7 +83,7 @@ def measure_noise(
         "forced": config.actor.prox_logp_force,
         "eps": eps,
         "eps_auto": config.actor.eps_clip == "auto",
-        **noise_figures(ours, theirs, eps, centred=first_proximal_source(config) == "centred"),
+        **noise_figures(ours, theirs, eps),
     }
 
 
@@ -133,7 +133,7 @@ def trainer_logp(
 
 
 def noise_figures(
-    ours: Sequence[NDArray[np.float64]], theirs: Sequence[NDArray[np.float64]], eps: float | None, *, centred: bool
+    ours: Sequence[NDArray[np.float64]], theirs: Sequence[NDArray[np.float64]], eps: float | None
 ) -> dict[str, Any]:
     """log s of the trainer against the sampler by sequence, and by length; the verdict and its words."""
     # lengths, log_s: [n]; error: [all tokens].
@@ -143,21 +143,19 @@ def noise_figures(
     if noise is None:
         raise RolloutError("the sampler answered with no token at all; raise gconfig.max_new_tokens")
     error = np.concatenate([a - b for a, b in zip(ours, theirs, strict=True)])
-    floor = noise.floor(centred)
-    verdict = judge_noise(floor, eps)
+    verdict = judge_noise(noise.p95, eps)
     return {
         "num_sequences": noise.count,
         "num_tokens": int(lengths.sum()),
         "log_s_mean": noise.mean,
         "log_s_std": noise.std,
         "log_s_p95_abs": noise.p95,
-        "log_s_centred_p95_abs": noise.centred_p95,
         "token_mean": float(error.mean()),
         "token_std": float(error.std()),
         "token_max_abs": float(np.abs(error).max()),
         "by_length": by_length(log_s, lengths),
         "verdict": verdict,
-        "words": None if eps is None or verdict == "fine" else noise_message(noise, eps, centred=centred),
+        "words": None if eps is None or verdict == "fine" else noise_message(noise, eps),
     }
 
 

@@ -98,7 +98,7 @@ class Client:
         self._request, self._chat, self._submit = request, chat, submit
         self._max_turns, self._max_context = max_turns, max_context
         self.prompt = request.origin or Prompt(request.prompt, "")
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # wait: none, held for rendering a conversation
         self._num_asked = 0
         self._exchanges: dict[tuple[Any, ...], Exchange] = {}  # by their position in the episode
         self._in_use: dict[int, set[int]] = {}  # for by_content: digest → numbers of equal requests

@@ -79,10 +79,10 @@ class Episodes:
         request_timeout_s: float = 3600.0,
         at_once: int = 256,
     ) -> None:
-        self._environment, self._chat = environment, chat
-        self._at_once = at_once  # most episodes that run; the others start as these end
-        self._max_context, self._max_turns, self._timeout_s = max_context, max_turns, timeout_s
-        self._rounds, self._request_timeout_s = rounds, request_timeout_s
+        self.environment, self.chat = environment, chat
+        self.at_once = at_once  # most episodes that run; the others start as these end
+        self.max_context, self.max_turns, self.timeout_s = max_context, max_turns, timeout_s
+        self.rounds, self.request_timeout_s = rounds, request_timeout_s
         self.thread = EnvironmentThread()
         self.is_closed = False
 
@@ -90,21 +90,21 @@ class Episodes:
         call = _Call(self, sampler)
         try:
             call.begin(requests)
-            yield from call.in_rounds() if self._rounds else call.without_rounds()
+            yield from call.in_rounds() if self.rounds else call.without_rounds()
         finally:
             # This runs also if the caller stops iterating early or an error occurs.
             call.abandon()
 
     def metrics(self) -> Mapping[str, float]:
         """What the environment counted since the last call, if it has a method `metrics`."""
-        count = getattr(self._environment, "metrics", None)
+        count = getattr(self.environment, "metrics", None)
         return {} if count is None else count()
 
     def close(self) -> None:
         """Stop the thread, and close the environment if it has a method `close`."""
         self.is_closed = True  # a call in another thread stops at its next round
         self.thread.leave()
-        if callable(close := getattr(self._environment, "close", None)):
+        if callable(close := getattr(self.environment, "close", None)):
             close()
 
 
@@ -114,7 +114,7 @@ class _Call:
     def __init__(self, how: Episodes, sampler: Sampler) -> None:
         self._how, self._sampler = how, sampler
         # Only in rounds: there the rows that are kept, and so the last bits of log-probs, do not depend on timing.
-        self._keeper = sampler if how._rounds and isinstance(sampler, KeepsCache) else None
+        self._keeper = sampler if how.rounds and isinstance(sampler, KeepsCache) else None
         self._not_started: deque[Request] = deque()
         self._open: dict[tuple[int, int], _Episode] = {}
         self._not_submitted: list[Request] = []
@@ -130,7 +130,7 @@ class _Call:
             self._run_environments()
             yield from self._take_ended()
             self._submit()
-            for sample in self._sampler.completed(self._how._request_timeout_s):
+            for sample in self._sampler.completed(self._how.request_timeout_s):
                 self._deliver(sample)
             # Samples are missing although the sampler returned: its deadline has passed.
             if self._in_flight:
@@ -142,6 +142,7 @@ class _Call:
             self._admit()
             # Wait for the first message only, then take all that are there.
             with contextlib.suppress(queue.Empty):
+                # wait: PAUSE, the driver after env.timeout or rollout.request_timeout
                 self._handle(self._inbox.get(timeout=PAUSE))
                 while True:
                     self._handle(self._inbox.get_nowait())
@@ -154,7 +155,7 @@ class _Call:
             for sample in self._sampler.completed(0.0):
                 last_sample_at = time.monotonic()
                 self._deliver(sample)
-            if self._in_flight and time.monotonic() - last_sample_at > self._how._request_timeout_s:
+            if self._in_flight and time.monotonic() - last_sample_at > self._how.request_timeout_s:
                 self._refuse_missing()
         yield from self._take_ended()
 
@@ -165,7 +166,7 @@ class _Call:
         self._admit()
 
     def _admit(self) -> None:
-        while self._not_started and len(self._open) < self._how._at_once:
+        while self._not_started and len(self._open) < self._how.at_once:
             self._start(self._not_started.popleft(), {})
 
     def _start(self, request: Request, answers: dict[SampleId, tuple[Request, Sample]]) -> None:
@@ -177,7 +178,7 @@ class _Call:
             self._inbox.put(_RequestSent(episode, sent, future))
             return future
 
-        client = Client(request, chat=how._chat, submit=submit, max_turns=how._max_turns, max_context=how._max_context)
+        client = Client(request, chat=how.chat, submit=submit, max_turns=how.max_turns, max_context=how.max_context)
         episode = _Episode(request, client, since=time.monotonic(), answers=answers)
         self._open[_key(request.id)] = episode
         loop = how.thread.loop()
@@ -191,7 +192,7 @@ class _Call:
         task.add_done_callback(lambda task: self._inbox.put(late) if task.cancelled() else None)
 
     async def _play(self, episode: _Episode) -> None:
-        self._inbox.put(_Ended(episode, await play(self._how._environment, episode.client)))
+        self._inbox.put(_Ended(episode, await play(self._how.environment, episode.client)))
 
     def _run_environments(self) -> None:
         """Run until every episode waits for a sample or has ended; a timeout ends an episode, too."""
@@ -205,6 +206,7 @@ class _Call:
                 if not self._any_running():
                     return
             with contextlib.suppress(queue.Empty):
+                # wait: 0.1 s, the driver after env.timeout or rollout.request_timeout
                 self._handle(self._inbox.get(timeout=0.1))
             self._end_late()
 
@@ -219,7 +221,7 @@ class _Call:
         for _ in range(4):
             passed = threading.Event()
             self._how.thread.loop().call_soon_threadsafe(passed.set)
-            if not passed.wait(GRACE):
+            if not passed.wait(GRACE):  # wait: GRACE, the driver replaces a loop that is blocked
                 break  # busy or blocked; `_end_late` decides
         self._take_messages()
 
@@ -260,8 +262,8 @@ class _Call:
         alive = threading.Event()
         loop = self._how.thread.loop()
         loop.call_soon_threadsafe(alive.set)
-        limit = self._how._timeout_s
-        if alive.wait(GRACE):
+        limit = self._how.timeout_s
+        if alive.wait(GRACE):  # wait: GRACE, the driver
             for episode in late:
                 self._end(episode, Failure("timeout", f"environment: sent no request for {limit:g} s (env.timeout)"))
             return
@@ -286,7 +288,7 @@ class _Call:
             self._start(episode.request, episode.answers)
 
     def _is_late(self, episode: _Episode) -> bool:
-        return time.monotonic() - episode.since > self._how._timeout_s
+        return time.monotonic() - episode.since > self._how.timeout_s
 
     def _end(self, episode: _Episode, outcome: Outcome | None) -> None:
         """Record the outcome of an episode; samples of its open requests are dropped when they arrive."""
@@ -372,7 +374,7 @@ class _Call:
 
     def _refuse_missing(self) -> None:
         raise RolloutError(
-            f"{len(self._in_flight)} requests of episodes have no sample after {self._how._request_timeout_s:g} s; "
+            f"{len(self._in_flight)} requests of episodes have no sample after {self._how.request_timeout_s:g} s; "
             "if the sampler needs longer, set rollout.request_timeout higher"
         )
 

@@ -67,5 +67,5 @@ def _run(loop: asyncio.AbstractEventLoop, is_in_use: Callable[[], bool]) -> None
     for task in left:
         task.cancel()
     if left:
-        loop.run_until_complete(asyncio.wait(left, timeout=GRACE))
+        loop.run_until_complete(asyncio.wait(left, timeout=GRACE))  # wait: GRACE, the environments' thread
     loop.close()

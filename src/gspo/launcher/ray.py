@@ -119,6 +119,7 @@ def _wait_for_port(address: str, until: float, timeout: float) -> None:
     host = host.removeprefix("[").removesuffix("]")  # of an IPv6 address
     while host and "/" not in host and port.isdecimal():
         try:
+            # wait: 5 s per try, the launcher after START_TIMEOUT_S
             with socket.create_connection((host, int(port)), timeout=5.0):
                 return
         except (OSError, UnicodeError) as error:  # UnicodeError: not a host name
@@ -127,7 +128,7 @@ def _wait_for_port(address: str, until: float, timeout: float) -> None:
                     f"the Ray cluster at {address} (RAY_ADDRESS) cannot be reached: {error}; waited {timeout:g} s"
                 ) from error
             beat("connecting to Ray")
-            time.sleep(0.5)
+            time.sleep(0.5)  # wait: 0.5 s, the launcher after START_TIMEOUT_S
 
 
 def _reserve(ray: Any, plan: LaunchPlan, timeout: float) -> tuple[Any, dict[int, int]]:
@@ -142,7 +143,7 @@ def _reserve(ray: Any, plan: LaunchPlan, timeout: float) -> tuple[Any, dict[int,
     # STRICT_SPREAD: every bundle on a machine of its own, as the plan assumes.
     group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "STRICT_PACK")
     beat("reserving machines on Ray")
-    if not group.wait(timeout_seconds=timeout):
+    if not group.wait(timeout_seconds=timeout):  # wait: 300 s (START_TIMEOUT_S), the launcher
         offered = [{k: v for k, v in n["Resources"].items() if k in ("CPU", "GPU")} for n in ray.nodes() if n["Alive"]]
         # Written by a Slurm job: a machine that is missing may have failed to start Ray.
         logs = (
@@ -191,7 +192,7 @@ class RayProcess:
     def poll(self) -> int | None:
         while self._code is None:
             # `timeout=0`: the supervising loop must not block on one process.
-            ready, _ = self._ray.wait([self._reply], timeout=0)
+            ready, _ = self._ray.wait([self._reply], timeout=0)  # wait: 0 s, the launcher
             now = self._clock.seconds()
             if not ready:
                 if now > self._until:
@@ -199,6 +200,7 @@ class RayProcess:
                     self._kill_stopped()
                 break
             try:
+                # wait: 60 s for the transfer, the launcher
                 answer = self._ray.get(self._reply, timeout=ACTOR_TIMEOUT_S)
             except self._ray.exceptions.RayError as error:
                 self._lose((str(error).strip() or type(error).__name__).splitlines()[0])
@@ -247,7 +249,7 @@ class RayProcess:
         # A task on the same machine, for which Ray uses another worker.
         task = self._ray.remote(kill_if_stopped).options(num_cpus=0, max_retries=0, **self._where)
         reply = task.remote(self._pid)
-        ready, _ = self._ray.wait([reply], timeout=KILL_S)
+        ready, _ = self._ray.wait([reply], timeout=KILL_S)  # wait: 30 s, the launcher
         if not ready:  # the machine is gone
             self._ray.cancel(reply)
 
@@ -260,7 +262,7 @@ class RayProcess:
     def end(self, timeout_s: float) -> None:
         try:
             if self._code is None and self._is_started:
-                self._ray.get(self._actor.end.remote(timeout_s), timeout=timeout_s + POLL_S)
+                self._ray.get(self._actor.end.remote(timeout_s), timeout=timeout_s + POLL_S)  # wait: 15 s, the launcher
         except self._ray.exceptions.RayError:
             pass  # the actor is gone, and the kernel has killed its process
         self._ray.kill(self._actor)

@@ -50,7 +50,7 @@ class ProcessActor:
     def __init__(self, process: Process) -> None:
         self._plan, self._limit = process, StopLimit(process)
         self._process: subprocess.Popen[bytes] | None = None
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # wait: none, held for appending bytes; waits release it
         self._output = bytearray()
         self._code: int | None = None
 
@@ -67,7 +67,7 @@ class ProcessActor:
         started = threading.Event()
         # For the kernel the parent is this thread, so it must live as long as the process does.
         threading.Thread(target=self._run, args=(argv, env, cwd, log, started), daemon=True).start()
-        started.wait(START_S)
+        started.wait(START_S)  # wait: 50 s, the actor
         return b"", None
 
     def _run(
@@ -95,8 +95,9 @@ class ProcessActor:
         reader = threading.Thread(target=self._read, args=(process,), daemon=True)
         reader.start()
         wait_and_kill_group(process)
-        reader.join(LAST_OUTPUT_S)
+        reader.join(LAST_OUTPUT_S)  # wait: LAST_OUTPUT_S, the actor
         remove_published(self._plan)  # this machine may be another than the launcher's
+        # wait: KILLED_S, the actor
         code = process.wait(KILLED_S)  # it has ended; this reads its exit code
         with self._changed:
             self._code = shell_code(code)
@@ -106,7 +107,7 @@ class ProcessActor:
         if process.stdout is None:
             return
         with process.stdout as pipe:
-            while chunk := os.read(pipe.fileno(), 65536):
+            while chunk := os.read(pipe.fileno(), 65536):  # wait: none, end of file; a daemon thread
                 with self._changed:
                     self._output += chunk
                     if len(self._output) > KEPT_BYTES:  # the launcher is stopped, or slower than the process
@@ -119,7 +120,7 @@ class ProcessActor:
             if self._process is not None and self._code is None and (message := self._limit.enforce(self._process)):
                 self._output += f"{message}\n".encode()
             if not self._output and self._code is None:
-                self._changed.wait(timeout_s)
+                self._changed.wait(timeout_s)  # wait: 5 s, the launcher
             output = bytes(self._output[:REPLY_BYTES])
             del self._output[:REPLY_BYTES]
             # The exit code is the last thing that the launcher reads.

@@ -182,7 +182,7 @@ def _follow(job: str, log: Path, position: int, received: list[int], say: Say) -
             if len(received) > handled:
                 say(f"{error}; trying again. Ctrl-C ends this program only")
             beat("a call of the Slurm controller")
-            time.sleep(5)
+            time.sleep(5)  # wait: 5 s, the launcher after CONTROLLER_TIMEOUT_S
             continue
         position = _print_log(log, position)
         # Seen twice: a job that is being requeued passes through such a state.
@@ -198,7 +198,7 @@ def _follow(job: str, log: Path, position: int, received: list[int], say: Say) -
             say(f"job {job} is pending: {reason}")
         before = state
         beat("the state of the job")
-        time.sleep(0.5)
+        time.sleep(0.5)  # wait: 0.5 s, the user and Slurm
 
 
 def _forgotten(job: str, log: Path, say: Say) -> int:
@@ -258,7 +258,7 @@ def _print_log(log: Path, position: int) -> int:
 def _slurm(*command: str) -> str:
     try:
         # In a session of its own: Ctrl-C in a terminal must not interrupt a command half way.
-        done = subprocess.run(
+        done = subprocess.run(  # wait: 60 s, the launcher
             command, capture_output=True, encoding="utf-8", errors="replace", timeout=60, check=False,
             stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip

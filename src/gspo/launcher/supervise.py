@@ -78,7 +78,7 @@ class Unit:
         # are stopped, because ranks cannot continue without the missing one.
         until = time.monotonic() + STOP_TIMEOUT_S
         while None in codes and time.monotonic() < until:
-            time.sleep(0.05)
+            time.sleep(0.05)  # wait: 0.05 s, the launcher after STOP_TIMEOUT_S
             codes = [handle.poll() for handle in self.handles]
         self.end()
         failed = [code for code in codes if code]
@@ -119,7 +119,7 @@ def supervise(plan: LaunchPlan, prepare: Callable[[], Start], *, restarts: int, 
                 code = trainer.poll()
                 if code is None:
                     beat("a check of the processes")  # the trainer has a stall timeout of its own
-                    time.sleep(0.05)
+                    time.sleep(0.05)  # wait: 0.05 s, the stall timeout of the trainer
                     continue
                 # Python needs a moment before it can handle a signal; one that came earlier has killed the trainer.
                 if stopping and code in KILLED_BY_STOP:

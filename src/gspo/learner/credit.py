@@ -19,6 +19,7 @@ from gspo.errors import TrainingError
 from gspo.learner.batch import Batch, Floats, minibatches
 from gspo.objectives import advantage, token_layout
 from gspo.objectives.kl import kl
+from gspo.rewards.functions.builtin import overlong
 from gspo.types import Group, Outcome, Sample, Score
 
 
@@ -48,19 +49,20 @@ class Credit:
 
 
 def shape_scores(scores: Floats, lengths: NDArray[np.int64], how: Shaping) -> Floats:
-    """clip( (score − penalty + bias) · scaling ); the penalty rises linearly over the last `overlong_tokens`.
-
-    (DAPO, arXiv 2503.14476, eq. 13: 0 up to L − tail, then (L − tail − |y|)/tail.)
-    """
+    """clip( (score − penalty + bias) · scaling ); the penalty rises linearly over the last `overlong_tokens`."""
     out = scores.copy()
     if how.overlong_tokens:
-        out = out - _overlong_penalty(lengths, how)
+        out = out + _overlong(lengths, how)
     return np.clip((out + how.bias) * how.scaling, -how.clip, how.clip)
 
 
-def _overlong_penalty(lengths: NDArray[np.int64], how: Shaping) -> Floats:
-    over = np.clip((lengths - (how.max_new_tokens - how.overlong_tokens)) / how.overlong_tokens, 0.0, 1.0)  # [m]
-    return how.overlong_factor * over
+def _overlong(lengths: NDArray[np.int64], how: Shaping) -> Floats:
+    """The length penalty of each completion, 0 or negative, [m]."""
+    longest, tail, factor = how.max_new_tokens, how.overlong_tokens, how.overlong_factor
+    return np.array(
+        [overlong("", num_tokens=n, max_tokens=longest, buffer_tokens=tail, factor=factor) for n in lengths.tolist()],
+        dtype=np.float64,
+    )
 
 
 def components(
@@ -81,7 +83,7 @@ def components(
         found.append((has, values, np.array([scores[i].weights.get(name, 1.0) for i in numbers], dtype=np.float64)))
     if how.overlong_tokens:
         scored = np.array([i in scores for i in range(len(outcomes))], dtype=bool)
-        found.append((scored, -_overlong_penalty(lengths[scored], how), np.ones(int(scored.sum()))))
+        found.append((scored, _overlong(lengths[scored], how), np.ones(int(scored.sum()))))
     return found
 
 

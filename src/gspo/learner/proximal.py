@@ -1,12 +1,11 @@
 """π_old, the proximal policy: where its log-probs come from, the sampler's noise in them, and the automatic ε.
 
 π_old is the policy at the start of the batch. Mini-batch 1 is computed with exactly these weights, so its π_old is its
-own detached forward pass. For mini-batches 2…K there are five sources (`ProximalSource`):
+own detached forward pass. For mini-batches 2…K there are four sources (`ProximalSource`):
 
     recompute   one more forward pass, before the first update: exact
     sampler     log μ from the sampler, if its noise at equal weights was measured to be far below ε
     rollout     log μ for every mini-batch, the first one included (AReaL's `prox_logp_method: rollout`)
-    centred     log μ minus its mean error per token, which mini-batch 1 measures at no cost
     loglinear   interpolated between log μ and log π_θ, by the weight version of each token (async rollout)
 
 The source is decided at the start of a run, from the config (`first_proximal_source` in `train/build/objective.py`).
@@ -31,7 +30,7 @@ from gspo.types import Sample
 
 Floats = NDArray[np.float64]
 LogProbs = Mapping[int, NDArray[np.float32]]  # by sequence number, at its trained tokens
-ProximalSource = Literal["recompute", "sampler", "rollout", "centred", "loglinear"]
+ProximalSource = Literal["recompute", "sampler", "rollout", "loglinear"]
 Verdict = Literal["fine", "near", "above"]
 
 # `auto` uses the sampler's log-probs as π_old while their noise is this many times smaller than ε.
@@ -63,14 +62,6 @@ def recomputed(policy: PolicyModule, packs: Sequence[Packed], temperature: float
     return stored
 
 
-def centred(behavior: LogProbs, noise_log_s: Floats, trained_tokens: NDArray[np.int64]) -> LogProbs:
-    """log μ − shift. The shift is the mean of log μ − log π_old over mini-batch 1's tokens; 0 if it trained none."""
-    # Mini-batch 1 measures the noise; the shift is then used for the log-probs of mini-batches 2…K.
-    measured = noise_of(noise_log_s, trained_tokens)
-    shift = np.float32(0.0 if measured is None else measured.shift)
-    return {i: logp - shift for i, logp in behavior.items()}
-
-
 def loglinear_weight(samples: Sequence[Sample], version: int, progress: float) -> torch.Tensor:
     """[N] α of log π_old ≈ log μ + α (log π_θ − log μ), at the trained tokens of some sequences, end to end.
 
@@ -92,39 +83,21 @@ class Noise:
     count: int
     mean: float
     std: float
-    p95: float  # of |log s|
-    shift: float  # mean over all tokens of log μ − log π: what `centred` subtracts
-    centred_p95: float  # of |log s + shift|
-
-    def floor(self, centred: bool) -> float:
-        """The value that is compared with ε."""
-        return self.centred_p95 if centred else self.p95
+    p95: float  # of |log s|; it is compared with ε
 
 
 def noise_of(log_s: Floats, lengths: NDArray[np.int64]) -> Noise | None:
     """The noise of sequences [n] with `lengths` trained tokens each; NaN: not measured. None: no sequence measured.
 
-    >>> noise_of(np.array([0.25, 0.75, np.nan]), np.array([1, 3, 5])).shift
-    -0.625
+    >>> noise_of(np.array([0.25, 0.75, np.nan]), np.array([1, 3, 5])).mean
+    0.5
     """
     seen = np.isfinite(log_s) & (lengths > 0)
     if not seen.any():
         return None
-    log_s, lengths = log_s[seen], lengths[seen]
-    # Weighted by length, so that it is a mean over tokens. Minus: log s is log π − log μ, the shift is log μ − log π.
-    shift = -float((log_s * lengths).sum() / lengths.sum())
-    return Noise(
-        count=len(log_s),
-        mean=float(log_s.mean()),
-        std=float(log_s.std()),
-        p95=_p95(log_s),
-        shift=shift,
-        centred_p95=_p95(log_s + shift),
-    )
-
-
-def _p95(values: Floats) -> float:
-    return float(np.quantile(np.abs(values), 0.95))
+    log_s = log_s[seen]
+    p95 = float(np.quantile(np.abs(log_s), 0.95))
+    return Noise(len(log_s), mean=float(log_s.mean()), std=float(log_s.std()), p95=p95)
 
 
 def judge_noise(noise: float, eps: float | None) -> Verdict:
@@ -141,23 +114,18 @@ def judge_noise(noise: float, eps: float | None) -> Verdict:
     return "near" if noise <= eps else "above"
 
 
-def noise_message(noise: Noise, eps: float, *, centred: bool = False) -> str:
+def noise_message(noise: Noise, eps: float) -> str:
     """The measured noise and the remedies, for the warning or the error."""
-    floor = noise.floor(centred)
-    what = f"p95 |log s| = {floor:.1e}{' after re-centring' if centred else ''}, mean {noise.mean:+.1e}"
     effect = (
         "sequences are outside the clip range before any update, because of the sampler's rounding alone"
-        if judge_noise(floor, eps) == "above"
+        if judge_noise(noise.p95, eps) == "above"
         else "the sampler's rounding changes which sequences are clipped"
     )
-    # Re-centring is offered only if it changes the verdict.
-    remedies = [f"actor.eps_clip above {FINE * floor:.1e}", "actor.eps_clip=auto"]
-    if not centred and judge_noise(noise.centred_p95, eps) != judge_noise(noise.p95, eps):
-        remedies.append(f"actor.prox_logp_method=rollout_recentered, which leaves {noise.centred_p95:.1e},")
     return (
-        f"the sampler's log-probs are used as π_old, and differ from the trainer's at equal weights by {what}, "
-        f"{floor / eps:.2g} times the clip range ε = {eps:.1e} ({noise.count} sequences): {effect}. "
-        f"Set {', '.join(remedies)} or actor.prox_logp_method=recompute"
+        "the sampler's log-probs are used as π_old, and differ from the trainer's at equal weights by p95 |log s| = "
+        f"{noise.p95:.1e}, mean {noise.mean:+.1e}, {noise.p95 / eps:.2g} times the clip range ε = {eps:.1e} "
+        f"({noise.count} sequences): {effect}. Set actor.eps_clip above {FINE * noise.p95:.1e}, actor.eps_clip=auto or "
+        "actor.prox_logp_method=recompute"
     )
 
 

@@ -22,7 +22,7 @@ from gspo.learner.batch import Batch
 from gspo.learner.optim import apply_update
 from gspo.learner.policy.module import PolicyModule, PolicyOutput, packed_parts
 from gspo.learner.policy.packing import Packed, gather
-from gspo.learner.proximal import LogProbs, ProximalSource, centred, loglinear_weight, recomputed
+from gspo.learner.proximal import LogProbs, ProximalSource, loglinear_weight, recomputed
 from gspo.learner.reference import Teacher
 from gspo.learner.routing import Replay, Routing
 from gspo.learner.step_report import StepReport, merged, of_all_ranks
@@ -86,7 +86,7 @@ def train_step(
     """
     step = _prepare(policy, batch, plan, keep_tokens_of, teacher)
     report, world = step.report, policy.world
-    # log π_old of mini-batches 2…K. log μ, unless a source replaces it: `recompute` here, `centred` after mini-batch 1.
+    # log π_old of mini-batches 2…K. log μ, unless the source is `recompute`.
     proximal_logp: LogProbs = step.behavior
     with phase(report.seconds, "proximal"):
         if proximal == "recompute":
@@ -106,12 +106,8 @@ def train_step(
         # All ranks must make the same decision whether to update, so each needs the loss of all ranks.
         loss = world.all_reduce_sum(loss)
         # After the backward pass the noise is known, and before the update an error leaves the weights unchanged.
-        if update == 0 and (before_update is not None or proximal == "centred"):
-            noise = of_all_ranks(report.noise_log_s, world)
-            if before_update is not None:
-                before_update(noise)
-            if proximal == "centred":
-                proximal_logp = centred(step.behavior, noise, batch.trained_tokens)
+        if update == 0 and before_update is not None:
+            before_update(of_all_ranks(report.noise_log_s, world))
         with phase(report.seconds, "optimizer"):
             # The loss is checked too: a clamp has gradient 0 at NaN, so the gradient norm can be finite.
             norm, applied = apply_update(
@@ -288,9 +284,9 @@ class _Step:
         """Write what happened to the sequences of a micro-batch into the report."""
         report, index = self.report, packed.index.cpu().numpy()  # index [B]
         report.num_input_tokens += packed.num_tokens
-        for name in ("log_s", "clipped_low", "clipped_high", "correction", "correction_raw", "correction_outside"):
+        for name, per_sequence in report.of_the_loss.items():
             if name in result.stats:
-                getattr(report, name)[index] = units.by_sequence(name, result.stats).cpu().numpy()
+                per_sequence[index] = units.by_sequence(name, result.stats).cpu().numpy()
         # Always per sequence, also if the units of the loss are turns.
         layout = objectives.token_layout(out.logp, None, packed.cu_seqlens)
         drift = objectives.mean_tokens(behavior_logp - out.logp.detach(), layout).cpu().numpy()  # [B]

@@ -47,6 +47,18 @@ class StepReport:
         default_factory=lambda: dict.fromkeys(("proximal", "forward_backward", "optimizer"), 0.0)
     )
 
+    @property
+    def of_the_loss(self) -> dict[str, NDArray[np.float64]]:
+        """The arrays that statistics of `objectives.loss` fill, by the statistic's name."""
+        return {
+            "log_s": self.log_s,
+            "clipped_low": self.clipped_low,
+            "clipped_high": self.clipped_high,
+            "correction": self.correction,
+            "correction_raw": self.correction_raw,
+            "correction_outside": self.correction_outside,
+        }
+
     @staticmethod
     def empty(num_sequences: int) -> StepReport:
         def unset() -> NDArray[np.float64]:

@@ -84,7 +84,7 @@ def _one_at_a_time(path: Path) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                time.sleep(0.2)
+                time.sleep(0.2)  # wait: 300 s, the caller
             except OSError:  # a file system without locks
                 break
         try:

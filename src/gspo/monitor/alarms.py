@@ -107,8 +107,7 @@ def _lasting_conditions(
     seen = metrics.get("ratio/log_s_std") is not None
     age = metrics.get("staleness/max") or 0
     entropy = metrics.get("policy/entropy")  # 0.0 is a value, so no `or` here
-    floor = {"rollout": "noise/log_s_p95_abs", "centred": "noise/log_s_centred_p95_abs"}
-    noise = metrics.get(floor.get(str(metrics.get("policy/proximal")), "")) or 0.0
+    noise = (metrics.get("noise/log_s_p95_abs") or 0.0) if metrics.get("policy/proximal") == "rollout" else 0.0
     whole, auto = ("sequence", ", or actor.eps_clip=auto") if by_sequence else ("token", "")
     many = clipped if by_sequence else metrics.get("clip/tokens") or 0.0
     # Without a clip range ε is infinite, and no noise is above it.

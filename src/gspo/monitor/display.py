@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gspo.system.program import print_line
-from gspo.system.text import inert, span
+from gspo.system.text import duration, inert
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 RECENT = 20  # number of steps from which the time left is estimated
@@ -61,7 +61,7 @@ class Pace:
     def left(self, step: int) -> str | None:
         if not self._recent or step >= self._total:
             return None
-        return span(sum(self._recent) / len(self._recent) * (self._total - step))
+        return duration(round(sum(self._recent) / len(self._recent) * (self._total - step)))
 
 
 class Silent:
@@ -168,7 +168,7 @@ class LivePanel:
 
     def _head(self, width: int) -> Text:
         elapsed = time.monotonic() - self._since
-        phase = "done" if self._done else f"{self._phase} {span(elapsed)}" if elapsed >= 2 else self._phase
+        phase = "done" if self._done else f"{self._phase} {duration(round(elapsed))}" if elapsed >= 2 else self._phase
         if self._done and self._step < self._total:
             phase = "ended"
         room = width - len(phase) - 3

@@ -70,13 +70,13 @@ class Loggers:
         # together.
         deadline = time.monotonic() + 3
         for feed in feeds:
-            feed.join(max(0.0, deadline - time.monotonic()))
+            feed.join(max(0.0, deadline - time.monotonic()))  # wait: 3 s for all loggers together, the trainer
         late = [feed for feed in feeds if feed.is_alive()]
         if late:
             self._say(f"waiting for {_names(late)} to write the last rows, at most {PATIENCE_S:.0f} s")
             deadline = time.monotonic() + PATIENCE_S
             for feed in late:
-                feed.join(max(0.0, deadline - time.monotonic()))
+                feed.join(max(0.0, deadline - time.monotonic()))  # wait: 60 s for all loggers together, the trainer
             for feed in late:
                 if feed.is_alive():
                     feed.drop(f"{feed.name} did not write all rows within {PATIENCE_S:.0f} s")
@@ -129,6 +129,7 @@ class _Feed(threading.Thread):
                 self._message(f"{self.name} is at {where}")
             for row in self._history:
                 sink.write(row)
+            # wait: none, the trainer sends an end mark
             while (row := self._rows.get()) is not None and not self._dropped:
                 step = row["step"]
                 sink.write(row)

@@ -164,7 +164,6 @@ def noise_metrics(noise: Noise | None) -> dict[str, Any]:
         "noise/log_s_mean": None if noise is None else noise.mean,
         "noise/log_s_std": None if noise is None else noise.std,
         "noise/log_s_p95_abs": None if noise is None else noise.p95,
-        "noise/log_s_centred_p95_abs": None if noise is None else noise.centred_p95,
     }
 
 

@@ -12,7 +12,7 @@ from gspo.errors import ConfigError
 from gspo.planner.costs import MODELS, WEIGHT, ModelSize
 from gspo.planner.hardware import Gpu
 from gspo.planner.search import ClusterPlan, PlannedJob
-from gspo.planner.simulate import SerialCost, Work, lengths, recorded_lengths
+from gspo.planner.simulate import SerialCost, Work, lognormal_lengths, recorded_lengths
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -34,7 +34,7 @@ def job_of(
     mean = sum(recorded) / len(recorded) if recorded else mean_length or most / 2
     if not 1 <= mean <= most:
         raise ConfigError(f"--length {mean:g} must be between 1 and gconfig.max_new_tokens, which is {most}")
-    draw = recorded_lengths(list(recorded)) if recorded else lengths(mean, spread, most)
+    draw = recorded_lengths(list(recorded)) if recorded else lognormal_lengths(mean, spread, most)
     work = Work(config.train_dataset.batch_size, config.gconfig.n_samples, prompt_tokens, draw, num_steps=14)
     return PlannedJob(
         model_size(model or config.actor.path),

@@ -388,7 +388,7 @@ def fixed_length(tokens: int) -> Callable[[int, int], int]:
     return lambda submission, sample: tokens
 
 
-def lengths(mean: float, spread: float, most: int, seed: int = 1) -> Callable[[int, int], int]:
+def lognormal_lengths(mean: float, spread: float, most: int, seed: int = 1) -> Callable[[int, int], int]:
     """Log-normal lengths with this mean and standard deviation of the logarithm, cut at `most`."""
     middle, normal = math.log(mean) - spread**2 / 2, NormalDist()
 

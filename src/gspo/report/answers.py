@@ -8,7 +8,8 @@ from typing import Any
 from gspo.report.clip import ACCEPTED, ENOUGH
 from gspo.report.read import Row
 from gspo.report.samples import finite_number
-from gspo.report.summary import RunSummary, clipped_count, duration, ends_text, score_name
+from gspo.report.summary import RunSummary, clipped_count, ends_text, score_name
+from gspo.system.text import duration
 
 Answer = dict[str, Any]  # question, verdict (good, note, bad or none), text, more, section
 

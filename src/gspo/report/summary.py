@@ -19,6 +19,7 @@ from gspo.report.read import (
     sources_of,
 )
 from gspo.stats import COLLAPSE, has_collapsed
+from gspo.system.text import duration
 
 FEW = 8  # rewards of fewer steps are too noisy to tell a collapse
 ENDS = 5  # steps averaged at both ends of a curve, because one batch is noisy; fewer for runs under 10 steps
@@ -151,20 +152,6 @@ def ends_words(s: RunSummary) -> str:
     if s.steps == 1:
         return ""
     return "  first and last step" if s.ends == 1 else f"  mean of the first and last {s.ends} steps"
-
-
-def duration(seconds: float) -> str:
-    """Seconds in minutes and hours.
-
-    >>> duration(65.2), duration(7322)
-    ('1 min 5 s', '2 h 2 min')
-    """
-    whole = round(seconds)
-    if whole < 60:
-        return f"{seconds:.1f} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def change_text(first: str, last: str, evaluations: int) -> str:

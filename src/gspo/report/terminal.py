@@ -15,8 +15,8 @@ from rich.text import Text
 
 from gspo.report.read import Checkpoint, score_text
 from gspo.report.samples import Block
-from gspo.report.summary import RunSummary, duration, summary_rows
-from gspo.system.text import TextRows, turns_text
+from gspo.report.summary import RunSummary, summary_rows
+from gspo.system.text import TextRows, duration, turns_text
 
 
 def run_view(said: str, summary: RunSummary, places: Mapping[str, str]) -> RenderableType:
@@ -77,7 +77,7 @@ def probe_view(result: Mapping[str, Any]) -> RenderableType:
         table.add_row(*(Text(cell, style=style) for cell in (span, str(row["num_sequences"]), *figures)))
     lines = [
         f"per token: mean {result['token_mean']:+.1e}, sd {result['token_std']:.1e}, "
-        f"largest {result['token_max_abs']:.1e}; re-centred p95 |log s| {result['log_s_centred_p95_abs']:.1e}"
+        f"largest {result['token_max_abs']:.1e}"
     ]
     if result["cuts"]:
         lines.append(f"{' and '.join(result['cuts'])} change only the sampler's distribution: the numbers include this")

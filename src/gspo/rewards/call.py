@@ -22,14 +22,17 @@ import numbers
 import pickle
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gspo.errors import SandboxError
 from gspo.rewards.functions.builtin import BUILTIN, COMPARING, FROM_ROW, TEXT, builtin
 from gspo.system.imports import by_name, described, find_function
+
+if TYPE_CHECKING:
+    from gspo.types import Outcome  # imports numpy
 
 SAMPLE, AREAL, TRL = "text", "areal", "trl"
 LENGTH = struct.Struct("=I")  # of a frame between trainer, supervisor and worker
@@ -54,8 +57,25 @@ class Call:
         return self.shape == TRL or self.is_async
 
 
-# prompt, completions, prompt ids, completion ids, columns, reference
-Item = tuple[str, Sequence[str], Sequence[int], Sequence[Sequence[int]], Mapping[str, Any], Any]
+@dataclass(frozen=True, slots=True)
+class RewardItem:
+    """One prompt and the completions of its group, which are scored together.
+
+    >>> RewardItem("2+2=", ("4", "5"), data={"answer": "4"}).completions
+    ('4', '5')
+    """
+
+    prompt: str
+    completions: Sequence[str]
+    prompt_ids: Sequence[int] = ()
+    completion_ids: Sequence[Sequence[int]] = ()  # their lengths are used by length rewards
+    data: Mapping[str, Any] = field(default_factory=dict)  # the row's columns
+    reference: Any = None  # the final answer for built-in rewards; None: the column `answer`
+    messages: Sequence[Mapping[str, Any]] = ()  # the prompt before the chat template, for judges and reward models
+    source: str = ""  # name of its data set in a mixture (`route.RewardRouter`)
+    given: Sequence[Outcome | None] = ()  # outcomes that an environment has given (`route.GivenRewards`)
+
+
 Result = float | tuple[str, str]  # a value, or (kind of failure, message)
 
 
@@ -74,8 +94,8 @@ class Scorer(Protocol):
     code, so it needs no worker process; requests to a judge have timeouts.
     """
 
-    def start(self, item: Any) -> Pending:
-        """Start to score a group (a `RewardItem`)."""
+    def start(self, item: RewardItem) -> Pending:
+        """Start to score a group."""
         ...
 
     def close(self) -> None: ...
@@ -125,7 +145,7 @@ def _unpickled(name: str, code: str) -> Callable[..., Any]:
         ) from error
 
 
-def call_sample(call: Call, item: Item, index: int) -> Result:
+def call_sample(call: Call, item: RewardItem, index: int) -> Result:
     """Score one completion."""
     try:
         value = _invoke_sample(call, item, index)
@@ -139,9 +159,9 @@ def call_sample(call: Call, item: Item, index: int) -> Result:
         return "crash", _describe(call.name, error)
 
 
-def call_group(call: Call, item: Item, timeout_s: float) -> list[Result]:
+def call_group(call: Call, item: RewardItem, timeout_s: float) -> list[Result]:
     """Score all completions of a group by one call (TRL), or by awaiting one call for each."""
-    num = len(item[1])
+    num = len(item.completions)
     try:
         if call.shape != TRL:
             return _runner().run(_gather(call, item, timeout_s))
@@ -197,40 +217,40 @@ def _copied(value: Any) -> Any:
     return value if type(value) in (str, int, float, bool, type(None)) else copy.deepcopy(value)
 
 
-def _data(call: Call, item: Item) -> dict[str, Any]:
+def _data(call: Call, item: RewardItem) -> dict[str, Any]:
     """The row's columns as they are. Rewards that compare get the final answer as `answer`; functions of the user can
     read it as `reference`, unless the row has a column of this name."""
-    data, reference = item[4:]
-    if reference is None:
-        return dict(data)
-    return {**data, "answer": reference} if call.name in COMPARING else {"reference": reference, **data}
+    if item.reference is None:
+        return dict(item.data)
+    if call.name in COMPARING:
+        return {**item.data, "answer": item.reference}
+    return {"reference": item.reference, **item.data}
 
 
-def _invoke_sample(call: Call, item: Item, index: int) -> Any:
-    prompt, completions, prompt_ids, completion_ids = item[:4]
-    data, ids = _data(call, item), completion_ids[index] if len(completion_ids) else []
+def _invoke_sample(call: Call, item: RewardItem, index: int) -> Any:
+    data, text = _data(call, item), item.completions[index]
+    ids = item.completion_ids[index] if len(item.completion_ids) else []
     if call.shape == AREAL:
         taken = ("prompt", "completions", "prompt_ids", "completion_ids")
-        return call.function(prompt, completions[index], list(prompt_ids), list(ids), **_columns(call, data, taken))
-    columns = {**data, "prompt": prompt}
-    if len(completion_ids):  # without ids a length reward must fail instead of using 0
+        return call.function(item.prompt, text, list(item.prompt_ids), list(ids), **_columns(call, data, taken))
+    columns = {**data, "prompt": item.prompt}
+    if len(item.completion_ids):  # without ids a length reward must fail instead of using 0
         columns["num_tokens"] = len(ids)
-    return call.function(completions[index], **_columns(call, columns, ("text", "completion")))
+    return call.function(text, **_columns(call, columns, ("text", "completion")))
 
 
-def _invoke_group(call: Call, item: Item) -> Any:
-    prompt, completions, prompt_ids, completion_ids = item[:4]
-    data, num = _data(call, item), len(completions)
+def _invoke_group(call: Call, item: RewardItem) -> Any:
+    data, num = _data(call, item), len(item.completions)
     messages = data.get("messages")
     # TRL's convention: every argument is a list with one entry per completion, each with its own copy.
     columns: dict[str, Any] = {key: [_copied(value) for _ in range(num)] for key, value in data.items()}
-    columns["prompts"] = [_copied(messages) if messages else prompt for _ in range(num)]
-    columns["prompt_ids"] = [list(prompt_ids) for _ in range(num)]
-    columns["completion_ids"] = completion_ids
-    texts: list[Any] = list(completions)
+    columns["prompts"] = [_copied(messages) if messages else item.prompt for _ in range(num)]
+    columns["prompt_ids"] = [list(item.prompt_ids) for _ in range(num)]
+    columns["completion_ids"] = item.completion_ids
+    texts: list[Any] = list(item.completions)
     # For conversational rows TRL passes each completion as a list of messages.
     if messages:
-        texts = [[{"role": "assistant", "content": text}] for text in completions]
+        texts = [[{"role": "assistant", "content": text}] for text in item.completions]
     return call.function(completions=texts, **_columns(call, columns, ("completions",)))
 
 
@@ -240,9 +260,10 @@ def _runner() -> asyncio.Runner:
     return asyncio.Runner()
 
 
-async def _gather(call: Call, item: Item, timeout_s: float) -> list[Result]:
+async def _gather(call: Call, item: RewardItem, timeout_s: float) -> list[Result]:
     async def one(index: int) -> Result:
         try:
+            # wait: reward.timeout, the reward worker
             return checked(call.name, await asyncio.wait_for(_invoke_sample(call, item, index), timeout_s))
         # One slow completion must not fail the other completions of its group.
         except TimeoutError:
@@ -250,11 +271,12 @@ async def _gather(call: Call, item: Item, timeout_s: float) -> list[Result]:
         except BaseException as error:
             return "crash", _describe(call.name, error)
 
-    return list(await asyncio.gather(*(one(index) for index in range(len(item[1])))))
+    # wait: none, reward.timeout of each; the supervisor kills the worker 1 s later
+    return list(await asyncio.gather(*(one(index) for index in range(len(item.completions)))))
 
 
 async def _within(values: Any, timeout_s: float | None) -> Any:
-    return await asyncio.wait_for(values, timeout_s)
+    return await asyncio.wait_for(values, timeout_s)  # wait: reward.timeout, the reward worker
 
 
 def _late(name: str, timeout_s: float) -> str:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from gspo.rewards.call import RewardItem
 from gspo.rewards.route import Rewards
-from gspo.rewards.spec import RewardItem
 from gspo.types import Failure, Outcome, Prompt, Score
 
 REFERENCE, EMPTY, OTHER, TRUNCATED, FORMAT = ANSWERS = (

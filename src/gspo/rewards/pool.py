@@ -19,12 +19,12 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from gspo.errors import ConfigError, DataError, RewardError
-from gspo.rewards.call import HEARTBEAT_S, LENGTH, Pending, Scorer, bind, call_sample
+from gspo.rewards.call import HEARTBEAT_S, LENGTH, Pending, RewardItem, Scorer, bind, call_sample
 from gspo.rewards.functions.builtin import BUILTIN, SCORERS
-from gspo.rewards.spec import RewardItem, RewardSpec, combine
+from gspo.rewards.spec import RewardSpec, combine
 from gspo.system.imports import by_name
 from gspo.system.process import await_killed
 from gspo.types import Failure, Outcome
@@ -36,6 +36,16 @@ _START = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[2]); "
     "import gspo.rewards.workers.supervisor as supervisor; supervisor.main(sys.argv[1])"
 )
+
+
+class _Job(NamedTuple):
+    key: Hashable
+    num: int  # samples
+    results: dict[int, Results]  # by part, so far
+
+    @property
+    def is_ready(self) -> bool:
+        return all(found.ready() for found in self.results.values() if isinstance(found, Pending))
 
 
 class RewardPool:
@@ -96,9 +106,9 @@ class RewardPool:
         }
         # Token ids are large, and only user functions use them.
         self._send_ids = any(spec[i].name not in BUILTIN for i in self._remote)
-        self._jobs: dict[int, tuple[Hashable, int, dict[int, Results]]] = {}  # id → key, samples, results so far
+        self._jobs: dict[int, _Job] = {}  # by number
         self._next_job = 0
-        self._finished: deque[tuple[Hashable, int, dict[int, Results]]] = deque()
+        self._finished: deque[_Job] = deque()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._incoming = b""
@@ -150,24 +160,24 @@ class RewardPool:
         """Yield scored groups until none is outstanding, or for `deadline_s` seconds (0: only those that are ready)."""
         deadline = None if deadline_s is None else time.monotonic() + deadline_s
         while True:
-            while (entry := next((e for e in self._finished if _is_ready(e[2])), None)) is not None:
+            while (job := next((job for job in self._finished if job.is_ready), None)) is not None:
                 # Scorers compute here, when they have all submitted groups, so that they can batch them.
-                self._finished.remove(entry)
-                yield entry[0], self._outcomes(*entry[1:])
+                self._finished.remove(job)
+                yield job.key, self._outcomes(job)
             if not self.outstanding:
                 return
             # Poll quickly while a finished group waits for its scorer; otherwise the socket wakes this loop.
             wait_s = 1.0 if deadline is None else deadline - time.monotonic()
             slice_s = max(0.0, min(_POLL_S if self._finished else HEARTBEAT_S, wait_s))
             if not self._jobs:
-                time.sleep(slice_s)
+                time.sleep(slice_s)  # wait: 10 ms, the caller's deadline
             else:
                 alive = self._receive(slice_s)
                 if not alive or self._silent_s > self._silence_s:
                     why = "the reward supervisor ended" if not alive else "the reward supervisor hangs"
                     self._fail_outstanding(why)
             # The deadline has passed: groups that became ready in the last read are still yielded.
-            if wait_s <= 0 and not any(_is_ready(results) for _, _, results in self._finished):
+            if wait_s <= 0 and not any(job.is_ready for job in self._finished):
                 return
 
     def score(self, items: Sequence[RewardItem]) -> list[tuple[Outcome, ...]]:
@@ -200,17 +210,16 @@ class RewardPool:
             self.wait_ready()
         for key, item in keyed:
             num = len(item.completions)
-            plain = (item.prompt, item.completions, item.prompt_ids, item.completion_ids, item.data, item.reference)
             results: dict[int, Results] = {
-                part: [call_sample(call, plain, s) for s in range(num)] for part, call in self._inline
+                part: [call_sample(call, item, s) for s in range(num)] for part, call in self._inline
             }
             # Scorers start before the workers finish, so both run at the same time.
             results |= {part: scorer.start(item) for part, scorer in self._scorers.items()}
             # Nothing for the workers to do.
             if not self._remote or not num:
-                self._finished.append((key, num, results))
+                self._finished.append(_Job(key, num, results))
                 continue
-            self._jobs[self._next_job] = (key, num, results)
+            self._jobs[self._next_job] = _Job(key, num, results)
             frames.append(self._frame(self._next_job, item))
             self._next_job += 1
         if frames and self._socket is not None:
@@ -229,7 +238,9 @@ class RewardPool:
             completion_ids = [_plain_ids(ids) for ids in item.completion_ids]
         try:
             payload = pickle.dumps(
-                (item.prompt, list(item.completions), prompt_ids, completion_ids, dict(item.data), item.reference)
+                RewardItem(
+                    item.prompt, list(item.completions), prompt_ids, completion_ids, dict(item.data), item.reference
+                )
             )
         except Exception as error:
             raise DataError(
@@ -239,12 +250,12 @@ class RewardPool:
         frame = json.dumps({"job": job, "num": len(item.completions)}).encode() + b"\n" + payload
         return LENGTH.pack(len(frame)) + frame
 
-    def _outcomes(self, num: int, results: dict[int, Results]) -> tuple[Outcome, ...]:
+    def _outcomes(self, job: _Job) -> tuple[Outcome, ...]:
         outcomes: list[Outcome] = []
         known: dict[int, list[Any]] = {
-            part: found.take() if isinstance(found, Pending) else found for part, found in results.items()
+            part: found.take() if isinstance(found, Pending) else found for part, found in job.results.items()
         }
-        for sample in range(num):
+        for sample in range(job.num):
             # One failed part fails the sample: a sum without that part would be a wrong reward.
             values = [known[part][sample] for part in range(len(self._spec))]
             failure = next((value for value in values if isinstance(value, tuple)), None)
@@ -256,6 +267,7 @@ class RewardPool:
         if self._socket is None:
             return False
         alive = True
+        # wait: the caller's deadline, the trainer
         readable = select.select([self._socket], [], [], max(0.0, timeout_s))[0]
         # Silence counts while this process polls. Time in which it was busy or stopped (SIGSTOP, suspend) counts
         # as one second at most: the supervisor may have been stopped, too.
@@ -264,7 +276,7 @@ class RewardPool:
         if readable:
             self._socket.setblocking(False)
             try:
-                while chunk := self._socket.recv(1 << 20):
+                while chunk := self._socket.recv(1 << 20):  # wait: none, the socket does not block
                     self._incoming += chunk
                     self._silent_s = 0.0
                 alive = False
@@ -286,23 +298,23 @@ class RewardPool:
                 self._stop()
                 raise ConfigError(f"{self._key}: {message['fatal']}")
         elif "job" in message and message["job"] in self._jobs:
-            key, num, results = self._jobs.pop(message["job"])
+            job = self._jobs.pop(message["job"])
             missing = ("infra", "the reward worker sent no value")  # overwritten below
-            by_part: dict[int, list[Any]] = {part: [missing] * num for part in self._remote}
+            by_part: dict[int, list[Any]] = {part: [missing] * job.num for part in self._remote}
             # The supervisor numbers only the parts that it was sent; `_remote` maps them to parts of the spec.
             for part, sample, value in message["values"]:
                 by_part[self._remote[part]][sample] = value
             for sample, kind, text in message["failures"]:
                 for part in self._remote:
                     by_part[part][sample] = (kind, text)
-            self._finished.append((key, num, {**results, **by_part}))
+            self._finished.append(job._replace(results={**job.results, **by_part}))
 
     def _fail_outstanding(self, why: str) -> None:
         # No waiting: the supervisor has ended or hangs. `wait_ready` starts a new one for the next groups.
         self._stop(timeout_s=0.0)
-        for key, num, _ in self._jobs.values():
-            failed = [("infra", f"{why} before it sent a result")] * num
-            self._finished.append((key, num, dict.fromkeys(range(len(self._spec)), failed)))
+        for job in self._jobs.values():
+            failed = [("infra", f"{why} before it sent a result")] * job.num
+            self._finished.append(job._replace(results=dict.fromkeys(range(len(self._spec)), failed)))
         self._jobs.clear()
 
     def _start(self) -> None:
@@ -339,16 +351,12 @@ class RewardPool:
             self._socket = None
         if self._process is not None:
             try:
-                self._process.wait(timeout_s)
+                self._process.wait(timeout_s)  # wait: timeout_s, SIGKILL
             except subprocess.TimeoutExpired:
                 self._process.kill()  # the kernel kills its workers, too
                 await_killed(self._process)
             self._process = None
         self._ready = False
-
-
-def _is_ready(results: dict[int, Results]) -> bool:
-    return all(found.ready() for found in results.values() if isinstance(found, Pending))
 
 
 def _plain_ids(ids: Any) -> list[int]:

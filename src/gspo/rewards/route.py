@@ -11,8 +11,9 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from gspo.errors import RewardError
+from gspo.rewards.call import RewardItem
 from gspo.rewards.pool import RewardPool
-from gspo.rewards.spec import RewardItem, RewardSpec
+from gspo.rewards.spec import RewardSpec
 from gspo.types import Outcome, Score
 
 

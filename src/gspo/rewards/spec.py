@@ -52,25 +52,6 @@ class RewardPart:
         return self.name in SCORERS
 
 
-@dataclass(frozen=True, slots=True)
-class RewardItem:
-    """One prompt and the completions of its group, which are scored together.
-
-    >>> RewardItem("2+2=", ("4", "5"), data={"answer": "4"}).completions
-    ('4', '5')
-    """
-
-    prompt: str
-    completions: tuple[str, ...]
-    prompt_ids: Sequence[int] = ()
-    completion_ids: Sequence[Sequence[int]] = ()  # their lengths are used by length rewards
-    data: Mapping[str, Any] = field(default_factory=dict)  # the row's columns
-    reference: Any = None  # the final answer for built-in rewards; None: the column `answer`
-    messages: Sequence[Mapping[str, Any]] = ()  # the prompt before the chat template, for judges and reward models
-    source: str = ""  # name of its data set in a mixture (`route.RewardRouter`)
-    given: Sequence[Outcome | None] = ()  # outcomes that an environment has given (`route.GivenRewards`)
-
-
 Reward = str | Callable[..., Any] | Mapping[str, Any] | RewardPart
 RewardSpec = tuple[RewardPart, ...]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from gspo.errors import RewardError, RolloutError
 from gspo.faults import reached
+from gspo.rewards.call import RewardItem
 from gspo.rewards.route import Rewards
-from gspo.rewards.spec import RewardItem
 from gspo.rollout.workflow import Workflow, single_turn
 from gspo.sampling.api import Sampler
 from gspo.system.clock import Clock

@@ -80,7 +80,9 @@ class RolloutProducer:
         self._sampled_tokens = 0
         self._failed = False
         # One lock for buffer, sampler and rewards: none of them is thread-safe.
+        # wait: none, held for one slice of sampling or publishing weights; waits release it
         self.lock = threading.RLock()
+        # wait: none, held for one slice of sampling or publishing weights; waits release it
         self._changed = threading.Condition(self.lock)
         self.sample_inboxes: dict[SampleId, deque[Sample]] = {}  # of requests that are not training's
         self.reward_inboxes: dict[Hashable, deque[Scored]] = {}
@@ -129,7 +131,7 @@ class RolloutProducer:
     def close(self) -> None:
         self._closing = True
         if self._thread is not None:
-            self._thread.join(CLOSE_S)
+            self._thread.join(CLOSE_S)  # wait: CLOSE_S, the trainer
 
     # Inline
 
@@ -167,12 +169,13 @@ class RolloutProducer:
                     what = f"{type(self._error).__name__}: {self._error}"
                     raise RolloutError(f"sampling in the background failed: {what}") from self._error
                 # The timeout is a safety net: the thread notifies when a batch is ready or an error occurred.
-                self._changed.wait(1.0)
+                self._changed.wait(1.0)  # wait: 1 s, rollout.request_timeout without a sample or the stall timeout
 
     def _run(self) -> None:
         try:
             while not self._closing:
                 self._iterate()
+                # wait: POLL_S, the sampling thread
                 time.sleep(POLL_S)  # without the lock: it is not fair, and the trainer may be waiting for it
         # The trainer's thread raises the error: an exception in this thread would only be printed.
         except BaseException as error:

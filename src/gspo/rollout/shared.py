@@ -13,8 +13,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from gspo.errors import RolloutError
+from gspo.rewards.call import RewardItem
 from gspo.rewards.route import Rewards
-from gspo.rewards.spec import RewardItem
 from gspo.sampling.api import Sampler
 from gspo.types import Outcome, Request, Sample, SampleId
 
@@ -72,7 +72,7 @@ class SharedSampler:
                 return
             # Without the lock, so that the producer's thread can take it.
             if self._num_out:
-                time.sleep(POLL_S)
+                time.sleep(POLL_S)  # wait: POLL_S, the caller's deadline or the stall timeout
 
     def health(self) -> Mapping[str, Any]:
         with self._source.lock:
@@ -116,6 +116,7 @@ class SharedRewards:
             if wait_s == 0.0:
                 return
             if self._num_out and self._source.background:
+                # wait: POLL_S, the caller's deadline or the stall timeout
                 time.sleep(POLL_S)  # without the lock, so that the sampling thread can take it
 
     def close(self) -> None:

@@ -176,7 +176,7 @@ def versions_and_hardware(device: str, threads: int) -> dict[str, Any]:
     packages = ("gspo", "torch", "transformers", "safetensors", "numpy")
     try:
         root = Path(__file__).resolve().parents[3]
-        commit = subprocess.run(
+        commit = subprocess.run(  # wait: 5 s, the trainer at its start
             ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,10 +47,10 @@ class Saver:
     def is_due(self, step: int) -> bool:
         return self._every.is_due(step, time.monotonic() - self._last_time)
 
-    def save(self, state: State, pending: Snapshot) -> None:
+    def save(self, state: State, pending: Snapshot, curriculum: dict[str, Any] | None = None) -> None:
         """Publish a checkpoint of this state, then delete those that are no longer needed."""
         state.submission, state.resubmit = pending.submission, list(pending.resubmit)
-        stored = {**state.to_json(), "identity": self._identity}
+        stored = {**replace(state, curriculum=curriculum).to_json(), "identity": self._identity}
         groups = pack_groups(pending.groups) if pending.groups else None
         folder = self._run.checkpoints
         self._run.lock.check()

@@ -29,7 +29,7 @@ class State:
     noise: float | None = None  # last measured p95 |log s|, sampler against trainer at the same weights
     auto_eps: float | None = None  # ε_low of `eps_clip: auto`, before its bounds
     entropy_coef: float | None = None  # of `entropy_target`, for the next step; None: the first one
-    curriculum: dict[str, Any] | None = None  # of `train_dataset.curriculum`; only while a checkpoint is saved or read
+    curriculum: dict[str, Any] | None = None  # of `shuffle: pass_rate`; only in a checkpoint
     nonfinite_in_row: dict[str, int] = field(default_factory=dict)  # skipped updates in a row, by model
     best_step: int | None = None
     best: dict[str, float] = field(default_factory=dict)  # the held-out scores of that step, by metric

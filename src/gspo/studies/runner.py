@@ -91,7 +91,7 @@ def _run(study: Study, wanted: Sequence[Job], docs: Path, runs: Path, num_parall
         while queue or running:
             while queue and len(running) < num_parallel:
                 running.append(_start(study, queue.pop(0), runs, num_parallel))
-            time.sleep(0.2)
+            time.sleep(0.2)  # wait: 0.2 s, the stall timeout of each job
             for one in [one for one in running if one.process.poll() is not None]:
                 running.remove(one)
                 ended += 1
@@ -149,7 +149,7 @@ def _stop(running: Sequence[_Running]) -> None:
     deadline = time.monotonic() + _GRACE_S
     for one in running:
         try:
-            one.process.wait(max(deadline - time.monotonic(), 0.1))
+            one.process.wait(max(deadline - time.monotonic(), 0.1))  # wait: 60 s, then SIGKILL, the study
         except subprocess.TimeoutExpired:
             one.process.kill()
             await_killed(one.process)

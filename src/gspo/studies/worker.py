@@ -54,9 +54,9 @@ def main(job_file: Path) -> int:
 def _stop_with_parent(parent: int) -> None:
     """Stop this process, which saves first, when its parent has ended: no process would read the result."""
     while os.getppid() == parent:
-        time.sleep(1.0)
+        time.sleep(1.0)  # wait: checked every 1 s, the job
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(GRACE_S)
+    time.sleep(GRACE_S)  # wait: GRACE_S, the job
     os.kill(os.getpid(), signal.SIGKILL)  # a step that takes longer is lost; the last checkpoint is kept
 
 

@@ -165,16 +165,16 @@ class _Watch:
 
     def close(self) -> None:
         self._done.set()
-        self._thread.join(GRACE)
+        self._thread.join(GRACE)  # wait: GRACE, the watched process
         faulthandler.unregister(END_SIGNAL)
         assert self._child.stdin is not None
         with contextlib.suppress(OSError):
             self._child.stdin.close()
         try:
-            self._child.wait(GRACE)
+            self._child.wait(GRACE)  # wait: GRACE, the watched process
         except subprocess.TimeoutExpired:
             self._child.kill()
-            self._child.wait(GRACE)
+            self._child.wait(GRACE)  # wait: GRACE, the watched process
 
     def _run(self) -> None:
         clock = AwakeClock()
@@ -182,7 +182,7 @@ class _Watch:
         while True:
             self._tell_child(str(seen[1]))
             # Several checks per timeout, so that a stall is noticed soon after it.
-            if self._done.wait(min(PERIOD, self.seconds / 4)):
+            if self._done.wait(min(PERIOD, self.seconds / 4)):  # wait: 1 s, close()
                 return
             now, latest = clock.seconds(), list(_progress)
             if latest != seen:
@@ -229,8 +229,8 @@ def main() -> None:
     heard = clock.seconds()
     rest = b""
     while True:
-        if select.select([0], [], [], PERIOD)[0]:
-            received = os.read(0, 1 << 16)
+        if select.select([0], [], [], PERIOD)[0]:  # wait: PERIOD, the watching process
+            received = os.read(0, 1 << 16)  # wait: none, select has reported a line
             if not received:
                 return  # the parent has ended, or the block that it watches has
             *lines, rest = (rest + received).split(b"\n")
@@ -253,7 +253,7 @@ def main() -> None:
     with contextlib.suppress(OSError):
         os.write(2, f"gspo: {message}".encode())
     # A program may have replaced the signal's handler.
-    time.sleep(GRACE)
+    time.sleep(GRACE)  # wait: GRACE, the watching process
     if os.getppid() == parent:
         os.kill(parent, signal.SIGKILL)
 

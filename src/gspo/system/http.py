@@ -78,7 +78,7 @@ async def finished(future: Future[Any], timeout_s: float | None) -> bool:
     future.add_done_callback(wake)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
-            await done.wait()
+            await done.wait()  # wait: none, asyncio.timeout around it
     # The future may complete between the timeout and this line.
     return future.done()
 
@@ -174,11 +174,11 @@ class HttpServer:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until it has stopped."""
-        self._thread.join(timeout_s)
+        self._thread.join(timeout_s)  # wait: timeout_s, the caller
 
     def close(self) -> None:
         self.stop()
-        self.wait(10)
+        self.wait(10)  # wait: 10 s, the caller
 
 
 def bearer_key(request: Request) -> bytes:

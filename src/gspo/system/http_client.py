@@ -72,6 +72,7 @@ class HttpClient:
         """
         future = self.run(self.request(method, url, body, timeout_s=timeout_s))
         try:
+            # wait: the request's total deadline, the caller
             return future.result(timeout_s + _CLOSE_S)  # the loop's own deadline comes first
         except TimeoutError:
             future.cancel()
@@ -113,9 +114,10 @@ class HttpClient:
         self._closed = True
         # Cancel requests on the loop's own thread, then stop the loop, then close it.
         with suppress(TimeoutError):
+            # wait: _CLOSE_S, the caller
             asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result(_CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=_CLOSE_S)
+        self._thread.join(timeout=_CLOSE_S)  # wait: _CLOSE_S, the caller
         # A loop that still runs cannot be closed; its daemon thread ends with the process.
         if not self._thread.is_alive():
             self._loop.close()
@@ -124,7 +126,7 @@ class HttpClient:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)  # wait: none, close has the deadline
         await self._client.aclose()
 
     def __enter__(self) -> HttpClient:

@@ -48,7 +48,7 @@ def stop(process: subprocess.Popen[bytes], timeout_s: float) -> None:
         process.terminate()
         try:
             # SIGTERM lets the process clean up; after the timeout only SIGKILL is certain to work.
-            process.wait(timeout_s)
+            process.wait(timeout_s)  # wait: timeout_s, the caller
         except subprocess.TimeoutExpired:
             process.kill()
             await_killed(process)
@@ -57,7 +57,7 @@ def stop(process: subprocess.Popen[bytes], timeout_s: float) -> None:
 def await_killed(process: subprocess.Popen[Any]) -> None:
     """Collect a process after SIGKILL. One that is stuck in the kernel (a dead network disk) is left behind."""
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(KILLED_S)
+        process.wait(KILLED_S)  # wait: KILLED_S, the caller
 
 
 def stop_group(process: subprocess.Popen[bytes], timeout_s: float) -> None:
@@ -70,7 +70,7 @@ def wait_and_kill_group(process: subprocess.Popen[bytes]) -> None:
     """Wait for the leader of a process group to end, then kill the rest. `process.wait()` still gives its exit code."""
     with contextlib.suppress(ChildProcessError):  # another thread has collected it
         # WNOWAIT: the pid, which is the group's number too, is not reused until the group has been killed.
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # wait: none, the stall timeout of the process
     kill_group(process.pid)
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from gspo.system.text import span
+from gspo.system.text import duration
 
 LINE_EVERY_S = 10.0
 
@@ -35,7 +35,11 @@ def progress(what: str, *, lines: bool = False, note: str = "") -> Iterator[Call
         if done and now - last >= LINE_EVERY_S:
             last = now
             left = (now - start) * (total - done) / done
-            print(f"gspo: {what}: {100 * done // total} %, about {span(left)} left", file=sys.stderr, flush=True)
+            print(
+                f"gspo: {what}: {100 * done // total} %, about {duration(round(left))} left",
+                file=sys.stderr,
+                flush=True,
+            )
 
     if lines:
         print(f"gspo: {what}{note}", file=sys.stderr, flush=True)

@@ -66,17 +66,17 @@ def count(number: int) -> str:
     return str(number)
 
 
-def span(seconds: float) -> str:
-    """A duration in rounded units.
+def duration(seconds: float) -> str:
+    """Seconds in two units; below a minute an integer, such as an estimate, has no decimal.
 
-    >>> span(4.2), span(89), span(600), span(7300), span(200_000)
-    ('4 s', '89 s', '10 min', '2 h 1 min', '2 d 7 h')
+    >>> duration(4.2), duration(4), duration(65.2), duration(7322), duration(200_000)
+    ('4.2 s', '4 s', '1 min 5 s', '2 h 2 min', '2 d 7 h')
     """
     whole = round(seconds)
-    if whole < 120:
-        return f"{whole} s"
-    if whole < 7200:
-        return f"{whole // 60} min"
+    if whole < 60:
+        return f"{whole} s" if isinstance(seconds, int) else f"{seconds:.1f} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
     hours = whole // 3600
     return f"{hours} h {whole % 3600 // 60} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 

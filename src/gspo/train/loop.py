@@ -166,10 +166,8 @@ class Leader(Loop):
         # Groups that were sampled ahead are part of the checkpoint, so a resumed run trains on the same samples.
         pending = self.parts.producer.snapshot()
         self.parts.world.broadcast_command("save")  # the other ranks hold their shards of the weights
-        state, curriculum = self.parts.state, self.parts.curriculum
-        state.curriculum = None if curriculum is None else curriculum.to_json()
-        self.parts.saver.save(state, pending)
-        state.curriculum = None  # it can be large, and the state is sent to all ranks
+        curriculum = self.parts.curriculum
+        self.parts.saver.save(self.parts.state, pending, None if curriculum is None else curriculum.to_json())
         if curriculum is not None:
             self.parts.recorder.save_pass_rates(curriculum.rows())
 

@@ -118,7 +118,7 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
     sampler = make_sampler(config, policy, learner.tokenizer, state.step, run.path, say)
     outer.callback(sampler.close)
     curriculum = make_curriculum(config, data, state.curriculum)
-    state.curriculum = None  # `Leader.save` sets it again
+    state.curriculum = None  # it can be large, and the state is sent to all ranks
     prompt_of = prompt_stream(config, data, curriculum)
     producer = make_producer(
         config,

@@ -54,6 +54,7 @@ class Summary:
         # -P: a file of the user's folder (types.py, rich.py) does not replace a module.
         command = [sys.executable, "-P", "-c", _SHOW, str(self.path), said]
         try:
+            # wait: 600 s, the caller
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=REPORT_S)
         except subprocess.TimeoutExpired:
             raise GspoError(f"the report of {self.path} was not written within {REPORT_S:g} s") from None

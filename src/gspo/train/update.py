@@ -111,17 +111,17 @@ class Updater:
         self, batch: Batch, plan: Plan, state: State
     ) -> Callable[[NDArray[np.float64]], None] | None:
         """A check of the first measured noise, if the sampler's log-probs are used as π_old; else None."""
-        eps, centred = self._settings.narrowest_clip(plan.settings), state.proximal == "centred"
+        eps = self._settings.narrowest_clip(plan.settings)
         # Noise that was measured in an earlier step has passed this check already.
-        if state.noise is not None or eps is None or state.proximal not in ("rollout", "centred"):
+        if state.noise is not None or eps is None or state.proximal != "rollout":
             return None
 
         def check(log_s: NDArray[np.float64]) -> None:  # [n], NaN where a sequence measured nothing
             noise = measured_noise(log_s, batch, state.step)
-            verdict = "fine" if noise is None else judge_noise(noise.floor(centred), eps)
+            verdict = "fine" if noise is None else judge_noise(noise.p95, eps)
             if noise is None or verdict == "fine":
                 return
-            problem = noise_message(noise, eps, centred=centred)
+            problem = noise_message(noise, eps)
             if verdict == "above" and not self._settings.allow_noise:
                 raise TrainingError(f"{problem}; set actor.prox_logp_force=true to train anyway")
             self._say(f"warning: {problem}")
@@ -153,7 +153,7 @@ class Updater:
     def _adapt(self, batch: Batch, report: StepReport, plan: Plan, state: State) -> None:
         """Store the measured noise, update what adapts, and choose the next source of π_old."""
         noise = measured_noise(report.noise_log_s, batch, state.step)
-        first, measured = state.noise is None, noise and noise.floor(state.proximal == "centred")
+        first, measured = state.noise is None, noise and noise.p95
         state.noise = state.noise if measured is None else measured
         if self._settings.entropy_target is not None:
             state.entropy_coef = next_coefficient(

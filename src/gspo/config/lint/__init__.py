@@ -1,14 +1,12 @@
 """Contradictions and advice about a resolved config. Torch-free.
 
-A rule is one function: it looks at the whole config and yields findings. A finding names a key, the place where it was
-set, what is wrong, and a remedy. Contradictions are errors, suspicious settings are warnings. There is one file per
-subject; each of its public functions is a rule. `gspo doctor` prints all findings of `lint`; a run calls `check` before
-it starts.
+A rule is a function with the decorator `@rule`: it looks at the whole config and yields findings. A finding names a
+key, the place where it was set, what is wrong, and a remedy. Contradictions are errors, suspicious settings are
+warnings. There is one file per subject. `gspo doctor` prints all findings of `lint`; a run calls `check` before it
+starts.
 """
 
 from __future__ import annotations
-
-import inspect
 
 from gspo.config.lint import (
     advantages,
@@ -22,25 +20,19 @@ from gspo.config.lint import (
     references,
     sampling,
 )
-from gspo.config.lint.facts import Finding, facts_of
+from gspo.config.lint.facts import RULES, Finding, facts_of
 from gspo.config.loaded import Loaded
 from gspo.errors import ConfigError
 
 _SUBJECTS = (
     references, batches, advantages, clipping, policies, sampling, data_rewards, episodes, optimizer, machine,
 )  # fmt: skip
-RULES = tuple(
-    rule
-    for subject in _SUBJECTS
-    for name, rule in vars(subject).items()
-    if inspect.isfunction(rule) and rule.__module__ == subject.__name__ and not name.startswith("_")
-)
 
 
 def lint(loaded: Loaded, num_gpus: int | None = None, context: int | None = None) -> list[Finding]:
     """All findings, errors first. `num_gpus` None: those of this machine; `context`: the model's, if it is known."""
     facts = facts_of(loaded, num_gpus, context)
-    found = [finding for rule in RULES for finding in rule(facts)]
+    found = [finding for subject in _SUBJECTS for rule in RULES[subject.__name__] for finding in rule(facts)]
     return sorted(found, key=lambda finding: finding.severity != "error")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gspo.algorithms import ALGORITHMS
-from gspo.config.lint.facts import Facts, Finding
+from gspo.config.lint.facts import Facts, Finding, rule
 from gspo.config.schema import Norm, RewardNorm
 
 GROUP_ADVANTAGES = frozenset({"group_std", "group_mean", "leave_one_out"})
@@ -20,6 +20,7 @@ def _by_group(f: Facts) -> bool:
     return chosen in GROUP_ADVANTAGES or (chosen != "gae" and _uses_groups(f.actor.reward_norm))
 
 
+@rule
 def group_of_one(f: Facts) -> Iterator[Finding]:
     if f.config.gconfig.n_samples == 1 and _by_group(f):
         yield f.error(
@@ -29,6 +30,7 @@ def group_of_one(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def every_group_rejected(f: Facts) -> Iterator[Finding]:
     fate = f.actor.zero_variance_groups
     if f.objective["advantage"] == "gae" and f.config.gconfig.n_samples == 1 and fate in ("drop", "refill"):
@@ -39,6 +41,7 @@ def every_group_rejected(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def norm_replaces_the_advantage(f: Facts) -> Iterator[Finding]:
     chosen, own = f.objective["advantage"], ALGORITHMS[f.objective["name"]].advantage
     if f.actor.reward_norm is not None and f.loaded.is_set("algorithm") and own != "gae" and chosen != own:
@@ -49,6 +52,7 @@ def norm_replaces_the_advantage(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def normalised_twice(f: Facts) -> Iterator[Finding]:
     if _by_group(f) and _uses_groups(f.actor.adv_norm):
         yield f.warn(
@@ -58,6 +62,7 @@ def normalised_twice(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def overlong_tail_too_long(f: Facts) -> Iterator[Finding]:
     tail, longest = f.actor.overlong_tokens, f.config.gconfig.max_new_tokens
     if f.actor.overlong_reward_penalty and tail is not None and tail > longest:
@@ -68,6 +73,7 @@ def overlong_tail_too_long(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def every_completion_masked(f: Facts) -> Iterator[Finding]:
     if f.actor.mask_no_eos_with_zero and f.config.gconfig.ignore_eos and not f.config.gconfig.stop:
         yield f.error(

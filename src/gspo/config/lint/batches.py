@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from gspo.config.lint.facts import Facts, Finding
+from gspo.config.lint.facts import Facts, Finding, rule
 
 
+@rule
 def undividable_batch(f: Facts) -> Iterator[Finding]:
     total, group = f.num_sequences, f.config.gconfig.n_samples
     parts = f.num_minibatches
@@ -34,6 +35,7 @@ def _either(numbers: list[int]) -> str:
     return " or ".join(str(number) for number in numbers)
 
 
+@rule
 def micro_batch_below_a_sequence(f: Facts) -> Iterator[Finding]:
     longest, limit = f.longest, f.actor.mb_spec.max_tokens_per_mb
     if longest is not None and longest > limit:

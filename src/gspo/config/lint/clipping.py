@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gspo.config.lint.facts import Facts, Finding
+from gspo.config.lint.facts import Facts, Finding, rule
 from gspo.system.text import number
 
 WIDE_EPS = 0.05  # the geometric mean of a completion almost never moves this far from 1; twice as far if it is brief
@@ -14,6 +14,7 @@ SHORT_TOKENS, LONG_EPS = 64, 5e-4  # the paper's 3e-4 / 4e-4 is for completions 
 FLOAT32_EPS = 1e-5  # float32 rounding alone moves log s by about 1e-6
 
 
+@rule
 def auto_without_clipping(f: Facts) -> Iterator[Finding]:
     if f.actor.eps_clip == "auto" and f.objective["gate"] != "clip":
         yield f.error(
@@ -23,6 +24,7 @@ def auto_without_clipping(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def auto_per_token(f: Facts) -> Iterator[Finding]:
     if f.actor.eps_clip == "auto" and f.objective["gate"] == "clip" and not f.sequence_level:
         yield f.error(
@@ -32,6 +34,7 @@ def auto_per_token(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def lower_bound_at_zero(f: Facts) -> Iterator[Finding]:
     if f.clips is not None and f.clips[0] >= 1:
         low = f.clips[0]
@@ -43,6 +46,7 @@ def lower_bound_at_zero(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def too_wide_for_a_sequence(f: Facts) -> Iterator[Finding]:
     if f.clips is None or not f.sequence_level:
         return
@@ -59,6 +63,7 @@ def too_wide_for_a_sequence(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def too_narrow_for_a_token(f: Facts) -> Iterator[Finding]:
     if f.clips is None or f.sequence_level or f.num_updates == 1:
         return
@@ -75,6 +80,7 @@ def too_narrow_for_a_token(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def too_narrow_for_short_completions(f: Facts) -> Iterator[Finding]:
     longest = f.config.gconfig.max_new_tokens
     is_short = longest <= SHORT_TOKENS and not f.config.env.path and not f.config.env.agent
@@ -89,6 +95,7 @@ def too_narrow_for_short_completions(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def too_narrow_for_the_dtype(f: Facts) -> Iterator[Finding]:
     if f.clips is None or not f.sequence_level or f.dtype == "float64":
         return
@@ -102,8 +109,9 @@ def too_narrow_for_the_dtype(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def ratio_always_one(f: Facts) -> Iterator[Finding]:
-    from_trainer = f.objective["proximal"] in ("auto", "recompute") or f.recentred
+    from_trainer = f.objective["proximal"] in ("auto", "recompute")
     if f.num_updates > 1 or not from_trainer:
         return
     rest = (
@@ -118,6 +126,7 @@ def ratio_always_one(f: Facts) -> Iterator[Finding]:
     )
 
 
+@rule
 def token_aggregation(f: Facts) -> Iterator[Finding]:
     chosen = f.objective["aggregation"]
     if f.sequence_level and chosen.startswith("token_"):

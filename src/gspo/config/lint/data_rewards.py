@@ -7,13 +7,14 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from gspo.config.lint.facts import Facts, Finding
+from gspo.config.lint.facts import Facts, Finding, rule
 from gspo.config.objective import is_supervised
 
 BEST = ("accuracy", "reward", "pass_at_k")  # higher is better; train/evaluate.py records them
 SANDBOX_SECONDS = 2  # that the sandbox of `code` may take beyond the program itself
 
 
+@rule
 def one_weight_per_function(f: Facts) -> Iterator[Finding]:
     reward = f.config.reward
     if reward.weights and reward.functions and len(reward.weights) != len(reward.functions):
@@ -24,6 +25,7 @@ def one_weight_per_function(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def rewards_normalised_apart(f: Facts) -> Iterator[Finding]:
     if f.config.reward.normalize != "each":
         return
@@ -42,12 +44,14 @@ def rewards_normalised_apart(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def source_without_a_path(f: Facts) -> Iterator[Finding]:
     for key, data in (("train_dataset", f.config.train_dataset), ("valid_dataset", f.config.valid_dataset)):
         if data is not None and any(not source.path for source in data.mixture):
             yield f.error(f"{key}.mixture", "a source has no path", "give every source a path")
 
 
+@rule
 def reward_without_a_name(f: Facts) -> Iterator[Finding]:
     sources = f.config.train_dataset.mixture
     for entry in (*f.config.reward.functions, *(entry for source in sources for entry in source.reward)):
@@ -59,6 +63,7 @@ def reward_without_a_name(f: Facts) -> Iterator[Finding]:
             )
 
 
+@rule
 def missing_python_file(f: Facts) -> Iterator[Finding]:
     """The user's functions as file.py:function; modules are imported later, before a model is loaded."""
     env, data = f.config.env, (("train_dataset", f.config.train_dataset), ("valid_dataset", f.config.valid_dataset))
@@ -79,6 +84,7 @@ def missing_python_file(f: Facts) -> Iterator[Finding]:
             )
 
 
+@rule
 def validation_on_training_data(f: Facts) -> Iterator[Finding]:
     train, valid = f.config.train_dataset, f.config.valid_dataset
     if valid is None or train.mixture or valid.mixture:
@@ -91,6 +97,7 @@ def validation_on_training_data(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def best_names_a_metric(f: Facts) -> Iterator[Finding]:
     best = f.config.evaluator.best
     known = (*BEST, "loss") if is_supervised(f.config) else BEST
@@ -104,6 +111,7 @@ def best_names_a_metric(f: Facts) -> Iterator[Finding]:
     )
 
 
+@rule
 def program_longer_than_its_reward(f: Facts) -> Iterator[Finding]:
     limit = f.config.reward.timeout
     for entry in f.code_rewards:
@@ -117,6 +125,7 @@ def program_longer_than_its_reward(f: Facts) -> Iterator[Finding]:
             )
 
 
+@rule
 def code_without_a_sandbox(f: Facts) -> Iterator[Finding]:
     if not f.code_rewards:
         return

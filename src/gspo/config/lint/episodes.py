@@ -5,11 +5,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 
-from gspo.config.lint.facts import Facts, Finding
+from gspo.config.lint.facts import Facts, Finding, rule
 
 ENVIRONMENTS = ("tools", "self_correct")  # the built-in ones of envs/find.py
 
 
+@rule
 def unknown_environment(f: Facts) -> Iterator[Finding]:
     path = f.config.env.path
     if path is not None and ":" not in path and path not in ENVIRONMENTS:
@@ -20,6 +21,7 @@ def unknown_environment(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def more_turns_than_the_limit(f: Facts) -> Iterator[Finding]:
     env = f.config.env
     turns = env.options.get("max_turns", env.options.get("attempts"))
@@ -32,6 +34,7 @@ def more_turns_than_the_limit(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def turn_discount_with_gae(f: Facts) -> Iterator[Finding]:
     env = f.config.env
     if env.path is not None and f.objective["advantage"] == "gae" and env.turn_discount < 1:
@@ -42,6 +45,7 @@ def turn_discount_with_gae(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def turn_credit_averaged_over_a_trajectory(f: Facts) -> Iterator[Finding]:
     is_whole = f.actor.sequence_unit == "trajectory"
     if f.objective["level"] == "sequence" and f.config.env.turn_discount < 1 and is_whole:
@@ -52,6 +56,7 @@ def turn_credit_averaged_over_a_trajectory(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def two_players(f: Facts) -> Iterator[Finding]:
     named = [f"env.{name}" for name in ("path", "agent") if getattr(f.config.env, name)]
     if len(named) > 1:
@@ -60,6 +65,7 @@ def two_players(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def missing_command(f: Facts) -> Iterator[Finding]:
     command = f.config.env.agent
     if isinstance(command, list) and command and shutil.which(command[0]) is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -88,11 +90,6 @@ class Facts:
         return "0.02" if longest <= 32 else "2e-3 … 2e-2" if longest <= 500 else "3e-4 and 4e-4"
 
     @property
-    def recentred(self) -> bool:
-        """Whether π_old is the sampler's policy with its mean error subtracted."""
-        return self.actor.prox_logp_method == "rollout_recentered"
-
-    @property
     def truncations(self) -> list[str]:
         """The keys of gconfig that keep only a part of the vocabulary."""
         return truncations(self.config.gconfig)
@@ -166,3 +163,13 @@ def truncations(gconfig: Generation) -> list[str]:
 
 def facts_of(loaded: Loaded, num_gpus: int | None = None, context: int | None = None) -> Facts:
     return Facts(loaded, effective_objective(loaded), visible_gpus() if num_gpus is None else num_gpus, context)
+
+
+Rule = Callable[[Facts], Iterator[Finding]]
+RULES: dict[str, list[Rule]] = defaultdict(list)  # by module, in the order of definition
+
+
+def rule(function: Rule) -> Rule:
+    """Make a function a rule: `lint` calls it. Its file must be a subject of `lint`."""
+    RULES[function.__module__].append(function)
+    return function

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from gspo.config import engine_flags
 from gspo.config.backends import TRAINERS, parse_backend
 from gspo.config.layout import flags_of, layout_of
-from gspo.config.lint.facts import Facts, Finding
+from gspo.config.lint.facts import Facts, Finding, rule
 from gspo.errors import ConfigError
 from gspo.system.imports import install_command
 
 
+@rule
 def too_few_gpus(f: Facts) -> Iterator[Finding]:
     layout, trainer = layout_of(f.config, f.num_gpus), parse_backend(f.config.actor.backend, TRAINERS)
     cluster, sampler = f.config.cluster, layout.sampler
@@ -37,6 +38,7 @@ def too_few_gpus(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def engine_flags_refused(f: Facts) -> Iterator[Finding]:
     engine, options = f.external_sampler, flags_of(f.config)
     if engine is None:
@@ -49,6 +51,7 @@ def engine_flags_refused(f: Facts) -> Iterator[Finding]:
         yield f.error(engine, str(error), f"write every flag below {engine} by the engine's own name for it")
 
 
+@rule
 def sampling_ahead_on_a_shared_gpu(f: Facts) -> Iterator[Finding]:
     if f.external_sampler and layout_of(f.config, f.num_gpus).is_colocated and f.max_staleness > 0:
         yield f.error(
@@ -58,6 +61,7 @@ def sampling_ahead_on_a_shared_gpu(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def rounded_weights_on_servers(f: Facts) -> Iterator[Finding]:
     rounded = f.config.rollout.sampler_precision
     if rounded != "none" and not f.in_process:
@@ -68,6 +72,7 @@ def rounded_weights_on_servers(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def broadcast_to_an_engine_that_reads_files(f: Facts) -> Iterator[Finding]:
     is_users_own = flags_of(f.config).get("url") is not None
     if f.actor.weight_update_mode == "broadcast" and (is_users_own or not f.engine.takes_broadcast):
@@ -78,6 +83,7 @@ def broadcast_to_an_engine_that_reads_files(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def missing_loggers(f: Facts) -> Iterator[Finding]:
     stats = f.config.stats_logger
     requested = (

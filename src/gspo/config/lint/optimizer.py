@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gspo.config.layout import layout_of
-from gspo.config.lint.facts import Facts, Finding
+from gspo.config.lint.facts import Facts, Finding, rule
 from gspo.system.text import number
 
 # By what is trained: the learning rate above which a run is warned, the usual ones, and one to start with.
@@ -18,6 +18,7 @@ HIGH_LR = {
 }
 
 
+@rule
 def entropy_target_without_coefficient(f: Facts) -> Iterator[Finding]:
     if f.actor.entropy_target is not None and not f.actor.entropy_coef:
         yield f.error(
@@ -27,6 +28,7 @@ def entropy_target_without_coefficient(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def zero_learning_rate(f: Facts) -> Iterator[Finding]:
     if not f.actor.optimizer.lr:
         yield f.warn(
@@ -36,6 +38,7 @@ def zero_learning_rate(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def high_learning_rate(f: Facts) -> Iterator[Finding]:
     critic = f.config.critic
     models = [("actor", f.actor.optimizer.lr, "an adapter" if f.actor.use_lora else "all weights")]
@@ -53,6 +56,7 @@ def high_learning_rate(f: Facts) -> Iterator[Finding]:
             )
 
 
+@rule
 def adapter_on_no_module(f: Facts) -> Iterator[Finding]:
     if f.actor.use_lora and not f.actor.target_modules:
         yield f.error(
@@ -62,6 +66,7 @@ def adapter_on_no_module(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def adapter_on_random_weights(f: Facts) -> Iterator[Finding]:
     if f.actor.use_lora and f.actor.init_from_scratch:
         yield f.warn(
@@ -71,6 +76,7 @@ def adapter_on_random_weights(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def eight_bit_moments_on_ranks(f: Facts) -> Iterator[Finding]:
     if f.actor.optimizer.type == "adamw8bit" and layout_of(f.config, f.num_gpus).ranks > 1:
         yield f.error(
@@ -80,6 +86,7 @@ def eight_bit_moments_on_ranks(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def offloaded_state(f: Facts) -> Iterator[Finding]:
     optimizer = f.actor.optimizer
     if not optimizer.offload:
@@ -98,6 +105,7 @@ def offloaded_state(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def quantised_weights_without_an_adapter(f: Facts) -> Iterator[Finding]:
     bits = f.actor.lora_base_bits
     if bits is not None and not f.actor.use_lora:
@@ -108,6 +116,7 @@ def quantised_weights_without_an_adapter(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def quantised_base_elsewhere(f: Facts) -> Iterator[Finding]:
     """Where the sampler and the trainer could not use the same quantised weights."""
     if f.actor.lora_base_bits is None:
@@ -137,6 +146,7 @@ def quantised_base_elsewhere(f: Facts) -> Iterator[Finding]:
             yield f.error(key, f"with actor.lora_base_bits, {what}", f"{remedy}, or remove actor.lora_base_bits")
 
 
+@rule
 def half_precision_on_cpu(f: Facts) -> Iterator[Finding]:
     if f.actor.dtype in ("bfloat16", "float16") and f.on_cpu:
         yield f.warn(
@@ -146,6 +156,7 @@ def half_precision_on_cpu(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def half_precision_head(f: Facts) -> Iterator[Finding]:
     if f.sequence_level and f.actor.fp32_lm_head is False and f.dtype in ("bfloat16", "float16"):
         yield f.warn(

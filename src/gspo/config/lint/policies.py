@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gspo.config.layout import flags_of
-from gspo.config.lint.facts import Facts, Finding
+from gspo.config.lint.facts import Facts, Finding, rule
 from gspo.system.imports import by_name
 from gspo.system.text import number
 
@@ -13,6 +13,7 @@ LONG_PRODUCT = 1000  # tokens from which the product of token ratios is advised 
 SAMPLER_NOISE = 2e-3  # published sampler-trainer KL per token: 6e-4 dense, 1.5e-3 MoE
 
 
+@rule
 def decoupled_without_effect(f: Facts) -> Iterator[Finding]:
     if f.actor.use_decoupled_loss and f.objective["proximal"] == "rollout":
         yield f.error(
@@ -22,6 +23,7 @@ def decoupled_without_effect(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def staleness_without_correction(f: Facts) -> Iterator[Finding]:
     stale = f.max_staleness
     if stale > 0 and f.objective["proximal"] != "rollout" and not f.objective["corrected"]:
@@ -33,6 +35,7 @@ def staleness_without_correction(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def staleness_uses_up_the_clip_range(f: Facts) -> Iterator[Finding]:
     if f.max_staleness > 0 and f.objective["proximal"] == "rollout" and f.clips:
         yield f.warn(
@@ -43,16 +46,7 @@ def staleness_uses_up_the_clip_range(f: Facts) -> Iterator[Finding]:
         )
 
 
-def recentring_stale_samples(f: Facts) -> Iterator[Finding]:
-    if f.max_staleness > 0 and f.recentred:
-        yield f.error(
-            "actor.prox_logp_method",
-            f"samples may be {f.max_staleness} weight versions old; their log-probs differ by policy updates, which "
-            "are not a constant that can be subtracted",
-            "set rollout.max_head_offpolicyness: 0, or actor.use_decoupled_loss: true without prox_logp_method",
-        )
-
-
+@rule
 def truncated_sampling(f: Facts) -> Iterator[Finding]:
     """Truncation that the trainer does not replay: its log-probs are of another distribution than the sampler's."""
     # A kept set never holds a forbidden end token, so replay covers min_new_tokens too.
@@ -76,6 +70,7 @@ def truncated_sampling(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def truncated_sampling_without_kept_sets(f: Facts) -> Iterator[Finding]:
     if f.truncations and not f.engine.returns_kept:
         yield f.error(
@@ -86,6 +81,7 @@ def truncated_sampling_without_kept_sets(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def noisy_sampler(f: Facts) -> Iterator[Finding]:
     if f.objective["proximal"] != "rollout" or not f.sequence_level or not f.external_sampler or not f.clips:
         return
@@ -98,6 +94,7 @@ def noisy_sampler(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def correction_without_bounds(f: Facts) -> Iterator[Finding]:
     correction = f.actor.rejection_sampling
     if correction is None or not f.objective["corrected"]:
@@ -110,6 +107,7 @@ def correction_without_bounds(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def product_of_ratios(f: Facts) -> Iterator[Finding]:
     correction = f.actor.rejection_sampling
     if correction is None or not f.objective["corrected"]:
@@ -136,6 +134,7 @@ def product_of_ratios(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def routes_without_a_proximal_pass(f: Facts) -> Iterator[Finding]:
     proximal = f.objective["proximal"]
     if f.actor.routing_replay == "proximal" and proximal not in ("auto", "recompute"):
@@ -147,6 +146,7 @@ def routes_without_a_proximal_pass(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def routes_of_an_external_sampler(f: Facts) -> Iterator[Finding]:
     if f.actor.routing_replay != "rollout" or not f.engine.no_routes:
         return

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gspo.config.layout import layout_of
-from gspo.config.lint.facts import Facts, Finding
+from gspo.config.lint.facts import Facts, Finding, rule
 from gspo.system.text import number
 
 
+@rule
 def kl_without_reference(f: Facts) -> Iterator[Finding]:
     for key, coefficient in (("actor.kl_loss_coef", f.actor.kl_loss_coef), ("actor.kl_ctl", f.actor.kl_ctl)):
         if coefficient > 0 and f.config.ref is None:
@@ -19,6 +20,7 @@ def kl_without_reference(f: Facts) -> Iterator[Finding]:
             )
 
 
+@rule
 def kl_counted_twice(f: Facts) -> Iterator[Finding]:
     if f.actor.kl_loss_coef > 0 and f.actor.kl_ctl > 0:
         yield f.warn(
@@ -28,6 +30,7 @@ def kl_counted_twice(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def k1_in_the_loss(f: Facts) -> Iterator[Finding]:
     if f.actor.kl_loss_coef > 0 and f.actor.kl_estimator == "k1":
         yield f.warn(
@@ -37,6 +40,7 @@ def k1_in_the_loss(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def kl_reward_averaged_over_a_sequence(f: Facts) -> Iterator[Finding]:
     if f.objective["level"] == "sequence" and f.actor.kl_ctl > 0:
         yield f.warn(
@@ -46,6 +50,7 @@ def kl_reward_averaged_over_a_sequence(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def distillation_without_a_teacher(f: Facts) -> Iterator[Finding]:
     if f.objective["advantage"] == "teacher" and not (f.config.teacher and f.config.teacher.path):
         yield f.error(
@@ -55,6 +60,7 @@ def distillation_without_a_teacher(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def teacher_without_distillation(f: Facts) -> Iterator[Finding]:
     if f.objective["advantage"] != "teacher" and f.config.teacher is not None:
         yield f.error(
@@ -64,6 +70,7 @@ def teacher_without_distillation(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def exact_kl_on_several_ranks(f: Facts) -> Iterator[Finding]:
     teacher = f.config.teacher
     if teacher is not None and teacher.exact_kl is not None and layout_of(f.config, f.num_gpus).ranks > 1:
@@ -74,6 +81,7 @@ def exact_kl_on_several_ranks(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def server_as_teacher(f: Facts) -> Iterator[Finding]:
     """A server scores tokens at temperature 1, over the whole vocabulary."""
     teacher, generation = f.config.teacher, f.config.gconfig
@@ -95,6 +103,7 @@ def server_as_teacher(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def gae_without_critic(f: Facts) -> Iterator[Finding]:
     if f.objective["advantage"] == "gae" and f.config.critic is None:
         yield f.error(
@@ -104,6 +113,7 @@ def gae_without_critic(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def critic_without_gae(f: Facts) -> Iterator[Finding]:
     if f.objective["advantage"] != "gae" and f.config.critic is not None:
         yield f.warn(

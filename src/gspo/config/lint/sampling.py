@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gspo.config.lint.facts import Facts, Finding
+from gspo.config.lint.facts import Facts, Finding, rule
 from gspo.config.objective import is_supervised
 
 
+@rule
 def shortest_above_longest(f: Facts) -> Iterator[Finding]:
     shortest = f.config.gconfig.min_new_tokens  # of evaluation too
     longest = {"gconfig": f.config.gconfig.max_new_tokens}
@@ -22,6 +23,7 @@ def shortest_above_longest(f: Facts) -> Iterator[Finding]:
             )
 
 
+@rule
 def no_randomness(f: Facts) -> Iterator[Finding]:
     if f.config.gconfig.temperature == 0:
         yield f.error(
@@ -31,6 +33,7 @@ def no_randomness(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def longer_than_the_context(f: Facts) -> Iterator[Finding]:
     prompt, new = f.config.train_dataset.max_length, f.config.gconfig.max_new_tokens
     if f.context is not None and (prompt or 1) + new > f.context:
@@ -42,6 +45,7 @@ def longer_than_the_context(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def longer_than_max_tokens(f: Facts) -> Iterator[Finding]:
     gconfig = f.config.gconfig
     wanted = (f.config.train_dataset.max_length or 0) + gconfig.max_new_tokens
@@ -54,6 +58,7 @@ def longer_than_max_tokens(f: Facts) -> Iterator[Finding]:
         )
 
 
+@rule
 def needs_samples(f: Facts) -> Iterator[Finding]:
     """Keys that only make sense if the policy samples."""
     if not is_supervised(f.config):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gspo.config import yaml_tree as tree
-from gspo.config.migrate import merged, translate
+from gspo.config.migrate import translate
 from gspo.config.migrate.rule import Move, Rule, drops, only, renames, repeats, translates
 from gspo.config.schema import known_keys
 from gspo.config.yaml_tree import Node
@@ -108,9 +108,9 @@ def _objective_rules() -> Iterable[list[Rule]]:
         translates(
             "actor.overlong_penalty_factor",
             "`actor.overlong_reward_penalty`, in place of true",
-            merged.overlong_penalty_factor,
+            translate.overlong_penalty_factor,
         ),
-        translates("actor.reward_norm.mean_leave1out", "`mean_level: leave1out` if true", merged.mean_leave1out),
+        translates("actor.reward_norm.mean_leave1out", "`mean_level: leave1out` if true", translate.mean_leave1out),
         renames("critic.eps_clip", "critic.value_eps_clip"),
         renames("actor.enable_tree_training", "actor.share_prefix"),
         repeats("critic.mask_no_eos_with_zero", "actor.mask_no_eos_with_zero"),
@@ -156,6 +156,7 @@ def _engine_rules() -> Iterable[list[Rule]]:
             "rollout.backend and actor.backend place the processes",
         ),
         drops(_ENGINES + ".scheduling_strategy", "rollout.backend and actor.backend place the processes"),
+        drops("sglang", "gspo has no SGLang; flags of vLLM are keys below vllm"),
         drops("launcher", "the launcher uses the resources that the scheduler grants"),
         drops(_ENGINES + ".{_version,admin_api_key,log_level,setup_timeout}", "it configures AReaL's RPC service"),
         drops(_MODELS + ".request_timeout", "it configures AReaL's RPC service"),
@@ -189,7 +190,7 @@ def _sampling_rules() -> Iterable[list[Rule]]:
         repeats("eval_gconfig.ignore_eos", "gconfig.ignore_eos"),
         repeats("eval_gconfig.stop", "gconfig.stop"),
         only("eval_gconfig.stop_token_ids", translate.is_as_in_sampling, "it is that of gconfig; remove it"),
-        translates("gconfig.stop_token_ids", "integers in `gconfig.stop`", merged.stop_token_ids),
+        translates("gconfig.stop_token_ids", "integers in `gconfig.stop`", translate.stop_token_ids),
         drops("eval_gconfig.max_tokens", "gconfig.max_tokens applies to evaluation too"),
         translates("rollout.consumer_batch_size", "`train_dataset.batch_size`", translate.consumer_batch_size),
         only(
@@ -249,12 +250,12 @@ def _run_rules() -> Iterable[list[Rule]]:
         translates(
             "{saver,recover}.freq_epochs",
             "`saver.freq_steps: epoch`, `2 epochs`, …; the smaller value",
-            merged.freq_epochs("saver.freq_steps"),
+            translate.freq_epochs("saver.freq_steps"),
         ),
         translates(
             "evaluator.freq_epochs",
             "`evaluator.freq_steps: epoch`, `2 epochs`, …",
-            merged.freq_epochs("evaluator.freq_steps"),
+            translate.freq_epochs("evaluator.freq_steps"),
         ),
         only("evaluator.freq_secs", (None,), "set evaluator.freq_steps"),
         drops("saver.mode", "checkpoints have one format, complete and verified"),

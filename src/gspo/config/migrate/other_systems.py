@@ -2,7 +2,7 @@
 
 These keys are not translated: TRL and verl count batches, steps and epochs differently, so a translated config could
 load and mean something else. Such a key is an error that names the key of gspo. (AReaL's keys mean the same as ours
-and are translated: areal.py.)
+and are translated: areal.py.) The tables are trl.yaml and verl.yaml.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import functools
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from gspo.config.migrate import trl, verl
+from gspo.system.files import parse_yaml
 
 
 @dataclass(frozen=True)
@@ -49,26 +50,17 @@ class ForeignKey:
 @functools.cache
 def foreign_keys() -> Mapping[tuple[str, str], ForeignKey]:
     """Every known key by (system, key), in the order of the documentation."""
-    rows = (
-        *_rows("TRL", trl.MAPPED, trl.NEEDLESS, trl.UNSUPPORTED),
-        *_rows("TRL", trl.SCRIPT, trl.SCRIPT_NEEDLESS, trl.SCRIPT_UNSUPPORTED),
-        *_rows("verl", verl.MAPPED, verl.NEEDLESS, verl.UNSUPPORTED),
-    )
+    files: tuple[tuple[Literal["TRL", "verl"], str], ...] = (("TRL", "trl.yaml"), ("verl", "verl.yaml"))
+    rows = (row for system, name in files for row in _rows(system, Path(__file__).with_name(name)))
     return types.MappingProxyType({(row.system, row.key): row for row in rows})
 
 
-def _rows(
-    system: Literal["TRL", "verl"],
-    mapped: Iterable[tuple[str, str, str]],
-    needless: Iterable[tuple[str, str]],
-    unsupported: Iterable[tuple[str, str]],
-) -> Iterable[ForeignKey]:
-    for keys, ours, note in mapped:
-        yield from (ForeignKey(system, key, "mapped", ours, note) for key in keys.split())
-    for keys, note in needless:
-        yield from (ForeignKey(system, key, "needless", "", note) for key in keys.split())
-    for keys, note in unsupported:
-        yield from (ForeignKey(system, key, "unsupported", "", note) for key in keys.split())
+def _rows(system: Literal["TRL", "verl"], file: Path) -> Iterable[ForeignKey]:
+    for tables in parse_yaml(file.read_text(encoding="utf-8")).values():
+        for fate, rows in tables.items():
+            for keys, *about in rows:
+                ours = about.pop(0) if fate == "mapped" else ""
+                yield from (ForeignKey(system, key, fate, ours, *(about or [""])) for key in keys.split())
 
 
 def find(name: str) -> ForeignKey | None:

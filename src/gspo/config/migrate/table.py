@@ -7,7 +7,7 @@ import types
 from collections.abc import Iterable, Mapping
 
 from gspo.config import yaml_tree as tree
-from gspo.config.migrate import areal, merged, removed
+from gspo.config.migrate import areal
 from gspo.config.migrate.rule import Move, Rule, apply
 from gspo.config.yaml_tree import Node, is_failed
 
@@ -32,10 +32,6 @@ _ALIASES = (
     ("saver.freq_epochs", "saver.freq_steps"),
     ("recover.freq_epochs", "saver.freq_steps"),
     ("evaluator.freq_epochs", "evaluator.freq_steps"),
-    ("stats_logger.keep_sample_steps", "rollout.dump_to_file"),
-    ("train_dataset.curriculum", "train_dataset.shuffle"),
-    ("env.command", "env.agent"),
-    ("valid_dataset.size", "evaluator.size"),
     ("eval_gconfig.greedy", "eval_gconfig.temperature"),
 )
 _SAME_VALUE = {"actor.group_size": "gconfig.n_samples", "rollout.consumer_batch_size": "train_dataset.batch_size"}
@@ -44,7 +40,7 @@ _SAME_VALUE = {"actor.group_size": "gconfig.n_samples", "rollout.consumer_batch_
 @functools.cache
 def rules() -> Mapping[str, Rule]:
     """Every rule by its old key, in the order of application."""
-    return types.MappingProxyType({rule.key: rule for rule in (*areal.areal_rules(), *removed.removed_rules())})
+    return types.MappingProxyType({rule.key: rule for rule in areal.areal_rules()})
 
 
 def migrate(root: Node, problems: list[str], messages: list[str]) -> None:
@@ -54,9 +50,8 @@ def migrate(root: Node, problems: list[str], messages: list[str]) -> None:
         node = tree.pop(root, rule.key)
         if node is not None and not is_failed(node):
             apply(Move(rule, node, root, problems, messages))
-    merged.columns_of_sources(root, problems, messages)
     # Sections that are empty after the rules.
-    for key in ("actor.fsdp", "ref.fsdp", "critic.fsdp", "actor.eps_clip_auto"):
+    for key in ("actor.fsdp", "ref.fsdp", "critic.fsdp"):
         node = tree.get(root, key)
         if node is not None and node.value in (None, {}):
             tree.pop(root, key)

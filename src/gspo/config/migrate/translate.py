@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from gspo.algorithms import ALGORITHMS
 from gspo.config import yaml_tree as tree
 from gspo.config.backends import SAMPLERS, TRAINERS, Backend, parse_backend
 from gspo.config.migrate.rule import Move, repeat, written
-from gspo.config.objective import is_from_sampler
 from gspo.config.yaml_tree import Node, describe
 
 
@@ -282,7 +282,7 @@ def recompute_logprob(move: Move) -> None:
         return
     method = tree.get(move.root, "actor.prox_logp_method")
     if method is not None and method.value not in (None, "auto"):
-        contradicts = is_from_sampler(method.value) if on else method.value == "recompute"
+        contradicts = method.value == "rollout" if on else method.value == "recompute"
         move.say(f"{'has no effect' if contradicts else 'is ignored'}: actor.prox_logp_method {method.value} decides")
         return
     # AReaL recomputes π_old for the decoupled loss, whatever this switch says.
@@ -348,6 +348,73 @@ def greedy(move: Move) -> None:
         move.drop(f"{target} decides")
 
 
+def _put(move: Move, target: str, value: Any) -> None:
+    node = value if isinstance(value, Node) else Node(value, move.node.place, text=written(value), settled=True)
+    tree.put(move.root, target, node)
+    move.say(f"is now {target}: {written(node.data())}")
+
+
+def _is_overridden(move: Move, target: str) -> bool:
+    """Whether the command line sets the present key and a file the old one."""
+    existing = tree.get(move.root, target)
+    return existing is not None and existing.from_command_line and not move.node.from_command_line
+
+
+def mean_leave1out(move: Move) -> None:
+    target, on = "actor.reward_norm.mean_level", None if move.node.value is None else move.switch()
+    if on and move.value_of(target) == "group":
+        _put(move, target, "leave1out")
+    elif on and move.value_of(target) == "batch":
+        move.refuse(f"needs groups: set {target}: leave1out and remove it")
+    elif on is not None or move.node.value is None:
+        move.drop(f"{target} decides")
+
+
+def overlong_penalty_factor(move: Move) -> None:
+    target = "actor.overlong_reward_penalty"
+    penalty, algorithm = move.value_of(target), ALGORITHMS.get(str(move.value_of("algorithm")))
+    if penalty is None and algorithm is not None:
+        penalty = algorithm.overlong_penalty
+    if move.node.value is None or not penalty or move.node.value == 1:
+        move.drop(f"{target} decides")
+    else:
+        _put(move, target, move.node if move.node.value else False)
+
+
+def stop_token_ids(move: Move) -> None:
+    own = tree.get(move.root, "gconfig.stop")
+    if move.node.value in (None, []):
+        move.drop("gconfig.stop decides")
+    elif isinstance(move.node.value, list):
+        strings = own.value if own is not None and isinstance(own.value, list) else []
+        _put(move, "gconfig.stop", Node([*strings, *move.node.value], move.node.place))
+    else:
+        move.refuse("must be a list of integers; set gconfig.stop")
+
+
+def freq_epochs(target: str) -> Callable[[Move], None]:
+    def translate(move: Move) -> None:
+        existing, value = tree.get(move.root, target), move.node.value
+        written_epochs = re.fullmatch(r"(?:(\d+) )?epochs?", str(existing.value)) if existing is not None else None
+        if value is not None and (type(value) is not int or value < 1):
+            move.refuse(f"must be an integer, at least 1; set {target}: epoch")
+        elif value is None or _is_overridden(move, target):
+            move.drop(f"{target} decides")
+        # Of two numbers of epochs the smaller one is kept; a number of steps is kept in any case.
+        elif written_epochs is not None and value < int(written_epochs[1] or 1):
+            _put(move, target, _epochs(value))
+        elif existing is not None and existing.value is not None:
+            move.drop(f"{target}: {written(existing.data())} decides")
+        else:
+            _put(move, target, _epochs(value))
+
+    return translate
+
+
+def _epochs(num: int) -> str:
+    return "epoch" if num == 1 else f"{num} epochs"
+
+
 # Tests for values that change nothing.
 
 
@@ -373,47 +440,3 @@ def is_as_in_sampling(move: Move) -> bool:
 def is_algorithms_type(move: Move) -> bool:
     """Whether the type of a data set is what the algorithm reads: completions in SFT, else prompts."""
     return move.node.value in (None, "sft" if move.value_of("algorithm") == "sft" else "rl")
-
-
-def is_preset(move: Move) -> bool:
-    preset = tree.get(move.root, "actor.rejection_sampling.preset")
-    return move.node.value in (None, preset is not None and preset.value == "sequence_mask")
-
-
-def sbatch_option(name: str) -> Callable[[Move], None]:
-    def translate(move: Move) -> None:
-        options = tree.get(move.root, "scheduler.slurm.sbatch")
-        if move.node.value is None:
-            move.drop("the cluster's default is used")
-            return
-        option = f"--{name}={move.node.text or move.node.value}"
-        node = Node(option, move.node.place, text=option, settled=True)
-        if options is None or options.value is None:
-            tree.put(move.root, "scheduler.slurm.sbatch", Node([node], move.node.place))
-        elif isinstance(options.value, list):
-            options.value.append(node)
-        move.say(f"is now an item of scheduler.slurm.sbatch: {option}")
-
-    return translate
-
-
-def format_regex(move: Move) -> None:
-    """The pattern of the reward `format` is now an entry of reward.functions."""
-    functions = tree.get(move.root, "reward.functions")
-    if move.node.value is None:
-        move.drop("null is the default")
-    elif functions is None or not any(entry.value == "format" for entry in _items(functions)):
-        move.refuse(
-            "applies to the reward `format`, which is not in reward.functions; "
-            "add {name: regex, pattern: …} to reward.functions and remove this"
-        )
-    else:
-        place = move.node.place
-        words = {"name": "regex", "pattern": move.node.text or move.node.value, "label": "format"}
-        pattern = {name: Node(word, place, text=str(word), settled=True) for name, word in words.items()}
-        functions.value = [Node(pattern, place) if entry.value == "format" else entry for entry in _items(functions)]
-        move.say("is now reward.functions: [{name: regex, pattern: …, label: format}]")
-
-
-def _items(node: Node) -> list[Node]:
-    return node.value if isinstance(node.value, list) else []

@@ -169,11 +169,10 @@ class Actor(Section):
     reward_clip: float = key(20.0, "Rewards are clipped to ± this value, after scaling.", above=0.0)
 
     # π_old, and the difference between the sampler and the trainer.
-    prox_logp_method: Literal["auto", "recompute", "rollout", "rollout_recentered", "loglinear"] | None = key(
+    prox_logp_method: Literal["auto", "recompute", "rollout", "loglinear"] | None = key(
         None,
-        "Source of π_old: recompute (a forward pass of the trainer), rollout (the sampler's log-probs), "
-        "rollout_recentered (these less the sampler's mean error per token, which mini-batch 1 measures; it uses its "
-        "own forward pass), or loglinear (interpolation).",
+        "Source of π_old: recompute (a forward pass of the trainer), rollout (the sampler's log-probs), or loglinear "
+        "(interpolation).",
         unset="auto, which is recompute, or rollout if the sampler's measured noise is far below the clip range",
     )
     use_decoupled_loss: bool = key(False, "Multiply the loss by π_old/μ (behavior correction).")

@@ -93,8 +93,6 @@ def _sampling_words(f: Facts) -> str:
 
 def _proximal_words(f: Facts) -> str:
     method, parts = f.objective["proximal"], f.num_updates
-    if f.recentred:
-        return "mini-batch 1 uses its own log-probs; later ones use the sampler's (μ), minus their mean error"
     if method == "rollout":
         return "the sampler's log-probs (μ), recorded with each token; the run stops if their error is above ε"
     if method == "loglinear":

@@ -167,6 +167,7 @@ class _Instance:
     """An environment, and a lock: it must not be closed while a thread steps it."""
 
     env: Any
+    # wait: none, held for one step, which env.options.timeout ends
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def reset(self, seed: int | None) -> tuple[Any, dict[str, Any]]:

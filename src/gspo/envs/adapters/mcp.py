@@ -110,6 +110,7 @@ class McpTools:
     def __init__(self, given: Any, timeout_s: float, taken: Sequence[str] = ()) -> None:
         self._timeout_s = timeout_s
         self._shared: dict[str, McpServer] = {}
+        # wait: none, held for the start of a server at most, _START_S
         self._lock = threading.Lock()  # one thread at a time starts a server
         self._known: dict[str, tuple[ServerSpec, str, dict[str, Any]]] = {}  # by the name that the model uses
         for spec in read_specs(given):
@@ -165,6 +166,7 @@ class McpServer:
         self.spec = spec
         self._ids = itertools.count(1)
         self._pending: dict[int, Future[Any]] = {}
+        # wait: none, held for the start of a server at most, _START_S
         self._lock = threading.Lock()  # guards _pending and writes to stdin
         self._stderr = b""
         self._over: str | None = None
@@ -205,10 +207,10 @@ class McpServer:
         self._fail("the MCP server was closed")
         self._stdin.close()  # a well-behaved server ends now
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_STOP_S)
+            self._process.wait(_STOP_S)  # wait: _STOP_S, the episode
         stop_group(self._process, _STOP_S)
         for reader in self._readers:
-            reader.join(_STOP_S)
+            reader.join(_STOP_S)  # wait: _STOP_S, the episode
         if self._folder is not None:
             self._folder.cleanup()
 
@@ -233,7 +235,7 @@ class McpServer:
             self._pending[number] = future
         try:
             self._send({"id": number, "method": method, "params": params})
-            return future.result(timeout_s)
+            return future.result(timeout_s)  # wait: the tool's timeout, the episode
         except FutureTimeout:
             # It may still hold the answer of an old call: a server that was late once is not used again.
             self._fail(f"the MCP server {self.spec.name} did not answer {method} within {timeout_s:g} s")
@@ -263,7 +265,8 @@ class McpServer:
                 with contextlib.suppress(ValueError, RecursionError, AttributeError, TypeError):
                     self._handle(json.loads(line))
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_STOP_S)
+            self._process.wait(_STOP_S)  # wait: _STOP_S, the server's reader thread
+        # wait: _STOP_S, the server's reader thread
         self._readers[1].join(_STOP_S)  # what the server wrote on stderr is part of the message
         code = self._process.returncode
         how = "closed its output" if code is None else describe_exit(code)
@@ -291,7 +294,7 @@ class McpServer:
         """Read all of stderr, so that the server never blocks on it; keep its end."""
         stderr: Any = self._process.stderr
         with stderr:
-            while part := os.read(stderr.fileno(), 2**16):
+            while part := os.read(stderr.fileno(), 2**16):  # wait: none, end of file; a daemon thread
                 self._stderr = (self._stderr + part)[-_LONGEST_STDERR:]
 
     def _fail(self, why: str) -> None:

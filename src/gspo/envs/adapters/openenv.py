@@ -75,6 +75,7 @@ class OpenEnv:
         self.at_once = sessions
         self._max_steps, self._timeout_s = max_steps, timeout
         self._server: _Server | None = None
+        # wait: none, held for the start of a server, env.options.start_timeout
         self._lock = threading.Lock()  # of a restart
         if not what.startswith(("http://", "https://")):
             self._server = _Server(what, python or sys.executable, start_timeout)
@@ -184,6 +185,7 @@ class OpenEnv:
 
     def _get(self, route: str) -> dict[str, Any]:
         try:
+            # wait: env.timeout, the trainer
             found = httpx.get(f"{self._url}/{route}", timeout=self._timeout_s).raise_for_status().json()
         except (httpx.HTTPError, ValueError) as error:
             raise ConfigError(
@@ -248,7 +250,7 @@ class _Session:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._socket.send(json.dumps({"type": kind, "data": data}))
-                reply = json.loads(await self._socket.recv())
+                reply = json.loads(await self._socket.recv())  # wait: none, asyncio.timeout around it
                 content = reply["data"]
                 if not isinstance(content, dict):
                     raise TypeError(f"data is {type(content).__name__}, not an object")
@@ -268,7 +270,7 @@ class _Session:
         """Give the session back; in any case, also if the episode was cancelled."""
         if self._socket is not None:
             with contextlib.suppress(Exception):
-                await asyncio.wait_for(self._socket.close(), 3)
+                await asyncio.wait_for(self._socket.close(), 3)  # wait: 3 s, the episode
 
 
 class _Server:
@@ -309,6 +311,7 @@ class _Server:
         deadline = time.monotonic() + self._timeout_s
         while True:
             with contextlib.suppress(httpx.HTTPError):
+                # wait: 2 s per try, the trainer after env.options.start_timeout
                 if httpx.get(f"{self.url}/health", timeout=2).is_success:
                     return
             if (code := self._process.poll()) is not None:
@@ -321,7 +324,7 @@ class _Server:
                     f"env.path: the OpenEnv server {self._what} did not answer within {self._timeout_s:g} s "
                     "(env.options.start_timeout)"
                 )
-            time.sleep(0.1)
+            time.sleep(0.1)  # wait: 0.1 s, the trainer
 
     def close(self) -> None:
         stop_group(self._process, 5)

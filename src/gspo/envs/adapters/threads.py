@@ -41,7 +41,7 @@ class Threads:
     def __init__(self, num: int) -> None:
         self._work: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._num = num
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # wait: none, held for a short section
         self._ended: dict[asyncio.AbstractEventLoop, list[tuple[_Job, Any, BaseException | None]]] = {}
         for _ in range(self._num):
             self._start()
@@ -87,7 +87,7 @@ class Threads:
             self._work.put(None)
 
     def _serve(self) -> None:
-        while (job := self._work.get()) is not None:
+        while (job := self._work.get()) is not None:  # wait: none, close sends an end mark
             if job.future.cancelled():  # its episode has ended before
                 continue
             job.started = time.monotonic()

@@ -140,7 +140,10 @@ class TrlEnvironment:
             except Exception as error:
                 results.append((name, {"error": str(error)}))
         for (name, _), result in zip(
-            waiting, await asyncio.gather(*(w for _, w in waiting), return_exceptions=True), strict=True
+            waiting,
+            # wait: none, each has env.options.timeout
+            await asyncio.gather(*(w for _, w in waiting), return_exceptions=True),
+            strict=True,
         ):
             if isinstance(result, CallTimeoutError):
                 raise result
@@ -153,6 +156,7 @@ class TrlEnvironment:
         if not inspect.iscoroutinefunction(function):
             return await self._threads.run(lambda: function(*args, **kwargs), what, self._timeout_s)
         try:
+            # wait: env.options.timeout, the episode
             return await asyncio.wait_for(function(*args, **kwargs), self._timeout_s)
         except TimeoutError as error:
             raise CallTimeoutError(f"{what} took longer than {self._timeout_s:g} s") from error

@@ -179,8 +179,8 @@ class _V1:
             ready = asyncio.Event()
             self._serving = loop, loop.create_task(self._hold(ready)), ready
         _, task, ready = self._serving
-        waiting = asyncio.ensure_future(ready.wait())
-        await asyncio.wait({waiting, task}, return_when=asyncio.FIRST_COMPLETED)
+        waiting = asyncio.ensure_future(ready.wait())  # wait: none, env.timeout cancels it
+        await asyncio.wait({waiting, task}, return_when=asyncio.FIRST_COMPLETED)  # wait: none, env.timeout cancels it
         if not ready.is_set():
             waiting.cancel()
             self._serving = None
@@ -189,6 +189,7 @@ class _V1:
     async def _hold(self, ready: asyncio.Event) -> None:
         async with self._env.serving():
             ready.set()
+            # wait: none, close cancels the task
             await asyncio.Event().wait()  # until the loop ends and cancels this task
 
     def close(self) -> None:

@@ -52,7 +52,7 @@ class Agents:
         self._endpoint: Endpoint | None = None
         self._abandoned: set[threading.Thread] = set()
         self.counts: Counter[str] = Counter()  # results of API calls since the last `take_counts`
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # wait: none, held for the start of the endpoint at most
 
     async def __call__(self, client: Client, data: Mapping[str, Any]) -> Any:
         client.by_content = True  # the order of an agent's calls depends on timing
@@ -224,7 +224,7 @@ async def _in_thread(agent: Agent, args: tuple[Any, ...], abandoned: set[threadi
             result = agent(*args)
             if inspect.isawaitable(result):
                 # In an event loop of its own: an agent that blocks does not stop other episodes.
-                result = asyncio.run(awaited(result))
+                result = asyncio.run(awaited(result))  # wait: none, env.timeout cancels the agent
             resolve(done.set_result, result)
         except asyncio.CancelledError:
             pass  # the caller has cancelled it and does not wait

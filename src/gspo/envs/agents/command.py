@@ -30,7 +30,7 @@ class Lifeline:
 
     def __init__(self) -> None:
         self.reading_end, self._writing_end = os.pipe()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # wait: none, held for one close()
 
     def close(self) -> None:
         # Closed once: the number of a closed descriptor may belong to another file soon.
@@ -67,7 +67,7 @@ def run_command(
         # Read both streams to their ends before wait(): a full pipe would block the command.
         with process:
             out, err = _read_output(process)
-            code = process.wait()
+            code = process.wait()  # wait: none, env.timeout closes the lifeline
     finally:
         lifeline.close()
     if code:
@@ -83,10 +83,10 @@ def _read_output(process: subprocess.Popen[bytes]) -> tuple[str, str]:
             assert stream is not None
             ready.register(stream, selectors.EVENT_READ)
         while ready.get_map():
-            for key, _ in ready.select():
+            for key, _ in ready.select():  # wait: none, env.timeout closes the lifeline
                 stream: Any = key.fileobj
                 # End of file. The empty part below changes nothing.
-                if not (part := os.read(stream.fileno(), 2**16)):
+                if not (part := os.read(stream.fileno(), 2**16)):  # wait: none, env.timeout closes the lifeline
                     ready.unregister(stream)
                 kept[stream] = (kept[stream] + part)[-limits[stream] :]
     out, err = (kept[stream].decode("utf-8", "replace") for stream in limits)

@@ -95,7 +95,7 @@ class Endpoint(HttpServer):
         self._ended: deque[str] = deque(maxlen=REMEMBERED)
         self._sessions: dict[str, OpenEpisode] = {}  # of the shared address
         self._connections: dict[str, set[Any]] = {}  # by episode; only the server's thread adds and counts
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # wait: none, held for dictionary operations
         # In the order of ROUTES.
         generate = [partial(self._generate, dialect) for dialect in DIALECTS.values()]
         calls = (self._models, self._one_model, *generate, self._count_tokens, self._reward)
@@ -249,7 +249,7 @@ class Endpoint(HttpServer):
             if not await finished(future, self.request_timeout_s):
                 late = f"the policy did not answer within {self.request_timeout_s:g} s"
                 raise ApiError(408, "request_timeout", late)
-            return future.result(0), number
+            return future.result(0), number  # wait: 0 s, the sample has arrived
         except CancelledError:
             # `end` or `close` has cancelled the future.
             raise ApiError(503, "stopping", "the trainer is stopping") if self.stopping else _ended() from None

@@ -41,9 +41,10 @@ def main() -> int:
     status: int | None = None
     # Wait until the command ends (SIGCHLD) or the trainer closes the lifeline.
     while status is None:
+        # wait: none, the trainer closes the lifeline or dies, or the command ends
         if control in select.select([control, wake], [], [])[0]:
             break
-        os.read(wake, 4096)
+        os.read(wake, 4096)  # wait: none, SIGCHLD has written a byte
         status = _collect().get(child)
     # Repeated: a killed process may leave children, which appear here in the next round.
     for _ in range(_ROUNDS):
@@ -57,6 +58,7 @@ def main() -> int:
         status = _collect().get(child, status)
         if not left:
             break
+        # wait: _PAUSE_S, the reaper after _ROUNDS
         select.select([], [], [], _PAUSE_S)  # sleep
     code = os.waitstatus_to_exitcode(status or 0)
     # The exit code as a shell shows it.

@@ -31,7 +31,7 @@ _SAYS = {
 }
 _TEXT = {"calculator": "the expression", "python": "the program"}
 # One program at a time: the sandbox limits processes per user id, which all programs share.
-_BOX = threading.Lock()
+_BOX = threading.Lock()  # wait: none, held for one program, which has a time limit
 
 
 class Tools:

@@ -146,7 +146,7 @@ class EngineProcess(subprocess.Popen[bytes]):
     def last_error(self) -> str:
         # After its end, the rest of its output; processes that it has left behind may keep the pipe open.
         if self.poll() is not None:
-            self._copier.join(timeout=2.0)
+            self._copier.join(timeout=2.0)  # wait: 2 s, the sampler server
         return self._error
 
     def _copy(self) -> None:
@@ -187,7 +187,7 @@ def await_ready(address: EngineAddress, child: subprocess.Popen[bytes] | None, t
                 raise error(f"the engine {describe_exit(code)} before it served; its messages are in this log")
             if time.monotonic() - begin > timeout_s:
                 raise RolloutError(f"no engine answered at {address} within {timeout_s:g} s (rollout.request_timeout)")
-            time.sleep(0.5)
+            time.sleep(0.5)  # wait: 0.5 s, the server after rollout.request_timeout
 
 
 def watch_engine(
@@ -200,7 +200,7 @@ def watch_engine(
     """Stop this server when the engine has ended, is broken, or makes no progress; the launcher then restarts both."""
     progress, progress_at, measured_at = -1.0, time.monotonic(), 0.0
     while True:
-        time.sleep(CHECK_S)
+        time.sleep(CHECK_S)  # wait: CHECK_S, the server after rollout.request_timeout without a token
         now, why = time.monotonic(), sampler.broken
         if child is not None and (code := child.poll()) is not None:
             why = f"{sampler.engine} {describe_exit(code)}"

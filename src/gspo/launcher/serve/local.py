@@ -105,7 +105,7 @@ def register_and_serve(
     register(folder, index, server.url)
     print(f"sampler {index} at {server.url}, {words}", flush=True)
     try:
-        server.wait()
+        server.wait()  # wait: none, it serves until the launcher ends it
     finally:
         # First, so that the trainer sends no request to a server that is closing.
         unregister(folder, index)

@@ -47,6 +47,7 @@ class Liveness:
 
     def close(self) -> None:
         self._closing.set()
+        # wait: GRACE, the rank
         self._thread.join(GRACE)  # a daemon: it may be blocked in the store of a launcher that was stopped
 
     def fail(self, error: BaseException) -> None:
@@ -87,7 +88,7 @@ class Liveness:
         limit = 3 * PERIOD
         end = time.monotonic() + limit + 2 * PERIOD
         while time.monotonic() < end and not self._silent(limit) and self._failure is None:
-            time.sleep(PERIOD / 10)
+            time.sleep(PERIOD / 10)  # wait: PERIOD / 10, the rank after GRACE
         silent = self._silent(limit)
         who = f"rank {', '.join(map(str, silent))} sends no heartbeat" if silent else "another rank has ended"
         why = str(error).strip().splitlines()[0][:200]
@@ -109,15 +110,17 @@ class Liveness:
         beats: dict[int, int] = {}
         clock = watchdog.AwakeClock(PERIOD)
         self._heard = dict.fromkeys(others, (None, self._now))
-        while not self._closing.wait(PERIOD):
+        while not self._closing.wait(PERIOD):  # wait: PERIOD, close()
             self._now = clock.seconds()
             try:
                 self._send_heartbeat(store)
                 failed, *lives = (
-                    value.decode() for value in store.multi_get(["failed", *(f"life/{rank}" for rank in others)])
+                    value.decode()
+                    # wait: none, the store's timeout of 300 s
+                    for value in store.multi_get(["failed", *(f"life/{rank}" for rank in others)])
                 )
             except RuntimeError:
-                if not self._closing.wait(GRACE):
+                if not self._closing.wait(GRACE):  # wait: GRACE, close()
                     self._exit("the launcher that started the ranks has ended")
                 return
             for rank, life in zip(others, lives, strict=True):
@@ -135,7 +138,7 @@ class Liveness:
             if failed:
                 self._failure = failed
                 # The main thread has GRACE seconds to raise its own error. If it is blocked, the process ends here.
-                if not self._closing.wait(GRACE):
+                if not self._closing.wait(GRACE):  # wait: GRACE, close()
                     rank, what = json.loads(failed)
                     code = program.INTERRUPTED if what == INTERRUPTED else watchdog.EXIT_CODE
                     self._exit(f"rank {rank} failed: {what}", code)

@@ -123,12 +123,12 @@ class Ranks(World):
         global _num_joined
         _num_joined += 1  # a second run in the same processes must not read the keys of the first
         torch_distributed: Any = distributed  # its type stubs lack the store's names
-        store = next(torch_distributed.rendezvous("env://", timeout=timeout))[0]
+        store = next(torch_distributed.rendezvous("env://", timeout=timeout))[0]  # wait: stall_timeout, the rank
         self._store: Any = torch_distributed.PrefixStore(f"gspo/{_num_joined}", store)
         # Before the process group: the first heartbeat is then stored on every rank when the watch starts.
         self.liveness = Liveness(self._store, self.rank, size, stall_timeout, stop)
         try:
-            distributed.init_process_group(
+            distributed.init_process_group(  # wait: stall_timeout, the rank
                 "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
                 store=torch_distributed.PrefixStore("group", self._store),
                 rank=self.rank,
@@ -158,8 +158,8 @@ class Ranks(World):
             key = f"turn/{self._num_commands}"
             while not self._store.check([key]):
                 self.liveness.check_rank_0()
-                time.sleep(POLL)
-            what, length = json.loads(self._store.get(key))
+                time.sleep(POLL)  # wait: POLL, stall_timeout without a heartbeat of rank 0
+            what, length = json.loads(self._store.get(key))  # wait: none, the key exists
             self._num_commands += 1
             watchdog.beat(f"command {what!r} of rank 0")
             message = torch.zeros(length, dtype=torch.uint8)
@@ -172,9 +172,11 @@ class Ranks(World):
         message = torch.from_numpy(pack_message({}, arrays))
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         # Lengths first: messages differ in size between ranks.
+        # wait: none, stall_timeout, which is the group's timeout
         distributed.all_gather(lengths, torch.tensor([len(message)]))
         longest = max(int(length) for length in lengths)  # the collective needs equal sizes: pad, then cut
         parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        # wait: none, stall_timeout, which is the group's timeout
         distributed.all_gather(parts, torch.nn.functional.pad(message, (0, longest - len(message))))
         return [unpack_message(p[: int(n)].numpy())[1] for p, n in zip(parts, lengths, strict=True)]
 
@@ -183,13 +185,14 @@ class Ranks(World):
 
         # Gathered and then summed in rank order, so that the result is the same on every rank.
         parts = [torch.zeros(1, dtype=torch.float64) for _ in range(self.size)]
+        # wait: none, stall_timeout, which is the group's timeout
         distributed.all_gather(parts, torch.tensor([value], dtype=torch.float64))
         return sum(float(part) for part in parts)
 
     def _broadcast(self, message: torch.Tensor) -> None:
         from torch import distributed
 
-        distributed.broadcast(message, src=0)
+        distributed.broadcast(message, src=0)  # wait: none, stall_timeout, which is the group's timeout
 
     def close(self) -> None:
         from torch import distributed

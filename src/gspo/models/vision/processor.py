@@ -54,6 +54,7 @@ class Processor:
         mean = getattr(inner.image_processor, "image_mean", None)
         self._mode = "L" if isinstance(mean, Sequence) and len(mean) == 1 else "RGB"
         self._kept: OrderedDict[tuple[str, str], Inputs] = OrderedDict()  # by text and digest, oldest first
+        # wait: none, held for one look-up
         self._lock = threading.Lock()  # the sampler may run in another thread than the trainer
 
     @property

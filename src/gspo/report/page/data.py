@@ -14,7 +14,8 @@ from gspo.report.answers import answers, clipped_share, last, shown, time_parts
 from gspo.report.clip import HIGH_OVER_LOW, suggest_eps
 from gspo.report.read import Row, is_by_sequence, read_config
 from gspo.report.samples import finite_number
-from gspo.report.summary import RunSummary, change_text, duration, ends_text, ends_words, score_name, summary_of
+from gspo.report.summary import RunSummary, change_text, ends_text, ends_words, score_name, summary_of
+from gspo.system.text import duration
 
 LOG_LINES = 200  # the last lines of log.txt that the page carries
 

@@ -47,7 +47,7 @@ class LiveRun:
 
     def __init__(self, run: Path, doctor: Doctor) -> None:
         self.run, self._doctor = run, doctor
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # wait: none, held for reading new lines of regular files
         self._explained: tuple[Any, Row, Any] = (None, {}, None)  # config.yaml's signature, its values, doctor's words
         self._generation = secrets.randbits(30) << 10  # a page that outlives its server starts over
         self._forget()
@@ -199,7 +199,7 @@ class Watch(HttpServer):
         self.single = is_run(path)
         self.token = secrets.token_urlsafe(24)
         self._followers: dict[Path, LiveRun] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # wait: none, held for reading new lines of regular files
         try:
             super().__init__(
                 [route("GET", "/{rest:path}", self._get)],

@@ -96,7 +96,7 @@ class Judge:
         self._body = {name: value for name, value in fields.items() if value is not None}
         self._secret = _secret(api_key_env, key)
         # The lock protects `_results`, `_known` and the cache file, which all request threads use.
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # wait: none, held for appending a line to the cache file
         self._results: dict[str, concurrent.futures.Future[Result]] = {}
         self._cache = None if cache is None else Path(cache).expanduser()
         self._known = _read_cache(self._cache, key)
@@ -112,6 +112,7 @@ class Judge:
     def start(self, item: Any) -> Pending:
         """Send a request for every completion of a group; the results wait for the answers."""
         futures = [self._submit(self._request(item, completion)) for completion in item.completions]
+        # wait: none, each request has timeout and retries
         return Pending(lambda: [future.result() for future in futures], lambda: all(f.done() for f in futures))
 
     def check_reachable(self) -> None:
@@ -165,6 +166,7 @@ class Judge:
             # Each question waits another time, so that an overloaded server does not get all retries at once.
             spread = 0.5 + float(rng.uniform(int(digest[:15], 16), "judge-backoff", attempt))
             # An event instead of sleep: `close` ends the wait at once.
+            # wait: _MAX_WAIT_S, close()
             self._closing.wait(min(max(self._backoff * 2**attempt * spread, wait_s), _MAX_WAIT_S))
         with self._lock:
             # Under one lock: another thread finds the result either in `_results` or in `_known`.

@@ -110,6 +110,7 @@ class Box:
         """Write one line; False if the program does not read it before the deadline, or has ended."""
         data = json.dumps(message).encode() + b"\n"
         while data:
+            # wait: the program's time limit, the reward worker
             if not select.select([], [self._stdin], [], max(0.0, self.deadline - time.monotonic()))[1]:
                 return False
             try:
@@ -147,6 +148,7 @@ class Box:
             return f"wrote more than {self.limits.output_bytes} bytes"
         try:
             # It may have closed its output and still run, so wait for its end until the same deadline.
+            # wait: the program's time limit, the reward worker
             code = self._process.wait(max(0.0, self.deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             return f"over its time of {self.limits.timeout_s:g} s"
@@ -158,7 +160,7 @@ class Box:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._init_fd, signal.SIGKILL)
             # Readable when the first process of the namespace has ended, and it ends after all others.
-            gone = bool(select.select([self._init_fd], [], [], END_S)[0])
+            gone = bool(select.select([self._init_fd], [], [], END_S)[0])  # wait: END_S, the reward worker
             os.close(self._init_fd)
             self._init_fd = -1
         else:
@@ -166,7 +168,7 @@ class Box:
             gone = True
             kill_group(self._process.pid)
         try:
-            self._process.wait(END_S if gone else 0.0)
+            self._process.wait(END_S if gone else 0.0)  # wait: END_S, the reward worker
         except subprocess.TimeoutExpired:
             self._process.kill()
             await_killed(self._process)
@@ -182,10 +184,11 @@ class Box:
         self.close()
 
     def _more(self) -> bool:
+        # wait: the program's time limit, the box
         if not select.select([self._stdout], [], [], max(0.0, self.deadline - time.monotonic()))[0]:
             return False
         try:
-            chunk = os.read(self._stdout, 1 << 16)
+            chunk = os.read(self._stdout, 1 << 16)  # wait: none, select has reported output
         except BlockingIOError:
             return True
         self._received += chunk
@@ -193,7 +196,7 @@ class Box:
 
     def _last_error(self) -> str:
         with contextlib.suppress(BlockingIOError):
-            words = os.read(self._stderr, 4096).decode(errors="replace").strip()
+            words = os.read(self._stderr, 4096).decode(errors="replace").strip()  # wait: none, the pipe does not block
             return words.splitlines()[-1] if words else ""
         return ""
 
@@ -247,9 +250,10 @@ def _first_process(info_fd: int) -> int:
     report = b""
     deadline = time.monotonic() + START_S
     while not report.rstrip().endswith(b"}"):
+        # wait: the program's time limit, the box
         if not select.select([info_fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
             return -1
-        chunk = os.read(info_fd, 4096)
+        chunk = os.read(info_fd, 4096)  # wait: none, select has reported output
         if not chunk:
             return -1
         report += chunk

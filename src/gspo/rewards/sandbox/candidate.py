@@ -116,7 +116,7 @@ def _line(fd: int) -> bytes:
     data = b""
     while not data.endswith(b"\n"):
         # A chunk never holds two lines: the grader waits for a reply before it sends the next line.
-        chunk = os.read(fd, 65536)
+        chunk = os.read(fd, 65536)  # wait: none, the box kills the program at its time limit
         if not chunk:
             return b""
         data += chunk

@@ -121,7 +121,7 @@ def _libraries(stdlib: Path) -> dict[str, str]:
     modules = [f"./{file.name}" for file in sorted(folder.glob("*.so")) if not file.name.startswith("_tkinter")]
     # With this variable the dynamic loader lists what it would load and runs nothing. Relative names, because a path
     # with a space or a colon would be read as two.
-    listed = subprocess.run(
+    listed = subprocess.run(  # wait: 10 s or less, the reward worker
         [os.path.realpath(sys.executable)],
         env={"LD_TRACE_LOADED_OBJECTS": "1", "LD_PRELOAD": ":".join(modules)},
         cwd=folder if folder.is_dir() else None,

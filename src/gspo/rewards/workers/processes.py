@@ -27,7 +27,7 @@ def collect(pid: int, timeout_s: float = 1.0) -> None:
     deadline = time.monotonic() + timeout_s
     try:
         while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
-            time.sleep(0.001)
+            time.sleep(0.001)  # wait: a second or less, the supervisor
     except ChildProcessError:
         pass
 

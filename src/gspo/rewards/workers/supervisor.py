@@ -70,13 +70,14 @@ class Supervisor:
         while os.getppid() == self.settings["trainer"]:
             # A deadline passes without an event, so the loop polls quickly while a worker may exceed one, and slowly
             # otherwise.
+            # wait: 0.5 s, the supervisor
             events = self.selector.select(POLL_S if any(w.job or not w.ready for w in self.workers.values()) else 0.5)
             for key, _ in events:
                 if key.fileobj is self.trainer:
                     if not self.read_trainer():
                         return
                 elif key.fileobj == self.wake_fd:
-                    os.read(self.wake_fd, 4096)
+                    os.read(self.wake_fd, 4096)  # wait: none, the pipe does not block
                 elif key.data in self.workers:
                     self.read_worker(self.workers[key.data])
                     self.write_worker(self.workers[key.data])
@@ -120,7 +121,7 @@ class Supervisor:
     def read_trainer(self) -> bool:
         """Read new jobs; False if the trainer has ended."""
         try:
-            while chunk := self.trainer.recv(1 << 20):
+            while chunk := self.trainer.recv(1 << 20):  # wait: none, the socket does not block
                 self.incoming += chunk
             return False
         except BlockingIOError:
@@ -145,7 +146,7 @@ class Supervisor:
         try:
             # At most 1 MB at a time: a worker that never stops writing must not occupy the supervisor.
             for _ in range(16):
-                chunk = worker.channel.recv(1 << 16)
+                chunk = worker.channel.recv(1 << 16)  # wait: none, the socket does not block
                 if not chunk:
                     # The worker's end is closed. Without a reader the selector would report it again and again.
                     self.watch(worker, 0)
@@ -200,11 +201,12 @@ class Supervisor:
         while dead := next_dead():
             worker = self.workers.pop(dead, None)
             if worker is None:
+                # wait: none, waitid has reported the child
                 os.waitpid(dead, 0)  # an orphan that reward code left behind and that has ended
                 continue
             # The worker itself is dead; this kills the rest of its process group.
             kill_worker(dead)
-            status = os.waitstatus_to_exitcode(os.waitpid(dead, 0)[1])
+            status = os.waitstatus_to_exitcode(os.waitpid(dead, 0)[1])  # wait: none, waitid has reported the child
             # Results that the worker wrote before it died are still in the socket's buffer.
             self.read_worker(worker)
             self.watch(worker, 0)
@@ -392,6 +394,7 @@ def _preload(parts: list[dict[str, Any]]) -> str | None:
 def _exactly(channel: socket.socket, size: int) -> bytes:
     data = b""
     while len(data) < size:
+        # wait: none, end of file when the trainer dies, which kills a silent supervisor
         chunk = channel.recv(size - len(data))
         if not chunk:
             sys.exit(0)  # the trainer ended before it sent its settings

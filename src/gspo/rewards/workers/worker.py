@@ -19,7 +19,7 @@ from mmap import mmap
 from time import monotonic  # by name: reward code may replace time.monotonic
 from typing import Any
 
-from gspo.rewards.call import GRACE_S, LENGTH, Call, bind, call_group, call_sample
+from gspo.rewards.call import GRACE_S, LENGTH, Call, RewardItem, bind, call_group, call_sample
 from gspo.system.process import die_with_parent
 
 # deadline (CLOCK_MONOTONIC seconds, 0: no call is running), job, number of the call in its job, sample (−1: the whole
@@ -56,7 +56,7 @@ def run_worker(channel: socket.socket, page: mmap, parts: list[dict[str, Any]], 
         # The supervisor sees that the job has been read; the time of the first call includes unpickling.
         set_clock(page, monotonic() + settings["timeout_s"] + GRACE_S, job["id"], job["start"])
         try:
-            item = pickle.loads(payload)  # written by the trainer
+            item: RewardItem = pickle.loads(payload)  # written by the trainer
         except Exception as error:
             why = f"a column of the row cannot be unpickled in a reward worker: {type(error).__name__}: {error}"
             _send(
@@ -69,12 +69,12 @@ def run_worker(channel: socket.socket, page: mmap, parts: list[dict[str, Any]], 
 
 
 def _work(
-    channel: socket.socket, page: mmap, calls: list[Call], job: dict[str, Any], item: Any, timeout_s: float
+    channel: socket.socket, page: mmap, calls: list[Call], job: dict[str, Any], item: RewardItem, timeout_s: float
 ) -> None:
     """Make the calls of one group, from number `start` on: an earlier worker may have made the others, and died."""
     # The plan depends only on the group and the parts, so call numbers mean the same in every worker of a job.
     failed, pid = set(job["failed"]), os.getpid()
-    num = len(item[1])
+    num = len(item.completions)
     plan = [(p, -1) for p, call in enumerate(calls) if call.per_group]
     plan += [(p, s) for s in range(num) for p, call in enumerate(calls) if not call.per_group]
     for number, (part, sample) in enumerate(plan):

@@ -150,7 +150,7 @@ class EngineSampler(ABC):
             if left <= 0 and self._arrived.empty():
                 return
             try:
-                self._receive(self._arrived.get(timeout=min(max(left, 0.001), 1.0)))
+                self._receive(self._arrived.get(timeout=min(max(left, 0.001), 1.0)))  # wait: 1 s, the caller's deadline
             except queue.Empty:
                 if self.broken:
                     raise RolloutError(self.broken) from None
@@ -283,7 +283,7 @@ class EngineSampler(ABC):
             return
         del self._in_flight[flight.request.id]
         try:
-            reply = flight.reply.result(0)
+            reply = flight.reply.result(0)  # wait: 0 s, the reply has arrived
             if reply is None:
                 self._waiting.append(flight.request)
                 return
@@ -356,6 +356,7 @@ class EngineSampler(ABC):
                 until = time.monotonic() + 1.0
                 while self._in_flight and (left := until - time.monotonic()) > 0:
                     try:
+                        # wait: the caller's deadline, the sampler server
                         self._receive(self._arrived.get(timeout=left))
                     except queue.Empty:
                         break

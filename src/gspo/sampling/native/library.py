@@ -97,6 +97,7 @@ def _build(compiler: str, out: Path) -> Path:
 
 
 def _run(command: list[str]) -> str:
+    # wait: 60 s, the sampler, once per machine
     done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_S, check=False)
     if done.returncode:
         raise OSError(f"exit code {done.returncode}: {done.stderr.strip()[:200]}")

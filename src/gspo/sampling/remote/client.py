@@ -133,6 +133,7 @@ class HttpSampler:
                         if deadline_s is not None and deadline_s >= self._timeout_s:
                             raise self._failed(f"{len(self._pool.requests)} samples are missing after {deadline_s:g} s")
                         return
+                    # wait: 0.5 s, the trainer after rollout.request_timeout
                     self._pool.state_changed.wait(min(left, 0.5))
                     continue
                 sample = self._pool.done.popleft()
@@ -158,6 +159,7 @@ class HttpSampler:
         while aborting and time.monotonic() < deadline:
             self._command(aborting, "/abort")
             with self._pool.state_changed:
+                # wait: 1 s, the servers' answer time
                 self._pool.state_changed.wait_for(lambda: not self._pool.requests, timeout=1.0)
                 aborting = [
                     server for server in aborting if server.requests
@@ -246,10 +248,10 @@ class HttpSampler:
         # Servers stop sampling for a client that closes; a short deadline, as the reply does not matter.
         self._command(busy, "/abort", timeout_s=1.0)
         for thread in self._pool.threads:
-            thread.join(timeout=POLL_S * 2)
+            thread.join(timeout=POLL_S * 2)  # wait: POLL_S * 2, the trainer
         self._http.close()  # cancels the calls of the threads that are left
         for thread in self._pool.threads:
-            thread.join(timeout=2.0)
+            thread.join(timeout=2.0)  # wait: 2 s, the trainer
         self._log_notes()
         if self._pool.published is not None:
             self._pool.published.forget()
@@ -263,7 +265,7 @@ class HttpSampler:
             if all(registered(self._folder, s.index) or given_up(self._folder, s.index) for s in self._pool.servers):
                 return
             beat("waiting for sampler servers to start")  # the wait has a deadline of its own
-            time.sleep(0.1)
+            time.sleep(0.1)  # wait: 0.1 s, the trainer after rollout.request_timeout
 
     def _await_load(self, version: int, is_first: bool) -> None:
         begin = time.monotonic()
@@ -298,7 +300,7 @@ class HttpSampler:
                     raise self._failed(f"weight version {version} reached none of them in {self._timeout_s:g} s")
                 if is_first:  # servers may still load their model
                     beat("waiting for sampler servers to load the first weights")
-                self._pool.state_changed.wait(0.2)
+                self._pool.state_changed.wait(0.2)  # wait: 0.2 s, the trainer after rollout.request_timeout
         self._log_notes()
 
     def _raise_if_hopeless(self) -> None:
@@ -335,4 +337,4 @@ class HttpSampler:
     def _command(self, servers: Sequence[Server], path: str, timeout_s: float | None = None) -> None:
         """Send a command to all servers at once, from this thread; wait for the replies or their deadline."""
         calls = [server.command(path, timeout_s) for server in servers if server.address and server.boot]
-        concurrent.futures.wait(calls)
+        concurrent.futures.wait(calls)  # wait: none, the deadline of each request

@@ -60,6 +60,7 @@ class SamplerEngine:
         self.identity, self._score, self._load_file, self._latency_s = dict(identity), score, load, latency_s
         self._sampler, self._vocabulary = sampler, vocabulary
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        # wait: none, held for dictionary operations
         self._lock = threading.Lock()  # for state that both the event loop and the sampler's thread change
         self._changed: Future[None] = Future()  # replaced when it is done
         self._session = ""
@@ -200,7 +201,7 @@ class SamplerEngine:
                 self._loading = None
         if current != wanted:  # the load that ended was for another weight version
             return {"loading": True, **self.state()}
-        return {"loading": False, "probe": job.result(0), **self.state()}
+        return {"loading": False, "probe": job.result(0), **self.state()}  # wait: 0 s, the reply has arrived
 
     async def score(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Log-probs of every token but the first of given sequences: the server is the teacher of a distillation.
@@ -244,7 +245,7 @@ class SamplerEngine:
         self._notify()
         # An empty call wakes the thread if it waits for calls.
         self._queue(lambda: None)
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=10)  # wait: 10 s, the server
 
     # The sampler's thread
 
@@ -266,6 +267,7 @@ class SamplerEngine:
         while True:
             try:
                 # Wait only for the first call, and only if there is nothing to decode.
+                # wait: 0.5 s, the sampling thread
                 call, reply = self._calls.get(timeout=0.5) if wait and not ran_any else self._calls.get_nowait()
             except queue.Empty:
                 return ran_any
@@ -296,7 +298,7 @@ class SamplerEngine:
         # Clients see from this counter that the thread makes progress.
         self._turns += 1
         if self._latency_s:
-            time.sleep(self._latency_s)
+            time.sleep(self._latency_s)  # wait: the delay of --latency, the sampling thread
 
     def _finish(self, sample: Sample) -> None:
         with self._lock:
@@ -329,6 +331,7 @@ class SamplerEngine:
                     load = partial(self._load_file, wanted[0], path, wanted[1])
             reached("sampler.load")
             # Weights are applied by the sampler's thread, between two tokens.
+            # wait: none, the trainer's rollout.request_timeout
             job.set_result(self._queue(partial(self._take, body, wanted, load, probe)).result())
         except BaseException as error:
             job.set_exception(error)
@@ -362,7 +365,7 @@ class SamplerEngine:
         try:
             if not await finished(reply, wait_s):
                 raise RefusedCallError(408, "busy", f"the sampler was busy for {wait_s:g} s")
-            return reply.result(0)
+            return reply.result(0)  # wait: 0 s, the reply has arrived
         finally:
             # A call that timed out must not run later: the client repeats it.
             reply.cancel()

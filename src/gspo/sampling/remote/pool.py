@@ -53,6 +53,7 @@ class ServerPool:
     ) -> None:
         self.servers, self.probe, self.closed = servers, probe, closed
         self._identity, self._invalid_reason, self._retries = dict(identity), invalid_reason, retries
+        # wait: none, held for list operations; waits release it
         self.state_changed = threading.Condition(threading.RLock())  # guards everything below
         self.version = -1
         self.paused = False
@@ -176,7 +177,7 @@ class ServerPool:
                 is_known = isinstance(error, DisconnectedError | RefusedError)
                 self._disconnect(server, str(error) if is_known else f"{type(error).__name__}: {error}")
             # Exponential backoff; close() ends the wait at once.
-            self.closed.wait(pause_s)
+            self.closed.wait(pause_s)  # wait: the pause of the server's state, close()
             pause_s = min(2 * pause_s, 1.0)
 
     def _exchange(self, server: Server) -> None:

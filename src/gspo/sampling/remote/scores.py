@@ -104,7 +104,7 @@ class ScoreServer:
                 reason = f"{type(error).__name__}: {error}".removesuffix(": ")
             if time.monotonic() + pause > deadline:
                 raise self._late(reason, timeout_s)
-            time.sleep(pause)
+            time.sleep(pause)  # wait: 0.5 to 10 s, the trainer after rollout.request_timeout (60 s at the start)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
             beat(f"trying {self._base} again ({self._name})")
 

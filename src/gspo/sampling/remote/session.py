@@ -32,7 +32,7 @@ class Session:
     """The id of one trainer. Its threads share it."""
 
     def __init__(self, folder: Path) -> None:
-        self._file, self._lock = folder / FILE, threading.Lock()
+        self._file, self._lock = folder / FILE, threading.Lock()  # wait: none, held for a file of 20 bytes
         self._suffix = secrets.token_hex(4)
         self._take(self._newest() + 1)
 

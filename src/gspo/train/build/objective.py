@@ -39,10 +39,7 @@ def make_plan(loaded: Loaded) -> Plan:
 def first_proximal_source(config: Config) -> ProximalSource:
     """Where π_old of mini-batches 2…K comes from in the first step; `auto` starts with `recompute` and measures."""
     method = config.actor.prox_logp_method
-    sources: dict[str, ProximalSource] = {
-        "rollout": "rollout", "rollout_recentered": "centred", "loglinear": "loglinear"
-    }  # fmt: skip
-    return sources.get(str(method), "recompute")
+    return method if method in ("rollout", "loglinear") else "recompute"
 
 
 def narrowest_clip(config: Config, settings: Mapping[str, Any]) -> float | None:

@@ -105,4 +105,7 @@ def make_filter(config: Config, given: Filter | None) -> RejectReason | None:
 def _equal_rewards(shaping: Shaping, group: Group) -> str | None:
     if not is_flat(group, shaping):
         return None
-    return "have equal rewards and teach nothing; `gspo samples` shows them; set actor.zero_variance_groups=count"
+    return (
+        "have equal rewards and teach nothing; `gspo report RUN --samples` shows them; set "
+        "actor.zero_variance_groups=count"
+    )

@@ -123,4 +123,4 @@ def _group(store: Any, call: str, rank: int, size: int, timeout_s: float) -> Any
 def _broadcast(group: Any, tensor: Tensor) -> None:
     options = dist.BroadcastOptions()
     options.rootRank = options.rootTensor = 0
-    group.broadcast([tensor], options).wait()
+    group.broadcast([tensor], options).wait()  # wait: none, the group's timeout, given by the trainer

@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
+
+from processes import is_alive, until
 
 TOKEN = "a secret of the fault tests"
 
@@ -68,7 +69,7 @@ class Servers:
         os.kill(self.started[index][-1], number)
 
     def alive(self) -> list[int]:
-        return [pid for pids in self.started for pid in pids if _is_alive(pid)]
+        return [pid for pids in self.started for pid in pids if is_alive(pid)]
 
     def fired(self) -> list[str]:
         path = self.root / "fired"
@@ -77,7 +78,7 @@ class Servers:
     def _watch(self) -> None:
         while not self._closing.wait(0.05):
             for index, pids in enumerate(self.started):
-                if self.left[index] and not _is_alive(pids[-1]):
+                if self.left[index] and not is_alive(pids[-1]):
                     self.left[index] -= 1
                     self.start(index)
 
@@ -87,18 +88,7 @@ class Servers:
         self._thread.join()
         for pid in self.alive():
             os.kill(pid, signal.SIGKILL)
-        until = time.monotonic() + 10
-        while self.alive() and time.monotonic() < until:
-            time.sleep(0.05)
-        assert not self.alive()
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+        until(lambda: not self.alive(), 10)
 
 
 def fork_servers() -> None:

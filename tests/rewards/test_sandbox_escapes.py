@@ -16,6 +16,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from processes import until
 
 import gspo
 from gspo.rewards.sandbox import box as sandbox
@@ -399,10 +400,7 @@ def test_the_sandbox_dies_with_the_grader():
     grader.kill()
     grader.wait()
     grader.stdout.close()
-    deadline = time.monotonic() + 2
-    while processes_with(mark) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert processes_with(mark) == []
+    until(lambda: not processes_with(mark), 2)
 
 
 def test_a_fork_bomb_is_capped():

@@ -1,8 +1,7 @@
 """Whole runs of the embedded hybrid, a model with state outside the attention: padded rows through the real loop."""
 
 import pytest
-import torch
-from training_runs import RANKED, digests, metrics, train
+from training_runs import RANKED, build_fast, digests, logits, metrics, train
 from transformers import AutoModelForCausalLM
 
 from gspo.config import load
@@ -24,15 +23,7 @@ LORA = ("actor.use_lora=true", "actor.lora_rank=4", "actor.optimizer.lr=2e-3", "
 
 @pytest.fixture
 def brief(tmp_path, monkeypatch):
-    """A cache of its own and a recipe of two warm steps, so that building takes no time."""
-    recipe = {**embedded.RECIPES[NAME], "warm": {**embedded.RECIPES[NAME]["warm"], "steps": 2}}
-    monkeypatch.setitem(embedded.RECIPES, NAME, recipe)
-    monkeypatch.setenv("GSPO_CACHE", str(tmp_path / "cache"))
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(input_ids=torch.tensor([[3, 4, 5, 12, 6, 7, 8, 13]])).logits[0]
+    build_fast(monkeypatch, tmp_path / "cache", NAME)
 
 
 def test_the_embedded_hybrid_trains_on_padded_rows_and_is_sampled_with_transformers_cache(brief, tmp_path):
@@ -73,18 +64,3 @@ def test_an_adapter_on_a_hybrid_resumes_and_its_merged_export_has_its_logits(bri
     merged = export(load(halves / "config.yaml").config, halves, 2, tmp_path / "merged", merge=True)
     assert (logits(AutoModelForCausalLM.from_pretrained(merged)) - trained).abs().max() <= 1e-5
     assert (trained - base).abs().max() > 1e-4
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1800)
-def test_the_embedded_hybrid_learns_addition(tmp_path):
-    """The quick start on the hybrid: it starts at about a third and must have improved well before its end."""
-    _, path = train(
-        tmp_path, f"actor.path={NAME}", "train_dataset.path=embedded:arithmetic", "train_dataset.size=4000",
-        "train_dataset.batch_size=32", "gconfig.n_samples=8", "gconfig.max_new_tokens=48", "actor.eps_clip=0.002",
-        "actor.eps_clip_higher=0.0025", "actor.ppo_n_minibatches=4", "actor.optimizer.lr=5e-5", "evaluator.size=128",
-        "evaluator.freq_steps=10", "total_train_steps=20",
-    )  # fmt: skip
-    accuracy = [row["eval/accuracy"] for row in metrics(path) if "eval/accuracy" in row]
-    assert accuracy[0] < 0.5
-    assert accuracy[-1] > accuracy[0] + 0.2

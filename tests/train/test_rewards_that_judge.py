@@ -4,14 +4,13 @@ import importlib
 import itertools
 import json
 import random
-import threading
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from http_judge import JudgeServer
+from http_judge import JudgeServer, serving
 from tokenizers import Tokenizer, models, pre_tokenizers
 from training_runs import digests, make_trainer, metrics, samples, train
 from transformers import (
@@ -86,13 +85,8 @@ def blank(tiny, tmp_path_factory):
 
 @pytest.fixture
 def judge():
-    server = JudgeServer()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(JudgeServer()) as server:
+        yield server
 
 
 def rewards_of(path):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import talkers
+from processes import are_gone, is_alive
 from scripted_client import call, last_prompt, play, scripted
 
 from gspo.envs.adapters.mcp import McpError, McpServer, McpTools, read_specs
@@ -51,11 +52,6 @@ def command(tmp_path, monkeypatch):
     file.write_text(SERVER)
     monkeypatch.chdir(tmp_path)
     return [sys.executable, str(file)]
-
-
-def alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.mark.run
@@ -155,13 +151,10 @@ def test_a_server_ends_with_a_killed_trainer(command, tmp_path):
     )
     trainer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     pid = int(trainer.stdout.readline())
-    assert alive(pid)
+    assert is_alive(pid)
     trainer.kill()
     trainer.communicate(timeout=10)
-    deadline = time.monotonic() + 10
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not alive(pid)
+    assert are_gone([pid], 10)
 
 
 @pytest.mark.full

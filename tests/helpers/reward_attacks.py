@@ -140,11 +140,6 @@ def mute(when):
     return 1.0
 
 
-def patch(module, name, value):
-    setattr(module, name, value)
-    return 1.0
-
-
 def recurse():
     sys.setrecursionlimit(10**9)
 
@@ -214,9 +209,7 @@ ATTACKS = {
     "garbage": lambda: write_into_channel(b"garbage\n"),
     "mute": lambda: mute(lambda message: "call" in message),
     "mute at the end": lambda: mute(lambda message: "done" in message),
-    "no dumps": lambda: patch(json, "dumps", lambda *args, **kwargs: b"bytes, as orjson gives"),
-    "patched clock": lambda: patch(time, "monotonic", lambda: 0.0),
-    "copies of the worker": lambda: [[os.fork() for _ in range(3)], 1.0][1],
+    "no dumps": lambda: [setattr(json, "dumps", lambda *args, **kwargs: b"bytes, as orjson gives"), 1.0][1],
     "stop its parent": lambda: os.kill(os.getppid(), signal.SIGSTOP),
     "endless channel": lambda: write_into_channel(b"x" * 65536, for_ever=True),
 }

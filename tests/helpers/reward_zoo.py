@@ -148,6 +148,8 @@ ACTIONS = {
     "term": lambda data: os.kill(os.getpid(), signal.SIGTERM),
     "sleep": lambda data: time.sleep(600),
     "slow": lambda data: [time.sleep(0.4), 1.0][1],
+    "fork": lambda data: [os.fork(), 1.0][1],
+    "patch the clock": lambda data: [setattr(time, "monotonic", lambda: 0.0), 1.0][1],
     "leave a thread": _leave_thread(0.3),
     "leave a thread, 0.2": _leave_thread(0.2),
 }

@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
+from killed_runs import end_as
 from processes import is_alive, until
 
 TOKEN = "a secret of the fault tests"
@@ -92,7 +94,6 @@ class Servers:
 
 
 def fork_servers() -> None:
-    from gspo import faults
     from gspo.launcher.serve import local as serve
     from gspo.system.process import die_with_parent
 
@@ -105,24 +106,9 @@ def fork_servers() -> None:
             os.setsid()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             die_with_parent(parent)
-            out = os.open(asked["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(out, 1)
-            os.dup2(out, 2)
-            os.environ["GSPO_FAULT_LOG"] = asked["fired"]
-            faults._armed = faults.parse_fault(asked["fault"]) if asked["fault"] else None
-            code = 1
-            try:
-                serve.serve(
-                    Path(asked["config"]), asked["index"], Path(asked["folder"]), latency_s=asked["latency_s"]
-                )  # fmt: skip
-                code = 0
-            except BaseException:
-                import traceback
-
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                os._exit(code)
+            words = Path(asked["config"]), asked["index"], Path(asked["folder"])
+            job = partial(serve.serve, *words, latency_s=asked["latency_s"])
+            end_as(job, asked["out"], asked["fired"], asked["fault"])
         print(pid, flush=True)
 
 

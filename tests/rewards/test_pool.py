@@ -367,6 +367,17 @@ def test_a_worker_blocked_by_a_thread_that_an_earlier_call_left_is_replaced_in_t
         assert 0.9 < time.monotonic() - start < 3.0
 
 
+def test_a_copy_of_the_worker_that_comes_back_from_a_call_sends_nothing():
+    with pool_of("choose", workers=1, timeout_s=2.0) as pool:
+        for _ in range(3):
+            assert [o.value for o in pool.score([item("fork", "good")])[0]] == [1.0, 1.0]
+
+
+def test_a_reward_that_patches_the_clock_is_not_taken_for_late():
+    with pool_of("choose", workers=1, timeout_s=2.0) as pool:
+        assert [o.value for o in pool.score([item("patch the clock", "good")])[0]] == [1.0, 1.0]
+
+
 def test_functions_that_cannot_be_used_are_config_errors_that_name_them():
     for name, says in [
         (f"{ZOO}:missing", "no function missing"),

@@ -1,7 +1,7 @@
 """Whole runs of the embedded hybrid, a model with state outside the attention: padded rows through the real loop."""
 
 import pytest
-from training_runs import RANKED, build_fast, digests, logits, metrics, train
+from training_runs import RANKED, assert_resumes, build_fast, logits, metrics, train
 from transformers import AutoModelForCausalLM
 
 from gspo.config import load
@@ -37,17 +37,13 @@ def test_the_embedded_hybrid_trains_on_padded_rows_and_is_sampled_with_transform
 
 @pytest.mark.full
 def test_a_resumed_hybrid_has_its_critic_and_reference_and_its_export_has_its_logits(brief, tmp_path):
-    everything = (*SHORT, *PPO, *REF)
-    trainer, straight = train(tmp_path / "straight", *everything, "total_train_steps=2")
+    trainer, path = assert_resumes(tmp_path, *SHORT, *PPO, *REF, "total_train_steps=2", after=1)
     learner = trainer.parts.learner
     assert {learner.policy.layout, learner.reference.policy.layout, learner.critic.module.policy.layout} == {"padded"}
-    _, halves = train(tmp_path / "halves", *everything, "total_train_steps=1")
-    folder = halves / "checkpoints" / "step_000001"
+    folder = path / "checkpoints" / "step_000002"
     assert {*checkpoint.FILES, *checkpoint.CRITIC_FILES} < {file.name for file in folder.iterdir()}
-    train(tmp_path / "halves", *everything, "total_train_steps=2")
-    assert digests(halves) == digests(straight)
-    assert metrics(halves)[-1]["policy/kl_reference"] > 0
-    exported = export(load(halves / "config.yaml").config, halves, 2, tmp_path / "model")
+    assert metrics(path)[-1]["policy/kl_reference"] > 0
+    exported = export(load(path / "config.yaml").config, path, 2, tmp_path / "model")
     loaded, info = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
@@ -56,11 +52,8 @@ def test_a_resumed_hybrid_has_its_critic_and_reference_and_its_export_has_its_lo
 
 @pytest.mark.full
 def test_an_adapter_on_a_hybrid_resumes_and_its_merged_export_has_its_logits(brief, tmp_path):
-    trainer, straight = train(tmp_path / "straight", *SHORT, *LORA, "total_train_steps=2")
-    _, halves = train(tmp_path / "halves", *SHORT, *LORA, "total_train_steps=1")
-    train(tmp_path / "halves", *SHORT, *LORA, "total_train_steps=2")
-    assert digests(halves) == digests(straight)
+    trainer, path = assert_resumes(tmp_path, *SHORT, *LORA, "total_train_steps=2", after=1)
     trained, base = logits(trainer.parts.learner.policy.model), logits(embedded.build(NAME)[0])
-    merged = export(load(halves / "config.yaml").config, halves, 2, tmp_path / "merged", merge=True)
+    merged = export(load(path / "config.yaml").config, path, 2, tmp_path / "merged", merge=True)
     assert (logits(AutoModelForCausalLM.from_pretrained(merged)) - trained).abs().max() <= 1e-5
     assert (trained - base).abs().max() > 1e-4

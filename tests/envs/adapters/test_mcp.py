@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import talkers
-from processes import are_gone, is_alive
+from processes import are_gone, is_alive, until
 from scripted_client import call, last_prompt, play, scripted
 
 from gspo.envs.adapters.mcp import McpError, McpServer, McpTools, read_specs
@@ -85,10 +85,7 @@ def test_a_server_per_episode_has_its_own_state_and_folder_and_is_gone_afterward
         client = scripted(call("count", text="a"), call("count", text="b"), f".{talkers.END}", template=talkers.CHATML)
         play(env, client)
         assert "b 2 2" in last_prompt(client)
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and (left := _children(command[1])):
-        time.sleep(0.05)
-    assert not left
+    until(lambda: not _children(command[1]), 10)
 
 
 def _children(script: str) -> list[int]:

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from gspo.config import load
+from gspo.config import load, value_of
 from gspo.errors import ConfigError
 
 
@@ -22,32 +22,35 @@ def refusal(folder, text, overrides=()):
     return str(caught.value)
 
 
-def test_a_whole_value_keeps_its_type(tmp_path):
-    config = loaded(tmp_path, "seed: ${train_dataset.batch_size}\ntrain_dataset: {batch_size: 64}\n").config
-    assert config.seed == 64
+VALUES = {
+    "a whole value keeps its type":
+        ("seed: ${train_dataset.batch_size}\ntrain_dataset: {batch_size: 64}\n", {"seed": 64}),
+    "a chain of references":
+        ("critic: {optimizer: '${actor.optimizer}'}\nactor: {optimizer: {lr: '${seed}'}}\nseed: 77\n",
+         {"critic.optimizer.lr": 77}),
+    "a whole section":
+        ("eval_gconfig: '${gconfig}'\ngconfig: {n_samples: 3}\n", {"eval_gconfig.n_samples": 3}),
+    "through a section that is a reference":
+        ("critic: {optimizer: '${actor.optimizer}'}\nactor: {optimizer: {lr: 5}}\nseed: ${critic.optimizer.lr}\n",
+         {"seed": 5}),
+    "inside a text":
+        ("experiment_name: e\ntrial_name: ${experiment_name}-s${seed}-lr${actor.optimizer.lr}\n"
+         "actor: {optimizer: {lr: 1e-6}}\n", {"trial_name": "e-s1-lr1e-6"}),
+    "an unset key answers with its default":
+        ("critic: {value_eps_clip: '${gconfig.top_p}'}\n", {"critic.value_eps_clip": 1.0}),
+    "a backslash keeps the characters":
+        ("train_dataset: {system_prompt: 'a \\${seed} costs ${seed}'}\n",
+         {"train_dataset.system_prompt": "a ${seed} costs 1"}),
+    "a repeated key that is not written answers with what it repeats":
+        ("cluster: {fileroot: /data}\ntrain_dataset: {path: '${saver.fileroot}/x.jsonl'}\n",
+         {"train_dataset.path": "/data/x.jsonl"}),
+}  # fmt: skip
 
 
-def test_references_may_be_chained_and_name_whole_sections(tmp_path):
-    text = "critic: {optimizer: '${actor.optimizer}'}\nactor: {optimizer: {lr: '${seed}'}}\nseed: 77\n"
-    text += "eval_gconfig: '${gconfig}'\ngconfig: {n_samples: 3}\n"
+@pytest.mark.parametrize(("text", "values"), VALUES.values(), ids=VALUES)
+def test_a_reference_is_replaced_by_what_it_names(tmp_path, text, values):
     config = loaded(tmp_path, text).config
-    assert config.critic is not None
-    assert config.eval_gconfig is not None
-    assert (config.critic.optimizer.lr, config.eval_gconfig.n_samples) == (77, 3)
-
-
-def test_a_reference_may_look_through_a_section_that_is_a_reference(tmp_path):
-    text = "critic: {optimizer: '${actor.optimizer}'}\nactor: {optimizer: {lr: 5}}\nseed: ${critic.optimizer.lr}\n"
-    assert loaded(tmp_path, text).config.seed == 5
-
-
-def test_references_inside_a_text_become_part_of_it(tmp_path):
-    text = "experiment_name: e\ntrial_name: ${experiment_name}-s${seed}-lr${actor.optimizer.lr}\n"
-    assert loaded(tmp_path, text + "actor: {optimizer: {lr: 1e-6}}\n").config.trial_name == "e-s1-lr1e-6"
-
-
-def test_an_unset_key_answers_with_its_default(tmp_path):
-    assert loaded(tmp_path, "critic: {value_eps_clip: '${gconfig.top_p}'}\n").config.critic.value_eps_clip == 1.0
+    assert {key: value_of(config, key) for key in values} == values
 
 
 def test_environment_variables_are_read_as_values_and_may_default(tmp_path, monkeypatch):
@@ -66,36 +69,10 @@ def test_what_an_environment_variable_holds_is_not_interpolated_again(tmp_path, 
     assert (config.train_dataset.system_prompt, config.train_dataset.path) == ("${seed}", "${seed}")
 
 
-def test_a_backslash_keeps_the_characters(tmp_path):
-    text = "train_dataset: {system_prompt: 'a \\${seed} costs ${seed}'}\n"
-    assert loaded(tmp_path, text).config.train_dataset.system_prompt == "a ${seed} costs 1"
-
-
 @pytest.mark.parametrize("name", ["actor.group_size", "gconfig.n_samples"])
 @pytest.mark.parametrize("written", ["actor: {group_size: 6}\n", "gconfig: {n_samples: 6}\n"])
 def test_either_eras_name_finds_the_value(tmp_path, name, written):
     assert loaded(tmp_path, f"{written}seed: ${{{name}}}\n").config.seed == 6
-
-
-def test_a_repeated_key_that_is_not_written_answers_with_what_it_repeats(tmp_path):
-    text = "cluster: {fileroot: /data}\ntrain_dataset: {path: '${saver.fileroot}/x.jsonl'}\n"
-    assert loaded(tmp_path, text).config.train_dataset.path == "/data/x.jsonl"
-
-
-def test_a_cycle_is_an_error_that_shows_it(tmp_path):
-    message = refusal(tmp_path, "seed: ${threads}\nthreads: ${total_train_steps}\ntotal_train_steps: ${threads}\n")
-    assert "refers to itself" in message
-    assert "threads → total_train_steps → threads" in message
-
-
-def test_a_section_that_holds_a_reference_to_itself_is_a_cycle(tmp_path):
-    assert "refers to itself" in refusal(tmp_path, "actor: {path: '${actor}'}\n")
-
-
-def test_an_unknown_reference_names_its_place(tmp_path):
-    message = refusal(tmp_path, "experiment_name: x\nseed: ${trian_dataset.batch_size}\n")
-    assert "run.yaml:2" in message
-    assert "trian_dataset.batch_size" in message
 
 
 def test_a_reference_that_fails_is_complained_about_once(tmp_path):
@@ -104,10 +81,23 @@ def test_a_reference_that_fails_is_complained_about_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["trial_name: a${b\n", "trial_name: ${}\n", "trial_name: x${actor}\n", "seed: ${a:b}\n"]
+    ("text", "words"),
+    [
+        ("trial_name: a${b\n", ["run.yaml:1"]),
+        ("trial_name: ${}\n", ["run.yaml:1"]),
+        ("trial_name: x${actor}\n", ["run.yaml:1"]),
+        ("seed: ${a:b}\n", ["run.yaml:1"]),
+        ("experiment_name: x\nseed: ${trian_dataset.batch_size}\n", ["run.yaml:2", "trian_dataset.batch_size"]),
+        ("actor: {path: '${actor}'}\n", ["refers to itself"]),
+        (
+            "seed: ${threads}\nthreads: ${total_train_steps}\ntotal_train_steps: ${threads}\n",
+            ["refers to itself", "threads → total_train_steps → threads"],
+        ),
+    ],
 )
-def test_broken_references_are_errors_with_a_place(tmp_path, text):
-    assert "run.yaml:1" in refusal(tmp_path, text)
+def test_broken_references_are_errors_that_name_the_place_or_the_cycle(tmp_path, text, words):
+    message = refusal(tmp_path, text)
+    assert all(word in message for word in words), message
 
 
 def test_growth_by_reference_is_bounded(tmp_path):

@@ -6,17 +6,39 @@ import json
 
 import pytest
 
-from gspo.config import load
+from gspo.config import load, value_of
 from gspo.config.schema import known_keys
 from gspo.errors import ConfigError
 
+CASES = {
+    **{f"{mark or 'nothing'} sets keys of the file and others":
+       ("seed: 3\n", [f"{mark}seed=4", f"{mark}actor.optimizer.lr=1e-5"], {"seed": 4, "actor.optimizer.lr": 1e-5})
+       for mark in ("", "+", "++")},
+    "~ forgets what the file says under any name":
+        ("seed: 9\nactor: {group_size: 4, behave_imp_weight_cap: 3.0, use_decoupled_loss: true}\n",
+         ["~seed", "~gconfig.n_samples", "~actor.rejection_sampling"],
+         {"seed": 1, "gconfig.n_samples": 8, "actor.rejection_sampling": None}),
+    "overrides apply in order": ("", ["seed=4", "~seed", "seed=6"], {"seed": 6}),
+    "a key brings its null section to life": ("ref: null\n", ["ref.path=other"], {"ref.path": "other"}),
+    "a key inside a referred section is set alone":
+        ("gconfig: {top_p: 0.8, n_samples: 6}\neval_gconfig: ${gconfig}\n", ["eval_gconfig.n_samples=2"],
+         {"eval_gconfig.top_p": 0.8, "eval_gconfig.n_samples": 2, "gconfig.n_samples": 6}),
+    "values may refer to keys, be empty and hold equals signs":
+        ("", ["seed=${gconfig.n_samples}", "train_dataset.system_prompt=a=b", "tokenizer_path="],
+         {"seed": 8, "train_dataset.system_prompt": "a=b", "tokenizer_path": ""}),
+}  # fmt: skip
 
-@pytest.mark.parametrize("mark", ["", "+", "++"])
-def test_every_spelling_of_set_works_for_keys_in_the_file_and_not(tmp_path, mark):
+
+@pytest.mark.parametrize(("text", "overrides", "values"), CASES.values(), ids=CASES)
+def test_overrides_change_what_the_file_says(tmp_path, text, overrides, values):
     path = tmp_path / "run.yaml"
-    path.write_text("seed: 3\n")
-    config = load(path, [f"{mark}seed=4", f"{mark}actor.optimizer.lr=1e-5"]).config
-    assert (config.seed, config.actor.optimizer.lr) == (4, 1e-5)
+    path.write_text(text)
+    config = load(path, overrides).config
+    assert {key: value_of(config, key) for key in values} == values
+
+
+def test_a_key_that_was_set_and_reset_is_not_set():
+    assert not load(None, ["seed=4", "~seed"]).is_set("seed")
 
 
 def test_every_key_of_the_schema_can_be_reset_and_known_ones_never_are_unknown():
@@ -34,18 +56,6 @@ def test_every_plain_key_accepts_its_own_default():
     assert load(None, outside).config == load(None).config
 
 
-def test_reset_forgets_what_the_file_says_under_any_name(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("seed: 9\nactor: {group_size: 4, behave_imp_weight_cap: 3.0, use_decoupled_loss: true}\n")
-    config = load(path, ["~seed", "~gconfig.n_samples", "~actor.rejection_sampling"]).config
-    assert (config.seed, config.gconfig.n_samples, config.actor.rejection_sampling) == (1, 8, None)
-
-
-def test_overrides_apply_in_order():
-    assert load(None, ["seed=4", "~seed", "seed=6"]).config.seed == 6
-    assert not load(None, ["seed=4", "~seed"]).is_set("seed")
-
-
 def test_lists_mappings_and_nulls_are_values(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("ref: {path: x}\nvllm: {a: 1, b: {c: 2}}\nactor: {optimizer: {lr: 1e-5, eps: 1e-7}}\n")
@@ -55,25 +65,6 @@ def test_lists_mappings_and_nulls_are_values(tmp_path):
     assert config.ref is None
     assert config.vllm == {"a": 1, "b": {"c": 2, "d": 3}, "e": True}
     assert (config.actor.optimizer.lr, config.actor.optimizer.eps) == (2e-5, 1e-7)
-
-
-def test_a_key_of_a_null_section_brings_the_section_to_life(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("ref: null\n")
-    assert load(path, ["ref.path=other"]).config.ref.path == "other"
-
-
-def test_a_key_inside_a_referred_section_can_be_set_alone(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("gconfig: {top_p: 0.8, n_samples: 6}\neval_gconfig: ${gconfig}\n")
-    config = load(path, ["eval_gconfig.n_samples=2"]).config
-    assert (config.eval_gconfig.top_p, config.eval_gconfig.n_samples) == (0.8, 2)
-    assert config.gconfig.n_samples == 6
-
-
-def test_values_may_refer_to_keys_and_be_empty_or_hold_equals_signs():
-    config = load(None, ["seed=${gconfig.n_samples}", "train_dataset.system_prompt=a=b", "tokenizer_path="]).config
-    assert (config.seed, config.train_dataset.system_prompt, config.tokenizer_path) == (8, "a=b", "")
 
 
 def test_origins_tell_who_decided(tmp_path):

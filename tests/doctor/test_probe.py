@@ -31,12 +31,16 @@ TINY = (
 )  # fmt: skip
 
 
-def probed(tmp_path, *overrides):
+@pytest.fixture(autouse=True)
+def _threads():
+    """What a command sets for its run is put back."""
     threads = torch.get_num_threads()
-    try:
-        return probe_module.measure_noise(load(None, [*TINY, *overrides]), None, 0, tmp_path)
-    finally:
-        torch.set_num_threads(threads)
+    yield
+    torch.set_num_threads(threads)
+
+
+def probed(tmp_path, *overrides):
+    return probe_module.measure_noise(load(None, [*TINY, *overrides]), None, 0, tmp_path)
 
 
 # The probe
@@ -75,12 +79,10 @@ def test_independent_errors_shrink_with_length_as_its_square_root():
 def test_a_run_is_probed_at_its_checkpoint_with_its_own_config(tmp_path, capsys):
     _, path = train(tmp_path, "total_train_steps=1", "rollout.sampler_precision=int8", "saver.freq_steps=1")
     capsys.readouterr()
-    threads = torch.get_num_threads()
     found = {}
     for step in ("0", "last"):
         assert cli.main(["doctor", "--probe", str(path), "--step", step, "--json"]) == 0
         found[step] = json.loads(capsys.readouterr().out)
-    torch.set_num_threads(threads)
     assert (found["0"]["step"], found["last"]["step"]) == (0, 1)
     assert found["0"]["log_s_mean"] != found["last"]["log_s_mean"]  # other weights
     assert {f["sampler"] for f in found.values()} == {"in process, on weights rounded to int8"}
@@ -92,14 +94,12 @@ def test_the_command_says_what_would_be_refused_and_leaves_nothing_behind(tmp_pa
     monkeypatch.chdir(tmp_path)
     given = [*TINY, "rollout.sampler_precision=int8", "actor.prox_logp_method=rollout", "actor.eps_clip=1e-6"]
     (tmp_path / "run.yaml").write_text("actor: {path: embedded:tiny}\n")
-    threads = torch.get_num_threads()
     assert cli.main(["doctor", "--probe", "run.yaml", *given]) == 1
     said = capsys.readouterr().out
     assert "Refused" in said
     assert "actor.prox_logp_method=recompute" in " ".join(said.split())
     assert cli.main(["doctor", "--probe", "run.yaml", *given, "actor.prox_logp_force=true", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["verdict"] == "above"
-    torch.set_num_threads(threads)
     assert not list(tmp_path.glob("runs*"))  # nothing is left behind
 
 
@@ -216,9 +216,7 @@ def test_a_line_is_ok_only_with_a_finite_figure_within_its_bound():
 
 @pytest.mark.parametrize("kind", [(), ("actor.use_lora=true", "actor.lora_rank=4")])
 def test_the_self_test_passes_here(tmp_path, kind):
-    threads = torch.get_num_threads()
     lines = list(selftest.selftest(load(None, [*TINY, *kind]), tmp_path))
-    torch.set_num_threads(threads)
     *done, server = lines
     assert all(line.ok and not line.skipped for line in done), lines
     assert len(done) == 4
@@ -228,9 +226,7 @@ def test_the_self_test_passes_here(tmp_path, kind):
 @pytest.mark.full
 @pytest.mark.parametrize("kind", [[], [QUICKSTART, "actor.use_lora=true", "actor.weight_update_mode=broadcast"]])
 def test_the_self_test_passes_here_with_a_real_server_process(capfd, kind):
-    threads = torch.get_num_threads()
     assert cli.main(["doctor", "--selftest", *kind]) == 0
-    torch.set_num_threads(threads)
     lines = capfd.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["ok"] * 5, lines
     assert "sampler server" in lines[-1]

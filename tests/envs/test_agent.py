@@ -17,6 +17,7 @@ import numpy as np
 import openai
 import pytest
 import talkers
+from processes import is_alive, until
 
 from gspo.envs.agents import agent as agents
 from gspo.envs.agents import reaper
@@ -26,19 +27,8 @@ from gspo.types import Failure, Score
 
 pytestmark = pytest.mark.run
 
-CONTEXT = 512
 # One pool of connections for all episodes: setting up a client costs more than a call.
 SHARED = openai.OpenAI(base_url="http://127.0.0.1:1/v1", api_key="none", max_retries=0)
-
-
-@pytest.fixture(scope="module")
-def talk():
-    return talkers.chat()
-
-
-@pytest.fixture(scope="module")
-def sampler():
-    return talkers.sampler(CONTEXT)
 
 
 @pytest.fixture
@@ -48,7 +38,7 @@ def play(talk, sampler):
 
     def run(agent, num=2, num_samples=2, **how):
         environment = Agents(agent)
-        episodes = Episodes(environment, talk, max_context=CONTEXT, **{"timeout_s": 20.0, **how})
+        episodes = Episodes(environment, talk, max_context=talkers.CONTEXT, **{"timeout_s": 20.0, **how})
         made.extend((environment, episodes))
         requests = list(talkers.requests(talk, num, num_samples))
         samples = {sample.id[:2]: sample for sample in episodes(requests, sampler)}
@@ -109,12 +99,8 @@ def python(program, *args):
     return [sys.executable, "-c", program, *args]
 
 
-def sequences(samples):
-    return {
-        id: [(s.prompt, s.tokens.tolist(), s.behavior_logp.tolist(), s.mask.tolist(), s.turns.tolist())
-             for s in sample.sequences]
-        for id, sample in samples.items()
-    }  # fmt: skip
+def arrays(samples):
+    return {id: talkers.arrays(sample) for id, sample in samples.items()}
 
 
 def outcomes(samples):
@@ -140,7 +126,7 @@ def test_a_function_a_coroutine_and_a_command_are_trained_alike(play, monkeypatc
     first, _ = play(two_turns)
     for other in (two_turns_async, python(TWO_TURNS)):
         samples, _ = play(other)
-        assert sequences(samples) == sequences(first)
+        assert arrays(samples) == arrays(first)
         assert outcomes(samples) == outcomes(first)
 
 
@@ -337,7 +323,7 @@ def test_an_agent_that_never_ends_is_given_up_and_its_later_calls_are_refused(pl
     assert samples[0, 0].outcome == Failure("timeout", "environment: sent no request for 1 s (env.timeout)")
     assert bool(len(samples[0, 0].tokens)) == ask_first
     assert isinstance(samples[1, 0].outcome, Score)
-    _until(lambda: late)
+    until(lambda: late)
     assert late == ["episode_ended"]
 
 
@@ -352,7 +338,7 @@ def test_a_coroutine_that_never_ends_is_cancelled(play):
 
     samples, _ = play(hangs, num=1, num_samples=1, timeout_s=0.5)
     assert samples[0, 0].outcome.kind == "timeout"
-    _until(lambda: cancelled)
+    until(lambda: cancelled)
 
 
 def test_when_too_many_threads_hang_no_more_are_started(play, monkeypatch):
@@ -375,9 +361,9 @@ def test_when_too_many_threads_hang_no_more_are_started(play, monkeypatch):
 
 
 def play_in_turn(agent, lots):
-    talk, sampler = talkers.chat(), talkers.sampler(CONTEXT)
+    talk, sampler = talkers.chat(), talkers.sampler(talkers.CONTEXT)
     environment = Agents(agent)
-    episodes = Episodes(environment, talk, max_context=CONTEXT, timeout_s=0.3)
+    episodes = Episodes(environment, talk, max_context=talkers.CONTEXT, timeout_s=0.3)
     try:
         return [
             sample for i in range(lots) for sample in episodes(list(talkers.requests(talk, 1, 1, first=i)), sampler)
@@ -404,24 +390,9 @@ while True:
 """
 
 
-def _until(true, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def is_alive(pid):
-    try:
-        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
-    except OSError:
-        return False
-    return state != b"Z"
-
-
 def pids(mark):
     files = [Path(f"{mark}.{side}") for side in ("near", "far")]
-    _until(lambda: all(file.exists() and file.read_text() for file in files))
+    until(lambda: all(file.exists() and file.read_text() for file in files))
     return [int(file.read_text()) for file in files]
 
 
@@ -429,7 +400,7 @@ def test_a_command_that_never_ends_is_killed_with_all_it_started(play, tmp_path)
     mark = str(tmp_path / "mark")
     samples, _ = play(python(HANGS, mark), num=1, num_samples=1, timeout_s=2.0)
     assert samples[0, 0].outcome.kind == "timeout"
-    _until(lambda: not any(map(is_alive, pids(mark))))
+    until(lambda: not any(map(is_alive, pids(mark))))
 
 
 def test_a_command_that_fails_says_why(play):
@@ -465,9 +436,9 @@ def test_whoever_is_killed_the_command_goes_too(victim, tmp_path):
         assert is_alive(near)
         assert is_alive(far)
         os.kill(trainer.pid if victim == "trainer" else kept, signal.SIGKILL)
-        _until(lambda: not is_alive(near))
+        until(lambda: not is_alive(near))
         if victim == "trainer":
-            _until(lambda: not is_alive(far) and not is_alive(kept))
+            until(lambda: not is_alive(far) and not is_alive(kept))
         else:
             os.kill(far, signal.SIGKILL)  # out of the group and without its subreaper: nobody's
     finally:
@@ -513,7 +484,7 @@ def test_strangers_at_the_door_change_nothing(play):
             silent.close()
 
     samples, counts = play(disturbed)
-    assert sequences(samples) == sequences(quiet)
+    assert arrays(samples) == arrays(quiet)
     assert outcomes(samples) == outcomes(quiet)
     assert counts == {"calls": 8}
     assert {reply[:10] for reply in served} == {b"HTTP/1.1 4"}

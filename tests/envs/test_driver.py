@@ -19,18 +19,6 @@ from gspo.types import Failure, SampleId, Score
 
 pytestmark = pytest.mark.run
 
-CONTEXT = 512
-
-
-@pytest.fixture(scope="module")
-def talk():
-    return talkers.chat()
-
-
-@pytest.fixture(scope="module")
-def sampler():
-    return talkers.sampler(CONTEXT)
-
 
 @pytest.fixture
 def play(talk, sampler):
@@ -38,7 +26,7 @@ def play(talk, sampler):
     made = []
 
     def run(environment, num=4, num_samples=2, sampler=sampler, **how):
-        episodes = Episodes(environment, talk, max_context=CONTEXT, **{"timeout_s": 20.0, **how})
+        episodes = Episodes(environment, talk, max_context=talkers.CONTEXT, **{"timeout_s": 20.0, **how})
         made.append(episodes)
         samples = list(episodes(list(talkers.requests(talk, num, num_samples)), sampler))
         assert len(samples) == num * num_samples
@@ -54,13 +42,6 @@ async def two_turns(client, data):
     answer = await client.chat(messages)
     await client.chat([*messages, answer, {"role": "user", "content": f"is it {data['answer']}?"}])
     return len(answer["content"]) % 2
-
-
-def arrays(sample):
-    return [
-        (s.prompt, s.tokens.tolist(), s.behavior_logp.tolist(), s.mask.tolist(), s.turns.tolist())
-        for s in sample.sequences
-    ]
 
 
 def test_an_episode_is_one_sequence_with_the_environments_words_between(play, talk):
@@ -97,7 +78,7 @@ def test_what_is_sampled_does_not_depend_on_who_is_slow(play):
         return len(answer["content"]) % 2
 
     plain, delayed = play(two_turns), play(slow)
-    assert {id: arrays(s) for id, s in plain.items()} == {id: arrays(s) for id, s in delayed.items()}
+    assert {id: talkers.arrays(s) for id, s in plain.items()} == {id: talkers.arrays(s) for id, s in delayed.items()}
 
 
 def test_without_rounds_the_same_tokens_are_sampled(play):
@@ -127,10 +108,10 @@ def test_requests_in_parallel_are_numbered_as_they_were_made_and_drawn_apart(pla
         return 0.0
 
     first, second = play(both), play(both)
-    assert {id: arrays(s) for id, s in first.items()} == {id: arrays(s) for id, s in second.items()}
+    assert {id: talkers.arrays(s) for id, s in first.items()} == {id: talkers.arrays(s) for id, s in second.items()}
     sample = first[SampleId(0, 0)]
     assert len(sample.rest) == 2
-    assert [arrays(s)[0][1] for s in sample.sequences] != 3 * [arrays(sample)[0][1]]
+    assert [talkers.arrays(s)[0][1] for s in sample.sequences] != 3 * [talkers.arrays(sample)[0][1]]
 
 
 def test_rewards_of_turns_add_up_with_the_last(play):
@@ -266,7 +247,7 @@ def test_an_environment_may_catch_its_limits(play):
         with pytest.raises(TooManyTurnsError):
             await client.chat(client.messages)
         with pytest.raises(OutOfRoomError):
-            await client.complete([7] * CONTEXT)
+            await client.complete([7] * talkers.CONTEXT)
         return 1.0
 
     assert all(sample.outcome == Score(1.0) for sample in play(careful, max_turns=2).values())
@@ -274,7 +255,7 @@ def test_an_environment_may_catch_its_limits(play):
 
 def test_an_answer_shrinks_to_the_room_that_is_left(play):
     async def nearly_full(client, data):
-        sample = await client.complete([7] * (CONTEXT - 3), min_new_tokens=9)
+        sample = await client.complete([7] * (talkers.CONTEXT - 3), min_new_tokens=9)
         return len(sample.tokens)
 
     assert all(sample.outcome.value == 3 for sample in play(nearly_full).values())
@@ -291,7 +272,7 @@ def test_a_client_is_used_from_other_threads_and_loops(play):
         return len((await client.chat(client.messages))["content"]) % 2
 
     there, plain = play(elsewhere, num=20), play(here, num=20)  # more than a pool of threads would have
-    assert {id: arrays(s) for id, s in there.items()} == {id: arrays(s) for id, s in plain.items()}
+    assert {id: talkers.arrays(s) for id, s in there.items()} == {id: talkers.arrays(s) for id, s in plain.items()}
     assert {id: s.outcome for id, s in there.items()} == {id: s.outcome for id, s in plain.items()}
 
 
@@ -321,7 +302,7 @@ def test_a_sampler_that_never_answers_ends_the_run_and_not_the_thread(talk):
             yield from ()
 
     for rounds in (True, False):
-        episodes = Episodes(two_turns, talk, max_context=CONTEXT, rounds=rounds, request_timeout_s=0.3)
+        episodes = Episodes(two_turns, talk, max_context=talkers.CONTEXT, rounds=rounds, request_timeout_s=0.3)
         with pytest.raises(RolloutError, match=r"rollout\.request_timeout"):
             list(episodes(list(talkers.requests(talk)), Silent()))
         episodes.close()
@@ -329,7 +310,7 @@ def test_a_sampler_that_never_answers_ends_the_run_and_not_the_thread(talk):
 
 def test_nothing_of_a_run_stays_behind(talk, sampler):
     before = {thread.ident for thread in threading.enumerate()}
-    episodes = Episodes(two_turns, talk, max_context=CONTEXT)
+    episodes = Episodes(two_turns, talk, max_context=talkers.CONTEXT)
     next(iter(episodes(list(talkers.requests(talk)), sampler)))
     episodes.close()
     for _ in range(100):
@@ -342,7 +323,7 @@ def test_nothing_of_a_run_stays_behind(talk, sampler):
 def test_attempts_and_submissions_key_the_draws(talk, sampler):
     def tokens(attempt):
         asked = [replace(r, id=r.id._replace(attempt=attempt)) for r in talkers.requests(talk, 2, 1)]
-        episodes = Episodes(two_turns, talk, max_context=CONTEXT)
+        episodes = Episodes(two_turns, talk, max_context=talkers.CONTEXT)
         said = [s.tokens.tolist() for s in sorted(episodes(asked, sampler), key=lambda s: s.id)]
         episodes.close()
         return said
@@ -360,7 +341,7 @@ async def changes_its_row(client, data):
 
 
 def test_an_environment_cannot_change_what_the_next_episode_sees(talk, sampler):
-    episodes = Episodes(changes_its_row, talk, max_context=CONTEXT, timeout_s=20.0)
+    episodes = Episodes(changes_its_row, talk, max_context=talkers.CONTEXT, timeout_s=20.0)
     row = {"answer": "1", "deep": {"list": []}}
     asked = [replace(request, origin=replace(request.origin, data=row)) for request in talkers.requests(talk, 1, 3)]
     try:
@@ -417,7 +398,7 @@ def test_an_environment_that_stops_the_shared_event_loop_does_not_end_the_run(pl
 
 
 def test_a_turn_computes_only_its_new_tokens_and_an_ended_episode_frees_its_row(play, talk):
-    sampler = talkers.sampler(CONTEXT)
+    sampler = talkers.sampler(talkers.CONTEXT)
     for _ in range(2):  # the second time begins from an empty store, too
         samples = play(two_turns, sampler=sampler)
         assert sampler.health()["cache_bytes"] == 0

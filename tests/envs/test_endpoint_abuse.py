@@ -4,10 +4,10 @@ import asyncio
 import json
 import socket
 import threading
-import time
 
 import pytest
 from endpoints import Policy, endpoint, head, said
+from processes import until
 from raw_http import WRONG_BODIES, talk
 
 from gspo.envs.agents.endpoint import MAX_PARALLEL, ROUTES, OpenEpisode
@@ -140,13 +140,6 @@ def test_an_agent_that_hangs_up_frees_its_place():
         data = json.dumps(CHAT).encode()
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.sendall(head(server.port, key, **{"Content-Length": str(len(data))}).encode() + b"\r\n" + data)
-            _until(lambda: line.in_flight)
-        _until(lambda: not line.in_flight)
+            until(lambda: line.in_flight)
+        until(lambda: not line.in_flight)
         assert post((server, line, key), {"reward": 1}, "/e/7-0/reward")[0] == 200
-
-
-def _until(true, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -1,5 +1,6 @@
 """A judge for training runs: an OpenAI-compatible endpoint on loopback whose scores are a function of the text."""
 
+import contextlib
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +18,26 @@ class JudgeServer(ThreadingHTTPServer):
     @property
     def url(self):
         return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+def reply(handler: BaseHTTPRequestHandler, status: int, value) -> None:
+    """Answer with JSON, or with a text as it is."""
+    data = (value if isinstance(value, str) else json.dumps(value)).encode()
+    handler.send_response(status)
+    handler.send_header("Content-Length", str(len(data)))
+    handler.end_headers()
+    handler.wfile.write(data)
+
+
+@contextlib.contextmanager
+def serving(server):
+    """The server answers in a thread of its own until the block ends."""
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 RUN = (
     "total_train_steps=20", "evaluator.freq_steps=6", "saver.freq_steps=3", "evaluator.size=8", "saver.keep=2",
@@ -51,11 +53,33 @@ def fired(root: Path) -> list[str]:
     return log.read_text().split() if log.exists() else []
 
 
+def end_as(job, out: Path | str, fired: Path | str, fault: str) -> NoReturn:
+    """In a forked child: do the job with its output in `out` and this fault armed, and end with its exit code."""
+    from gspo import faults
+
+    file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.environ["GSPO_FAULT_LOG"] = str(fired)
+    faults._armed = faults.parse_fault(fault) if fault else None
+    code = 1
+    try:
+        code = job() or 0
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
 def serve() -> None:
-    import training_runs
+    import training_runs  # noqa: F401 - imported for the children
 
     from gspo import faults, train  # noqa: F401 - imported for the children
-    from gspo.train import open as opening
 
     for line in sys.stdin:
         asked = json.loads(line)
@@ -63,31 +87,23 @@ def serve() -> None:
         if pid == 0:
             os.setsid()
             root = Path(asked["root"])
-            out = os.open(root / "out.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(out, 1)
-            os.dup2(out, 2)
-            os.environ["GSPO_FAULT_LOG"] = str(root / "fired")
-            faults._armed = faults.parse_fault(asked["fault"]) if asked["fault"] else None
-            code = 1
-            try:
-                if asked["forget"]:
-                    opening.make_sampler = _forgetful(opening.make_sampler)
-                summary = training_runs.make_trainer(root, *RUN, *asked["overrides"]).train(report=False)
-                code = 0 if summary.finished else 3
-            except KeyboardInterrupt:
-                code = 130
-            except BaseException:
-                import traceback
-
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                os._exit(code)
+            end_as(partial(_train, root, asked), root / "out.txt", root / "fired", asked["fault"])
         if asked["seconds"]:
             time.sleep(asked["seconds"])
             os.kill(pid, signal.SIGKILL)  # not yet waited for: the number is still its own
         _, status = os.waitpid(pid, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _train(root: Path, asked: dict) -> int:
+    import training_runs
+
+    from gspo.train import open as opening
+
+    if asked["forget"]:
+        opening.make_sampler = _forgetful(opening.make_sampler)
+    summary = training_runs.make_trainer(root, *RUN, *asked["overrides"]).train(report=False)
+    return 0 if summary.finished else 3
 
 
 def _forgetful(make):

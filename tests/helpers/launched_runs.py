@@ -5,10 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+
+import processes
 
 from gspo.report.read import read_metrics
 
@@ -67,6 +68,13 @@ class Run:
             os.killpg(self.process.pid, signal.SIGKILL)
             raise
         return self.process.returncode, said, complained
+
+    def ended(self, code: int = 0, seconds: float = 550.0) -> tuple[str, str]:
+        """(what was printed, what was complained) of a run that ends with this code and leaves no process."""
+        found, said, complained = self.end(seconds)
+        assert found == code, said + complained
+        until(lambda: not self.left())
+        return said, complained
 
     def clear(self) -> None:
         """After a test, also one that failed half way: kill what is left."""
@@ -129,7 +137,4 @@ def metrics_of(path: Path) -> list[dict]:
 
 
 def until(done: Callable[[], object], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    processes.until(done, seconds)

@@ -82,6 +82,18 @@ def answer_row(step: int, row: int, **changes) -> dict:
     return found | changes
 
 
+def make_trial(root, num_steps, ends_at=None):
+    """The run exp/trial: 16 samples of each step, 30 % of the held-out problems before the first step, and `ends_at`
+    of them after the last one."""
+    last = {} if ends_at is None else eval_row(ends_at)
+    steps = range(1, num_steps + 1)
+    rows = [step_row(step, **(last if step == num_steps else {})) for step in steps]
+    run = make_run(root / "exp" / "trial", [{"step": 0, **eval_row(0.3)}, *rows])
+    for step in steps:
+        write_samples(run, step, [sample_row(step, i) for i in range(16)])
+    return run
+
+
 def append_metrics(run, *rows):
     with open(run / "metrics.jsonl", "a") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)

@@ -42,6 +42,18 @@ def weights(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+def descend(model, lr=1.0):
+    """Gradient descent by hand."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= lr * (torch.zeros_like(p) if p.grad is None else p.grad)
+
+
+def assert_same_weights(got, want, atol=1e-10):
+    for (name, p), other in zip(got.named_parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(p, other, rtol=0, atol=atol, msg=name)
+
+
 def run(model, batch, plan, *, proximal="recompute", lr=1.0, **more):
     policy = PolicyModule(model)
     return train_step(
@@ -70,6 +82,4 @@ def plain_step(model, batch, plan, *, proximal="recompute", lr=1.0):
                 plan.name, logp, old, advantage[torch.from_numpy(which)], mask, behavior_logp=recorded, **plan.settings
             )
             out.loss.backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= lr * (torch.zeros_like(p) if p.grad is None else p.grad)
+        descend(model, lr)

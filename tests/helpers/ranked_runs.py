@@ -74,13 +74,6 @@ def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
     return found
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
-
-
 def wait_for_step(process: subprocess.Popen[str], root: Path, step: int, timeout: float = 200.0) -> None:
     end_at = time.monotonic() + timeout
     while time.monotonic() < end_at:

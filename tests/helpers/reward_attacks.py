@@ -5,6 +5,7 @@ import atexit
 import builtins
 import ctypes
 import gc
+import json
 import os
 import resource
 import signal
@@ -16,6 +17,8 @@ from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
+
+from gspo.rewards.workers import worker
 
 
 def attack(text, **columns):
@@ -130,6 +133,13 @@ def trace_parent():
     time.sleep(30)
 
 
+def mute(when):
+    """Patch the encoder of the worker's messages: those that `when` accepts are never sent."""
+    encode = worker._ENCODE
+    worker._ENCODE = lambda message: time.sleep(600) if when(message) else encode(message)
+    return 1.0
+
+
 def recurse():
     sys.setrecursionlimit(10**9)
 
@@ -145,8 +155,6 @@ async def later(value, seconds=0.0):
 
 
 def message(**changes):
-    import json
-
     return (json.dumps({"call": 0, "part": 0, "values": [[0, 1000.0]], "failures": [], **changes}) + "\n").encode()
 
 
@@ -198,5 +206,10 @@ ATTACKS = {
     "forged type": lambda: write_into_channel(message(values=[[0, "1.0"]])),
     "forged call": lambda: write_into_channel(message(call=-5)),
     "forged list": lambda: write_into_channel(b"[]\n"),
+    "garbage": lambda: write_into_channel(b"garbage\n"),
+    "mute": lambda: mute(lambda message: "call" in message),
+    "mute at the end": lambda: mute(lambda message: "done" in message),
+    "no dumps": lambda: [setattr(json, "dumps", lambda *args, **kwargs: b"bytes, as orjson gives"), 1.0][1],
+    "stop its parent": lambda: os.kill(os.getppid(), signal.SIGSTOP),
     "endless channel": lambda: write_into_channel(b"x" * 65536, for_ever=True),
 }

@@ -1,6 +1,5 @@
 """Reward functions that behave badly, and a few that behave: imported by the workers of the tests."""
 
-import json
 import os
 import re
 import signal
@@ -8,8 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-
-from gspo.rewards.workers import worker
 
 
 def good(completions, **columns):
@@ -117,17 +114,6 @@ def _eat_memory(data):
     return float(len(bytearray(10**11)))
 
 
-def _scribble(data):
-    """Write nonsense into every socket of the worker, as a stray file descriptor of user code might."""
-    for fd in range(3, 64):
-        try:
-            if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
-                os.write(fd, b"garbage\n")
-        except OSError:
-            continue
-    return 1.0
-
-
 def _leave_thread(delay_s):
     """Return, and leave a thread behind that takes the interpreter and does not give it back."""
 
@@ -140,37 +126,6 @@ def _leave_thread(delay_s):
         return 1.0
 
     return block
-
-
-def _mute(when):
-    """Patch the encoder of the worker's messages: those that `when` accepts are never sent."""
-
-    def patch(data):
-        encode = worker._ENCODE
-        worker._ENCODE = lambda message: time.sleep(600) if when(message) else encode(message)
-        return 1.0
-
-    return patch
-
-
-def _no_dumps(data):
-    json.dumps = lambda *args, **kwargs: b"bytes, as orjson gives"
-    return 1.0
-
-
-def _close(data):
-    os.closerange(3, 256)
-    return 1.0
-
-
-def _fork(data):
-    os.fork()
-    return 1.0
-
-
-def _patch_clock(data):
-    time.monotonic = lambda: 0.0
-    return 1.0
 
 
 def _raise(data):
@@ -189,18 +144,12 @@ ACTIONS = {
     "daemon": _daemonize_and_exit,
     "memory": _eat_memory,
     "raise": _raise,
-    "scribble": _scribble,
     "segfault": lambda data: os.kill(os.getpid(), signal.SIGSEGV),
     "term": lambda data: os.kill(os.getpid(), signal.SIGTERM),
     "sleep": lambda data: time.sleep(600),
     "slow": lambda data: [time.sleep(0.4), 1.0][1],
-    "stop parent": lambda data: os.kill(os.getppid(), signal.SIGSTOP),
+    "fork": lambda data: [os.fork(), 1.0][1],
+    "patch the clock": lambda data: [setattr(time, "monotonic", lambda: 0.0), 1.0][1],
     "leave a thread": _leave_thread(0.3),
     "leave a thread, 0.2": _leave_thread(0.2),
-    "mute": _mute(lambda message: "call" in message),
-    "mute at the end": _mute(lambda message: "done" in message),
-    "no dumps": _no_dumps,
-    "close": _close,
-    "fork": _fork,
-    "patch the clock": _patch_clock,
 }

@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
 import torch
+from http_judge import reply
 from tiny_models import OTHERS, VOCAB, build
 
 from gspo.sampling.local.engine import LocalSampler
@@ -113,17 +114,13 @@ class _Passing(BaseHTTPRequestHandler):
         head = {"Authorization": self.headers["Authorization"], "Content-Type": "application/json"}
         connection.request(self.command, self.path, body or None, head)
         response = connection.getresponse()
-        status, reply = response.status, json.loads(response.read())
+        status, said = response.status, json.loads(response.read())
         connection.close()
-        reply = self.server.meddle(self.path, reply)
-        if reply is None:
+        said = self.server.meddle(self.path, said)
+        if said is None:
             self.close_connection = True  # it was done, and nobody hears of it
             return
-        data = json.dumps(reply).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        reply(self, status, said)
 
     do_GET = do_POST  # noqa: N815
 

@@ -9,8 +9,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
+from functools import partial
 from pathlib import Path
+
+from killed_runs import end_as
+from processes import is_alive, until
 
 TOKEN = "a secret of the fault tests"
 
@@ -68,7 +71,7 @@ class Servers:
         os.kill(self.started[index][-1], number)
 
     def alive(self) -> list[int]:
-        return [pid for pids in self.started for pid in pids if _is_alive(pid)]
+        return [pid for pids in self.started for pid in pids if is_alive(pid)]
 
     def fired(self) -> list[str]:
         path = self.root / "fired"
@@ -77,7 +80,7 @@ class Servers:
     def _watch(self) -> None:
         while not self._closing.wait(0.05):
             for index, pids in enumerate(self.started):
-                if self.left[index] and not _is_alive(pids[-1]):
+                if self.left[index] and not is_alive(pids[-1]):
                     self.left[index] -= 1
                     self.start(index)
 
@@ -87,22 +90,10 @@ class Servers:
         self._thread.join()
         for pid in self.alive():
             os.kill(pid, signal.SIGKILL)
-        until = time.monotonic() + 10
-        while self.alive() and time.monotonic() < until:
-            time.sleep(0.05)
-        assert not self.alive()
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+        until(lambda: not self.alive(), 10)
 
 
 def fork_servers() -> None:
-    from gspo import faults
     from gspo.launcher.serve import local as serve
     from gspo.system.process import die_with_parent
 
@@ -115,24 +106,9 @@ def fork_servers() -> None:
             os.setsid()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             die_with_parent(parent)
-            out = os.open(asked["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(out, 1)
-            os.dup2(out, 2)
-            os.environ["GSPO_FAULT_LOG"] = asked["fired"]
-            faults._armed = faults.parse_fault(asked["fault"]) if asked["fault"] else None
-            code = 1
-            try:
-                serve.serve(
-                    Path(asked["config"]), asked["index"], Path(asked["folder"]), latency_s=asked["latency_s"]
-                )  # fmt: skip
-                code = 0
-            except BaseException:
-                import traceback
-
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                os._exit(code)
+            words = Path(asked["config"]), asked["index"], Path(asked["folder"])
+            job = partial(serve.serve, *words, latency_s=asked["latency_s"])
+            end_as(job, asked["out"], asked["fired"], asked["fault"])
         print(pid, flush=True)
 
 

@@ -15,6 +15,7 @@ CHATML = (
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+CONTEXT = 512
 CHARACTERS = [chr(i) for i in range(32, 127)] + ["\n", "é"]
 
 
@@ -35,7 +36,7 @@ def chat(template=CHATML):
     return Chat(tokenizer(template))
 
 
-def model(context=512):
+def model(context=CONTEXT):
     config = tf.Qwen3Config(
         vocab_size=100, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=context, tie_word_embeddings=True,
@@ -46,9 +47,17 @@ def model(context=512):
         return tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-def sampler(context=512, **how):
+def sampler(context=CONTEXT, **how):
     # Several tokens end an answer, so that lengths differ.
     return LocalSampler(model(context), seed=1, eos_token_ids=[2, 3, 4, 5, 6], decode=tokenizer().decode, **how)
+
+
+def arrays(sample):
+    """All that is trained on, to compare samples by."""
+    return [
+        (s.prompt, s.tokens.tolist(), s.behavior_logp.tolist(), s.mask.tolist(), s.turns.tolist())
+        for s in sample.sequences
+    ]
 
 
 def requests(talk, num=4, num_samples=2, first=0, **params):

@@ -2,14 +2,19 @@
 
 import hashlib
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from gspo.config import load
+from gspo.models import embedded
+from gspo.rollout.workflow import single_turn
 from gspo.system.files import read_jsonl
 from gspo.train import Trainer
+from gspo.train.evaluate import FIRST
 from gspo.train.loop import Leader
 
 SMALL = (
@@ -51,6 +56,56 @@ def train(root: Path, *overrides: str, **given):
     finally:
         torch.set_num_threads(threads)
     return trainer, summary.path
+
+
+def signals(version: int, number: int = signal.SIGINT):
+    """A workflow during which this process gets a signal, once: in the first batch of this version of the weights."""
+    sent: list[int] = []
+
+    def workflow(requests, sampler):
+        if sampler.version == version and requests[0].id.submission < FIRST and not sent:
+            sent.append(number)
+            os.kill(os.getpid(), number)
+        return single_turn(requests, sampler)
+
+    workflow.sent = sent
+    return workflow
+
+
+def stopping(step: int) -> type[Leader]:
+    """A loop that is asked to stop during this step, as by SIGTERM."""
+
+    class Stopping(Leader):
+        def record(self, batch, report, clock):
+            if self.parts.state.step == step:
+                self.parts.stop.signal = signal.SIGTERM
+            super().record(batch, report, clock)
+
+    return Stopping
+
+
+def assert_resumes(root: Path, *overrides: str, after: int, **given):
+    """A run stopped in step `after` and started again is the uninterrupted one, bit for bit, whose trainer and
+    directory are returned."""
+    trainer, straight = train(root / "straight", *overrides, **given)
+    _, stopped = train(root / "stopped", *overrides, kind=stopping(after), **given)
+    assert metrics(stopped)[-1]["step"] == after
+    train(root / "stopped", *overrides, **given)
+    assert digests(stopped) == digests(straight)
+    return trainer, straight
+
+
+def build_fast(monkeypatch, cache: Path, name: str, **warm: int) -> None:
+    """The embedded model `name` is built in `cache`, with a few warm steps: it need not be able to do anything."""
+    recipe = embedded.RECIPES[name]
+    monkeypatch.setitem(embedded.RECIPES, name, {**recipe, "warm": {**recipe["warm"], "steps": 2, **warm}})
+    monkeypatch.setenv("GSPO_CACHE", str(cache))
+
+
+def logits(model) -> torch.Tensor:
+    """Of eight fixed tokens: what a test compares models by."""
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([[3, 4, 5, 12, 6, 7, 8, 13]])).logits[0]
 
 
 def path_of(root: Path) -> Path:

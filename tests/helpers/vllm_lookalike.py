@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import torch
+from http_judge import reply
 
 from gspo.models.moe import routed, routers
 from gspo.sampling.engines.base import EngineAddress
@@ -121,31 +122,27 @@ class _Handler(BaseHTTPRequestHandler):
         text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         body, server, path = json.loads(text) if text else {}, self.server, urlsplit(self.path).path
         server.calls.append(path)
-        status, reply = 200, {}
+        status, said = 200, {}
         if path == "/v1/completions":
-            reply = server.complete(body)
+            said = server.complete(body)
             if server.meddle is not None and body.get("return_token_ids") and body.get("top_k") != 1:
-                reply = server.meddle(body, reply)
-            if isinstance(reply, tuple):
-                status, reply = reply
+                said = server.meddle(body, said)
+            if isinstance(said, tuple):
+                status, said = said
         elif path == "/collective_rpc":
-            reply = {"results": [server.rpc(body["method"], body["args"])]}
+            said = {"results": [server.rpc(body["method"], body["args"])]}
         elif path == "/pause":
             server.epoch += 1
         elif path == "/v1/models":
-            reply = {"data": [{"id": NAME}]}
+            said = {"data": [{"id": NAME}]}
         elif path in server.routes:
-            reply = server.routes[path](body)
+            said = server.routes[path](body)
         elif path == "/metrics":
-            reply = f'# HELP x\nvllm:generation_tokens_total{{engine="0"}} {server.made}.0\n'
-        if reply is None:
+            said = f'# HELP x\nvllm:generation_tokens_total{{engine="0"}} {server.made}.0\n'
+        if said is None:
             self.close_connection = True
             return
-        data = (reply if isinstance(reply, str) else json.dumps(reply)).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        reply(self, status, said)
 
     do_GET = do_POST  # noqa: N815
 

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import are_gone, is_alive, until
 
 from gspo.launcher import ray_actor
 from gspo.launcher.plan import Process
@@ -33,21 +34,6 @@ def started(argv: list[str], cwd: Path, log: Path | None = None) -> ProcessActor
     return runner
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def is_gone(pid: int, seconds: float = 5.0) -> bool:
-    """Whether it has ended; one that was just killed takes a moment."""
-    deadline = time.monotonic() + seconds
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not alive(pid)
-
-
 @pytest.mark.parametrize(("then", "code"), [("os.kill(os.getpid(), signal.SIGKILL)", 137), ("sys.exit(1)", 1), ("", 0)])
 def test_the_end_of_a_process_is_seen_though_its_child_keeps_stdout_open_and_the_child_ends_too(tmp_path, then, code):
     runner = started([sys.executable, "-c", SPAWN.format(own=False, then=then)], tmp_path)
@@ -55,9 +41,9 @@ def test_the_end_of_a_process_is_seen_though_its_child_keeps_stdout_open_and_the
     child = int(said.split()[-1])
     try:
         assert ended == code
-        assert is_gone(child)
+        assert are_gone([child], 5)
     finally:
-        if alive(child):
+        if is_alive(child):
             os.kill(child, signal.SIGKILL)
 
 
@@ -65,7 +51,7 @@ def test_a_daemon_with_a_session_of_its_own_hides_no_end_either(tmp_path):
     runner = started([sys.executable, "-c", SPAWN.format(own=True, then="sys.exit(3)")], tmp_path)
     said, code = heard(runner)
     child = int(said.split()[-1])
-    assert alive(child)  # it asked to live on, and keeps our pipe
+    assert is_alive(child)  # it asked to live on, and keeps our pipe
     os.kill(child, signal.SIGKILL)
     assert code == 3
 
@@ -77,7 +63,7 @@ def test_a_process_that_is_ended_takes_its_children_with_it(tmp_path):
         said += runner.poll(0.2)[0]
     runner.end(5.0)
     assert heard(runner)[1] == 128 + signal.SIGTERM
-    assert is_gone(int(said.split()[-1]))
+    assert are_gone([int(said.split()[-1])], 5)
 
 
 def test_the_weights_of_a_killed_trainer_are_removed_on_its_machine_before_its_end_is_told(tmp_path):
@@ -108,9 +94,7 @@ def test_a_process_that_cannot_be_started_is_a_bad_config_and_says_why(tmp_path,
 def test_output_that_nobody_reads_is_bounded_and_comes_in_small_replies(tmp_path):
     """As when the launcher is stopped: a large reply would fill Ray's object store."""
     runner = started([sys.executable, "-c", "for _ in range(40): print('x' * 2**20)\nprint('the end')"], tmp_path)
-    deadline = time.monotonic() + 30
-    while runner._code is None and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until(lambda: runner._code is not None, 30)
     replies, code = [], None
     while code is None:
         more, code = runner.poll(0.2)

@@ -46,14 +46,12 @@ def scontrol(slurm: dict[str, str], *words: str) -> str:
 
 def test_a_trainer_killed_under_slurm_resumes_by_itself_to_the_same_end(slurm, at_home, tmp_path):
     run = Run(by_module("slurm"), tmp_path, fault=KILLED, **slurm)
-    code, said, complained = run.end(550)
-    assert code == 0, said + complained
+    said, complained = run.ended()
     assert run.fired == [KILLED]
     assert "the trainer was killed by SIGKILL" in said
     assert f"{NUM_STEPS} steps in" in said
     assert metrics_of(run.path) == at_home
     assert re.search(r"job \d+ is submitted", complained)
-    until(lambda: not run.left(), 30)
 
 
 @full
@@ -62,10 +60,8 @@ def test_a_trainer_killed_under_slurm_resumes_by_itself_to_the_same_end(slurm, a
 )
 def test_both_files_of_the_page_train_the_same_under_slurm(slurm, request, tmp_path, words, home):
     run = Run(words, tmp_path, **slurm)
-    code, said, complained = run.end(550)
-    assert code == 0, said + complained
+    run.ended()
     assert metrics_of(run.path) == request.getfixturevalue(home)
-    until(lambda: not run.left(), 30)
 
 
 @full
@@ -92,10 +88,8 @@ def test_a_job_near_its_time_limit_saves_is_queued_again_and_ends_the_same(slurm
 @full
 def test_ranks_on_two_nodes_train_as_one_process_does(slurm, at_home, tmp_path):
     run = Run(by_command("slurm"), tmp_path, "cluster.n_nodes=2", "actor.backend=fsdp:d2", **slurm)
-    code, said, complained = run.end(550)
-    assert code == 0, said + complained
+    run.ended()
     assert [row["reward/mean"] for row in metrics_of(run.path)] == [row["reward/mean"] for row in at_home]
-    until(lambda: not run.left(), 30)
 
 
 @full
@@ -103,13 +97,11 @@ def test_ctrl_c_at_the_follower_lets_the_job_save_and_end(slurm, tmp_path):
     run = Run(by_command("slurm"), tmp_path, "total_train_steps=100000", **slurm)
     until(lambda: run.steps() or run.process.poll() is not None, 300)
     os.killpg(run.process.pid, signal.SIGINT)
-    code, said, complained = run.end(300)
-    assert code == 130, said + complained
+    said, _ = run.ended(130, 300)
     step = run.steps()[-1]
     assert f"Stopped and saved after step {step}" in said
     assert (run.path / "checkpoints" / f"step_{step:06d}" / "manifest.json").is_file()
     until(lambda: not scontrol(slurm, "squeue", "-h").strip(), 60)
-    until(lambda: not run.left(), 30)
 
 
 @full

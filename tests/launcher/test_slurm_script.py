@@ -3,11 +3,11 @@
 import os
 import signal
 import subprocess
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from processes import until
 
 from gspo.config import load
 from gspo.config.schema import Slurm
@@ -66,18 +66,11 @@ class Job:
         return self.process.returncode, said, self.calls.read_text() if self.calls.exists() else ""
 
 
-def until(path: Path) -> None:
-    deadline = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.mark.run
 @pytest.mark.parametrize("saves", [True, False])
 def test_a_job_is_queued_again_near_its_time_limit_only_if_it_has_saved_a_step(tmp_path, monkeypatch, saves):
     job = Job(tmp_path, monkeypatch, "mkdir {folder}/checkpoints/step_000004" if saves else ":")
-    until(tmp_path / "started")
+    until((tmp_path / "started").exists, 30)
     job.process.send_signal(signal.SIGUSR1)
     code, said, calls = job.end()
     assert code == 130
@@ -90,7 +83,7 @@ def test_a_job_is_queued_again_near_its_time_limit_only_if_it_has_saved_a_step(t
 @pytest.mark.run
 def test_a_job_whose_time_limit_is_near_before_the_run_starts_ends_and_says_so(tmp_path, monkeypatch):
     job = Job(tmp_path, monkeypatch, ":", setup=("touch setup", "sleep 1"))
-    until(tmp_path / "setup")
+    until((tmp_path / "setup").exists, 30)
     job.process.send_signal(signal.SIGUSR1)
     code, said, calls = job.end()
     assert (code, calls) == (130, "")

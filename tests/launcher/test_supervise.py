@@ -9,7 +9,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import processes
 import pytest
+from processes import is_alive, until
 
 from gspo.config.layout import Layout
 from gspo.launcher import local
@@ -39,20 +41,6 @@ def pids(log: Path) -> list[int]:
     return [int(line) for line in log.read_text().split()] if log.exists() else []
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def until(done, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def run(plan: LaunchPlan, restarts: int = 3, resumes: int = 0) -> tuple[int, list[str]]:
     said: list[str] = []
 
@@ -78,7 +66,7 @@ def test_a_killed_trainer_is_started_again_and_its_samplers_stay(tmp_path):
     assert len(said) == 2
     assert "was killed by SIGKILL" in said[0]
     (server,) = pids(tmp_path / "s")
-    assert not alive(server)
+    assert not is_alive(server)
 
 
 def test_a_trainer_that_is_killed_again_and_again_is_given_up(tmp_path):
@@ -108,7 +96,7 @@ def test_a_dead_sampler_is_started_again_alone_and_within_bounds(tmp_path):
     assert supervise(made, prepare, restarts=2, resumes=0, say=say) == 0
     assert [len(pids(tmp_path / name)) for name in ("t", "good", "bad")] == [1, 1, 3]
     assert "out of memory" in said[-1]  # its last words
-    assert not any(alive(pid) for name in ("t", "good", "bad") for pid in pids(tmp_path / name))
+    assert not any(is_alive(pid) for name in ("t", "good", "bad") for pid in pids(tmp_path / name))
 
 
 def test_ranks_of_several_machines_are_started_again_together_for_the_one_that_was_killed(tmp_path):
@@ -136,7 +124,7 @@ def test_weights_that_a_killed_trainer_has_published_are_removed_at_the_end_of_t
 
 
 LAUNCH = """
-import sys; from pathlib import Path; sys.path.insert(0, {here!r}); from test_supervise import *
+import sys; from pathlib import Path; sys.path[:0] = {here!r}; from test_supervise import *
 saves = "signal.signal({number}, lambda *_: (open({saved!r}, 'w').close(), sys.exit(130)))\\n"
 saves += "open({ready!r}, 'w').close(); time.sleep(600)"
 root = Path({root!r})
@@ -146,10 +134,10 @@ sys.exit(run(made)[0])
 
 
 def launched(tmp_path: Path, number: int = signal.SIGINT, by: tuple[str, ...] = ()) -> subprocess.Popen:
+    here = [str(Path(file).parent) for file in (__file__, processes.__file__)]
     code = LAUNCH.format(
-        here=str(Path(__file__).parent), number=int(number), saved=str(tmp_path / "saved"), root=str(tmp_path),
-        ready=str(tmp_path / "ready"),
-    )  # fmt: skip
+        here=here, number=int(number), saved=str(tmp_path / "saved"), root=str(tmp_path), ready=str(tmp_path / "ready")
+    )
     started = subprocess.Popen(
         [*by, sys.executable, "-c", code], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -163,7 +151,7 @@ def test_a_signal_to_the_launcher_lets_the_trainer_save_and_ends_everything(tmp_
     os.killpg(launcher.pid, number)  # as a terminal does: the whole foreground group
     assert launcher.wait(20) == 130
     assert (tmp_path / "saved").exists()
-    assert not any(alive(pid) for name in "ts" for pid in pids(tmp_path / name))
+    assert not any(is_alive(pid) for name in "ts" for pid in pids(tmp_path / name))
 
 
 def test_a_terminal_that_is_closed_lets_the_trainer_save(tmp_path):
@@ -171,7 +159,7 @@ def test_a_terminal_that_is_closed_lets_the_trainer_save(tmp_path):
     os.kill(launcher.pid, signal.SIGHUP)
     assert launcher.wait(20) == 130
     assert (tmp_path / "saved").exists()
-    assert not any(alive(pid) for name in "ts" for pid in pids(tmp_path / name))
+    assert not any(is_alive(pid) for name in "ts" for pid in pids(tmp_path / name))
 
 
 def test_under_nohup_a_closed_terminal_ends_nothing(tmp_path):
@@ -180,7 +168,7 @@ def test_under_nohup_a_closed_terminal_ends_nothing(tmp_path):
     time.sleep(1.0)
     assert launcher.poll() is None
     assert not (tmp_path / "saved").exists()
-    assert all(alive(pid) for name in "ts" for pid in pids(tmp_path / name))
+    assert all(is_alive(pid) for name in "ts" for pid in pids(tmp_path / name))
     os.kill(launcher.pid, signal.SIGTERM)
     assert launcher.wait(20) == 130
     assert (tmp_path / "saved").exists()
@@ -222,7 +210,7 @@ def test_a_launcher_that_is_killed_leaves_no_process(tmp_path):
     launcher = launched(tmp_path)
     launcher.kill()
     launcher.wait()
-    until(lambda: not any(alive(pid) for name in "ts" for pid in pids(tmp_path / name)))
+    until(lambda: not any(is_alive(pid) for name in "ts" for pid in pids(tmp_path / name)))
     assert not (tmp_path / "saved").exists()
 
 
@@ -246,4 +234,4 @@ def test_a_process_that_ignores_sigterm_is_killed_with_what_it_started(tmp_path)
     child = local.LocalProcess(made.samplers[0], dict(os.environ), made.folder)
     until(lambda: len(pids(tmp_path / "s")) == 2)
     child.end(0.3)
-    until(lambda: not any(alive(pid) for pid in pids(tmp_path / "s")))
+    until(lambda: not any(is_alive(pid) for pid in pids(tmp_path / "s")))

@@ -6,19 +6,15 @@ import numpy as np
 import pytest
 import torch
 from made_batches import make_batch, make_group, padded, plain_logp, uneven_groups, with_behavior
+from made_steps import assert_same_weights, descend, sgd
 
 from gspo.learner.credit import Credit, with_token_advantages
 from gspo.learner.critic import Critic, critic_metrics, token_values, train_critic
-from gspo.learner.optim import make_optimizer
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.value import ValueModule
 from gspo.learner.step import Plan, train_step
 
 EPS = 0.01
-
-
-def sgd(module, lr=1.0):
-    return make_optimizer(module.parameters(), kind="sgd", lr=lr, weight_decay=0.0, betas=(0.9, 0.999), eps=1e-8)
 
 
 def make_critic(model, *, num_minibatches=1, max_tokens=8192, drawn=True, **changes):
@@ -95,11 +91,8 @@ def test_the_critics_updates_are_the_plain_padded_ones(max_tokens, exact):
         plain.zero_grad()
         loss.backward()
         assert report.losses[k] == pytest.approx(float(loss.detach()), abs=1e-10)
-        with torch.no_grad():
-            for p in plain.parameters():
-                p -= lr * (torch.zeros_like(p) if p.grad is None else p.grad)
-    for (name, got), want in zip(packed.module.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-9, msg=name)
+        descend(plain, lr)
+    assert_same_weights(packed.module, plain, atol=1e-9)
     assert report.num_clipped == num_clipped > 0
     assert report.num_tokens == batch.trained_tokens[batch.trainable].sum()
     assert report.applied == [True] * 3
@@ -163,9 +156,9 @@ def test_the_ppo_update_is_the_plain_padded_one(max_tokens, exact):
     assert max(np.ptp(batch.token_advantages[i]) for i in at) > 0.1  # they do differ inside a sequence
     d = (logp - logp.detach())[mask]
     (-(d.exp() * advantage).sum() / batch.trained_tokens[batch.in_denominator].sum()).backward()
-    for name, p in plain.named_parameters():
-        want = p.detach() - 0.05 * (torch.zeros_like(p) if p.grad is None else p.grad)
-        torch.testing.assert_close(got[name], want, rtol=0, atol=1e-10, msg=name)
+    descend(plain, 0.05)
+    for name, want in plain.named_parameters():
+        torch.testing.assert_close(got[name], want.detach(), rtol=0, atol=1e-10, msg=name)
     assert np.isfinite(report.log_s).sum() == batch.has_gradient.sum()
 
 

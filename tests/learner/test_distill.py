@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from made_batches import make_batch, make_group, padded
-from made_steps import make_plan, sgd, weights
+from made_steps import descend, make_plan, sgd, weights
 from test_reference import moved
 
 from gspo.learner.credit import with_teacher_advantages
@@ -99,9 +99,7 @@ def test_an_update_by_the_exact_kl_is_the_plain_one(max_tokens, exact):
     gap = logp - logq.detach()
     kl = 0.75 * (logp.exp() * gap).sum(-1) - 0.25 * (logq.detach().exp() * gap).sum(-1)
     (2.0 * kl[mask].sum() / mask.sum()).backward()
-    with torch.no_grad():
-        for p in expected.parameters():
-            p -= p.grad
+    descend(expected)
     policy = PolicyModule(model)
     frozen = PolicyModule(teacher).requires_grad_(False)
     plan = make_plan("distill", max_tokens=max_tokens, skip_zero_advantage=False)

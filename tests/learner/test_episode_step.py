@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from made_batches import make_batch, padded
-from made_steps import make_plan, run, weights
+from made_steps import descend, make_plan, run, weights
 
 from gspo import objectives
 from gspo.envs.episode import Exchange, episode_sample
@@ -96,9 +96,7 @@ def plain_update(model, batch, plan, num_trajectories):
     )  # fmt: skip
     model.zero_grad()
     out.loss.backward()
-    with torch.no_grad():
-        for p in model.parameters():
-            p -= p.grad
+    descend(model)
     return weights(model)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from made_batches import make_batch, make_group, with_behavior
 from made_steps import make_plan, run
-from test_policy import UNEVEN, assert_same_gradients, by_index, exact, gradients  # noqa: F401 - a fixture
+from padded_rows import UNEVEN, assert_same_gradients, by_index, gradients
 
 from gspo.doctor.probe import trainer_logp
 from gspo.learner.policy.module import PolicyModule
@@ -51,7 +51,7 @@ def plain(model, items, temperature):
 
 
 @pytest.mark.parametrize(("name", "chunk_size", "layout"), [("llama", 5, "shared"), ("gemma2", 64, "packed")])
-def test_log_probs_entropies_and_gradients_are_those_of_a_masked_log_softmax(name, chunk_size, layout, exact):  # noqa: F811
+def test_log_probs_entropies_and_gradients_are_those_of_a_masked_log_softmax(name, chunk_size, layout, exact):
     model = model_zoo.build(name)
     policy, items = PolicyModule(model, chunk_size=chunk_size), with_kept(UNEVEN)
     policy.layout = layout
@@ -71,7 +71,7 @@ def test_log_probs_entropies_and_gradients_are_those_of_a_masked_log_softmax(nam
     assert float((whole - out.logp).detach().abs().max()) > 0.1
 
 
-def test_a_kept_set_of_the_whole_vocabulary_changes_nothing(exact):  # noqa: F811
+def test_a_kept_set_of_the_whole_vocabulary_changes_nothing(exact):
     policy = PolicyModule(model_zoo.build("llama"))
     whole = [
         PackItem(
@@ -126,7 +126,7 @@ def kept_groups(model, temperature=0.8):
     return out
 
 
-def test_the_old_policy_the_reference_and_the_metrics_are_over_the_kept_tokens_in_every_update(exact):  # noqa: F811
+def test_the_old_policy_the_reference_and_the_metrics_are_over_the_kept_tokens_in_every_update(exact):
     model = model_zoo.build("llama")
     batch = make_batch(kept_groups(model), num_minibatches=2)
     want, _ = plain(model, batch.items(batch.trainable), 0.8)
@@ -147,7 +147,7 @@ def test_the_old_policy_the_reference_and_the_metrics_are_over_the_kept_tokens_i
     assert np.isnan(report.kept_mass_at_start[batch.minibatch == 1]).all()
 
 
-def test_two_targets_of_one_source_may_have_different_kept_sets(exact):  # noqa: F811
+def test_two_targets_of_one_source_may_have_different_kept_sets(exact):
     """Tokens of one prompt that two weight versions sampled."""
     model = model_zoo.build("llama")
     items = with_kept(UNEVEN[:1], seed=5)

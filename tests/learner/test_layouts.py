@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from padded_rows import UNEVEN, gap, gradients, make_items, policy_gradients, reference_gradients
 from safetensors.torch import load_file
-from test_policy import UNEVEN, gradients, make_items, policy_gradients, reference_gradients
+from tiers import brief
 from transformers import AutoModelForCausalLM, XLNetConfig
 from transformers.cache_utils import LinearAttentionLayer
 
@@ -23,57 +24,29 @@ from lab.zoo.text import CAUSAL_TYPES, tiny_config, tiny_model
 # One or two of each form of attention, state and head.
 SHARED = ("llama", "gpt_oss", "llama4_text", "deepseek_v3", "stablelm", "minicpm3", "opt", "bert")
 PADDED = ("qwen3_next", "qwen3_5_text", "falcon_h1", "mamba2", "lfm2", "bloom")
-BRIEF = ("gpt_oss", "llama4_text", "deepseek_v3", "minicpm3", "qwen3_next", "lfm2", "gptj")
 NAMED = {**dict.fromkeys(SHARED, "shared"), **dict.fromkeys(PADDED, "padded"), "gptj": "packed"}
-
-
-def gap(got, want):
-    """Largest ‖a − b‖ / ‖b‖ of a parameter; parameters without a gradient must be the same."""
-    assert got.keys() == want.keys()
-    assert any(float(grad.abs().max()) > 0 for grad in want.values())
-    size = max(float(grad.norm()) for grad in want.values())
-    # Some gradients are 0 but for rounding: a bias of the keys moves all scores alike.
-    least = size * (1e-6 if next(iter(want.values())).dtype == torch.float64 else 1e-2)
-    return max(float((got[name] - want[name]).norm() / max(float(want[name].norm()), least)) for name in want)
-
-
-def measured(family, dtype=torch.float64):
-    """(layout, gap) of a family; the layout is that of the float32 model."""
-    layout = probe(PolicyModule(tiny_model(family))).layout
-    model = tiny_model(family, dtype)
-    _, want = reference_gradients(model, UNEVEN)
-    policy = PolicyModule(model)
-    assert probe(policy).layout == layout
-    _, _, grads = policy_gradients(policy, [UNEVEN])
-    return layout, gap(grads, want)
-
-
-@pytest.mark.parametrize("family", [f if f in BRIEF else pytest.param(f, marks=pytest.mark.full) for f in NAMED])
-def test_a_family_has_its_layout_and_the_gradients_of_padded_rows(family, exact):
-    layout, difference = measured(family)
-    assert layout == NAMED[family]
-    assert difference <= 1e-8
-
-
+BRIEF = ("gpt_oss", "llama4_text", "deepseek_v3", "minicpm3", "qwen3_next", "lfm2", "gptj", "xglm", "xlstm")
 # XGLM writes the smallest float64 into a tensor of torch's default dtype, and xLSTM has states in that dtype: here
 # float32. `gspo models check` changes the default.
-ONLY_FLOAT32 = {"xglm": 1e-5, "xlstm": 1e-5}
+ONLY_FLOAT32 = ("xglm", "xlstm")
 
 
-@pytest.mark.parametrize("family", ONLY_FLOAT32)
-def test_a_family_that_runs_in_float32_only_is_equal_to_that_precision(family):
-    assert measured(family, torch.float32)[1] <= ONLY_FLOAT32[family]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("family", sorted(set(CAUSAL_TYPES) - set(NAMED) - set(ONLY_FLOAT32)))
-def test_every_other_family_has_the_gradients_of_padded_rows(family, exact):
+@pytest.mark.parametrize("family", brief(sorted(CAUSAL_TYPES), *BRIEF))
+def test_a_family_has_its_layout_and_the_gradients_of_padded_rows(family, request):
     try:
         tiny_config(family)
     except DataError as reason:
         pytest.skip(str(reason))
-    _, difference = measured(family)
-    assert difference <= 1e-8
+    if family not in ONLY_FLOAT32:
+        request.getfixturevalue("exact")
+    layout = probe(PolicyModule(tiny_model(family))).layout
+    assert layout == NAMED.get(family, layout)
+    model = tiny_model(family, torch.float32 if family in ONLY_FLOAT32 else torch.float64)
+    _, want = reference_gradients(model, UNEVEN)
+    policy = PolicyModule(model)
+    assert probe(policy).layout == layout
+    _, _, grads = policy_gradients(policy, [UNEVEN])
+    assert gap(grads, want) <= (1e-5 if family in ONLY_FLOAT32 else 1e-8)
 
 
 def padded_policy(family="qwen3_next", **how):

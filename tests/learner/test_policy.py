@@ -5,126 +5,25 @@ import model_zoo
 import numpy as np
 import pytest
 import torch
+from padded_rows import (
+    UNEVEN,
+    assert_same_gradients,
+    by_index,
+    gradients,
+    make_items,
+    policy_gradients,
+    reference,
+    reference_gradients,
+    sequence_loss,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gspo.errors import DataError
 from gspo.learner.policy.module import PolicyModule, weight_names
 from gspo.learner.policy.packing import Completion, PackItem, forest, pack
 from gspo.learner.policy.probe import probe
-from gspo.learner.policy.splitting import micro_batches
 from gspo.learner.ranks.world import World
 from gspo.models.tree_attention import current_layout
-
-
-@pytest.fixture
-def exact(monkeypatch):
-    """transformers computes norms, softmaxes and rotations in float32 whatever the model's dtype, and the sum of
-    rounded gradients is not the rounded sum. Here those casts go to float64, so that 1e-10 means something."""
-    monkeypatch.setattr(torch, "float32", torch.float64)
-    monkeypatch.setattr(torch, "float", torch.float64)
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-
-
-def make_items(groups, seed=0, holes=()):
-    """groups: (prompt length, completion lengths); holes: sequence index → untrained slice."""
-    draw = np.random.default_rng(seed)
-    items, index, holes = [], 0, dict(holes)
-    for num_prompt, lengths in groups:
-        completions = []
-        for num in lengths:
-            mask = np.ones(num, bool)
-            if index in holes:
-                mask[holes[index]] = False
-            completions.append(Completion(draw.integers(0, model_zoo.VOCAB, num), mask, index))
-            index += 1
-        items.append(PackItem(draw.integers(0, model_zoo.VOCAB, num_prompt), tuple(completions)))
-    return items
-
-
-# Uneven groups; a one-token completion; a tool span in the middle (2), an untrained tail (3), an untrained
-# head (5), nothing trained at all (7); a group of one; a group in which nothing is trained (10, 11).
-UNEVEN = make_items(
-    [(7, (6, 1, 9, 8)), (3, (2, 5)), (11, (4, 6, 1)), (5, (7,)), (4, (3, 2))],
-    holes={2: slice(3, 6), 3: slice(5, 8), 5: slice(0, 2), 7: slice(0, 6), 10: slice(0, 3), 11: slice(0, 2)},
-)
-
-
-def reference(model, items, temperature=1.0):
-    """Right-padded batch through the model itself; log-probs and entropy of trained tokens, per sequence index."""
-    sequences = [(item.prompt, c) for item in items for c in item.completions]
-    width = max(len(p) + len(c.tokens) for p, c in sequences)
-    ids = torch.zeros(len(sequences), width, dtype=torch.int64)
-    attention = torch.zeros_like(ids)
-    for i, (prompt, c) in enumerate(sequences):
-        num = len(prompt) + len(c.tokens)
-        ids[i, :num] = torch.from_numpy(np.concatenate([prompt, c.tokens]))
-        attention[i, :num] = 1
-    logits = model(input_ids=ids, attention_mask=attention, use_cache=False).logits / temperature
-    logp = logits.log_softmax(-1)
-    entropy = -(logp.exp() * logp).sum(-1)
-    out = {}
-    for i, (prompt, c) in enumerate(sequences):
-        at = torch.from_numpy(np.flatnonzero(c.mask)) + len(prompt)
-        out[c.index] = (logp[i, at - 1, ids[i, at]], entropy[i, at - 1])
-    return out
-
-
-def by_index(packed, values):
-    bounds = packed.cu_seqlens.tolist()
-    return {i: values[a:b] for i, a, b in zip(packed.index.tolist(), bounds[:-1], bounds[1:], strict=True)}
-
-
-def sequence_loss(logp_of):
-    """Nonlinear in each sequence and different for each token, so that no gradient can be right by symmetry."""
-    total = 0.0
-    for index in sorted(logp_of):
-        logp = logp_of[index]
-        if len(logp):
-            weight = torch.linspace(0.5, 1.5, len(logp), dtype=logp.dtype) * (-1) ** index
-            total = total + torch.exp((logp * weight).mean() * 0.3)
-    return total
-
-
-def gradients(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def reference_gradients(model, items, temperature=1.0):
-    model.zero_grad()
-    out = reference(model, items, temperature)
-    sequence_loss({i: logp for i, (logp, _) in out.items()}).backward()
-    return out, gradients(model)
-
-
-def policy_gradients(policy, batches, temperature=1.0):
-    policy.zero_grad()
-    logp_of, entropy_of = {}, {}
-    for items in batches:
-        packed = policy.pack(items)
-        out = policy(packed, temperature=temperature)
-        logp_of |= by_index(packed, out.logp)
-        entropy_of |= by_index(packed, out.entropy)
-        sequence_loss(by_index(packed, out.logp)).backward()
-    return logp_of, entropy_of, gradients(policy.model)
-
-
-def assert_same_gradients(got, want, tolerance=1e-10):
-    assert got.keys() == want.keys()
-    for name in want:
-        scale = max(1.0, float(want[name].abs().max()))
-        assert float((got[name] - want[name]).abs().max()) <= tolerance * scale, name
-
-
-@pytest.mark.parametrize("name", model_zoo.NAMES)
-def test_shared_prefix_gradients_equal_the_plain_padded_ones(name, exact):
-    model = model_zoo.build(name)
-    want, want_grads = reference_gradients(model, UNEVEN, temperature=0.7)
-    logp, entropy, grads = policy_gradients(PolicyModule(model), [UNEVEN], temperature=0.7)
-    assert logp.keys() == want.keys()
-    for index, (want_logp, want_entropy) in want.items():
-        torch.testing.assert_close(logp[index], want_logp, rtol=0, atol=1e-10)
-        torch.testing.assert_close(entropy[index], want_entropy, rtol=0, atol=1e-10)
-    assert_same_gradients(grads, want_grads)
 
 
 @pytest.mark.parametrize("name", model_zoo.WINDOWED)
@@ -136,54 +35,6 @@ def test_the_window_of_the_windowed_models_really_cuts(name):
         packed = pack(UNEVEN)
         difference = PolicyModule(narrow)(packed).logp - PolicyModule(wide)(packed).logp
     assert float(difference.abs().max()) > 1e-3
-
-
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_layouts_on_the_models_own_attention_give_the_same_gradients(layout, exact):
-    model = model_zoo.build("qwen2_window")
-    _, want = reference_gradients(model, UNEVEN)
-    policy = PolicyModule(model)
-    policy.layout = layout
-    _, _, grads = policy_gradients(policy, [UNEVEN])
-    assert_same_gradients(grads, want)
-
-
-@pytest.mark.parametrize("max_tokens", [1, 20, 31, 45, None])
-@pytest.mark.parametrize("layout", ["shared", "padded"])
-def test_micro_batches_sum_to_the_same_gradient(max_tokens, layout, exact):
-    model = model_zoo.build("qwen3_moe")
-    _, want = reference_gradients(model, UNEVEN)
-    batches = micro_batches(UNEVEN, max_tokens, layout=layout)
-    assert (len(batches) > 1) == (max_tokens is not None)
-    policy = PolicyModule(model)
-    policy.layout = layout
-    _, _, grads = policy_gradients(policy, batches)
-    assert_same_gradients(grads, want)
-
-
-@pytest.mark.parametrize("chunk_size", [1, 3, 7, 1000])
-@pytest.mark.parametrize("name", ["llama_tied", "gemma2"])
-def test_the_chunk_size_of_the_head_changes_nothing(name, chunk_size, exact):
-    model = model_zoo.build(name)
-    _, _, want = policy_gradients(PolicyModule(model), [UNEVEN], temperature=1.3)
-    _, _, grads = policy_gradients(PolicyModule(model, chunk_size=chunk_size), [UNEVEN], temperature=1.3)
-    assert_same_gradients(grads, want, 1e-12)
-
-
-@pytest.mark.parametrize("name", ["qwen3", "mixtral_window", "gemma2"])
-@pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
-def test_gradient_checkpointing_recomputes_with_the_tree(name, layout, exact):
-    model = model_zoo.build(name)
-    _, _, want = policy_gradients(PolicyModule(model), [UNEVEN])
-    policy = PolicyModule(model, gradient_checkpointing=True)
-    policy.layout = layout
-    calls = []
-    for layer in model.model.layers:
-        layer.register_forward_pre_hook(lambda *_: calls.append(1))
-    _, _, grads = policy_gradients(policy, [UNEVEN])
-    assert len(calls) == 2 * len(model.model.layers)  # forward, and again in backward
-    assert_same_gradients(grads, want)
-    assert model.config._attn_implementation == "eager"
 
 
 def test_dropout_is_off_in_training_mode():

@@ -7,19 +7,15 @@ import numpy as np
 import pytest
 import torch
 from made_batches import make_batch, plain_logp, uneven_groups, with_behavior
+from made_steps import assert_same_weights, descend, sgd
 
 from gspo.learner.credit import Credit, with_token_advantages
-from gspo.learner.optim import make_optimizer
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.reference import Reference, reference_logp
 from gspo.learner.step import Plan, train_step
 from gspo.objectives.kl import kl
 
 TEMPERATURE = 0.8
-
-
-def sgd(policy):
-    return make_optimizer(policy.parameters(), kind="sgd", lr=1.0, weight_decay=0.0, betas=(0.9, 0.999), eps=1e-8)
 
 
 def moved(model, size=0.02):
@@ -80,11 +76,8 @@ def test_the_gradient_with_kl_in_the_loss_is_the_plain_one(estimator, exact):
     assert report.losses[0] == pytest.approx(float(loss.detach()), abs=1e-10)
     assert np.isfinite(report.log_s).sum() == batch.trainable.sum() > batch.has_gradient.sum()
     assert report.num_skipped == (batch.in_denominator & ~batch.trainable).sum()
-    before = dict(start.named_parameters())
-    for name, p in plain.named_parameters():
-        want = before[name] - (torch.zeros_like(p) if p.grad is None else p.grad)
-        got = dict(packed.named_parameters())[name]
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-10, msg=name)
+    descend(plain)
+    assert_same_weights(packed, plain)
     k3 = torch.where(mask, kl(logp.detach(), their, "k3"), 0.0).sum(-1) / length
     entered = np.isfinite(report.kl_reference[batch.in_denominator])
     np.testing.assert_allclose(report.kl_reference[batch.in_denominator][entered], k3.numpy()[entered], atol=1e-10)
@@ -115,10 +108,8 @@ def test_the_gradient_with_kl_in_the_reward_is_the_plain_one(level, exact):
     if level == "sequence":
         advantage = (torch.where(mask, advantage, 0.0).sum(-1, keepdim=True) / length).expand(mask.shape)
     (-(torch.where(mask, logp, 0.0) * advantage / length).sum() / batch.in_denominator.sum()).backward()
-    before, got = dict(start.named_parameters()), dict(packed.named_parameters())
-    for name, p in plain.named_parameters():
-        want = before[name] - (torch.zeros_like(p) if p.grad is None else p.grad)
-        torch.testing.assert_close(got[name], want, rtol=0, atol=1e-10, msg=name)
+    descend(plain)
+    assert_same_weights(packed, plain)
 
 
 def test_a_group_without_an_advantage_is_pulled_to_the_reference_by_kl_and_left_alone_without(exact):

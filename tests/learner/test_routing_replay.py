@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from made_batches import make_batch
+from made_steps import sgd
 
 from gspo.algorithms import ALGORITHMS
 from gspo.errors import RolloutError
-from gspo.learner.optim import make_optimizer
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.packing import Completion, PackItem, forest, pack
 from gspo.learner.routing import routes_in_row
@@ -63,7 +63,7 @@ def run(name, how, *, dtype=torch.float32, lr=0.3, proximal="recompute", checkpo
     if change is not None:
         batch = change(batch, model)
     policy = PolicyModule(model, gradient_checkpointing=checkpointing)
-    optimizer = make_optimizer(policy.parameters(), kind="sgd", lr=lr, weight_decay=0.0, betas=(0.9, 0.99), eps=1e-8)
+    optimizer = sgd(policy, lr)
     rates = [lr] * how.num_minibatches
     report = train_step(policy, optimizer, batch, how, proximal=proximal, learning_rates=rates)
     return report, step_metrics(batch, report, 0), {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -103,7 +103,7 @@ def test_flips_counted_by_the_step_are_those_of_plain_forwards_before_and_after(
     model = model_zoo.build("olmoe", torch.float32)
     batch = make_batch(sampled_groups(model), 2)
     policy = PolicyModule(model)
-    optimizer = make_optimizer(policy.parameters(), kind="sgd", lr=lr, weight_decay=0.0, betas=(0.9, 0.99), eps=1e-8)
+    optimizer = sgd(policy, lr)
 
     def routes():
         out = {}
@@ -130,7 +130,7 @@ def test_replay_holds_the_experts_of_pi_old_while_the_router_would_have_moved(re
     model = model_zoo.build("qwen3_moe", torch.float32)
     batch = make_batch(sampled_groups(model), 2)
     policy = PolicyModule(model)
-    optimizer = make_optimizer(policy.parameters(), kind="sgd", lr=3.0, weight_decay=0.0, betas=(0.9, 0.99), eps=1e-8)
+    optimizer = sgd(policy, 3.0)
 
     def logp(routes_of):
         out = {}

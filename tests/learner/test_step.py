@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from made_batches import make_batch, make_group, plain_logp, uneven_groups, with_behavior
-from made_steps import adamw, make_plan, plain_step, run, sgd, weights
+from made_steps import adamw, assert_same_weights, descend, make_plan, plain_step, run, sgd, weights
 
 from gspo.algorithms import ALGORITHMS
 from gspo.learner import step as step_module
@@ -369,9 +369,6 @@ def test_the_entropy_term_takes_the_plain_update_in_sequences_without_an_advanta
         assert report.entropy[i] == pytest.approx(float(entropy.detach()), abs=1e-9)
         total = total + entropy / batch.num_sequences
     (-0.3 * total).backward()
-    with torch.no_grad():
-        for p in other.parameters():
-            p -= 0.1 * (0 if p.grad is None else p.grad)
-    for (name, got), want in zip(model.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-10, msg=name)
+    descend(other, 0.1)
+    assert_same_weights(model, other)
     assert report.losses[0] == pytest.approx(-0.3 * float(total.detach()), abs=1e-9)

@@ -5,6 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from training_runs import build_fast
 
 from gspo.data import arithmetic
 from gspo.errors import DataError
@@ -18,10 +19,7 @@ NAME = "embedded:tiny"
 
 @pytest.fixture
 def brief(tmp_path, monkeypatch):
-    """A cache of its own and a recipe of two steps, so that building takes no time."""
-    recipe = {**embedded.RECIPES[NAME], "warm": {**embedded.RECIPES[NAME]["warm"], "steps": 2}}
-    monkeypatch.setitem(embedded.RECIPES, NAME, recipe)
-    monkeypatch.setenv("GSPO_CACHE", str(tmp_path))
+    build_fast(monkeypatch, tmp_path, NAME)
     return tmp_path
 
 

@@ -366,49 +366,42 @@ def test_a_git_lfs_pointer_is_named(folder):
         load_model(str(folder))
 
 
+def rewrite(folder, **tensors):
+    """These tensors in place of the folder's own; None: the file does not have it."""
+    found = load_file(folder / SINGLE) | tensors
+    save_file({n: t for n, t in found.items() if t is not None}, folder / SINGLE, metadata={"format": "pt"})
+
+
+def norm(value, dtype=torch.float32):
+    return {"model.norm.weight": torch.full((16,), value, dtype=dtype)}
+
+
+NOT_FINITE = r"not finite: model\.norm\.weight hold NaN or inf \(read as torch\."
+NO_NUMBERS = r"not floating-point numbers: model\.norm\.weight \([A-Z]+\d*\)"
+
+
 @pytest.mark.parametrize(
-    ("value", "dtype"), [(float("nan"), torch.float32), (float("-inf"), torch.bfloat16), (1e6, torch.float16)]
+    ("tensors", "dtype", "says"),
+    [
+        (norm(float("nan")), torch.float32, NOT_FINITE),
+        (norm(float("-inf")), torch.bfloat16, NOT_FINITE),
+        (norm(1e6), torch.float16, NOT_FINITE),
+        *((norm(1, kind), None, NO_NUMBERS) for kind in (torch.int64, torch.bool, torch.complex64, torch.uint8)),
+        # transformers reads it as model.norm.weight
+        ({"norm.weight": torch.ones(16)}, None, r"has norm\.weight also as model\.norm\.weight"),
+        ({"lm_head.weight": None}, None, r"missing tensors: lm_head\.weight"),
+    ],
 )
-def test_weights_that_are_not_finite_are_named_as_such(folder, value, dtype):
-    tensors = load_file(folder / SINGLE)
-    tensors["model.norm.weight"][3] = value
-    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
-    with pytest.raises(DataError, match=r"not finite: model\.norm\.weight hold NaN or inf \(read as torch\."):
+def test_tensors_that_are_no_weights_of_this_model_are_named(folder, tensors, dtype, says):
+    rewrite(folder, **tensors)
+    with pytest.raises(DataError, match=says):
         load_model(str(folder), dtype)
-    if value == 1e6:
-        load_model(str(folder), torch.bfloat16)
 
 
-def test_large_finite_weights_are_not_called_infinite(folder):
-    tensors = load_file(folder / SINGLE)
-    tensors["model.norm.weight"][:] = 3e38  # the sum overflows
-    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
-    load_model(str(folder))
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.uint8])
-def test_weights_that_are_not_floating_point_numbers_are_named(folder, dtype):
-    tensors = load_file(folder / SINGLE)
-    tensors["model.norm.weight"] = torch.ones(16, dtype=dtype)
-    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
-    with pytest.raises(DataError, match=r"not floating-point numbers: model\.norm\.weight \([A-Z]+\d*\)"):
-        load_model(str(folder))
-
-
-def test_two_names_of_one_parameter_are_refused(folder):
-    tensors = load_file(folder / SINGLE)
-    tensors["norm.weight"] = torch.ones(16)  # transformers reads it as model.norm.weight
-    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
-    with pytest.raises(DataError, match=r"has norm\.weight also as model\.norm\.weight"):
-        load_model(str(folder))
-
-
-def test_the_untied_head_must_be_there(folder):
-    tensors = load_file(folder / SINGLE)
-    del tensors["lm_head.weight"]
-    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
-    with pytest.raises(DataError, match=r"missing tensors: lm_head\.weight"):
-        load_model(str(folder))
+@pytest.mark.parametrize(("value", "dtype"), [(3e38, torch.float32), (1e6, torch.bfloat16)])  # 3e38: the sum overflows
+def test_large_finite_weights_are_not_called_infinite(folder, value, dtype):
+    rewrite(folder, **norm(value))
+    load_model(str(folder), dtype)
 
 
 # The same checks everywhere

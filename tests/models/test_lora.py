@@ -18,15 +18,17 @@ EXPERTS = ("qwen3_moe", "mixtral", "olmoe")
 HOW = {"rank": 4, "alpha": 8, "target_modules": ["all-linear"], "seed": 3}
 
 
-def adapted(name="qwen3", dtype=torch.float32, **how):
-    """A model whose adapter does something: B is not 0."""
-    model = model_zoo.build(name, dtype)
+def with_adapter(model, **how):
+    """An adapter that does something: B is not 0."""
     lora.add_adapter(model, **(HOW | how))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.normal_(std=0.1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
     return model
+
+
+def adapted(name="qwen3", dtype=torch.float32, **how):
+    return with_adapter(model_zoo.build(name, dtype), **how)
 
 
 def logits(model):
@@ -102,13 +104,13 @@ def test_peft_reads_a_saved_adapter_and_computes_the_same(tmp_path):
 
 def test_the_reference_is_the_model_with_its_adapter_off_for_the_time_of_the_block():
     model, plain = adapted(), model_zoo.build("qwen3", torch.float32)
-    with_adapter = logits(model)
+    before = logits(model)
     with lora.adapter_off(model):
         assert torch.equal(logits(model), logits(plain))
-    assert torch.equal(logits(model), with_adapter)
+    assert torch.equal(logits(model), before)
     with pytest.raises(ZeroDivisionError), lora.adapter_off(model):
         _ = 1 / 0
-    assert torch.equal(logits(model), with_adapter)
+    assert torch.equal(logits(model), before)
     assert all(p.requires_grad == (".lora_" in n) for n, p in model.named_parameters())
     with pytest.raises(ConfigError, match=r"use_lora.*ref\.path"), lora.adapter_off(plain):
         pass
@@ -197,11 +199,7 @@ def test_an_adapter_on_layers_that_store_their_weight_transposed_is_merged_too(t
     torch.manual_seed(0)
     base = GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=16, n_layer=1, n_head=2, n_positions=32)).eval()
     base.save_pretrained(tmp_path / "base")
-    lora.add_adapter(base, **HOW)
-    with torch.no_grad():
-        for parameter in base.parameters():
-            if parameter.requires_grad:
-                parameter.normal_(std=0.1)
+    with_adapter(base)
     lora.save_adapter(base, tmp_path / "adapter", str(tmp_path / "base"))
     merged = load_model(str(tmp_path / "adapter"), key="teacher.path", adapters=True)
     torch.testing.assert_close(logits(merged), logits(base), rtol=1e-4, atol=1e-4)
@@ -261,17 +259,12 @@ def test_an_adapter_of_another_model_and_one_without_weights_are_refused(tmp_pat
 
 
 def quantized(bits, name="qwen3", dtype=torch.float64):
-    """A model whose base is quantised and whose adapter does something."""
+    """A model with an adapter on a quantised base."""
     if bits == 4:
         pytest.importorskip("bitsandbytes", reason="weights of 4 bits need bitsandbytes")
     model = model_zoo.build(name, dtype)
     lora.quantize_linears(model, bits)
-    lora.add_adapter(model, **HOW)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.normal_(std=0.1)
-    return model
+    return with_adapter(model)
 
 
 @pytest.mark.parametrize(("bits", "error"), [(8, 0.007), (4, 0.11)])

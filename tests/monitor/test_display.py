@@ -19,9 +19,7 @@ FORBIDDEN = set("\x1b\x07\x9b\u202e\u2028\x00\r")
 
 
 def test_hostile_completions_and_messages_are_inert_on_a_live_terminal():
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=200, color_system=None, legacy_windows=False)
-    panel = LivePanel(console, "gspo", 2)
+    panel, out = on_terminal(200, 2, legacy_windows=False)
     panel.say(HOSTILE)
     panel.step({"step": 1, "reward/mean": 0.5}, (HOSTILE, HOSTILE, True))
     panel.close()
@@ -54,6 +52,13 @@ def test_hostile_text_round_trips_through_the_samples_and_is_inert_in_the_log(tm
     assert not FORBIDDEN & set((tmp_path / "log.txt").read_text())
 
 
+def on_terminal(width=80, total=9, **how):
+    """A live panel, and what it writes."""
+    out = io.StringIO()
+    console = Console(file=out, **{"force_terminal": True, "width": width, "color_system": None, **how})
+    return LivePanel(console, "gspo", total), out
+
+
 METRICS = {
     "reward/mean": 0.5, "eval/accuracy": 0.25, "clip/sequences_low": 0.1, "clip/sequences_high": 0.05,
     "length/mean": 30.0, "policy/entropy": 0.04, "time/step_s": 2.0, "throughput/rollout_tokens_s": 1e4,
@@ -63,10 +68,7 @@ METRICS = {
 
 def panel_of(width, height=30, steps=3, total=9, example=("12+34=", "46" * 200, True)):
     """The last picture of a live panel, as lines."""
-    out = io.StringIO()
-    panel = LivePanel(
-        Console(file=out, force_terminal=True, width=width, height=height, color_system=None), "gspo", total
-    )
+    panel, out = on_terminal(width, total, height=height)
     for step in range(1, steps + 1):
         panel.step({"step": step, **METRICS, "reward/mean": step / 10}, example)
     panel.close()
@@ -105,8 +107,7 @@ def test_a_long_completion_keeps_its_end_where_the_answer_is():
 
 def test_colour_is_left_out_where_nobody_wants_it(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
-    out = io.StringIO()
-    panel = LivePanel(Console(file=out, force_terminal=True, width=80), "gspo", 2)
+    panel, out = on_terminal(80, 2, color_system="auto")
     panel.step({"step": 1, **METRICS}, ("12+34=", "46", True))
     panel.close()
     codes = {code for found in re.findall(r"\x1b\[([0-9;]*)m", out.getvalue()) for code in found.split(";")}
@@ -158,8 +159,7 @@ def test_graded_rewards_are_shown_as_held_out_reward_with_its_interval(capsys):
     graded = {"step": 7, "eval/accuracy": 0.0, "eval/reward": 0.3125, "eval/reward_ci": 0.02, "eval/graded": 0.9}
     Lines(60).step(graded, None)
     assert capsys.readouterr().out == "step  7/60  held-out reward 0.312 ± 0.020\n"
-    out = io.StringIO()
-    panel = LivePanel(Console(file=out, force_terminal=True, width=100, color_system=None), "gspo", 9)
+    panel, out = on_terminal(100)
     panel.step({"step": 0, "eval/accuracy": 0.0, "eval/reward": 0.0, "eval/graded": 0.0}, None)
     panel.step(graded, None)
     panel.close()
@@ -176,8 +176,7 @@ def test_the_time_left_is_reckoned_from_the_last_steps(capsys):
 
 
 def test_a_resumed_run_starts_where_it_was():
-    out = io.StringIO()
-    panel = LivePanel(Console(file=out, force_terminal=True, width=80, color_system=None), "gspo", 9)
+    panel, out = on_terminal()
     panel.start_at(5)
     panel.close()
     assert "step 5/9" in out.getvalue()

@@ -16,6 +16,7 @@ from made_runs import (
     append_metrics,
     eval_row,
     make_run,
+    make_trial,
     sample_row,
     step_row,
     write_answers,
@@ -107,10 +108,7 @@ def column(page, number):
 
 @pytest.fixture
 def run(tmp_path):
-    rows = [{"step": 0, **eval_row(0.3)}, *(step_row(s) for s in range(1, 20)), step_row(20, **eval_row(0.9))]
-    run = make_run(tmp_path / "exp" / "trial", rows)
-    for step in range(1, 21):
-        write_samples(run, step, [sample_row(step, i) for i in range(16)])
+    run = make_trial(tmp_path, 20, ends_at=0.9)
     pieces = ["answer", "5", "of", "step", "1", ""]
     tokens = {
         "5/tokens": np.arange(6), "5/behavior_logp": np.full(6, -1.0, np.float32),

@@ -18,6 +18,7 @@ from made_runs import (
     eval_row,
     graded_row,
     make_run,
+    make_trial,
     sample_row,
     step_row,
     write_answers,
@@ -37,11 +38,7 @@ from gspo.runs.lock import RunLock
 
 @pytest.fixture
 def run(tmp_path):
-    rows = [{"step": 0, **eval_row(0.3)}, *(step_row(s) for s in (1, 2)), step_row(3, **eval_row(0.9))]
-    run = make_run(tmp_path / "exp" / "trial", rows)
-    for step in (1, 2, 3):
-        write_samples(run, step, [sample_row(step, i) for i in range(16)])
-    return run
+    return make_trial(tmp_path, 3, ends_at=0.9)
 
 
 def data_of(page: str, kind: str) -> list:

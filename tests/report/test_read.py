@@ -124,8 +124,14 @@ def test_a_summary_of_little_says_little(rows, tmp_path):
 
 
 @pytest.mark.run
-def test_reading_a_run_leaves_torch_out():
-    modules = "gspo.report.read, gspo.report.summary, gspo.report.plot, gspo.report.terminal"
+@pytest.mark.parametrize(
+    "modules",
+    [
+        "gspo.report.read, gspo.report.summary, gspo.report.plot, gspo.report.terminal",
+        "gspo.report.compare.compare, gspo.report.compare.page, gspo.report.compare.terminal",
+    ],
+)
+def test_reading_and_comparing_runs_leave_torch_out(modules):
     code = f"import sys, {modules}; print([m for m in ('torch', 'transformers', 'matplotlib') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"

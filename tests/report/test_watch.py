@@ -7,7 +7,7 @@ import threading
 from urllib.parse import quote
 
 import pytest
-from made_runs import append_metrics, eval_row, make_run, sample_row, step_row, write_samples
+from made_runs import append_metrics, make_run, make_trial, sample_row, step_row, write_samples
 
 from gspo.report.page.watch import Watch
 
@@ -16,10 +16,7 @@ pytestmark = pytest.mark.run
 
 @pytest.fixture
 def run(tmp_path):
-    run = make_run(tmp_path / "exp" / "trial", [{"step": 0, **eval_row(0.3)}, step_row(1), step_row(2)])
-    for step in (1, 2):
-        write_samples(run, step, [sample_row(step, i) for i in range(16)])
-    return run
+    return make_trial(tmp_path, 2)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import are_gone, is_alive, until
 
 from gspo.errors import ConfigError, DataError, RewardError
 from gspo.rewards.call import RewardItem
@@ -59,20 +60,6 @@ def children_of(pid):
     return found
 
 
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def gone(pids, within_s=2.0):
-    deadline = time.monotonic() + within_s
-    while any(map(is_running, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not any(map(is_running, pids))
-
-
 @pytest.mark.parametrize("bad", ["sum", "power", "regex", "ignore", "sleep"])
 def test_a_hang_ends_within_timeout_plus_one_second_and_its_group_mates_are_scored(bad):
     with pool_of("choose") as pool:
@@ -120,7 +107,7 @@ def test_a_child_left_behind_is_killed_with_its_worker(tmp_path):
         assert [getattr(o, "kind", "score") for o in outcomes] == ["timeout", "crash", "score"]
         left_behind = [int(line) for line in pidfile.read_text().split()]
         assert len(left_behind) == 2
-        assert gone(left_behind)
+        assert are_gone(left_behind)
 
 
 def test_good_groups_are_not_delayed_by_a_hung_neighbour():
@@ -187,16 +174,17 @@ def test_no_items_and_empty_groups_are_answered_at_once():
         assert pool.score([item()]) == [()]
 
 
-def test_trl_functions_see_the_whole_group_and_every_column_as_a_list():
-    with pool_of("echo_group", timeout_s=10.0) as pool:
-        (outcomes,) = pool.score([item("1", "3", "2", answer="a", level=4)])
-        assert [o.value for o in outcomes] == [0.0, 1.0, 0.0]
-
-
-def test_trl_functions_get_messages_where_the_row_has_messages():
-    with pool_of("chat_group", timeout_s=10.0) as pool:
-        (outcomes,) = pool.score([item("abc", "de", messages=[{"role": "user", "content": "q"}])])
-        assert [o.value for o in outcomes] == [3.0, 2.0]
+@pytest.mark.parametrize(
+    ("function", "asked", "values"),
+    [
+        ("echo_group", item("1", "3", "2", answer="a", level=4), [0.0, 1.0, 0.0]),  # columns are lists
+        ("chat_group", item("abc", "de", messages=[{"role": "user", "content": "q"}]), [3.0, 2.0]),  # so are messages
+        ("modules", item("a"), [0.0]),  # the worker has not imported torch
+    ],
+)
+def test_trl_functions_see_the_whole_group(function, asked, values):
+    with pool_of(function, timeout_s=10.0) as pool:
+        assert [o.value for o in pool.score([asked])[0]] == values
 
 
 def test_async_functions_of_both_signatures_run_together_and_time_out_alone():
@@ -284,11 +272,6 @@ def test_a_regex_of_the_user_that_backtracks_forever_is_a_timeout():
         assert outcomes[1].value == 1.0
 
 
-def test_workers_do_not_import_torch():
-    with pool_of("modules", timeout_s=10.0) as pool:
-        assert [o.value for o in pool.score([item("a")])[0]] == [0.0]
-
-
 def test_closing_leaves_no_process(tmp_path):
     pool = RewardPool(reward_spec(f"{ZOO}:choose"), workers=3, timeout_s=60.0, log_path=tmp_path / "log")
     pool.wait_ready()
@@ -298,7 +281,7 @@ def test_closing_leaves_no_process(tmp_path):
     family = children_of(os.getpid())
     assert len(family) >= 5  # supervisor, three workers, the child of the reward
     pool.close()
-    assert gone(family)
+    assert are_gone(family)
 
 
 def test_everything_dies_with_a_trainer_that_is_killed(tmp_path):
@@ -317,16 +300,14 @@ def test_everything_dies_with_a_trainer_that_is_killed(tmp_path):
     )
     trainer = subprocess.Popen([sys.executable, str(script)], start_new_session=True)
     try:
-        deadline = time.monotonic() + 20
-        while not (tmp_path / "pids").exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        until((tmp_path / "pids").exists)
         time.sleep(0.2)
         family = children_of(trainer.pid)
         assert len(family) >= 4
     finally:
         trainer.send_signal(signal.SIGKILL)
         trainer.wait()
-    assert gone(family)
+    assert are_gone(family)
 
 
 def test_ctrl_c_reaches_no_worker():
@@ -336,7 +317,7 @@ def test_ctrl_c_reaches_no_worker():
         for pid in family:
             os.kill(pid, signal.SIGINT)
         time.sleep(0.1)
-        assert all(map(is_running, family))
+        assert all(map(is_alive, family))
         assert isinstance(pool.score([item("good")])[0][0], Score)
         assert isinstance(first, Score)
 
@@ -350,7 +331,7 @@ def test_a_dead_supervisor_is_an_infra_failure_and_the_pool_goes_on():
         ((key, outcomes),) = list(pool.completed())
         assert key == "x"
         assert {o.kind for o in outcomes} == {"infra"}
-        assert gone(family)
+        assert are_gone(family)
         assert pool.score([item("good")])[0][0].value == 1.0
 
 
@@ -364,17 +345,7 @@ def test_a_stopped_supervisor_is_an_infra_failure_within_timeout_plus_one_second
         assert outcome.kind == "infra"
         assert "hangs" in outcome.message
         assert 2.0 < time.monotonic() - start < 3.0
-        assert gone(family)
-        assert pool.score([item("good")])[0][0].value == 1.0
-
-
-def test_a_reward_that_stops_its_supervisor_is_masked_within_timeout_plus_one_second():
-    with pool_of("choose", workers=1, timeout_s=2.0) as pool:
-        pool.wait_ready()
-        start = time.monotonic()
-        ((outcome,),) = pool.score([item("stop parent")])
-        assert outcome.kind == "infra"
-        assert time.monotonic() - start < 3.0
+        assert are_gone(family)
         assert pool.score([item("good")])[0][0].value == 1.0
 
 
@@ -398,17 +369,6 @@ def test_a_worker_blocked_by_a_thread_that_an_earlier_call_left_is_replaced_in_t
         assert 0.9 < time.monotonic() - start < 3.0
 
 
-@pytest.mark.parametrize("bad", ["mute", "mute at the end", "close", "no dumps"])
-def test_a_worker_that_cannot_send_its_result_fails_its_own_sample_in_time(bad):
-    with pool_of("choose", workers=1, timeout_s=1.0) as pool:
-        pool.wait_ready()
-        start = time.monotonic()
-        ((outcome,),) = pool.score([item(bad)])
-        assert time.monotonic() - start < 2.0
-        assert getattr(outcome, "kind", 1.0) == {"mute": "timeout", "close": "infra"}.get(bad, 1.0)
-        assert [o.value for o in pool.score([item("good", "good")])[0]] == [1.0, 1.0]
-
-
 def test_a_copy_of_the_worker_that_comes_back_from_a_call_sends_nothing():
     with pool_of("choose", workers=1, timeout_s=2.0) as pool:
         for _ in range(3):
@@ -418,15 +378,6 @@ def test_a_copy_of_the_worker_that_comes_back_from_a_call_sends_nothing():
 def test_a_reward_that_patches_the_clock_is_not_taken_for_late():
     with pool_of("choose", workers=1, timeout_s=2.0) as pool:
         assert [o.value for o in pool.score([item("patch the clock", "good")])[0]] == [1.0, 1.0]
-
-
-def test_garbage_in_the_channel_is_never_a_reward():
-    with pool_of("choose", workers=1, timeout_s=5.0) as pool:
-        ((garbled, good),) = pool.score([item("scribble", "good")])
-        assert garbled.kind == "infra"
-        assert "channel" in garbled.message
-        assert good.kind == "infra"
-        assert pool.score([item("good")])[0][0].value == 1.0
 
 
 def test_functions_that_cannot_be_used_are_config_errors_that_name_them():

@@ -3,7 +3,6 @@
 import copy
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -15,9 +14,9 @@ import numpy as np
 import pytest
 import talkers
 import torch
-from http_judge import JudgeServer
+from http_judge import JudgeServer, serving
 from killed_runs import Runs, fired
-from training_runs import RANKED, SMALL, digests, metrics, path_of, samples, train
+from training_runs import RANKED, SMALL, digests, metrics, path_of, samples, stopping, train
 
 from gspo.config import load
 from gspo.envs.driver import Episodes
@@ -60,15 +59,6 @@ class Synchronous(Leader):
         refuse_failures(groups, 0.0)
         parts.producer.buffer.submission = begin + 4
         return groups
-
-
-class Stopping(Leader):
-    """Asked to stop during its third step."""
-
-    def record(self, batch, report, clock):
-        if self.parts.state.step == 3:
-            self.parts.stop.signal = signal.SIGTERM
-        super().record(batch, report, clock)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +111,7 @@ def test_a_checkpoint_holds_the_groups_that_wait_and_the_last_one_none(straight)
 
 
 def test_a_stopped_run_goes_on_with_what_was_waiting_bit_for_bit(straight, tmp_path):
-    train(tmp_path, *AHEAD, kind=Stopping)
+    train(tmp_path, *AHEAD, kind=stopping(3))
     assert metrics(path_of(tmp_path))[-1]["step"] == 3
     train(tmp_path, *AHEAD)
     assert digests(path_of(tmp_path)) == digests(straight)
@@ -129,7 +119,7 @@ def test_a_stopped_run_goes_on_with_what_was_waiting_bit_for_bit(straight, tmp_p
 
 @pytest.mark.full
 def test_a_run_that_forgets_pending_groups_is_seen(straight, tmp_path, monkeypatch):
-    train(tmp_path, *AHEAD, kind=Stopping)
+    train(tmp_path, *AHEAD, kind=stopping(3))
     load_groups = checkpoint.load_pending_groups
     monkeypatch.setattr(checkpoint, "load_pending_groups", lambda folder: None)
     assert len(load_groups(path_of(tmp_path) / "checkpoints/step_000003")[1]) == 8
@@ -265,7 +255,7 @@ def test_beside_the_trainer_groups_are_trained_in_order_within_the_bound_and_not
     tmp_path, tiny, monkeypatch
 ):
     made = with_own_weights(monkeypatch)
-    train(tmp_path, *AHEAD, "rollout.max_concurrent_rollouts=20", kind=Stopping)
+    train(tmp_path, *AHEAD, "rollout.max_concurrent_rollouts=20", kind=stopping(3))
     assert "rollout producer" not in {thread.name for thread in threading.enumerate()}
     train(tmp_path, *AHEAD, "rollout.max_concurrent_rollouts=20")
     path = path_of(tmp_path)
@@ -345,13 +335,8 @@ def test_an_evaluation_gets_its_own_samples_while_training_goes_on(model, reward
 
 @pytest.fixture
 def judge():
-    server = JudgeServer()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(JudgeServer()) as server:
+        yield server
 
 
 def judged_by(judge):

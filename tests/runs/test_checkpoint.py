@@ -1,12 +1,12 @@
 import errno
 import json
 import os
-import resource
 import shutil
 
 import model_zoo
 import pytest
 import torch
+from processes import files_up_to
 
 from gspo.errors import CheckpointError
 from gspo.learner.optim import make_optimizer
@@ -177,13 +177,8 @@ def test_a_failing_file_system_leaves_earlier_checkpoints_and_no_debris(tmp_path
 def test_a_disk_that_fills_while_tensors_are_written_leaves_earlier_checkpoints(tmp_path, num_bytes):
     save(tmp_path, 1)
     policy, optimizer = make_policy(steps=0)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        with pytest.raises(CheckpointError, match=r"File too large.*cluster\.fileroot"):
-            save(tmp_path, 2, policy, optimizer)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with files_up_to(num_bytes), pytest.raises(CheckpointError, match=r"File too large.*cluster\.fileroot"):
+        save(tmp_path, 2, policy, optimizer)
     assert {p.name for p in tmp_path.iterdir()} == {"step_000001"}
     checkpoint.verify(tmp_path / "step_000001")
 

@@ -2,11 +2,11 @@ import errno
 import fcntl
 import json
 import os
-import resource
 import stat
 
 import numpy as np
 import pytest
+from processes import files_up_to
 from safetensors.numpy import load_file
 
 from gspo.errors import CheckpointError, ConfigError
@@ -206,9 +206,7 @@ def test_an_atomic_write_that_fails_leaves_the_file_as_it_was_and_no_debris(tmp_
 def test_a_full_disk_is_an_error_that_names_the_file_and_the_key_and_closes(tmp_path):
     run = RunDir(tmp_path)
     run.metrics({"step": 1})
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))
-    try:
+    with files_up_to(200):
         for write in (
             lambda: run.metrics({"step": 2, "text": "x" * 400}),
             lambda: run.samples(2, [{"text": "x" * 400}], {}),
@@ -218,8 +216,6 @@ def test_a_full_disk_is_an_error_that_names_the_file_and_the_key_and_closes(tmp_
                 write()
         run.log("x" * 400)  # best effort: the error that is being told matters more
         run.close()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 1}]
     assert {p.name for p in (tmp_path / "samples").iterdir()} <= {"step_000002.jsonl"}
     again = RunDir(tmp_path)

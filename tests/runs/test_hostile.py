@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import struct
+from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
@@ -36,6 +37,18 @@ def run(tmp_path_factory, tiny):
 
 
 @pytest.fixture
+def copy(run, tmp_path):
+    return Path(shutil.copytree(run, tmp_path / "trial0"))
+
+
+def seal(folder, manifest):
+    """Write this manifest with a right digest of its own."""
+    manifest.pop("sha256")
+    manifest["sha256"] = _own_sha256(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.fixture
 def gspo(capsys, monkeypatch):
     """The command, in this process: a pickle that is opened fires here as well. Exit code and what was said."""
     monkeypatch.setenv("COLUMNS", "400")
@@ -58,9 +71,8 @@ FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.j
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_pickle_in_place_of_a_checkpoints_file_is_named_and_never_opened_as_one(run, tmp_path, gspo, name):
-    copy, canary = tmp_path / "trial0", tmp_path / "canary"
-    shutil.copytree(run, copy)
+def test_a_pickle_in_place_of_a_checkpoints_file_is_named_and_never_opened_as_one(copy, tmp_path, gspo, name):
+    canary = tmp_path / "canary"
     for folder in (copy / "checkpoints").iterdir():
         (folder / name).write_bytes(pickle.dumps(Bomb(canary)))
     for verb in ("export", "checkpoints", "eval"):
@@ -71,41 +83,32 @@ def test_a_pickle_in_place_of_a_checkpoints_file_is_named_and_never_opened_as_on
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "environment.json", "samples/step_000001.jsonl"])
-def test_a_pickle_in_place_of_a_runs_file_is_refused_or_ignored(run, tmp_path, gspo, name):
-    copy, canary = tmp_path / "trial0", tmp_path / "canary"
-    shutil.copytree(run, copy)
+def test_a_pickle_in_place_of_a_runs_file_is_refused_or_ignored(copy, tmp_path, gspo, name):
+    canary = tmp_path / "canary"
     (copy / name).write_bytes(pickle.dumps(Bomb(canary)))
     for verb in ("export", "eval", "checkpoints"):
         gspo(verb, str(copy), *([] if verb == "checkpoints" else ["--step", "last"]))
     assert not canary.exists()
 
 
-def test_a_safetensors_header_of_a_terabyte_is_refused_without_reading_it(run, tmp_path, gspo):
-    copy = tmp_path / "trial0"
-    shutil.copytree(run, copy)
+def test_a_safetensors_header_of_a_terabyte_is_refused_without_reading_it(copy, tmp_path, gspo):
     newest = sorted((copy / "checkpoints").iterdir())[-1]
     bad = struct.pack("<Q", 2**40) + b"{}"
     (newest / "model.safetensors").write_bytes(bad)
     # A liar who also fixes the manifest: the file itself must be refused.
     manifest = json.loads((newest / "manifest.json").read_text())
     manifest["files"]["model.safetensors"] = {"sha256": hashlib.sha256(bad).hexdigest(), "bytes": len(bad)}
-    manifest.pop("sha256")
-    manifest["sha256"] = _own_sha256(manifest)
-    (newest / "manifest.json").write_text(json.dumps(manifest))
+    seal(newest, manifest)
     code, said = gspo("export", str(copy), "--step", "last")
     assert code == 1
     assert "model.safetensors" in said
 
 
-def test_a_manifest_cannot_name_files_elsewhere(run, tmp_path, gspo):
-    copy = tmp_path / "trial0"
-    shutil.copytree(run, copy)
+def test_a_manifest_cannot_name_files_elsewhere(copy, tmp_path, gspo):
     newest = sorted((copy / "checkpoints").iterdir())[-1]
     manifest = json.loads((newest / "manifest.json").read_text())
     manifest["files"]["../../../secret"] = manifest["files"].pop("state.json")
-    manifest.pop("sha256")
-    manifest["sha256"] = _own_sha256(manifest)
-    (newest / "manifest.json").write_text(json.dumps(manifest))
+    seal(newest, manifest)
     code, said = gspo("checkpoints", str(copy), "--verify")
     assert code == 1
     assert "manifest.json" in said

@@ -6,6 +6,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
+from http_judge import reply
 from served import TOKEN, House
 from tiny_models import VOCAB, build
 from tokenizers import Tokenizer
@@ -64,12 +65,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
         self.server.bodies.append((self.path, self.headers.get("Authorization"), body))
-        status, reply = self.server.meddle(self.path, self.server.answer(self.path, body))
-        data = json.dumps(reply).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        status, said = self.server.meddle(self.path, self.server.answer(self.path, body))
+        reply(self, status, said)
 
     do_GET = do_POST  # noqa: N815
 

@@ -345,20 +345,6 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("lie", brief(LIES, *list(LIES)[:4]))
-def test_a_lie_is_found_and_the_others_do_its_work(house, trainer, lie):
-    meddle, message = LIES[lie]
-    server, _ = house.serve(0, meddle=meddle), house.serve(1)
-    client = house.client(2, reference=trainer, retries=2)
-    client.load_weights(0, trainer.named_parameters())
-    requests = group_requests(6, 2, SamplingParams(5))
-    assert_same(collect(client, requests), run(local(trainer), requests))
-    assert server.proxy.paths  # it was asked
-    assert client.health()["invalid_responses"] >= 1
-    reasons = " ".join([*client.said, *(s.get("reason", "") for s in client.health()["servers"])])
-    assert re.search(message, reasons), reasons
-
-
 @pytest.fixture(scope="module")
 def mixture():
     return build("qwen3_moe")
@@ -414,27 +400,32 @@ def routed_as(name, change):
 
 
 FALSE_ROUTES = {
-    "none": (lambda path, reply: without("routes")(path, without("prompt_routes")(path, reply)), "has no routes"),
-    "none of the prompt": (without("prompt_routes"), "prompt_routes are missing"),
-    "a layer too few": (routed_as("routes", lambda r: r[:, 1:]), r"routes are uint8"),
-    "a token of the prompt too few": (routed_as("prompt_routes", lambda r: r[1:]), "prompt_routes are uint8"),
-    "of another type": (routed_as("routes", lambda r: r.astype(np.int16)), "routes are int16"),
-    "an expert that is not there": (routed_as("routes", lambda r: r + 200), "name experts 200"),
-    "an expert twice": (routed_as("prompt_routes", lambda r: r * 0), "an expert twice"),
+    "no routes": (lambda path, reply: without("routes")(path, without("prompt_routes")(path, reply)), "has no routes"),
+    "routes: none of the prompt": (without("prompt_routes"), "prompt_routes are missing"),
+    "routes: a layer too few": (routed_as("routes", lambda r: r[:, 1:]), r"routes are uint8"),
+    "routes: a token of the prompt too few": (routed_as("prompt_routes", lambda r: r[1:]), "prompt_routes are uint8"),
+    "routes: of another type": (routed_as("routes", lambda r: r.astype(np.int16)), "routes are int16"),
+    "routes: an expert that is not there": (routed_as("routes", lambda r: r + 200), "name experts 200"),
+    "routes: an expert twice": (routed_as("prompt_routes", lambda r: r * 0), "an expert twice"),
 }
 
 
-@pytest.mark.parametrize("lie", brief(FALSE_ROUTES, "an expert twice"))
-def test_routes_that_cannot_be_are_found_and_the_others_do_its_work(house, mixture, lie):
-    meddle, message = FALSE_ROUTES[lie]
-    house.serve(0, model="qwen3_moe", meddle=meddle)
-    house.serve(1, model="qwen3_moe")
-    client = house.client(2, reference=mixture, retries=2, experts=experts_of(mixture))
-    client.load_weights(0, mixture.named_parameters())
-    requests = group_requests(4, 3)
-    assert_same(collect(client, requests), run(local(mixture), requests))
+@pytest.mark.parametrize("lie", brief([*LIES, *FALSE_ROUTES], *list(LIES)[:4], "routes: an expert twice"))
+def test_a_lie_is_found_and_the_others_do_its_work(house, trainer, mixture, lie):
+    if lie in LIES:
+        name, model, (meddle, message), how = "llama", trainer, LIES[lie], {}
+    else:
+        name, model, (meddle, message) = "qwen3_moe", mixture, FALSE_ROUTES[lie]
+        how = {"experts": experts_of(mixture)}
+    server, _ = house.serve(0, model=name, meddle=meddle), house.serve(1, model=name)
+    client = house.client(2, reference=model, retries=2, **how)
+    client.load_weights(0, model.named_parameters())
+    requests = group_requests(6, 2, SamplingParams(5))
+    assert_same(collect(client, requests), run(local(model), requests))
+    assert server.proxy.paths  # it was asked
     assert client.health()["invalid_responses"] >= 1
-    assert re.search(message, " ".join(client.said))
+    reasons = " ".join([*client.said, *(s.get("reason", "") for s in client.health()["servers"])])
+    assert re.search(message, reasons), reasons
 
 
 def test_where_every_server_lies_the_run_ends_and_says_so(house, trainer):

@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from processes import until
 
 from gspo.system import heartbeat
 
@@ -85,10 +86,7 @@ def test_the_watch_ends_with_its_process_and_a_killed_watch_does_not_disturb(tmp
     watch = _only_child(process.pid)
     process.kill()
     process.communicate(timeout=50)
-    until = time.monotonic() + 20
-    while os.path.exists(f"/proc/{watch}") and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not os.path.exists(f"/proc/{watch}")
+    until(lambda: not os.path.exists(f"/proc/{watch}"), 20)
 
 
 def test_a_pause_does_not_count_and_a_busy_wait_does(monkeypatch):

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import raw_http
+from processes import until
 from raw_http import until_hung_up
 
 from gspo.system.http import HttpServer, Json, bearer_key, route
@@ -110,10 +111,7 @@ def test_idle_connections_and_unread_replies_are_closed(serve, path, more):
         if path == "/quick":
             assert status(connection) == 200
         connection.sendall(more)
-        deadline = time.monotonic() + 10
-        while server._server.server_state.connections:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: not server._server.server_state.connections, 10)
 
 
 def test_an_answer_may_take_longer_than_a_head_or_a_pause(serve):

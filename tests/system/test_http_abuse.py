@@ -18,6 +18,7 @@ import pytest
 import raw_http
 from endpoints import Policy, endpoint
 from made_runs import make_run, step_row
+from processes import until
 from raw_http import WRONG_HEADS, begin_and_stall, receive, until_hung_up
 from served import TOKEN, House
 
@@ -403,9 +404,7 @@ def test_one_agent_cannot_take_the_places_of_all():
         assert found == [200] * PER_EPISODE + [429] * 6
         assert line.counts["too_many_connections"] == 6
         held[0].close()
-        deadline = time.monotonic() + 5
-        while not first.is_well():
-            assert time.monotonic() < deadline
+        until(first.is_well, 5)
         server.open(OpenEpisode("8-0", Policy(), line.loop))
         assert Target(server, server.key("8-0"), "/e/8-0/v1/models", "").is_well()
 
@@ -416,10 +415,7 @@ def test_connections_that_are_reset_leave_nothing_behind(target):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() sends RST
         connection.close()
     assert target.is_well()
-    deadline = time.monotonic() + 5
-    while target.server._server.server_state.connections or target.server.unauthenticated:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not (target.server._server.server_state.connections or target.server.unauthenticated), 5)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from training_runs import SMALL, digests, metrics, path_of, samples, train
+from training_runs import SMALL, assert_resumes, digests, metrics, path_of, samples, train
 
 from gspo.config import load
 from gspo.config.lint import lint
@@ -58,13 +58,7 @@ def test_what_an_agent_is_asked_by_makes_no_difference(tmp_path):
 @pytest.mark.full
 def test_a_run_with_an_agent_resumes_bit_for_bit(tmp_path):
     whole = ("total_train_steps=3", *FEW[::2], f"{AGENT}:both_ways", "saver.freq_steps=1")
-    _, run = train(tmp_path / "whole", *whole)
-    train(tmp_path / "parts", *whole, "total_train_steps=2")
-    _, parts = train(tmp_path / "parts", *whole)
-    assert metrics(parts)[-1]["step"] == 3
-    ends = [{k: v for k, v in digests(path).items() if k not in ("metrics",)} for path in (run, parts)]
-    assert ends[0]["step_000003.jsonl"] == ends[1]["step_000003.jsonl"]
-    assert ends[0]["model.safetensors"] == ends[1]["model.safetensors"]
+    assert_resumes(tmp_path, *whole, after=2)
 
 
 @pytest.mark.full

@@ -1,25 +1,13 @@
 """Controls of learning in runs: entropy, a curriculum, rewards normalised apart, the product correction."""
 
 import json
-import signal
 
 import pytest
-from training_runs import RANKED, digests, metrics, path_of, samples, train
-
-from gspo.train.loop import Leader
+from training_runs import RANKED, assert_resumes, metrics, path_of, samples, train
 
 pytestmark = pytest.mark.full
 
 SHORT = ("train_dataset.batch_size=4", "gconfig.max_new_tokens=24", "evaluator.freq_steps=0")
-
-
-class Stopping(Leader):
-    """Asked to stop during its third step."""
-
-    def record(self, batch, report, clock):
-        if self.parts.state.step == 3:
-            self.parts.stop.signal = signal.SIGTERM
-        super().record(batch, report, clock)
 
 
 def steps(root):
@@ -40,24 +28,17 @@ def test_an_entropy_term_keeps_the_policy_more_random(tmp_path, tiny):
 
 def test_the_coefficient_follows_its_target_and_a_resumed_run_is_the_same(tmp_path, tiny):
     how = (*SHORT, RANKED, "total_train_steps=5", "actor.entropy_coef=0.01", "actor.entropy_target=5.0")
-    train(tmp_path / "straight", *how)
+    assert_resumes(tmp_path, *how, after=3)
     coefficients = [row["policy/entropy_coef"] for row in steps(tmp_path / "straight")]
     assert coefficients[0] == 0.01
     assert coefficients == sorted(coefficients)  # the entropy is below 5 nats
     assert coefficients[-1] > 0.012
-    train(tmp_path / "stopped", *how, kind=Stopping)
-    train(tmp_path / "stopped", *how)
-    assert digests(path_of(tmp_path / "stopped")) == digests(path_of(tmp_path / "straight"))
 
 
 @pytest.mark.parametrize("more", [(), ("rollout.max_head_offpolicyness=2", "actor.use_decoupled_loss=true")])
 def test_a_resumed_run_draws_the_prompts_of_the_uninterrupted_one(tmp_path, tiny, more):
     how = (*SHORT, "total_train_steps=6", "train_dataset.shuffle=pass_rate", "train_dataset.size=40", *more)
-    train(tmp_path / "straight", *how)
-    train(tmp_path / "stopped", *how, kind=Stopping)
-    train(tmp_path / "stopped", *how)
-    assert digests(path_of(tmp_path / "stopped")) == digests(path_of(tmp_path / "straight"))
-    path = path_of(tmp_path / "straight")
+    _, path = assert_resumes(tmp_path, *how, after=3)
     rows = [json.loads(line) for line in (path / "pass_rates.jsonl").read_text().splitlines()]
     assert steps(tmp_path / "straight")[-1]["curriculum/rows_seen"] == len(rows) > 4
     assert len({row["prompt"] for step in range(1, 7) for row in samples(path, step)}) > 4
@@ -74,24 +55,6 @@ def test_a_curriculum_has_fewer_groups_without_a_gradient(tmp_path, tiny):
         sum(r["reward/zero_variance_groups"] for r in steps(tmp_path / name)[8:]) / 17 for name in ("drawn", "plain")
     ]
     assert late[0] < late[1]
-
-
-AHEAD = ("rollout.max_head_offpolicyness=2", "actor.use_decoupled_loss=true")
-CONTROLS = {
-    "rewards normalised apart": ("reward.normalize=each", "reward.functions=[final,format]", "reward.weights=[1,0.5]"),
-    "an entropy term": ("actor.entropy_coef=0.01", "actor.entropy_target=0.1"),
-    "a curriculum": ("train_dataset.shuffle=pass_rate", "train_dataset.size=256"),
-    "the product correction": ("actor.rejection_sampling.preset=seq_tis", *AHEAD),
-}
-
-
-@pytest.mark.parametrize("control", CONTROLS)
-def test_a_run_with_each_control_learns(tmp_path, tiny, control):
-    train(tmp_path, *SHORT, "total_train_steps=12", "train_dataset.batch_size=16", "gconfig.n_samples=8",
-          "gconfig.max_new_tokens=48", "actor.optimizer.lr=1e-4", "actor.ppo_n_minibatches=4",
-          "evaluator.freq_steps=12", "evaluator.size=64", "evaluator.at_start=true", *CONTROLS[control])  # fmt: skip
-    accuracy = [row["eval/accuracy"] for row in metrics(path_of(tmp_path)) if row.get("eval/accuracy") is not None]
-    assert accuracy[-1] > accuracy[0] + 0.2, accuracy
 
 
 def test_the_product_correction_is_bounded_and_moves_away_from_1_with_staleness(tmp_path, tiny):

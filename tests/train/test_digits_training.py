@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from training_runs import metrics, train
+from training_runs import build_fast, metrics, train
 
 from gspo.data.digits import task
 from gspo.models import embedded
@@ -44,10 +44,7 @@ def test_the_teacher_of_tiny_vision_misreads_only_digits_that_look_alike():
 
 @pytest.mark.run
 def test_the_embedded_vision_task_trains(tmp_path, monkeypatch):
-    few = {"steps": 2, "tower_steps": 2, "batch": 4}
-    recipe = {**embedded.RECIPES[NAME], "warm": {**embedded.RECIPES[NAME]["warm"], **few}}
-    monkeypatch.setitem(embedded.RECIPES, NAME, recipe)
-    monkeypatch.setenv("GSPO_CACHE", str(tmp_path / "cache"))
+    build_fast(monkeypatch, tmp_path / "cache", NAME, tower_steps=2, batch=4)
     settings = [f"actor.path={NAME}", "train_dataset.path=embedded:digits", "train_dataset.size=8"]
     settings += ["train_dataset.batch_size=2", "gconfig.max_new_tokens=6", "evaluator.size=2", "total_train_steps=1"]
     _, run = train(tmp_path / "runs", *settings)

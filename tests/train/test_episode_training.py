@@ -2,42 +2,28 @@
 
 import json
 import re
-import signal
 from pathlib import Path
 
 import episode_envs
 import pytest
-from training_runs import digests, make_trainer, metrics, samples, train
+from training_runs import assert_resumes, make_trainer, metrics, samples, train
 
 from gspo.config import load
 from gspo.errors import ConfigError, RewardError
 from gspo.runs.checkpoint import load_pending_groups
 from gspo.train import Trainer
 from gspo.train.evaluate_run import evaluate_run
-from gspo.train.loop import Leader
 
 pytestmark = [pytest.mark.usefixtures("tiny"), pytest.mark.run]
 ROOT = Path(__file__).parents[2]
 FEW = ("train_dataset.batch_size=4", "evaluator.size=8", "total_train_steps=2")
 
 
-class Stopped(Leader):
-    """A signal comes in step 1."""
-
-    def record(self, batch, report, clock):
-        self.parts.stop.signal = signal.SIGTERM if self.parts.state.step == 1 else None
-        super().record(batch, report, clock)
-
-
 def test_a_run_on_episodes_that_was_stopped_and_resumed_is_the_uninterrupted_one(tmp_path):
     """With turn rewards, several sequences per trajectory, credit by turn, and groups sampled ahead in a checkpoint."""
     how = (*FEW, "actor.sequence_unit=turn", "env.turn_discount=0.9", "rollout.max_head_offpolicyness=1",
            "gconfig.temperature=2.0")  # fmt: skip
-    _, path = train(tmp_path / "whole", *how, env=episode_envs.forgetful)
-    _, stopped = train(tmp_path / "halves", *how, env=episode_envs.forgetful, kind=Stopped)
-    assert len(metrics(stopped)) == 2
-    _, again = train(tmp_path / "halves", *how, env=episode_envs.forgetful)
-    assert digests(path) == digests(again)
+    _, path = assert_resumes(tmp_path, *how, after=1, env=episode_envs.forgetful)
     first = metrics(path)[1]
     assert (first["episode/sequences_mean"], first["episode/turns_mean"]) == (3, 3)
     assert first["grad/norm"] > 0
@@ -50,12 +36,8 @@ def test_a_run_on_episodes_that_was_stopped_and_resumed_is_the_uninterrupted_one
 def test_a_stopped_run_whose_turns_continue_kept_rows_is_the_uninterrupted_one(tmp_path):
     """The process of the second half has kept nothing and evaluates nothing that the first one did."""
     how = (*FEW, "evaluator.freq_steps=1", "gconfig.temperature=2.0")
-    _, path = train(tmp_path / "whole", *how, env=episode_envs.ask_again)
+    _, path = assert_resumes(tmp_path, *how, after=1, env=episode_envs.ask_again)
     assert metrics(path)[1]["episode/sequences_mean"] == 1  # the second turn continues the first
-    _, stopped = train(tmp_path / "halves", *how, env=episode_envs.ask_again, kind=Stopped)
-    assert len(metrics(stopped)) == 2
-    _, again = train(tmp_path / "halves", *how, env=episode_envs.ask_again)
-    assert digests(path) == digests(again)
 
 
 def test_episodes_wait_in_a_checkpoint_with_their_sequences_and_rewards(tmp_path):

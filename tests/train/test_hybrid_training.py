@@ -1,8 +1,7 @@
 """Whole runs of the embedded hybrid, a model with state outside the attention: padded rows through the real loop."""
 
 import pytest
-import torch
-from training_runs import RANKED, digests, metrics, train
+from training_runs import RANKED, assert_resumes, build_fast, logits, metrics, train
 from transformers import AutoModelForCausalLM
 
 from gspo.config import load
@@ -24,15 +23,7 @@ LORA = ("actor.use_lora=true", "actor.lora_rank=4", "actor.optimizer.lr=2e-3", "
 
 @pytest.fixture
 def brief(tmp_path, monkeypatch):
-    """A cache of its own and a recipe of two warm steps, so that building takes no time."""
-    recipe = {**embedded.RECIPES[NAME], "warm": {**embedded.RECIPES[NAME]["warm"], "steps": 2}}
-    monkeypatch.setitem(embedded.RECIPES, NAME, recipe)
-    monkeypatch.setenv("GSPO_CACHE", str(tmp_path / "cache"))
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(input_ids=torch.tensor([[3, 4, 5, 12, 6, 7, 8, 13]])).logits[0]
+    build_fast(monkeypatch, tmp_path / "cache", NAME)
 
 
 def test_the_embedded_hybrid_trains_on_padded_rows_and_is_sampled_with_transformers_cache(brief, tmp_path):
@@ -46,17 +37,13 @@ def test_the_embedded_hybrid_trains_on_padded_rows_and_is_sampled_with_transform
 
 @pytest.mark.full
 def test_a_resumed_hybrid_has_its_critic_and_reference_and_its_export_has_its_logits(brief, tmp_path):
-    everything = (*SHORT, *PPO, *REF)
-    trainer, straight = train(tmp_path / "straight", *everything, "total_train_steps=2")
+    trainer, path = assert_resumes(tmp_path, *SHORT, *PPO, *REF, "total_train_steps=2", after=1)
     learner = trainer.parts.learner
     assert {learner.policy.layout, learner.reference.policy.layout, learner.critic.module.policy.layout} == {"padded"}
-    _, halves = train(tmp_path / "halves", *everything, "total_train_steps=1")
-    folder = halves / "checkpoints" / "step_000001"
+    folder = path / "checkpoints" / "step_000002"
     assert {*checkpoint.FILES, *checkpoint.CRITIC_FILES} < {file.name for file in folder.iterdir()}
-    train(tmp_path / "halves", *everything, "total_train_steps=2")
-    assert digests(halves) == digests(straight)
-    assert metrics(halves)[-1]["policy/kl_reference"] > 0
-    exported = export(load(halves / "config.yaml").config, halves, 2, tmp_path / "model")
+    assert metrics(path)[-1]["policy/kl_reference"] > 0
+    exported = export(load(path / "config.yaml").config, path, 2, tmp_path / "model")
     loaded, info = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
@@ -65,26 +52,8 @@ def test_a_resumed_hybrid_has_its_critic_and_reference_and_its_export_has_its_lo
 
 @pytest.mark.full
 def test_an_adapter_on_a_hybrid_resumes_and_its_merged_export_has_its_logits(brief, tmp_path):
-    trainer, straight = train(tmp_path / "straight", *SHORT, *LORA, "total_train_steps=2")
-    _, halves = train(tmp_path / "halves", *SHORT, *LORA, "total_train_steps=1")
-    train(tmp_path / "halves", *SHORT, *LORA, "total_train_steps=2")
-    assert digests(halves) == digests(straight)
+    trainer, path = assert_resumes(tmp_path, *SHORT, *LORA, "total_train_steps=2", after=1)
     trained, base = logits(trainer.parts.learner.policy.model), logits(embedded.build(NAME)[0])
-    merged = export(load(halves / "config.yaml").config, halves, 2, tmp_path / "merged", merge=True)
+    merged = export(load(path / "config.yaml").config, path, 2, tmp_path / "merged", merge=True)
     assert (logits(AutoModelForCausalLM.from_pretrained(merged)) - trained).abs().max() <= 1e-5
     assert (trained - base).abs().max() > 1e-4
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1800)
-def test_the_embedded_hybrid_learns_addition(tmp_path):
-    """The quick start on the hybrid: it starts at about a third and must have improved well before its end."""
-    _, path = train(
-        tmp_path, f"actor.path={NAME}", "train_dataset.path=embedded:arithmetic", "train_dataset.size=4000",
-        "train_dataset.batch_size=32", "gconfig.n_samples=8", "gconfig.max_new_tokens=48", "actor.eps_clip=0.002",
-        "actor.eps_clip_higher=0.0025", "actor.ppo_n_minibatches=4", "actor.optimizer.lr=5e-5", "evaluator.size=128",
-        "evaluator.freq_steps=10", "total_train_steps=20",
-    )  # fmt: skip
-    accuracy = [row["eval/accuracy"] for row in metrics(path) if "eval/accuracy" in row]
-    assert accuracy[0] < 0.5
-    assert accuracy[-1] > accuracy[0] + 0.2

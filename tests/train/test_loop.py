@@ -12,7 +12,18 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 from tiers import brief
-from training_runs import RANKED, asked, digests, make_trainer, metrics, path_of, samples, train, without_clocks
+from training_runs import (
+    RANKED,
+    asked,
+    digests,
+    make_trainer,
+    metrics,
+    path_of,
+    samples,
+    signals,
+    train,
+    without_clocks,
+)
 
 from gspo.algorithms import ALGORITHMS
 from gspo.config import load
@@ -24,7 +35,6 @@ from gspo.rollout.workflow import single_turn
 from gspo.runs import checkpoint
 from gspo.system.files import read_jsonl
 from gspo.train import Trainer
-from gspo.train.evaluate import FIRST
 from gspo.train.loop import Leader
 
 pytestmark = [pytest.mark.usefixtures("tiny"), pytest.mark.run]
@@ -57,17 +67,10 @@ def test_two_runs_are_the_same_to_the_last_bit_and_another_seed_is_not(straight,
 @pytest.mark.parametrize("number", brief([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], signal.SIGTERM))
 def test_a_run_stopped_by_a_signal_and_resumed_is_the_uninterrupted_one(straight, tmp_path, number, capsys):
     _, path = straight
-    sent = []
-
-    def workflow(requests, sampler):
-        if sampler.version == 1 and requests[0].id.submission < FIRST and not sent:
-            sent.append(number)
-            interrupt(number)
-        return single_turn(requests, sampler)
-
+    workflow = signals(1, number)
     trainer = make_trainer(tmp_path, *FOUR, workflow=workflow)
     summary = trainer.train(report=False)
-    assert sent
+    assert workflow.sent
     assert (summary.finished, summary.steps) == (False, 2)  # the step it was in is finished
     assert "eval/accuracy" in metrics(summary.path)[2]  # due at step 2 anyway
     assert f"{signal.Signals(number).name}: saving after this step" in capsys.readouterr().out
@@ -81,13 +84,7 @@ def test_a_run_stopped_by_a_signal_and_resumed_is_the_uninterrupted_one(straight
 @pytest.mark.full
 def test_a_stop_between_due_evaluations_measures_nothing_extra(straight, tmp_path):
     _, path = straight
-
-    def workflow(requests, sampler):
-        if sampler.version == 2 and requests[0].id.submission < FIRST:
-            interrupt()
-        return single_turn(requests, sampler)
-
-    _, stopped = train(tmp_path, *FOUR, workflow=workflow)
+    _, stopped = train(tmp_path, *FOUR, workflow=signals(2))
     assert checkpoint.steps(stopped / "checkpoints")[-1] == 3
     assert "eval/accuracy" not in metrics(stopped)[3]
     _, whole = train(tmp_path, *FOUR)

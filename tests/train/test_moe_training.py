@@ -1,11 +1,8 @@
 """Whole runs of the embedded mixture: its metrics, replay and a rounded sampler through the real loop."""
 
-import signal
-
 import pytest
-import torch
 from peft import PeftModel
-from training_runs import digests, metrics, path_of, train
+from training_runs import assert_resumes, build_fast, logits, metrics, train
 from transformers import AutoModelForCausalLM
 
 from gspo.config import load
@@ -13,7 +10,6 @@ from gspo.errors import ConfigError, DataError
 from gspo.models import embedded
 from gspo.models.loading import load_model
 from gspo.train.export import export
-from gspo.train.loop import Leader
 
 pytestmark = pytest.mark.run
 
@@ -22,10 +18,7 @@ NAME = "embedded:tiny-moe"
 
 @pytest.fixture
 def brief(tmp_path, monkeypatch):
-    """A cache of its own and a recipe of two warm steps, so that building takes no time."""
-    recipe = {**embedded.RECIPES[NAME], "warm": {**embedded.RECIPES[NAME]["warm"], "steps": 2}}
-    monkeypatch.setitem(embedded.RECIPES, NAME, recipe)
-    monkeypatch.setenv("GSPO_CACHE", str(tmp_path / "cache"))
+    build_fast(monkeypatch, tmp_path / "cache", NAME)
 
 
 SHORT = (
@@ -78,44 +71,12 @@ def test_replay_is_refused_where_it_cannot_be(tiny, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1800)
-def test_the_embedded_mixture_learns_addition(tmp_path):
-    """The quick start on the mixture: it starts at about a third and must have improved well before its end."""
-    _, path = train(
-        tmp_path, f"actor.path={NAME}", "train_dataset.path=embedded:arithmetic", "train_dataset.size=4000",
-        "train_dataset.batch_size=32", "gconfig.n_samples=8", "gconfig.max_new_tokens=48", "actor.eps_clip=0.002",
-        "actor.eps_clip_higher=0.0025", "actor.ppo_n_minibatches=4", "actor.optimizer.lr=5e-5", "evaluator.size=256",
-        "evaluator.freq_steps=10", "total_train_steps=30",
-    )  # fmt: skip
-    accuracy = [row["eval/accuracy"] for row in metrics(path) if "eval/accuracy" in row]
-    assert 0.2 < accuracy[0] < 0.45
-    assert accuracy[-1] > accuracy[0] + 0.1
-
-
-class Stopping(Leader):
-    """Asked to stop during its second step."""
-
-    def record(self, batch, report, clock):
-        if self.parts.state.step == 2:
-            self.parts.stop.signal = signal.SIGTERM
-        super().record(batch, report, clock)
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(input_ids=torch.tensor([[3, 4, 5, 12, 6, 7, 8, 13]])).logits
-
-
-@pytest.mark.full
 def test_an_adapter_on_experts_is_trained_resumed_and_exported(brief, tmp_path):
     how = (
         *SHORT, "total_train_steps=3", "saver.freq_steps=1", "actor.use_lora=true", "actor.lora_rank=2",
         "actor.target_modules=[all-linear,experts]", "actor.optimizer.lr=1e-2",
     )  # fmt: skip
-    trainer, path = train(tmp_path / "straight", *how, reward=some_reward)
-    train(tmp_path / "stopped", *how, kind=Stopping, reward=some_reward)
-    train(tmp_path / "stopped", *how, reward=some_reward)
-    assert digests(path_of(tmp_path / "stopped")) == digests(path)
+    trainer, path = assert_resumes(tmp_path, *how, after=2, reward=some_reward)
     trained, base = logits(trainer.parts.learner.policy.model), logits(load_model(NAME))
     assert (trained - base).abs().max() > 1e-3
     config = load(path / "config.yaml").config

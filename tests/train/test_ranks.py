@@ -11,7 +11,8 @@ import ranked_runs
 import ranked_steps
 import torch
 from made_batches import make_batch, uneven_groups
-from ranked_runs import finish, is_alive, path_of, ranks_of, start, start_run, wait_for_step
+from processes import is_alive
+from ranked_runs import finish, path_of, ranks_of, start, start_run, wait_for_step
 from safetensors.torch import load_file
 from training_runs import metrics
 from training_runs import train as train_alone

@@ -4,16 +4,15 @@ import importlib
 import itertools
 import json
 import random
-import threading
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from http_judge import JudgeServer
+from http_judge import JudgeServer, serving
 from tokenizers import Tokenizer, models, pre_tokenizers
-from training_runs import digests, make_trainer, metrics, samples, train
+from training_runs import assert_resumes, digests, make_trainer, metrics, samples, train
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -86,13 +85,8 @@ def blank(tiny, tmp_path_factory):
 
 @pytest.fixture
 def judge():
-    server = JudgeServer()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(JudgeServer()) as server:
+        yield server
 
 
 def rewards_of(path):
@@ -222,15 +216,7 @@ def test_a_policy_learns_both_tasks_of_a_mixture(tmp_path, tiny):
 
 @pytest.mark.full
 def test_a_resumed_mixture_is_the_uninterrupted_one(tmp_path, tiny):
-    _, whole = train(tmp_path / "whole", mixed(), "total_train_steps=4")
-    train(tmp_path / "parts", mixed(), "total_train_steps=2")
-    _, parts = train(tmp_path / "parts", mixed(), "total_train_steps=4")
-    whole_digests, parts_digests = digests(whole), digests(parts)
-    for both in (whole_digests, parts_digests):
-        # The shorter run measured held-out accuracy at its own end.
-        both.pop("metrics")
-        both.pop("evals/step_000002.jsonl", None)
-    assert whole_digests == parts_digests
+    assert_resumes(tmp_path, mixed(), "total_train_steps=4", after=2)
 
 
 @pytest.mark.full

@@ -7,8 +7,9 @@ from collections import Counter
 
 import episode_envs
 import pytest
+from processes import until
 from served_runs import TOKEN, Servers, Starter
-from training_runs import make_trainer, metrics, path_of, samples, train
+from training_runs import build_fast, make_trainer, metrics, path_of, samples, train
 
 from gspo.config import dump, load
 from gspo.errors import RolloutError
@@ -48,10 +49,7 @@ def launched(tiny, tmp_path, monkeypatch, starter):
         assert load(config).config == trainer.config
         servers = Servers(by, tmp_path, config, count, **how)
         started.append(servers)
-        deadline = time.monotonic() + 120
-        while ready and not all(registered(servers.folder, i) for i in range(count)):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: not ready or all(registered(servers.folder, i) for i in range(count)), 120)
         told = Launched(is_launched=True, num_samplers=count, sampler_folder=servers.folder, token=TOKEN)
         for name, value in told.write().items():
             monkeypatch.setenv(name, value)
@@ -70,6 +68,12 @@ def assert_same_run(path, baseline, steps=2):
         assert [_told(row) for row in rows] == [_told(row) for row in expected]
     name = f"checkpoints/step_{steps:06d}/model.safetensors"
     assert (path / name).read_bytes() == (baseline / name).read_bytes()
+
+
+def assert_same_checkpoint(path, expected):
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        file = f"checkpoints/step_000002/{name}"
+        assert (path / file).read_bytes() == (expected / file).read_bytes()
 
 
 def _who(row):
@@ -183,10 +187,7 @@ def test_a_sampler_killed_while_idle_gets_the_last_weights_before_it_serves(laun
     _, path = train(tmp_path, *RUN, "total_train_steps=1")
     first = registered(servers.folder, 0)
     servers.signal(0, signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while registered(servers.folder, 0) == first and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert registered(servers.folder, 0) != first
+    until(lambda: registered(servers.folder, 0) != first, 60)
     _, path = train(tmp_path, *RUN)
     assert_same_run(path, baseline)
     assert f"sampler 0 ({registered(servers.folder, 0).url}) serves, with verified weights of version 1" in log(path)
@@ -199,17 +200,13 @@ def test_one_server_is_the_run_of_one_process_bit_for_bit(launched, tiny, tmp_pa
     _, expected = train(tmp_path_factory.mktemp("alone"), *RUN, *how)
     launched(1, *how)
     _, path = train(tmp_path, *RUN, *how)
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        folder = "checkpoints/step_000002"
-        assert (path / folder / name).read_bytes() == (expected / folder / name).read_bytes()
+    assert_same_checkpoint(path, expected)
 
 
 @pytest.mark.full
 def test_one_server_of_a_mixture_has_its_routes_replayed_as_the_process_has(launched, tmp_path, monkeypatch):
     name = "embedded:tiny-moe"
-    recipe = {**embedded.RECIPES[name], "warm": {**embedded.RECIPES[name]["warm"], "steps": 2}}
-    monkeypatch.setitem(embedded.RECIPES, name, recipe)  # it need not be able to do anything
-    monkeypatch.setenv("GSPO_CACHE", str(tmp_path / "cache"))
+    build_fast(monkeypatch, tmp_path / "cache", name)
     model, tokenizer = embedded.build(name)
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "model")
@@ -222,9 +219,7 @@ def test_one_server_of_a_mixture_has_its_routes_replayed_as_the_process_has(laun
     launched(1, *how)
     _, path = train(tmp_path, *RUN, *how, reward=some_reward)
     assert "serves, with verified weights" in log(path)
-    for file in ("model.safetensors", "optimizer.safetensors"):
-        folder = "checkpoints/step_000002"
-        assert (path / folder / file).read_bytes() == (expected / folder / file).read_bytes()
+    assert_same_checkpoint(path, expected)
     for name in ("moe/expert_flip_rate", "moe/sampler_flip_rate"):
         assert [row.get(name) for row in metrics(path)] == [row.get(name) for row in metrics(expected)]
 
@@ -240,7 +235,4 @@ def test_servers_end_with_whoever_started_them(launched, tmp_path):
     servers = launched(2, restarts=0, by=starter, ready=True)
     assert len(servers.alive()) == 2
     starter.close()
-    deadline = time.monotonic() + 10
-    while servers.alive() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not servers.alive()
+    until(lambda: not servers.alive(), 10)

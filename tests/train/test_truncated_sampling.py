@@ -1,25 +1,12 @@
 """Runs with top-p: ratios are over the kept tokens, in a synchronous run and in one that samples ahead."""
 
-import signal
-
 import pytest
-from training_runs import RANKED, digests, metrics, path_of, train
-
-from gspo.train.loop import Leader
+from training_runs import RANKED, assert_resumes, metrics, path_of, train
 
 CUT = (
     "gconfig.top_p=0.9", RANKED, "train_dataset.batch_size=4", "gconfig.max_new_tokens=24", "evaluator.freq_steps=0",
 )  # fmt: skip
 AHEAD = (*CUT, "rollout.max_head_offpolicyness=2", "actor.use_decoupled_loss=true", "total_train_steps=5")
-
-
-class Stopping(Leader):
-    """Asked to stop during its third step."""
-
-    def record(self, batch, report, clock):
-        if self.parts.state.step == 3:
-            self.parts.stop.signal = signal.SIGTERM
-        super().record(batch, report, clock)
 
 
 @pytest.mark.run
@@ -37,7 +24,4 @@ def test_a_run_with_top_p_passes_the_noise_test_and_without_replay_it_does_not(t
 
 @pytest.mark.full
 def test_a_stopped_run_goes_on_with_the_kept_sets_of_pending_groups_bit_for_bit(tmp_path, tiny):
-    train(tmp_path / "straight", *AHEAD)
-    train(tmp_path / "stopped", *AHEAD, kind=Stopping)
-    train(tmp_path / "stopped", *AHEAD)
-    assert digests(path_of(tmp_path / "stopped")) == digests(path_of(tmp_path / "straight"))
+    assert_resumes(tmp_path, *AHEAD, after=3)

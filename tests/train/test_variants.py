@@ -6,6 +6,7 @@ import group_filters
 import numpy as np
 import pytest
 import torch
+from tiers import brief
 from training_runs import digests, make_trainer, metrics, path_of, samples, train
 
 from gspo.config import load
@@ -31,17 +32,6 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "variant", [pytest.param(name, marks=() if name == "PPO" else pytest.mark.full) for name in VARIANTS]
-)
-def test_every_variant_learns(variant, tmp_path):
-    """From about half to clearly more of 48 held-out problems, in six steps."""
-    _, path = train(tmp_path, *VARIANTS[variant], "total_train_steps=6", "evaluator.size=48")
-    rows = metrics(path)
-    assert rows[-1]["eval/accuracy"] >= rows[0]["eval/accuracy"] + 0.15
-    assert all(row["grad/skipped_updates"] == 0 for row in rows[1:])
-
-
 @pytest.mark.full
 def test_the_overlong_penalty_alone_shortens_completions(tmp_path):
     """Every completion earns 1, less the penalty: only length can teach."""
@@ -51,6 +41,58 @@ def test_the_overlong_penalty_alone_shortens_completions(tmp_path):
     _, path = train(tmp_path, *overrides, reward={"name": "regex", "pattern": "^"})
     lengths = [row["length/mean"] for row in metrics(path)]
     assert np.mean(lengths[-2:]) < 0.8 * np.mean(lengths[:2])
+
+
+# What learns: the accuracy on held-out problems rises by at least the gain from before the first step to the last one
+
+SHORT = ("total_train_steps=6", "evaluator.size=48")
+CONTROLLED = (
+    "total_train_steps=12", "train_dataset.batch_size=16", "gconfig.n_samples=8", "gconfig.max_new_tokens=48",
+    "actor.optimizer.lr=1e-4", "actor.ppo_n_minibatches=4", "evaluator.size=64", "evaluator.freq_steps=12",
+)  # fmt: skip
+LORA = (
+    "actor.use_lora=true", "actor.lora_rank=8", "actor.lora_alpha=16", "actor.optimizer.lr=1e-3", "actor.eps_clip=0.01",
+    "total_train_steps=6", "train_dataset.batch_size=16", "gconfig.n_samples=8", "evaluator.size=64",
+)  # fmt: skip
+# The quick start on another model, which starts at about a third.
+ADDITION = (
+    "train_dataset.path=embedded:arithmetic", "train_dataset.size=4000", "train_dataset.batch_size=32",
+    "gconfig.n_samples=8", "gconfig.max_new_tokens=48", "actor.eps_clip=0.002", "actor.eps_clip_higher=0.0025",
+    "actor.ppo_n_minibatches=4", "actor.optimizer.lr=5e-5", "evaluator.freq_steps=10",
+)  # fmt: skip
+AHEAD = ("rollout.max_head_offpolicyness=2", "actor.use_decoupled_loss=true")
+LEARNS = {
+    **{name: ((*SHORT, *how), 0.15) for name, how in VARIANTS.items()},
+    "rewards normalised apart": (
+        (*CONTROLLED, "reward.normalize=each", "reward.functions=[final,format]", "reward.weights=[1,0.5]"), 0.2),
+    "an entropy term": ((*CONTROLLED, "actor.entropy_coef=0.01", "actor.entropy_target=0.1"), 0.2),
+    "a curriculum": ((*CONTROLLED, "train_dataset.shuffle=pass_rate", "train_dataset.size=256"), 0.2),
+    "the product correction": ((*CONTROLLED, "actor.rejection_sampling.preset=seq_tis", *AHEAD), 0.2),
+    "an adapter": (LORA, 0.2),  # 0.52 → 0.98 where this was written
+    "an adapter on a base of 4 bits": ((*LORA, "actor.lora_base_bits=4"), 0.2),
+    "an adapter on a base of 8 bits": ((*LORA, "actor.lora_base_bits=8"), 0.2),
+    "a mixture of experts": (
+        (*ADDITION, "actor.path=embedded:tiny-moe", "total_train_steps=30", "evaluator.size=256"), 0.1),
+    "a hybrid": ((*ADDITION, "actor.path=embedded:tiny-hybrid", "total_train_steps=20", "evaluator.size=128"), 0.2),
+}  # fmt: skip
+
+
+STARTS_AT = {"a mixture of experts": (0.2, 0.45), "a hybrid": (0, 0.5)}
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("variant", brief(LEARNS, "PPO"))
+def test_every_variant_learns(variant, tmp_path):
+    overrides, gain = LEARNS[variant]
+    if "of 4 bits" in variant:
+        pytest.importorskip("bitsandbytes", reason="weights of 4 bits need bitsandbytes")
+    _, path = train(tmp_path, *overrides)
+    rows = metrics(path)
+    accuracy = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
+    assert accuracy[-1] >= accuracy[0] + gain, accuracy
+    low, high = STARTS_AT.get(variant, (0, 1))
+    assert low <= accuracy[0] <= high
+    assert all(row["grad/skipped_updates"] == 0 for row in rows if row["step"])
 
 
 # Doctor

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import talkers
 from gymnasium import spaces
+from processes import until
 from scripted_client import last_prompt, play, scripted
 
 from gspo.envs.adapters.codecs import ActionCodec, InvalidActionError, ObservationCodec
@@ -157,11 +158,8 @@ def test_an_environment_that_misbehaves_costs_one_sample_and_the_next_one_runs(t
     for _ in range(3):  # more often than there are threads
         with pytest.raises(error, match=message):
             play(env, client("0", "0"))
-    deadline = time.monotonic() + 20
     # None leaks: one was made to look at its spaces, and three were played.
-    while closed.count(trouble) < (1 if trouble == "hang" else 4) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert closed.count(trouble) >= (1 if trouble == "hang" else 4)
+    until(lambda: closed.count(trouble) >= (1 if trouble == "hang" else 4), 20)
     env.close()
 
 
@@ -169,10 +167,7 @@ def test_an_environment_that_returns_after_its_timeout_is_closed_then():
     env = find_environment("gymnasium:Odd-v0", {"make": {"trouble": "slow"}, "timeout": 0.1})
     with pytest.raises(CallTimeoutError):
         play(env, client("0"))
-    deadline = time.monotonic() + 20
-    while closed.count("slow") < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert closed.count("slow") == 2  # the one that was made to look at its spaces, and this one
+    until(lambda: closed.count("slow") == 2, 20)  # the one that was made to look at its spaces, and this one
     env.close()
 
 

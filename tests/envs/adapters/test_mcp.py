@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import talkers
+from processes import are_gone, is_alive, until
 from scripted_client import call, last_prompt, play, scripted
 
 from gspo.envs.adapters.mcp import McpError, McpServer, McpTools, read_specs
@@ -53,11 +54,6 @@ def command(tmp_path, monkeypatch):
     return [sys.executable, str(file)]
 
 
-def alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 @pytest.mark.run
 def test_a_model_calls_the_tools_of_a_server_and_reads_their_results(command):
     env = find_environment("tools", {"mcp": [{"command": command, "name": "mine"}]})
@@ -89,10 +85,7 @@ def test_a_server_per_episode_has_its_own_state_and_folder_and_is_gone_afterward
         client = scripted(call("count", text="a"), call("count", text="b"), f".{talkers.END}", template=talkers.CHATML)
         play(env, client)
         assert "b 2 2" in last_prompt(client)
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and (left := _children(command[1])):
-        time.sleep(0.05)
-    assert not left
+    until(lambda: not _children(command[1]), 10)
 
 
 def _children(script: str) -> list[int]:
@@ -155,13 +148,10 @@ def test_a_server_ends_with_a_killed_trainer(command, tmp_path):
     )
     trainer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     pid = int(trainer.stdout.readline())
-    assert alive(pid)
+    assert is_alive(pid)
     trainer.kill()
     trainer.communicate(timeout=10)
-    deadline = time.monotonic() + 10
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not alive(pid)
+    assert are_gone([pid], 10)
 
 
 @pytest.mark.full

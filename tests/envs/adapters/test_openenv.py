@@ -2,12 +2,12 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import talkers
 from openenv_server import SERVER
+from processes import until
 from scripted_client import call, last_prompt, play, scripted
 
 from gspo.envs.adapters.openenv import OpenEnvError
@@ -59,10 +59,7 @@ def test_observations_are_read_answers_are_actions_and_rewards_belong_to_turns(m
     assert play(other, client("7")) == 0.0
     import httpx
 
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and httpx.get(f"{env._url}/open").json():
-        time.sleep(0.05)
-    assert httpx.get(f"{env._url}/open").json() == 0  # every session was closed
+    until(lambda: httpx.get(f"{env._url}/open").json() == 0, 5)  # every session was closed
     with pytest.raises(ConfigError, match=r"env\.options\.action: the server has no field 'nothing'; it has number"):
         find_environment(f"openenv:{env._url}", {"action": "nothing"})
 

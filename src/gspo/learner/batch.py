@@ -118,8 +118,8 @@ class Batch:
         if not root and len(numbers) > 1:
             return [item for i in numbers for item in self._items([i])]
         completions = [self._completion(i, len(root)) for i in numbers]
-        images = self.groups[self.group_of[numbers[0]]].prompt.images
-        return [PackItem(np.asarray(root, dtype=np.int64), tuple(completions), images)]
+        shown = self.groups[self.group_of[numbers[0]]].prompt.shown
+        return [PackItem(np.asarray(root, dtype=np.int64), tuple(completions), shown)]
 
     def _completion(self, i: int, begin: int) -> Completion:
         """Sequence i after the first `begin` tokens of its prompt."""

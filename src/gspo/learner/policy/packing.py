@@ -30,7 +30,7 @@ from torch import Tensor
 
 from gspo.errors import DataError
 from gspo.models.tree_layout import TreeLayout
-from gspo.types import Images, Kept, PromptKey, Shown, ShownPrompt
+from gspo.types import Kept, PromptKey, Shown, ShownPrompt
 
 Layout = Literal["shared", "packed", "padded"]
 
@@ -75,7 +75,7 @@ class PackItem:
 
     prompt: NDArray[np.integer[Any]]
     completions: Sequence[Completion]
-    images: Images | None = None  # what the prompt shows
+    shown: ShownPrompt | None = None  # the prompt, if it shows images
 
     def num_tokens(self, *, share_prefix: bool) -> int:
         trained = [c for c in self.completions if c.is_trained]
@@ -273,11 +273,10 @@ def pack(items: Sequence[PackItem], *, share_prefix: bool = True, vocab_size: in
 
     for item in items:
         number = -1
-        if item.images is not None and any(c.is_trained for c in item.completions):
+        if item.shown is not None and any(c.is_trained for c in item.completions):
             # Several items may have the same prompt, whose images are encoded once.
-            prompt = ShownPrompt(tuple(item.prompt.tolist()), item.images)
-            prompts.setdefault(prompt.key, prompt)
-            number = list(prompts).index(prompt.key)
+            prompts.setdefault(item.shown.key, item.shown)
+            number = list(prompts).index(item.shown.key)
         _check(item, vocab_size)
         num_prompt = len(item.prompt)
         # A prompt with one trained completion has nothing to share: prompt and completion are one segment.
@@ -325,9 +324,9 @@ def pack(items: Sequence[PackItem], *, share_prefix: bool = True, vocab_size: in
 
 def _with_kept(packed: Packed, completions: Sequence[Completion]) -> Packed:
     """Add the kept sets of the targets, if any completion has them."""
-    if all(c.kept is None for c in completions):
+    kept = Kept.concatenate([c.kept for c in completions], [int(c.mask.sum()) for c in completions])
+    if kept is None:
         return packed
-    kept = Kept.concatenate([c.kept or Kept.whole(int(c.mask.sum())) for c in completions])
     return replace(packed, kept_counts=_flat([kept.counts]), kept_ids=_flat([kept.ids]))
 
 

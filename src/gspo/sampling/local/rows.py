@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo.types import FinishReason, Kept, Request, Sample
+from gspo.types import Extras, FinishReason, Kept, Request, Routes, Sample
 
 
 class Rows:
@@ -60,22 +60,23 @@ class Rows:
             self.prompt_routes += [None] * (rows - have)
             self.kept += [[] for _ in range(rows - have)]
 
-    def join(self, requests: list[Request], rules: list[int]) -> NDArray[np.int64]:
+    def join(self, requests: list[Request], rules: list[int], prompt_routes: list[NDArray | None]) -> NDArray[np.int64]:
         """Put requests into free slots, lowest first. A prefix becomes the first tokens of its row."""
         # Each row gets room for its longest completion, so `append` never has to grow the table.
         self.reserve(int(self.alive.sum()) + len(requests), max(r.params.max_new_tokens for r in requests))
         slots = np.flatnonzero(~self.alive)[: len(requests)]
-        for slot, request in zip(slots, requests, strict=True):
-            self.requests[slot], self.kept[slot] = request, []
+        for slot, request, routes in zip(slots, requests, prompt_routes, strict=True):
+            self.requests[slot], self.prompt_routes[slot], self.kept[slot] = request, routes, []
             if request.prefix is not None:
                 num = len(request.prefix.tokens)
                 self.tokens[slot, :num] = request.prefix.tokens
                 self.logp[slot, :num] = request.prefix.behavior_logp
                 self.versions[slot, :num] = request.prefix.versions
-                if request.prefix.routes is not None:
-                    self.routes[slot, :num] = request.prefix.routes
+                before = request.prefix.extras
+                if before.routes is not None:
+                    self.routes[slot, :num] = before.routes.own
                 if request.params.record_kept:
-                    self.kept[slot] = (request.prefix.kept or Kept.whole(num)).sets()
+                    self.kept[slot] = (before.kept or Kept.whole(num)).sets()
         self.alive[slots] = True
         self.rule[slots] = rules
         self.prompt_len[slots], self.delta[slots] = [len(r.prompt) for r in requests], 0
@@ -102,7 +103,7 @@ class Rows:
         """The sample of a row with its tokens so far; the slot is free afterwards."""
         request, num = self.requests[slot], int(self.count[slot])
         assert request is not None
-        routes, prompt_routes = None, self.prompt_routes[slot]
+        routes, of_prompt = None, self.prompt_routes[slot]
         self.requests[slot], self.alive[slot], self.prompt_routes[slot] = None, False, None
         # New tokens are trained on and belong to the request's turn; those of a prefix keep their own values.
         mask, turns = np.ones(num, dtype=np.bool_), np.full(num, request.id.turn, dtype=np.int16)
@@ -110,16 +111,17 @@ class Rows:
             kept = len(request.prefix.tokens)
             mask[:kept], turns[:kept] = request.prefix.mask, request.prefix.turns
             if kept:  # tokens of earlier weights keep their routes, or have none
-                prompt_routes = request.prefix.prompt_routes
-        if self.routes.size and prompt_routes is not None:
-            routes = self.routes[slot, :num].copy()
+                before = request.prefix.extras.routes
+                of_prompt = None if before is None else before.prompt
+        if self.routes.size and of_prompt is not None:
+            routes = Routes(of_prompt, self.routes[slot, :num].copy())
         # Copies: another row will reuse this slot.
         tokens, logp = self.tokens[slot, :num].copy(), self.logp[slot, :num].copy()
         versions = self.versions[slot, :num].copy()
         sets, self.kept[slot] = self.kept[slot], []
         # A row whose logits were not finite has a set without a token.
         kept = Kept.of(sets[:num]) if request.params.record_kept else None
-        return Sample(request.id, tokens, logp, versions, mask, turns, finish, routes, prompt_routes, kept)
+        return Sample(request.id, tokens, logp, versions, mask, turns, finish, Extras(routes, kept))
 
     def compact(self) -> tuple[list[int], list[int]]:
         """If fewer slots suffice, move the last rows into the first free slots. Returns the moves as (from, to)."""

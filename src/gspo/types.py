@@ -279,11 +279,10 @@ class Extras:
     def of_arrays(
         arrays: Mapping[str, NDArray[Any]], lengths: Sequence[int], prompt_lengths: Sequence[int]
     ) -> list[Extras]:
-        """The samples' own ones, from `arrays`."""
+        """One for each sequence, from `arrays`."""
         routes = kept = [None] * len(lengths)
-        if "prompt_routes" in arrays:
-            prompts, own = cut(arrays["prompt_routes"], prompt_lengths), cut(arrays["routes"], lengths)
-            routes = [Routes(*each) for each in zip(prompts, own, strict=True)]
+        if "routes" in arrays:
+            routes = map(Routes, cut(arrays["prompt_routes"], prompt_lengths), cut(arrays["routes"], lengths))
         if "kept_counts" in arrays:
             counts = cut(arrays["kept_counts"], lengths)
             ids = cut(arrays["kept_ids"], [int(each.sum()) for each in counts])

@@ -416,7 +416,7 @@ def routed_as(part, change):
 
 FALSE_ROUTES = {
     "none": (lambda path, reply: without("routes")(path, without("prompt_routes")(path, reply)), "has no routes"),
-    "none of the prompt": (without("prompt_routes"), "prompt_routes are missing"),
+    "none of the prompt": (without("prompt_routes"), "prompt_routes must be dict"),
     "a layer too few": (routed_as("own", lambda r: r[:, 1:]), r"routes are uint8"),
     "a token of the prompt too few": (routed_as("prompt", lambda r: r[1:]), "prompt_routes are uint8"),
     "of another type": (routed_as("own", lambda r: r.astype(np.int16)), "routes are int16"),

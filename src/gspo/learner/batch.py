@@ -126,8 +126,6 @@ class Batch:
         sample, between = self.samples[i], np.asarray(self.prompt(i)[begin:], dtype=np.int32)
         # Share 1: no other sequence of the trajectory has trained tokens, so there is no tree.
         family = int(self.trajectory_of[i]) if self.token_share[i] != 1 else None
-        if not len(between):
-            return Completion(sample.tokens, sample.mask, i, family, sample.trained_kept)
         # The rest of the prompt is input and never a target.
         mask = np.concatenate([np.zeros(len(between), dtype=np.bool_), sample.mask])
         return Completion(np.concatenate([between, sample.tokens]), mask, i, family, sample.trained_kept)

@@ -48,24 +48,16 @@ def unpack_groups(
     parts = [
         (row["submission"], part) for row in rows for each in row["samples"] for part in (each, *each.get("rest", ()))
     ]
-    own_prompts = [None if part.get("prompt") is None else tuple(part["prompt"]) for _, part in parts]
     lengths = [part["length"] for _, part in parts]
-    flat = {name: array.numpy() for name, array in arrays.items()}
-    columns = [cut(flat[name], lengths) for name in TOKEN_ARRAYS] if parts else []
     # A sequence without a prompt of its own has the prompt of its group.
-    prompt_lengths = [
-        len(prompts[part[0]].tokens if own is None else own) for part, own in zip(parts, own_prompts, strict=True)
-    ]
+    prompt_lengths = [len(part.get("prompt") or prompts[submission].tokens) for submission, part in parts]
+    flat = {name: array.numpy() for name, array in arrays.items()}
     extras = Extras.of_arrays(flat, lengths, prompt_lengths)
+    columns = [cut(flat[name], lengths) for name in TOKEN_ARRAYS] if parts else []
+    owns = [tuple(part["prompt"]) if "prompt" in part else None for _, part in parts]
     sequences = iter(
-        Sample(
-            id=SampleId(submission, *part["id"]),
-            **dict(zip(TOKEN_ARRAYS, values, strict=True)),
-            finish=part["finish"],
-            extras=more,
-            prompt=own,
-        )
-        for (submission, part), own, more, *values in zip(parts, own_prompts, extras, *columns, strict=True)
+        Sample(SampleId(submission, *part["id"]), *values, finish=part["finish"], extras=more, prompt=own)
+        for (submission, part), own, more, *values in zip(parts, owns, extras, *columns, strict=True)
     )
     return tuple(_group(row, prompts[row["submission"]], sequences) for row in rows)
 

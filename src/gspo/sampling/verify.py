@@ -79,19 +79,17 @@ def _invalid_routes(request: Request, sample: Sample, experts: Experts) -> str |
         excused = sample.finish == "abort" or (prefix is not None and given is None)
         return "it has no routes, but actor.routing_replay needs them" if experts.needed and not excused else None
     kind = np.uint8 if experts.num_experts <= 256 else np.int16
-    both = ("routes", "own", len(sample.tokens)), ("prompt_routes", "prompt", len(request.prompt))
-    for name, part, num in both:
-        each, shape = getattr(routes, part), (num, experts.num_layers, experts.per_token)
+    own = "routes", routes.own, given and given.own, len(sample.tokens)
+    for name, each, before, num in (own, ("prompt_routes", routes.prompt, given and given.prompt, len(request.prompt))):
+        shape = (num, experts.num_layers, experts.per_token)
         if each.shape != shape or each.dtype != kind or not experts.num_layers:
             return f"its {name} are {each.dtype} {each.shape}; this model's are {np.dtype(kind)} {shape}"
         if each.size and not (each.min() >= 0 and each.max() < experts.num_experts):
             return f"its {name} name experts {each.min()}…{each.max()} of {experts.num_experts}"
         if (np.diff(np.sort(each, -1).astype(np.int16), axis=-1) == 0).any():
             return f"its {name} name an expert twice for one token"
-        if prefix is not None:
-            before = getattr(given, part, ())
-            if given is None or not np.array_equal(each[: len(before)], before):
-                return f"its {name} are not those of its prefix"
+        if prefix is not None and (before is None or not np.array_equal(each[: len(before)], before)):
+            return f"its {name} are not those of its prefix"
     return None
 
 

@@ -209,7 +209,9 @@ class LocalSampler:
         for slot in rows.living()[::-1]:
             request = rows.requests[slot]
             assert request is not None
-            self._waiting.appendleft(replace(request, prefix=rows.take(int(slot), "abort")))
+            prompt = self._stepper.prompts.get(request.key)
+            partial = rows.take(int(slot), "abort", prompt and prompt.routes)
+            self._waiting.appendleft(replace(request, prefix=partial))
         self._clear()
 
     def _stopped(self) -> bool:
@@ -279,9 +281,8 @@ class LocalSampler:
             # A failed prefill must not lose requests: put them back in their order.
             self._waiting.extendleft(reversed(requests))
             raise
+        slots = self._rows.join(requests, [self._rules[r.params] for r in requests])
         prompts = [self._stepper.prompts.get(r.key) for r in requests]
-        rules, routes = [self._rules[r.params] for r in requests], [p and p.routes for p in prompts]
-        slots = self._rows.join(requests, rules, routes)
         self._stepper.join(slots)
         # A continued row feeds its last token next; a new row draws its first token from the prompt's logits.
         fresh = [
@@ -357,7 +358,8 @@ class LocalSampler:
             request = rows.requests[slots[i]]
             assert request is not None
             finish: FinishReason = "stop" if ended[i] else "length"
-            self._done.append(rows.take(int(slots[i]), finish))
+            prompt = self._stepper.prompts.get(request.key)
+            self._done.append(rows.take(int(slots[i]), finish, prompt and prompt.routes))
             # At most as many rows are kept as may run: this bounds the memory, and does not depend on timing.
             if request.keep_cache and request.shown is None and len(self._stepper.kept) + len(kept) < self._max_rows:
                 kept.append(Finished(int(slots[i]), request, self._done[-1]))

@@ -33,7 +33,6 @@ class Rows:
         self.versions = np.zeros((0, 0), dtype=np.int32)  # [R, T]
         # [R, T, layers, top_k] experts at the position that predicted each token; empty for a dense model.
         self.routes: NDArray[Any] = np.zeros((0, 0, *route[:2]), dtype=route[2])
-        self.prompt_routes: list[NDArray[Any] | None] = []
         self.kept: list[list[NDArray[np.int32]]] = []  # per slot: the kept set of each token; empty if not recorded
 
     _COLUMNS = ("alive", "group", "prompt_len", "delta", "count", "rule", "key", "tokens", "logp", "versions", "routes")
@@ -57,16 +56,15 @@ class Rows:
                 column = getattr(self, name)
                 setattr(self, name, np.pad(column, ((0, rows - have), *((0, 0),) * (column.ndim - 1))))
             self.requests += [None] * (rows - have)
-            self.prompt_routes += [None] * (rows - have)
             self.kept += [[] for _ in range(rows - have)]
 
-    def join(self, requests: list[Request], rules: list[int], prompt_routes: list[NDArray | None]) -> NDArray[np.int64]:
+    def join(self, requests: list[Request], rules: list[int]) -> NDArray[np.int64]:
         """Put requests into free slots, lowest first. A prefix becomes the first tokens of its row."""
         # Each row gets room for its longest completion, so `append` never has to grow the table.
         self.reserve(int(self.alive.sum()) + len(requests), max(r.params.max_new_tokens for r in requests))
         slots = np.flatnonzero(~self.alive)[: len(requests)]
-        for slot, request, routes in zip(slots, requests, prompt_routes, strict=True):
-            self.requests[slot], self.prompt_routes[slot], self.kept[slot] = request, routes, []
+        for slot, request in zip(slots, requests, strict=True):
+            self.requests[slot], self.kept[slot] = request, []
             if request.prefix is not None:
                 num = len(request.prefix.tokens)
                 self.tokens[slot, :num] = request.prefix.tokens
@@ -99,28 +97,25 @@ class Rows:
         for slot, ids in zip(slots, sets, strict=True):
             self.kept[slot].append(ids)
 
-    def take(self, slot: int, finish: FinishReason) -> Sample:
+    def take(self, slot: int, finish: FinishReason, prompt_routes: NDArray[Any] | None) -> Sample:
         """The sample of a row with its tokens so far; the slot is free afterwards."""
         request, num = self.requests[slot], int(self.count[slot])
         assert request is not None
-        routes, of_prompt = None, self.prompt_routes[slot]
-        self.requests[slot], self.alive[slot], self.prompt_routes[slot] = None, False, None
+        self.requests[slot], self.alive[slot] = None, False
         # New tokens are trained on and belong to the request's turn; those of a prefix keep their own values.
         mask, turns = np.ones(num, dtype=np.bool_), np.full(num, request.id.turn, dtype=np.int16)
         if request.prefix is not None:
             kept = len(request.prefix.tokens)
             mask[:kept], turns[:kept] = request.prefix.mask, request.prefix.turns
             if kept:  # tokens of earlier weights keep their routes, or have none
-                before = request.prefix.extras.routes
-                of_prompt = None if before is None else before.prompt
-        if self.routes.size and of_prompt is not None:
-            routes = Routes(of_prompt, self.routes[slot, :num].copy())
+                prompt_routes = (before := request.prefix.extras.routes) and before.prompt
         # Copies: another row will reuse this slot.
         tokens, logp = self.tokens[slot, :num].copy(), self.logp[slot, :num].copy()
         versions = self.versions[slot, :num].copy()
         sets, self.kept[slot] = self.kept[slot], []
         # A row whose logits were not finite has a set without a token.
         kept = Kept.of(sets[:num]) if request.params.record_kept else None
+        routes = None if prompt_routes is None else Routes(prompt_routes, self.routes[slot, :num].copy())
         return Sample(request.id, tokens, logp, versions, mask, turns, finish, Extras(routes, kept))
 
     def compact(self) -> tuple[list[int], list[int]]:
@@ -138,7 +133,6 @@ class Rows:
         self.alive[source] = False
         for i, j in zip(source, target, strict=True):
             self.requests[j], self.requests[i] = self.requests[i], None
-            self.prompt_routes[j], self.prompt_routes[i] = self.prompt_routes[i], None
             self.kept[j], self.kept[i] = self.kept[i], []
         self.used = used
         return source.tolist(), target.tolist()

@@ -87,6 +87,14 @@ class Shown:
     of_segment: NDArray[np.int64]  # [S] index of the prompt that a segment belongs to or continues; −1: text alone
     num_prompt: NDArray[np.int64]  # [S] how many of its first tokens are the prompt; 0 if it comes after the prompt
 
+    @staticmethod
+    def of(prompts: Sequence[ShownPrompt | None], num_prompt: Any) -> Shown | None:
+        """`prompts`: that of each segment, [S]. Equal ones are encoded once. None: text alone."""
+        found = {prompt.key: prompt for prompt in prompts if prompt is not None}
+        numbers = {key: number for number, key in enumerate(found)}
+        of_segment = np.array([-1 if prompt is None else numbers[prompt.key] for prompt in prompts], dtype=np.int64)
+        return Shown(tuple(found.values()), of_segment, np.array(num_prompt, dtype=np.int64)) if found else None
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from gspo.errors import DataError
 from gspo.models.tree_layout import TreeLayout
-from gspo.types import Kept, PromptKey, Shown, ShownPrompt
+from gspo.types import Kept, Shown, ShownPrompt
 
 Layout = Literal["shared", "packed", "padded"]
 
@@ -259,24 +259,19 @@ def pack(items: Sequence[PackItem], *, share_prefix: bool = True, vocab_size: in
     segments: list[tuple[NDArray[np.integer[Any]], int]] = []
     sequences: list[tuple[NDArray[np.integer[Any]], NDArray[np.integer[Any]], int]] = []
     end = 0  # row length so far
-    prompts: dict[PromptKey, ShownPrompt] = {}  # those with images
-    number = -1  # of the item's prompt among them
-    of_segment: list[tuple[int, int]] = []  # of each segment: index into `prompts` or −1, tokens that are the prompt
+    shown: list[ShownPrompt | None] = []  # of each segment: its prompt, if that shows images
+    num_shown: list[int] = []  # of each segment: tokens that are the prompt
 
     def append(tokens: NDArray[np.integer[Any]], parent: int) -> int:
         nonlocal end
         segments.append((tokens, parent))
         # A root segment begins with the prompt of its item.
-        of_segment.append((number, num_prompt if parent < 0 else 0))
+        shown.append(item.shown)
+        num_shown.append(len(item.prompt) if parent < 0 else 0)
         end += len(tokens)
         return end - len(tokens)
 
     for item in items:
-        number = -1
-        if item.shown is not None and any(c.is_trained for c in item.completions):
-            # Several items may have the same prompt, whose images are encoded once.
-            prompts.setdefault(item.shown.key, item.shown)
-            number = list(prompts).index(item.shown.key)
         _check(item, vocab_size)
         num_prompt = len(item.prompt)
         # A prompt with one trained completion has nothing to share: prompt and completion are one segment.
@@ -315,11 +310,8 @@ def pack(items: Sequence[PackItem], *, share_prefix: bool = True, vocab_size: in
                     begin = append(inputs, root) if len(inputs) else end
                     sources = np.where(trained == 0, prompt_end - 1, begin + trained - 1)
             sequences.append((sources, completion.tokens[trained], completion.index))
-    shown = None
-    if prompts:
-        which, num_tokens = np.array(of_segment, dtype=np.int64).reshape(-1, 2).T  # [S] each
-        shown = Shown(tuple(prompts.values()), which, num_tokens)
-    return _with_kept(forest(segments, sequences, shown), [c for item in items for c in item.completions])
+    packed = forest(segments, sequences, Shown.of(shown, num_shown))
+    return _with_kept(packed, [c for item in items for c in item.completions])
 
 
 def _with_kept(packed: Packed, completions: Sequence[Completion]) -> Packed:

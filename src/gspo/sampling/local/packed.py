@@ -156,16 +156,14 @@ class PackedStepper:
 
         A prompt with images continues no kept row, so its tokens are whole.
         """
-        shown = [one for r in part if (one := r.shown) is not None]
-        if not shown:
+        row = Shown.of([r.shown for r in part], lengths)
+        if row is None:
             return None, None, [0] * len(part)
         assert self._vision is not None  # the engine checks every request
-        has_images = np.array([r.shown is not None for r in part])
-        row = Shown(tuple(shown), np.where(has_images, np.cumsum(has_images) - 1, -1), lengths)
         placed = self._vision.lay_out(tokens, positions, np.cumsum(lengths) - lengths, lengths, row)
-        by_key = {prompt.key: self._vision.delta(prompt) for prompt in shown}
-        images = self._vision.encoder_output(shown, placed)
-        self._counts["prefill_images"] += len(shown)
+        by_key = {prompt.key: self._vision.delta(prompt) for prompt in row.prompts}
+        images = self._vision.encoder_output(row.prompts, placed)
+        self._counts["prefill_images"] += len(row.prompts)
         return placed, images, [by_key.get(r.key, 0) for r in part]
 
     def _check_windows(self) -> None:

@@ -174,7 +174,8 @@ class Request:
     @property
     def shown(self) -> ShownPrompt | None:
         """The prompt with its images; None: text alone."""
-        return None if self.origin is None else self.origin.shown
+        images = None if self.origin is None else self.origin.images
+        return None if images is None else ShownPrompt(self.prompt, images)
 
     @property
     def key(self) -> PromptKey:
@@ -241,10 +242,10 @@ class Routes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extras:
-    """What is known of a sample beside TOKEN_ARRAYS. None: the run does not need it, or the sampler did not tell.
+    """What only some runs have of a sample. Code that passes samples on uses the operations and names no field.
 
-    What passes samples on uses the operations below. A further field is named here, in the format of the servers
-    (`sampling/remote/protocol.py`), where it is made and where it is used.
+    >>> Extras.concatenate([Extras(kept=Kept.of([[4]])), Extras()], [1, 2]).kept.counts.tolist()
+    [1, 0, 0]
     """
 
     routes: Routes | None = None  # mixture of experts only

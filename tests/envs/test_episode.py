@@ -110,3 +110,9 @@ def test_experts_of_environment_tokens_are_those_of_the_next_requests_prefill():
     assert one.extras.routes.prompt.ravel().tolist() == [0, 1]
     # Row t is of the position before token t: sampled 3, 4 by positions 1, 2 of turn 0; 8 and 6 by 3, 4 of turn 1.
     assert one.extras.routes.own.ravel().tolist() == [1, 2, 13, 14]
+    # An aborted request has neither tokens nor routes, and takes none from the others.
+    (one,) = assemble([routed(0, [1, 2], [3]), exchange(1, [1, 2, 3], []), routed(2, [1, 2, 3], [4])])
+    assert one.extras.routes.own.ravel().tolist() == [1, 22]
+    # Without those of environment tokens, none are known.
+    (one,) = assemble([routed(0, [1, 2], [3]), exchange(1, [1, 2, 3, 8], [9])])
+    assert one.extras.routes is None

@@ -86,7 +86,9 @@ def pack_sample(sample: Sample) -> dict[str, Any]:
     packed = {"id": list(sample.id), "finish": sample.finish}
     packed |= {name: _pack(getattr(sample, name), kind) for name, kind in _COLUMNS.items()}
     if (routes := sample.extras.routes) is not None:
-        packed |= {"routes": _pack_experts(routes.own), "prompt_routes": _pack_experts(routes.prompt)}
+        for name, experts in (("routes", routes.own), ("prompt_routes", routes.prompt)):
+            kind = _ROUTES[experts.dtype.itemsize > 1]
+            packed[name] = {"type": kind, "shape": list(experts.shape), "data": _pack(experts, kind)}
     if (kept := sample.extras.kept) is not None:
         packed["kept"] = {"counts": _pack(kept.counts, "<i4"), "ids": _pack(kept.ids, "<i4")}
     return packed
@@ -180,11 +182,6 @@ def _routes(body: Mapping[str, Any], num: int) -> Routes | None:
     if len(routes.own) != num:
         raise WireError(f"routes of {len(routes.own)} tokens for {num}")
     return routes
-
-
-def _pack_experts(experts: NDArray[Any]) -> dict[str, Any]:
-    kind = _ROUTES[experts.dtype.itemsize > 1]
-    return {"type": kind, "shape": list(experts.shape), "data": _pack(experts, kind)}
 
 
 def _experts(body: Mapping[str, Any], name: str) -> NDArray[Any]:

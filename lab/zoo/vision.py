@@ -18,9 +18,8 @@ from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.packing import Completion, PackItem
 from gspo.learner.policy.probe import image_prompts, probe
 from gspo.models import cache
-from gspo.models.vision.tower import ShownPrompt
 from gspo.sampling.local.engine import LocalSampler
-from gspo.types import Request, SampleId, SamplingParams
+from gspo.types import Prompt, Request, SampleId, SamplingParams
 from lab.zoo import images
 
 TYPES = (*images.FAMILIES, images.HYBRID)
@@ -47,7 +46,7 @@ def measured(family: str) -> dict[str, Any]:
     return known
 
 
-def gradient_gap(policy: PolicyModule, prompts: Sequence[ShownPrompt]) -> float:
+def gradient_gap(policy: PolicyModule, prompts: Sequence[Prompt]) -> float:
     """‖∇ − ∇ plain‖ / ‖∇ plain‖ over all weights, tower included, against the model's own forward pass."""
     draw, items, index = rng.generator(0, "models check"), [], 0
     for prompt, lengths in zip(prompts, ((5, 1, 8), (7, 3)), strict=True):
@@ -56,7 +55,7 @@ def gradient_gap(policy: PolicyModule, prompts: Sequence[ShownPrompt]) -> float:
             # Of the tokenizer's letters: no placeholder is among them.
             completions.append(Completion(draw.integers(0, 40, num), np.ones(num, dtype=np.bool_), index))
             index += 1
-        items.append(PackItem(np.asarray(prompt.tokens), tuple(completions), prompt.images))
+        items.append(PackItem(np.asarray(prompt.tokens), tuple(completions), prompt.shown))
     reference = PolicyModule(copy.deepcopy(policy.model))
     got = _gradient(policy, policy(policy.pack(items), with_entropy=False).logp)
     want = _gradient(reference, reference.plain_logp(items))
@@ -73,11 +72,11 @@ def _gradient(policy: PolicyModule, logp: Tensor) -> dict[str, Tensor]:
     }
 
 
-def logp_gap(policy: PolicyModule, sampler: LocalSampler, prompts: Sequence[ShownPrompt]) -> float:
+def logp_gap(policy: PolicyModule, sampler: LocalSampler, prompts: Sequence[Prompt]) -> float:
     """Largest |log μ − log π| of a sampled token, with log π computed as in a training step."""
     params = SamplingParams(max_new_tokens=12, temperature=TEMPERATURE)
     requests = [
-        Request(SampleId(number, i), prompt.tokens, params, images=prompt.images)
+        Request(SampleId(number, i), prompt.tokens, params, origin=prompt)
         for number, prompt in enumerate(prompts)
         for i in range(4)
     ]

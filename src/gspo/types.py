@@ -87,6 +87,14 @@ class Shown:
     of_segment: NDArray[np.int64]  # [S] index of the prompt that a segment belongs to or continues; −1: text alone
     num_prompt: NDArray[np.int64]  # [S] how many of its first tokens are the prompt; 0 if it comes after the prompt
 
+    @staticmethod
+    def of(prompts: Sequence[ShownPrompt | None], num_prompt: Any) -> Shown | None:
+        """`prompts`: that of each segment, [S]. Equal ones are encoded once. None: text alone."""
+        found = {prompt.key: prompt for prompt in prompts if prompt is not None}
+        numbers = {key: number for number, key in enumerate(found)}
+        of_segment = np.array([-1 if prompt is None else numbers[prompt.key] for prompt in prompts], dtype=np.int64)
+        return Shown(tuple(found.values()), of_segment, np.array(num_prompt, dtype=np.int64)) if found else None
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -105,6 +113,11 @@ class Prompt:
     reference: Any = None  # the final answer, which built-in rewards compare with; None: the row has no answer
     images: Images | None = None  # what it shows; `tokens` contain the placeholders for all features of these images
     target: Sample | None = None  # the data set's completion, for supervised fine-tuning (`data/chat.py`)
+
+    @property
+    def shown(self) -> ShownPrompt | None:
+        """Tokens and images, for models; None: text alone."""
+        return None if self.images is None else ShownPrompt(self.tokens, self.images)
 
     @property
     def answer(self) -> Any:
@@ -130,7 +143,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
-    record_kept: bool = False  # record `Sample.kept`; sets are then at most MAX_KEPT tokens large
+    record_kept: bool = False  # record `Extras.kept`; sets are then at most MAX_KEPT tokens large
 
     @property
     def is_truncated(self) -> bool:
@@ -155,14 +168,19 @@ class Request:
     # A hint: the next request of the same (submission, sample) probably continues this one, so a sampler may keep keys
     # and values of this row for it (`sampling.api.KeepsCache`); not of one with images.
     keep_cache: bool = field(default=False, compare=False)
-    # The Prompt that `prompt` was rendered from, for environments; it stays in the trainer's process.
+    # The Prompt that `prompt` was rendered from, for environments and images; it stays in the trainer's process.
     origin: Prompt | None = field(default=None, compare=False, repr=False)
-    images: Images | None = None  # what the prompt shows
+
+    @property
+    def shown(self) -> ShownPrompt | None:
+        """The prompt with its images; None: text alone."""
+        images = None if self.origin is None else self.origin.images
+        return None if images is None else ShownPrompt(self.prompt, images)
 
     @property
     def key(self) -> PromptKey:
         """The identity of the prompt."""
-        return self.prompt, "" if self.images is None else self.images.digest
+        return (self.prompt, "") if (shown := self.shown) is None else shown.key
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,7 +188,7 @@ class Kept:
     """The kept set of each token: the part of the vocabulary that top-p, top-k or min-p left to sample it from.
 
     >>> kept = Kept.of([[4, 9], [9]])
-    >>> Kept.concatenate([kept, Kept.whole(1)]).counts.tolist(), kept.up_to(1).ids.tolist()
+    >>> Kept.concatenate([kept, None], [2, 1]).counts.tolist(), kept.up_to(1).ids.tolist()
     ([2, 1, 0], [4, 9])
     """
 
@@ -188,8 +206,12 @@ class Kept:
         return Kept(np.zeros(num, dtype=np.int32), np.zeros(0, dtype=np.int32))
 
     @staticmethod
-    def concatenate(parts: Sequence[Kept]) -> Kept:
-        return Kept(np.concatenate([p.counts for p in parts]), np.concatenate([p.ids for p in parts]))
+    def concatenate(parts: Sequence[Kept | None], lengths: Sequence[int]) -> Kept | None:
+        """Of sequences of these lengths, end to end; None if none of them has sets."""
+        if all(part is None for part in parts):
+            return None
+        known = [part or Kept.whole(num) for part, num in zip(parts, lengths, strict=True)]
+        return Kept(np.concatenate([p.counts for p in known]), np.concatenate([p.ids for p in known]))
 
     def sets(self) -> list[NDArray[np.int32]]:
         """One array of ids per token."""
@@ -202,6 +224,85 @@ class Kept:
     def where(self, mask: NDArray[np.bool_]) -> Kept:
         """Of the tokens at which `mask` [T] is True."""
         return Kept(self.counts[mask], self.ids[np.repeat(mask, self.counts)])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routes:
+    """The experts that the routers of a mixture of experts chose; uint8, or int16 for more than 256 experts."""
+
+    prompt: NDArray[np.integer[Any]]  # [P, layers, top_k] at the prompt's positions; one array for the whole group
+    own: NDArray[np.integer[Any]]  # [T, layers, top_k] at the position that predicted each token
+
+    @property
+    def inputs(self) -> NDArray[np.integer[Any]]:
+        """At every position but the last token's, [P + T − 1, layers, top_k]."""
+        # The prompt's last token predicts the first token: the last row of `prompt` is the first row of `own`.
+        return np.concatenate([self.prompt[:-1], self.own])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Extras:
+    """What only some runs have of a sample. Code that passes samples on uses the operations and names no field.
+
+    >>> Extras.concatenate([Extras(kept=Kept.of([[4]])), Extras()], [1, 2]).kept.counts.tolist()
+    [1, 0, 0]
+    """
+
+    routes: Routes | None = None  # mixture of experts only
+    kept: Kept | None = None  # truncated sampling only: the tokens that each token was drawn from
+
+    @staticmethod
+    def concatenate(parts: Sequence[Extras], lengths: Sequence[int]) -> Extras:
+        """Of sequences of these lengths, end to end, after the prompt of the first."""
+        # Routes cover all tokens or are left out; kept sets may be unknown for a part of them.
+        routes = [part.routes for part, num in zip(parts, lengths, strict=True) if num]
+        known = [each for each in routes if each is not None]
+        joined = Routes(known[0].prompt, np.concatenate([each.own for each in known])) if known else None
+        kept = Kept.concatenate([part.kept for part in parts], lengths)
+        return Extras(joined if len(known) == len(routes) else None, kept)
+
+    def up_to(self, num: int) -> Extras:
+        """Of the first `num` tokens."""
+        routes = None if self.routes is None else replace(self.routes, own=self.routes.own[:num])
+        return Extras(routes, None if self.kept is None else self.kept.up_to(num))
+
+    def of_prompt(self, begin: int) -> Extras:
+        """Of the prompt's tokens from `begin` on, as if they were a completion of those before."""
+        if self.routes is None:
+            return Extras()
+        return Extras(Routes(self.routes.prompt[:begin], self.routes.prompt[begin - 1 : -1]))
+
+    @staticmethod
+    def arrays(parts: Sequence[Extras], lengths: Sequence[int]) -> dict[str, NDArray[Any]]:
+        """Of several sequences, end to end, as checkpoints store them."""
+        routes = [part.routes for part in parts if part.routes is not None]
+        kept = Kept.concatenate([part.kept for part in parts], lengths)
+        arrays: dict[str, NDArray[Any]] = {} if kept is None else {"kept_counts": kept.counts, "kept_ids": kept.ids}
+        # Stored only if every sequence has them.
+        if len(routes) == len(parts):
+            arrays["routes"] = np.concatenate([each.own for each in routes])
+            arrays["prompt_routes"] = np.concatenate([each.prompt for each in routes])
+        return arrays
+
+    @staticmethod
+    def of_arrays(
+        arrays: Mapping[str, NDArray[Any]], lengths: Sequence[int], prompt_lengths: Sequence[int]
+    ) -> list[Extras]:
+        """One for each sequence, from `arrays`."""
+        routes = kept = [None] * len(lengths)
+        if "routes" in arrays:
+            routes = map(Routes, cut(arrays["prompt_routes"], prompt_lengths), cut(arrays["routes"], lengths))
+        if "kept_counts" in arrays:
+            counts = cut(arrays["kept_counts"], lengths)
+            ids = cut(arrays["kept_ids"], [int(each.sum()) for each in counts])
+            kept = [Kept(*each) if each[0].any() else None for each in zip(counts, ids, strict=True)]
+        return [Extras(*each) for each in zip(routes, kept, strict=True)]
+
+
+def cut(array: NDArray[Any], lengths: Sequence[int]) -> list[NDArray[Any]]:
+    """Copies of parts of these lengths, in their order: a slice would keep the whole array in memory."""
+    ends = np.cumsum(lengths, dtype=np.int64).tolist()
+    return [array[end - num : end].copy() for end, num in zip(ends, lengths, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -222,11 +323,7 @@ class Sample:
     mask: NDArray[np.bool_]  # True at trained tokens (False: tool and environment tokens)
     turns: NDArray[np.int16]  # assistant turn of each token
     finish: FinishReason
-    # Mixture of experts only: the experts chosen at the position that predicted each token, [T, layers, top_k], and at
-    # the prompt's positions, [P, layers, top_k], one array for the whole group; uint8, or int16 for more than 256.
-    routes: NDArray[np.integer[Any]] | None = None
-    prompt_routes: NDArray[np.integer[Any]] | None = None
-    kept: Kept | None = None  # truncated sampling only: the tokens that each token was drawn from
+    extras: Extras = Extras()
     prompt: tuple[int, ...] | None = None  # the tokens before it, if they are not its group's prompt
     rest: tuple[Sample, ...] = ()  # the episode's further sequences, each with its prompt; they have no rest
     outcome: Outcome | None = None  # the environment's reward; None: the reward functions compute it
@@ -245,7 +342,7 @@ class Sample:
     @property
     def trained_kept(self) -> Kept | None:
         """The kept sets of its trained tokens."""
-        return None if self.kept is None else self.kept.where(self.mask)
+        return None if self.extras.kept is None else self.extras.kept.where(self.mask)
 
     @property
     def _last(self) -> Sample:
@@ -264,16 +361,15 @@ class Sample:
 
     @staticmethod
     def concatenate(parts: Sequence[Sample]) -> Sample:
-        """The tokens of all parts end to end, with their kept sets; every other field is that of the last part.
+        """The tokens of all parts end to end, with their extras; every other field is that of the last part.
 
         >>> one = Sample.of(SampleId(0, 0), [4], [-0.1], version=3)
         >>> Sample.concatenate([one, Sample.of(SampleId(0, 0), [9], [-0.7], version=4)]).versions.tolist()
         [3, 4]
         """
         joined: dict[str, Any] = {name: np.concatenate([getattr(p, name) for p in parts]) for name in TOKEN_ARRAYS}
-        if any(p.kept is not None for p in parts):
-            joined["kept"] = Kept.concatenate([p.kept or Kept.whole(len(p.tokens)) for p in parts])
-        return replace(parts[-1], **joined)
+        extras = Extras.concatenate([p.extras for p in parts], [len(p.tokens) for p in parts])
+        return replace(parts[-1], **joined, extras=extras)
 
     def up_to(self, num: int) -> Sample:
         """The first `num` tokens.
@@ -282,8 +378,7 @@ class Sample:
         [4]
         """
         arrays: dict[str, Any] = {name: getattr(self, name)[:num] for name in TOKEN_ARRAYS}
-        routes = None if self.routes is None else self.routes[:num]
-        return replace(self, **arrays, routes=routes, kept=None if self.kept is None else self.kept.up_to(num))
+        return replace(self, **arrays, extras=self.extras.up_to(num))
 
     @staticmethod
     def of(

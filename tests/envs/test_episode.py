@@ -1,9 +1,11 @@
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo.envs.episode import Exchange, assemble, episode_sample
-from gspo.types import Failure, Sample, SampleId
+from gspo.types import Extras, Failure, Routes, Sample, SampleId
 
 
 def exchange(turn, prompt, tokens, version=0, finish="stop"):
@@ -101,13 +103,16 @@ def test_experts_of_environment_tokens_are_those_of_the_next_requests_prefill():
         """Position p of request `turn` went to expert 10·turn + p."""
         at = np.arange(len(prompt) + len(tokens))[:, None, None] + 10 * turn
         e = exchange(turn, prompt, tokens)
-        sample = e.sample
-        return Exchange(e.prompt, Sample(
-            sample.id, sample.tokens, sample.behavior_logp, sample.versions, sample.mask, sample.turns, sample.finish,
-            routes=at[len(prompt) - 1 : -1], prompt_routes=at[: len(prompt)],
-        ))  # fmt: skip
+        routes = Routes(prompt=at[: len(prompt)], own=at[len(prompt) - 1 : -1])
+        return Exchange(e.prompt, replace(e.sample, extras=Extras(routes)))
 
     (one,) = assemble([routed(0, [1, 2], [3, 4]), routed(1, [1, 2, 3, 4, 8], [6])])
-    assert one.prompt_routes.ravel().tolist() == [0, 1]
+    assert one.extras.routes.prompt.ravel().tolist() == [0, 1]
     # Row t is of the position before token t: sampled 3, 4 by positions 1, 2 of turn 0; 8 and 6 by 3, 4 of turn 1.
-    assert one.routes.ravel().tolist() == [1, 2, 13, 14]
+    assert one.extras.routes.own.ravel().tolist() == [1, 2, 13, 14]
+    # An aborted request has neither tokens nor routes, and takes none from the others.
+    (one,) = assemble([routed(0, [1, 2], [3]), exchange(1, [1, 2, 3], []), routed(2, [1, 2, 3], [4])])
+    assert one.extras.routes.own.ravel().tolist() == [1, 22]
+    # Without those of environment tokens, none are known.
+    (one,) = assemble([routed(0, [1, 2], [3]), exchange(1, [1, 2, 3, 8], [9])])
+    assert one.extras.routes is None

@@ -15,7 +15,7 @@ from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.packing import PackItem, pack
 from gspo.learner.reference import Reference, reference_logp
 from gspo.sampling.local.engine import LocalSampler
-from gspo.types import Kept, Request, SampleId, SamplingParams
+from gspo.types import Extras, Kept, Request, SampleId, SamplingParams
 
 
 def with_kept(items, seed=0):
@@ -102,14 +102,14 @@ def test_at_equal_weights_log_s_is_0_to_rounding_however_sampling_is_truncated(c
     engine.submit(requests)
     by_id = {sample.id: sample for sample in engine.completed()}
     samples = [by_id[request.id] for request in requests]
-    assert all(token in ids for s in samples for token, ids in zip(s.tokens, s.kept.sets(), strict=True))
-    assert 1 < np.mean(np.concatenate([s.kept.counts for s in samples])) < 0.8 * model_zoo.VOCAB
+    assert all(token in ids for s in samples for token, ids in zip(s.tokens, s.extras.kept.sets(), strict=True))
+    assert 1 < np.mean(np.concatenate([s.extras.kept.counts for s in samples])) < 0.8 * model_zoo.VOCAB
     ours = trainer_logp(PolicyModule(model), requests, samples, temperature=params.temperature)
     log_s = [float(np.mean(a - s.behavior_logp)) for a, s in zip(ours, samples, strict=True)]
     assert np.abs(log_s).max() <= 1e-6
     # Without the sets, log s is far from 0.
     bare = trainer_logp(
-        PolicyModule(model), requests, [replace(s, kept=None) for s in samples], temperature=params.temperature
+        PolicyModule(model), requests, [replace(s, extras=Extras()) for s in samples], temperature=params.temperature
     )
     assert np.abs([np.mean(a - s.behavior_logp) for a, s in zip(bare, samples, strict=True)]).max() > 0.01
 
@@ -122,7 +122,12 @@ def kept_groups(model, temperature=0.8):
         sets = [
             Kept.of([np.union1d(draw.integers(0, model_zoo.VOCAB, 6), [t]) for t in s.tokens]) for s in group.samples
         ]
-        out.append(replace(group, samples=tuple(replace(s, kept=k) for s, k in zip(group.samples, sets, strict=True))))
+        out.append(
+            replace(
+                group,
+                samples=tuple(replace(s, extras=Extras(kept=k)) for s, k in zip(group.samples, sets, strict=True)),
+            )
+        )
     return out
 
 

@@ -19,7 +19,7 @@ from gspo.learner.step import Plan, train_step
 from gspo.models import moe
 from gspo.monitor.metrics import step_metrics
 from gspo.sampling.local.engine import LocalSampler
-from gspo.types import Group, Prompt, Request, SampleId, SamplingParams, Score
+from gspo.types import Extras, Group, Prompt, Request, Routes, SampleId, SamplingParams, Score
 
 pytestmark = pytest.mark.run
 
@@ -168,8 +168,10 @@ def test_rollout_replay_takes_the_samplers_experts_where_they_differ():
         groups = []
         for group in batch.groups:
             shift = lambda routes: ((routes.astype(np.int64) + 1) % num).astype(np.uint8)  # noqa: E731
-            prompt = shift(group.samples[0].prompt_routes)
-            samples = tuple(replace(s, routes=shift(s.routes), prompt_routes=prompt) for s in group.samples)
+            prompt = shift(group.samples[0].extras.routes.prompt)
+            samples = tuple(
+                replace(s, extras=Extras(Routes(prompt, shift(s.extras.routes.own)))) for s in group.samples
+            )
             groups.append(replace(group, samples=samples))
         return make_batch(groups, 2)
 
@@ -210,10 +212,7 @@ def test_where_the_sampler_serves_as_pi_old_its_routes_do_too():
 
 def test_a_sampler_without_routes_refuses_rollout_replay_and_leaves_its_drift_unmeasured():
     def bare(batch, model):
-        groups = [
-            replace(g, samples=tuple(replace(s, routes=None, prompt_routes=None) for s in g.samples))
-            for g in batch.groups
-        ]
+        groups = [replace(g, samples=tuple(replace(s, extras=Extras()) for s in g.samples)) for g in batch.groups]
         return make_batch(groups, 2)
 
     with pytest.raises(RolloutError, match=r"actor\.routing_replay: rollout needs the sampler's routes"):

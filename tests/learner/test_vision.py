@@ -20,7 +20,7 @@ from gspo.models.lora import add_adapter
 from gspo.models.vision.parts import freeze_vision, vision_parameters
 from gspo.models.vision.tower import Vision, _Place
 from gspo.sampling.local.engine import LocalSampler
-from gspo.types import Group, Prompt, Request, SampleId, SamplingParams, Score
+from gspo.types import Group, Prompt, Request, SampleId, SamplingParams, Score, ShownPrompt
 
 OTHERS = tuple(family for family in vision_zoo.FAMILIES if family != "qwen3_vl")
 
@@ -40,7 +40,7 @@ def items_of(processor, family, *, with_text=True):
         for num in lengths:
             completions.append(Completion(draw.integers(0, 40, num), np.ones(num, bool), index))  # no special token
             index += 1
-        found.append(PackItem(np.array(tokens), tuple(completions), images))
+        found.append(PackItem(np.array(tokens), tuple(completions), images and ShownPrompt(tokens, images)))
     return found
 
 
@@ -171,7 +171,9 @@ def test_the_same_tokens_with_another_image_have_other_log_probs(tmp_path):
     for seed in (1, 2):
         tokens, images = processor.prompt(text, [vision_zoo.image(16, 16, seed)])
         completion = Completion(np.array([3, 4]), np.ones(2, bool), 0)
-        found.append(policy(policy.pack([PackItem(np.array(tokens), (completion,), images)])).logp.detach())
+        found.append(
+            policy(policy.pack([PackItem(np.array(tokens), (completion,), ShownPrompt(tokens, images))])).logp.detach()
+        )
     assert float((found[0] - found[1]).abs().max()) > 0.01
 
 
@@ -203,22 +205,23 @@ def test_probe_prompts_have_images_of_several_sizes(tmp_path):
 def sampled_groups(model, processor, family, vision=None):
     """Two prompts with the same tokens and other images, four samples each, sampled by this model."""
     text = vision_zoo.text(family, "what ", 1, "is?")
-    shown = [processor.prompt(text, [vision_zoo.image(16, 16, seed)]) for seed in (1, 2)]
+    made = [processor.prompt(text, [vision_zoo.image(16, 16, seed)]) for seed in (1, 2)]
+    prompts = [Prompt(tokens, text, images=images) for tokens, images in made]
     sampler = LocalSampler(model, seed=3, eos_token_ids=(), verify=False, vision=vision)
     params = SamplingParams(6, temperature=0.8, ignore_eos=True)
-    for n, (tokens, images) in enumerate(shown):
-        sampler.submit([Request(SampleId(n, i), tokens, params, images=images) for i in range(4)])
+    for n, prompt in enumerate(prompts):
+        sampler.submit([Request(SampleId(n, i), prompt.tokens, params, origin=prompt) for i in range(4)])
     samples = {sample.id: sample for sample in sampler.completed()}
-    assert shown[0][0] == shown[1][0]
+    assert prompts[0].tokens == prompts[1].tokens
     return [
         Group(
             n,
-            Prompt(tokens, text, images=images),
+            prompt,
             tuple(samples[SampleId(n, i)] for i in range(4)),
             ("",) * 4,
             tuple(Score(float(i)) for i in range(4)),
         )
-        for n, (tokens, images) in enumerate(shown)
+        for n, prompt in enumerate(prompts)
     ]
 
 

@@ -244,10 +244,10 @@ def plain(model, prompt, tokens):
 def assert_routes_are_those_of_a_plain_forward(model, sample):
     prompt = PROMPTS[sample.id.submission]
     logp, routes = plain(model, prompt, sample.tokens.tolist())
-    assert len(sample.routes) == len(sample.tokens)
-    assert len(sample.prompt_routes) == len(prompt)
-    assert np.array_equal(sample.prompt_routes[-1], sample.routes[0])
-    whole = np.concatenate([sample.prompt_routes[:-1], sample.routes])
+    assert len(sample.extras.routes.own) == len(sample.tokens)
+    assert len(sample.extras.routes.prompt) == len(prompt)
+    assert np.array_equal(sample.extras.routes.prompt[-1], sample.extras.routes.own[0])
+    whole = np.concatenate([sample.extras.routes.prompt[:-1], sample.extras.routes.own])
     assert whole.dtype == np.uint8
     assert not moe.routes_mismatch(whole, routes).any()
     return float(np.abs(logp.numpy() - sample.behavior_logp).max())
@@ -265,8 +265,8 @@ def test_sampled_log_probs_and_routes_are_those_of_a_plain_float64_forward(name)
     assert max(assert_routes_are_those_of_a_plain_forward(model, sample) for sample in samples) < 1e-5
     by_group = {}
     for sample in samples:
-        by_group.setdefault(sample.id.submission, sample.prompt_routes)
-    assert all(s.prompt_routes is by_group[s.id.submission] for s in samples if s.id.submission == 0)
+        by_group.setdefault(sample.id.submission, sample.extras.routes.prompt)
+    assert all(s.extras.routes.prompt is by_group[s.id.submission] for s in samples if s.id.submission == 0)
 
 
 def test_an_interrupted_sample_keeps_its_routes_and_goes_on_with_new_ones():
@@ -281,15 +281,15 @@ def test_an_interrupted_sample_keeps_its_routes_and_goes_on_with_new_ones():
     for sample in sampler.completed():
         said = len(partial[sample.id].tokens)
         if said:
-            assert np.array_equal(sample.routes[:said], partial[sample.id].routes)
-            assert sample.prompt_routes is partial[sample.id].prompt_routes
+            assert np.array_equal(sample.extras.routes.own[:said], partial[sample.id].extras.routes.own)
+            assert sample.extras.routes.prompt is partial[sample.id].extras.routes.prompt
         assert_routes_are_those_of_a_plain_forward(model, sample)
 
 
 def test_a_dense_models_samples_have_no_routes():
     sampler = LocalSampler(model_zoo.build("qwen3", torch.float32), seed=0, eos_token_ids=[2])
     sampler.submit(requests(3, 1))
-    assert {(s.routes is None, s.prompt_routes is None) for s in sampler.completed()} == {(True, True)}
+    assert {s.extras.routes for s in sampler.completed()} == {None}
 
 
 def test_a_copy_of_a_model_has_taps_of_its_own():

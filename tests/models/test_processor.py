@@ -8,7 +8,7 @@ from PIL import Image
 
 from gspo.errors import DataError
 from gspo.models.vision.processor import load_processor
-from gspo.types import ImageFile, Request, SampleId, SamplingParams
+from gspo.types import ImageFile, Prompt, Request, SampleId, SamplingParams
 
 
 @pytest.mark.parametrize("family", vision_zoo.FAMILIES)
@@ -44,7 +44,8 @@ def test_the_key_of_a_request_has_the_image(tmp_path):
     (tokens, one), (same, other) = (processor.prompt("<image>?", [vision_zoo.image(8, 8, seed)]) for seed in (1, 2))
     assert tokens == same
     assert one != other
-    requests = [Request(SampleId(0, 0), tokens, SamplingParams(4), images=images) for images in (one, other, one, None)]
+    prompts = [Prompt(tokens, "", images=images) for images in (one, other, one, None)]
+    requests = [Request(SampleId(0, 0), tokens, SamplingParams(4), origin=prompt) for prompt in prompts]
     assert len({request.key for request in requests}) == 3
 
 

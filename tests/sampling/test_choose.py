@@ -105,8 +105,8 @@ def test_experts_of_a_hybrid_are_recorded_as_a_plain_forward_chooses_them():
         prompt = prompt_of(sample.id.submission)
         with torch.no_grad(), moe.routed(moe.routers(model)) as recorder:
             model(torch.tensor([[*prompt, *sample.tokens[:-1].tolist()]]), use_cache=False)
-        whole = np.concatenate([sample.prompt_routes[:-1], sample.routes])
-        assert np.array_equal(sample.prompt_routes[-1], sample.routes[0])
+        whole = np.concatenate([sample.extras.routes.prompt[:-1], sample.extras.routes.own])
+        assert np.array_equal(sample.extras.routes.prompt[-1], sample.extras.routes.own[0])
         assert not moe.routes_mismatch(whole, recorder.routes()).any()
 
 

@@ -16,7 +16,7 @@ from gspo.sampling.local.draw import kept_sets, warp
 from gspo.sampling.local.engine import LocalSampler
 from gspo.sampling.remote.protocol import WireError, pack_request, pack_sample, unpack_request, unpack_sample
 from gspo.sampling.verify import invalid_reason
-from gspo.types import Group, Kept, Prompt, Request, Sample, SampleId, SamplingParams, Score
+from gspo.types import Extras, Group, Kept, Prompt, Request, Sample, SampleId, SamplingParams, Score
 
 CUT = SamplingParams(12, top_p=0.9, record_kept=True)
 LOGITS = torch.log(torch.tensor([[0.05, 0.5, 0.25, 0.15, 0.05], [0.6, 0.1, 0.1, 0.1, 0.1]], dtype=torch.float64))
@@ -65,15 +65,15 @@ def test_sets_are_recorded_only_on_request_and_change_no_draw():
     with_sets, without = (sampled(model, requests_of(p)) for p in (CUT, replace(CUT, record_kept=False)))
     for id, sample in with_sets.items():
         assert sample.tokens.tolist() == without[id].tokens.tolist()
-        assert without[id].kept is None
-        assert len(sample.kept.counts) == len(sample.tokens)
+        assert without[id].extras.kept is None
+        assert len(sample.extras.kept.counts) == len(sample.tokens)
 
 
 def test_a_set_above_the_bound_is_cut_to_its_most_likely_tokens(monkeypatch):
     monkeypatch.setattr(draw, "MAX_KEPT", 3)
     for sample in sampled(build("llama"), requests_of(replace(CUT, top_p=0.99))).values():
-        assert sample.kept.counts.max() <= 3
-        assert all(t in ids for t, ids in zip(sample.tokens, sample.kept.sets(), strict=True))
+        assert sample.extras.kept.counts.max() <= 3
+        assert all(t in ids for t, ids in zip(sample.tokens, sample.extras.kept.sets(), strict=True))
 
 
 @pytest.mark.parametrize("name", ["llama", "lfm2"])
@@ -96,7 +96,7 @@ def test_an_interrupted_sample_continues_with_the_sets_it_has(name):
         if request.id in partial:
             num = len(partial[request.id].tokens)
             assert sample.tokens[:num].tolist() == partial[request.id].tokens.tolist()
-            assert_same_kept(sample.kept.up_to(num), partial[request.id].kept or Kept.whole(0))
+            assert_same_kept(sample.extras.kept.up_to(num), partial[request.id].extras.kept or Kept.whole(0))
         assert invalid_reason(request, sample, num_vocab=2000, ends=[2], versions=(0, 0)) is None
 
 
@@ -104,15 +104,15 @@ ID = SampleId(0, 0)
 
 
 def made(id=ID, tokens=(4, 9, 2), sets=((4, 6), (9,), (1, 2, 3))):
-    return replace(Sample.of(id, tokens, [-0.5] * len(tokens), 0), kept=Kept.of(sets))
+    return replace(Sample.of(id, tokens, [-0.5] * len(tokens), 0), extras=Extras(kept=Kept.of(sets)))
 
 
 LIES = {
-    "no kept sets": lambda s: replace(s, kept=None),
-    "not in its kept set": lambda s: replace(s, kept=Kept.of([[4, 6], [8], [1, 2, 3]])),
-    "without a kept set": lambda s: replace(s, kept=Kept.of([[4, 6], [], [1, 2, 3]])),
-    "ascending": lambda s: replace(s, kept=Kept.of([[6, 4], [9], [1, 2, 3]])),
-    "name tokens": lambda s: replace(s, kept=Kept.of([[4, 77], [9], [1, 2, 3]])),
+    "no kept sets": lambda s: replace(s, extras=Extras()),
+    "not in its kept set": lambda s: replace(s, extras=Extras(kept=Kept.of([[4, 6], [8], [1, 2, 3]]))),
+    "without a kept set": lambda s: replace(s, extras=Extras(kept=Kept.of([[4, 6], [], [1, 2, 3]]))),
+    "ascending": lambda s: replace(s, extras=Extras(kept=Kept.of([[6, 4], [9], [1, 2, 3]]))),
+    "name tokens": lambda s: replace(s, extras=Extras(kept=Kept.of([[4, 77], [9], [1, 2, 3]]))),
 }
 
 
@@ -124,7 +124,7 @@ def test_sets_that_cannot_be_are_refused(why):
     assert why in invalid_reason(request, LIES[why](made()), **check)
     assert "not requested" in invalid_reason(replace(request, params=replace(CUT, record_kept=False)), made(), **check)
     # A token whose set is unknown is masked.
-    unknown = replace(made(), kept=Kept.of([[4, 6], [], [1, 2, 3]]), mask=np.array([True, False, True]))
+    unknown = replace(made(), extras=Extras(kept=Kept.of([[4, 6], [], [1, 2, 3]])), mask=np.array([True, False, True]))
     assert invalid_reason(request, unknown, **check) is None
     longer = replace(request, prefix=made(tokens=(4,), sets=((4, 5),)))
     assert "prefix" in invalid_reason(longer, made(), **check)
@@ -132,7 +132,7 @@ def test_sets_that_cannot_be_are_refused(why):
 
 def test_sets_travel_to_a_server_and_back():
     body = json.loads(json.dumps(pack_sample(made())))
-    assert_same_kept(unpack_sample(body).kept, made().kept)
+    assert_same_kept(unpack_sample(body).extras.kept, made().extras.kept)
     body["kept"]["ids"] = body["kept"]["counts"]
     with pytest.raises(WireError, match="kept"):
         unpack_sample(body)
@@ -156,16 +156,16 @@ def test_sets_survive_a_checkpoint_and_the_way_to_other_ranks():
         got = [part for group in found for sample in group.samples for part in sample.sequences]
         want = [part for group in groups for sample in group.samples for part in sample.sequences]
         for a, b in zip(got, want, strict=True):
-            assert (a.kept is None) == (b.kept is None)
-            if b.kept is not None:
-                assert_same_kept(a.kept, b.kept)
+            assert (a.extras.kept is None) == (b.extras.kept is None)
+            if b.extras.kept is not None:
+                assert_same_kept(a.extras.kept, b.extras.kept)
 
 
 def test_turns_of_an_episode_keep_their_sets_and_environment_tokens_have_none():
     first = Exchange((1, 2), made(tokens=(3, 4), sets=((3,), (4, 5))))
     second = Exchange((1, 2, 3, 4, 9, 9), made(SampleId(0, 0, turn=1), (6,), ((6, 7, 8),)))
     (joined,) = assemble([first, second])
-    assert [ids.tolist() for ids in joined.kept.sets()] == [[3], [4, 5], [], [], [6, 7, 8]]
+    assert [ids.tolist() for ids in joined.extras.kept.sets()] == [[3], [4, 5], [], [], [6, 7, 8]]
     assert [ids.tolist() for ids in joined.trained_kept.sets()] == [[3], [4, 5], [6, 7, 8]]
-    assert joined.up_to(2).kept.ids.tolist() == [3, 4, 5]
-    assert np.array_equal(joined.kept.where(np.zeros(5, bool)).counts, [])
+    assert joined.up_to(2).extras.kept.ids.tolist() == [3, 4, 5]
+    assert np.array_equal(joined.extras.kept.where(np.zeros(5, bool)).counts, [])

@@ -488,9 +488,9 @@ def test_a_turn_continues_the_row_of_the_last_one_and_has_the_log_probs_of_plain
     # A sample of two turns later may differ after a draw that falls between two roundings; here none does.
     assert {id: s.tokens.tolist() for id, s in samples.items()} == {id: s.tokens.tolist() for id, s in expected.items()}
     for id, sample in samples.items():
-        if sample.prompt_routes is not None:
-            assert sample.prompt_routes.tolist() == expected[id].prompt_routes.tolist()
-            assert sample.routes.tolist() == expected[id].routes.tolist()
+        if sample.extras.routes is not None:
+            assert sample.extras.routes.prompt.tolist() == expected[id].extras.routes.prompt.tolist()
+            assert sample.extras.routes.own.tolist() == expected[id].extras.routes.own.tolist()
     if engine._engine.is_packed:  # a later turn computes the last answer's last token and the observation
         first = sum(len(prompt_of(g)) for g in range(4))
         later = [1 + 1 + (id.sample + id.turn - 1) % 3 for id in asked if id.turn]

@@ -1,5 +1,7 @@
 """The in-process sampler with images: its log-probs are those of the model's own forward."""
 
+from dataclasses import replace
+
 import model_zoo
 import numpy as np
 import pytest
@@ -8,9 +10,9 @@ import vision_zoo
 
 from gspo.errors import DataError
 from gspo.learner.policy.probe import image_prompts
-from gspo.models.vision.tower import ShownPrompt, Vision
+from gspo.models.vision.tower import Vision
 from gspo.sampling.local.engine import LocalSampler
-from gspo.types import Request, Sample, SampleId, SamplingParams
+from gspo.types import Prompt, Request, Sample, SampleId, SamplingParams
 
 
 def requests_of(processor, family, *, num=3, params=None):
@@ -25,7 +27,7 @@ def requests_of(processor, family, *, num=3, params=None):
     ]
     params = params or SamplingParams(6, temperature=1.5, ignore_eos=True)
     return [
-        Request(SampleId(number, i), tokens, params, images=images)
+        Request(SampleId(number, i), tokens, params, origin=Prompt(tokens, "", images=images))
         for number, (tokens, images) in enumerate(prompts)
         for i in range(num)
     ]
@@ -34,9 +36,8 @@ def requests_of(processor, family, *, num=3, params=None):
 def plain_logp(model, request, tokens, temperature):
     vision = Vision.of(model)
     more = {}
-    if request.images is not None:
-        shown = ShownPrompt(request.prompt, request.images)
-        more = vision.plain_inputs(shown, len(request.prompt) + len(tokens))
+    if request.shown is not None:
+        more = vision.plain_inputs(request.shown, len(request.prompt) + len(tokens))
     ids = torch.tensor([[*request.prompt, *tokens]])
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False, **more).logits[0, len(request.prompt) - 1 : -1]
@@ -49,7 +50,7 @@ def check(family, folder, bound=1e-5, **settings):
     requests = requests_of(processor, family)
     # A sample that continues: its prefix is prefilled again, at the positions after the images.
     prefix = Sample.of(requests[0].id, [5, 6, 7], [0.0] * 3, 0, "abort")
-    requests[0] = Request(requests[0].id, requests[0].prompt, requests[0].params, prefix, images=requests[0].images)
+    requests[0] = replace(requests[0], prefix=prefix)
     sampler.submit(requests)
     samples = {sample.id: sample for sample in sampler.completed()}
     # Once for each prompt; transformers' cache computes a continued row whole.
@@ -57,7 +58,7 @@ def check(family, folder, bound=1e-5, **settings):
     token = Vision.of(model).token
     for request in requests:
         sample = samples[request.id]
-        if request.images is not None and token in sample.tokens:
+        if request.shown is not None and token in sample.tokens:
             continue  # the plain forward cannot compute it; see the trainer's test of said placeholders
         expected = plain_logp(model, request, sample.tokens.tolist(), 1.5)
         first = 3 if request.prefix is not None else 0
@@ -103,7 +104,7 @@ def test_greedy_sampling_with_an_image_equals_generate(family, tmp_path):
     sampler = LocalSampler(model, seed=3, eos_token_ids=(), verify=False)
     sampler.submit([request])
     (sample,) = sampler.completed()
-    inputs = Vision.of(model).plain_inputs(ShownPrompt(request.prompt, request.images), len(request.prompt))
+    inputs = Vision.of(model).plain_inputs(request.shown, len(request.prompt))
     ids = torch.tensor([request.prompt])
     made = model.generate(
         input_ids=ids,

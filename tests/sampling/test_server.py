@@ -27,7 +27,7 @@ from gspo.sampling.remote.session import FILE, Session, session_order
 from gspo.sampling.verify import Experts
 from gspo.sampling.weights.broadcast import Broadcaster
 from gspo.sampling.weights.load import fetch_weights
-from gspo.types import Request, Sample, SampleId, SamplingParams
+from gspo.types import TOKEN_ARRAYS, Extras, Request, Routes, Sample, SampleId, SamplingParams
 
 pytestmark = pytest.mark.run
 
@@ -161,10 +161,10 @@ def test_sampling_parameters_reach_the_server(house, trainer, params):
     ours, expected = collect(client, requests), run(local(trainer), requests)
     assert_same(ours, expected, atol=0)
     for id, sample in expected.items():
-        assert (sample.kept is not None) == params.record_kept
-        if sample.kept is not None:
-            assert np.array_equal(ours[id].kept.counts, sample.kept.counts)
-            assert np.array_equal(ours[id].kept.ids, sample.kept.ids)
+        assert (sample.extras.kept is not None) == params.record_kept
+        if sample.extras.kept is not None:
+            assert np.array_equal(ours[id].extras.kept.counts, sample.extras.kept.counts)
+            assert np.array_equal(ours[id].extras.kept.ids, sample.extras.kept.ids)
 
 
 def test_new_weights_interrupt_samples_which_go_on_with_them(house, trainer):
@@ -363,9 +363,9 @@ def test_one_server_of_a_mixture_gives_the_routes_of_the_process(house, mixture)
     ours, expected = collect(client, requests), run(local(mixture), requests)
     assert_same(ours, expected)
     for id, sample in expected.items():
-        assert len({*sample.routes.ravel().tolist()}) > 1
-        for name in ("routes", "prompt_routes"):
-            one, other = getattr(ours[id], name), getattr(sample, name)
+        assert len({*sample.extras.routes.own.ravel().tolist()}) > 1
+        for part in ("own", "prompt"):
+            one, other = (getattr(each.extras.routes, part) for each in (ours[id], sample))
             assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
 
 
@@ -383,17 +383,18 @@ def test_an_interrupted_sample_of_a_mixture_goes_on_with_the_routes_it_has(house
     again = collect(client, [replace(request, prefix=partial[request.id]) for request in requests])
     whole = run(local(mixture), requests)
     for id, sample in again.items():
-        assert sample.routes.tolist() == whole[id].routes.tolist()
-        assert sample.prompt_routes.tolist() == whole[id].prompt_routes.tolist()
+        assert sample.extras.routes.own.tolist() == whole[id].extras.routes.own.tolist()
+        assert sample.extras.routes.prompt.tolist() == whole[id].extras.routes.prompt.tolist()
 
 
-def routed_as(name, change):
+def routed_as(part, change):
     """A server that says other routes."""
 
     def meddle(path, reply):
         for item in reply.get("samples", []) if path == "/collect" else []:
             sample = unpack_sample(item["sample"])
-            item["sample"] = pack_sample(replace(sample, **{name: change(getattr(sample, name))}))
+            routes = replace(sample.extras.routes, **{part: change(getattr(sample.extras.routes, part))})
+            item["sample"] = pack_sample(replace(sample, extras=Extras(routes)))
         return reply
 
     return meddle
@@ -401,12 +402,12 @@ def routed_as(name, change):
 
 FALSE_ROUTES = {
     "no routes": (lambda path, reply: without("routes")(path, without("prompt_routes")(path, reply)), "has no routes"),
-    "routes: none of the prompt": (without("prompt_routes"), "prompt_routes are missing"),
-    "routes: a layer too few": (routed_as("routes", lambda r: r[:, 1:]), r"routes are uint8"),
-    "routes: a token of the prompt too few": (routed_as("prompt_routes", lambda r: r[1:]), "prompt_routes are uint8"),
-    "routes: of another type": (routed_as("routes", lambda r: r.astype(np.int16)), "routes are int16"),
-    "routes: an expert that is not there": (routed_as("routes", lambda r: r + 200), "name experts 200"),
-    "routes: an expert twice": (routed_as("prompt_routes", lambda r: r * 0), "an expert twice"),
+    "routes: none of the prompt": (without("prompt_routes"), "prompt_routes must be dict"),
+    "routes: a layer too few": (routed_as("own", lambda r: r[:, 1:]), r"routes are uint8"),
+    "routes: a token of the prompt too few": (routed_as("prompt", lambda r: r[1:]), "prompt_routes are uint8"),
+    "routes: of another type": (routed_as("own", lambda r: r.astype(np.int16)), "routes are int16"),
+    "routes: an expert that is not there": (routed_as("own", lambda r: r + 200), "name experts 200"),
+    "routes: an expert twice": (routed_as("prompt", lambda r: r * 0), "an expert twice"),
 }
 
 
@@ -534,15 +535,18 @@ def test_samples_and_requests_travel_bit_for_bit():
         np.array([True, False, True]),
         np.array([0, 1, 2], dtype=np.int16),
         "abort",
-        np.arange(12, dtype=np.uint8).reshape(3, 2, 2),
-        np.arange(300, 308, dtype=np.int16).reshape(2, 2, 2),
+        Extras(
+            Routes(np.arange(300, 308, dtype=np.int16).reshape(2, 2, 2), np.arange(12, dtype=np.uint8).reshape(3, 2, 2))
+        ),
     )
     request = Request(sample.id, (7, 8), SamplingParams(9, stop=("é\n",), stop_token_ids=(3,)), sample)
     again = unpack_request(pack_request(request))
     assert (again.id, again.prompt, again.params) == (request.id, request.prompt, request.params)
     assert again.prefix is not None
-    for name in ("tokens", "behavior_logp", "versions", "mask", "turns", "routes", "prompt_routes"):
-        one, other = getattr(sample, name), getattr(again.prefix, name)
+    parts = [(name, sample, again.prefix) for name in TOKEN_ARRAYS]
+    parts += [(name, sample.extras.routes, again.prefix.extras.routes) for name in ("own", "prompt")]
+    for name, ours, theirs in parts:
+        one, other = getattr(ours, name), getattr(theirs, name)
         assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes()), name
     assert EOS not in again.params.stop_token_ids
 

@@ -85,8 +85,8 @@ def test_kept_sets_are_the_tokens_with_a_finite_processed_log_prob(started):
         with torch.no_grad():
             logits = server.model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].double()
         want = kept_sets(warp(logits, temperature=0.7, top_p=0.9))
-        assert [ids.tolist() for ids in sample.kept.sets()] == [ids.tolist() for ids in want]
-        assert 1 < sample.kept.counts.max() < VOCAB
+        assert [ids.tolist() for ids in sample.extras.kept.sets()] == [ids.tolist() for ids in want]
+        assert 1 < sample.extras.kept.counts.max() < VOCAB
 
 
 def test_a_kept_set_that_is_cut_off_costs_its_sample_and_is_counted(started, monkeypatch):
@@ -103,9 +103,9 @@ def test_a_kept_set_that_is_cut_off_costs_its_sample_and_is_counted(started, mon
     samples = run(sampler, requests)
     lost, whole = (samples[r.id] for r in requests)
     assert not lost.mask.any()
-    assert not lost.kept.counts.any()
+    assert not lost.extras.kept.counts.any()
     assert whole.mask.all()
-    assert whole.kept.counts.min() >= 1
+    assert whole.extras.kept.counts.min() >= 1
     assert sampler.health()["unknown_kept"] == 1
 
 

@@ -28,7 +28,7 @@ from gspo.sampling.verify import Experts
 from gspo.sampling.weights.probe import sequence_logp
 from gspo.sampling.weights.publish import publish
 from gspo.train.build.policy import make_policy
-from gspo.types import Request, SampleId, SamplingParams
+from gspo.types import Extras, Request, SampleId, SamplingParams
 
 MOE = "embedded:tiny-moe"
 
@@ -53,9 +53,9 @@ def test_routes_are_of_the_prompt_and_of_the_position_before_each_token(lookalik
     for request in requests:
         sample = samples[request.id]
         prompt_routes, routes = routes_of(server.model, request.prompt, sample.tokens.tolist())
-        assert (sample.routes.dtype, len(sample.routes)) == (np.uint8, 6)
-        assert np.array_equal(sample.prompt_routes, prompt_routes)
-        assert np.array_equal(sample.routes, routes)
+        assert (sample.extras.routes.own.dtype, len(sample.extras.routes.own)) == (np.uint8, 6)
+        assert np.array_equal(sample.extras.routes.prompt, prompt_routes)
+        assert np.array_equal(sample.extras.routes.own, routes)
 
 
 @pytest.mark.run
@@ -64,17 +64,17 @@ def test_a_continued_sample_keeps_the_routes_of_its_first_tokens(lookalike):  # 
     (request,) = group_requests(1, 1, SamplingParams(4, ignore_eos=True))
     first = run(sampler, [request])[request.id]
     # Routes that no model would choose, so that routes computed again would be seen.
-    odd = first.routes[..., ::-1].copy()
+    odd = first.extras.routes.own[..., ::-1].copy()
     prefix = Request(
         request.id,
         request.prompt,
         SamplingParams(9, ignore_eos=True),
-        prefix=replace(first, routes=odd, finish="abort"),
+        prefix=replace(first, extras=Extras(replace(first.extras.routes, own=odd)), finish="abort"),
     )
     whole = run(sampler, [prefix])[request.id]
-    assert np.array_equal(whole.routes[:4], odd)
-    assert np.array_equal(whole.prompt_routes, first.prompt_routes)
-    assert whole.routes.shape == (9, *odd.shape[1:])
+    assert np.array_equal(whole.extras.routes.own[:4], odd)
+    assert np.array_equal(whole.extras.routes.prompt, first.extras.routes.prompt)
+    assert whole.extras.routes.own.shape == (9, *odd.shape[1:])
 
 
 BAD_ROUTES = {
@@ -103,7 +103,7 @@ def test_routes_that_cannot_be_true_are_an_invalid_response(lookalike, fault):  
     requests = group_requests(1, 1, SamplingParams(4, ignore_eos=True))
     sample = run(sampler, requests)[requests[0].id]  # requested again
     assert sampler.health()["invalid_responses"] == 1
-    assert len(sample.routes) == 4
+    assert len(sample.extras.routes.own) == 4
 
 
 @pytest.mark.run
@@ -152,10 +152,10 @@ def test_experts_are_repacked_at_every_load_and_kept_sets_are_the_trainers(tmp_p
             with torch.no_grad():
                 logits = model(input_ids=tokens).logits[0, len(prompt) - 1 : -1]
             scores = warp(logits, temperature=1.3, top_p=0.9, min_p=0.02)
-            assert [ids.tolist() for ids in sample.kept.sets()] == [ids.tolist() for ids in kept_sets(scores)]
+            assert [ids.tolist() for ids in sample.extras.kept.sets()] == [ids.tolist() for ids in kept_sets(scores)]
             said = torch.log_softmax(scores.double(), -1).gather(1, tokens[0, len(prompt) :, None])[:, 0]
             np.testing.assert_allclose(sample.behavior_logp, said, atol=1e-4)
-            sizes += sample.kept.counts.tolist()
+            sizes += sample.extras.kept.counts.tolist()
         assert 1 < max(sizes) < 32
 
 
@@ -225,12 +225,12 @@ def test_model_runner_v2_returns_the_routes_of_the_trainer(tmp_path):
         requests = [Request(SampleId(0, j), (3, 4, 5), SamplingParams(8, ignore_eos=True)) for j in range(4)]
         flips, used = [], set()
         for sample in run(vllm, requests, 1200).values():
-            used |= {*sample.routes.ravel().tolist()}
+            used |= {*sample.extras.routes.own.ravel().tolist()}
             tokens = sample.tokens.tolist()
             prompt_routes, routes = routes_of(model, (3, 4, 5), tokens)
-            assert sample.routes.shape == routes.shape
-            flips += routes_mismatch(sample.routes, routes).ravel().tolist()
-            flips += routes_mismatch(sample.prompt_routes, prompt_routes).ravel().tolist()
+            assert sample.extras.routes.own.shape == routes.shape
+            flips += routes_mismatch(sample.extras.routes.own, routes).ravel().tolist()
+            flips += routes_mismatch(sample.extras.routes.prompt, prompt_routes).ravel().tolist()
             np.testing.assert_allclose(
                 sample.behavior_logp, sequence_logp(model, [[3, 4, 5, *tokens]])[0][2:], atol=1e-4
             )

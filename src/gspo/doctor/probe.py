@@ -57,7 +57,7 @@ def measure_noise(
     # The same prompts in the same order as in training.
     rows = [data.row_of(config.seed, number, shuffle=bool(config.train_dataset.shuffle)) for number in range(PROMPTS)]
     requests = [
-        Request(SampleId(number, i), prompt.tokens, params, images=prompt.images)
+        Request(SampleId(number, i), prompt.tokens, params, origin=prompt)
         for number, prompt in enumerate(map(data.prompt, rows))
         for i in range(num_samples)
     ]
@@ -125,7 +125,7 @@ def trainer_logp(
     for number, (request, sample) in enumerate(zip(requests, samples, strict=True)):
         completion = Completion(sample.tokens, sample.mask, number, kept=sample.trained_kept)
         groups.setdefault(request.key, (request, []))[1].append(completion)
-    items = [PackItem(np.asarray(first.prompt), tuple(each), first.images) for first, each in groups.values()]
+    items = [PackItem(np.asarray(first.prompt), tuple(each), first.shown) for first, each in groups.values()]
     found: dict[int, NDArray[Any]] = {}
     for packed in packed_parts(policy, items, max_tokens):
         found |= by_sequence(packed, policy(packed, temperature=temperature, with_entropy=False).logp)

@@ -91,7 +91,7 @@ class Client:
         max_turns: int,
         max_context: int,
     ) -> None:
-        if request.images is not None:
+        if request.shown is not None:
             raise DataError(
                 f"request {tuple(request.id)} shows images, and episodes take text alone; remove the images"
             )

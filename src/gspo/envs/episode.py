@@ -18,10 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gspo.types import Outcome, Sample, SampleId
 
@@ -98,40 +96,16 @@ def _joined(chain: Sequence[Exchange]) -> Sample:
         before = chain[max(number - 1, 0)].sample
         # After a sample without tokens (an aborted one) the version is that of the tokens that follow.
         version = before.versions[-1:] if number and len(before.versions) else sample.versions[:1]
+        added = _environment_tokens(before.id, between, int(version[0]) if len(version) else 0)
         parts += [
-            _environment_tokens(before.id, between, int(version[0]) if len(version) else 0),
+            replace(added, extras=sample.extras.of_prompt(end)),
             replace(sample, turns=np.full(len(sample.tokens), sample.id.turn, dtype=np.int16)),
         ]
         end = len(exchange.prompt) + len(sample.tokens)  # length of the sequence so far, the first prompt included
-    routes, prompt_routes = _routes(chain)
-    return replace(
-        Sample.concatenate(parts),
-        id=first.sample.id,
-        routes=routes,
-        prompt_routes=prompt_routes,
-        prompt=first.prompt,
-    )
+    return replace(Sample.concatenate(parts), id=first.sample.id, prompt=first.prompt)
 
 
 def _environment_tokens(id: SampleId, tokens: Sequence[int], version: int) -> Sample:
     """Tokens that the environment added after sample `id`: in the sequence, never trained."""
     num = len(tokens)
     return Sample.of(id, tokens, np.zeros(num), version, mask=np.zeros(num))
-
-
-def _routes(chain: Sequence[Exchange]) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
-    """Expert routes of an MoE: of sampled tokens, and of environment tokens from the next request's prefill."""
-    first = chain[0]
-    # Routes cover the whole sequence or are left out.
-    if any(e.sample.routes is None or e.sample.prompt_routes is None for e in chain):
-        return None, None
-    parts: list[NDArray[Any]] = []
-    end = len(first.prompt)
-    for exchange in chain:
-        own, prefill = exchange.sample.routes, exchange.sample.prompt_routes
-        assert own is not None
-        assert prefill is not None
-        # Row t belongs to the position before token t.
-        parts += [prefill[end - 1 : len(exchange.prompt) - 1], own]
-        end = len(exchange.prompt) + len(exchange.sample.tokens)
-    return np.concatenate(parts), first.sample.prompt_routes

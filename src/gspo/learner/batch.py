@@ -118,16 +118,14 @@ class Batch:
         if not root and len(numbers) > 1:
             return [item for i in numbers for item in self._items([i])]
         completions = [self._completion(i, len(root)) for i in numbers]
-        images = self.groups[self.group_of[numbers[0]]].prompt.images
-        return [PackItem(np.asarray(root, dtype=np.int64), tuple(completions), images)]
+        shown = self.groups[self.group_of[numbers[0]]].prompt.shown
+        return [PackItem(np.asarray(root, dtype=np.int64), tuple(completions), shown)]
 
     def _completion(self, i: int, begin: int) -> Completion:
         """Sequence i after the first `begin` tokens of its prompt."""
         sample, between = self.samples[i], np.asarray(self.prompt(i)[begin:], dtype=np.int32)
         # Share 1: no other sequence of the trajectory has trained tokens, so there is no tree.
         family = int(self.trajectory_of[i]) if self.token_share[i] != 1 else None
-        if not len(between):
-            return Completion(sample.tokens, sample.mask, i, family, sample.trained_kept)
         # The rest of the prompt is input and never a target.
         mask = np.concatenate([np.zeros(len(between), dtype=np.bool_), sample.mask])
         return Completion(np.concatenate([between, sample.tokens]), mask, i, family, sample.trained_kept)

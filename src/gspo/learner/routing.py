@@ -41,7 +41,7 @@ class Routing:
         # (π_θ against π_old [n, layers], the same in any layer [n], trainer against sampler [n, layers]).
         # Filled as passes end; NaN where nothing was compared.
         self.flips = np.full(shape, np.nan), np.full(shape[0], np.nan), np.full(shape, np.nan)
-        if replay == "rollout" and any(s.routes is None for s in batch.samples if s.mask.any()):
+        if replay == "rollout" and any(s.extras.routes is None for s in batch.samples if s.mask.any()):
             raise RolloutError(
                 "actor.routing_replay: rollout needs the sampler's routes, but samples have none; sample in process "
                 "(rollout.backend: auto), or set actor.routing_replay: proximal"
@@ -96,16 +96,8 @@ class Routing:
 
     def _sampled(self, packed: Packed) -> NDArray[np.int64]:
         """The sampler's routes of a micro-batch's input tokens, [N, layers, top_k]."""
-        batch = self._batch
-        by_position: list[NDArray[Any] | None] = []
-        for i in packed.index.tolist():
-            num_prompt = len(batch.prompt(i))
-            prompt, own = batch.samples[i].prompt_routes, batch.samples[i].routes
-            # Row 0 of a sample's routes belongs to the prompt's last token, which predicts the first completion token.
-            if prompt is None or own is None:
-                by_position.append(None)
-            else:
-                by_position.append(np.concatenate([prompt[: num_prompt - 1], own]))
+        sampled = [self._batch.samples[i].extras.routes for i in packed.index.tolist()]
+        by_position = [None if routes is None else routes.inputs for routes in sampled]
         return routes_in_row(packed, by_position, route_shape(self._routers)[:2])
 
 

@@ -127,7 +127,7 @@ def _prepare(
     enters = batch.has_gradient if plan.skip_zero_advantage else batch.trainable  # [n]
     report.num_epochs = plan.num_epochs
     report.num_skipped = int((batch.in_denominator & ~enters).sum())
-    if any(sample.kept is not None for sample in batch.samples):
+    if any(sample.extras.kept is not None for sample in batch.samples):
         report.kept_mass, report.kept_mass_at_start = (np.full(batch.num_sequences, np.nan) for _ in range(2))
     routing = Routing(policy, batch, plan.routing_replay)
     if routing.has_routers:

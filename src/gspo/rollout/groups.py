@@ -37,7 +37,7 @@ class GroupAssembler:
             self._prompts[submission], self._samples[submission] = prompt, {}
             for i in range(self._num_samples):
                 id = SampleId(submission, i, attempt=attempt)
-                requests.append(Request(id, prompt.tokens, self._params, origin=prompt, images=prompt.images))
+                requests.append(Request(id, prompt.tokens, self._params, origin=prompt))
         return requests
 
     def add(self, sample: Sample) -> Group | None:

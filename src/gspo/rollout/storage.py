@@ -5,32 +5,26 @@ The prompt is not stored: it follows from the submission index and the data, who
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 
 from gspo.learner.ranks.commands import Command
-from gspo.types import TOKEN_ARRAYS, Failure, Group, Kept, Outcome, Prompt, Sample, SampleId, Score
-
-_ARRAYS = (*TOKEN_ARRAYS, "routes", "prompt_routes")
+from gspo.types import TOKEN_ARRAYS, Extras, Failure, Group, Outcome, Prompt, Sample, SampleId, Score, cut
 
 
 def pack_groups(groups: Sequence[Group]) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
     """The arrays of all samples, concatenated, and one JSON row per group."""
     samples = [sequence for group in groups for sample in group.samples for sequence in sample.sequences]
-    arrays: dict[str, torch.Tensor] = {}
+    arrays: dict[str, np.ndarray] = {}
     # Arrays of all sequences one after another: [all tokens, …]. The rows hold the lengths to split them.
-    for name in _ARRAYS:
-        parts = [getattr(sample, name) for sample in samples]
-        # An optional array is stored only if every sequence has it.
-        if parts and all(part is not None for part in parts):
-            arrays[name] = torch.from_numpy(np.ascontiguousarray(np.concatenate(parts)))
-    if any(sample.kept is not None for sample in samples):
-        kept = Kept.concatenate([sample.kept or Kept.whole(len(sample.tokens)) for sample in samples])
-        arrays |= {"kept_counts": torch.from_numpy(kept.counts), "kept_ids": torch.from_numpy(kept.ids)}
+    if samples:
+        arrays = {name: np.concatenate([getattr(sample, name) for sample in samples]) for name in TOKEN_ARRAYS}
+        arrays |= Extras.arrays([sample.extras for sample in samples], [len(sample.tokens) for sample in samples])
     rows = [
         {
             "submission": group.submission,
@@ -42,57 +36,45 @@ def pack_groups(groups: Sequence[Group]) -> tuple[dict[str, torch.Tensor], list[
         }
         for group in groups
     ]
-    return arrays, rows
+    return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}, rows
 
 
 def unpack_groups(
     arrays: Mapping[str, torch.Tensor], rows: Sequence[Mapping[str, Any]], prompt_of: Callable[[int], Prompt]
 ) -> tuple[Group, ...]:
     """The groups that `pack_groups` was given, bit for bit."""
+    prompts = {row["submission"]: prompt_of(row["submission"]) for row in rows}
+    # In the order of the arrays: of each sample the sample itself, then its other sequences.
+    parts = [
+        (row["submission"], part) for row in rows for each in row["samples"] for part in (each, *each.get("rest", ()))
+    ]
+    lengths = [part["length"] for _, part in parts]
+    # A sequence without a prompt of its own has the prompt of its group.
+    prompt_lengths = [len(part.get("prompt") or prompts[submission].tokens) for submission, part in parts]
     flat = {name: array.numpy() for name, array in arrays.items()}
-    prompts = flat.pop("prompt_routes", None)  # one row per prompt token, not per completion token
-    counts, ids = flat.pop("kept_counts", None), flat.pop("kept_ids", np.zeros(0, dtype=np.int32))
-    begin, read, groups = 0, 0, []  # first completion token and first prompt token that have not been read
+    extras = Extras.of_arrays(flat, lengths, prompt_lengths)
+    columns = [cut(flat[name], lengths) for name in TOKEN_ARRAYS] if parts else []
+    owns = [tuple(part["prompt"]) if "prompt" in part else None for _, part in parts]
+    sequences = iter(
+        Sample(SampleId(submission, *part["id"]), *values, finish=part["finish"], extras=more, prompt=own)
+        for (submission, part), own, more, *values in zip(parts, owns, extras, *columns, strict=True)
+    )
+    return tuple(_group(row, prompts[row["submission"]], sequences) for row in rows)
 
-    def sequence(each: Mapping[str, Any], submission: int, **more: Any) -> Sample:
-        nonlocal begin, read, ids
-        end, own = begin + each["length"], each.get("prompt")
-        # Copies: a slice would keep the arrays of all groups in memory.
-        values: dict[str, Any] = {name: array[begin:end].copy() for name, array in flat.items()}
-        if prompts is not None:
-            # A sequence without a prompt of its own has the prompt of its group.
-            num_prompt = len(prompt_of(submission).tokens if own is None else own)
-            values["prompt_routes"] = prompts[read : read + num_prompt].copy()
-            read += num_prompt
-        if counts is not None and counts[begin:end].any():
-            num_ids = int(counts[begin:end].sum())
-            values["kept"], ids = Kept(counts[begin:end].copy(), ids[:num_ids].copy()), ids[num_ids:]
-        begin = end
-        values["prompt"] = None if own is None else tuple(own)
-        return Sample(SampleId(submission, *each["id"]), finish=each["finish"], **values, **more)
 
-    for row in rows:
-        samples = []
-        for each in row["samples"]:
-            # In the order of the arrays: the sample itself, then its other sequences.
-            first = sequence(
-                each,
-                row["submission"],
-                outcome=None if each.get("outcome") is None else _read(each["outcome"]),
-                turn_rewards={int(turn): value for turn, value in each.get("turn_rewards", {}).items()},
-            )
-            rest = tuple(sequence(part, row["submission"]) for part in each.get("rest", ()))
-            samples.append(replace(first, rest=rest) if rest else first)
-        groups.append(
-            Group(
-                row["submission"],
-                prompt_of(row["submission"]),
-                tuple(samples),
-                tuple(each["text"] for each in row["samples"]),
-                tuple(_read(outcome) for outcome in row["outcomes"]),
-            )
+def _group(row: Mapping[str, Any], prompt: Prompt, sequences: Iterator[Sample]) -> Group:
+    """The group of a row; takes its sequences."""
+    samples = tuple(
+        replace(
+            next(sequences),
+            rest=tuple(islice(sequences, len(each.get("rest", ())))),
+            outcome=None if each.get("outcome") is None else _read(each["outcome"]),
+            turn_rewards={int(turn): value for turn, value in each.get("turn_rewards", {}).items()},
         )
-    return tuple(groups)
+        for each in row["samples"]
+    )
+    outcomes = tuple(_read(outcome) for outcome in row["outcomes"])
+    return Group(row["submission"], prompt, samples, tuple(each["text"] for each in row["samples"]), outcomes)
 
 
 def pack_batch(content: Mapping[str, Any], groups: Sequence[Group]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

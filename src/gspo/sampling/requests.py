@@ -43,7 +43,7 @@ def validate_request(
     who, params, num = f"request {tuple(request.id)}", request.params, len(request.prompt)
     if num == 0:
         raise DataError(f"{who}: the prompt is empty; at least one token must precede the completion")
-    if request.images is not None and not takes_images:
+    if request.shown is not None and not takes_images:
         raise DataError(
             f"{who} shows images, and this sampler takes text alone: actor.path must be a vision-language model, and "
             "sampler servers take no images (set rollout.backend: local)"

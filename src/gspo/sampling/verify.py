@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gspo.types import MAX_KEPT, TOKEN_ARRAYS, Kept, Request, Sample
 
@@ -59,7 +58,8 @@ def invalid_reason(
     if (np.diff(by) < 0).any():
         return "its weight versions decrease along the sample"
     # Tokens whose kept set is unknown are masked; `_invalid_kept` checks that no others are.
-    is_masked = not sample.mask[num_prefix:].all() and not (request.params.record_kept and sample.kept is not None)
+    may_mask = params.record_kept and sample.extras.kept is not None
+    is_masked = not may_mask and not sample.mask[num_prefix:].all()
     if is_masked or (sample.turns[num_prefix:] != request.id.turn).any():
         return "some of its new tokens are masked, or of another turn"
     if (why := _invalid_routes(request, sample, experts)) is not None:
@@ -73,29 +73,29 @@ def _invalid_routes(request: Request, sample: Sample, experts: Experts) -> str |
     """Routes are [tokens, layers, experts per token], of the sample and of its prompt: both or neither."""
     # An empty prefix is the same as none.
     prefix = request.prefix if request.prefix is not None and len(request.prefix.tokens) else None
-    both = {"routes": (sample.routes, len(sample.tokens)), "prompt_routes": (sample.prompt_routes, len(request.prompt))}
-    if all(routes is None for routes, _ in both.values()):
+    routes, given = sample.extras.routes, None if prefix is None else prefix.extras.routes
+    if routes is None:
         # An aborted request may not have been prefilled. A prefix without routes leaves none to continue.
-        excused = sample.finish == "abort" or (prefix is not None and prefix.routes is None)
+        excused = sample.finish == "abort" or (prefix is not None and given is None)
         return "it has no routes, but actor.routing_replay needs them" if experts.needed and not excused else None
     kind = np.uint8 if experts.num_experts <= 256 else np.int16
-    for name, (routes, num) in both.items():
+    own = "routes", routes.own, given and given.own, len(sample.tokens)
+    for name, each, before, num in (own, ("prompt_routes", routes.prompt, given and given.prompt, len(request.prompt))):
         shape = (num, experts.num_layers, experts.per_token)
-        if routes is None or routes.shape != shape or routes.dtype != kind or not experts.num_layers:
-            got = "are missing" if routes is None else f"are {routes.dtype} {routes.shape}"
-            return f"its {name} {got}; this model's are {np.dtype(kind)} {shape}"
-        if routes.size and not (routes.min() >= 0 and routes.max() < experts.num_experts):
-            return f"its {name} name experts {routes.min()}…{routes.max()} of {experts.num_experts}"
-        if (np.diff(np.sort(routes, -1).astype(np.int16), axis=-1) == 0).any():
+        if each.shape != shape or each.dtype != kind or not experts.num_layers:
+            return f"its {name} are {each.dtype} {each.shape}; this model's are {np.dtype(kind)} {shape}"
+        if each.size and not (each.min() >= 0 and each.max() < experts.num_experts):
+            return f"its {name} name experts {each.min()}…{each.max()} of {experts.num_experts}"
+        if (np.diff(np.sort(each, -1).astype(np.int16), axis=-1) == 0).any():
             return f"its {name} name an expert twice for one token"
-        if prefix is not None and not _begins_with(routes, getattr(prefix, name)):
+        if prefix is not None and (before is None or not np.array_equal(each[: len(before)], before)):
             return f"its {name} are not those of its prefix"
     return None
 
 
 def _invalid_kept(request: Request, sample: Sample, num_vocab: int) -> str | None:
     """Kept sets are there if the request wants them; each new token is in its set, or masked because it has none."""
-    kept = sample.kept
+    kept = sample.extras.kept
     if not request.params.record_kept or not len(sample.tokens):
         return None if kept is None or not len(kept.counts) else "it has kept sets that were not requested"
     if kept is None or len(kept.counts) != len(sample.tokens):
@@ -103,7 +103,7 @@ def _invalid_kept(request: Request, sample: Sample, num_vocab: int) -> str | Non
     num_prefix = 0 if request.prefix is None else len(request.prefix.tokens)
     begin = int(kept.counts[:num_prefix].sum())
     if request.prefix is not None and num_prefix:
-        given = request.prefix.kept or Kept.whole(num_prefix)
+        given = request.prefix.extras.kept or Kept.whole(num_prefix)
         if not (np.array_equal(kept.counts[:num_prefix], given.counts) and np.array_equal(kept.ids[:begin], given.ids)):
             return "its kept sets are not those of its prefix"
     counts, ids = kept.counts[num_prefix:], kept.ids[begin:]
@@ -119,10 +119,6 @@ def _invalid_kept(request: Request, sample: Sample, num_vocab: int) -> str | Non
         return "its kept sets are not in ascending order"
     hits = np.bincount(of_token, ids == sample.tokens[num_prefix:][of_token], minlength=len(counts))
     return None if (hits == (counts > 0)).all() else "a token is not in its kept set"
-
-
-def _begins_with(routes: NDArray[Any], given: NDArray[Any] | None) -> bool:
-    return given is not None and np.array_equal(routes[: len(given)], given)
 
 
 def _ending(request: Request, sample: Sample, ends: Collection[int], fresh: int, aborting: bool) -> str | None:

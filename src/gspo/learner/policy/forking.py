@@ -29,7 +29,7 @@ def pays(item: PackItem, least: int) -> bool:
     rows = [c.num_inputs for c in item.completions if c.num_inputs]
     once, plain = len(item.prompt) + len(rows) * max(rows, default=0), item.num_tokens(share_prefix=False)
     num_trained = sum(c.is_trained for c in item.completions)
-    return num_trained > 1 and item.images is None and plain - once >= max(least, plain / 4)
+    return num_trained > 1 and item.shown is None and plain - once >= max(least, plain / 4)
 
 
 def fork_items(items: Sequence[PackItem], least: int) -> list[PackItem]:

@@ -29,7 +29,6 @@ from gspo.learner.ranks.world import ALONE, World
 from gspo.models.moe import padded_routes, recomputing
 from gspo.models.tree_attention import TREE, TreeLayout, current_layout, use_attention
 from gspo.models.vision.parts import vision_of
-from gspo.types import ShownPrompt
 
 if TYPE_CHECKING:
     from gspo.learner.policy.divergence import Head
@@ -315,9 +314,9 @@ class PolicyModule(nn.Module):
 
     def plain_inputs(self, item: PackItem, num_tokens: int) -> dict[str, Tensor]:
         """What the model's own forward needs besides `num_tokens` tokens that begin with the prompt of `item`."""
-        if item.images is None or self.vision is None:
+        if item.shown is None or self.vision is None:
             return {}
-        return self.vision.plain_inputs(ShownPrompt(tuple(item.prompt.tolist()), item.images), num_tokens)
+        return self.vision.plain_inputs(item.shown, num_tokens)
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """`weight_names` as unsharded tensors on the CPU, one at a time; all ranks must iterate together."""

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from gspo.errors import DataError
 from gspo.models.tree_layout import TreeLayout
-from gspo.types import Images, Kept, PromptKey, Shown, ShownPrompt
+from gspo.types import Kept, Shown, ShownPrompt
 
 Layout = Literal["shared", "packed", "padded"]
 
@@ -75,7 +75,7 @@ class PackItem:
 
     prompt: NDArray[np.integer[Any]]
     completions: Sequence[Completion]
-    images: Images | None = None  # what the prompt shows
+    shown: ShownPrompt | None = None  # the prompt, if it shows images
 
     def num_tokens(self, *, share_prefix: bool) -> int:
         trained = [c for c in self.completions if c.is_trained]
@@ -259,25 +259,19 @@ def pack(items: Sequence[PackItem], *, share_prefix: bool = True, vocab_size: in
     segments: list[tuple[NDArray[np.integer[Any]], int]] = []
     sequences: list[tuple[NDArray[np.integer[Any]], NDArray[np.integer[Any]], int]] = []
     end = 0  # row length so far
-    prompts: dict[PromptKey, ShownPrompt] = {}  # those with images
-    number = -1  # of the item's prompt among them
-    of_segment: list[tuple[int, int]] = []  # of each segment: index into `prompts` or −1, tokens that are the prompt
+    shown: list[ShownPrompt | None] = []  # of each segment: its prompt, if that shows images
+    num_shown: list[int] = []  # of each segment: tokens that are the prompt
 
     def append(tokens: NDArray[np.integer[Any]], parent: int) -> int:
         nonlocal end
         segments.append((tokens, parent))
         # A root segment begins with the prompt of its item.
-        of_segment.append((number, num_prompt if parent < 0 else 0))
+        shown.append(item.shown)
+        num_shown.append(len(item.prompt) if parent < 0 else 0)
         end += len(tokens)
         return end - len(tokens)
 
     for item in items:
-        number = -1
-        if item.images is not None and any(c.is_trained for c in item.completions):
-            # Several items may have the same prompt, whose images are encoded once.
-            prompt = ShownPrompt(tuple(item.prompt.tolist()), item.images)
-            prompts.setdefault(prompt.key, prompt)
-            number = list(prompts).index(prompt.key)
         _check(item, vocab_size)
         num_prompt = len(item.prompt)
         # A prompt with one trained completion has nothing to share: prompt and completion are one segment.
@@ -316,18 +310,15 @@ def pack(items: Sequence[PackItem], *, share_prefix: bool = True, vocab_size: in
                     begin = append(inputs, root) if len(inputs) else end
                     sources = np.where(trained == 0, prompt_end - 1, begin + trained - 1)
             sequences.append((sources, completion.tokens[trained], completion.index))
-    shown = None
-    if prompts:
-        which, num_tokens = np.array(of_segment, dtype=np.int64).reshape(-1, 2).T  # [S] each
-        shown = Shown(tuple(prompts.values()), which, num_tokens)
-    return _with_kept(forest(segments, sequences, shown), [c for item in items for c in item.completions])
+    packed = forest(segments, sequences, Shown.of(shown, num_shown))
+    return _with_kept(packed, [c for item in items for c in item.completions])
 
 
 def _with_kept(packed: Packed, completions: Sequence[Completion]) -> Packed:
     """Add the kept sets of the targets, if any completion has them."""
-    if all(c.kept is None for c in completions):
+    kept = Kept.concatenate([c.kept for c in completions], [int(c.mask.sum()) for c in completions])
+    if kept is None:
         return packed
-    kept = Kept.concatenate([c.kept or Kept.whole(int(c.mask.sum())) for c in completions])
     return replace(packed, kept_counts=_flat([kept.counts]), kept_ids=_flat([kept.ids]))
 
 

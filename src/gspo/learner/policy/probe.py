@@ -33,7 +33,7 @@ from gspo.learner.policy.packing import Completion, Layout, Packed, PackItem
 from gspo.models.moe import routers
 from gspo.models.tree_attention import TREE
 from gspo.sampling.local.cache_rows import leaves_of
-from gspo.types import ImageFile, ShownPrompt
+from gspo.types import ImageFile, Prompt
 
 if TYPE_CHECKING:
     from gspo.models.vision.processor import Processor
@@ -82,7 +82,7 @@ def _chosen(policy: PolicyModule, share_prefix: bool, processor: Processor | Non
     on_text = None if vision.sees_prompts_both_ways else _first_right(policy, items, ways)
     try:
         shown = [
-            PackItem(np.array(prompt.tokens), item.completions, prompt.images)
+            PackItem(np.array(prompt.tokens), item.completions, prompt.shown)
             for prompt, item in zip(image_prompts(processor), plain, strict=True)
         ]
         if on_text is None:
@@ -350,7 +350,7 @@ def _not_finite(policy: PolicyModule) -> str:
     return f"{name} gives log-probs that are not finite in {policy.model.dtype}; set actor.dtype: float32"
 
 
-def image_prompts(processor: Processor) -> list[ShownPrompt]:
+def image_prompts(processor: Processor) -> list[Prompt]:
     """A prompt with one image, and one with two of other sizes; text is between two images."""
     draw = rng.generator(0, "probe images")
     found = []
@@ -360,8 +360,7 @@ def image_prompts(processor: Processor) -> list[ShownPrompt]:
         files = [ImageFile("probe", partial(_picture, array)) for array in pixels]
         text = "".join(f"{processor.placeholder} a " for _ in files)
         tokens, images = processor.prompt(text, files)
-        assert images is not None
-        found.append(ShownPrompt(tokens, images))
+        found.append(Prompt(tokens, text, images=images))
     return found
 
 

@@ -20,15 +20,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from numpy.typing import NDArray
-
 from gspo import rng
 from gspo.errors import RolloutError, WeightSyncError
 from gspo.sampling.engines.replies import InvalidReplyError, NewTokens, cut_at_stop, reply_object
 from gspo.sampling.requests import completed_by_prefix, interrupted, validate_request
 from gspo.sampling.verify import Experts, invalid_reason
 from gspo.system.http_client import HttpClient, Reply, ReplyTooLargeError
-from gspo.types import Kept, Request, Sample, SampleId
+from gspo.types import Extras, Kept, Request, Routes, Sample, SampleId
 
 if TYPE_CHECKING:
     import torch
@@ -238,12 +236,12 @@ class EngineSampler(ABC):
         """The new tokens in the reply to a sampling request."""
 
     def _kept(self, reply: Mapping[str, Any], request: Request) -> Kept | None:
-        """The kept sets of the new tokens (truncated sampling); None if the engine cut one of them off."""
+        """Of the new tokens (truncated sampling); None if the engine cut a set off."""
         raise InvalidReplyError(f"{self.engine} does not return the tokens that truncated sampling keeps")
 
-    def _routes(self, reply: Mapping[str, Any], request: Request, completion: NewTokens) -> Mapping[str, NDArray[Any]]:
-        """`routes` and `prompt_routes` of the sample so far; empty if the engine is not asked for them."""
-        return {}
+    def _routes(self, reply: Mapping[str, Any], request: Request, completion: NewTokens) -> Routes | None:
+        """Of the new tokens, and of the prompt; None if the engine is not asked for them."""
+        return None
 
     # Requests
 
@@ -288,30 +286,29 @@ class EngineSampler(ABC):
                 self._waiting.append(flight.request)
                 return
             completion = self._parse(reply)
-            kept = self._kept_of(flight.request, completion, reply)
-            self._accept(flight, completion, kept, self._routes(reply, flight.request, completion))
+            self._accept(flight, completion, self._extras(flight.request, completion, reply))
             self._failures_in_a_row = 0
         except (InvalidReplyError, ReplyTooLargeError, OSError) as error:
             self._resubmit(flight.request, error)
 
-    def _kept_of(self, request: Request, completion: NewTokens, reply: Mapping[str, Any]) -> Kept | None:
+    def _extras(self, request: Request, completion: NewTokens, reply: Mapping[str, Any]) -> Extras:
         # An interrupted request may have come back without tokens, and so without sets.
-        if not request.params.record_kept or not completion.tokens:
-            return None
+        if not completion.tokens:
+            return Extras()
+        routes = self._routes(reply, request, completion)
+        if not request.params.record_kept:
+            return Extras(routes)
         kept = self._kept(reply, request)
         self._counts["unknown_kept"] += kept is None
-        return Kept.whole(len(completion.tokens)) if kept is None else kept
+        return Extras(routes, Kept.whole(len(completion.tokens)) if kept is None else kept)
 
-    def _accept(
-        self, flight: InFlight, completion: NewTokens, kept: Kept | None, routes: Mapping[str, NDArray[Any]]
-    ) -> None:
+    def _accept(self, flight: InFlight, completion: NewTokens, extras: Extras) -> None:
         request = flight.request
-        fresh = Sample.of(request.id, completion.tokens, completion.logp, flight.version, completion.finish)
-        if kept is not None:
-            # Tokens whose set is unknown are not trained: their likelihood is unknown, too.
-            fresh = replace(fresh, kept=kept, mask=kept.counts > 0)
+        # Tokens whose set is unknown are not trained: their likelihood is unknown, too.
+        mask = None if extras.kept is None else extras.kept.counts > 0
+        fresh = Sample.of(request.id, completion.tokens, completion.logp, flight.version, completion.finish, mask)
+        fresh = replace(fresh, extras=extras)
         sample = fresh if request.prefix is None else Sample.concatenate([request.prefix, fresh])
-        sample = replace(sample, **routes)
         if request.params.stop and self._decode is not None:
             sample = cut_at_stop(sample, request, self._decode)
         # The engine is interrupted before every load, so one version sampled all new tokens of a reply.

@@ -25,7 +25,7 @@ from gspo.sampling.engines.replies import (
     parse_routes,
     prompt_logp,
 )
-from gspo.types import Kept, Request, SamplingParams
+from gspo.types import Kept, Request, Routes, SamplingParams
 
 NAME = "gspo"  # the model's name on the server (--served-model-name)
 EXTENSION = "gspo_vllm_worker.Worker"
@@ -166,20 +166,16 @@ class VllmSampler(EngineSampler):
             sets.append(sorted(found))
         return Kept.of(sets)
 
-    def _routes(self, reply: Mapping[str, Any], request: Request, completion: NewTokens) -> Mapping[str, NDArray[Any]]:
+    def _routes(self, reply: Mapping[str, Any], request: Request, completion: NewTokens) -> Routes | None:
         """vLLM returns the routes of all positions but the last token's, [prompt + prefix + new − 1, layers, top_k]."""
-        if not self._experts.needed or not completion.tokens:
-            return {}
+        if not self._experts.needed:
+            return None
         num_before = len(request.prompt) + (0 if request.prefix is None else len(request.prefix.tokens))
         rows = parse_routes(_choice(reply, self._model).get("routed_experts"), num_before + len(completion.tokens) - 1)
         rows = rows.astype(np.uint8 if self._experts.num_experts <= 256 else np.int16)
-        # A token's route is that of the position before it, which predicted it.
-        routes, prompt_routes = rows[num_before - 1 :], rows[: len(request.prompt)]
-        before = request.prefix
-        if before is not None and before.routes is not None and before.prompt_routes is not None:
-            # The tokens before were sampled with these routes; vLLM has only read them again.
-            routes, prompt_routes = np.concatenate([before.routes, routes]), before.prompt_routes
-        return {"routes": routes, "prompt_routes": prompt_routes}
+        # A token's route is that of the position before it, which predicted it. Those of the prefix are not taken from
+        # here: its tokens were sampled with the routes that it has, and vLLM has only read them again.
+        return Routes(rows[: len(request.prompt)], rows[num_before - 1 :])
 
     def _most_kept(self, params: SamplingParams) -> tuple[int, int]:
         """The top-k of a request whose kept sets are recorded, and the number of log-probs that it asks for."""

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from gspo.errors import RolloutError
 from gspo.models.moe import routed
-from gspo.models.vision.tower import Shown, ShownPrompt, Vision
+from gspo.models.vision.tower import Shown, Vision
 from gspo.sampling.local.cache_rows import CacheLayout, Part, num_bytes
 from gspo.sampling.local.rows import Rows
 from gspo.sampling.local.stepper import Finished, KeptRow, Step, StoredPrompt, first_of_each
@@ -107,13 +107,11 @@ class LengthStepper:
 
     def _images(self, tokens: NDArray, requests: Sequence[Request]) -> dict[str, Any]:
         """The arguments for whole sequences [B, L] that begin with prompts with images; empty for text alone."""
-        shown = {r.key: ShownPrompt(r.prompt, r.images) for r in requests if r.images is not None}
-        if not shown:
+        row = Shown.of([r.shown for r in requests], [len(r.prompt) for r in requests])
+        if row is None:
             return {}
         assert self._vision is not None  # the engine checks every request
-        (num_rows, length), numbers = tokens.shape, list(shown)
-        of_row = np.array([numbers.index(r.key) if r.images is not None else -1 for r in requests])
-        row = Shown(tuple(shown.values()), of_row, np.array([len(r.prompt) for r in requests]))
+        num_rows, length = tokens.shape
         # The rows end to end.
         placed = self._vision.lay_out(
             tokens.reshape(-1),
@@ -122,7 +120,7 @@ class LengthStepper:
             np.full(num_rows, length),
             row,
         )
-        self._counts["prefill_images"] += len(shown)
+        self._counts["prefill_images"] += len(row.prompts)
         found: dict[str, Any] = {"mm_encoder_outputs": {"image": self._vision.encoder_output(row.prompts, placed)}}
         if placed.positions is not None:
             positions = torch.from_numpy(placed.positions).view(-1, num_rows, length)  # [D, B, L]
@@ -163,8 +161,8 @@ class LengthStepper:
     def join(self, slots: NDArray) -> None:
         for slot in slots:
             request = self._request(int(slot))
-            if request.images is not None and self._vision is not None:
-                self._rows.delta[slot] = self._vision.delta(ShownPrompt(request.prompt, request.images))
+            if request.shown is not None and self._vision is not None:
+                self._rows.delta[slot] = self._vision.delta(request.shown)
         if self._layout is None:
             return
         self._fresh += [int(s) for s in slots if self._rows.count[s] == 0]

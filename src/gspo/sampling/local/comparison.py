@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gspo.types import Request, Sample, SampleId, SamplingParams, ShownPrompt
+from gspo.types import Prompt, Request, Sample, SampleId, SamplingParams
 
 if TYPE_CHECKING:
     from gspo.models.vision.tower import Vision
@@ -29,7 +29,7 @@ class ForwardComparison:
     num_vocab: int
     context: int
     vision: Vision | None
-    image_prompts: Sequence[ShownPrompt]
+    image_prompts: Sequence[Prompt]
 
     def requests(self, version: int, *, is_packed: bool) -> list[Request]:
         tokens = self._tokens()
@@ -46,7 +46,7 @@ class ForwardComparison:
         if self.vision is not None and self.vision.sees_prompts_both_ways:
             requests = []  # on text alone, the plain forward of such a model is not causal
         return requests + [
-            Request(SampleId(1 + number, i), shown.tokens, _PARAMS, given, images=shown.images)
+            Request(SampleId(1 + number, i), shown.tokens, _PARAMS, given, origin=shown)
             for number, shown in enumerate(self.image_prompts)
             for i, given in enumerate((None, replace(prefix, id=SampleId(1 + number, 1))))
         ]
@@ -63,11 +63,11 @@ class ForwardComparison:
         for sample in samples:
             request, new = request_of[sample.id], sample.tokens.tolist()
             prompt, more = request.prompt, {}
-            if request.images is not None:
+            if request.shown is not None:
                 # A placeholder among the sampled tokens would ask the plain forward for another feature.
                 if self.vision is None or self.vision.token in new:
                     continue
-                more = self.vision.plain_inputs(ShownPrompt(prompt, request.images), len(prompt) + len(new))
+                more = self.vision.plain_inputs(request.shown, len(prompt) + len(new))
             ids = torch.tensor([[*prompt, *new]], device=model.device)
             logits = model(input_ids=ids, use_cache=False, **more).logits[0, len(prompt) - 1 : -1]  # [new, V]
             expected = torch.log_softmax(logits.double() / _PARAMS.temperature, -1).cpu().numpy()[range(len(new)), new]

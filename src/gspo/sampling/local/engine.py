@@ -34,7 +34,7 @@ from gspo.sampling.local.draw import SamplingRule, draw, kept_sets, rule_of
 from gspo.sampling.local.rows import Rows
 from gspo.sampling.local.stepper import Engine, Finished
 from gspo.sampling.requests import completed_by_prefix, interrupted, validate_request
-from gspo.types import FinishReason, PromptKey, Request, Sample, SamplingParams, ShownPrompt
+from gspo.types import FinishReason, Prompt, PromptKey, Request, Sample, SamplingParams
 
 if TYPE_CHECKING:
     from gspo.models.vision.tower import Vision
@@ -65,7 +65,7 @@ class LocalSampler:
         version: int = 0,
         verify: bool = True,
         vision: Vision | None = None,
-        image_prompts: Sequence[ShownPrompt] = (),
+        image_prompts: Sequence[Prompt] = (),
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         if max_rows < 1:
@@ -105,7 +105,7 @@ class LocalSampler:
         if self._closed:
             raise RolloutError("the sampler is closed: nothing can be submitted")
         for request in requests:  # all are checked before any is queued
-            if request.images is None and self._vision is not None and self._vision.sees_prompts_both_ways:
+            if request.shown is None and self._vision is not None and self._vision.sees_prompts_both_ways:
                 raise DataError(
                     f"request {tuple(request.id)}: {type(self._model).__name__} needs an image in every prompt"
                 )
@@ -211,7 +211,9 @@ class LocalSampler:
         for slot in rows.living()[::-1]:
             request = rows.requests[slot]
             assert request is not None
-            self._waiting.appendleft(replace(request, prefix=rows.take(int(slot), "abort")))
+            prompt = self._stepper.prompts.get(request.key)
+            partial = rows.take(int(slot), "abort", prompt and prompt.routes)
+            self._waiting.appendleft(replace(request, prefix=partial))
         self._clear()
 
     def _stopped(self) -> bool:
@@ -283,8 +285,6 @@ class LocalSampler:
             raise
         slots = self._rows.join(requests, [self._rules[r.params] for r in requests])
         prompts = [self._stepper.prompts.get(r.key) for r in requests]
-        for slot, prompt in zip(slots, prompts, strict=True):
-            self._rows.prompt_routes[slot] = None if prompt is None else prompt.routes
         self._stepper.join(slots)
         # A continued row feeds its last token next; a new row draws its first token from the prompt's logits.
         fresh = [
@@ -360,9 +360,10 @@ class LocalSampler:
             request = rows.requests[slots[i]]
             assert request is not None
             finish: FinishReason = "stop" if ended[i] else "length"
-            self._done.append(rows.take(int(slots[i]), finish))
+            prompt = self._stepper.prompts.get(request.key)
+            self._done.append(rows.take(int(slots[i]), finish, prompt and prompt.routes))
             # At most as many rows are kept as may run: this bounds the memory, and does not depend on timing.
-            if request.keep_cache and request.images is None and len(self._stepper.kept) + len(kept) < self._max_rows:
+            if request.keep_cache and request.shown is None and len(self._stepper.kept) + len(kept) < self._max_rows:
                 kept.append(Finished(int(slots[i]), request, self._done[-1]))
             # A prompt is dropped with the last request that needs it.
             self._references[request.key] -= 1

@@ -26,7 +26,7 @@ from gspo.sampling.local.attention import active
 from gspo.sampling.local.cache import DecodePlan, ExtendPlan, Grid, KVStore, Plan, PrefillPlan, make_grid
 from gspo.sampling.local.rows import Rows
 from gspo.sampling.local.stepper import Finished, KeptRow, Step, StoredPrompt, first_of_each
-from gspo.types import PromptKey, Request, Shown, ShownPrompt
+from gspo.types import PromptKey, Request, Shown
 
 if TYPE_CHECKING:
     from gspo.models.vision.tower import Placement, Vision
@@ -97,7 +97,7 @@ class PackedStepper:
         found: dict[PromptKey, KeptRow] = {}
         for request in requests:
             row = self.kept.pop((request.id.submission, request.id.sample), None)
-            if row is None or request.images is not None or request.key in self.prompts:
+            if row is None or request.shown is not None or request.key in self.prompts:
                 continue
             # The row must be shorter: the logits of the prompt's last token are needed.
             if len(row.tokens) < len(request.prompt) and request.prompt[: len(row.tokens)] == row.tokens:
@@ -156,16 +156,14 @@ class PackedStepper:
 
         A prompt with images continues no kept row, so its tokens are whole.
         """
-        shown = [ShownPrompt(r.prompt, r.images) for r in part if r.images is not None]
-        if not shown:
+        row = Shown.of([r.shown for r in part], lengths)
+        if row is None:
             return None, None, [0] * len(part)
         assert self._vision is not None  # the engine checks every request
-        has_images = np.array([r.images is not None for r in part])
-        row = Shown(tuple(shown), np.where(has_images, np.cumsum(has_images) - 1, -1), lengths)
         placed = self._vision.lay_out(tokens, positions, np.cumsum(lengths) - lengths, lengths, row)
-        by_key = {prompt.key: self._vision.delta(prompt) for prompt in shown}
-        images = self._vision.encoder_output(shown, placed)
-        self._counts["prefill_images"] += len(shown)
+        by_key = {prompt.key: self._vision.delta(prompt) for prompt in row.prompts}
+        images = self._vision.encoder_output(row.prompts, placed)
+        self._counts["prefill_images"] += len(row.prompts)
         return placed, images, [by_key.get(r.key, 0) for r in part]
 
     def _check_windows(self) -> None:
@@ -239,7 +237,7 @@ class PackedStepper:
         }.items():
             self.kept.pop(episode, None)
             # Without the experts of every position, the next turn could not report those of its prompt.
-            if self._routers and (sample.routes is None or sample.prompt_routes is None):
+            if self._routers and sample.extras.routes is None:
                 continue
             prompt = self.prompts[request.key]
             # One row takes over the group slot of a prompt that no request needs; other rows get a copy.
@@ -251,11 +249,8 @@ class PackedStepper:
                 copies.append((prompt.slot, target))
             # The last token was drawn and not fed: it has no keys and values.
             tokens = request.prompt + tuple(sample.tokens[:-1].tolist())
-            routes = None
-            if sample.routes is not None and sample.prompt_routes is not None:
-                # routes[0] is of the prompt's last token, which prompt_routes has, too.
-                routes = np.concatenate([sample.prompt_routes, sample.routes[1:]])
-            self.kept[episode] = KeptRow(tokens, target, routes)
+            routes = sample.extras.routes
+            self.kept[episode] = KeptRow(tokens, target, None if routes is None else routes.inputs)
             ends.append((slot, target, len(request.prompt), len(sample.tokens) - 1))
         if ends:
             rows, groups, prompt_lens, own_lens = np.array(ends).T

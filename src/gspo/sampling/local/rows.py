@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo.types import FinishReason, Kept, Request, Sample
+from gspo.types import Extras, FinishReason, Kept, Request, Routes, Sample
 
 
 class Rows:
@@ -33,7 +33,6 @@ class Rows:
         self.versions = np.zeros((0, 0), dtype=np.int32)  # [R, T]
         # [R, T, layers, top_k] experts at the position that predicted each token; empty for a dense model.
         self.routes: NDArray[Any] = np.zeros((0, 0, *route[:2]), dtype=route[2])
-        self.prompt_routes: list[NDArray[Any] | None] = []
         self.kept: list[list[NDArray[np.int32]]] = []  # per slot: the kept set of each token; empty if not recorded
 
     _COLUMNS = ("alive", "group", "prompt_len", "delta", "count", "rule", "key", "tokens", "logp", "versions", "routes")
@@ -57,7 +56,6 @@ class Rows:
                 column = getattr(self, name)
                 setattr(self, name, np.pad(column, ((0, rows - have), *((0, 0),) * (column.ndim - 1))))
             self.requests += [None] * (rows - have)
-            self.prompt_routes += [None] * (rows - have)
             self.kept += [[] for _ in range(rows - have)]
 
     def join(self, requests: list[Request], rules: list[int]) -> NDArray[np.int64]:
@@ -72,10 +70,11 @@ class Rows:
                 self.tokens[slot, :num] = request.prefix.tokens
                 self.logp[slot, :num] = request.prefix.behavior_logp
                 self.versions[slot, :num] = request.prefix.versions
-                if request.prefix.routes is not None:
-                    self.routes[slot, :num] = request.prefix.routes
+                before = request.prefix.extras
+                if before.routes is not None:
+                    self.routes[slot, :num] = before.routes.own
                 if request.params.record_kept:
-                    self.kept[slot] = (request.prefix.kept or Kept.whole(num)).sets()
+                    self.kept[slot] = (before.kept or Kept.whole(num)).sets()
         self.alive[slots] = True
         self.rule[slots] = rules
         self.prompt_len[slots], self.delta[slots] = [len(r.prompt) for r in requests], 0
@@ -98,28 +97,26 @@ class Rows:
         for slot, ids in zip(slots, sets, strict=True):
             self.kept[slot].append(ids)
 
-    def take(self, slot: int, finish: FinishReason) -> Sample:
+    def take(self, slot: int, finish: FinishReason, prompt_routes: NDArray[Any] | None) -> Sample:
         """The sample of a row with its tokens so far; the slot is free afterwards."""
         request, num = self.requests[slot], int(self.count[slot])
         assert request is not None
-        routes, prompt_routes = None, self.prompt_routes[slot]
-        self.requests[slot], self.alive[slot], self.prompt_routes[slot] = None, False, None
+        self.requests[slot], self.alive[slot] = None, False
         # New tokens are trained on and belong to the request's turn; those of a prefix keep their own values.
         mask, turns = np.ones(num, dtype=np.bool_), np.full(num, request.id.turn, dtype=np.int16)
         if request.prefix is not None:
             kept = len(request.prefix.tokens)
             mask[:kept], turns[:kept] = request.prefix.mask, request.prefix.turns
             if kept:  # tokens of earlier weights keep their routes, or have none
-                prompt_routes = request.prefix.prompt_routes
-        if self.routes.size and prompt_routes is not None:
-            routes = self.routes[slot, :num].copy()
+                prompt_routes = (before := request.prefix.extras.routes) and before.prompt
         # Copies: another row will reuse this slot.
         tokens, logp = self.tokens[slot, :num].copy(), self.logp[slot, :num].copy()
         versions = self.versions[slot, :num].copy()
         sets, self.kept[slot] = self.kept[slot], []
         # A row whose logits were not finite has a set without a token.
         kept = Kept.of(sets[:num]) if request.params.record_kept else None
-        return Sample(request.id, tokens, logp, versions, mask, turns, finish, routes, prompt_routes, kept)
+        routes = None if prompt_routes is None else Routes(prompt_routes, self.routes[slot, :num].copy())
+        return Sample(request.id, tokens, logp, versions, mask, turns, finish, Extras(routes, kept))
 
     def compact(self) -> tuple[list[int], list[int]]:
         """If fewer slots suffice, move the last rows into the first free slots. Returns the moves as (from, to)."""
@@ -136,7 +133,6 @@ class Rows:
         self.alive[source] = False
         for i, j in zip(source, target, strict=True):
             self.requests[j], self.requests[i] = self.requests[i], None
-            self.prompt_routes[j], self.prompt_routes[i] = self.prompt_routes[i], None
             self.kept[j], self.kept[i] = self.kept[i], []
         self.used = used
         return source.tolist(), target.tolist()

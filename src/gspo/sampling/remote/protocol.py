@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo.types import Kept, Request, Sample, SampleId, SamplingParams
+from gspo.types import Extras, Kept, Request, Routes, Sample, SampleId, SamplingParams
 
 _COLUMNS = {"tokens": "<i4", "behavior_logp": "<f4", "versions": "<i4", "mask": "|u1", "turns": "<i2"}
 _ROUTES = ("|u1", "<i2")  # expert numbers: up to 256 experts, or more
@@ -85,12 +85,12 @@ def pack_sample(sample: Sample) -> dict[str, Any]:
     """
     packed = {"id": list(sample.id), "finish": sample.finish}
     packed |= {name: _pack(getattr(sample, name), kind) for name, kind in _COLUMNS.items()}
-    for name in ("routes", "prompt_routes"):
-        if (routes := getattr(sample, name)) is not None:
-            kind = _ROUTES[routes.dtype.itemsize > 1]
-            packed[name] = {"type": kind, "shape": list(routes.shape), "data": _pack(routes, kind)}
-    if sample.kept is not None:
-        packed["kept"] = {"counts": _pack(sample.kept.counts, "<i4"), "ids": _pack(sample.kept.ids, "<i4")}
+    if (routes := sample.extras.routes) is not None:
+        for name, experts in (("routes", routes.own), ("prompt_routes", routes.prompt)):
+            kind = _ROUTES[experts.dtype.itemsize > 1]
+            packed[name] = {"type": kind, "shape": list(experts.shape), "data": _pack(experts, kind)}
+    if (kept := sample.extras.kept) is not None:
+        packed["kept"] = {"counts": _pack(kept.counts, "<i4"), "ids": _pack(kept.ids, "<i4")}
     return packed
 
 
@@ -106,9 +106,6 @@ def unpack_sample(body: Any) -> Sample:
         raise WireError(f"the columns of a sample have different lengths: {lengths}")
     if ((mask := columns["mask"]) > 1).any():
         raise WireError("mask must hold 0 and 1")
-    routes = _routes(body, "routes")
-    if routes is not None and len(routes) != len(mask):
-        raise WireError(f"routes of {len(routes)} tokens for {len(mask)}")
     return Sample(
         id=_id(body),
         tokens=columns["tokens"],
@@ -117,9 +114,7 @@ def unpack_sample(body: Any) -> Sample:
         mask=mask.astype(np.bool_),
         turns=columns["turns"],
         finish=finish,  # pyright: ignore[reportArgumentType]
-        routes=routes,
-        prompt_routes=_routes(body, "prompt_routes"),
-        kept=_kept(body, len(mask)),
+        extras=Extras(_routes(body, len(mask)), _kept(body, len(mask))),
     )
 
 
@@ -180,9 +175,16 @@ def _ints(body: Mapping[str, Any], name: str) -> list[int]:
     return [field({name: value}, name, int) for value in field(body, name, list)]
 
 
-def _routes(body: Mapping[str, Any], name: str) -> NDArray[Any] | None:
-    if body.get(name) is None:
+def _routes(body: Mapping[str, Any], num: int) -> Routes | None:
+    if body.get("routes") is None and body.get("prompt_routes") is None:
         return None
+    routes = Routes(_experts(body, "prompt_routes"), _experts(body, "routes"))
+    if len(routes.own) != num:
+        raise WireError(f"routes of {len(routes.own)} tokens for {num}")
+    return routes
+
+
+def _experts(body: Mapping[str, Any], name: str) -> NDArray[Any]:
     packed = field(body, name, dict)
     kind, shape = packed.get("type"), _ints(packed, "shape")
     if kind not in _ROUTES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, TypedDict
 
-from gspo.algorithms import ALGORITHMS, CORRECTIONS, LEVEL_DEFAULTS, Algorithm
+from gspo.algorithms import ALGORITHMS, CORRECTIONS, GATES, LEVEL_DEFAULTS, Algorithm
 from gspo.config.loaded import Loaded
 from gspo.config.schema import Config, Correction, RewardNorm
 from gspo.system.text import number
@@ -57,19 +57,16 @@ def effective_objective(loaded: Loaded) -> ObjectiveSettings:
     """
     config, actor = loaded.config, loaded.config.actor
     algorithm = ALGORITHMS[str(config.algorithm)]
+    gate = GATES[algorithm.gate]
     level = level_of(algorithm, actor.importance_sampling_level)
     settings: dict[str, Any] = {"level": level, "aggregation": actor.loss_aggregation}
     low, high = default_clip_range(algorithm, level)
     # Each gate has its own settings; the loss function accepts only those of its gate.
-    if algorithm.gate == "clip":
-        auto = actor.eps_clip == "auto"
-        settings["clip_low"] = low if auto else actor.eps_clip
-        settings["clip_high"] = high if auto else actor.eps_clip_higher
-        settings["dual_clip"] = actor.c_clip
-    elif algorithm.gate == "sapo":
-        settings |= {"tau_pos": actor.sapo_tau_pos, "tau_neg": actor.sapo_tau_neg}
-    else:
-        settings |= algorithm.settings
+    auto = gate.has_range and actor.eps_clip == "auto"
+    adjusted = {"clip_low": low, "clip_high": high} if auto else {}
+    for name, setting in gate.settings.items():
+        own = getattr(actor, setting.key) if setting.key else setting.default
+        settings[name] = adjusted.get(name, own)
     proximal = proximal_policy(actor.use_decoupled_loss, actor.prox_logp_method)
     settings["kl_coef"] = actor.kl_loss_coef
     settings["kl_estimator"] = actor.kl_estimator or "k3"
@@ -85,7 +82,7 @@ def effective_objective(loaded: Loaded) -> ObjectiveSettings:
         advantage=_advantage(algorithm, actor.reward_norm),
         aggregation=str(actor.loss_aggregation),
         settings=settings,
-        eps_auto=algorithm.gate == "clip" and actor.eps_clip == "auto",
+        eps_auto=auto,
         proximal=proximal.method,
         corrected=proximal.corrected,
     )
@@ -117,7 +114,7 @@ def objective_words(loaded: Loaded) -> str:
     parts = [f"{name.upper()} ({ratio})"]
     if objective["eps_auto"]:
         parts.append("automatic clip range")
-    elif objective["gate"] == "clip":
+    elif GATES[objective["gate"]].has_range:
         parts.append(f"clip {number(settings['clip_low'])}/{number(settings['clip_high'])}")
     return ", ".join([*parts, f"{updates} update{'s' * (updates > 1)} per batch"])
 

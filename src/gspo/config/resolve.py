@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gspo.algorithms import ALGORITHMS, CORRECTIONS, LEVEL_DEFAULTS
+from gspo.algorithms import ALGORITHMS, CORRECTIONS, GATES, LEVEL_DEFAULTS
 from gspo.config.backends import SAMPLERS, TRAINERS, parse_backend
 from gspo.config.layout import layout_of
 from gspo.config.loaded import Origin
@@ -111,17 +111,17 @@ class _Resolver:
         by_algorithm = Origin("algorithm", algorithm.name)
         level = level_of(algorithm, self.get("actor.importance_sampling_level"))
         is_other_level = level != algorithm.level
-        if algorithm.gate == "gmpo" and is_other_level:
+        if GATES[algorithm.gate].level not in (None, level):
             self.problems.append(
-                f"{self.place('actor.importance_sampling_level')}: actor.importance_sampling_level must be sequence "
-                f"with algorithm gmpo, which takes a geometric mean over the sequence, got {level}; remove it, or "
-                "choose algorithm: grpo"
+                f"{self.place('actor.importance_sampling_level')}: actor.importance_sampling_level must be "
+                f"{GATES[algorithm.gate].level} with algorithm {algorithm.name}, which takes a mean over the sequence "
+                f"inside its gate, got {level}; remove it, or choose algorithm: grpo"
             )
         by_level = Origin("level", level) if is_other_level else by_algorithm
         aggregation = LEVEL_DEFAULTS[level]["aggregation"] if is_other_level else algorithm.aggregation
         self.fill("actor.importance_sampling_level", "token" if level == "token" else "sequence", by_algorithm)
         self.fill("actor.loss_aggregation", aggregation, by_level)
-        if algorithm.gate == "clip":
+        if GATES[algorithm.gate].has_range:
             self.fill_clip_range(*default_clip_range(algorithm, level), by_level)
         self.fill("actor.ppo_n_minibatches", algorithm.minibatches, by_algorithm)
         self.fill("actor.zero_variance_groups", algorithm.zero_variance_groups, by_algorithm)

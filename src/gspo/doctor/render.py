@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from gspo.algorithms import ALGORITHMS, Algorithm
+from gspo.algorithms import ALGORITHMS, GATES, Algorithm
 from gspo.doctor.explain import Report
 from gspo.doctor.explain.objective import ADVANTAGE_WORDS, AGGREGATION_WORDS, RATIO_WORDS
 from gspo.system.text import TextRows, count, human, inert, number
@@ -71,14 +71,7 @@ def algorithm_card(algorithm: Algorithm, *, width: int = 100, styled: bool = Fal
 
 
 def _gate(a: Algorithm) -> str:
-    s = a.settings
-    if a.gate == "clip":
-        return f"clip {_number(s['clip_low'])}/{_number(s['clip_high'])}"
-    if a.gate == "cispo":
-        return f"weight ≤ {s['weight_max']:g}"
-    if a.gate == "sapo":
-        return f"soft, τ {s['tau_pos']:g}/{s['tau_neg']:g}"
-    return f"band exp(±{s['log_clip_high']:g})" if a.gate == "gmpo" else "log π" if a.gate == "log" else "none"
+    return GATES[a.gate].short.format(**{name: _number(value) for name, value in a.settings.items()})
 
 
 def _number(value: Any) -> str:

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo.algorithms import AGGREGATIONS, ALGORITHMS, COMMON_SETTINGS, LEVELS, Algorithm
-from gspo.objectives import aggregate, correction, gate
+from gspo.algorithms import AGGREGATIONS, ALGORITHMS, COMMON_SETTINGS, GATES, LEVELS, Algorithm
+from gspo.objectives import aggregate, correction
+from gspo.objectives.gate import Ratio
 from gspo.objectives.kl import ESTIMATORS, kl
 from gspo.objectives.layout import (
     TokenLayout,
@@ -33,13 +34,8 @@ from gspo.objectives.layout import (
     mean_tokens,
     token_layout,
 )
-from gspo.objectives.ratio import (
-    LOG_RATIO_BOUND,
-    bounded,
-    sequence_log_ratio,
-    sequence_token_log_ratio,
-    token_log_ratio,
-)
+from gspo.objectives.ratio import sequence_log_ratio, sequence_token_log_ratio, token_log_ratio
+from gspo.system.imports import by_name
 
 
 @dataclass(frozen=True)
@@ -150,8 +146,8 @@ def _check_shapes(logp: Tensor, **others: Tensor | None) -> None:
 
 
 def _ratio_per_sequence(algorithm: Algorithm, chosen: Mapping[str, Any]) -> bool:
-    """Whether a sequence has one ratio. The gates of CISPO and SFT use log π of each token: they are per token."""
-    return chosen["level"] == "sequence" and algorithm.gate not in ("cispo", "log")
+    """Whether a sequence has one ratio. Gates that use log π of each token are per token at every level."""
+    return chosen["level"] == "sequence" and not GATES[algorithm.gate].by_token
 
 
 def _advantage(advantage: Tensor, layout: TokenLayout, dtype: torch.dtype) -> Values:
@@ -182,35 +178,10 @@ def _gate(
     layout: TokenLayout,
 ) -> tuple[Values, Values]:
     """(g of `gate.py`: the objective without its factor A, whether it was clipped), each per token or per sequence."""
-    # GMPO clips tokens, but its ratio is per sequence: it fits neither case below.
-    if algorithm.gate == "gmpo":
-        return _gmpo(chosen, d, adv.x, layout)
-    per_token = not _ratio_per_sequence(algorithm, chosen)
+    gate, per_token = GATES[algorithm.gate], not _ratio_per_sequence(algorithm, chosen)
     log_ratio = _log_ratio(chosen["level"], per_token, logp, d, log_s, layout)
-
-    def matched(x: Tensor) -> Tensor:
-        """A value computed from the advantage, in the shape of the log-ratio."""
-        return Values(x, adv.per_token).at_tokens(layout) if per_token else x
-
-    if algorithm.gate == "clip":
-        # Bounds are computed in the shape of A, then brought to the shape of the ratio.
-        clips = (chosen["clip_low"], chosen["clip_high"], chosen["dual_clip"])
-        low, high = gate.clip_bounds(adv.x, *clips, log_ratio.dtype)
-        value, clipped = gate.clip(log_ratio, matched(low), matched(high))
-    elif algorithm.gate == "cispo":
-        value = gate.cispo(log_ratio, keep_trained(logp, layout), chosen["weight_max"])
-        clipped = log_ratio.detach() > math.log(chosen["weight_max"])
-    else:
-        # Gates without a hard clip: log π, SAPO's sigmoid, or the plain ratio.
-        if algorithm.gate == "log":
-            value = keep_trained(logp, layout)
-        elif algorithm.gate == "sapo":
-            tau = gate.by_sign(adv.x > 0, chosen["tau_pos"], chosen["tau_neg"], log_ratio.dtype)
-            value = gate.sapo(log_ratio, matched(tau))
-        else:
-            value = bounded(log_ratio).exp()
-        clipped = torch.zeros_like(value, dtype=torch.bool)
-    return Values(value, per_token), Values(clipped, per_token)
+    ratio = Ratio(log_ratio, per_token, adv, logp, d, layout)
+    return by_name(gate.function)(ratio, **{name: chosen[name] for name in gate.settings})
 
 
 def _log_ratio(level: str, per_token: bool, logp: Tensor, d: Tensor, log_s: Tensor, layout: TokenLayout) -> Tensor:
@@ -220,15 +191,6 @@ def _log_ratio(level: str, per_token: bool, logp: Tensor, d: Tensor, log_s: Tens
     if level == "sequence":
         return at_tokens(log_s, layout) if per_token else log_s
     return d
-
-
-def _gmpo(chosen: Mapping[str, Any], d: Tensor, advantage: Tensor, layout: TokenLayout) -> tuple[Values, Values]:
-    """GMPO clamps each token's log-ratio, then takes their mean   (arXiv 2507.20673, eq. 3, in logs)."""
-    low = gate.by_sign(advantage < 0, -chosen["log_clip_low"], -LOG_RATIO_BOUND, d.dtype)  # [B]
-    high = gate.by_sign(advantage > 0, chosen["log_clip_high"], LOG_RATIO_BOUND, d.dtype)  # [B]
-    clamped = torch.clamp(d, at_tokens(low, layout), at_tokens(high, layout))  # token-shaped
-    value = sequence_log_ratio(clamped, layout).exp()  # [B]
-    return Values(value, per_token=False), Values(clamped.detach() != d.detach(), per_token=True)
 
 
 def _corrected(
@@ -348,16 +310,11 @@ def _settings(algorithm: Algorithm, given: Mapping[str, Any]) -> dict[str, Any]:
     for key, choices in (("level", LEVELS), ("aggregation", AGGREGATIONS), ("kl_estimator", ESTIMATORS)):
         if chosen[key] not in choices:
             raise ValueError(f"{algorithm.name}: {key} must be one of {', '.join(choices)}, got {chosen[key]!r}")
-    if algorithm.gate == "gmpo" and chosen["level"] != "sequence":
-        raise ValueError("gmpo is the geometric mean over a sequence; its level is sequence")
-    for key in ("clip_low", "clip_high", "weight_max", "tau_pos", "tau_neg", "log_clip_low", "log_clip_high"):
-        if chosen.get(key) is not None and not chosen[key] > 0:
-            raise ValueError(f"{algorithm.name}: {key} must be above 0, got {chosen[key]}")
-    if chosen.get("clip_low") is not None and chosen["clip_low"] > 1:
-        raise ValueError(
-            f"{algorithm.name}: clip_low must be at most 1 (ratios are positive), got {chosen['clip_low']}"
-        )
-    # Below 1, the dual clip would remove the gradient at ratio 1, before the policy has moved.
-    if chosen.get("dual_clip") is not None and not chosen["dual_clip"] > 1:
-        raise ValueError(f"{algorithm.name}: dual_clip must be above 1, got {chosen['dual_clip']}")
+    gate = GATES[algorithm.gate]
+    if gate.level not in (None, chosen["level"]):
+        raise ValueError(f"{algorithm.name}: level must be {gate.level}, got {chosen['level']!r}")
+    for key, setting in gate.settings.items():
+        if chosen[key] is not None and not setting.above < chosen[key] <= setting.at_most:
+            limit = f" and at most {setting.at_most:g}" if setting.at_most < math.inf else ""
+            raise ValueError(f"{algorithm.name}: {key} must be above {setting.above:g}{limit}, got {chosen[key]}")
     return chosen

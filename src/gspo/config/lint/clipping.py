@@ -15,7 +15,7 @@ FLOAT32_EPS = 1e-5  # float32 rounding alone moves log s by about 1e-6
 
 
 def auto_without_clipping(f: Facts) -> Iterator[Finding]:
-    if f.actor.eps_clip == "auto" and f.objective["gate"] != "clip":
+    if f.actor.eps_clip == "auto" and not f.objective["eps_auto"]:
         yield f.error(
             "actor.eps_clip",
             f"auto adjusts a clip range, but {f.objective['name']} does not clip",
@@ -24,7 +24,7 @@ def auto_without_clipping(f: Facts) -> Iterator[Finding]:
 
 
 def auto_per_token(f: Facts) -> Iterator[Finding]:
-    if f.actor.eps_clip == "auto" and f.objective["gate"] == "clip" and not f.sequence_level:
+    if f.objective["eps_auto"] and not f.sequence_level:
         yield f.error(
             "actor.eps_clip",
             "auto follows the quantiles of the sequence ratio, but this objective has one ratio per token",

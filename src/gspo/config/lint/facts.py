@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from gspo.algorithms import GATES
 from gspo.config.backends import SAMPLERS, parse_backend
 from gspo.config.layout import layout_of
 from gspo.config.loaded import Loaded
@@ -77,7 +78,7 @@ class Facts:
     @property
     def clips(self) -> tuple[float, float] | None:
         """(ε_low, ε_high) if they are fixed numbers; None without clipping and with eps_clip: auto."""
-        if self.objective["gate"] != "clip" or self.objective["eps_auto"]:
+        if not GATES[self.objective["gate"]].has_range or self.objective["eps_auto"]:
             return None
         return self.objective["settings"]["clip_low"], self.objective["settings"]["clip_high"]
 

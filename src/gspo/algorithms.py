@@ -7,8 +7,9 @@ else. objective = ratio level x gate x advantage x aggregation (x correction, KL
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -196,6 +197,7 @@ class Algorithm:
     zero_variance_groups: Literal["count", "drop", "refill"] = "count"
     overlong_penalty: bool = False
     supervised: bool = False  # the completions are those of the data set; nothing is sampled or rewarded
+    of_user: bool = False  # a function of the user; its level, gate and settings are GSPO's defaults around it
 
 
 _TOKEN_CLIP = "min( wᵢₜ Aᵢ , clip(wᵢₜ, 1−ε_low, 1+ε_high) Aᵢ )"
@@ -376,3 +378,28 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
         )
     }
 )
+
+
+def is_function(name: str | None) -> bool:
+    """Whether an `algorithm` names a function of the user: `file.py:function`, `package.module:function`."""
+    return name is not None and re.fullmatch(r".+:[^\W\d]\w*(\.\w+)*", name) is not None
+
+
+def algorithm_of(name: str | None, *, has_critic: bool = False) -> Algorithm:
+    """The preset; for a function of the user what GSPO has around its ratio and gate, and GAE if there is a critic.
+
+    >>> algorithm_of("my_loss.py:objective").aggregation, algorithm_of("grpo").of_user
+    ('sequence_mean', False)
+    """
+    if not is_function(name):
+        return ALGORITHMS[str(name)]
+    advantage: Advantage = "gae" if has_critic else "group_std"
+    about = {"title": "an objective of your own", "formula": "", "paper": "", "note": ""}
+    return replace(ALGORITHMS["gspo"], name=str(name), advantage=advantage, of_user=True, **about)
+
+
+def clip_range_of(settings: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The names of ε_low and ε_high in an objective's settings; a function of the user has the names of the keys."""
+    own = GATES["clip"].settings
+    pairs = (CLIP_RANGE, tuple(own[name].key for name in CLIP_RANGE))
+    return next(((low, high) for low, high in pairs if low in settings), None)

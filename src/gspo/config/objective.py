@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, TypedDict
 
-from gspo.algorithms import ALGORITHMS, CORRECTIONS, GATES, LEVEL_DEFAULTS, Algorithm
+from gspo.algorithms import ALGORITHMS, CORRECTIONS, GATES, LEVEL_DEFAULTS, Algorithm, algorithm_of
 from gspo.config.loaded import Loaded
 from gspo.config.schema import Config, Correction, RewardNorm
 from gspo.system.text import number
@@ -46,6 +46,7 @@ class ObjectiveSettings(TypedDict):
     eps_auto: bool  # eps_clip: auto; the run replaces clip_low and clip_high in every step
     proximal: str  # auto, recompute, rollout or loglinear
     corrected: bool  # the loss is multiplied by π_old/μ
+    of_user: bool  # name is a function; level, gate and their settings are defaults that it may not use
 
 
 def effective_objective(loaded: Loaded) -> ObjectiveSettings:
@@ -56,7 +57,7 @@ def effective_objective(loaded: Loaded) -> ObjectiveSettings:
     0.0004
     """
     config, actor = loaded.config, loaded.config.actor
-    algorithm = ALGORITHMS[str(config.algorithm)]
+    algorithm = algorithm_in(config)
     gate = GATES[algorithm.gate]
     level = level_of(algorithm, actor.importance_sampling_level)
     settings: dict[str, Any] = {"level": level, "aggregation": actor.loss_aggregation}
@@ -85,11 +86,14 @@ def effective_objective(loaded: Loaded) -> ObjectiveSettings:
         eps_auto=auto,
         proximal=proximal.method,
         corrected=proximal.corrected,
+        of_user=algorithm.of_user,
     )
 
 
 def same_as(objective: ObjectiveSettings) -> str | None:
     """The preset with exactly these parts: grpo with level sequence is gspo."""
+    if objective["of_user"]:
+        return None
     for algorithm in ALGORITHMS.values():
         if all(getattr(algorithm, part) == objective[part] for part in ("level", "gate", "advantage", "aggregation")):
             return algorithm.name
@@ -110,6 +114,8 @@ def objective_words(loaded: Loaded) -> str:
     settings, name = objective["settings"], same_as(objective) or objective["name"]
     if is_supervised(loaded.config):
         return f"{name.upper()} (likelihood of the data's completions), {updates} update{'s' * (updates > 1)} per batch"
+    if algorithm_in(loaded.config).of_user:
+        return f"{objective['name']} (an objective of your own), {updates} update{'s' * (updates > 1)} per batch"
     ratio = "one ratio per token" if objective["level"] == "token" else "one ratio per completion"
     parts = [f"{name.upper()} ({ratio})"]
     if objective["eps_auto"]:
@@ -119,9 +125,14 @@ def objective_words(loaded: Loaded) -> str:
     return ", ".join([*parts, f"{updates} update{'s' * (updates > 1)} per batch"])
 
 
+def algorithm_in(config: Config) -> Algorithm:
+    """The algorithm of a resolved config."""
+    return algorithm_of(config.algorithm, has_critic=config.critic is not None)
+
+
 def is_supervised(config: Config) -> bool:
     """Whether completions come from the data set; nothing is sampled for training."""
-    return ALGORITHMS[str(config.algorithm)].supervised
+    return algorithm_in(config).supervised
 
 
 def default_algorithm_note(loaded: Loaded) -> str | None:

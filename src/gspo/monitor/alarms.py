@@ -116,7 +116,7 @@ def _lasting_conditions(
             "actor.prox_logp_method=recompute",
         ),
         "nothing clipped": (
-            clips and num_updates > 1 and seen and clipped == 0,
+            clips and num_updates > 1 and seen and clipped == 0 and metrics.get("clip/sequences_low") is not None,
             "no sequence was clipped for {n} steps: the clip range is wider than the policy's drift; "
             "set actor.eps_clip lower, or actor.eps_clip=auto",
         ),

@@ -1,4 +1,4 @@
-"""`loss`, the public call: an objective by name, on padded or packed tensors of any trainer.
+"""`loss`, the public call: an objective by name or a function, on padded or packed tensors of any trainer.
 
 loss = −(1/denominator) Σ_i agg_t( A · g(log ratio, sign of A) · w ) + kl_coef · KL(π_θ ‖ π_ref) − entropy_coef · H(π_θ)
 
@@ -7,6 +7,7 @@ ratio    π_θ/π_old of a token or a sequence        ratio.py
 g        the clip of PPO and GSPO, or another gate gate.py
 w        behavior weight π_old/μ, if corrected     correction.py
 agg      over the tokens of a sequence             aggregate.py (also the denominator)
+own.py   a function of the user in place of −A · g
 KL       to the reference, if kl_coef > 0          kl.py, aggregated in the same way
 """
 
@@ -14,15 +15,15 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gspo.algorithms import AGGREGATIONS, ALGORITHMS, COMMON_SETTINGS, GATES, LEVELS, Algorithm
-from gspo.objectives import aggregate, correction
+from gspo.algorithms import AGGREGATIONS, ALGORITHMS, COMMON_SETTINGS, GATES, LEVELS, Algorithm, clip_range_of
+from gspo.objectives import aggregate, correction, own
 from gspo.objectives.gate import Ratio
 from gspo.objectives.kl import ESTIMATORS, kl
 from gspo.objectives.layout import (
@@ -55,7 +56,7 @@ class Objective:
 
 
 def loss(
-    name: str,
+    objective: str | Callable[..., Any],
     logp: Tensor,
     proximal_logp: Tensor,
     advantage: Tensor,
@@ -69,7 +70,7 @@ def loss(
     denominator: float | Tensor | None = None,
     **settings: Any,
 ) -> Objective:
-    """The loss of preset `name` (see `gspo objectives`), −J of its formula.
+    """The loss of a preset (see `gspo objectives`), −J of its formula, or of a function (`own.py`).
 
     logp            log π_θ(y_it), [B, T], or packed [N] with cu_seqlens [B + 1]; differentiated, as is `entropy`
     proximal_logp   log π_old, same shape (`sft` has no ratio and uses it in stats only)
@@ -82,8 +83,8 @@ def loss(
                     trajectory i, if the aggregation is a mean over tokens; None: 1
     denominator     one value per optimizer update, from `objectives.denominator`; None: this batch's own counts
     settings        the preset's own: clip_low, clip_high, dual_clip / weight_max / tau_pos, tau_neg / log_clip_low,
-                    log_clip_high; and for all: level, aggregation, max_new_tokens, kl_coef, kl_estimator,
-                    entropy_coef, correction
+                    log_clip_high; those of a function are its parameters; and for all: level, aggregation,
+                    max_new_tokens, kl_coef, kl_estimator, entropy_coef, correction
 
     >>> logp = torch.tensor([[-1.0, -2.0], [-1.5, -0.5]], requires_grad=True)
     >>> out = loss("gspo", logp, logp.detach(), torch.tensor([1.0, -1.0]), torch.ones(2, 2))
@@ -91,29 +92,38 @@ def loss(
     ([False, False], [-1.0, 1.0])
     """
     # Inputs: settings, layout, at least float32. Shapes are compared first, because unequal ones could broadcast.
-    algorithm = _preset(name)
-    chosen = _settings(algorithm, settings)
+    function = objective if callable(objective) else None
+    name = objective if isinstance(objective, str) else own.name_of(objective)
+    algorithm = _preset(objective) if isinstance(objective, str) else ALGORITHMS["gspo"]
+    chosen = _settings(algorithm, settings) if function is None else _own_settings(function, settings)
     layout = token_layout(logp, mask, cu_seqlens)
     dtype = compute_dtype(logp.dtype)
     logp = logp.to(dtype)
     others = {"proximal_logp": proximal_logp, "behavior_logp": behavior_logp, "reference_logp": reference_logp}
     _check_shapes(logp, **others, entropy=entropy)
     adv = _advantage(advantage, layout, dtype)
-    if _ratio_per_sequence(algorithm, chosen):
+    if function is None and _ratio_per_sequence(algorithm, chosen):
         # The mean over the sequence's tokens; a sum would multiply the gradient by |y_i|.
         adv = Values(adv.mean(layout), per_token=False)
 
     # Ratio and gate.
     d = token_log_ratio(logp, proximal_logp, layout)  # token-shaped
     log_s = sequence_log_ratio(d, layout)  # [B]
-    value, clipped = _gate(algorithm, chosen, logp, d, log_s, adv, layout)
+    if function is None:
+        value, clipped = _gate(algorithm, chosen, logp, d, log_s, adv, layout)
+    else:
+        value, clipped = own.call(function, logp, proximal_logp, behavior_logp, adv, layout, chosen)
     stats: dict[str, Tensor] = {}
     # The behavior weight multiplies after the gate, so it does not change which ratios are clipped.
     if chosen["correction"] is not None:
         if behavior_logp is None:
             raise ValueError(f"{name}: correction needs behavior_logp, the sampler's log-probs")
         value, stats = _corrected(value, chosen["correction"], proximal_logp, behavior_logp, adv, layout)
-    per_sequence = _policy_loss(value, adv, layout, chosen["aggregation"])  # [B]
+    if function is None:
+        per_sequence = _policy_loss(value, adv, layout, chosen["aggregation"])  # [B]
+    else:
+        # One value per sequence is its share of the sum already.
+        per_sequence = _summed(value, layout, chosen["aggregation"]) if value.per_token else value.x
     # Adds 0, or NaN where a log-ratio is NaN or infinite: a clamp must not turn infinity into a plausible loss.
     per_sequence = per_sequence + 0.0 * log_s.detach()
     # The KL is added outside the gate: clipped tokens keep the gradient of their KL.
@@ -134,9 +144,10 @@ def loss(
         "log_s": log_s.detach(),
         "num_tokens": layout.num_tokens,
         "nonfinite": ~log_s.detach().isfinite(),
-        **_clipped_by_sign(clipped, adv, layout),
+        **({} if clipped is None else _clipped_by_sign(clipped, adv, layout)),
     }
-    return Objective(per_sequence.sum() / denominator, per_sequence, clipped.x, stats)
+    mask_of = torch.zeros_like(log_s, dtype=torch.bool) if clipped is None else clipped.x
+    return Objective(per_sequence.sum() / denominator, per_sequence, mask_of, stats)
 
 
 def _check_shapes(logp: Tensor, **others: Tensor | None) -> None:
@@ -229,8 +240,13 @@ def _policy_loss(value: Values, adv: Values, layout: TokenLayout, aggregation: s
         # A is [B] here: `loss` has taken its mean over the sequence.
         return -adv.x * aggregate.sequences(value.x, layout, aggregation)
     if adv.per_token:
-        return -aggregate.tokens(keep_trained(adv.x * value.x, layout), layout, aggregation)
-    return -adv.x * aggregate.tokens(keep_trained(value.x, layout), layout, aggregation)
+        return -_summed(Values(adv.x * value.x, True), layout, aggregation)
+    return -adv.x * _summed(value, layout, aggregation)
+
+
+def _summed(value: Values, layout: TokenLayout, aggregation: str) -> Tensor:
+    """Token values of each sequence as its share of the loss, [B]."""
+    return aggregate.tokens(keep_trained(value.x, layout), layout, aggregation)
 
 
 def _kl_term(
@@ -273,9 +289,10 @@ def _clipped_by_sign(clipped: Values, adv: Values, layout: TokenLayout) -> dict[
     A clipped sequence ratio clips all of its tokens.
     """
     dtype = layout.num_tokens.dtype
+    if not clipped.per_token:
+        adv = Values(adv.mean(layout), per_token=False)
     positive = adv.x > 0
     if adv.per_token:
-        # With A per token the ratio is per token, too, so the masks have the same shape.
         high = Values((clipped.x & positive).to(dtype), True).sum(layout)
         low = Values((clipped.x & (adv.x <= 0)).to(dtype), True).sum(layout)
         return {"clipped_low": low, "clipped_high": high}
@@ -303,13 +320,7 @@ def _settings(algorithm: Algorithm, given: Mapping[str, Any]) -> dict[str, Any]:
         "max_new_tokens": None,
     }
     # Names, then choices, then ranges. None switches a bound off, so it is allowed.
-    unknown = [key for key in given if key not in known]
-    if unknown:
-        raise TypeError(f"{algorithm.name} has no setting {', '.join(unknown)}; it has {', '.join(known)}")
-    chosen = {**known, **given}
-    for key, choices in (("level", LEVELS), ("aggregation", AGGREGATIONS), ("kl_estimator", ESTIMATORS)):
-        if chosen[key] not in choices:
-            raise ValueError(f"{algorithm.name}: {key} must be one of {', '.join(choices)}, got {chosen[key]!r}")
+    chosen = _merged(algorithm.name, known, given)
     gate = GATES[algorithm.gate]
     if gate.level not in (None, chosen["level"]):
         raise ValueError(f"{algorithm.name}: level must be {gate.level}, got {chosen['level']!r}")
@@ -317,4 +328,25 @@ def _settings(algorithm: Algorithm, given: Mapping[str, Any]) -> dict[str, Any]:
         if chosen[key] is not None and not setting.above < chosen[key] <= setting.at_most:
             limit = f" and at most {setting.at_most:g}" if setting.at_most < math.inf else ""
             raise ValueError(f"{algorithm.name}: {key} must be above {setting.above:g}{limit}, got {chosen[key]}")
+    return chosen
+
+
+def _own_settings(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings around a function of the user, and those that are its parameters."""
+    known = {**COMMON_SETTINGS, "level": "sequence", "aggregation": "sequence_mean", "max_new_tokens": None}
+    asked, eps = {*own.signature_of(function).settings}, {*(clip_range_of(given) or ())}
+    asked |= eps if asked & eps else set()  # ε_low and ε_high come together
+    theirs = {key: given[key] for key in asked if key in given and key not in known}
+    around = {key: value for key, value in given.items() if key not in theirs}
+    return _merged(own.name_of(function), known, around) | theirs
+
+
+def _merged(name: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    unknown = [key for key in given if key not in known]
+    if unknown:
+        raise TypeError(f"{name} has no setting {', '.join(unknown)}; it has {', '.join(known)}")
+    chosen = {**known, **given}
+    for key, choices in (("level", LEVELS), ("aggregation", AGGREGATIONS), ("kl_estimator", ESTIMATORS)):
+        if chosen[key] not in choices:
+            raise ValueError(f"{name}: {key} must be one of {', '.join(choices)}, got {chosen[key]!r}")
     return chosen

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gspo.config import Loaded, is_supervised, load
+from gspo.config import Loaded, algorithm_in, is_supervised
 from gspo.errors import ConfigError, GspoError
 from gspo.system.imports import by_name
 from gspo.system.program import StopRequest, wait_without_spinning
-from gspo.train.build.given import Given, code_files, find_environment, find_filter
+from gspo.train.build.given import Given, code_files, find_environment, find_filter, load_given
 from gspo.train.relaunch import relaunch
 from gspo.train.summary import Summary
 
@@ -33,6 +33,7 @@ class Trainer:
     env         an environment, `async (client, data)` (docs/episodes.md); None: env.path, else one completion
     workflow    how requests become samples (`rollout.workflow.Workflow`); None: by env, or one completion per prompt
     dynamic_filter_fn  which groups to train on (`rollout.workflow.Filter`); None: rollout.dynamic_filter_fn
+    objective   a loss of your own in place of `algorithm` (docs/algorithms.md#your-own-objective)
     """
 
     leader: type[Leader] | None = None  # a subclass of `train.loop.Leader` that replaces acts of the loop
@@ -47,9 +48,10 @@ class Trainer:
         env: Any = None,
         workflow: Workflow | None = None,
         dynamic_filter_fn: Filter | None = None,
+        objective: Callable[..., Any] | None = None,
         overrides: Sequence[str] = (),
     ) -> None:
-        self.loaded = config if isinstance(config, Loaded) else load(config, overrides)
+        self.loaded = load_given(config, overrides, objective)
         self.config = self.loaded.config
         # Everything that can fail because of the config or the arguments fails here, before any process starts.
         environment = find_environment(self.config, env)
@@ -72,8 +74,16 @@ class Trainer:
             workflow,
             find_filter(self.config, dynamic_filter_fn),
             code_files(self.config, reward, env, dynamic_filter_fn),
+            self._find_objective(objective),
         )
         self.stop = StopRequest()
+
+    def _find_objective(self, given: Callable[..., Any] | None) -> Any:
+        """The function of the user in place of a preset, called once on small tensors; None: a preset."""
+        if not algorithm_in(self.config).of_user:
+            return None
+        wait_without_spinning()  # torch is imported now
+        return by_name("gspo.train.build.objective:find_objective")(self.loaded, given)
 
     @property
     def path(self) -> Path:

@@ -104,7 +104,7 @@ def too_narrow_for_the_dtype(f: Facts) -> Iterator[Finding]:
 
 def ratio_always_one(f: Facts) -> Iterator[Finding]:
     from_trainer = f.objective["proximal"] in ("auto", "recompute") or f.recentred
-    if f.num_updates > 1 or not from_trainer:
+    if f.num_updates > 1 or not from_trainer or f.objective["of_user"]:
         return
     rest = (
         "only the π_old/μ weight has an effect" if f.objective["corrected"] else "GSPO, GSPO-token and GRPO are equal"
@@ -120,7 +120,7 @@ def ratio_always_one(f: Facts) -> Iterator[Finding]:
 
 def token_aggregation(f: Facts) -> Iterator[Finding]:
     chosen = f.objective["aggregation"]
-    if f.sequence_level and chosen.startswith("token_"):
+    if f.sequence_level and chosen.startswith("token_") and not f.objective["of_user"]:
         yield f.warn(
             "actor.loss_aggregation",
             f"{chosen} weights a completion by its length, but {f.objective['name']} uses sequence ratios; in the "

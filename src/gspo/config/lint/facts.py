@@ -77,8 +77,12 @@ class Facts:
 
     @property
     def clips(self) -> tuple[float, float] | None:
-        """(ε_low, ε_high) if they are fixed numbers; None without clipping and with eps_clip: auto."""
-        if not GATES[self.objective["gate"]].has_range or self.objective["eps_auto"]:
+        """(ε_low, ε_high) if they are fixed numbers; None without clipping and with eps_clip: auto.
+
+        None for a function of the user, too: what it does with ε is not known.
+        """
+        objective = self.objective
+        if not GATES[objective["gate"]].has_range or objective["eps_auto"] or objective["of_user"]:
             return None
         return self.objective["settings"]["clip_low"], self.objective["settings"]["clip_high"]
 

@@ -42,7 +42,12 @@ def test_no_code_outside_the_table_compares_with_a_gates_name():
 
 @pytest.mark.parametrize(
     "code",
-    ["gate == 'clip'", "f.objective['gate'] in ('log', 'none')", "x = name == 'sapo'", "match gate:\n case 'log': pass"],
+    [
+        "gate == 'clip'",
+        "f.objective['gate'] in ('log', 'none')",
+        "x = name == 'sapo'",
+        "match gate:\n case 'log': pass",
+    ],
 )
 def test_the_search_finds_a_comparison(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(f"{__name__}.SOURCE", tmp_path)

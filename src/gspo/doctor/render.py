@@ -89,7 +89,7 @@ def _objective(data: dict[str, Any]) -> Iterable[RenderableType]:
     for part in data["formula"].split(",   "):
         yield Padding(_text(part, "cyan"), (0, 0, 0, 2))
     rows = [tuple(words.split(": ", 1)) for words in data["words"]]
-    yield _pairs(rows if changed else [*rows, ("paper", data["paper"])])
+    yield _pairs([*rows, ("paper", data["paper"])] if data["paper"] and not changed else rows)
     table = Table.grid(padding=(0, 2, 0, 0))
     for _ in range(3):
         table.add_column(overflow="fold")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from gspo.config.lint.facts import Facts, Finding
 from gspo.system.text import number
@@ -12,6 +13,12 @@ FEW_TOKENS, BRIEF_TOKENS = 8, 32
 NARROW_EPS = 0.02  # with token ratios it clips tokens in a quarter of the sequences (docs/baselines.md#clipping)
 SHORT_TOKENS, LONG_EPS = 64, 5e-4  # the paper's 3e-4 / 4e-4 is for completions of thousands of tokens
 FLOAT32_EPS = 1e-5  # float32 rounding alone moves log s by about 1e-6
+
+
+def objective_without_file(f: Facts) -> Iterator[Finding]:
+    file = str(f.config.algorithm).rpartition(":")[0]
+    if f.objective["of_user"] and file.endswith(".py") and not Path(file).is_file():
+        yield f.error("algorithm", f"there is no file {file} (looked in {Path.cwd()})", "correct the path")
 
 
 def auto_without_clipping(f: Facts) -> Iterator[Finding]:

@@ -57,7 +57,8 @@ def _supervised(f: Facts) -> Iterator[Unused]:
 
 def _objective(f: Facts) -> Iterator[Unused]:
     actor, own = f.actor, GATES[f.objective["gate"]]
-    for gate in GATES.values():
+    # A function of the user may ask for any key.
+    for gate in () if f.objective["of_user"] else GATES.values():
         keys = [setting.key for setting in gate.settings.values() if setting.key] if gate is not own else []
         for key in keys:
             if not (key == "eps_clip" and actor.eps_clip == "auto"):  # auto without clipping is an error already

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from gspo.algorithms import ALGORITHMS, CLIP_RANGE, GATES
+from gspo.algorithms import CLIP_RANGE, GATES
 from gspo.config.lint.facts import Facts
-from gspo.config.objective import ObjectiveSettings, default_algorithm_note, is_supervised, same_as
+from gspo.config.objective import ObjectiveSettings, algorithm_in, default_algorithm_note, is_supervised, same_as
 from gspo.config.schema import CriticSection, Norm, RewardNorm
+from gspo.system.imports import source_file
 from gspo.system.text import number
 
 RATIO = {"token": "wᵢₜ", "sequence": "sᵢ", "sequence_token": "sᵢₜ"}
@@ -85,18 +91,19 @@ def _sum_over(objective: ObjectiveSettings) -> str:
 
 def objective_section(f: Facts) -> dict[str, Any]:
     objective, actor = f.objective, f.actor
-    algorithm, settings = ALGORITHMS[objective["name"]], objective["settings"]
+    algorithm, settings = algorithm_in(f.config), objective["settings"]
+    own = _function_of(f)
     as_published = objective["level"] == algorithm.level and objective["aggregation"] == algorithm.aggregation
     return {
         "algorithm": algorithm.name,
-        "title": algorithm.title,
+        "title": algorithm.title if own is None else own.title or algorithm.title,
         "paper": algorithm.paper,
-        "as_published": as_published,
+        "as_published": as_published or algorithm.of_user,
         "same_as": None if as_published else same_as(objective),
-        "formula": formula(objective, penalised=actor.kl_ctl > 0),
+        "formula": formula(objective, penalised=actor.kl_ctl > 0) if own is None else own.formula(f),
         "words": [*_words(f), *([f"note: {note}"] if (note := default_algorithm_note(f.loaded)) else [])],
         "level": objective["level"],
-        "gate": objective["gate"],
+        "gate": None if algorithm.of_user else objective["gate"],
         "advantage": objective["advantage"],
         "aggregation": objective["aggregation"],
         "settings": dict(settings),
@@ -114,6 +121,7 @@ def _words(f: Facts) -> list[str]:
             "completions: those of the data set; nothing is sampled or rewarded in training",
             f"loss: negative log-likelihood, {AGGREGATION_WORDS[objective['aggregation']]}",
         ]
+    own = _function_of(f)
     band = GATES[objective["gate"]].words
     if objective["eps_auto"]:
         band = (
@@ -122,7 +130,7 @@ def _words(f: Facts) -> list[str]:
         )
     band = "".join([band, *_extra(objective, "words")]).format(**_numbers(objective))
     words = [
-        f"ratio: {kind}, {band}",
+        *([f"ratio: {kind}, {band}"] if own is None else own.words(f)),
         f"advantage: {_advantage_words(f)}",
         f"loss: {AGGREGATION_WORDS[objective['aggregation']]}",
         f"groups with equal rewards: {_zero_variance_words(f)}",
@@ -153,6 +161,51 @@ def _words(f: Facts) -> list[str]:
     if objective["advantage"] == "gae" and f.config.critic is not None:
         words.append(f"critic: {_critic_words(f, f.config.critic)}")
     return words
+
+
+@dataclass(frozen=True)
+class _Function:
+    """A function of the user, as its file has it; it is not imported here."""
+
+    name: str
+    file: Path | None
+    title: str  # the first line of its docstring
+    parameters: Sequence[str] | None  # None: the file has no such `def`
+
+    def keys(self, f: Facts) -> list[str]:
+        """The keys of `actor` that it asks for."""
+        return [name for name in self.parameters or () if name in type(f.actor).model_fields]
+
+    def formula(self, f: Facts) -> str:
+        call = "…" if self.parameters is None else ", ".join(self.parameters)
+        return f"loss = {_OUTER[f.objective['aggregation']]} {self.name}({call})ᵢ"
+
+    def words(self, f: Facts) -> list[str]:
+        if self.parameters is None:
+            return [f"function: {self.name}; its file is not found here, or has no `def {self.name}`"]
+        given = [f"actor.{key} {_value(getattr(f.actor, key))}" for key in self.keys(f)]
+        return [
+            f"function: {self.name} in {self.file}; it computes the ratio, and what is clipped",
+            f"keys that it is given: {', '.join(given) or 'none; actor.eps_clip and other keys of gates have no effect'}",
+        ]
+
+
+def _value(value: Any) -> str:
+    return number(value) if isinstance(value, float) else str(value)
+
+
+def _function_of(f: Facts) -> _Function | None:
+    """None for a preset."""
+    if not f.objective["of_user"]:
+        return None
+    name, file = f.objective["name"].rpartition(":")[2], source_file(f.objective["name"])
+    with suppress(OSError, SyntaxError, ValueError):
+        for node in ast.parse(file.read_bytes() if file is not None else b"").body:
+            if isinstance(node, ast.FunctionDef) and node.name == name:
+                arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                title = (ast.get_docstring(node) or "").partition("\n")[0]
+                return _Function(name, file, title, [each.arg for each in arguments])
+    return _Function(name, file, "", None)
 
 
 def _entropy_words(f: Facts) -> str:
@@ -224,7 +277,8 @@ def _decisions(f: Facts) -> list[tuple[str, Any]]:
         "zero_variance_groups",
         "kl_loss_coef",
     ]
-    keys[1:1] = [setting.key for setting in gate.settings.values() if setting.key]
+    own = _function_of(f)
+    keys[1:1] = [setting.key for setting in gate.settings.values() if setting.key] if own is None else own.keys(f)
     keys += ["kl_ctl"] if actor.kl_ctl > 0 else []
     keys += ["discount", "gae_lambda"] if f.objective["advantage"] == "gae" else []
     return [("algorithm", f.config.algorithm), *((f"actor.{key}", getattr(actor, key)) for key in keys)]

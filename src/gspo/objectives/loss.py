@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo.algorithms import AGGREGATIONS, ALGORITHMS, COMMON_SETTINGS, GATES, LEVELS, Algorithm, clip_range_of
-from gspo.objectives import aggregate, correction, own
+from gspo.algorithms import AGGREGATIONS, ALGORITHMS, COMMON_SETTINGS, GATES, LEVELS, Algorithm
+from gspo.objectives import aggregate, correction
 from gspo.objectives.gate import Ratio
 from gspo.objectives.kl import ESTIMATORS, kl
 from gspo.objectives.layout import (
@@ -92,34 +92,34 @@ def loss(
     ([False, False], [-1.0, 1.0])
     """
     # Inputs: settings, layout, at least float32. Shapes are compared first, because unequal ones could broadcast.
-    function = objective if callable(objective) else None
-    name = objective if isinstance(objective, str) else own.name_of(objective)
-    algorithm = _preset(objective) if isinstance(objective, str) else ALGORITHMS["gspo"]
-    chosen = _settings(algorithm, settings) if function is None else _own_settings(function, settings)
+    own = by_name("gspo.objectives.own") if callable(objective) else None
+    name = str(objective) if own is None else own.name_of(objective)
+    algorithm = _preset(name if own is None else "gspo")
+    chosen = _settings(algorithm, settings) if own is None else own.merged(objective, settings)
     layout = token_layout(logp, mask, cu_seqlens)
     dtype = compute_dtype(logp.dtype)
     logp = logp.to(dtype)
     others = {"proximal_logp": proximal_logp, "behavior_logp": behavior_logp, "reference_logp": reference_logp}
     _check_shapes(logp, **others, entropy=entropy)
     adv = _advantage(advantage, layout, dtype)
-    if function is None and _ratio_per_sequence(algorithm, chosen):
+    if own is None and _ratio_per_sequence(algorithm, chosen):
         # The mean over the sequence's tokens; a sum would multiply the gradient by |y_i|.
         adv = Values(adv.mean(layout), per_token=False)
 
     # Ratio and gate.
     d = token_log_ratio(logp, proximal_logp, layout)  # token-shaped
     log_s = sequence_log_ratio(d, layout)  # [B]
-    if function is None:
+    if own is None:
         value, clipped = _gate(algorithm, chosen, logp, d, log_s, adv, layout)
     else:
-        value, clipped = own.call(function, logp, proximal_logp, behavior_logp, adv, layout, chosen)
+        value, clipped = own.call(objective, logp, proximal_logp, behavior_logp, adv, layout, chosen)
     stats: dict[str, Tensor] = {}
     # The behavior weight multiplies after the gate, so it does not change which ratios are clipped.
     if chosen["correction"] is not None:
         if behavior_logp is None:
             raise ValueError(f"{name}: correction needs behavior_logp, the sampler's log-probs")
         value, stats = _corrected(value, chosen["correction"], proximal_logp, behavior_logp, adv, layout)
-    if function is None:
+    if own is None:
         per_sequence = _policy_loss(value, adv, layout, chosen["aggregation"])  # [B]
     else:
         # One value per sequence is its share of the sum already.
@@ -311,7 +311,7 @@ def _preset(name: str) -> Algorithm:
 
 
 def _settings(algorithm: Algorithm, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The preset's settings overridden by the caller's; an unknown setting is an error that names it."""
+    """The preset's settings overridden by the caller's, within their bounds."""
     known = {
         **algorithm.settings,
         **COMMON_SETTINGS,
@@ -320,7 +320,7 @@ def _settings(algorithm: Algorithm, given: Mapping[str, Any]) -> dict[str, Any]:
         "max_new_tokens": None,
     }
     # Names, then choices, then ranges. None switches a bound off, so it is allowed.
-    chosen = _merged(algorithm.name, known, given)
+    chosen = with_defaults(algorithm.name, known, given)
     gate = GATES[algorithm.gate]
     if gate.level not in (None, chosen["level"]):
         raise ValueError(f"{algorithm.name}: level must be {gate.level}, got {chosen['level']!r}")
@@ -331,17 +331,8 @@ def _settings(algorithm: Algorithm, given: Mapping[str, Any]) -> dict[str, Any]:
     return chosen
 
 
-def _own_settings(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings around a function of the user, and those that are its parameters."""
-    known = {**COMMON_SETTINGS, "level": "sequence", "aggregation": "sequence_mean", "max_new_tokens": None}
-    asked, eps = {*own.signature_of(function).settings}, {*(clip_range_of(given) or ())}
-    asked |= eps if asked & eps else set()  # ε_low and ε_high come together
-    theirs = {key: given[key] for key in asked if key in given and key not in known}
-    around = {key: value for key, value in given.items() if key not in theirs}
-    return _merged(own.name_of(function), known, around) | theirs
-
-
-def _merged(name: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def with_defaults(name: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that are given, and the others with their defaults; an unknown one is an error that names it."""
     unknown = [key for key in given if key not in known]
     if unknown:
         raise TypeError(f"{name} has no setting {', '.join(unknown)}; it has {', '.join(known)}")

@@ -21,7 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gspo.algorithms import COMMON_SETTINGS, clip_range_of
 from gspo.objectives.layout import TokenLayout, Values, token_layout
+from gspo.objectives.loss import with_defaults
 from gspo.system.imports import described
 
 INPUTS: Mapping[str, str] = {
@@ -59,6 +61,16 @@ def signature_of(function: Callable[..., Any]) -> Signature:
         raise ValueError(f"{name} has no parameter logp, the log-probs that it must differentiate; add it")
     inputs = tuple(p.name for p in parameters if p.name in INPUTS)
     return Signature(inputs, {p.name: p.default is p.empty for p in parameters if p.name not in INPUTS})
+
+
+def merged(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings around an objective, with defaults where none is given, and those that are its parameters."""
+    known = {**COMMON_SETTINGS, "level": "sequence", "aggregation": "sequence_mean", "max_new_tokens": None}
+    asked, eps = {*signature_of(function).settings}, {*(clip_range_of(given) or ())}
+    asked |= eps if asked & eps else set()  # ε_low and ε_high come together
+    theirs = {key: given[key] for key in asked if key in given and key not in known}
+    around = {key: value for key, value in given.items() if key not in theirs}
+    return with_defaults(name_of(function), known, around) | theirs
 
 
 def call(

@@ -83,7 +83,7 @@ class Trainer:
         if not algorithm_in(self.config).of_user:
             return None
         wait_without_spinning()  # torch is imported now
-        return by_name("gspo.train.build.objective:find_objective")(self.loaded, given)
+        return by_name("gspo.train.build.own_objective:find_objective")(self.loaded, given)
 
     @property
     def path(self) -> Path:

@@ -186,7 +186,7 @@ class _Function:
         given = [f"actor.{key} {_value(getattr(f.actor, key))}" for key in self.keys(f)]
         return [
             f"function: {self.name} in {self.file}; it computes the ratio, and what is clipped",
-            f"keys that it is given: {', '.join(given) or 'none; actor.eps_clip and other keys of gates have no effect'}",
+            f"keys that it is given: {', '.join(given) or 'none'}",
         ]
 
 

@@ -30,7 +30,7 @@ def look_at_objective(loaded: Loaded) -> str:
     """A function of the user in place of a preset, called on small tensors as before a run."""
     if not algorithm_in(loaded.config).of_user:
         return ""
-    by_name("gspo.train.build.objective:find_objective")(loaded)
+    by_name("gspo.train.build.own_objective:find_objective")(loaded)
     return f"{loaded.config.algorithm} was called on small tensors; its loss and its gradient are finite"
 
 

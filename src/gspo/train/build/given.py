@@ -29,7 +29,7 @@ class Given:
     workflow: Callable[..., Any] | None  # None: by the environment, or one completion per prompt
     filter: Callable[..., Any] | None
     code: Mapping[str, Path]  # functions of the user by name, and the files that define them
-    objective: Any = None  # `build.objective.OwnObjective`; None: a preset
+    objective: Any = None  # `build.own_objective.OwnObjective`; None: a preset
 
 
 def find_environment(config: Config, given: Any) -> Callable[..., Any] | None:

@@ -20,7 +20,7 @@ from gspo.runs.code import code_digest
 from gspo.sampling.native.few_rows import product_name
 from gspo.system.imports import by_name, source_file
 from gspo.train.build.compute import device_and_dtype, set_threads, sharding
-from gspo.train.build.objective import OwnObjective, assembly, make_credit, make_plan, temperature
+from gspo.train.build.objective import assembly, make_credit, make_plan, temperature
 from gspo.train.build.optim import critic_optimizer, make_trained_optimizer, optimizer_of
 from gspo.train.build.policy import make_policy, processor_of, with_tower
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gspo.learner.critic import Critic
 
 
-def make_learner(loaded: Loaded, world: World, objective: OwnObjective | None = None) -> Learner:
+def make_learner(loaded: Loaded, world: World, objective: Any = None) -> Learner:
     """The models of this rank, loaded and sharded, and how batches train them."""
     config = loaded.config
     # Before a model is loaded, because the probe of the policy computes already.

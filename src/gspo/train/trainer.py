@@ -73,7 +73,7 @@ class Trainer:
             environment,
             workflow,
             find_filter(self.config, dynamic_filter_fn),
-            code_files(self.config, reward, env, dynamic_filter_fn),
+            code_files(self.config, reward, env, dynamic_filter_fn, objective),
             self._find_objective(objective),
         )
         self.stop = StopRequest()

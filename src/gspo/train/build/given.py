@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import gspo
-from gspo.config import Loaded, load
+from gspo.config import Loaded, algorithm_in, load
 from gspo.config.schema import Config
 from gspo.errors import ConfigError
 from gspo.rewards.spec import import_name
@@ -76,7 +76,7 @@ def _named(objective: Callable[..., Any]) -> str:
     return json.dumps(import_name(objective) or f"session:{getattr(objective, '__name__', 'objective').strip('<>')}")
 
 
-def code_files(config: Config, reward: Any, env: Any, dynamic_filter_fn: Any) -> dict[str, Path]:
+def code_files(config: Config, reward: Any, env: Any, dynamic_filter_fn: Any, objective: Any = None) -> dict[str, Path]:
     """The user's functions by name, and the files that define them; the caller's have priority over the config's."""
     mixtures = [*config.train_dataset.mixture, *(config.valid_dataset.mixture if config.valid_dataset else ())]
     rewards = reward if isinstance(reward, list | tuple) else [reward] if reward is not None else []
@@ -85,6 +85,7 @@ def code_files(config: Config, reward: Any, env: Any, dynamic_filter_fn: Any) ->
     agent = config.env.agent
     agents = [word for word in agent if Path(word).is_file()] if isinstance(agent, list) else [agent]
     named += [("environment", env or config.env.path), *(("agent", each) for each in agents)]
+    named += [("objective", objective or (config.algorithm if algorithm_in(config).of_user else None))]
     named += [("filter", dynamic_filter_fn or config.rollout.dynamic_filter_fn)]
     found: dict[str, Path] = {}
     for kind, given in named:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import ranked_runs
 import torch
-from training_runs import SMALL, digests, metrics, path_of, train, without_clocks
+from training_runs import RANKED, SMALL, digests, metrics, path_of, train, without_clocks
 
 from gspo import Trainer
 from gspo.cli import main as cli
@@ -59,7 +59,7 @@ def test_the_report_shows_the_clipping_that_a_function_returns_without_an_epsilo
         "    moved = mean_tokens(logp - proximal_logp, layout)\n"
         "    return -advantage * moved.exp(), moved.detach() > 0\n"
     )
-    _, path = train(tmp_path, f"algorithm={file}:half", "~actor.eps_clip", *BRIEF)
+    _, path = train(tmp_path, f"algorithm={file}:half", "~actor.eps_clip", RANKED, *BRIEF)
     assert metrics(path)[-1]["clip/sequences_high"] > 0
     assert "with A > 0." in str(answers_of(path))
 
@@ -104,9 +104,9 @@ def test_a_wrong_function_is_refused_before_a_model_is_loaded(tmp_path, code, me
 
 
 def test_other_wrong_objectives_are_refused_with_the_remedy(tmp_path):
-    with pytest.raises(ConfigError, match="there is no file none.py"):
+    with pytest.raises(ConfigError, match=r"there is no file none\.py"):
         train(tmp_path, "algorithm=none.py:objective")
-    with pytest.raises(ConfigError, match="session:f was defined in a Python session .* pass it to Trainer"):
+    with pytest.raises(ConfigError, match=r"session:f was defined in a Python session .* pass it to Trainer"):
         train(tmp_path, "algorithm=session:f")
     with pytest.raises(ConfigError, match="not a config that is loaded already"):
         Trainer(load(None), objective=sum_tokens)
@@ -114,7 +114,7 @@ def test_other_wrong_objectives_are_refused_with_the_remedy(tmp_path):
         Trainer({}, objective="gspo")
     file = tmp_path / "plain.py"
     file.write_text("def plain(logp, token_advantage):\n    return -logp * token_advantage\n")
-    with pytest.raises(ConfigError, match="plain does not ask for eps_clip, which actor.eps_clip: auto adjusts"):
+    with pytest.raises(ConfigError, match="plain does not ask for eps_clip, which"):
         train(tmp_path, f"algorithm={file}:plain", "actor.eps_clip=auto")
 
 

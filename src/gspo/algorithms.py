@@ -125,6 +125,8 @@ GATES: Mapping[str, Gate] = MappingProxyType(
     }
 )
 
+EPS_KEYS = tuple(GATES["clip"].settings[name].key for name in CLIP_RANGE)  # of `actor`
+
 # Settings of every objective.
 COMMON_SETTINGS: Mapping[str, Any] = MappingProxyType(
     {"kl_coef": 0.0, "kl_estimator": "k3", "entropy_coef": 0.0, "correction": None}
@@ -400,6 +402,4 @@ def algorithm_of(name: str | None, *, has_critic: bool = False) -> Algorithm:
 
 def clip_range_of(settings: Mapping[str, Any]) -> tuple[str, str] | None:
     """The names of ε_low and ε_high in an objective's settings; a function of the user has the names of the keys."""
-    own = GATES["clip"].settings
-    pairs = (CLIP_RANGE, tuple(own[name].key for name in CLIP_RANGE))
-    return next(((low, high) for low, high in pairs if low in settings), None)
+    return next(((low, high) for low, high in (CLIP_RANGE, EPS_KEYS) if low in settings), None)

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gspo.config import Loaded, algorithm_in, is_supervised
+from gspo.config import Loaded, algorithm_in, is_supervised, load
 from gspo.errors import ConfigError, GspoError
 from gspo.system.imports import by_name
 from gspo.system.program import StopRequest, wait_without_spinning
-from gspo.train.build.given import Given, code_files, find_environment, find_filter, load_given
+from gspo.train.build.given import Given, code_files, find_environment, find_filter
 from gspo.train.relaunch import relaunch
 from gspo.train.summary import Summary
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from gspo.learner.ranks.world import World
     from gspo.rollout.workflow import Filter, Workflow
     from gspo.train.loop import Follower, Leader
+
+OWN_OBJECTIVE = "gspo.train.build.own_objective"  # imported for a function of the user only
 
 
 class Trainer:
@@ -51,7 +53,9 @@ class Trainer:
         objective: Callable[..., Any] | None = None,
         overrides: Sequence[str] = (),
     ) -> None:
-        self.loaded = load_given(config, overrides, objective)
+        if objective is not None:
+            config = by_name(f"{OWN_OBJECTIVE}:load_with")(config, overrides, objective)
+        self.loaded = config if isinstance(config, Loaded) else load(config, overrides)
         self.config = self.loaded.config
         # Everything that can fail because of the config or the arguments fails here, before any process starts.
         environment = find_environment(self.config, env)
@@ -83,7 +87,7 @@ class Trainer:
         if not algorithm_in(self.config).of_user:
             return None
         wait_without_spinning()  # torch is imported now
-        return by_name("gspo.train.build.own_objective:find_objective")(self.loaded, given)
+        return by_name(f"{OWN_OBJECTIVE}:find_objective")(self.loaded, given)
 
     @property
     def path(self) -> Path:

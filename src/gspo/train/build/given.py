@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import gspo
-from gspo.config import Loaded, algorithm_in, load
+from gspo.config import Loaded, algorithm_in
 from gspo.config.schema import Config
 from gspo.errors import ConfigError
-from gspo.rewards.spec import import_name
 from gspo.system.imports import by_name, find_function, source_file
 
 
@@ -52,28 +50,6 @@ def find_filter(config: Config, given: Callable[..., Any] | None) -> Callable[..
         return find_function(named)
     except ValueError as error:
         raise ConfigError(f"rollout.dynamic_filter_fn: {error}") from error
-
-
-def load_given(config: Any, overrides: Sequence[str], objective: Any) -> Loaded:
-    """The config of a run; a function that the caller gives as objective becomes its `algorithm`."""
-    if objective is None:
-        return config if isinstance(config, Loaded) else load(config, overrides)
-    if not callable(objective):
-        raise ConfigError(
-            f"objective must be a function, got {objective!r:.80}; a name is set by algorithm: file.py:function"
-        )
-    if isinstance(config, Loaded):
-        raise ConfigError(
-            "objective=… decides defaults of the config, so pass Trainer a YAML path or a dict with overrides=…, not a "
-            "config that is loaded already"
-        )
-    named = overrides if isinstance(overrides, str | Mapping) else [*overrides, f"algorithm={_named(objective)}"]
-    return load(config, named)
-
-
-def _named(objective: Callable[..., Any]) -> str:
-    """`module:function` or `file.py:function`, quoted as a YAML value; `session:name` for what cannot be imported."""
-    return json.dumps(import_name(objective) or f"session:{getattr(objective, '__name__', 'objective').strip('<>')}")
 
 
 def code_files(config: Config, reward: Any, env: Any, dynamic_filter_fn: Any, objective: Any = None) -> dict[str, Path]:

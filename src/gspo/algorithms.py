@@ -6,30 +6,126 @@ else. objective = ratio level x gate x advantage x aggregation (x correction, KL
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 Level = Literal["token", "sequence", "sequence_token"]
-Gate = Literal["clip", "cispo", "sapo", "gmpo", "none", "log"]
 Advantage = Literal["group_std", "group_mean", "leave_one_out", "batch", "gae", "one", "teacher"]
 Aggregation = Literal["sequence_mean", "sequence_sum", "token_mean", "token_sum"]
 
 LEVELS: tuple[str, ...] = get_args(Level)
 AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
+CLIP_RANGE = ("clip_low", "clip_high")  # the settings that `actor.eps_clip: auto` adjusts
 
-# The settings of each gate with their defaults; None switches a setting off.
-GATE_SETTINGS: Mapping[str, Mapping[str, float | None]] = MappingProxyType(
+
+@dataclass(frozen=True)
+class Setting:
+    """One number of a gate: its default, the key of `actor` that sets it, and the numbers that it may be."""
+
+    default: float | None  # None: off
+    symbol: str  # in formulas without numbers
+    key: str = ""  # of `actor`; "": no key sets it
+    above: float = 0.0
+    at_most: float = math.inf
+    formula: str = ""  # added to the gate's formula if the setting is not off
+    words: str = ""  # the same for its words
+
+
+@dataclass(frozen=True)
+class Gate:
+    """How a ratio enters an objective. Texts are templates of the settings; formulas also of `ratio` and `A`.
+
+    >>> GATES["sapo"].defaults
+    {'tau_pos': 1.0, 'tau_neg': 1.05}
+    """
+
+    function: str  # module:function of (Ratio, **settings), which returns (g, clipped)
+    short: str  # in the table of all objectives
+    words: str  # in `gspo doctor`
+    formula: str  # of one term of the sum
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    unused: str = ""  # why its keys have no effect with another gate; `name` is that algorithm
+    level: str | None = None  # the only ratio level that it has; None: all
+    by_token: bool = False  # it uses log π of each token, so that it is per token at every ratio level
+
+    @property
+    def defaults(self) -> dict[str, float | None]:
+        return {name: setting.default for name, setting in self.settings.items()}
+
+    @property
+    def has_range(self) -> bool:
+        """Whether it has a clip range, which `actor.eps_clip` sets and `auto` adjusts."""
+        return CLIP_RANGE[0] in self.settings
+
+
+# A gate is one entry here, and its function. Config, doctor, docs and `objectives.loss` read what it is from here.
+GATES: Mapping[str, Gate] = MappingProxyType(
     {
-        "clip": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
-        "cispo": {"weight_max": 5.0},
-        "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
-        "gmpo": {"log_clip_low": 0.4, "log_clip_high": 0.4},
-        "none": {},
-        "log": {},
+        "clip": Gate(
+            "gspo.objectives.gate:clip_gate",
+            short="clip {clip_low}/{clip_high}",
+            words="clipped to [1 − {clip_low}, 1 + {clip_high}]",
+            formula="min( {ratio} {A} , clip({ratio}, 1−{clip_low}, 1+{clip_high}) {A} )",
+            settings={
+                # Ratios are positive, so 1 − ε_low is at least 0.
+                "clip_low": Setting(0.2, "ε_low", "eps_clip", at_most=1.0),
+                "clip_high": Setting(0.2, "ε_high", "eps_clip_higher"),
+                # Below 1, the dual clip would remove the gradient at ratio 1, before the policy has moved.
+                "dual_clip": Setting(
+                    None,
+                    "c",
+                    "c_clip",
+                    above=1.0,
+                    formula=", for A < 0 not below {dual_clip} {A}",
+                    words="; for A < 0 the ratio is at most {dual_clip} (dual clip)",
+                ),
+            },
+            unused="{name} does not clip the ratio",
+        ),
+        "cispo": Gate(
+            "gspo.objectives.gate:cispo_gate",
+            short="weight ≤ {weight_max}",
+            words="used as a constant weight of at most {weight_max}; every token keeps its gradient",
+            formula="sg[min({ratio}, {weight_max})] {A} log π_θ(yᵢₜ)",
+            settings={"weight_max": Setting(5.0, "w_max")},
+            by_token=True,
+        ),
+        "sapo": Gate(
+            "gspo.objectives.gate:sapo_gate",
+            short="soft, τ {tau_pos}/{tau_neg}",
+            words="through a soft gate, τ {tau_pos} for A > 0, else {tau_neg}",
+            formula="(4/τ) σ(τ({ratio}−1)) {A}",
+            settings={
+                "tau_pos": Setting(1.0, "τ_pos", "sapo_tau_pos"),
+                "tau_neg": Setting(1.05, "τ_neg", "sapo_tau_neg"),
+            },
+            unused="the algorithm is {name}, not sapo",
+        ),
+        "gmpo": Gate(
+            "gspo.objectives.gate:gmpo_gate",
+            short="band exp(±{log_clip_high})",
+            words="each token's log-ratio is bounded at +{log_clip_high} for A > 0 and at −{log_clip_low} for A < 0",
+            formula="Aᵢ exp( (1/|yᵢ|) Σₜ dᵢₜ ),   dᵢₜ = min(log wᵢₜ, {log_clip_high}) for A > 0, "
+            "max(log wᵢₜ, −{log_clip_low}) for A < 0",
+            settings={"log_clip_low": Setting(0.4, "c_low"), "log_clip_high": Setting(0.4, "c_high")},
+            level="sequence",
+        ),
+        "none": Gate("gspo.objectives.gate:plain", short="none", words="not clipped", formula="{ratio} {A}"),
+        "log": Gate(
+            "gspo.objectives.gate:log_likelihood",
+            short="log π",
+            words="not used",
+            formula="log π_θ(yᵢₜ),   yᵢ from the data set",
+            by_token=True,
+        ),
     }
 )
+
+EPS_KEYS = tuple(GATES["clip"].settings[name].key for name in CLIP_RANGE)  # of `actor`
 
 # Settings of every objective.
 COMMON_SETTINGS: Mapping[str, Any] = MappingProxyType(
@@ -92,7 +188,7 @@ class Algorithm:
     name: str
     title: str
     level: Level
-    gate: Gate
+    gate: str  # of GATES
     advantage: Advantage
     aggregation: Aggregation
     settings: Mapping[str, float | None]
@@ -103,6 +199,7 @@ class Algorithm:
     zero_variance_groups: Literal["count", "drop", "refill"] = "count"
     overlong_penalty: bool = False
     supervised: bool = False  # the completions are those of the data set; nothing is sampled or rewarded
+    of_user: bool = False  # a function of the user; its level, gate and settings are GSPO's defaults around it
 
 
 _TOKEN_CLIP = "min( wᵢₜ Aᵢ , clip(wᵢₜ, 1−ε_low, 1+ε_high) Aᵢ )"
@@ -110,8 +207,8 @@ _TOKEN_RATIO = "wᵢₜ = π_θ(yᵢₜ)/π_old(yᵢₜ)"
 _SEQ_RATIO = "sᵢ = exp( (1/|yᵢ|) Σₜ log π_θ(yᵢₜ)/π_old(yᵢₜ) )"
 
 
-def _algorithm(name: str, gate: Gate = "clip", *, clip: tuple[float, float] | None = None, **fields: Any) -> Algorithm:
-    settings = dict(GATE_SETTINGS[gate])
+def _algorithm(name: str, gate: str = "clip", *, clip: tuple[float, float] | None = None, **fields: Any) -> Algorithm:
+    settings = GATES[gate].defaults
     if clip is not None:
         settings["clip_low"], settings["clip_high"] = clip
     return Algorithm(name=name, gate=gate, settings=MappingProxyType(settings), **fields)
@@ -283,3 +380,26 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
         )
     }
 )
+
+
+def is_function(name: str | None) -> bool:
+    """Whether an `algorithm` names a function of the user: `file.py:function`, `package.module:function`."""
+    return name is not None and re.fullmatch(r".+:[^\W\d]\w*(\.\w+)*", name) is not None
+
+
+def algorithm_of(name: str | None, *, has_critic: bool = False) -> Algorithm:
+    """The preset; for a function of the user what GSPO has around its ratio and gate, and GAE if there is a critic.
+
+    >>> algorithm_of("my_loss.py:objective").aggregation, algorithm_of("grpo").of_user
+    ('sequence_mean', False)
+    """
+    if not is_function(name):
+        return ALGORITHMS[str(name)]
+    advantage: Advantage = "gae" if has_critic else "group_std"
+    about = {"title": "an objective of your own", "formula": "", "paper": "", "note": ""}
+    return replace(ALGORITHMS["gspo"], name=str(name), advantage=advantage, of_user=True, **about)
+
+
+def clip_range_of(settings: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The names of ε_low and ε_high in an objective's settings; a function of the user has the names of the keys."""
+    return next(((low, high) for low, high in (CLIP_RANGE, EPS_KEYS) if low in settings), None)

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from gspo.algorithms import ALGORITHMS, COMMON_SETTINGS, CORRECTIONS, GATE_SETTINGS
+from gspo.algorithms import ALGORITHMS, COMMON_SETTINGS, CORRECTIONS, GATES
 from gspo.config import effective_objective, load, proximal_policy
 from gspo.config.objective import default_algorithm_note, objective_words
 from gspo.config.schema import known_keys
@@ -43,7 +43,7 @@ def test_an_algorithm_alone_is_its_preset(name):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_settings_are_those_of_the_gate_and_the_common_ones(name):
     settings = effective_objective(load(None, [f"algorithm={name}"]))["settings"]
-    allowed = {*GATE_SETTINGS[ALGORITHMS[name].gate], *COMMON_SETTINGS, "level", "aggregation"}
+    allowed = {*GATES[ALGORITHMS[name].gate].settings, *COMMON_SETTINGS, "level", "aggregation"}
     assert set(settings) - {"max_new_tokens"} == allowed
     assert ("max_new_tokens" in settings) == (ALGORITHMS[name].aggregation == "token_sum")
 

@@ -26,12 +26,14 @@ from gspo.learner.ranks.world import ALONE, joined
 from gspo.learner.reference import Reference, reference_logp
 from gspo.learner.step import train_step
 from gspo.models.lora import adapter_off, add_adapter
+from gspo.objectives import clip, clip_bounds, sequence_log_ratio, token_log_ratio
 from gspo.system.program import StopRequest
 from lab.zoo.text import tiny_model
 
 # model, mini-batches, tokens per micro-batch, and what is special
 CASES = {
     "plain": {"minibatches": 2, "max_tokens": 30},
+    "own": {"minibatches": 2, "max_tokens": 30, "own": True},  # an objective of the user
     "one_sequence": {"minibatches": 1, "max_tokens": 8192, "groups": 1},  # fewer sequences than three ranks
     "tied": {"model": "llama_tied", "minibatches": 3, "max_tokens": 25, "proximal": "recompute"},
     "unshared": {"minibatches": 2, "max_tokens": 40, "layout": "packed"},
@@ -70,6 +72,12 @@ def make_exact() -> None:
     torch.Tensor.float = torch.Tensor.double
 
 
+def own_gspo(logp, proximal_logp, advantage, layout, eps_clip, eps_clip_higher):
+    log_s = sequence_log_ratio(token_log_ratio(logp, proximal_logp, layout), layout)
+    s, clipped = clip(log_s, *clip_bounds(advantage, eps_clip, eps_clip_higher, dtype=log_s.dtype))
+    return -s * advantage, clipped
+
+
 def _model(case: dict):
     name = case.get("model", "qwen3")
     return model_zoo.build(name) if name in model_zoo.NAMES else tiny_model(name, torch.float64)
@@ -85,6 +93,9 @@ def run(case: dict, world=ALONE) -> tuple[dict[str, torch.Tensor], dict]:
         skip_zero_advantage="reference" not in case,
         settings={"kl_coef": 0.1} if "reference" in case else {},
     )
+    if "own" in case:
+        settings = {"eps_clip": 0.02, "eps_clip_higher": 0.03, "aggregation": "sequence_mean"}
+        plan = replace(plan, function=own_gspo, settings=settings)
     groups = with_behavior(uneven_groups()[: case.get("groups")], model, plan.temperature)
     if "groups" in case:  # one live sequence in all
         groups = [make_group(0, [1.0, 0.0], [5, 1], prompt=(4, 5, 6))]

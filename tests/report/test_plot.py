@@ -48,7 +48,7 @@ def test_token_clip_ranges_are_not_drawn_against_sequence_ratios(tmp_path, texts
 
 
 def test_an_objective_that_does_not_clip_says_so(tmp_path, texts):
-    bare = {"clip/eps_low": None, "clip/eps_high": None}
+    bare = {"clip/eps_low": None, "clip/eps_high": None, "clip/sequences_low": 0.0, "clip/sequences_high": 0.0}
     plot_run(make_run(tmp_path, [step_row(1, **bare), step_row(2, **bare)]))
     assert any("does not clip" in text for text in texts)
 

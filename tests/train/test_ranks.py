@@ -49,7 +49,7 @@ def assert_equal_steps(tmp_path, num_ranks, names, reports=True):
 
 
 def test_two_ranks_take_the_step_of_one(tmp_path, exact):
-    assert_equal_steps(tmp_path, 2, ["plain", "padded"])
+    assert_equal_steps(tmp_path, 2, ["plain", "own", "padded"])
 
 
 @pytest.mark.full

@@ -224,13 +224,13 @@ def export(args: argparse.Namespace) -> int:
 def _card_files(loaded: Loaded, run: Path, step: int, name: str, is_adapter: bool) -> dict[str, str]:
     """The model card, and the run's config, with which it can be trained again."""
     from gspo import __version__
-    from gspo.algorithms import ALGORITHMS
+    from gspo.config import algorithm_in
     from gspo.models.locate import is_hub_name, snapshot
     from gspo.report.card import CONFIG, Exported, model_card
     from gspo.runs.export import base_name
 
-    actor, algorithm = loaded.config.actor, ALGORITHMS.get(loaded.config.algorithm or "")
-    objective = f"{algorithm.title} ({algorithm.paper})" if algorithm else "set key by key"
+    actor, algorithm = loaded.config.actor, algorithm_in(loaded.config)
+    objective = algorithm.title + (f" ({algorithm.paper})" if algorithm.paper else f" ({algorithm.name})")
     base = actor.path if is_hub_name(actor.path) else None
     folder = snapshot(actor.path) if base else Path(base_name(actor.path))
     is_vision = folder is not None and (folder / "preprocessor_config.json").is_file()

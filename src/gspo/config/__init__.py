@@ -4,6 +4,7 @@ from gspo.config.load import load
 from gspo.config.loaded import Loaded, Origin, config_fingerprint, dump, write_origins
 from gspo.config.objective import (
     ObjectiveSettings,
+    algorithm_in,
     default_algorithm_note,
     effective_objective,
     is_supervised,
@@ -18,6 +19,7 @@ __all__ = [
     "Loaded",
     "ObjectiveSettings",
     "Origin",
+    "algorithm_in",
     "config_fingerprint",
     "default_algorithm_note",
     "dump",

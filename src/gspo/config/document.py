@@ -26,6 +26,7 @@ def json_schema() -> dict[str, Any]:
     It accepts what `load` accepts: `${…}` for any value, a number for a string, null for a section, list or mapping.
     """
     schema = Config.model_json_schema()
+    schema["properties"]["algorithm"]["anyOf"] += [{"type": "string", "pattern": ".+:.+"}]  # a function of the user
     schema["properties"]["algorithm"]["anyOf"][0]["enum"] = list(ALGORITHMS)
     for section in (schema, *schema["$defs"].values()):
         section["properties"] = {name: _property(each) for name, each in section["properties"].items()}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gspo.algorithms import ALGORITHMS
+from gspo.algorithms import algorithm_of
 from gspo.config.backends import ENGINES, OWN, SAMPLERS, TRAINERS, Backend, Engine, parse_backend
 from gspo.config.schema import Config
 
@@ -77,7 +77,7 @@ def layout_of(config: Config, num_gpus: int) -> Layout:
         # Half of the GPUs sample. With one GPU or none, one process samples and trains. A supervised run samples in
         # evaluations only, so all GPUs train.
         free = total // 2 if asked_ranks is None else max(total - asked_ranks, 0)
-        free = 0 if config.algorithm is not None and ALGORITHMS[config.algorithm].supervised else free
+        free = 0 if config.algorithm is not None and algorithm_of(config.algorithm).supervised else free
         servers = Backend(OWN.name, free) if free else None
     elif ENGINES[sampler.name].in_process and not _is_sized(text):  # with a size (local:d1) it is a server
         servers = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, TypedDict
 
-from gspo.algorithms import ALGORITHMS, CORRECTIONS, LEVEL_DEFAULTS, Algorithm
+from gspo.algorithms import ALGORITHMS, CORRECTIONS, GATES, LEVEL_DEFAULTS, Algorithm, algorithm_of
 from gspo.config.loaded import Loaded
 from gspo.config.schema import Config, Correction, RewardNorm
 from gspo.system.text import number
@@ -41,6 +41,7 @@ class ObjectiveSettings(TypedDict):
     eps_auto: bool  # eps_clip: auto; the run replaces clip_low and clip_high in every step
     proximal: str  # auto, recompute, rollout or loglinear
     corrected: bool  # the loss is multiplied by π_old/μ
+    of_user: bool  # name is a function; level, gate and their settings are defaults that it may not use
 
 
 def effective_objective(loaded: Loaded) -> ObjectiveSettings:
@@ -51,20 +52,17 @@ def effective_objective(loaded: Loaded) -> ObjectiveSettings:
     0.0004
     """
     config, actor = loaded.config, loaded.config.actor
-    algorithm = ALGORITHMS[str(config.algorithm)]
+    algorithm = algorithm_in(config)
+    gate = GATES[algorithm.gate]
     level = level_of(algorithm, actor.importance_sampling_level)
     settings: dict[str, Any] = {"level": level, "aggregation": actor.loss_aggregation}
     low, high = default_clip_range(algorithm, level)
     # Each gate has its own settings; the loss function accepts only those of its gate.
-    if algorithm.gate == "clip":
-        auto = actor.eps_clip == "auto"
-        settings["clip_low"] = low if auto else actor.eps_clip
-        settings["clip_high"] = high if auto else actor.eps_clip_higher
-        settings["dual_clip"] = actor.c_clip
-    elif algorithm.gate == "sapo":
-        settings |= {"tau_pos": actor.sapo_tau_pos, "tau_neg": actor.sapo_tau_neg}
-    else:
-        settings |= algorithm.settings
+    auto = gate.has_range and actor.eps_clip == "auto"
+    adjusted = {"clip_low": low, "clip_high": high} if auto else {}
+    for name, setting in gate.settings.items():
+        own = getattr(actor, setting.key) if setting.key else setting.default
+        settings[name] = adjusted.get(name, own)
     proximal = proximal_policy(actor.use_decoupled_loss, actor.prox_logp_method)
     settings["kl_coef"] = actor.kl_loss_coef
     settings["kl_estimator"] = actor.kl_estimator or "k3"
@@ -80,14 +78,17 @@ def effective_objective(loaded: Loaded) -> ObjectiveSettings:
         advantage=_advantage(algorithm, actor.reward_norm),
         aggregation=str(actor.loss_aggregation),
         settings=settings,
-        eps_auto=algorithm.gate == "clip" and actor.eps_clip == "auto",
+        eps_auto=auto,
         proximal=proximal.method,
         corrected=proximal.corrected,
+        of_user=algorithm.of_user,
     )
 
 
 def same_as(objective: ObjectiveSettings) -> str | None:
     """The preset with exactly these parts: grpo with level sequence is gspo."""
+    if objective["of_user"]:
+        return None
     for algorithm in ALGORITHMS.values():
         if all(getattr(algorithm, part) == objective[part] for part in ("level", "gate", "advantage", "aggregation")):
             return algorithm.name
@@ -108,18 +109,25 @@ def objective_words(loaded: Loaded) -> str:
     settings, name = objective["settings"], same_as(objective) or objective["name"]
     if is_supervised(loaded.config):
         return f"{name.upper()} (likelihood of the data's completions), {updates} update{'s' * (updates > 1)} per batch"
+    if algorithm_in(loaded.config).of_user:
+        return f"{objective['name']} (an objective of your own), {updates} update{'s' * (updates > 1)} per batch"
     ratio = "one ratio per token" if objective["level"] == "token" else "one ratio per completion"
     parts = [f"{name.upper()} ({ratio})"]
     if objective["eps_auto"]:
         parts.append("automatic clip range")
-    elif objective["gate"] == "clip":
+    elif GATES[objective["gate"]].has_range:
         parts.append(f"clip {number(settings['clip_low'])}/{number(settings['clip_high'])}")
     return ", ".join([*parts, f"{updates} update{'s' * (updates > 1)} per batch"])
 
 
+def algorithm_in(config: Config) -> Algorithm:
+    """The algorithm of a resolved config."""
+    return algorithm_of(config.algorithm, has_critic=config.critic is not None)
+
+
 def is_supervised(config: Config) -> bool:
     """Whether completions come from the data set; nothing is sampled for training."""
-    return ALGORITHMS[str(config.algorithm)].supervised
+    return algorithm_in(config).supervised
 
 
 def default_algorithm_note(loaded: Loaded) -> str | None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gspo.algorithms import ALGORITHMS, CORRECTIONS, LEVEL_DEFAULTS
+from gspo.algorithms import ALGORITHMS, CORRECTIONS, GATES, LEVEL_DEFAULTS, algorithm_of, is_function
 from gspo.config.backends import SAMPLERS, TRAINERS, parse_backend
 from gspo.config.layout import layout_of
 from gspo.config.loaded import Origin
@@ -27,12 +27,12 @@ WITH_ROWS = ("gymnasium:", "openenv:", "verifiers:")  # environments that bring 
 
 def resolve(config: Config, origins: dict[str, Origin], problems: list[str], messages: list[str]) -> Config:
     """The config with all unset keys filled in; `origins` is updated in place."""
-    if config.algorithm is not None and config.algorithm not in ALGORITHMS:
+    if config.algorithm is not None and not (config.algorithm in ALGORITHMS or is_function(config.algorithm)):
         # Nearly all defaults depend on the algorithm, so nothing can be filled in without it.
         near = difflib.get_close_matches(config.algorithm, ALGORITHMS, n=1)
         problems.append(
-            f"{origins['algorithm']}: algorithm must be one of {', '.join(ALGORITHMS)}, got {config.algorithm!r}"
-            + (f"; did you mean {near[0]}?" if near else "")
+            f"{origins['algorithm']}: algorithm must be one of {', '.join(ALGORITHMS)}, or a function of yours "
+            f"(file.py:function), got {config.algorithm!r}" + (f"; did you mean {near[0]}?" if near else "")
         )
         return config
     work = _Resolver(config, origins, problems, messages)
@@ -107,21 +107,21 @@ class _Resolver:
         # The defaults of the algorithm hold for its own ratio level. If the user chose another level, the clip range
         # and the aggregation come from that level, because ε of a token ratio and of a sequence ratio differ by orders
         # of magnitude.
-        algorithm = ALGORITHMS[self.get("algorithm")]
+        algorithm = algorithm_of(self.get("algorithm"), has_critic=has_critic)
         by_algorithm = Origin("algorithm", algorithm.name)
         level = level_of(algorithm, self.get("actor.importance_sampling_level"))
         is_other_level = level != algorithm.level
-        if algorithm.gate == "gmpo" and is_other_level:
+        if GATES[algorithm.gate].level not in (None, level):
             self.problems.append(
-                f"{self.place('actor.importance_sampling_level')}: actor.importance_sampling_level must be sequence "
-                f"with algorithm gmpo, which takes a geometric mean over the sequence, got {level}; remove it, or "
-                "choose algorithm: grpo"
+                f"{self.place('actor.importance_sampling_level')}: actor.importance_sampling_level must be "
+                f"{GATES[algorithm.gate].level} with algorithm {algorithm.name}, which takes a mean over the sequence "
+                f"inside its gate, got {level}; remove it, or choose algorithm: grpo"
             )
         by_level = Origin("level", level) if is_other_level else by_algorithm
         aggregation = LEVEL_DEFAULTS[level]["aggregation"] if is_other_level else algorithm.aggregation
         self.fill("actor.importance_sampling_level", "token" if level == "token" else "sequence", by_algorithm)
         self.fill("actor.loss_aggregation", aggregation, by_level)
-        if algorithm.gate == "clip":
+        if GATES[algorithm.gate].has_range:
             self.fill_clip_range(*default_clip_range(algorithm, level), by_level)
         self.fill("actor.ppo_n_minibatches", algorithm.minibatches, by_algorithm)
         self.fill("actor.zero_variance_groups", algorithm.zero_variance_groups, by_algorithm)
@@ -206,7 +206,7 @@ class _Resolver:
             )
 
     def fill_actor(self) -> None:
-        use_lora, algorithm = self.config.actor.use_lora, ALGORITHMS[self.get("algorithm")]
+        use_lora, algorithm = self.config.actor.use_lora, algorithm_of(self.get("algorithm"))
         fifth = max(1, self.config.gconfig.max_new_tokens // 5)
         self.fill("actor.overlong_tokens", fifth, Origin("derived", "from gconfig.max_new_tokens"))
         by_lora = Origin("derived", "from actor.use_lora") if use_lora else DEFAULT

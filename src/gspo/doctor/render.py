@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from gspo.algorithms import ALGORITHMS, Algorithm
+from gspo.algorithms import ALGORITHMS, GATES, Algorithm
 from gspo.doctor.explain import Report
 from gspo.doctor.explain.objective import ADVANTAGE_WORDS, AGGREGATION_WORDS, RATIO_WORDS
 from gspo.system.text import TextRows, count, human, inert, number
@@ -71,14 +71,7 @@ def algorithm_card(algorithm: Algorithm, *, width: int = 100, styled: bool = Fal
 
 
 def _gate(a: Algorithm) -> str:
-    s = a.settings
-    if a.gate == "clip":
-        return f"clip {_number(s['clip_low'])}/{_number(s['clip_high'])}"
-    if a.gate == "cispo":
-        return f"weight ≤ {s['weight_max']:g}"
-    if a.gate == "sapo":
-        return f"soft, τ {s['tau_pos']:g}/{s['tau_neg']:g}"
-    return f"band exp(±{s['log_clip_high']:g})" if a.gate == "gmpo" else "log π" if a.gate == "log" else "none"
+    return GATES[a.gate].short.format(**{name: _number(value) for name, value in a.settings.items()})
 
 
 def _number(value: Any) -> str:
@@ -96,7 +89,7 @@ def _objective(data: dict[str, Any]) -> Iterable[RenderableType]:
     for part in data["formula"].split(",   "):
         yield Padding(_text(part, "cyan"), (0, 0, 0, 2))
     rows = [tuple(words.split(": ", 1)) for words in data["words"]]
-    yield _pairs(rows if changed else [*rows, ("paper", data["paper"])])
+    yield _pairs([*rows, ("paper", data["paper"])] if data["paper"] and not changed else rows)
     table = Table.grid(padding=(0, 2, 0, 0))
     for _ in range(3):
         table.add_column(overflow="fold")

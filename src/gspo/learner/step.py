@@ -36,7 +36,7 @@ from gspo.system.clock import phase
 class Plan:
     """Settings that do not change from step to step."""
 
-    name: str  # preset of `gspo.objectives`
+    name: str  # preset of `gspo.objectives`, or of `function`
     settings: Mapping[str, Any]
     num_minibatches: int
     temperature: float
@@ -48,6 +48,7 @@ class Plan:
     sequence_unit: Literal["trajectory", "turn"] = "trajectory"  # which part of an episode has one ratio
     num_epochs: int = 1  # passes over the batch
     seed: int = 0  # of the order of mini-batches in passes after the first
+    function: Callable[..., Any] | None = None  # an objective of the user, in place of a preset
 
     @property
     def num_updates(self) -> int:
@@ -228,7 +229,7 @@ class _Step:
         reference_logp = None if batch.reference_logp is None else gather(batch.reference_logp, index).to(out.logp)
         units = _units(batch, index, packed.cu_seqlens, plan)
         result = objectives.loss(
-            plan.name,
+            plan.function or plan.name,
             out.logp,
             old.at(out, batch.samples, index),  # [M]
             _advantages(batch, index, units).to(out.logp),  # [M] or [U]

@@ -119,7 +119,7 @@ def _lasting_conditions(
             f"(noise/log_s_p95_abs); set actor.prox_logp_method=recompute or actor.eps_clip higher{auto}",
         ),
         "nothing clipped": (
-            clips and num_updates > 1 and seen and clipped == 0,
+            clips and num_updates > 1 and seen and clipped == 0 and metrics.get("clip/sequences_low") is not None,
             f"no {whole} was clipped" + " for {n} steps: the clip range is wider than the policy's drift; "
             f"set actor.eps_clip lower{auto}",
         ),

@@ -148,7 +148,9 @@ def ratio_metrics(
         "clipped_low": torch.from_numpy(clipped_low),
         "clipped_high": torch.from_numpy(clipped_high),
     }
-    fractions, summary = clip_fractions(stats) if len(log_s) else {}, log_s_summary(log_weight)
+    # A function of the user may not say what it clips.
+    is_known = bool(np.isfinite(clipped_low).any())
+    fractions, summary = clip_fractions(stats) if is_known else {}, log_s_summary(log_weight)
     return {
         **{f"ratio/log_s_{name}": float(value) if len(log_s) else None for name, value in summary.items()},
         "clip/sequences_low": float(fractions["sequences_low"]) if fractions else None,

@@ -2,18 +2,22 @@
 
 Every gate factors as  objective = A · g(log ratio, sign of A).  The functions here return g, so that
 one advantage per sequence multiplies once per sequence, not once per token. `positive` is A > 0. Only the log-ratio
-(and log π for CISPO) has a gradient. The gate `log` of supervised fine-tuning has no ratio: g = log π_θ, so that the
-loss is the negative log-likelihood.
+(and log π for CISPO) has a gradient.
+
+The first functions are the formulas, from tensors to tensors. Those below them are the entries of `algorithms.GATES`:
+from a `Ratio` and the gate's settings to g and what was clipped, each per token or per sequence.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gspo.objectives.ratio import LOG_RATIO_BOUND, bounded
+from gspo.objectives.layout import TokenLayout, Values, at_tokens, keep_trained
+from gspo.objectives.ratio import LOG_RATIO_BOUND, bounded, sequence_log_ratio
 
 
 def clip_bounds(
@@ -63,3 +67,61 @@ def sapo(log_ratio: Tensor, tau: Tensor) -> Tensor:
     At w = 1 the slope in w is exactly 1 for every τ. Nothing is clipped.
     """
     return 4 / tau * torch.sigmoid(tau * (bounded(log_ratio).exp() - 1))
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """What a gate sees: the log-ratio of the chosen level, and what it is made of."""
+
+    log: Tensor  # [B], or token-shaped
+    per_token: bool
+    advantage: Values
+    logp: Tensor  # token-shaped
+    token_log_ratio: Tensor  # token-shaped, 0 at masked tokens
+    layout: TokenLayout
+
+    def match(self, x: Tensor) -> Tensor:
+        """A value that was computed from the advantage, in the shape of the log-ratio."""
+        return Values(x, self.advantage.per_token).at_tokens(self.layout) if self.per_token else x
+
+    def gated(self, value: Tensor, clipped: Tensor | None = None) -> tuple[Values, Values]:
+        clipped = torch.zeros_like(value, dtype=torch.bool) if clipped is None else clipped
+        return Values(value, self.per_token), Values(clipped, self.per_token)
+
+
+def clip_gate(
+    ratio: Ratio, clip_low: float | None, clip_high: float | None, dual_clip: float | None
+) -> tuple[Values, Values]:
+    # Bounds are computed in the shape of A, then brought to the shape of the ratio.
+    low, high = clip_bounds(ratio.advantage.x, clip_low, clip_high, dual_clip, ratio.log.dtype)
+    return ratio.gated(*clip(ratio.log, ratio.match(low), ratio.match(high)))
+
+
+def cispo_gate(ratio: Ratio, weight_max: float) -> tuple[Values, Values]:
+    value = cispo(ratio.log, keep_trained(ratio.logp, ratio.layout), weight_max)
+    return ratio.gated(value, ratio.log.detach() > math.log(weight_max))
+
+
+def sapo_gate(ratio: Ratio, tau_pos: float, tau_neg: float) -> tuple[Values, Values]:
+    tau = by_sign(ratio.advantage.x > 0, tau_pos, tau_neg, ratio.log.dtype)
+    return ratio.gated(sapo(ratio.log, ratio.match(tau)))
+
+
+def gmpo_gate(ratio: Ratio, log_clip_low: float, log_clip_high: float) -> tuple[Values, Values]:
+    """GMPO clamps each token's log-ratio, then takes their mean   (arXiv 2507.20673, eq. 3, in logs)."""
+    d, advantage = ratio.token_log_ratio, ratio.advantage.x  # token-shaped, [B]
+    low = by_sign(advantage < 0, -log_clip_low, -LOG_RATIO_BOUND, d.dtype)  # [B]
+    high = by_sign(advantage > 0, log_clip_high, LOG_RATIO_BOUND, d.dtype)  # [B]
+    clamped = torch.clamp(d, at_tokens(low, ratio.layout), at_tokens(high, ratio.layout))  # token-shaped
+    value = sequence_log_ratio(clamped, ratio.layout).exp()  # [B]
+    return Values(value, per_token=False), Values(clamped.detach() != d.detach(), per_token=True)
+
+
+def plain(ratio: Ratio) -> tuple[Values, Values]:
+    """The ratio itself."""
+    return ratio.gated(bounded(ratio.log).exp())
+
+
+def log_likelihood(ratio: Ratio) -> tuple[Values, Values]:
+    """g = log π_θ, without a ratio: the loss of supervised fine-tuning is the negative log-likelihood."""
+    return ratio.gated(keep_trained(ratio.logp, ratio.layout))

@@ -1,4 +1,4 @@
-"""`loss`, the public call: an objective by name, on padded or packed tensors of any trainer.
+"""`loss`, the public call: an objective by name or a function, on padded or packed tensors of any trainer.
 
 loss = −(1/denominator) Σ_i agg_t( A · g(log ratio, sign of A) · w ) + kl_coef · KL(π_θ ‖ π_ref) − entropy_coef · H(π_θ)
 
@@ -7,6 +7,7 @@ ratio    π_θ/π_old of a token or a sequence        ratio.py
 g        the clip of PPO and GSPO, or another gate gate.py
 w        behavior weight π_old/μ, if corrected     correction.py
 agg      over the tokens of a sequence             aggregate.py (also the denominator)
+own.py   a function of the user in place of −A · g
 KL       to the reference, if kl_coef > 0          kl.py, aggregated in the same way
 """
 
@@ -14,15 +15,16 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gspo.algorithms import AGGREGATIONS, ALGORITHMS, COMMON_SETTINGS, LEVELS, Algorithm
-from gspo.objectives import aggregate, correction, gate
+from gspo.algorithms import AGGREGATIONS, ALGORITHMS, COMMON_SETTINGS, GATES, LEVELS, Algorithm
+from gspo.objectives import aggregate, correction
+from gspo.objectives.gate import Ratio
 from gspo.objectives.kl import ESTIMATORS, kl
 from gspo.objectives.layout import (
     TokenLayout,
@@ -33,13 +35,8 @@ from gspo.objectives.layout import (
     mean_tokens,
     token_layout,
 )
-from gspo.objectives.ratio import (
-    LOG_RATIO_BOUND,
-    bounded,
-    sequence_log_ratio,
-    sequence_token_log_ratio,
-    token_log_ratio,
-)
+from gspo.objectives.ratio import sequence_log_ratio, sequence_token_log_ratio, token_log_ratio
+from gspo.system.imports import by_name
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ class Objective:
 
 
 def loss(
-    name: str,
+    objective: str | Callable[..., Any],
     logp: Tensor,
     proximal_logp: Tensor,
     advantage: Tensor,
@@ -73,7 +70,7 @@ def loss(
     denominator: float | Tensor | None = None,
     **settings: Any,
 ) -> Objective:
-    """The loss of preset `name` (see `gspo objectives`), −J of its formula.
+    """The loss of a preset (see `gspo objectives`), −J of its formula, or of a function (`own.py`).
 
     logp            log π_θ(y_it), [B, T], or packed [N] with cu_seqlens [B + 1]; differentiated, as is `entropy`
     proximal_logp   log π_old, same shape (`sft` has no ratio and uses it in stats only)
@@ -86,8 +83,8 @@ def loss(
                     trajectory i, if the aggregation is a mean over tokens; None: 1
     denominator     one value per optimizer update, from `objectives.denominator`; None: this batch's own counts
     settings        the preset's own: clip_low, clip_high, dual_clip / weight_max / tau_pos, tau_neg / log_clip_low,
-                    log_clip_high; and for all: level, aggregation, max_new_tokens, kl_coef, kl_estimator,
-                    entropy_coef, correction
+                    log_clip_high; those of a function are its parameters; and for all: level, aggregation,
+                    max_new_tokens, kl_coef, kl_estimator, entropy_coef, correction
 
     >>> logp = torch.tensor([[-1.0, -2.0], [-1.5, -0.5]], requires_grad=True)
     >>> out = loss("gspo", logp, logp.detach(), torch.tensor([1.0, -1.0]), torch.ones(2, 2))
@@ -95,29 +92,38 @@ def loss(
     ([False, False], [-1.0, 1.0])
     """
     # Inputs: settings, layout, at least float32. Shapes are compared first, because unequal ones could broadcast.
-    algorithm = _preset(name)
-    chosen = _settings(algorithm, settings)
+    own = by_name("gspo.objectives.own") if callable(objective) else None
+    name = str(objective) if own is None else own.name_of(objective)
+    algorithm = _preset(name if own is None else "gspo")
+    chosen = _settings(algorithm, settings) if own is None else own.merged(objective, settings)
     layout = token_layout(logp, mask, cu_seqlens)
     dtype = compute_dtype(logp.dtype)
     logp = logp.to(dtype)
     others = {"proximal_logp": proximal_logp, "behavior_logp": behavior_logp, "reference_logp": reference_logp}
     _check_shapes(logp, **others, entropy=entropy)
     adv = _advantage(advantage, layout, dtype)
-    if _ratio_per_sequence(algorithm, chosen):
+    if own is None and _ratio_per_sequence(algorithm, chosen):
         # The mean over the sequence's tokens; a sum would multiply the gradient by |y_i|.
         adv = Values(adv.mean(layout), per_token=False)
 
     # Ratio and gate.
     d = token_log_ratio(logp, proximal_logp, layout)  # token-shaped
     log_s = sequence_log_ratio(d, layout)  # [B]
-    value, clipped = _gate(algorithm, chosen, logp, d, log_s, adv, layout)
+    if own is None:
+        value, clipped = _gate(algorithm, chosen, logp, d, log_s, adv, layout)
+    else:
+        value, clipped = own.call(objective, logp, proximal_logp, behavior_logp, adv, layout, chosen)
     stats: dict[str, Tensor] = {}
     # The behavior weight multiplies after the gate, so it does not change which ratios are clipped.
     if chosen["correction"] is not None:
         if behavior_logp is None:
             raise ValueError(f"{name}: correction needs behavior_logp, the sampler's log-probs")
         value, stats = _corrected(value, chosen["correction"], proximal_logp, behavior_logp, adv, layout)
-    per_sequence = _policy_loss(value, adv, layout, chosen["aggregation"])  # [B]
+    if own is None:
+        per_sequence = _policy_loss(value, adv, layout, chosen["aggregation"])  # [B]
+    else:
+        # One value per sequence is its share of the sum already.
+        per_sequence = _summed(value, layout, chosen["aggregation"]) if value.per_token else value.x
     # Adds 0, or NaN where a log-ratio is NaN or infinite: a clamp must not turn infinity into a plausible loss.
     per_sequence = per_sequence + 0.0 * log_s.detach()
     # The KL is added outside the gate: clipped tokens keep the gradient of their KL.
@@ -138,9 +144,10 @@ def loss(
         "log_s": log_s.detach(),
         "num_tokens": layout.num_tokens,
         "nonfinite": ~log_s.detach().isfinite(),
-        **_clipped_by_sign(clipped, adv, layout),
+        **({} if clipped is None else _clipped_by_sign(clipped, adv, layout)),
     }
-    return Objective(per_sequence.sum() / denominator, per_sequence, clipped.x, stats)
+    mask_of = torch.zeros_like(log_s, dtype=torch.bool) if clipped is None else clipped.x
+    return Objective(per_sequence.sum() / denominator, per_sequence, mask_of, stats)
 
 
 def _check_shapes(logp: Tensor, **others: Tensor | None) -> None:
@@ -150,8 +157,8 @@ def _check_shapes(logp: Tensor, **others: Tensor | None) -> None:
 
 
 def _ratio_per_sequence(algorithm: Algorithm, chosen: Mapping[str, Any]) -> bool:
-    """Whether a sequence has one ratio. The gates of CISPO and SFT use log π of each token: they are per token."""
-    return chosen["level"] == "sequence" and algorithm.gate not in ("cispo", "log")
+    """Whether a sequence has one ratio. Gates that use log π of each token are per token at every level."""
+    return chosen["level"] == "sequence" and not GATES[algorithm.gate].by_token
 
 
 def _advantage(advantage: Tensor, layout: TokenLayout, dtype: torch.dtype) -> Values:
@@ -182,35 +189,10 @@ def _gate(
     layout: TokenLayout,
 ) -> tuple[Values, Values]:
     """(g of `gate.py`: the objective without its factor A, whether it was clipped), each per token or per sequence."""
-    # GMPO clips tokens, but its ratio is per sequence: it fits neither case below.
-    if algorithm.gate == "gmpo":
-        return _gmpo(chosen, d, adv.x, layout)
-    per_token = not _ratio_per_sequence(algorithm, chosen)
+    gate, per_token = GATES[algorithm.gate], not _ratio_per_sequence(algorithm, chosen)
     log_ratio = _log_ratio(chosen["level"], per_token, logp, d, log_s, layout)
-
-    def matched(x: Tensor) -> Tensor:
-        """A value computed from the advantage, in the shape of the log-ratio."""
-        return Values(x, adv.per_token).at_tokens(layout) if per_token else x
-
-    if algorithm.gate == "clip":
-        # Bounds are computed in the shape of A, then brought to the shape of the ratio.
-        clips = (chosen["clip_low"], chosen["clip_high"], chosen["dual_clip"])
-        low, high = gate.clip_bounds(adv.x, *clips, log_ratio.dtype)
-        value, clipped = gate.clip(log_ratio, matched(low), matched(high))
-    elif algorithm.gate == "cispo":
-        value = gate.cispo(log_ratio, keep_trained(logp, layout), chosen["weight_max"])
-        clipped = log_ratio.detach() > math.log(chosen["weight_max"])
-    else:
-        # Gates without a hard clip: log π, SAPO's sigmoid, or the plain ratio.
-        if algorithm.gate == "log":
-            value = keep_trained(logp, layout)
-        elif algorithm.gate == "sapo":
-            tau = gate.by_sign(adv.x > 0, chosen["tau_pos"], chosen["tau_neg"], log_ratio.dtype)
-            value = gate.sapo(log_ratio, matched(tau))
-        else:
-            value = bounded(log_ratio).exp()
-        clipped = torch.zeros_like(value, dtype=torch.bool)
-    return Values(value, per_token), Values(clipped, per_token)
+    ratio = Ratio(log_ratio, per_token, adv, logp, d, layout)
+    return by_name(gate.function)(ratio, **{name: chosen[name] for name in gate.settings})
 
 
 def _log_ratio(level: str, per_token: bool, logp: Tensor, d: Tensor, log_s: Tensor, layout: TokenLayout) -> Tensor:
@@ -220,15 +202,6 @@ def _log_ratio(level: str, per_token: bool, logp: Tensor, d: Tensor, log_s: Tens
     if level == "sequence":
         return at_tokens(log_s, layout) if per_token else log_s
     return d
-
-
-def _gmpo(chosen: Mapping[str, Any], d: Tensor, advantage: Tensor, layout: TokenLayout) -> tuple[Values, Values]:
-    """GMPO clamps each token's log-ratio, then takes their mean   (arXiv 2507.20673, eq. 3, in logs)."""
-    low = gate.by_sign(advantage < 0, -chosen["log_clip_low"], -LOG_RATIO_BOUND, d.dtype)  # [B]
-    high = gate.by_sign(advantage > 0, chosen["log_clip_high"], LOG_RATIO_BOUND, d.dtype)  # [B]
-    clamped = torch.clamp(d, at_tokens(low, layout), at_tokens(high, layout))  # token-shaped
-    value = sequence_log_ratio(clamped, layout).exp()  # [B]
-    return Values(value, per_token=False), Values(clamped.detach() != d.detach(), per_token=True)
 
 
 def _corrected(
@@ -267,8 +240,13 @@ def _policy_loss(value: Values, adv: Values, layout: TokenLayout, aggregation: s
         # A is [B] here: `loss` has taken its mean over the sequence.
         return -adv.x * aggregate.sequences(value.x, layout, aggregation)
     if adv.per_token:
-        return -aggregate.tokens(keep_trained(adv.x * value.x, layout), layout, aggregation)
-    return -adv.x * aggregate.tokens(keep_trained(value.x, layout), layout, aggregation)
+        return -_summed(Values(adv.x * value.x, True), layout, aggregation)
+    return -adv.x * _summed(value, layout, aggregation)
+
+
+def _summed(value: Values, layout: TokenLayout, aggregation: str) -> Tensor:
+    """Token values of each sequence as its share of the loss, [B]."""
+    return aggregate.tokens(keep_trained(value.x, layout), layout, aggregation)
 
 
 def _kl_term(
@@ -311,9 +289,10 @@ def _clipped_by_sign(clipped: Values, adv: Values, layout: TokenLayout) -> dict[
     A clipped sequence ratio clips all of its tokens.
     """
     dtype = layout.num_tokens.dtype
+    if not clipped.per_token:
+        adv = Values(adv.mean(layout), per_token=False)
     positive = adv.x > 0
     if adv.per_token:
-        # With A per token the ratio is per token, too, so the masks have the same shape.
         high = Values((clipped.x & positive).to(dtype), True).sum(layout)
         low = Values((clipped.x & (adv.x <= 0)).to(dtype), True).sum(layout)
         return {"clipped_low": low, "clipped_high": high}
@@ -332,7 +311,7 @@ def _preset(name: str) -> Algorithm:
 
 
 def _settings(algorithm: Algorithm, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The preset's settings overridden by the caller's; an unknown setting is an error that names it."""
+    """The preset's settings overridden by the caller's, within their bounds."""
     known = {
         **algorithm.settings,
         **COMMON_SETTINGS,
@@ -341,23 +320,24 @@ def _settings(algorithm: Algorithm, given: Mapping[str, Any]) -> dict[str, Any]:
         "max_new_tokens": None,
     }
     # Names, then choices, then ranges. None switches a bound off, so it is allowed.
+    chosen = with_defaults(algorithm.name, known, given)
+    gate = GATES[algorithm.gate]
+    if gate.level not in (None, chosen["level"]):
+        raise ValueError(f"{algorithm.name}: level must be {gate.level}, got {chosen['level']!r}")
+    for key, setting in gate.settings.items():
+        if chosen[key] is not None and not setting.above < chosen[key] <= setting.at_most:
+            limit = f" and at most {setting.at_most:g}" if setting.at_most < math.inf else ""
+            raise ValueError(f"{algorithm.name}: {key} must be above {setting.above:g}{limit}, got {chosen[key]}")
+    return chosen
+
+
+def with_defaults(name: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that are given, and the others with their defaults; an unknown one is an error that names it."""
     unknown = [key for key in given if key not in known]
     if unknown:
-        raise TypeError(f"{algorithm.name} has no setting {', '.join(unknown)}; it has {', '.join(known)}")
+        raise TypeError(f"{name} has no setting {', '.join(unknown)}; it has {', '.join(known)}")
     chosen = {**known, **given}
     for key, choices in (("level", LEVELS), ("aggregation", AGGREGATIONS), ("kl_estimator", ESTIMATORS)):
         if chosen[key] not in choices:
-            raise ValueError(f"{algorithm.name}: {key} must be one of {', '.join(choices)}, got {chosen[key]!r}")
-    if algorithm.gate == "gmpo" and chosen["level"] != "sequence":
-        raise ValueError("gmpo is the geometric mean over a sequence; its level is sequence")
-    for key in ("clip_low", "clip_high", "weight_max", "tau_pos", "tau_neg", "log_clip_low", "log_clip_high"):
-        if chosen.get(key) is not None and not chosen[key] > 0:
-            raise ValueError(f"{algorithm.name}: {key} must be above 0, got {chosen[key]}")
-    if chosen.get("clip_low") is not None and chosen["clip_low"] > 1:
-        raise ValueError(
-            f"{algorithm.name}: clip_low must be at most 1 (ratios are positive), got {chosen['clip_low']}"
-        )
-    # Below 1, the dual clip would remove the gradient at ratio 1, before the policy has moved.
-    if chosen.get("dual_clip") is not None and not chosen["dual_clip"] > 1:
-        raise ValueError(f"{algorithm.name}: dual_clip must be above 1, got {chosen['dual_clip']}")
+            raise ValueError(f"{name}: {key} must be one of {', '.join(choices)}, got {chosen[key]!r}")
     return chosen

@@ -78,7 +78,8 @@ def _learned(s: RunSummary) -> Answer:
 
 def _clipped(s: RunSummary, steps: Sequence[Row], stories: Sequence[Mapping[str, Any]]) -> Answer:
     question, section = "Was anything clipped, and why?", "clipping"
-    if s.eps is None:
+    # GMPO, CISPO or an objective of the user may clip without ε.
+    if s.eps is None and not (s.clipped_low or s.clipped_high):
         return _answer(question, section, None, "This objective does not clip the ratio.")
     if s.clipped_low is None or s.clipped_high is None:
         tokens = _mean_share(steps, "tokens")
@@ -93,8 +94,10 @@ def _clipped(s: RunSummary, steps: Sequence[Row], stories: Sequence[Mapping[str,
         return _answer(question, section, "note", f"Nothing was clipped: every {whole} stayed inside the clip range.")
     text = f"{percent(share)} of the {'sequences' if s.by_sequence else 'sequences have a clipped token'}"
     text += f" ({count}): " if (count := clipped_count(s)) else ": "
-    text += f"{percent(s.clipped_low)} with A < 0 and {ratio} < 1 − {s.eps[0]:.2g}, "
-    text += f"{percent(s.clipped_high)} with A > 0 and {ratio} > 1 + {s.eps[1]:.2g}."
+    below, above = (f" and {ratio} < 1 − {s.eps[0]:.2g}", f" and {ratio} > 1 + {s.eps[1]:.2g}") if s.eps else ("", "")
+    text += f"{percent(s.clipped_low)} with A < 0{below}, {percent(s.clipped_high)} with A > 0{above}."
+    if s.eps is None:
+        return _answer(question, section, "bad" if share > 0.5 else "good", text)
     # Explain the cause by mini-batch, if there are at least three.
     shares = minibatch_shares(stories)
     more = f"These {whole}s had already moved by ε in the direction of their advantage, so they give no gradient."

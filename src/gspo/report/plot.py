@@ -187,20 +187,21 @@ def _learning(axes: Axes, steps: Sequence[Row], rows: Sequence[Row]) -> None:
 
 def _clipping(axes: Axes, steps: Sequence[Row], whole: bool) -> None:
     low_eps, high_eps = _last(steps, "clip/eps_low"), _last(steps, "clip/eps_high")
-    if low_eps is None or high_eps is None:
+    x, low = _curve(steps, "clip/sequences_low")
+    _, high = _curve(steps, "clip/sequences_high")
+    # A stack plot cannot contain NaN.
+    low, high = np.nan_to_num(low), np.nan_to_num(high)
+    has_eps = low_eps is not None and high_eps is not None
+    if not has_eps and not (low.any() or high.any()):
         _head(axes, "What is clipped?", "this objective does not clip the ratio")
         return
     what = "that give no gradient" if whole else "with a clipped token"
     _head(axes, "What is clipped?", f"share of the sequences of mini-batches ≥ 2 {what}")
     ratio = "s" if whole else "w"
-    x, low = _curve(steps, "clip/sequences_low")
-    _, high = _curve(steps, "clip/sequences_high")
-    # A stack plot cannot contain NaN.
-    low, high = np.nan_to_num(low), np.nan_to_num(high)
-    axes.stackplot(
-        x, low, high, colors=[ORANGE, SKY], alpha=0.9, linewidth=0,
-        labels=[f"A < 0 and {ratio} < 1 − {low_eps:.2g}", f"A > 0 and {ratio} > 1 + {high_eps:.2g}"],
-    )  # fmt: skip
+    labels = ["A < 0", "A > 0"]
+    if has_eps:
+        labels = [f"A < 0 and {ratio} < 1 − {low_eps:.2g}", f"A > 0 and {ratio} > 1 + {high_eps:.2g}"]
+    axes.stackplot(x, low, high, colors=[ORANGE, SKY], alpha=0.9, linewidth=0, labels=labels)
     axes.set_ylim(0, max(1.15 * float((low + high).max()), 0.05))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.legend(loc="upper right", reverse=True)

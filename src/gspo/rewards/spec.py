@@ -107,6 +107,15 @@ def function_name(function: Callable[..., Any], key: str = "reward") -> tuple[st
     notebook cell and one that a script defines below `if __name__ == "__main__":` cannot be: they are pickled by value,
     with what they use of the session.
     """
+    name = import_name(function)
+    if name is not None:
+        return name, ""
+    qualified = getattr(function, "__qualname__", type(function).__name__)
+    return f"session:{qualified.rpartition('.')[2]}", _pickled(function, qualified, key)
+
+
+def import_name(function: Callable[..., Any]) -> str | None:
+    """The name by which another process can import a function; None if it cannot."""
     qualified = getattr(function, "__qualname__", type(function).__name__)
     module = getattr(function, "__module__", None)
     # In a worker `__main__` is another program, so the script's file is named instead; a notebook has none.
@@ -114,10 +123,10 @@ def function_name(function: Callable[..., Any], key: str = "reward") -> tuple[st
     # "<lambda>" and "<locals>" mark functions that cannot be found by name.
     is_named = hasattr(function, "__qualname__") and "<" not in qualified and not hasattr(function, "__self__")
     if is_named and module and module != "__main__":
-        return f"{module}:{qualified}", ""
+        return f"{module}:{qualified}"
     if is_named and module == "__main__" and path is not None and not _is_guarded(Path(path), qualified):
-        return f"{Path(path).resolve()}:{qualified}", ""
-    return f"session:{qualified.rpartition('.')[2]}", _pickled(function, qualified, key)
+        return f"{Path(path).resolve()}:{qualified}"
+    return None
 
 
 _MAIN = ("__name__ == '__main__'", "'__main__' == __name__")

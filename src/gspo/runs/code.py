@@ -20,7 +20,7 @@ def changed_code(run: Path, files: Mapping[str, Path]) -> list[str]:
         known = json.loads(record.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         known = {}
-    now = {name: {"file": str(file), "sha256": _digest(file)} for name, file in files.items()}
+    now = {name: {"file": str(file), "sha256": code_digest(file)} for name, file in files.items()}
     if now != known:
         with write_run_file(record) as tmp:
             tmp.write_text(to_json(now) + "\n", encoding="utf-8")
@@ -32,8 +32,9 @@ def changed_code(run: Path, files: Mapping[str, Path]) -> list[str]:
     ]
 
 
-def _digest(file: Path) -> str | None:
+def code_digest(file: Path | None) -> str | None:
+    """The sha256 of a file; None if there is none."""
     try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()
+        return None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError:
         return None

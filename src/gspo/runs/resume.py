@@ -85,6 +85,11 @@ def _other_identity(folder: Path, odd: Mapping[str, tuple[Any, Any]]) -> str:
             f"{folder} was sampled with other compiled operators ({changes}), which round differently; {remedy} to "
             "resume, or set trial_name to start a new run"
         )
+    if odd.keys() == {"objective"}:
+        return (
+            f"the file that defines the objective (algorithm) has changed since {folder} was written: it is another "
+            "objective. Undo the change to resume, or set trial_name to start a new run"
+        )
     same = f"threads={odd['threads'][0]} to continue this one, or " if odd.keys() == {"threads"} else ""
     return f"{folder} belongs to another run ({changes}); set {same}trial_name to start a new one"
 

@@ -82,7 +82,7 @@ def _open_inputs(given: Given, world: World, outer: ExitStack, inner: ExitStack)
     # Models, then data: the tokenizer and the context length decide which prompts fit.
     beat("loading the model (actor.path)")
     reached("start.model")
-    learner = make_learner(given.loaded, world)
+    learner = make_learner(given.loaded, world, given.objective)
     outer.callback(learner.close)
     max_context = context_length(config, learner.policy)
     beat("loading the data (train_dataset, valid_dataset)")
@@ -193,7 +193,7 @@ def _opening_messages(given: Given, opened: _Inputs, *, is_new: bool) -> list[st
 def _open_follower(given: Given, world: World, stop: StopRequest, outer: ExitStack) -> Parts:
     """The other ranks have their shard of the models, at the step where rank 0 starts or resumes."""
     config, display = given.loaded.config, Silent()
-    learner = make_learner(given.loaded, world)
+    learner = make_learner(given.loaded, world, given.objective)
     outer.callback(learner.close)
     opened = next(world.commands()).content
     producer = NullProducer(opened["in_process"])

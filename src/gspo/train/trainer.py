@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gspo.config import Loaded, is_supervised, load
+from gspo.config import Loaded, algorithm_in, is_supervised, load
 from gspo.errors import ConfigError, GspoError
 from gspo.system.imports import by_name
 from gspo.system.program import StopRequest, wait_without_spinning
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from gspo.learner.ranks.world import World
     from gspo.rollout.workflow import Filter, Workflow
     from gspo.train.loop import Follower, Leader
+
+OWN_OBJECTIVE = "gspo.train.build.own_objective"  # imported for a function of the user only
 
 
 class Trainer:
@@ -33,6 +35,7 @@ class Trainer:
     env         an environment, `async (client, data)` (docs/episodes.md); None: env.path, else one completion
     workflow    how requests become samples (`rollout.workflow.Workflow`); None: by env, or one completion per prompt
     dynamic_filter_fn  which groups to train on (`rollout.workflow.Filter`); None: rollout.dynamic_filter_fn
+    objective   a loss of your own in place of `algorithm` (docs/algorithms.md#your-own-objective)
     """
 
     leader: type[Leader] | None = None  # a subclass of `train.loop.Leader` that replaces acts of the loop
@@ -47,8 +50,11 @@ class Trainer:
         env: Any = None,
         workflow: Workflow | None = None,
         dynamic_filter_fn: Filter | None = None,
+        objective: Callable[..., Any] | None = None,
         overrides: Sequence[str] = (),
     ) -> None:
+        if objective is not None:
+            config = by_name(f"{OWN_OBJECTIVE}:load_with")(config, overrides, objective)
         self.loaded = config if isinstance(config, Loaded) else load(config, overrides)
         self.config = self.loaded.config
         # Everything that can fail because of the config or the arguments fails here, before any process starts.
@@ -71,9 +77,17 @@ class Trainer:
             environment,
             workflow,
             find_filter(self.config, dynamic_filter_fn),
-            code_files(self.config, reward, env, dynamic_filter_fn),
+            code_files(self.config, reward, env, dynamic_filter_fn, objective),
+            self._find_objective(objective),
         )
         self.stop = StopRequest()
+
+    def _find_objective(self, given: Callable[..., Any] | None) -> Any:
+        """The function of the user in place of a preset, called once on small tensors; None: a preset."""
+        if not algorithm_in(self.config).of_user:
+            return None
+        wait_without_spinning()  # torch is imported now
+        return by_name(f"{OWN_OBJECTIVE}:find_objective")(self.loaded, given)
 
     @property
     def path(self) -> Path:

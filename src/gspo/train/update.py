@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gspo.algorithms import CLIP_RANGE, clip_range_of
 from gspo.errors import TrainingError
 from gspo.learner.batch import Batch
 from gspo.learner.entropy import next_coefficient
@@ -90,10 +91,11 @@ class Updater:
                 teacher=learner.teacher,
             )
         # Recorded now: `_adapt` changes the state for the next step.
+        low, high = clip_range_of(plan.settings) or CLIP_RANGE
         report.settings = {
             "optimizer/lr": rates[-1],
-            "clip/eps_low": plan.settings.get("clip_low"),
-            "clip/eps_high": plan.settings.get("clip_high"),
+            "clip/eps_low": plan.settings.get(low),
+            "clip/eps_high": plan.settings.get(high),
             "policy/proximal": state.proximal,
         }
         if plan.settings["entropy_coef"]:
@@ -147,8 +149,9 @@ class Updater:
             return plan
         # Sampler noise is a lower bound of ε only if π_old comes from the sampler.
         noise = None if state.proximal == "recompute" else state.noise
-        low, high = clip_range(state.auto_eps, noise, auto)
-        return replace(plan, settings={**plan.settings, "clip_low": low, "clip_high": high})
+        names = clip_range_of(plan.settings) or CLIP_RANGE
+        adjusted = dict(zip(names, clip_range(state.auto_eps, noise, auto), strict=True))
+        return replace(plan, settings={**plan.settings, **adjusted})
 
     def _adapt(self, batch: Batch, report: StepReport, plan: Plan, state: State) -> None:
         """Store the measured noise, update what adapts, and choose the next source of π_old."""
@@ -171,7 +174,7 @@ class Updater:
         # With one mini-batch there is no mini-batch 2…K to choose a source for.
         if not self._settings.choose_proximal or plan.num_updates == 1:
             return
-        eps = plan.settings.get("clip_low")
+        eps = plan.settings.get((clip_range_of(plan.settings) or CLIP_RANGE)[0])
         source = choose_proximal_source(measured, eps, state.proximal)
         # Log the first decision and every change.
         if measured is not None and (first or source != state.proximal):

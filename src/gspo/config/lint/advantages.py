@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gspo.algorithms import ALGORITHMS
 from gspo.config.lint.facts import Facts, Finding, rule
+from gspo.config.objective import algorithm_in
 from gspo.config.schema import Norm, RewardNorm
 
 GROUP_ADVANTAGES = frozenset({"group_std", "group_mean", "leave_one_out"})
@@ -43,7 +43,7 @@ def every_group_rejected(f: Facts) -> Iterator[Finding]:
 
 @rule
 def norm_replaces_the_advantage(f: Facts) -> Iterator[Finding]:
-    chosen, own = f.objective["advantage"], ALGORITHMS[f.objective["name"]].advantage
+    chosen, own = f.objective["advantage"], algorithm_in(f.config).advantage
     if f.actor.reward_norm is not None and f.loaded.is_set("algorithm") and own != "gae" and chosen != own:
         yield f.warn(
             "actor.reward_norm",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from gspo.config.lint.facts import Facts, Finding, rule
 from gspo.system.text import number
@@ -15,8 +16,15 @@ FLOAT32_EPS = 1e-5  # float32 rounding alone moves log s by about 1e-6
 
 
 @rule
+def objective_without_file(f: Facts) -> Iterator[Finding]:
+    file = str(f.config.algorithm).rpartition(":")[0]
+    if f.objective["of_user"] and file.endswith(".py") and not Path(file).is_file():
+        yield f.error("algorithm", f"there is no file {file} (looked in {Path.cwd()})", "correct the path")
+
+
+@rule
 def auto_without_clipping(f: Facts) -> Iterator[Finding]:
-    if f.actor.eps_clip == "auto" and f.objective["gate"] != "clip":
+    if f.actor.eps_clip == "auto" and not f.objective["eps_auto"]:
         yield f.error(
             "actor.eps_clip",
             f"auto adjusts a clip range, but {f.objective['name']} does not clip",
@@ -26,7 +34,7 @@ def auto_without_clipping(f: Facts) -> Iterator[Finding]:
 
 @rule
 def auto_per_token(f: Facts) -> Iterator[Finding]:
-    if f.actor.eps_clip == "auto" and f.objective["gate"] == "clip" and not f.sequence_level:
+    if f.objective["eps_auto"] and not f.sequence_level:
         yield f.error(
             "actor.eps_clip",
             "auto follows the quantiles of the sequence ratio, but this objective has one ratio per token",
@@ -112,7 +120,7 @@ def too_narrow_for_the_dtype(f: Facts) -> Iterator[Finding]:
 @rule
 def ratio_always_one(f: Facts) -> Iterator[Finding]:
     from_trainer = f.objective["proximal"] in ("auto", "recompute")
-    if f.num_updates > 1 or not from_trainer:
+    if f.num_updates > 1 or not from_trainer or f.objective["of_user"]:
         return
     rest = (
         "only the π_old/μ weight has an effect" if f.objective["corrected"] else "GSPO, GSPO-token and GRPO are equal"
@@ -129,7 +137,7 @@ def ratio_always_one(f: Facts) -> Iterator[Finding]:
 @rule
 def token_aggregation(f: Facts) -> Iterator[Finding]:
     chosen = f.objective["aggregation"]
-    if f.sequence_level and chosen.startswith("token_"):
+    if f.sequence_level and chosen.startswith("token_") and not f.objective["of_user"]:
         yield f.warn(
             "actor.loss_aggregation",
             f"{chosen} weights a completion by its length, but {f.objective['name']} uses sequence ratios; in the "

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from gspo.algorithms import GATES
 from gspo.config.backends import Engine
 from gspo.config.layout import engine_of, layout_of
 from gspo.config.loaded import Loaded
@@ -78,8 +79,12 @@ class Facts:
 
     @property
     def clips(self) -> tuple[float, float] | None:
-        """(ε_low, ε_high) if they are fixed numbers; None without clipping and with eps_clip: auto."""
-        if self.objective["gate"] != "clip" or self.objective["eps_auto"]:
+        """(ε_low, ε_high) if they are fixed numbers; None without clipping and with eps_clip: auto.
+
+        None for a function of the user, too: what it does with ε is not known.
+        """
+        objective = self.objective
+        if not GATES[objective["gate"]].has_range or objective["eps_auto"] or objective["of_user"]:
             return None
         return self.objective["settings"]["clip_low"], self.objective["settings"]["clip_high"]
 

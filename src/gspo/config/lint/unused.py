@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from gspo.algorithms import GATES
 from gspo.config.backends import EXTERNAL, TRAINERS, parse_backend
 from gspo.config.lint.facts import Facts, facts_of
 from gspo.config.loaded import Loaded
@@ -55,14 +56,13 @@ def _supervised(f: Facts) -> Iterator[Unused]:
 
 
 def _objective(f: Facts) -> Iterator[Unused]:
-    name, gate, actor = f.objective["name"], f.objective["gate"], f.actor
-    if gate != "clip":
-        for key in ("eps_clip", "eps_clip_higher", "c_clip"):
+    actor, own = f.actor, GATES[f.objective["gate"]]
+    # A function of the user may ask for any key.
+    for gate in () if f.objective["of_user"] else GATES.values():
+        keys = [setting.key for setting in gate.settings.values() if setting.key] if gate is not own else []
+        for key in keys:
             if not (key == "eps_clip" and actor.eps_clip == "auto"):  # auto without clipping is an error already
-                yield f"actor.{key}", f"{name} does not clip the ratio"
-    if gate != "sapo":
-        for key in ("actor.sapo_tau_pos", "actor.sapo_tau_neg"):
-            yield key, f"the algorithm is {name}, not sapo"
+                yield f"actor.{key}", gate.unused.format(name=f.objective["name"])
     if actor.zero_variance_groups != "refill" and f.config.rollout.dynamic_filter_fn is None:
         yield "actor.max_refills", f"actor.zero_variance_groups is {actor.zero_variance_groups}, not refill"
 

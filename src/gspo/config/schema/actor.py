@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Gt, Le
 
+from gspo.algorithms import GATES
 from gspo.config.schema.key import Section, key
 from gspo.config.schema.optimizer import MicroBatch, Optimizer
+
+
+def gate_key(gate: str, name: str, doc: str) -> Any:
+    """The key of a gate's setting, with its default and bound."""
+    setting = GATES[gate].settings[name]
+    return key(setting.default, doc, above=setting.above)
 
 
 class Norm(Section):
@@ -139,9 +146,9 @@ class Actor(Section):
         "per step, and falls while it is higher, within a factor of 100 of entropy_coef; null: it stays.",
         above=0.0,
     )
-    c_clip: float | None = key(None, "Dual clip: upper bound of the ratio for A < 0; null: off.", above=1.0)
-    sapo_tau_pos: float = key(1.0, "SAPO temperature for A > 0.", above=0.0)
-    sapo_tau_neg: float = key(1.05, "SAPO temperature for A ≤ 0.", above=0.0)
+    c_clip: float | None = gate_key("clip", "dual_clip", "Dual clip: upper bound of the ratio for A < 0; null: off.")
+    sapo_tau_pos: float = gate_key("sapo", "tau_pos", "SAPO temperature for A > 0.")
+    sapo_tau_neg: float = gate_key("sapo", "tau_neg", "SAPO temperature for A ≤ 0.")
     sequence_unit: Literal["trajectory", "turn"] = key(
         "trajectory",
         "In multi-turn episodes, the unit of the sequence ratio, clip and length: the whole trajectory, or each turn.",

@@ -26,7 +26,9 @@ class Config(Section):
     experiment_name: str = key("gspo", "First part of the run directory's name.")
     trial_name: str = key("trial0", "Second part of the run directory's name.")
     algorithm: str | None = key(
-        None, f"Preset: {', '.join(ALGORITHMS)}.", unset="ppo if a critic is configured, otherwise grpo"
+        None,
+        f"Preset: {', '.join(ALGORITHMS)}; or a function of yours, file.py:function.",
+        unset="ppo if a critic is configured, otherwise grpo",
     )
     seed: int = key(1, "Seed of all random numbers.", low=0)
     total_train_steps: int | None = key(None, "Number of training steps.", unset="total_train_epochs decides", low=1)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+import ast
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
-from gspo.algorithms import ALGORITHMS
+from gspo.algorithms import CLIP_RANGE, GATES
 from gspo.config.lint.facts import Facts
-from gspo.config.objective import ObjectiveSettings, default_algorithm_note, same_as
+from gspo.config.objective import ObjectiveSettings, algorithm_in, default_algorithm_note, is_supervised, same_as
 from gspo.config.schema import CriticSection, Norm, RewardNorm
+from gspo.system.imports import source_file
 from gspo.system.text import number
 
 RATIO = {"token": "wᵢₜ", "sequence": "sᵢ", "sequence_token": "sᵢₜ"}
@@ -49,33 +55,31 @@ def formula(objective: ObjectiveSettings, numbers: bool = True, penalised: bool 
 
     `penalised`: KL in the reward makes advantages differ from token to token.
     """
-    settings, level = objective["settings"], objective["level"]
+    gate, level = GATES[objective["gate"]], objective["level"]
     by_token = penalised or objective["advantage"] in ("gae", "teacher")
     per_token = level == "sequence_token" or (by_token and level == "token")
-    ratio, advantage = RATIO[level], "Aᵢₜ" if per_token else "Aᵢ"
+    parts = {name: setting.symbol for name, setting in gate.settings.items()}
+    parts |= _numbers(objective) if numbers else {}
+    parts |= {"ratio": RATIO[level], "A": "Aᵢₜ" if per_token else "Aᵢ"}
+    term = "".join([gate.formula, *_extra(objective, "formula")]).format(**parts)
+    # A gate whose formula has no ratio defines what it has instead.
+    return f"{_sum_over(objective)} {term}" + (f",   {RATIO_DEFINITION[level]}" if "{ratio}" in gate.formula else "")
 
-    def shown(name: str, symbol: str) -> str:
-        return f"{number(settings[name])}" if numbers and not objective["eps_auto"] else symbol
 
-    if objective["gate"] == "gmpo":
-        low, high = shown("log_clip_low", "c_low"), shown("log_clip_high", "c_high")
-        bound = f"dᵢₜ = min(log wᵢₜ, {high}) for A > 0, max(log wᵢₜ, −{low}) for A < 0"
-        return f"{_sum_over(objective)} Aᵢ exp( (1/|yᵢ|) Σₜ dᵢₜ ),   {bound}"
-    if objective["gate"] == "log":
-        return f"{_sum_over(objective)} log π_θ(yᵢₜ),   yᵢ from the data set"
-    if objective["gate"] == "clip":
-        low, high = shown("clip_low", "ε_low"), shown("clip_high", "ε_high")
-        inner = f"min( {ratio} {advantage} , clip({ratio}, 1−{low}, 1+{high}) {advantage} )"
-        dual = settings.get("dual_clip")
-        if dual is not None:
-            inner = f"{inner}, for A < 0 not below {number(dual)} {advantage}"
-    elif objective["gate"] == "cispo":
-        inner = f"sg[min({ratio}, {shown('weight_max', 'w_max')})] {advantage} log π_θ(yᵢₜ)"
-    elif objective["gate"] == "sapo":
-        inner = f"(4/τ) σ(τ({ratio}−1)) {advantage}"
-    else:
-        inner = f"{ratio} {advantage}"
-    return f"{_sum_over(objective)} {inner},   {RATIO_DEFINITION[level]}"
+def _numbers(objective: ObjectiveSettings) -> dict[str, str]:
+    """The settings of the gate that are on, in their short form; with eps_clip: auto the range stays a symbol."""
+    found = {}
+    for name, setting in GATES[objective["gate"]].settings.items():
+        value = objective["settings"][name]
+        if value is not None:
+            found[name] = setting.symbol if objective["eps_auto"] and name in CLIP_RANGE else number(value)
+    return found
+
+
+def _extra(objective: ObjectiveSettings, text: Literal["formula", "words"]) -> list[str]:
+    """What the settings that are on add to the gate's formula or words."""
+    settings = GATES[objective["gate"]].settings
+    return [getattr(settings[name], text) for name in _numbers(objective)]
 
 
 def _sum_over(objective: ObjectiveSettings) -> str:
@@ -87,18 +91,19 @@ def _sum_over(objective: ObjectiveSettings) -> str:
 
 def objective_section(f: Facts) -> dict[str, Any]:
     objective, actor = f.objective, f.actor
-    algorithm, settings = ALGORITHMS[objective["name"]], objective["settings"]
+    algorithm, settings = algorithm_in(f.config), objective["settings"]
+    own = _function_of(f)
     as_published = objective["level"] == algorithm.level and objective["aggregation"] == algorithm.aggregation
     return {
         "algorithm": algorithm.name,
-        "title": algorithm.title,
+        "title": algorithm.title if own is None else own.title or algorithm.title,
         "paper": algorithm.paper,
-        "as_published": as_published,
+        "as_published": as_published or algorithm.of_user,
         "same_as": None if as_published else same_as(objective),
-        "formula": formula(objective, penalised=actor.kl_ctl > 0),
+        "formula": formula(objective, penalised=actor.kl_ctl > 0) if own is None else own.formula(f),
         "words": [*_words(f), *([f"note: {note}"] if (note := default_algorithm_note(f.loaded)) else [])],
         "level": objective["level"],
-        "gate": objective["gate"],
+        "gate": None if algorithm.of_user else objective["gate"],
         "advantage": objective["advantage"],
         "aggregation": objective["aggregation"],
         "settings": dict(settings),
@@ -110,33 +115,22 @@ def objective_section(f: Facts) -> dict[str, Any]:
 
 
 def _words(f: Facts) -> list[str]:
-    objective, settings = f.objective, f.objective["settings"]
-    kind, gate = RATIO_WORDS[objective["level"]], objective["gate"]
-    if gate == "log":
+    objective, kind = f.objective, RATIO_WORDS[f.objective["level"]]
+    if is_supervised(f.config):
         return [
             "completions: those of the data set; nothing is sampled or rewarded in training",
             f"loss: negative log-likelihood, {AGGREGATION_WORDS[objective['aggregation']]}",
         ]
+    own = _function_of(f)
+    band = GATES[objective["gate"]].words
     if objective["eps_auto"]:
         band = (
             "clipped to an automatic range: nothing is clipped in the first step, then the range adapts until 5 % of "
             "the sequences are clipped"
         )
-    elif gate == "clip":
-        band = f"clipped to [1 − {number(settings['clip_low'])}, 1 + {number(settings['clip_high'])}]"
-    elif gate == "cispo":
-        band = f"used as a constant weight of at most {number(settings['weight_max'])}; every token keeps its gradient"
-    elif gate == "sapo":
-        band = f"through a soft gate, τ {number(settings['tau_pos'])} for A > 0, else {number(settings['tau_neg'])}"
-    elif gate == "gmpo":
-        bound = settings["log_clip_high"]
-        band = f"each token's log-ratio is bounded at +{number(bound)} for A > 0 and at −{number(bound)} for A < 0"
-    else:
-        band = "not clipped"
-    if settings.get("dual_clip") is not None:
-        band += f"; for A < 0 the ratio is at most {number(settings['dual_clip'])} (dual clip)"
+    band = "".join([band, *_extra(objective, "words")]).format(**_numbers(objective))
     words = [
-        f"ratio: {kind}, {band}",
+        *([f"ratio: {kind}, {band}"] if own is None else own.words(f)),
         f"advantage: {_advantage_words(f)}",
         f"loss: {AGGREGATION_WORDS[objective['aggregation']]}",
         f"groups with equal rewards: {_zero_variance_words(f)}",
@@ -167,6 +161,51 @@ def _words(f: Facts) -> list[str]:
     if objective["advantage"] == "gae" and f.config.critic is not None:
         words.append(f"critic: {_critic_words(f, f.config.critic)}")
     return words
+
+
+@dataclass(frozen=True)
+class _Function:
+    """A function of the user, as its file has it; it is not imported here."""
+
+    name: str
+    file: Path | None
+    title: str  # the first line of its docstring
+    parameters: Sequence[str] | None  # None: the file has no such `def`
+
+    def keys(self, f: Facts) -> list[str]:
+        """The keys of `actor` that it asks for."""
+        return [name for name in self.parameters or () if name in type(f.actor).model_fields]
+
+    def formula(self, f: Facts) -> str:
+        call = "…" if self.parameters is None else ", ".join(self.parameters)
+        return f"loss = {_OUTER[f.objective['aggregation']]} {self.name}({call})ᵢ"
+
+    def words(self, f: Facts) -> list[str]:
+        if self.parameters is None:
+            return [f"function: {self.name}; its file is not found here, or has no `def {self.name}`"]
+        given = [f"actor.{key} {_value(getattr(f.actor, key))}" for key in self.keys(f)]
+        return [
+            f"function: {self.name} in {self.file}; it computes the ratio, and what is clipped",
+            f"keys that it is given: {', '.join(given) or 'none'}",
+        ]
+
+
+def _value(value: Any) -> str:
+    return number(value) if isinstance(value, float) else str(value)
+
+
+def _function_of(f: Facts) -> _Function | None:
+    """None for a preset."""
+    if not f.objective["of_user"]:
+        return None
+    name, file = f.objective["name"].rpartition(":")[2], source_file(f.objective["name"])
+    with suppress(OSError, SyntaxError, ValueError):
+        for node in ast.parse(file.read_bytes() if file is not None else b"").body:
+            if isinstance(node, ast.FunctionDef) and node.name == name:
+                arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                title = (ast.get_docstring(node) or "").partition("\n")[0]
+                return _Function(name, file, title, [each.arg for each in arguments])
+    return _Function(name, file, "", None)
 
 
 def _entropy_words(f: Facts) -> str:
@@ -230,7 +269,7 @@ def _zero_variance_words(f: Facts) -> str:
 
 
 def _decisions(f: Facts) -> list[tuple[str, Any]]:
-    actor, gate = f.actor, f.objective["gate"]
+    actor, gate = f.actor, GATES[f.objective["gate"]]
     keys = [
         "importance_sampling_level",
         "loss_aggregation",
@@ -238,9 +277,8 @@ def _decisions(f: Facts) -> list[tuple[str, Any]]:
         "zero_variance_groups",
         "kl_loss_coef",
     ]
-    if gate == "clip":
-        keys[1:1] = ["eps_clip", "eps_clip_higher", "c_clip"]
+    own = _function_of(f)
+    keys[1:1] = [setting.key for setting in gate.settings.values() if setting.key] if own is None else own.keys(f)
     keys += ["kl_ctl"] if actor.kl_ctl > 0 else []
     keys += ["discount", "gae_lambda"] if f.objective["advantage"] == "gae" else []
-    keys[1:1] = ["sapo_tau_pos", "sapo_tau_neg"] if gate == "sapo" else []
     return [("algorithm", f.config.algorithm), *((f"actor.{key}", getattr(actor, key)) for key in keys)]

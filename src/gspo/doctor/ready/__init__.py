@@ -10,7 +10,7 @@ from typing import Any
 
 from gspo.config import Loaded
 from gspo.doctor.ready.check import ReadyCheck, attempt
-from gspo.doctor.ready.data import check_data, look_at_environment, look_at_rewards
+from gspo.doctor.ready.data import check_data, look_at_environment, look_at_objective, look_at_rewards
 from gspo.doctor.ready.machine import check_memory, check_packages, look_at_processes
 from gspo.doctor.ready.models import check_models, check_vocabularies, find_tokenizer
 
@@ -26,6 +26,7 @@ def examine(loaded: Loaded, memory: Mapping[str, Any] | None = None) -> list[Rea
         tokenizer = find_tokenizer(config, checks)
     if tokenizer is not None:
         checks += check_vocabularies(config, tokenizer, {check.what for check in models if check.state == "ok"})
+    checks.append(attempt("objective", lambda: look_at_objective(loaded)))
     checks.append(attempt("rewards", lambda: look_at_rewards(config)))
     environment = attempt("environment", lambda: look_at_environment(config))
     checks.append(environment)

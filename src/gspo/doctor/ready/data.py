@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from gspo.config import Loaded, algorithm_in
 from gspo.config.schema import Config, held_out
 from gspo.config.schema.dataset import ENVIRONMENT_ROWS
 from gspo.data.sources import is_on_hub
@@ -23,6 +24,14 @@ from gspo.rewards.pool import RewardPool
 from gspo.system.imports import by_name, install_command
 
 ROWS = 1000  # prompts that are rendered to find the longest one
+
+
+def look_at_objective(loaded: Loaded) -> str:
+    """A function of the user in place of a preset, called on small tensors as before a run."""
+    if not algorithm_in(loaded.config).of_user:
+        return ""
+    by_name("gspo.train.build.own_objective:find_objective")(loaded)
+    return f"{loaded.config.algorithm} was called on small tensors; its loss and its gradient are finite"
 
 
 def look_at_rewards(config: Config) -> str:

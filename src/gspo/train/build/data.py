@@ -7,9 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from gspo.algorithms import ALGORITHMS
 from gspo.config.layout import layout_of
-from gspo.config.objective import is_supervised
+from gspo.config.objective import algorithm_in, is_supervised
 from gspo.config.schema import Config, DatasetSpec, MixtureSource, held_out
 from gspo.config.schema.dataset import ENVIRONMENT_ROWS
 from gspo.data.columns import owner_of
@@ -227,7 +226,7 @@ def refuse_images(
         raise ConfigError(f"{what}, and several trainer ranks take text alone; set actor.backend: fsdp:d1")
     if layout.num_samplers:
         raise ConfigError(f"{what}, and sampler servers take text alone; set rollout.backend: local")
-    if config.critic is not None and ALGORITHMS[str(config.algorithm)].advantage == "gae":
+    if config.critic is not None and algorithm_in(config).advantage == "gae":
         raise ConfigError(
             f"{what}, and a critic takes text alone; set algorithm: gspo, or another one without a critic"
         )

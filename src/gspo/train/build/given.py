@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import gspo
-from gspo.config import Loaded
+from gspo.config import Loaded, algorithm_in
 from gspo.config.schema import Config
 from gspo.errors import ConfigError
 from gspo.system.imports import by_name, find_function, source_file
@@ -27,6 +27,7 @@ class Given:
     workflow: Callable[..., Any] | None  # None: by the environment, or one completion per prompt
     filter: Callable[..., Any] | None
     code: Mapping[str, Path]  # functions of the user by name, and the files that define them
+    objective: Any = None  # `build.own_objective.OwnObjective`; None: a preset
 
 
 def find_environment(config: Config, given: Any) -> Callable[..., Any] | None:
@@ -51,7 +52,7 @@ def find_filter(config: Config, given: Callable[..., Any] | None) -> Callable[..
         raise ConfigError(f"rollout.dynamic_filter_fn: {error}") from error
 
 
-def code_files(config: Config, reward: Any, env: Any, dynamic_filter_fn: Any) -> dict[str, Path]:
+def code_files(config: Config, reward: Any, env: Any, dynamic_filter_fn: Any, objective: Any = None) -> dict[str, Path]:
     """The user's functions by name, and the files that define them; the caller's have priority over the config's."""
     mixtures = [*config.train_dataset.mixture, *(config.valid_dataset.mixture if config.valid_dataset else ())]
     rewards = reward if isinstance(reward, list | tuple) else [reward] if reward is not None else []
@@ -60,6 +61,7 @@ def code_files(config: Config, reward: Any, env: Any, dynamic_filter_fn: Any) ->
     agent = config.env.agent
     agents = [word for word in agent if Path(word).is_file()] if isinstance(agent, list) else [agent]
     named += [("environment", env or config.env.path), *(("agent", each) for each in agents)]
+    named += [("objective", objective or (config.algorithm if algorithm_in(config).of_user else None))]
     named += [("filter", dynamic_filter_fn or config.rollout.dynamic_filter_fn)]
     found: dict[str, Path] = {}
     for kind, given in named:

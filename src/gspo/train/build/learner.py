@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gspo.algorithms import ALGORITHMS
-from gspo.config import Loaded
+from gspo.config import Loaded, algorithm_in
 from gspo.config.schema import Config
 from gspo.data.mixture import Data
 from gspo.errors import ConfigError
@@ -17,8 +16,9 @@ from gspo.learner.policy.sharding import shard
 from gspo.learner.ranks.world import ALONE, World
 from gspo.learner.reference import Reference, Teacher, reference_logp, served_teacher
 from gspo.models.loading import load_model
+from gspo.runs.code import code_digest
 from gspo.sampling.native.few_rows import product_name
-from gspo.system.imports import by_name
+from gspo.system.imports import by_name, source_file
 from gspo.train.build.compute import device_and_dtype, set_threads, sharding
 from gspo.train.build.objective import assembly, make_credit, make_plan, temperature
 from gspo.train.build.optim import critic_optimizer, make_trained_optimizer, optimizer_of
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from gspo.learner.critic import Critic
 
 
-def make_learner(loaded: Loaded, world: World) -> Learner:
+def make_learner(loaded: Loaded, world: World, objective: Any = None) -> Learner:
     """The models of this rank, loaded and sharded, and how batches train them."""
     config = loaded.config
     # Before a model is loaded, because the probe of the policy computes already.
     threads = set_threads(config, world.local_size)
-    plan, credit = make_plan(loaded), make_credit(loaded)
+    plan, credit = make_plan(loaded, objective), make_credit(loaded)
     policy, tokenizer = make_policy(config, plan.settings["level"] != "token", world)
     return Learner(
         policy,
@@ -71,7 +71,7 @@ def make_reference(config: Config, policy: PolicyModule, tokenizer: Any) -> Refe
 def make_teacher(config: Config, policy: PolicyModule, tokenizer: Any) -> Teacher | None:
     """The teacher of distillation, frozen; None: the algorithm has none."""
     how, actor = config.teacher, config.actor
-    if how is None or ALGORITHMS[str(config.algorithm)].advantage != "teacher":
+    if how is None or algorithm_in(config).advantage != "teacher":
         return None
     if how.is_server:
         timeout_s = config.rollout.request_timeout
@@ -93,7 +93,7 @@ def make_teacher(config: Config, policy: PolicyModule, tokenizer: Any) -> Teache
 def make_critic(config: Config, tokenizer: Any, world: World = ALONE) -> Critic | None:
     """The value model of PPO with its optimizer; None where advantages come from groups."""
     how, actor = config.critic, config.actor
-    if how is None or ALGORITHMS[str(config.algorithm)].advantage != "gae":
+    if how is None or algorithm_in(config).advantage != "gae":
         return None
     from gspo.learner.critic import Critic
     from gspo.learner.policy.value import ValueModule
@@ -145,7 +145,9 @@ def _other_model(config: Config, path: str | None, tokenizer: Any, key: str) -> 
 def run_identity(learner: Learner, data: Data, world: World) -> dict[str, Any]:
     """What a resumed run must have in common with the run that it continues."""
     num_parameters = sum(p.numel() for p in learner.policy.parameters())
+    function = learner.plan.function
     return {
+        **({} if function is None else {"objective": code_digest(source_file(function))}),
         "threads": learner.threads,
         "data": data.digest(),
         "parameters": num_parameters,

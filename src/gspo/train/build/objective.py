@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gspo.algorithms import clip_range_of
 from gspo.config import Loaded, effective_objective, is_supervised
 from gspo.config.schema import Config, Norm, RewardNorm
 from gspo.learner.credit import Credit, Shaping
 from gspo.learner.proximal import AutoClip, ProximalSource
 from gspo.learner.step import Plan
+from gspo.system.imports import by_name
 
 
-def make_plan(loaded: Loaded) -> Plan:
-    """The settings that all updates share."""
-    config, objective = loaded.config, effective_objective(loaded)
-    actor = config.actor
+def make_plan(loaded: Loaded, own: Any = None) -> Plan:
+    """The settings that all updates share. `own`: the function of the user, if it was found already."""
+    config, actor, preset = loaded.config, loaded.config.actor, effective_objective(loaded)
+    if own is None and preset["of_user"]:
+        own = by_name("gspo.train.build.own_objective:find_objective")(loaded)
     return Plan(
-        name=objective["name"],
-        settings=objective["settings"],
+        name=preset["name"],
+        settings=preset["settings"] if own is None else own.settings,
+        function=None if own is None else own.function,
         num_minibatches=actor.ppo_n_minibatches or 1,
         num_epochs=actor.ppo_epochs,
         seed=config.seed,
@@ -28,9 +32,8 @@ def make_plan(loaded: Loaded) -> Plan:
         max_norm=actor.optimizer.gradient_clipping,
         max_new_tokens=config.gconfig.max_new_tokens,
         # A sequence with advantage 0 still has an entropy and a KL to the reference or the teacher.
-        skip_zero_advantage=not (
-            actor.kl_loss_coef or actor.entropy_coef or (config.teacher and config.teacher.exact_kl is not None)
-        ),
+        skip_zero_advantage=(own is None or own.skips_zero)
+        and not (actor.kl_loss_coef or actor.entropy_coef or (config.teacher and config.teacher.exact_kl is not None)),
         routing_replay=actor.routing_replay,
         sequence_unit=actor.sequence_unit,
     )
@@ -47,11 +50,12 @@ def narrowest_clip(config: Config, settings: Mapping[str, Any]) -> float | None:
 
     With `eps_clip: auto` it is the widest range that auto may choose, because auto stays above the noise by itself.
     """
-    if "clip_low" not in settings:
+    names = clip_range_of(settings)
+    if names is None:
         return None
     if config.actor.eps_clip == "auto":
         return AutoClip.eps_max / AutoClip.high_over_low
-    return min(settings["clip_low"], settings["clip_high"])
+    return min(settings[name] for name in names)
 
 
 def temperature(config: Config) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from gspo.algorithms import ALGORITHMS
+from gspo.config import algorithm_in
 from gspo.config.schema import Config, DatasetSpec, MixtureSource
 from gspo.data.dataset import Dataset
 from gspo.data.mixture import Data, distinct_names
@@ -79,7 +79,7 @@ def _refuse_gates(specs: dict[str, RewardSpec], normalize: str) -> dict[str, Rew
 
 def scores_answers(config: Config, given: Any, data: Sequence[Data]) -> bool:
     """Whether answers are scored. Fine-tuning and distillation do so only if a reward is configured."""
-    needs_rewards = ALGORITHMS[str(config.algorithm)].advantage not in ("one", "teacher")
+    needs_rewards = algorithm_in(config).advantage not in ("one", "teacher")
     if needs_rewards or _common(config, given) is not None:
         return True
     # Procedural tasks have a reward of their own; a mixture may name one per source.

@@ -165,7 +165,7 @@ def heavy_modules_after(code: str, *args: str) -> list[str]:
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("module", ["gspo", "gspo.config.load", "gspo.config.lint", "gspo.doctor.explain", "gspo.cli"])
+@pytest.mark.parametrize("module", ["gspo", "gspo.config.load", "gspo.lint", "gspo.doctor.explain", "gspo.cli"])
 def test_import_leaves_torch_out(module):
     assert heavy_modules_after(f"import {module}") == []
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from gspo.config.lint import check
 from gspo.envs.find import find_environment
 from gspo.errors import ConfigError
+from gspo.lint import check
 from gspo.studies import plan, results
 from lab import ROOT
 

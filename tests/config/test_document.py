@@ -14,8 +14,8 @@ from gspo.algorithms import ALGORITHMS
 from gspo.config import config_fingerprint, dump, effective_objective, load, write_origins
 from gspo.config.document import document
 from gspo.config.loaded import read_origins
-from gspo.config.migrate.table import rules
 from gspo.config.schema import known_keys
+from gspo.migrate.table import rules
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))

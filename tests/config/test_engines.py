@@ -9,10 +9,10 @@ import pytest
 import gspo
 from gspo.config import load
 from gspo.config.backends import ENGINES, EXTERNAL
-from gspo.config.lint import lint
 from gspo.config.schema import known_keys
 from gspo.errors import ConfigError
 from gspo.launcher.plan import make_launch_plan
+from gspo.lint import lint
 from gspo.sampling.api import Sampler
 from gspo.system.imports import by_name
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from gspo.config import load
-from gspo.config.lint import lint
-from gspo.config.lint.unused import ineffective
+from gspo.lint import lint
+from gspo.lint.unused import ineffective
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "code" / "code_gspo.yaml"
 

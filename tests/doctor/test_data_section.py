@@ -1,10 +1,10 @@
 """What doctor says about problems and rewards, and the rules and idle keys of mixtures."""
 
 from gspo.config import load
-from gspo.config.lint import lint
-from gspo.config.lint.unused import ineffective
 from gspo.doctor.explain import explain
 from gspo.doctor.render import to_text
+from gspo.lint import lint
+from gspo.lint.unused import ineffective
 
 MIXED = "train_dataset.mixture=[{path: 'embedded:arithmetic', weight: 3, name: sums}, {path: a.jsonl, reward: [math]}]"
 

@@ -1,6 +1,6 @@
 """Sampler servers as real processes: forked from one that has imported everything, watched and started again.
 
-`gspo.launcher.serve.local` runs in each of them as it does under a launcher. One JSON line in, one process id out.
+`gspo.launcher.serve.own` runs in each of them as it does under a launcher. One JSON line in, one process id out.
 """
 
 import json
@@ -94,7 +94,7 @@ class Servers:
 
 
 def fork_servers() -> None:
-    from gspo.launcher.serve import local as serve
+    from gspo.launcher.serve import own as serve
     from gspo.system.process import die_with_parent
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them: they leave no trace

@@ -10,8 +10,8 @@ from gspo.cli import main as cli
 from gspo.config import load
 from gspo.config.layout import layout_of
 from gspo.errors import ConfigError
-from gspo.launcher import launch as launcher
 from gspo.launcher import slurm
+from gspo.launcher import start as launcher
 from gspo.launcher.plan import make_launch_plan, plan_text
 
 ROOT = Path(__file__).parents[2]
@@ -101,7 +101,7 @@ def test_the_trainer_is_told_of_its_samplers_and_no_argv_has_a_secret():
     assert made.trainers[0].env["GSPO_SAMPLER_DIR"] == str(made.sampler_folder)
     assert all(process.env["GSPO_LAUNCHED"] == "1" for process in made.processes)
     for index, process in enumerate(made.samplers):
-        assert process.argv[1:3] == ("-m", "gspo.launcher.serve.local")
+        assert process.argv[1:3] == ("-m", "gspo.launcher.serve.own")
         assert process.argv[process.argv.index("--index") + 1] == str(index)
         assert process.argv[process.argv.index("--register") + 1] == str(made.sampler_folder)
     assert not any("TOKEN" in word for process in made.processes for word in (*process.argv, *process.env))
@@ -128,7 +128,7 @@ def test_dry_run_prints_the_plan_and_starts_nothing(on, tmp_path, capsys):
     assert launcher.main(on, ["--dry-run", SCRIPT, "--config", GSPO, root, "cluster.n_gpus_per_node=8"]) == 0
     by_module = capsys.readouterr().out
     assert "4 ranks train, 4 local servers sample" in by_module
-    assert by_module.count("gspo.launcher.serve.local") == 4
+    assert by_module.count("gspo.launcher.serve.own") == 4
     assert ("#SBATCH --gpus-per-node=8" in by_module) == (on == "slurm")
     assert cli.main(["train", GSPO, root, "cluster.n_gpus_per_node=8", "--on", on, "--dry-run"]) == 0
     by_command = capsys.readouterr().out

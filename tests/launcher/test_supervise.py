@@ -15,8 +15,8 @@ from processes import is_alive, until
 
 from gspo.config.layout import Layout
 from gspo.launcher import local
-from gspo.launcher.launch import main
 from gspo.launcher.plan import LaunchPlan, Process
+from gspo.launcher.start import main
 from gspo.launcher.supervise import supervise
 from gspo.sampling.remote.discovery import weight_folders
 

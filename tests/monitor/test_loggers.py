@@ -12,9 +12,9 @@ import time
 import pytest
 from training_runs import metrics, train
 
-from gspo.config.lint import check
 from gspo.config.load import load
 from gspo.errors import ConfigError
+from gspo.lint import check
 from gspo.monitor import loggers
 from gspo.monitor.loggers import Loggers
 from gspo.monitor.sinks import _redirect_trackio

@@ -16,9 +16,9 @@ from test_vllm import started as lookalike  # noqa: F401 - a fixture
 from tiny_models import build
 
 from gspo.config import load
-from gspo.config.lint import lint
 from gspo.errors import ConfigError
 from gspo.learner.policy.module import PolicyModule
+from gspo.lint import lint
 from gspo.models import embedded
 from gspo.models.moe import routed, routers, routes_mismatch
 from gspo.sampling.engines.vllm import WORKER_FOLDER

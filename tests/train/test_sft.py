@@ -6,8 +6,8 @@ import torch
 from training_runs import SFT, digests, metrics, train
 
 from gspo.config import load
-from gspo.config.lint import check
 from gspo.errors import ConfigError
+from gspo.lint import check
 from gspo.objectives import loss
 from gspo.runs.state import State
 

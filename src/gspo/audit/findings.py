@@ -7,14 +7,14 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from gspo.audit.foreign import Draft
-from gspo.config.lint import advantages, clipping, policies, references, sampling
-from gspo.config.lint.facts import Facts, Finding, facts_of
 from gspo.config.load import load
 from gspo.config.loaded import Loaded, Origin
 from gspo.doctor.explain.batch import batch_section
 from gspo.doctor.explain.objective import objective_section
 from gspo.doctor.explain.policies import policy_section
 from gspo.errors import ConfigError
+from gspo.lint import advantages, clipping, policies, references, sampling
+from gspo.lint.facts import Facts, Finding, facts_of
 
 Rule = Callable[[Facts], Iterator[Finding]]
 _A = "actor_rollout_ref.actor."

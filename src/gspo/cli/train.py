@@ -30,7 +30,7 @@ def train_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def launch_arguments(parser: argparse.ArgumentParser) -> None:
-    from gspo.launcher.launch import LAUNCHERS
+    from gspo.launcher.start import LAUNCHERS
 
     parser.add_argument("--on", choices=LAUNCHERS, help="how processes are launched (scheduler.type)")
     parser.add_argument(
@@ -40,7 +40,7 @@ def launch_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def train(args: argparse.Namespace) -> int:
-    from gspo.launcher.launch import with_scheduler
+    from gspo.launcher.start import with_scheduler
 
     loaded = with_scheduler(load_config(args), args.on)
     if args.new:
@@ -81,8 +81,8 @@ def model_of_run(path: str, key: str) -> Path | None:
 
 
 def _train(args: argparse.Namespace, loaded: Loaded) -> int:
-    from gspo.config.lint import check
-    from gspo.launcher.launch import launch
+    from gspo.launcher.start import launch
+    from gspo.lint import check
     from gspo.train.relaunch import is_launched
 
     given = [*(["--config", args.config] if args.config else []), *args.words, *(["--on", args.on] if args.on else [])]
@@ -130,8 +130,8 @@ def preview_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def preview(args: argparse.Namespace) -> int:
-    from gspo.config.lint import check
     from gspo.errors import ConfigError
+    from gspo.lint import check
     from gspo.system.text import inert
 
     if args.prompts < 1 or args.samples < 1:

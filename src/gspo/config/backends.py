@@ -59,7 +59,7 @@ class Engine:
 _LOCAL = Engine(
     "local",
     sampler="gspo.sampling.local.engine:LocalSampler",
-    server="gspo.launcher.serve.local",
+    server="gspo.launcher.serve.own",
     in_process=True,
 )
 _VLLM = Engine(

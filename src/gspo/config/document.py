@@ -12,10 +12,10 @@ from typing import Any
 
 from gspo.algorithms import ALGORITHMS
 from gspo.config.loaded import written
-from gspo.config.migrate import areal, other_systems
-from gspo.config.migrate.rule import Rule
 from gspo.config.objective import proximal_policy
 from gspo.config.schema import Config, Key, Section, keys_of, known_keys
+from gspo.migrate import areal, other_systems
+from gspo.migrate.rule import Rule
 
 # -- The JSON schema ------------------------------------------------------------------------------------------
 

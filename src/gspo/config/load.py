@@ -22,7 +22,7 @@ from gspo.errors import ConfigError
 from gspo.shipped import find_config, installed_path
 from gspo.system.imports import by_name
 
-MIGRATION = "gspo.config.migrate.table"  # the keys of AReaL
+MIGRATION = "gspo.migrate.table"  # the keys of AReaL
 
 
 def load(path: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Loaded:

@@ -20,7 +20,7 @@ from gspo.config.yaml_tree import Node, describe, is_failed, leaves, shorten
 from gspo.system.imports import by_name
 
 # Keys of TRL and verl.
-FOREIGN_KEY, FOREIGN_SECTION = (f"gspo.config.migrate.other_systems:{name}" for name in ("find", "is_section"))
+FOREIGN_KEY, FOREIGN_SECTION = (f"gspo.migrate.other_systems:{name}" for name in ("find", "is_section"))
 
 _BOUNDS = {"greater_than", "greater_than_equal", "less_than_equal"}
 

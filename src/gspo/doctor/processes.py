@@ -15,8 +15,8 @@ from pathlib import Path
 
 from gspo.config import Loaded
 from gspo.config.layout import flags_of, layout_of
-from gspo.launcher.launch import launch
 from gspo.launcher.plan import config_file
+from gspo.launcher.start import launch
 from gspo.system.gpus import visible_gpus
 
 

@@ -10,7 +10,7 @@ import sys
 
 from gspo.config import load
 from gspo.errors import ConfigError, GspoError
-from gspo.launcher.launch import LAUNCHERS, launch, run_here, with_scheduler
+from gspo.launcher.start import LAUNCHERS, launch, run_here, with_scheduler
 from gspo.system import program
 
 

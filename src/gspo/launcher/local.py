@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import IO
 
-from gspo.launcher.launch import main
 from gspo.launcher.plan import LaunchPlan, Process
+from gspo.launcher.start import main
 from gspo.launcher.supervise import Say, Start, environment, supervise
 from gspo.system import program
 from gspo.system.heartbeat import AwakeClock

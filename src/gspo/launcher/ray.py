@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from gspo.errors import ConfigError, GspoError
-from gspo.launcher.launch import main
 from gspo.launcher.plan import ADDRESS, RENDEZVOUS, LaunchPlan, Process
 from gspo.launcher.ray_actor import ProcessActor, is_worker, kill_if_stopped
+from gspo.launcher.start import main
 from gspo.launcher.supervise import LOST_CODE, Say, Start, environment, received_signals, supervise, write_output
 from gspo.system import program
 from gspo.system.heartbeat import AwakeClock, beat

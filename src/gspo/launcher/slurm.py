@@ -19,9 +19,9 @@ from pathlib import Path
 
 from gspo.config.schema import Slurm
 from gspo.errors import ConfigError, GspoError
-from gspo.launcher.launch import main
 from gspo.launcher.plan import LaunchPlan
 from gspo.launcher.ray import STORE_BYTES
+from gspo.launcher.start import main
 from gspo.launcher.supervise import Say, received_signals, write_output
 from gspo.system import program
 from gspo.system.heartbeat import beat

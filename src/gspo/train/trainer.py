@@ -70,7 +70,7 @@ class Trainer:
             )
         self.given = Given(
             self.loaded,
-            by_name("gspo.config.lint:check")(self.loaded),
+            by_name("gspo.lint:check")(self.loaded),
             reward,
             dataset,
             valid,

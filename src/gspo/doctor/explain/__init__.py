@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gspo.config import lint
-from gspo.config.lint.facts import Finding, facts_of
-from gspo.config.lint.unused import ineffective
+from gspo import lint
+from gspo.lint.facts import Finding, facts_of
+from gspo.lint.unused import ineffective
 from gspo.config.loaded import Loaded
 from gspo.doctor.explain.batch import batch_section
 from gspo.doctor.explain.data import data_section

@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from gspo.config.layout import layout_of
-from gspo.config.lint.facts import Facts
 from gspo.config.objective import is_supervised
+from gspo.lint.facts import Facts
 
 
 def batch_section(f: Facts) -> dict[str, Any]:

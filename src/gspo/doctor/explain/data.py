@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from gspo.config.lint.facts import Facts
 from gspo.config.schema import DatasetSpec, held_out
 from gspo.config.schema.dataset import ENVIRONMENT_ROWS
 from gspo.data.sources import default_reward
+from gspo.lint.facts import Facts
 from gspo.rewards.functions.builtin import TEXT
 
 NOT_SETTINGS = ("name", "weight", "label", "gate")  # of an entry of reward.functions; the others go to the function

@@ -8,12 +8,12 @@ from typing import Any
 
 from gspo.config.backends import SAMPLERS, parse_backend
 from gspo.config.layout import layout_of
-from gspo.config.lint.facts import Facts
 from gspo.doctor import memory
 from gspo.doctor.explain.policies import reference_is_policy
 from gspo.doctor.memory import Item
 from gspo.doctor.shapes import ModelFields, Shape, Unknown, adapted_layers, adapter_parameters, find_source, shape_of
 from gspo.learner.policy import HEAD_CHUNK
+from gspo.lint.facts import Facts
 from gspo.sampling.requests import rows_at_once
 from gspo.system.text import count
 

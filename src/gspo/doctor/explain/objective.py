@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gspo.algorithms import CLIP_RANGE, GATES
-from gspo.config.lint.facts import Facts
 from gspo.config.objective import ObjectiveSettings, algorithm_in, default_algorithm_note, is_supervised, same_as
 from gspo.config.schema import CriticSection, Norm, RewardNorm
+from gspo.lint.facts import Facts
 from gspo.system.imports import source_file
 from gspo.system.text import number
 

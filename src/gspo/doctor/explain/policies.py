@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from gspo.config.layout import layout_of
-from gspo.config.lint.facts import Facts
 from gspo.config.objective import is_supervised
+from gspo.lint.facts import Facts
 from gspo.system.text import number
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from gspo.config import Loaded
 from gspo.config.layout import layout_of
-from gspo.config.lint.facts import facts_of
 from gspo.config.schema import Config
 from gspo.doctor.ready.check import ReadyCheck
-from gspo.launcher.launch import require_machine
 from gspo.launcher.plan import make_launch_plan
+from gspo.launcher.start import require_machine
+from gspo.lint.facts import facts_of
 from gspo.system.gpus import visible_gpus
 from gspo.system.imports import install_command
 from gspo.system.text import human

@@ -25,7 +25,7 @@ from gspo.config.layout import Layout, layout_of
 from gspo.config.schema import Config
 from gspo.errors import ConfigError, GspoError, RolloutError
 from gspo.faults import reached
-from gspo.launcher.serve.local import register_and_serve
+from gspo.launcher.serve.own import register_and_serve
 from gspo.sampling.engines.base import EngineAddress, EngineSampler
 from gspo.sampling.remote.engine import SamplerEngine
 from gspo.system.launched import TOKEN, Launched

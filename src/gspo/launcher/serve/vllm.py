@@ -22,8 +22,8 @@ from gspo.config.layout import Layout, flags_of
 from gspo.config.schema import Config
 from gspo.errors import ConfigError, WeightSyncError
 from gspo.launcher.serve import engine
-from gspo.launcher.serve.local import make_parser, run_server
 from gspo.launcher.serve.model import as_folder, identity_for, model_folder, without_weights
+from gspo.launcher.serve.own import make_parser, run_server
 from gspo.models.locate import EMBEDDED, locate
 from gspo.models.lora import write_adapter
 from gspo.sampling.engines.base import EngineAddress

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from gspo.algorithms import GATES
 from gspo.config.backends import EXTERNAL, TRAINERS, parse_backend
-from gspo.config.lint.facts import Facts, facts_of
 from gspo.config.loaded import Loaded
 from gspo.config.objective import is_supervised
 from gspo.config.resolve import value_of
 from gspo.config.schema import known_keys
+from gspo.lint.facts import Facts, facts_of
 
 # (key or section, why it has no effect)
 Unused = tuple[str, str]

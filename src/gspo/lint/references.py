@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gspo.config.layout import layout_of
-from gspo.config.lint.facts import Facts, Finding, rule
+from gspo.lint.facts import Facts, Finding, rule
 from gspo.system.text import number
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from gspo.algorithms import ALGORITHMS
 from gspo.config import yaml_tree as tree
 from gspo.config.backends import SAMPLERS, TRAINERS, Backend, parse_backend
-from gspo.config.migrate.rule import Move, repeat, written
 from gspo.config.yaml_tree import Node, describe
+from gspo.migrate.rule import Move, repeat, written
 
 
 def allocation_mode(move: Move) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from gspo.config.lint.facts import Facts, Finding, rule
+from gspo.lint.facts import Facts, Finding, rule
 from gspo.system.text import number
 
 WIDE_EPS = 0.05  # the geometric mean of a completion almost never moves this far from 1; twice as far if it is brief

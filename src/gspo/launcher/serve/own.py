@@ -1,4 +1,4 @@
-"""`python -m gspo.launcher.serve.local`: one sampler server, the in-process sampler behind HTTP.
+"""`python -m gspo.launcher.serve.own`: one sampler server, the in-process sampler behind HTTP.
 
 It serves after a trainer has sent it weights, and it ends with the process that started it. The token comes from the
 environment only (GSPO_SAMPLER_TOKEN). See docs/samplers.md.
@@ -137,7 +137,7 @@ def run_server(work: Callable[[], None]) -> int:
 
 
 def main() -> int:
-    parser = make_parser("python -m gspo.launcher.serve.local", "One sampler server.")
+    parser = make_parser("python -m gspo.launcher.serve.own", "One sampler server.")
     parser.add_argument(
         "--threads",
         type=int,

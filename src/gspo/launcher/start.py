@@ -33,8 +33,8 @@ def launch(loaded: Loaded, command: Sequence[str], *, dry_run: bool = False) -> 
     Returns the exit code, or None if the plan is one process on this machine: the caller then runs it itself.
     """
     # Imports inside functions keep the start of the command fast.
-    from gspo.config.lint import check
     from gspo.launcher.plan import make_launch_plan, plan_text
+    from gspo.lint import check
     from gspo.system.gpus import visible_gpus
 
     # A dry run prints the plan without checking the config.

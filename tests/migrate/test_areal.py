@@ -7,9 +7,9 @@ import yaml
 from areal_files import NEW, OLD
 
 from gspo.config import effective_objective, load, value_of
-from gspo.config.migrate.table import rules
 from gspo.config.schema import known_keys
 from gspo.errors import ConfigError
+from gspo.migrate.table import rules
 
 AUTO = "one process samples and trains"
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-import gspo.config.migrate
+from gspo import migrate
 from gspo.config import load
 from gspo.config.document import migrating
-from gspo.config.migrate.other_systems import find, foreign_keys
 from gspo.config.schema import known_keys
 from gspo.errors import ConfigError
+from gspo.migrate.other_systems import find, foreign_keys
 
-TABLES = Path(gspo.config.migrate.__path__[0])
+TABLES = Path(migrate.__path__[0])
 PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
 
 

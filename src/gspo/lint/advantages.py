@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gspo.config.lint.facts import Facts, Finding, rule
 from gspo.config.objective import algorithm_in
 from gspo.config.schema import Norm, RewardNorm
+from gspo.lint.facts import Facts, Finding, rule
 
 GROUP_ADVANTAGES = frozenset({"group_std", "group_mean", "leave_one_out"})
 

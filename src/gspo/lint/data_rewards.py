@@ -7,8 +7,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from gspo.config.lint.facts import Facts, Finding, rule
 from gspo.config.objective import is_supervised
+from gspo.lint.facts import Facts, Finding, rule
 
 BEST = ("accuracy", "reward", "pass_at_k")  # higher is better; train/evaluate.py records them
 SANDBOX_SECONDS = 2  # that the sandbox of `code` may take beyond the program itself

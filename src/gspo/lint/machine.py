@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from gspo.config import engine_flags
 from gspo.config.backends import TRAINERS, parse_backend
 from gspo.config.layout import flags_of, layout_of
-from gspo.config.lint.facts import Facts, Finding, rule
 from gspo.errors import ConfigError
+from gspo.lint.facts import Facts, Finding, rule
 from gspo.system.imports import install_command
 
 

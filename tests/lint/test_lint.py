@@ -6,9 +6,9 @@ import re
 import pytest
 
 from gspo.config import dump, load
-from gspo.config.lint import check, lint
-from gspo.config.lint.unused import ineffective
 from gspo.errors import ConfigError
+from gspo.lint import check, lint
+from gspo.lint.unused import ineffective
 
 BASE = ["algorithm=gspo"]
 REF = "ref.path=embedded:tiny"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gspo.config.lint.facts import Facts, Finding, rule
 from gspo.config.objective import is_supervised
+from gspo.lint.facts import Facts, Finding, rule
 
 
 @rule

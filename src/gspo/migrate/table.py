@@ -7,9 +7,9 @@ import types
 from collections.abc import Iterable, Mapping
 
 from gspo.config import yaml_tree as tree
-from gspo.config.migrate import areal
-from gspo.config.migrate.rule import Move, Rule, apply
 from gspo.config.yaml_tree import Node, is_failed
+from gspo.migrate import areal
+from gspo.migrate.rule import Move, Rule, apply
 
 # Old key → present key, for translations that move a value. Renamed and repeated keys have this in their rule.
 _ALIASES = (

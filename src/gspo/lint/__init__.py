@@ -8,7 +8,7 @@ starts.
 
 from __future__ import annotations
 
-from gspo.config.lint import (
+from gspo.lint import (
     advantages,
     batches,
     clipping,
@@ -20,7 +20,7 @@ from gspo.config.lint import (
     references,
     sampling,
 )
-from gspo.config.lint.facts import RULES, Finding, facts_of
+from gspo.lint.facts import RULES, Finding, facts_of
 from gspo.config.loaded import Loaded
 from gspo.errors import ConfigError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from gspo.config.lint.facts import Facts, Finding, rule
+from gspo.lint.facts import Facts, Finding, rule
 
 
 @rule

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gspo.config.layout import layout_of
-from gspo.config.lint.facts import Facts, Finding, rule
+from gspo.lint.facts import Facts, Finding, rule
 from gspo.system.text import number
 
 # By what is trained: the learning rate above which a run is warned, the usual ones, and one to start with.

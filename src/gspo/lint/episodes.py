@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 
-from gspo.config.lint.facts import Facts, Finding, rule
+from gspo.lint.facts import Facts, Finding, rule
 
 ENVIRONMENTS = ("tools", "self_correct")  # the built-in ones of envs/find.py
 

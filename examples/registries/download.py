@@ -14,7 +14,7 @@ import httpx
 
 from gspo.errors import DataError
 from gspo.system.files import sha256
-from gspo.system.progress import progress
+from gspo.system.text import progress
 
 _READ_S = 30.0  # limit for a connection, and for each part of a reply
 _TOTAL_S = 3600.0  # limit for one download

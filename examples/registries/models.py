@@ -14,7 +14,7 @@ from pathlib import Path
 
 from gspo.errors import ConfigError, DataError
 from gspo.models import cache, gguf
-from gspo.models.locate import fetched_folder
+from gspo.models.find import fetched_folder
 from gspo.system.files import sha256
 from registries.download import wheel
 

@@ -26,9 +26,9 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from gspo.errors import DataError
 from gspo.models import embedded
+from gspo.models.find import EMBEDDED, locate
 from gspo.models.loading import load_tokenizer
-from gspo.models.locate import EMBEDDED, locate
-from gspo.report.rows import training_rows
+from gspo.report.samples import training_rows
 from gspo.system.files import read_jsonl
 
 PER_PROMPT = 8  # pairs of one prompt, at most

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from gspo.config.load import load
+from gspo.config.loading import load
 from gspo.rewards.call import RewardItem
 from gspo.rewards.pool import RewardPool
 from gspo.rewards.spec import reward_spec

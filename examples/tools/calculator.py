@@ -13,7 +13,7 @@ import sys
 from gspo.config import load
 from gspo.report.read import read_metrics
 from gspo.train import Trainer
-from gspo.train.evaluate_run import evaluate_run
+from gspo.train.commands import evaluate_run
 
 CONFIG = "examples/tools/calculator.yaml"
 

@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo.planner.costs import LEADER
-from gspo.planner.simulate import Result, SamplerCost, SharedCores, TrainerCost, Work, simulate
+from gspo.planner.simulation import LEADER, Result, SamplerCost, SharedCores, TrainerCost, Work, simulate
 
 ROWS = (8, 32, 96, 256)
 _PROMPT, _GROUP, _SHORT, _LONG = 16, 8, 8, 24  # tokens, samples per prompt, new tokens of the two measurements

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gspo import rng
-from gspo.doctor.probe import sample_all, trainer_logp
+from gspo.doctor.checks import sample_all, trainer_logp
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.packing import Completion, PackItem
 from gspo.learner.policy.probe import image_prompts, probe

@@ -66,7 +66,7 @@ class Gate:
 GATES: Mapping[str, Gate] = MappingProxyType(
     {
         "clip": Gate(
-            "gspo.objectives.gate:clip_gate",
+            "gspo.objectives.surrogate:clip_gate",
             short="clip {clip_low}/{clip_high}",
             words="clipped to [1 − {clip_low}, 1 + {clip_high}]",
             formula="min( {ratio} {A} , clip({ratio}, 1−{clip_low}, 1+{clip_high}) {A} )",
@@ -87,7 +87,7 @@ GATES: Mapping[str, Gate] = MappingProxyType(
             unused="{name} does not clip the ratio",
         ),
         "cispo": Gate(
-            "gspo.objectives.gate:cispo_gate",
+            "gspo.objectives.surrogate:cispo_gate",
             short="weight ≤ {weight_max}",
             words="used as a constant weight of at most {weight_max}; every token keeps its gradient",
             formula="sg[min({ratio}, {weight_max})] {A} log π_θ(yᵢₜ)",
@@ -95,7 +95,7 @@ GATES: Mapping[str, Gate] = MappingProxyType(
             by_token=True,
         ),
         "sapo": Gate(
-            "gspo.objectives.gate:sapo_gate",
+            "gspo.objectives.surrogate:sapo_gate",
             short="soft, τ {tau_pos}/{tau_neg}",
             words="through a soft gate, τ {tau_pos} for A > 0, else {tau_neg}",
             formula="(4/τ) σ(τ({ratio}−1)) {A}",
@@ -106,7 +106,7 @@ GATES: Mapping[str, Gate] = MappingProxyType(
             unused="the algorithm is {name}, not sapo",
         ),
         "gmpo": Gate(
-            "gspo.objectives.gate:gmpo_gate",
+            "gspo.objectives.surrogate:gmpo_gate",
             short="band exp(±{log_clip_high})",
             words="each token's log-ratio is bounded at +{log_clip_high} for A > 0 and at −{log_clip_low} for A < 0",
             formula="Aᵢ exp( (1/|yᵢ|) Σₜ dᵢₜ ),   dᵢₜ = min(log wᵢₜ, {log_clip_high}) for A > 0, "
@@ -114,9 +114,9 @@ GATES: Mapping[str, Gate] = MappingProxyType(
             settings={"log_clip_low": Setting(0.4, "c_low"), "log_clip_high": Setting(0.4, "c_high")},
             level="sequence",
         ),
-        "none": Gate("gspo.objectives.gate:plain", short="none", words="not clipped", formula="{ratio} {A}"),
+        "none": Gate("gspo.objectives.surrogate:plain", short="none", words="not clipped", formula="{ratio} {A}"),
         "log": Gate(
-            "gspo.objectives.gate:log_likelihood",
+            "gspo.objectives.surrogate:log_likelihood",
             short="log π",
             words="not used",
             formula="log π_θ(yᵢₜ),   yᵢ from the data set",

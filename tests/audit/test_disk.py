@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from gspo.audit.disk import audit_files, files
+from gspo.audit.disk import audit_files, files, interpret, read_training_args
 from gspo.audit.findings import sections_of
-from gspo.audit.logs import swift_rows, trl_rows
-from gspo.audit.training_args import interpret, read_training_args
+from gspo.audit.samples import swift_rows, trl_rows
 from gspo.audit.trl import from_swift, from_trl
 from gspo.audit.verl import CORRECTION, A, from_verl
 from gspo.cli import main as cli

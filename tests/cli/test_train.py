@@ -19,7 +19,7 @@ from gspo.cli.train import show_run
 from gspo.report.read import best_step, read_metrics
 from gspo.report.terminal import evaluation_view
 from gspo.stats import pass_at_k
-from gspo.train.evaluate_run import score_figures
+from gspo.train.commands import score_figures
 from gspo.types import Failure, Group, Prompt, Sample, SampleId, Score
 
 pytestmark = pytest.mark.run

@@ -13,7 +13,7 @@ from areal_files import NEW, OLD
 from gspo.algorithms import ALGORITHMS
 from gspo.config import config_fingerprint, dump, effective_objective, load, write_origins
 from gspo.config.document import document
-from gspo.config.loaded import read_origins
+from gspo.config.resolve import read_origins
 from gspo.config.schema import known_keys
 from gspo.migrate.table import rules
 

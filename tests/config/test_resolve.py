@@ -8,7 +8,7 @@ import pytest
 
 from gspo.algorithms import ALGORITHMS, COMMON_SETTINGS, CORRECTIONS, GATES
 from gspo.config import effective_objective, load, proximal_policy
-from gspo.config.objective import default_algorithm_note, objective_words
+from gspo.config.resolve import default_algorithm_note, objective_words
 from gspo.config.schema import known_keys
 from gspo.errors import ConfigError
 

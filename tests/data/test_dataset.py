@@ -12,11 +12,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from gspo.data.columns import order
 from gspo.data.dataset import load_dataset, make_dataset
 from gspo.data.mixture import make_mixture
-from gspo.data.order import order
-from gspo.data.sources import default_reward
-from gspo.data.split import in_held_out
+from gspo.data.sources import default_reward, in_held_out
 from gspo.errors import DataError
 from gspo.rewards.call import RewardItem
 from gspo.rewards.pool import RewardPool
@@ -448,7 +447,7 @@ def test_order_visits_every_row_once_an_epoch_and_depends_on_nothing_but_its_key
 
 @pytest.mark.run
 def test_order_is_the_same_in_another_process():
-    code = "from gspo.data.order import order; print([order(3, 1000, i) for i in range(995, 1005)])"
+    code = "from gspo.data.columns import order; print([order(3, 1000, i) for i in range(995, 1005)])"
     environment = {**os.environ, "PYTHONHASHSEED": "77"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert json.loads(done.stdout) == [order(3, 1000, i) for i in range(995, 1005)]
@@ -461,7 +460,7 @@ def test_the_held_out_share_is_what_was_asked_and_spaces_do_not_matter():
 
 @pytest.mark.run
 def test_tasks_load_without_torch():
-    code = "import sys, gspo.data.dataset, gspo.data.order; print('torch' in sys.modules)"
+    code = "import sys, gspo.data.dataset, gspo.data.columns; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from gspo.data import digits
 from gspo.data.arithmetic import SPLITS
-from gspo.data.digits import task
 from gspo.data.sources import default_reward, rows_of
 from gspo.errors import DataError
 
 
 def drawn(split, seed=1, count=2000):
-    return list(islice(task.problem_stream(split, seed=seed), count))
+    return list(islice(digits.problem_stream(split, seed=seed), count))
 
 
 def rows(split, **changes):
@@ -23,7 +23,7 @@ def rows(split, **changes):
 
 
 def test_the_image_shows_the_digits_of_the_problem():
-    labels = task._data()[:, -1]
+    labels = digits._data()[:, -1]
     for problem, glyphs in drawn("train", count=200):
         upper, lower = (int("".join(str(labels[g.number]) for g in pair)) for pair in (glyphs[:2], glyphs[2:]))
         assert str(upper + lower) == problem.answer
@@ -43,10 +43,10 @@ def test_the_three_splits_share_neither_images_nor_problems():
 
 
 def test_a_shift_moves_a_digit_by_one_pixel_and_the_held_out_ones_are_not_shifted():
-    still = task._pixels(task.Glyph(5, 4))
+    still = digits._pixels(digits.Glyph(5, 4))
     assert still.max() > 200
-    assert np.array_equal(task._pixels(task.Glyph(5, 7))[1:], still[:-1])  # down
-    assert np.array_equal(task._pixels(task.Glyph(5, 5))[:, 1:], still[:, :-1])  # right
+    assert np.array_equal(digits._pixels(digits.Glyph(5, 7))[1:], still[:-1])  # down
+    assert np.array_equal(digits._pixels(digits.Glyph(5, 5))[:, 1:], still[:, :-1])  # right
     assert {g.shift for shown in drawn("test", count=50) for g in shown.glyphs} == {4}
     assert {g.shift for shown in drawn("train", count=200) for g in shown.glyphs} == set(range(9))
 
@@ -55,9 +55,9 @@ def test_rows_hold_an_image_that_its_name_makes_again():
     for row in rows("train"):
         pixels = np.asarray(Image.open(BytesIO(row["image"]["bytes"])))
         assert pixels.shape == (16, 16)
-        glyphs = task.glyphs_of(row["image"]["path"])
+        glyphs = digits.glyphs_of(row["image"]["path"])
         assert glyphs is not None
-        assert np.array_equal(pixels, task.picture(glyphs))
+        assert np.array_equal(pixels, digits.picture(glyphs))
     assert rows("train") == rows("train") != rows("train", seed=2)
     assert rows("test") == rows("test", seed=2)
 
@@ -66,7 +66,7 @@ def test_rows_hold_an_image_that_its_name_makes_again():
     "name", ["cat.png", "embedded:digits/1.4", "embedded:digits/1.4-2.4-3.4-9999.4", "1.4-2.4-3.4-4.4"]
 )
 def test_another_name_is_no_image_of_the_task(name):
-    assert task.glyphs_of(name) is None
+    assert digits.glyphs_of(name) is None
 
 
 def test_the_reward_is_that_of_arithmetic_and_another_name_is_refused_with_this_one():

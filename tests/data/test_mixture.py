@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
+from gspo.data.columns import _before, _drawn, draw_source
 from gspo.data.dataset import make_dataset
 from gspo.data.mixture import make_mixture
-from gspo.data.order import _before, _drawn, draw_source
 from gspo.errors import DataError
 
 

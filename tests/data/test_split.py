@@ -2,7 +2,7 @@
 
 import pytest
 
-from gspo.data.split import divide, in_held_out
+from gspo.data.sources import divide, in_held_out
 
 
 def test_many_different_prompts_are_divided_by_their_hash_alone():

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from gspo.data.dataset import make_dataset
 from gspo.errors import DataError
 from gspo.models import embedded
-from gspo.rollout.workflow import from_data
+from gspo.rollout.groups import from_data
 from gspo.train.build.data import refuse_long_prompts
 from gspo.types import Request, SampleId, SamplingParams
 

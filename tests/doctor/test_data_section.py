@@ -1,7 +1,7 @@
 """What doctor says about problems and rewards, and the rules and idle keys of mixtures."""
 
 from gspo.config import load
-from gspo.doctor.explain import explain
+from gspo.doctor.explanation import explain
 from gspo.doctor.render import to_text
 from gspo.lint import lint
 from gspo.lint.unused import ineffective

@@ -8,8 +8,7 @@ import pytest
 
 from gspo.algorithms import ALGORITHMS
 from gspo.config import effective_objective, load
-from gspo.doctor.explain import explain, report_json
-from gspo.doctor.explain.objective import formula
+from gspo.doctor.explanation import explain, formula, report_json
 from gspo.doctor.memory import LIBRARIES
 from gspo.doctor.render import algorithm_card, algorithm_table, to_text
 from gspo.system.text import inert

@@ -8,9 +8,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gspo.config import load
 from gspo.doctor import memory
-from gspo.doctor.explain import explain
-from gspo.doctor.shapes import ModelFields, Shape, Unknown, adapter_parameters, count_weights, find_source, shape_of
-from gspo.models import embedded, locate
+from gspo.doctor.explanation import explain
+from gspo.doctor.memory import ModelFields, Shape, Unknown, adapter_parameters, count_weights, find_source, shape_of
+from gspo.models import embedded, find
 
 COMMON = {
     "hidden_size": 32,
@@ -100,7 +100,7 @@ def test_published_sizes_come_out():
     assert count_weights(ModelFields("x", moe)).parameters == 30_532_122_624  # Qwen3-30B-A3B: 30.5 billion
 
 
-@pytest.mark.parametrize("name", [*embedded.RECIPES, *locate.FETCHED])
+@pytest.mark.parametrize("name", [*embedded.RECIPES, *find.FETCHED])
 def test_shapes_json_is_what_would_be_counted(name):
     source = find_source(name)
     assert isinstance(source, ModelFields)

@@ -14,9 +14,9 @@ from training_runs import train
 
 from gspo.cli import main as cli
 from gspo.config import load
-from gspo.doctor import checks, selftest
-from gspo.doctor import probe as probe_module
-from gspo.doctor.processes import one_of_each
+from gspo.doctor import checks
+from gspo.doctor import checks as probe_module
+from gspo.doctor.checks import one_of_each
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.proximal import judge_noise
 from gspo.sampling.local.engine import LocalSampler
@@ -193,30 +193,30 @@ def test_sampler_parity_is_failed_by_a_sampler_that_draws_at_another_temperature
 def test_weight_sync_is_failed_by_a_copy_that_takes_nothing_or_half(monkeypatch, tmp_path):
     policy = PolicyModule(model_zoo.build("qwen3").float())
     sync = partial(checks.copied, policy, lambda: copy.deepcopy(policy.model), tmp_path)
-    right = selftest._line("weight sync", "all of it", sync)
+    right = checks._line("weight sync", "all of it", sync)
     assert right.ok
     assert not right.skipped
     assert not list(tmp_path.glob("weights/*"))
     copy_weights = checks.load.copy_weights
     monkeypatch.setattr(checks.load, "copy_weights", lambda model, tensors: None)
-    assert str(selftest._line("weight sync", "nothing", sync)).startswith("FAILED")
+    assert str(checks._line("weight sync", "nothing", sync)).startswith("FAILED")
     monkeypatch.setattr(checks.load, "copy_weights", lambda model, tensors: copy_weights(model, list(tensors)[1:]))
-    half = selftest._line("weight sync", "half", sync)
+    half = checks._line("weight sync", "half", sync)
     assert not half.ok
     assert "WeightSyncError" in half.failure
 
 
 def test_a_line_is_ok_only_with_a_finite_figure_within_its_bound():
-    assert selftest.SelfCheck("a", "b", 1e-3, 1e-3).ok
-    assert not selftest.SelfCheck("a", "b", float("nan"), 1e-3).ok
-    assert not selftest.SelfCheck("a", "b", 2e-3, 1e-3).ok
-    assert not selftest.SelfCheck("a", "b", failure="it broke").ok
-    assert str(selftest.SelfCheck("a", "b", skipped="no GPU")).startswith("skipped")
+    assert checks.SelfCheck("a", "b", 1e-3, 1e-3).ok
+    assert not checks.SelfCheck("a", "b", float("nan"), 1e-3).ok
+    assert not checks.SelfCheck("a", "b", 2e-3, 1e-3).ok
+    assert not checks.SelfCheck("a", "b", failure="it broke").ok
+    assert str(checks.SelfCheck("a", "b", skipped="no GPU")).startswith("skipped")
 
 
 @pytest.mark.parametrize("kind", [(), ("actor.use_lora=true", "actor.lora_rank=4")])
 def test_the_self_test_passes_here(tmp_path, kind):
-    lines = list(selftest.selftest(load(None, [*TINY, *kind]), tmp_path))
+    lines = list(checks.selftest(load(None, [*TINY, *kind]), tmp_path))
     *done, server = lines
     assert all(line.ok and not line.skipped for line in done), lines
     assert len(done) == 4

@@ -8,7 +8,7 @@ import vision_zoo
 
 from gspo.cli import main as cli
 from gspo.config import load
-from gspo.doctor.explain import explain
+from gspo.doctor.explanation import explain
 from gspo.doctor.ready import examine
 
 TINY = ["actor.path=embedded:tiny", "train_dataset.path=embedded:arithmetic", "train_dataset.batch_size=4"]

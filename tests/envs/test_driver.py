@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import talkers
 
-from gspo.envs.client import EpisodeError, OutOfRoomError, TooManyTurnsError
+from gspo.envs.client import EpisodeError, OutOfRoomError, TooManyTurnsError, outcome_of
 from gspo.envs.driver import Episodes
-from gspo.envs.outcome import outcome_of
 from gspo.errors import RolloutError
 from gspo.types import Failure, SampleId, Score
 

@@ -16,7 +16,7 @@ from gspo.launcher.serve import vllm as serve_vllm
 from gspo.learner.policy.module import weight_names
 from gspo.sampling.engines.base import EngineAddress
 from gspo.sampling.engines.vllm import VllmSampler, is_cpu_build
-from gspo.sampling.weights.probe import probe_sequences, sequence_logp
+from gspo.sampling.weights.load import probe_sequences, sequence_logp
 from gspo.sampling.weights.publish import publish
 from gspo.system.process import stop
 

@@ -11,7 +11,7 @@ import torch
 
 from gspo.config import load
 from gspo.models import embedded
-from gspo.rollout.workflow import single_turn
+from gspo.rollout.groups import single_turn
 from gspo.system.files import read_jsonl
 from gspo.train import Trainer
 from gspo.train.evaluate import FIRST

@@ -19,8 +19,7 @@ from gspo.models.moe import routed, routers
 from gspo.sampling.engines.base import EngineAddress
 from gspo.sampling.engines.vllm import NAME
 from gspo.sampling.local.draw import warp
-from gspo.sampling.weights.load import copy_weights, read_published
-from gspo.sampling.weights.probe import sequence_logp
+from gspo.sampling.weights.load import copy_weights, read_published, sequence_logp
 
 
 class Lookalike(ThreadingHTTPServer):

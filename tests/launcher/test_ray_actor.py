@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from processes import are_gone, is_alive, until
 
-from gspo.launcher import ray_actor
+from gspo.launcher import ray
 from gspo.launcher.plan import Process
-from gspo.launcher.ray_actor import ProcessActor, kill_if_stopped
+from gspo.launcher.ray import ProcessActor, kill_if_stopped
 
 pytestmark = pytest.mark.run
 
@@ -101,8 +101,8 @@ def test_output_that_nobody_reads_is_bounded_and_comes_in_small_replies(tmp_path
         replies.append(len(more))
         said = more
     assert code == 0
-    assert max(replies) <= ray_actor.REPLY_BYTES
-    assert 2**20 < sum(replies) <= ray_actor.KEPT_BYTES + 100
+    assert max(replies) <= ray.REPLY_BYTES
+    assert 2**20 < sum(replies) <= ray.KEPT_BYTES + 100
     assert said.endswith(b"the end\n")  # the last reply, with the exit code
 
 

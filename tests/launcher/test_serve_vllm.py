@@ -15,8 +15,8 @@ from gspo.launcher.serve import vllm as serve_vllm
 from gspo.models.loading import load_model, load_tokenizer
 from gspo.sampling.engines.base import EngineAddress
 from gspo.sampling.engines.vllm import WORKER_FOLDER
-from gspo.sampling.remote.identity import context_limit, end_tokens, sampler_identity
-from gspo.train.build.compute import device_and_dtype
+from gspo.sampling.remote.protocol import context_limit, end_tokens, sampler_identity
+from gspo.train.build.learner import device_and_dtype
 
 SOCKET = EngineAddress(socket="/private/http")
 

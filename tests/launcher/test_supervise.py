@@ -18,7 +18,7 @@ from gspo.launcher import local
 from gspo.launcher.plan import LaunchPlan, Process
 from gspo.launcher.start import main
 from gspo.launcher.supervise import supervise
-from gspo.sampling.remote.discovery import weight_folders
+from gspo.sampling.remote.protocol import weight_folders
 
 pytestmark = pytest.mark.run
 

@@ -9,9 +9,8 @@ from made_batches import make_batch, make_group, padded, plain_logp, uneven_grou
 from made_steps import assert_same_weights, descend, sgd
 
 from gspo.learner.credit import Credit, with_token_advantages
-from gspo.learner.critic import Critic, critic_metrics, token_values, train_critic
+from gspo.learner.critic import Critic, ValueModule, critic_metrics, token_values, train_critic
 from gspo.learner.policy.module import PolicyModule
-from gspo.learner.policy.value import ValueModule
 from gspo.learner.step import Plan, train_step
 
 EPS = 0.01

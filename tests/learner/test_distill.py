@@ -15,10 +15,10 @@ from gspo.learner.credit import with_teacher_advantages
 from gspo.learner.policy.divergence import Head, divergence_of
 from gspo.learner.policy.head import HeadForm
 from gspo.learner.policy.module import PolicyModule
-from gspo.learner.ranks.world import ALONE
 from gspo.learner.reference import Reference, Teacher, reference_logp, served_logp
 from gspo.learner.step import train_step
-from gspo.sampling.weights.probe import sequence_logp
+from gspo.learner.world import ALONE
+from gspo.sampling.weights.load import sequence_logp
 
 FORM = HeadForm(chunk_size=3, fp32=True, with_entropy=True, entropy_grad=False)
 TEMPERATURE = 0.8

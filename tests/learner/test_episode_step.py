@@ -13,8 +13,7 @@ from gspo import objectives
 from gspo.envs.episode import Exchange, episode_sample
 from gspo.learner.credit import Shaping, is_flat
 from gspo.learner.policy.module import PolicyModule, packed_parts
-from gspo.learner.policy.packing import Completion, PackItem, families, pack
-from gspo.learner.policy.splitting import micro_batches, split_over_ranks
+from gspo.learner.policy.packing import Completion, PackItem, families, micro_batches, pack, split_over_ranks
 from gspo.monitor.metrics import step_metrics
 from gspo.monitor.samples import sample_rows
 from gspo.rollout.storage import pack_groups as pack_groups

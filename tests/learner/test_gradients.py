@@ -11,8 +11,8 @@ import torch
 from padded_rows import UNEVEN, assert_same_gradients, policy_gradients, reference_gradients
 
 from gspo.learner.policy.module import PolicyModule
+from gspo.learner.policy.packing import micro_batches
 from gspo.learner.policy.probe import probe
-from gspo.learner.policy.splitting import micro_batches
 from gspo.models.lora import add_adapter
 
 

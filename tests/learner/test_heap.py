@@ -8,8 +8,8 @@ import model_zoo
 import pytest
 import torch
 
-from gspo.learner.policy import heap
-from gspo.learner.policy.heap import return_memory_between_layers
+from gspo.learner.policy import module
+from gspo.learner.policy.module import return_memory_between_layers
 
 TOKENS = torch.arange(24).reshape(2, 12) % model_zoo.VOCAB
 
@@ -24,14 +24,14 @@ def gradients(model):
 def calls(monkeypatch):
     """How often freed memory was returned."""
     made = []
-    really = heap.return_freed_memory
+    really = module.return_freed_memory
 
     def counted():
         made.append(1)
         really()
 
-    monkeypatch.setattr(heap, "return_freed_memory", counted)
-    monkeypatch.setattr(heap, "MIN_WEIGHTS", 1)
+    monkeypatch.setattr(module, "return_freed_memory", counted)
+    monkeypatch.setattr(module, "MIN_WEIGHTS", 1)
     return made
 
 
@@ -65,8 +65,8 @@ PASS = """
 import json, resource, sys
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from gspo.learner.policy.heap import return_memory_between_layers
-from gspo.learner.policy.recompute import recompute_gated_products
+from gspo.learner.policy.module import return_memory_between_layers
+from gspo.learner.policy.module import recompute_gated_products
 torch.set_num_threads(1)
 config = AutoConfig.for_model(
     "llama", vocab_size=64, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,

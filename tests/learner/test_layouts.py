@@ -10,13 +10,12 @@ from transformers import AutoModelForCausalLM, XLNetConfig
 from transformers.cache_utils import LinearAttentionLayer
 
 from gspo.errors import DataError
+from gspo.learner.critic import ValueModule
 from gspo.learner.policy import FORK_TOKENS
 from gspo.learner.policy.forking import fork_batches, pays
 from gspo.learner.policy.module import PolicyModule, weight_names
-from gspo.learner.policy.packing import Completion, PackItem, pack
+from gspo.learner.policy.packing import Completion, PackItem, micro_batches, pack
 from gspo.learner.policy.probe import probe
-from gspo.learner.policy.splitting import micro_batches
-from gspo.learner.policy.value import ValueModule
 from gspo.models.lora import add_adapter
 from gspo.models.moe import routed, routers
 from lab.zoo.text import CAUSAL_TYPES, tiny_config, tiny_model

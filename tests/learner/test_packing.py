@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo.errors import DataError
-from gspo.learner.policy.packing import Completion, PackItem, pack
-from gspo.learner.policy.splitting import micro_batches
+from gspo.learner.policy.packing import Completion, PackItem, micro_batches, pack
 
 
 def completion(tokens, mask=None, index=0):

@@ -5,15 +5,15 @@ import pytest
 import torch
 from torch import nn
 
-from gspo.learner.policy import recompute
-from gspo.learner.policy.recompute import gated_mlps, recompute_gated_products
+from gspo.learner.policy import module
+from gspo.learner.policy.module import gated_mlps, recompute_gated_products
 
 TOKENS = torch.arange(24).reshape(2, 12) % model_zoo.VOCAB
 
 
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch):
-    monkeypatch.setattr(recompute, "MIN_WIDTH", 1)
+    monkeypatch.setattr(module, "MIN_WIDTH", 1)
 
 
 def gradients(model):
@@ -78,5 +78,5 @@ def test_another_formula_keeps_its_own_forward_pass(kind):
 
 
 def test_narrow_models_are_left_alone(monkeypatch):
-    monkeypatch.setattr(recompute, "MIN_WIDTH", 512)
+    monkeypatch.setattr(module, "MIN_WIDTH", 512)
     assert not list(gated_mlps(model_zoo.build("llama")))

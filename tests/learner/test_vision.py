@@ -12,9 +12,8 @@ from made_steps import make_plan, sgd, weights
 
 from gspo.errors import ConfigError
 from gspo.learner.policy.module import PolicyModule
-from gspo.learner.policy.packing import Completion, PackItem, by_sequence
+from gspo.learner.policy.packing import Completion, PackItem, by_sequence, micro_batches
 from gspo.learner.policy.probe import image_prompts, probe
-from gspo.learner.policy.splitting import micro_batches
 from gspo.learner.step import train_step
 from gspo.models.lora import add_adapter
 from gspo.models.vision.parts import freeze_vision, vision_parameters

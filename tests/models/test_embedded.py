@@ -9,8 +9,7 @@ from training_runs import build_fast
 
 from gspo.data import arithmetic
 from gspo.errors import DataError
-from gspo.models import cache, embedded
-from gspo.models.embedded import lessons
+from gspo.models import cache, embedded, lessons
 
 pytestmark = pytest.mark.run
 

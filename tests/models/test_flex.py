@@ -5,8 +5,7 @@ import torch
 import transformers as tf
 
 from gspo.models.flex import FLEX, flex_tree_attention
-from gspo.models.tree_attention import TREE, tree_attention, use_attention
-from gspo.models.tree_layout import Reach, TreeLayout
+from gspo.models.tree import TREE, Reach, TreeLayout, tree_attention, use_attention
 
 # Lengths and parents: two groups, a chain, a branching turn, a lone segment; more than one block of 128.
 FORESTS = {

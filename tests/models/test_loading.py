@@ -6,8 +6,8 @@ from safetensors.torch import load_file, save_file
 
 from gspo.errors import DataError
 from gspo.models import embedded
+from gspo.models.find import locate
 from gspo.models.loading import load_model, load_tokenizer
-from gspo.models.locate import locate
 from lab.zoo.text import tiny_config
 
 

@@ -4,9 +4,8 @@ import transformers as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo.models import tree_layout
-from gspo.models.tree_attention import TREE, tree_attention, use_attention
-from gspo.models.tree_layout import EVERYTHING, Reach, TreeLayout
+from gspo.models import tree
+from gspo.models.tree import EVERYTHING, TREE, Reach, TreeLayout, tree_attention, use_attention
 
 
 def visibility(layout, reach):
@@ -80,8 +79,8 @@ def test_any_tree_equals_dense_attention_over_the_visible_tokens(tree, heads, re
 
 @pytest.mark.parametrize("reach", [Reach(), Reach(40), Reach(chunk=23)])
 def test_tiles_and_split_calls_change_nothing(monkeypatch, reach):
-    monkeypatch.setattr(tree_layout, "_TILE_ROWS", 8)
-    monkeypatch.setattr(tree_layout, "_CALL_SCORES", 200)
+    monkeypatch.setattr(tree, "_TILE_ROWS", 8)
+    monkeypatch.setattr(tree, "_CALL_SCORES", 200)
     lengths, parents = [50, 9, 17, 30, 5, 21], [-1, 0, 0, -1, 2, 3]
     assert_equal_to_dense(lengths, parents, dims=(6, 10), reach=reach)
 

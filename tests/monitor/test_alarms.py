@@ -1,6 +1,6 @@
 import pytest
 
-from gspo.monitor.alarms import PATIENCE, alarms, first_step_message
+from gspo.monitor.metrics import PATIENCE, alarms, first_step_message
 
 HEALTHY = {
     "clip/sequences_low": 0.1,

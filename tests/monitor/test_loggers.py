@@ -12,12 +12,11 @@ import time
 import pytest
 from training_runs import metrics, train
 
-from gspo.config.load import load
+from gspo.config.loading import load
 from gspo.errors import ConfigError
 from gspo.lint import check
 from gspo.monitor import loggers
-from gspo.monitor.loggers import Loggers
-from gspo.monitor.sinks import _redirect_trackio
+from gspo.monitor.loggers import Loggers, _redirect_trackio
 from gspo.runs.directory import RunDir
 
 pytestmark = pytest.mark.run
@@ -297,7 +296,7 @@ def test_offline_loggers_work_where_there_is_no_network(run):
     code = f"""
 import pathlib
 from gspo.monitor.loggers import Loggers
-from gspo.monitor.sinks import _redirect_trackio
+from gspo.monitor.loggers import _redirect_trackio
 sinks = Loggers(pathlib.Path({str(run.path)!r}), {EVERY!r}, print)
 for step in range(3):
     sinks.write({{"step": step, "reward/mean": 0.5}})

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo.objectives.advantage import batch, gae, group_mean, group_std, leave_one_out, normalize
-from gspo.objectives.layout import token_layout
+from gspo.objectives.aggregate import token_layout
 
 F64 = torch.float64
 

@@ -7,9 +7,8 @@ from batches import grad, pack, uneven
 from gspo.algorithms import ALGORITHMS
 from gspo.objectives import denominator, loss
 from gspo.objectives.advantage import group_std, normalize
-from gspo.objectives.diagnostics import clip_fractions
-from gspo.objectives.layout import token_layout
-from gspo.objectives.ratio import sequence_token_log_ratio
+from gspo.objectives.aggregate import token_layout
+from gspo.objectives.surrogate import clip_fractions, sequence_token_log_ratio
 
 
 @pytest.mark.parametrize("shape", [(3, 1), (1, 3), (3, 3), (2,)])

@@ -5,9 +5,9 @@ import torch
 
 from gspo.algorithms import CORRECTIONS
 from gspo.objectives import loss
+from gspo.objectives.aggregate import token_layout
 from gspo.objectives.correction import canonical, weights
-from gspo.objectives.diagnostics import effective_sample_size, entropy, log_s_summary
-from gspo.objectives.layout import token_layout
+from gspo.objectives.surrogate import effective_sample_size, entropy, log_s_summary
 
 F64 = torch.float64
 

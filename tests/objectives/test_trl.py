@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback  # noqa: E402
 
 from gspo import objectives  # noqa: E402
-from gspo.objectives import diagnostics  # noqa: E402
+from gspo.objectives import surrogate  # noqa: E402
 
 VOCAB = 32
 LENGTHS = (7, 3, 9, 1, 6, 8, 2, 5)
@@ -228,7 +228,7 @@ def in_float64(model: Any) -> Any:
         logp, logits = scores(model, input_ids, attention_mask)
         ignored = labels[:, 1:] == -100
         return SimpleNamespace(
-            log_probs=logp.masked_fill(ignored, 0), entropy=diagnostics.entropy(logits).masked_fill(ignored, 0)
+            log_probs=logp.masked_fill(ignored, 0), entropy=surrogate.entropy(logits).masked_fill(ignored, 0)
         )
 
     return forward
@@ -385,7 +385,7 @@ def test_clip_fractions_kl_and_entropy_are_the_metrics_of_trl(
     stats = our_loss(pair, logp, batch, ours | {"kl_coef": 0.05}, 1).stats
     # TRL counts tokens or sequences by its level, under one name; we count both.
     unit = "sequences" if pair.level == "sequence" else "tokens"
-    fractions = diagnostics.clip_fractions(stats)
+    fractions = surrogate.clip_fractions(stats)
     assert metrics["clip_ratio/low_mean"] > 0
     assert metrics["clip_ratio/high_mean"] > 0
     assert fractions[f"{unit}_low"].item() == pytest.approx(metrics["clip_ratio/low_mean"], rel=1e-6)
@@ -395,7 +395,7 @@ def test_clip_fractions_kl_and_entropy_are_the_metrics_of_trl(
     num_tokens = batch.mask.sum()
     assert ((stats["kl"] * stats["num_tokens"]).sum() / num_tokens).item() == pytest.approx(metrics["kl"], rel=1e-5)
     logits = scores(trainer.model, *model_inputs(batch))[1][:, -batch.mask.shape[1] :]
-    entropy = (diagnostics.entropy(logits) * batch.mask).sum() / num_tokens
+    entropy = (surrogate.entropy(logits) * batch.mask).sum() / num_tokens
     assert entropy.item() == pytest.approx(metrics["entropy"], rel=1e-5)
 
 

@@ -6,7 +6,7 @@ from batches import grad
 
 from gspo import objectives
 from gspo.objectives import advantage
-from gspo.objectives.turns import fold, turn_cuts
+from gspo.objectives.aggregate import fold, turn_cuts
 
 CLIP = {"clip_low": 0.01, "clip_high": 0.02}
 # Three sequences: turns of 3 + 2, of 4, and of 1 + 1 + 5 tokens.

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from gspo.objectives.value import value_loss
+from gspo.objectives.surrogate import value_loss
 
 CLIP = 0.2
 

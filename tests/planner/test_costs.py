@@ -6,20 +6,23 @@ import pytest
 
 from gspo.cli import main as cli
 from gspo.errors import ConfigError
-from gspo.planner import hardware
+from gspo.planner import simulation
 from gspo.planner.command import model_size
-from gspo.planner.costs import (
+from gspo.planner.search import PlannedJob, best_bound, best_plan, bound, plans
+from gspo.planner.simulation import (
+    GPUS,
     MODELS,
+    Gpu,
     ModelSize,
+    Work,
+    fixed_length,
+    parse_gpus,
     publish_s,
     sampler_cost,
     smallest_engine,
     trainer_bytes,
     trainer_parts,
 )
-from gspo.planner.hardware import GPUS, Gpu, parse_gpus
-from gspo.planner.search import PlannedJob, best_bound, best_plan, bound, plans
-from gspo.planner.simulate import Work, fixed_length
 
 ROUND = Gpu("round", flops=1e12, bandwidth=1e12, memory=100e9, link=1e11, network=1e10)
 MODEL = ModelSize("1B", 1e9, 1e9, layers=10, hidden=1000, kv_bytes=1000)
@@ -27,13 +30,13 @@ MODEL = ModelSize("1B", 1e9, 1e9, layers=10, hidden=1000, kv_bytes=1000)
 
 def test_a_decode_step_reads_the_weights_and_the_keys_and_values_once():
     cost = sampler_cost(MODEL, ROUND, 1, context=1000, longest=2000)
-    read = (2e9 + 4 * 500 * 1000) / (1e12 * hardware.BANDWIDTH_SHARE)
-    assert cost.decode(4, 500) - hardware.STEP_S == pytest.approx(max(read, 2 * 1e9 * 4 / 5e11))
+    read = (2e9 + 4 * 500 * 1000) / (1e12 * simulation.BANDWIDTH_SHARE)
+    assert cost.decode(4, 500) - simulation.STEP_S == pytest.approx(max(read, 2 * 1e9 * 4 / 5e11))
 
 
 def test_many_rows_are_bound_by_arithmetic():
     cost = sampler_cost(MODEL, ROUND, 1, context=1000, longest=2000)
-    assert cost.decode(256, 0) - hardware.STEP_S == pytest.approx(2 * 1e9 * 256 / (1e12 * hardware.PREFILL_SHARE))
+    assert cost.decode(256, 0) - simulation.STEP_S == pytest.approx(2 * 1e9 * 256 / (1e12 * simulation.PREFILL_SHARE))
 
 
 def test_rows_are_bound_by_memory():
@@ -52,7 +55,7 @@ def test_one_row_of_a_mixture_reads_its_experts_and_many_rows_read_all():
 
 def test_training_counts_five_forwards_per_token():
     parts = trainer_parts(MODEL, ROUND, 4, context=0, batch_tokens=1e9, num_updates=1, mb_tokens=10**6)
-    assert parts.cost(1e9).token_s == pytest.approx(5 * 2e9 / (4 * 1e12 * hardware.TRAIN_SHARE))
+    assert parts.cost(1e9).token_s == pytest.approx(5 * 2e9 / (4 * 1e12 * simulation.TRAIN_SHARE))
     assert parts.limit == "arithmetic"
 
 
@@ -72,7 +75,7 @@ def test_every_update_gathers_the_weights_however_many_ranks_there_are():
 
 def test_rank_0_sends_the_weights_to_each_server_and_a_pipeline_sends_them_once():
     # 2 GB of weights: a digest, then 0.2 s for each server.
-    assert publish_s(MODEL, ROUND, 100) == pytest.approx(2e9 / hardware.DIGEST + 100 * 0.2)
+    assert publish_s(MODEL, ROUND, 100) == pytest.approx(2e9 / simulation.DIGEST + 100 * 0.2)
     assert publish_s(MODEL, ROUND, 100, pipelined=True) == pytest.approx(0.5 + 0.2)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gspo.planner.simulate import (
+from gspo.planner.simulation import (
     SamplerCost,
     SerialCost,
     SharedCores,

@@ -12,11 +12,8 @@ from rich.console import Console
 
 from gspo.cli.main import main
 from gspo.errors import ConfigError
-from gspo.report.compare.arms import MISSING
-from gspo.report.compare.compare import compare
-from gspo.report.compare.page import write_page
-from gspo.report.compare.runs import find_runs, started
-from gspo.report.compare.terminal import compare_view, show_value
+from gspo.report.comparison import MISSING, compare, find_runs, started
+from gspo.report.comparison_page import compare_view, show_value, write_page
 from gspo.system.text import inert
 
 EVIL = "\x1b]0;owned\x07</script><img src=x onerror=alert(1)>[red]\u202e"

@@ -4,8 +4,8 @@ import pytest
 from made_runs import eval_row, make_run, step_row
 from test_browser import browser, visit  # noqa: F401 - fixtures
 
-from gspo.report.compare.compare import compare
-from gspo.report.compare.page import write_page
+from gspo.report.comparison import compare
+from gspo.report.comparison_page import write_page
 
 EVIL = "<img src=x onerror=alert(1)>"
 

@@ -11,8 +11,8 @@ from PIL import Image
 
 from gspo.cli.main import main
 from gspo.errors import DataError
-from gspo.models.vision.thumbnail import thumbnail
-from gspo.report import images
+from gspo.models.vision.processor import thumbnail
+from gspo.report import samples
 from gspo.report.page.page import write_report
 from gspo.report.page.watch import Watch
 from gspo.report.samples import read_block
@@ -56,12 +56,12 @@ def test_a_page_holds_each_picture_once_and_may_show_no_others(run):
 
 def test_pictures_of_a_page_have_a_budget(run):
     (run / "images" / f"{OTHER}.webp").write_bytes(picture("blue"))
-    assert list(images.pictures(run, [ONE, OTHER, ONE])) == [ONE, OTHER]
-    assert list(images.pictures(run, [ONE, OTHER], budget=2 * len(picture()))) == [ONE]
+    assert list(samples.pictures(run, [ONE, OTHER, ONE])) == [ONE, OTHER]
+    assert list(samples.pictures(run, [ONE, OTHER], budget=2 * len(picture()))) == [ONE]
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"<svg onload=alert(1)>", b"RIFF....WEB", b"RIFF0000WEBP" + bytes(images.MAX_BYTES)]
+    "content", [b"", b"<svg onload=alert(1)>", b"RIFF....WEB", b"RIFF0000WEBP" + bytes(samples.MAX_BYTES)]
 )
 def test_a_file_that_is_no_small_webp_is_not_shown(content, run):
     (run / "images" / f"{ONE}.webp").write_bytes(content)
@@ -94,7 +94,7 @@ def test_the_live_page_serves_pictures_of_its_runs_alone(run):
     watch = Watch(run, lambda run: {})
     try:
         kind, found = watch.answer("image", {"run": "trial", "sha256": ONE})
-        assert (kind, json.loads(found)) == ("application/json", images.pictures(run, [ONE]))
+        assert (kind, json.loads(found)) == ("application/json", samples.pictures(run, [ONE]))
         for digest in (OTHER, "../x", ""):
             assert watch.answer("image", {"run": "trial", "sha256": digest}) == ("application/json", "{}")
         assert watch.answer("image", {"run": "..", "sha256": ONE}) is None

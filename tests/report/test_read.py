@@ -128,7 +128,7 @@ def test_a_summary_of_little_says_little(rows, tmp_path):
     "modules",
     [
         "gspo.report.read, gspo.report.summary, gspo.report.plot, gspo.report.terminal",
-        "gspo.report.compare.compare, gspo.report.compare.page, gspo.report.compare.terminal",
+        "gspo.report.comparison, gspo.report.comparison_page, gspo.report.comparison_page",
     ],
 )
 def test_reading_and_comparing_runs_leave_torch_out(modules):

@@ -6,7 +6,7 @@ import pytest
 
 from gspo.cli import main as cli
 from gspo.errors import ConfigError
-from gspo.report.rows import parse_filter, training_rows
+from gspo.report.samples import parse_filter, training_rows
 
 SAMPLES = {
     1: [

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from gspo.cli import main as cli
 from gspo.config import dump
-from gspo.config.load import load
+from gspo.config.loading import load
 from gspo.report.terminal import samples_view
 
 

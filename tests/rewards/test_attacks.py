@@ -13,7 +13,7 @@ from tiers import brief
 from gspo.rewards.call import RewardItem
 from gspo.rewards.pool import RewardPool
 from gspo.rewards.spec import reward_spec
-from gspo.rewards.workers import processes
+from gspo.rewards.workers import supervisor
 from gspo.types import Failure
 
 pytestmark = pytest.mark.run
@@ -59,17 +59,17 @@ def test_an_attack_costs_its_own_sample_in_time_and_the_next_group_is_scored(nam
 
 
 def test_a_log_that_becomes_too_long_keeps_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(processes, "_MAX_LOG", 1000)
-    monkeypatch.setattr(processes, "_KEPT_LOG", 100)
+    monkeypatch.setattr(supervisor, "_MAX_LOG", 1000)
+    monkeypatch.setattr(supervisor, "_KEPT_LOG", 100)
     log = tmp_path / "rewards.log"
     with log.open("ab") as file:
         file.write(b"a" * 1000)
         file.flush()
-        processes.shorten_log(file.fileno())
+        supervisor.shorten_log(file.fileno())
         assert log.stat().st_size == 1000
         file.write(b"the end")
         file.flush()
-        processes.shorten_log(file.fileno())
+        supervisor.shorten_log(file.fileno())
         file.write(b", and more")
     assert (
         log.read_text() == "[907 bytes of output were removed: the log was too long]\n" + "a" * 93 + "the end, and more"

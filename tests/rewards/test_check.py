@@ -12,7 +12,7 @@ from gspo.models import embedded
 from gspo.rewards.check import ANSWERS, check_reward, diagnose
 from gspo.rewards.pool import RewardPool
 from gspo.rewards.spec import reward_spec
-from gspo.train.build.rewards import answer_markers
+from gspo.train.build.data import answer_markers
 from gspo.types import Failure, Prompt, Score
 
 ROWS = [

@@ -8,8 +8,7 @@ from made_batches import FAILED, make_group
 from gspo.errors import DataError, RewardError, RolloutError
 from gspo.rewards.pool import RewardPool
 from gspo.rewards.spec import reward_spec
-from gspo.rollout.groups import refuse_failures, sample_groups
-from gspo.rollout.workflow import single_turn
+from gspo.rollout.groups import refuse_failures, sample_groups, single_turn
 from gspo.sampling.local.engine import LocalSampler
 from gspo.system.clock import Clock
 from gspo.types import Prompt, SampleId, SamplingParams, Score

@@ -25,14 +25,13 @@ from gspo.rewards.pool import RewardPool
 from gspo.rewards.route import GivenRewards
 from gspo.rewards.spec import reward_spec
 from gspo.rollout.buffer import Buffer
-from gspo.rollout.groups import GroupAssembler, refuse_failures, sample_groups
+from gspo.rollout.groups import GroupAssembler, refuse_failures, sample_groups, single_turn
 from gspo.rollout.producer import RolloutProducer
-from gspo.rollout.workflow import single_turn
 from gspo.runs import checkpoint
 from gspo.sampling.local.engine import LocalSampler
 from gspo.system.clock import Clock
-from gspo.train import open as opening
-from gspo.train.build.sampler import local_sampler, sampling_params
+from gspo.train import opening as opening
+from gspo.train.build.rollout import local_sampler, sampling_params
 from gspo.train.loop import Leader
 from gspo.types import Prompt, SampleId, SamplingParams
 
@@ -155,7 +154,7 @@ def test_other_sources_of_the_proximal_policy_take_stale_samples_too(tmp_path, t
 
 
 def test_a_run_that_is_stale_and_mostly_clipped_is_told_to_decouple():
-    from gspo.monitor.alarms import PATIENCE, alarms
+    from gspo.monitor.metrics import PATIENCE, alarms
 
     row = {"clip/sequences_low": 0.4, "clip/sequences_high": 0.3, "staleness/max": 4, "policy/proximal": "rollout"}
     counts = {"most clipped": PATIENCE - 1}

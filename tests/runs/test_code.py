@@ -1,6 +1,6 @@
 """The record of the user's code in the run directory."""
 
-from gspo.runs.code import changed_code
+from gspo.runs.directory import changed_code
 
 
 def test_a_changed_file_is_named_once_and_new_or_removed_functions_are_not(tmp_path):

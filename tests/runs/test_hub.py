@@ -13,7 +13,7 @@ from made_runs import eval_row, make_run, step_row
 
 from gspo.config import load
 from gspo.report.card import Exported, model_card
-from gspo.runs.hub import open_repository
+from gspo.runs.export import open_repository
 
 CONFIG = """algorithm: grpo
 actor:
@@ -65,7 +65,7 @@ def test_a_card_of_a_run_without_evaluation_says_so_and_text_of_the_run_is_inert
     ],
 )
 def test_a_wrong_name_or_a_missing_token_is_found_before_the_export(name, variables, message, monkeypatch):
-    monkeypatch.setattr("gspo.runs.hub.get_token", lambda: None)
+    monkeypatch.setattr("gspo.runs.export.get_token", lambda: None)
     with pytest.raises(Exception, match=message):
         open_repository(name, public=False)
 

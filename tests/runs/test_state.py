@@ -1,6 +1,6 @@
 """The best step of a run: by accuracy, by reward where rewards are graded, or by the metric that was set."""
 
-from gspo.runs.state import State
+from gspo.runs.directory import State
 
 
 def scores(accuracy, reward, graded=0.0, **more):

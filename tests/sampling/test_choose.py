@@ -11,8 +11,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from gspo.errors import RolloutError
 from gspo.learner.policy.module import PolicyModule
 from gspo.models import moe
-from gspo.sampling.local.choose import choose, engines
-from gspo.sampling.local.comparison import ForwardComparison
+from gspo.sampling.local.choose import ForwardComparison, choose, engines
 from gspo.sampling.local.engine import LocalSampler
 from gspo.types import Request, Sample, SampleId, SamplingParams
 

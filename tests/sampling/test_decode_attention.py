@@ -8,8 +8,7 @@ import torch
 from transformers import AttentionInterface
 
 from gspo.errors import RolloutError
-from gspo.sampling.local.attention import ATTENTION, active
-from gspo.sampling.local.cache import DecodePlan, ExtendPlan, KVStore, PrefillPlan, make_grid
+from gspo.sampling.local.attention import ATTENTION, DecodePlan, ExtendPlan, KVStore, PrefillPlan, active, make_grid
 
 KV, PER_KV, DIM, DIM_V = 2, 3, 8, 5
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gspo.sampling.local.borrow import Borrowed
+from gspo.sampling.local.choose import Borrowed
 from gspo.sampling.local.engine import LocalSampler
 from gspo.sampling.native import decode, few_rows, library
 from gspo.types import Request, SampleId, SamplingParams
@@ -93,7 +93,7 @@ def test_a_sample_does_not_depend_on_the_rows_beside_it_or_on_the_threads(rows):
 
 
 def test_one_layer_is_equal_bit_for_bit_whatever_the_other_rows_are():
-    from gspo.sampling.local.cache import DecodePlan, KVStore, make_grid
+    from gspo.sampling.local.attention import DecodePlan, KVStore, make_grid
 
     model = build("llama")
     layers = decode.CompiledLayers(model)

@@ -8,8 +8,8 @@ from native_library import forget_native
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gspo.runs.resume import _other_identity
-from gspo.sampling.local.borrow import Borrowed
+from gspo.runs.directory import _other_identity
+from gspo.sampling.local.choose import Borrowed
 from gspo.sampling.native import few_rows, library
 
 pytestmark = pytest.mark.run  # compiling starts a process

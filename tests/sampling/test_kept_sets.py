@@ -9,13 +9,13 @@ import torch
 from tiny_models import build
 
 from gspo.envs.episode import Exchange, assemble
-from gspo.learner.ranks.commands import Command
+from gspo.learner.world import Command
 from gspo.rollout.storage import pack_batch, pack_groups, unpack_batch, unpack_groups
+from gspo.sampling.api import invalid_reason
 from gspo.sampling.local import draw
 from gspo.sampling.local.draw import kept_sets, warp
 from gspo.sampling.local.engine import LocalSampler
 from gspo.sampling.remote.protocol import WireError, pack_request, pack_sample, unpack_request, unpack_sample
-from gspo.sampling.verify import invalid_reason
 from gspo.types import Extras, Group, Kept, Prompt, Request, Sample, SampleId, SamplingParams, Score
 
 CUT = SamplingParams(12, top_p=0.9, record_kept=True)

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from gspo.errors import ConfigError, DataError, RolloutError
 from gspo.sampling.remote import scores
 from gspo.sampling.remote.scores import open_scores
-from gspo.sampling.weights.probe import probe_sequences, sequence_logp
+from gspo.sampling.weights.load import probe_sequences, sequence_logp
 
 pytestmark = pytest.mark.run
 SEQUENCES = probe_sequences(VOCAB, count=70, length=5)  # more than one call

@@ -15,7 +15,7 @@ from tiny_models import build
 from gspo.errors import WeightSyncError
 from gspo.learner.policy.module import PolicyModule, weight_names
 from gspo.sampling.remote.server import RefusedCallError
-from gspo.sampling.weights import load, probe
+from gspo.sampling.weights import load
 from gspo.sampling.weights.publish import publish
 
 pytestmark = pytest.mark.run
@@ -168,9 +168,9 @@ def test_experts_are_checked_by_the_names_of_files(what, tmp_path):
 
 def test_probes_of_different_weights_differ_and_of_equal_ones_do_not():
     one, other = build("llama", seed=1), build("llama", seed=2)
-    sequences = probe.probe_sequences(48)
-    values = probe.sequence_logp(one, sequences)
-    assert probe.mismatch(values, probe.sequence_logp(build("llama", seed=1), sequences), torch.float32) is None
-    assert "another model" in (probe.mismatch(values, probe.sequence_logp(other, sequences), torch.float32) or "")
-    assert probe.mismatch(values, [row * np.nan for row in values], torch.float32) is not None
-    assert probe.mismatch(values, values[:-1], torch.float32) is not None
+    sequences = load.probe_sequences(48)
+    values = load.sequence_logp(one, sequences)
+    assert load.mismatch(values, load.sequence_logp(build("llama", seed=1), sequences), torch.float32) is None
+    assert "another model" in (load.mismatch(values, load.sequence_logp(other, sequences), torch.float32) or "")
+    assert load.mismatch(values, [row * np.nan for row in values], torch.float32) is not None
+    assert load.mismatch(values, values[:-1], torch.float32) is not None

@@ -24,10 +24,10 @@ from gspo.sampling.engines import base, vllm
 from gspo.sampling.engines.base import EngineAddress
 from gspo.sampling.engines.vllm import VllmSampler
 from gspo.sampling.local.draw import kept_sets, warp
-from gspo.sampling.remote.discovery import register
 from gspo.sampling.remote.engine import SamplerEngine
+from gspo.sampling.remote.protocol import register
 from gspo.sampling.remote.server import SamplerServer
-from gspo.sampling.weights.probe import sequence_logp
+from gspo.sampling.weights.load import sequence_logp
 from gspo.sampling.weights.publish import publish
 from gspo.types import Request, SampleId, SamplingParams
 

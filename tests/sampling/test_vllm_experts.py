@@ -21,13 +21,13 @@ from gspo.learner.policy.module import PolicyModule
 from gspo.lint import lint
 from gspo.models import embedded
 from gspo.models.moe import routed, routers, routes_mismatch
+from gspo.sampling.api import Experts
 from gspo.sampling.engines.vllm import WORKER_FOLDER
 from gspo.sampling.local.draw import kept_sets, warp
-from gspo.sampling.remote.identity import experts_of
-from gspo.sampling.verify import Experts
-from gspo.sampling.weights.probe import sequence_logp
+from gspo.sampling.remote.protocol import experts_of
+from gspo.sampling.weights.load import sequence_logp
 from gspo.sampling.weights.publish import publish
-from gspo.train.build.policy import make_policy
+from gspo.train.build.learner import make_policy
 from gspo.types import Extras, Request, SampleId, SamplingParams
 
 MOE = "embedded:tiny-moe"

@@ -22,10 +22,9 @@ from gspo.learner.policy.module import PolicyModule, weight_names
 from gspo.learner.policy.sharding import full_parameters
 from gspo.models import embedded
 from gspo.sampling.local.draw import warp
-from gspo.sampling.weights.broadcast import Broadcaster
-from gspo.sampling.weights.probe import sequence_logp
-from gspo.sampling.weights.publish import publish
-from gspo.train.build.policy import make_policy
+from gspo.sampling.weights.load import sequence_logp
+from gspo.sampling.weights.publish import Broadcaster, publish
+from gspo.train.build.learner import make_policy
 from gspo.types import Request, SampleId, SamplingParams
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]

@@ -6,7 +6,7 @@ import pytest
 
 from gspo.errors import ConfigError
 from gspo.system.files import step_of
-from gspo.system.launched import Launched
+from gspo.system.process import Launched
 
 
 def test_what_is_written_is_what_is_read():

@@ -2,16 +2,16 @@
 
 import json
 
-from gspo.system import imports, progress
+from gspo.system import imports, text
 
 
 def test_without_a_terminal_the_first_line_comes_at_once_and_later_ones_say_the_time_left(capsys, monkeypatch):
-    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
-    with progress.progress("building it", lines=True, note=", only once") as tell:
+    monkeypatch.setattr(text, "LINE_EVERY_S", 0.0)
+    with text.progress("building it", lines=True, note=", only once") as tell:
         assert capsys.readouterr().err == "gspo: building it, only once\n"
         tell(1, 4)
         assert capsys.readouterr().err == "gspo: building it: 25 %, about 0 s left\n"
-    with progress.progress("quiet") as tell:
+    with text.progress("quiet") as tell:
         tell(1, 2)
     assert capsys.readouterr().err == ""
 

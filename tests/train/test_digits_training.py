@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from training_runs import build_fast, metrics, train
 
-from gspo.data.digits import task
-from gspo.models import embedded
-from gspo.models.embedded import lessons
+from gspo.data import digits
+from gspo.models import embedded, lessons
 from gspo.models.vision.processor import load_processor
 
 NAME = "embedded:tiny-vision"
@@ -28,16 +27,16 @@ def test_the_prompt_has_seven_tokens_and_its_processor_needs_no_built_model(tmp_
 
 def test_the_teacher_of_tiny_vision_misreads_only_digits_that_look_alike():
     warm = embedded.RECIPES[NAME]["warm"]
-    stream = task.problem_stream("warm", seed=1)
+    stream = digits.problem_stream("warm", seed=1)
     wrong = 0
     for step in range(300):
         problem = next(stream).problem
         taught = lessons.misread_problem(problem, step, 0, warm)
-        assert taught.question == task.QUESTION
+        assert taught.question == digits.QUESTION
         # "7+8+0=15,3+4+1=08>85": the digits of each column are at places 0 and 2.
         read = [column[place] for column in taught.solution.split(",") for place in (0, 2)]
         right = [column[place] for column in problem.solution.split(",") for place in (0, 2)]
-        assert all(a == b or task.ALIKE[b] == a for a, b in zip(read, right, strict=True))
+        assert all(a == b or digits.ALIKE[b] == a for a, b in zip(read, right, strict=True))
         wrong += not taught.solution.endswith(f">{problem.answer}")
     assert 100 < wrong < 270
 
@@ -50,5 +49,5 @@ def test_the_embedded_vision_task_trains(tmp_path, monkeypatch):
     _, run = train(tmp_path / "runs", *settings)
     assert metrics(run)[-1]["step"] == 1
     samples = [json.loads(line) for line in (run / "samples" / "step_000001.jsonl").read_text().splitlines()]
-    assert all(task.glyphs_of(sample["images"]["from"][0]["name"]) for sample in samples)
+    assert all(digits.glyphs_of(sample["images"]["from"][0]["name"]) for sample in samples)
     assert (embedded.embedded_folder(NAME) / "preprocessor_config.json").is_file()

@@ -15,7 +15,7 @@ from gspo.sampling.local.engine import LocalSampler
 from gspo.sampling.remote.engine import SamplerEngine
 from gspo.sampling.remote.scores import KEY
 from gspo.sampling.remote.server import SamplerServer
-from gspo.sampling.weights.probe import sequence_logp
+from gspo.sampling.weights.load import sequence_logp
 
 TEACHER = (
     "algorithm=sft", "~gconfig.n_samples", "~actor.ppo_n_minibatches", "~actor.eps_clip", "actor.optimizer.lr=1e-3",

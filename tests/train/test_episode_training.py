@@ -12,7 +12,7 @@ from gspo.config import load
 from gspo.errors import ConfigError, RewardError
 from gspo.runs.checkpoint import load_pending_groups
 from gspo.train import Trainer
-from gspo.train.evaluate_run import evaluate_run
+from gspo.train.commands import evaluate_run
 
 pytestmark = [pytest.mark.usefixtures("tiny"), pytest.mark.run]
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from gspo.config import load
 from gspo.models import embedded
 from gspo.runs import checkpoint
-from gspo.train.export import export
+from gspo.train.commands import export
 
 pytestmark = pytest.mark.run
 

@@ -29,9 +29,9 @@ from gspo.algorithms import ALGORITHMS
 from gspo.config import load
 from gspo.data.dataset import make_dataset
 from gspo.errors import CheckpointError, ConfigError, TrainingError
-from gspo.monitor.alarms import PATIENCE
 from gspo.monitor.display import Lines, LivePanel
-from gspo.rollout.workflow import single_turn
+from gspo.monitor.metrics import PATIENCE
+from gspo.rollout.groups import single_turn
 from gspo.runs import checkpoint
 from gspo.system.files import read_jsonl
 from gspo.train import Trainer

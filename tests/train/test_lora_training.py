@@ -16,8 +16,8 @@ from gspo.learner.policy.module import PolicyModule, weight_names
 from gspo.models import embedded
 from gspo.models.loading import load_model
 from gspo.models.lora import adapter_off
-from gspo.train.build.policy import load_policy
-from gspo.train.export import export
+from gspo.train.build.learner import load_policy
+from gspo.train.commands import export
 
 pytestmark = pytest.mark.run
 

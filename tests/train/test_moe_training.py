@@ -9,7 +9,7 @@ from gspo.config import load
 from gspo.errors import ConfigError, DataError
 from gspo.models import embedded
 from gspo.models.loading import load_model
-from gspo.train.export import export
+from gspo.train.commands import export
 
 pytestmark = pytest.mark.run
 

@@ -14,7 +14,7 @@ from gspo.cli import main as cli
 from gspo.config import load
 from gspo.errors import ConfigError
 from gspo.objectives import mean_tokens, sum_tokens
-from gspo.report.answers import answers
+from gspo.report.cards import answers
 from gspo.report.read import read_metrics
 from gspo.report.summary import summary_of
 

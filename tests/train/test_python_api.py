@@ -11,12 +11,11 @@ from training_runs import make_trainer
 from gspo.config import load
 from gspo.errors import ConfigError, DataError
 from gspo.models import embedded
-from gspo.monitor.display import make_display
-from gspo.monitor.notebook import in_notebook
+from gspo.monitor.display import in_notebook, make_display
 from gspo.train import Trainer
 from gspo.train.build.data import make_data
-from gspo.train.build.policy import alphabet_warning
-from gspo.train.summary import Summary
+from gspo.train.build.learner import alphabet_warning
+from gspo.train.trainer import Summary
 
 
 def test_a_dict_is_a_config_with_sections_or_dotted_keys():

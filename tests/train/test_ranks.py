@@ -18,9 +18,8 @@ from training_runs import metrics
 from training_runs import train as train_alone
 
 from gspo.errors import ConfigError, TrainingError
-from gspo.learner.policy.packing import Completion, PackItem, filler
-from gspo.learner.policy.splitting import split_over_ranks
-from gspo.learner.ranks.world import joined
+from gspo.learner.policy.packing import Completion, PackItem, filler, split_over_ranks
+from gspo.learner.world import joined
 from gspo.runs import checkpoint
 from gspo.system.program import StopRequest
 

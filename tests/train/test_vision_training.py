@@ -17,8 +17,8 @@ from gspo.learner.policy.module import PolicyModule
 from gspo.models.loading import load_model
 from gspo.models.vision.processor import load_processor
 from gspo.train.build.data import refuse_images
-from gspo.train.build.policy import processor_of, set_trained_part, with_tower
-from gspo.train.export import export
+from gspo.train.build.learner import processor_of, set_trained_part, with_tower
+from gspo.train.commands import export
 from gspo.types import Images, Prompt
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gspo import objectives
 from gspo.config import Loaded
-from gspo.learner.batch import Batch
+from gspo.learner.credit import Batch
 from gspo.learner.policy.module import PolicyModule, packed_parts
 from gspo.learner.policy.packing import by_sequence, gather
 from gspo.system.clock import Clock

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from gspo import rng
 from gspo.config import Loaded
-from gspo.learner.batch import Batch
+from gspo.learner.credit import Batch
 from gspo.learner.proximal import AutoClip, clip_range, next_eps
 from gspo.system.clock import Clock
 from gspo.train.loop import Leader

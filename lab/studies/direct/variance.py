@@ -11,8 +11,8 @@ from gspo.config import Loaded
 from gspo.learner.credit import batch_with_advantages
 from gspo.rollout.groups import sample_groups
 from gspo.system.clock import Clock
-from gspo.train.build.objective import assembly
-from gspo.train.build.sampler import sampling_params
+from gspo.train.build.learner import assembly
+from gspo.train.build.rollout import sampling_params
 from lab.studies.direct.gradients import log_probs, opened, sampled
 
 

@@ -1,5 +1,8 @@
 """`gspo audit PATH …`: the files that TRL, verl and ms-swift leave on disk, as a run directory with a report.
 
+This reader interprets the opcodes of a dataclass's pickle itself: it imports nothing and calls nothing. A class is kept
+as its name, an object as its state, and a call (an enum's value) as its arguments.
+
 | system | config | metrics | samples |
 |---|---|---|---|
 | TRL | checkpoint-N/training_args.bin | trainer_state.json | completions/completions_*.parquet (log_completions) |
@@ -11,7 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import pickletools
 import re
+import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,16 +24,132 @@ from typing import Any
 
 import yaml
 
-from gspo.audit import logs, samples
-from gspo.audit.directory import write_audit
+from gspo.audit import samples
+from gspo.audit.findings import write_audit
 from gspo.audit.foreign import Draft
-from gspo.audit.training_args import read_training_args
 from gspo.audit.trl import from_swift, from_trl
 from gspo.audit.verl import from_verl
 from gspo.errors import ConfigError
 from gspo.runs.directory import RunDir
 from gspo.system.files import parse_yaml, read_jsonl, read_regular
 from gspo.system.text import flat
+
+MAX_BYTES = 4_000_000  # a real file has about 10 kB
+_MARK = object()
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_EMPTY: dict[str, Callable[[], Any]] = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_SET": set, "EMPTY_TUPLE": tuple}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_IGNORED = frozenset({"PROTO", "FRAME"})
+
+
+@dataclass
+class Inert:
+    """An object of the file: its class by name, the arguments of its constructor, and its state."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+def read_training_args(file: Path) -> dict[str, Any]:
+    """The fields of the config in `file`; ConfigError if it is not one."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            members = [member for member in archive.infolist() if member.filename.endswith("/data.pkl")]
+            if len(members) != 1 or members[0].file_size > MAX_BYTES:
+                raise ConfigError(
+                    f"{file} is not a training_args.bin: it has no data.pkl of at most {MAX_BYTES:,} bytes"
+                )
+            with archive.open(members[0]) as stream:
+                content = stream.read(MAX_BYTES)
+    except (OSError, zipfile.BadZipFile) as cause:
+        raise ConfigError(f"{file} is not a training_args.bin: {cause}") from cause
+    try:
+        found = interpret(content)
+    except (ValueError, IndexError, KeyError, TypeError, AttributeError) as cause:
+        raise ConfigError(f"{file} cannot be read as a training config: {cause}") from cause
+    if not isinstance(found, Inert) or not found.state:
+        raise ConfigError(f"{file} does not hold a training config")
+    return {name: plain(value) for name, value in found.state.items()}
+
+
+def plain(value: Any) -> Any:
+    """An enum as its value; any other object as the name of its class."""
+    if isinstance(value, Inert):
+        simple = len(value.args) == 1 and isinstance(value.args[0], str | int | float)
+        return value.args[0] if simple and not value.state else value.name
+    return value
+
+
+def interpret(content: bytes) -> Any:
+    """The value of a pickle of dicts, lists, texts, numbers and inert objects; ValueError for any other opcode."""
+    stack: list[Any] = []
+    memo: dict[int, Any] = {}
+    for opcode, arg, _ in pickletools.genops(content):
+        name = opcode.name
+        if name == "STOP":
+            return stack[-1]
+        if name == "MEMOIZE":
+            memo[len(memo)] = stack[-1]
+        elif name in ("BINPUT", "LONG_BINPUT", "PUT"):
+            memo[int(arg)] = stack[-1]  # pyright: ignore[reportArgumentType]
+        elif name in ("BINGET", "LONG_BINGET", "GET"):
+            stack.append(memo[int(arg)])  # pyright: ignore[reportArgumentType]
+        elif name == "MARK":
+            stack.append(_MARK)
+        elif name in _EMPTY:
+            stack.append(_EMPTY[name]())
+        elif name in _CONSTANTS:
+            stack.append(_CONSTANTS[name])
+        elif name not in _IGNORED:
+            _apply(name, arg, stack)
+    raise ValueError("the file ends too early")
+
+
+def _apply(name: str, arg: Any, stack: list[Any]) -> None:
+    """Opcodes that take something from the stack, and literals."""
+    if name == "GLOBAL":
+        stack.append(Inert(str(arg).replace(" ", ".")))
+    elif name == "STACK_GLOBAL":
+        attribute, module = stack.pop(), stack.pop()
+        stack.append(Inert(f"{module}.{attribute}"))
+    elif name in ("REDUCE", "NEWOBJ"):
+        args, called = stack.pop(), stack.pop()
+        stack.append(Inert(called.name, args))
+    elif name == "BUILD":
+        state, target = stack.pop(), stack[-1]
+        # Objects with slots have a pair of states.
+        parts = state if isinstance(state, tuple) else (state,)
+        for part in parts:
+            target.state.update(part or {})
+    elif name in _TUPLES:
+        stack[-_TUPLES[name] :] = [tuple(stack[-_TUPLES[name] :])]
+    elif name == "TUPLE":
+        stack.append(tuple(_since_mark(stack)))
+    elif name in ("APPENDS", "APPEND", "ADDITEMS"):
+        _add(stack, [stack.pop()] if name == "APPEND" else _since_mark(stack))
+    elif name in ("SETITEMS", "SETITEM"):
+        items = [stack.pop(-2), stack.pop()] if name == "SETITEM" else _since_mark(stack)
+        target = stack[-1].state if isinstance(stack[-1], Inert) else stack[-1]
+        target.update(zip((str(key) for key in items[::2]), items[1::2], strict=True))
+    elif arg is not None:
+        stack.append(arg)  # a text or a number
+    else:
+        raise ValueError(f"unexpected opcode {name}")
+
+
+def _since_mark(stack: list[Any]) -> list[Any]:
+    at = max(at for at, item in enumerate(stack) if item is _MARK)
+    items = stack[at + 1 :]
+    del stack[at:]
+    return items
+
+
+def _add(stack: list[Any], items: list[Any]) -> None:
+    if isinstance(stack[-1], list):
+        stack[-1].extend(items)
+    # The members of a set are not needed: no field that is read here holds one.
+
 
 NO_RATIOS = (
     "log s of each sequence, and which sequences were clipped: {system} does not write log-probs to disk, so no ε can "
@@ -153,7 +274,7 @@ def read_trl(paths: Sequence[Path]) -> Found:
     if not states:
         found.unknown.append("curves: there is no trainer_state.json (TRL writes it to checkpoint-N/)")
     history = state.get("log_history")
-    found.metrics = logs.trl_rows(history if isinstance(history, list) else [], draft, found.unknown)
+    found.metrics = samples.trl_rows(history if isinstance(history, list) else [], draft, found.unknown)
     found.samples = samples.trl_samples(files(paths, "completions_*.parquet"), draft, history, found.unknown)
     return found
 
@@ -185,7 +306,7 @@ def read_verl(paths: Sequence[Path]) -> Found:
     lines = files(paths, "*.jsonl")
     found.samples = samples.verl_samples([file for file in lines if samples.is_verl_dump(file)])
     tables = [read_jsonl(file) for file in lines if not samples.is_verl_dump(file)]
-    found.metrics = logs.verl_rows([row for rows in tables for row in rows], draft)
+    found.metrics = samples.verl_rows([row for rows in tables for row in rows], draft)
     if not found.metrics:
         found.unknown.append(
             "curves and clip shares: pass the jsonl of verl's file logger (trainer.logger=[console,file]); without it "
@@ -210,7 +331,7 @@ def read_swift(paths: Sequence[Path]) -> Found:
     draft = from_swift(values, configs[-1].name)
     found = Found(draft, str(values.get("swift_version") or ""))
     history = [row for file in files(paths, "logging.jsonl") for row in read_jsonl(file)]
-    found.metrics = logs.swift_rows(history, draft, found.unknown)
+    found.metrics = samples.swift_rows(history, draft, found.unknown)
     found.samples = samples.swift_samples(files(paths, "completions.jsonl"), draft, history)
     if not history:
         found.unknown.append("curves: there is no logging.jsonl")

@@ -2,19 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
+import yaml
+
 from gspo.audit.foreign import Draft
-from gspo.config.load import load
-from gspo.config.loaded import Loaded, Origin
-from gspo.doctor.explain.batch import batch_section
-from gspo.doctor.explain.objective import objective_section
-from gspo.doctor.explain.policies import policy_section
+from gspo.config.loading import load
+from gspo.config.resolve import Loaded, Origin, write_origins
+from gspo.doctor.explanation import batch_section, objective_section, policy_section
 from gspo.errors import ConfigError
-from gspo.lint import advantages, clipping, policies, references, sampling
+from gspo.lint import data, objective
 from gspo.lint.facts import Facts, Finding, facts_of
+from gspo.system.files import to_json, write_run_file
+
+
+def write_audit(run: Path, draft: Draft, *, version: str, source: str, unknown: Sequence[str]) -> dict[str, Any]:
+    """Write the explanation of a config to a run directory and return it. `unknown`: what cannot be known, and why."""
+    audit = {
+        "system": draft.system,
+        "version": version,
+        "source": source,
+        "unknown": list(unknown),
+        "notes": list(draft.notes),
+        "doctor": sections_of(draft),
+    }
+    head = (
+        f"# Keys of {draft.system} in gspo's names, for the report; origins.json has their names. Not for training.\n"
+    )
+    # config.yaml last: it makes the folder a run directory, and readers then find the other two.
+    texts = {
+        "audit.json": to_json(audit) + "\n",
+        "origins.json": write_origins({key: Origin("file", text) for key, text in draft.origins.items()}),
+        "config.yaml": head + yaml.safe_dump(nested(draft.keys), sort_keys=False, allow_unicode=True),
+    }
+    for name, text in texts.items():
+        with write_run_file(run / name) as tmp:
+            tmp.write_text(text, encoding="utf-8")
+    return audit
+
+
+def nested(keys: dict[str, Any]) -> dict[str, Any]:
+    """Dotted keys as sections.
+
+    >>> nested({"algorithm": "gspo", "actor.eps_clip": 0.2, "actor.optimizer.lr": 1e-06})
+    {'algorithm': 'gspo', 'actor': {'eps_clip': 0.2, 'optimizer': {'lr': 1e-06}}}
+    """
+    root: dict[str, Any] = {}
+    for key, value in keys.items():
+        *sections, name = key.split(".")
+        place = root
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+    return root
+
 
 Rule = Callable[[Facts], Iterator[Finding]]
 _A = "actor_rollout_ref.actor."
@@ -26,52 +70,52 @@ _EPS = {  # {eps}: Facts.usual_eps
 
 # The lint rules that apply to these trainers, with the remedy for each. Other rules are about parts that gspo has.
 REMEDIES: Mapping[Rule, Mapping[str, str]] = {
-    clipping.too_wide_for_a_sequence: _EPS,
-    clipping.too_narrow_for_short_completions: _EPS,
-    clipping.too_narrow_for_a_token: {
+    objective.too_wide_for_a_sequence: _EPS,
+    objective.too_narrow_for_short_completions: _EPS,
+    objective.too_narrow_for_a_token: {
         "TRL": "set epsilon=0.2, or for GSPO importance_sampling_level=sequence",
         "ms-swift": "set --epsilon 0.2, or for GSPO --importance_sampling_level sequence",
         "verl": f"set {_A}clip_ratio_low and {_A}clip_ratio_high to 0.2, or for GSPO {_A}policy_loss.loss_mode=gspo",
     },
-    clipping.lower_bound_at_zero: {
+    objective.lower_bound_at_zero: {
         "TRL": "set epsilon below 1",
         "ms-swift": "set --epsilon below 1",
         "verl": f"set {_A}clip_ratio_low below 1",
     },
-    clipping.ratio_always_one: {
+    objective.ratio_always_one: {
         "TRL": "set steps_per_generation to 4 × gradient_accumulation_steps, and divide gradient_accumulation_steps or "
         "per_device_train_batch_size by 4 to keep the size of the rollout batch",
         "ms-swift": "set --steps_per_generation to 4 × gradient_accumulation_steps, and divide "
         "gradient_accumulation_steps or per_device_train_batch_size by 4 to keep the size of the rollout batch",
         "verl": f"set {_A}ppo_mini_batch_size to a quarter of data.train_batch_size",
     },
-    clipping.token_aggregation: {
+    objective.token_aggregation: {
         "TRL": "set loss_type=grpo (the paper) or loss_type=luspo",
         "ms-swift": "set --loss_type grpo (the paper)",
         "verl": f"set {_A}loss_agg_mode=seq-mean-token-mean",
     },
-    advantages.group_of_one: {
+    objective.group_of_one: {
         "TRL": "set num_generations=8",
         "ms-swift": "set --num_generations 8",
         "verl": "set actor_rollout_ref.rollout.n=8",
     },
-    sampling.no_randomness: {
+    data.no_randomness: {
         "TRL": "set temperature=1.0",
         "ms-swift": "set --temperature 1.0",
         "verl": "set actor_rollout_ref.rollout.temperature=1.0",
     },
-    references.kl_counted_twice: {
+    objective.kl_counted_twice: {
         "verl": f"set algorithm.use_kl_in_reward=False or {_A}use_kl_loss=False",
     },
-    references.k1_in_the_loss: {
+    objective.k1_in_the_loss: {
         "verl": f"set {_A}kl_loss_type=low_var_kl",
     },
-    policies.product_of_ratios: {
+    objective.product_of_ratios: {
         "TRL": "set vllm_importance_sampling_mode=token_truncate",
         "ms-swift": "set --rollout_importance_sampling_mode token_truncate",
         "verl": "set algorithm.rollout_correction.rollout_is=token",
     },
-    policies.truncated_sampling: {
+    objective.truncated_sampling: {
         "TRL": "set top_p=1.0 and top_k=0",
         "ms-swift": "set --top_p 1.0 --top_k 0",
         "verl": "set actor_rollout_ref.rollout.top_p=1.0 and actor_rollout_ref.rollout.top_k=-1",
@@ -114,7 +158,7 @@ def findings_of(facts: Facts, draft: Draft) -> Iterator[Finding]:
     """Findings of the rules that apply, with key and remedy in the words of the other system."""
     for rule, remedies in REMEDIES.items():
         # The remedy for the aggregation is another clipped loss, which is no advice for a loss without a clip range.
-        applies = draft.system in remedies and (rule is not clipping.token_aggregation or facts.clips is not None)
+        applies = draft.system in remedies and (rule is not objective.token_aggregation or facts.clips is not None)
         for finding in rule(facts) if applies else ():
             theirs, _, file = draft.origins.get(finding.key, f"{finding.key} ({draft.file})").rpartition(" (")
             remedy = remedies[draft.system].format(eps=facts.usual_eps)

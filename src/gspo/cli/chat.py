@@ -36,7 +36,7 @@ def chat_arguments(parser: argparse.ArgumentParser) -> None:
 
 def chat(args: argparse.Namespace) -> int:
     from gspo.cli.runs import find_model
-    from gspo.config.load import load
+    from gspo.config.loading import load
     from gspo.report.read import choose_step
 
     words = list(args.words)
@@ -121,9 +121,8 @@ class ChatSession:
 
 def _open(config: Any, run: Path | None, step: int, stack: contextlib.ExitStack) -> ChatSession:
     from gspo.envs.chat import Chat
-    from gspo.train.build.compute import set_threads
-    from gspo.train.build.policy import context_length, load_policy
-    from gspo.train.build.sampler import evaluation_params, make_sampler
+    from gspo.train.build.learner import context_length, load_policy, set_threads
+    from gspo.train.build.rollout import evaluation_params, make_sampler
 
     set_threads(config)
     policy, tokenizer = load_policy(config, run, step)

@@ -1,19 +1,24 @@
-"""Shared by the verbs: loading a config from arguments, width and colour of the terminal."""
+"""Shared by the verbs, and the verbs that list what there is: models, examples, objectives and config keys."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import os
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gspo.errors import ConfigError
+from gspo.errors import ConfigError, GspoError
+from gspo.system.imports import NO_LAB, in_lab, laboratory
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from gspo.config.load import Loaded
+    from gspo.config.loading import Loaded
+
 
 OVERRIDES = "key=value (also +key=value, ++key=value), or ~key to reset it to its default"
 
@@ -32,7 +37,7 @@ def override_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load_config(args: argparse.Namespace) -> Loaded:
-    from gspo.config.load import load
+    from gspo.config.loading import load
 
     words = list(args.words)
     path = args.config
@@ -72,3 +77,204 @@ def console() -> Console:
 def did_you_mean(word: str, known: Any) -> str:
     close = difflib.get_close_matches(word.lower().replace("-", "_"), list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else "."
+
+
+def models_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", nargs="?", default="list", choices=("list", "check"), help="default: list")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="check: folders, or model types of transformers (qwen3_next)"
+    )
+    parser.add_argument("--all", action="store_true", help="check: every causal model type of transformers")
+    parser.add_argument("--write", metavar="FILE", help="check: also write the result as a Markdown page")
+
+
+def models(args: argparse.Namespace) -> int:
+    if args.what == "check":
+        return _check_models(args)
+    if args.names:
+        raise ConfigError("gspo models list takes no further arguments")
+    from gspo.report.terminal import models_view
+
+    console().print(models_view(_known_models()), crop=False)
+    return 0
+
+
+def _known_models() -> list[dict[str, Any]]:
+    """All known models, in the cache or not: name, description, whether it is there, bytes on disk, folder."""
+    from gspo.models import cache, embedded
+    from gspo.models.find import FETCHED, fetched_folder
+
+    found: list[dict[str, Any]] = []
+    for name in embedded.RECIPES:
+        built, say = embedded.embedded_folder(name), f"built on first use, in {embedded.build_time(name)}"
+        found.append(_model_row(name, embedded.DESCRIPTIONS[name], built, say))
+    for name in FETCHED:
+        what = "SmolLM2-135M-Instruct, Apache-2.0, from Q4_1"
+        found.append(_model_row(name, what, fetched_folder(name), f"python examples/fetch.py {name}"))
+    for place in sorted(cache.root().glob("gguf-*")):
+        found.append(_model_row(place.name, "converted from a .gguf file", place, ""))
+    return found
+
+
+def _model_row(name: str, what: str, place: Path, absent: str) -> dict[str, Any]:
+    from gspo.models.cache import SUMS
+
+    is_here = (place / SUMS).is_file()
+    size = sum(file.stat().st_size for file in place.iterdir()) if is_here else 0
+    return {"name": name, "what": what, "here": is_here, "bytes": size, "where": str(place) if is_here else absent}
+
+
+def _check_models(args: argparse.Namespace) -> int:
+    """`gspo models check`: exit code 1 if a model is refused or not exact."""
+    from gspo.doctor.models import COLUMNS, check_model, is_exact
+
+    if bool(args.names) == args.all:
+        raise ConfigError("give folders or model types to check, or --all; for example: gspo models check qwen3_next")
+    # The tiny models of each type are not in an installed package.
+    types = in_lab("lab.zoo.families:TYPES") if args.all or args.write or laboratory() is not None else ()
+    for name in args.names:
+        if name not in types:
+            _require_model(name, types)
+    widths = (24, 16, 20, 10, 10, 7)
+
+    def show(cells: Sequence[str]) -> None:
+        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip(), flush=True)
+
+    show(COLUMNS)
+    rows = []
+    for name in types if args.all else args.names:
+        rows.append(in_lab("lab.zoo.families:check_type")(name) if name in types else check_model(name))
+        show(rows[-1].cells())
+    if args.write:
+        Path(args.write).write_text(in_lab("lab.zoo.families:families_page")(rows), encoding="utf-8")
+    built = [row for row in rows if not row.not_built]
+    wrong = [row.name for row in built if not is_exact(row)]
+    print(
+        f"{len(built) - len(wrong)} of {len(rows)} train and sample; refused or not exact: {', '.join(wrong) or 'none'}"
+        + (f"; {len(rows) - len(built)} not built" if len(built) < len(rows) else "")
+    )
+    return 1 if wrong else 0
+
+
+def _require_model(name: str, types: Sequence[str]) -> None:
+    """An error before any check if a name is neither a model type nor a model that `actor.path` could name."""
+    from gspo.models.find import find_here, is_hub_name
+
+    try:
+        find_here(name, "model")
+    except GspoError as error:
+        if not is_hub_name(name):
+            raise ConfigError(str(error)) from error
+        what = "neither a model type of transformers nor a model" if types else "not a model"
+        without = "" if types else f". To check a model type of transformers: {NO_LAB}"
+        raise ConfigError(
+            f"{name!r} is {what}{did_you_mean(name, types)} There is no such folder, and the hub did not provide it"
+            f"{without}"
+        ) from error
+
+
+def objectives_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", metavar="NAME", help="for example gspo")
+
+
+def objectives(args: argparse.Namespace) -> int:
+    from gspo.algorithms import ALGORITHMS
+    from gspo.doctor.render import algorithm_card, algorithm_table
+
+    if args.name is None:
+        print(algorithm_table(**display()))
+        return 0
+    algorithm = ALGORITHMS.get(args.name.lower().replace("-", "_"))
+    if algorithm is None:
+        known = ", ".join(ALGORITHMS)
+        raise ConfigError(f"unknown objective {args.name!r}{did_you_mean(args.name, ALGORITHMS)} Available: {known}")
+    print(algorithm_card(algorithm, **display()))
+    return 0
+
+
+def config_verb_arguments(parser: argparse.ArgumentParser) -> None:
+    config_arguments(parser)
+    parser.add_argument("--schema", action="store_true", help="print the JSON schema of configs instead, for editors")
+
+
+def config(args: argparse.Namespace) -> int:
+    from gspo.config import dump
+    from gspo.config.document import json_schema
+
+    if args.schema:
+        print(json.dumps(json_schema(), indent=1, ensure_ascii=False))
+        return 0
+    if len(args.words) == 1 and args.config is None and not _is_config(args.words[0]):
+        return _explain_key(args.words[0])
+    print(dump(load_config(args)), end="")
+    return 0
+
+
+def _is_config(word: str) -> bool:
+    """True for a file, an example, and what looks like the path of a file; a key has no slash and no such suffix."""
+    from gspo.shipped import find_config
+
+    is_path = "/" in word or word.endswith((".yaml", ".yml")) or "=" in word
+    return is_path or Path(word).is_file() or find_config(word) is not None
+
+
+def _explain_key(name: str) -> int:
+    """Print the description, type, bounds and default of a key, or of each key of a section."""
+    from gspo.config.loading import unknown_key
+    from gspo.config.schema import known_keys
+    from gspo.shipped import with_pages
+    from gspo.system.text import TextRows
+
+    keys = known_keys()
+    if name not in keys:
+        # The last part alone is enough where no other key has it.
+        ends = [key for key in keys if key.endswith(f".{name}")]
+        if not ends:
+            raise ConfigError(unknown_key(name, "no file and no example has this name, and as a key"))
+        if len(ends) > 1:
+            raise ConfigError(f"several keys end in {name}: {', '.join(ends)}; for one of them: gspo config {ends[0]}")
+        (name,) = ends
+    rows = []
+    for key in keys.values():
+        if key.name == name or key.name.startswith(f"{name}."):
+            rows.append((key.name, with_pages(key.doc), ""))
+            if key.section is None:
+                bounds = f", {key.bounds}" if key.bounds else ""
+                default = json.dumps(key.default, ensure_ascii=False)
+                rows.append(("", f"{key.wanted}{bounds}; default {default}", "dim"))
+    console().print(TextRows(rows), crop=False)
+    return 0
+
+
+def examples_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", nargs="?", default="list", choices=("list", "copy"), help="default: list")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="copy: the example, for example quickstart")
+    parser.add_argument("to", nargs="?", default=".", metavar="DIR", help="copy: the folder to write to (default: .)")
+
+
+def examples(args: argparse.Namespace) -> int:
+    from gspo.shipped import copy_example, example_files
+    from gspo.system.text import TextRows
+
+    known = example_files()
+    if args.what == "list":
+        console().print(TextRows([(name, _first_line(file), "") for name, file in known.items()]), crop=False)
+        print("\nRun one with `gspo train NAME`, or `gspo examples copy NAME DIR` to change it.")
+        return 0
+    if args.name is None:
+        raise ConfigError(f"which example? Pass its name: gspo examples copy NAME DIR. Examples: {', '.join(known)}")
+    if args.name not in known:
+        raise ConfigError(
+            f"no example is called {args.name!r}{did_you_mean(args.name, known)} Examples: {', '.join(known)}"
+        )
+    try:
+        written = copy_example(known[args.name], Path(args.to))
+    except FileExistsError as error:
+        raise ConfigError(f"{error} exists, and gspo does not overwrite it; pass another folder") from None
+    print(*written, sep="\n")
+    return 0
+
+
+def _first_line(file: Path) -> str:
+    """What an example is about: the first line of its comment or docstring."""
+    return file.read_text(encoding="utf-8").partition("\n")[0].strip('#" ')

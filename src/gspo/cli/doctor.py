@@ -1,18 +1,20 @@
-"""`gspo doctor`: explain and check a config or its reward; `--probe` and `--selftest` load the model."""
+"""`gspo doctor` and `gspo audit`: explain and check a config, a reward, or a run of another trainer."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gspo.cli.common import config_arguments, console, display, load_config
+from gspo.cli.reports import open_page, write_report_of
 from gspo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gspo.config.load import Loaded
+    from gspo.config.loading import Loaded
 
 
 def doctor_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +47,7 @@ def doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def doctor(args: argparse.Namespace) -> int:
-    from gspo.doctor.explain import explain, report_json
+    from gspo.doctor.explanation import explain, report_json
     from gspo.doctor.render import machine_text, to_text
     from gspo.shipped import with_pages
 
@@ -95,8 +97,8 @@ def _reward(args: argparse.Namespace) -> int:
 
 def _measure(args: argparse.Namespace) -> int:
     """`--probe` and `--selftest`: in this process, or in the processes that a run would have (trainer and sampler)."""
-    from gspo.doctor.processes import run_beside_sampler
-    from gspo.train.relaunch import is_launched
+    from gspo.doctor.checks import run_beside_sampler
+    from gspo.train.trainer import is_launched
 
     if args.probe and args.selftest:
         raise ConfigError("--probe and --selftest cannot be combined: run one at a time")
@@ -118,7 +120,7 @@ def _measure(args: argparse.Namespace) -> int:
 
 def _measured(args: argparse.Namespace) -> tuple[Loaded, Path | None, int]:
     """The config, and the run and step whose weights are used; no run: the weights that training starts from."""
-    from gspo.config.load import load
+    from gspo.config.loading import load
     from gspo.report.read import choose_step, is_run
 
     if args.weights:
@@ -134,7 +136,7 @@ def _measured(args: argparse.Namespace) -> tuple[Loaded, Path | None, int]:
 
 
 def _probe(args: argparse.Namespace, loaded: Loaded, place: Path, run: Path | None, step: int) -> int:
-    from gspo.doctor.probe import measure_noise
+    from gspo.doctor.checks import measure_noise
     from gspo.report.terminal import probe_view
     from gspo.system.text import inert
 
@@ -150,7 +152,7 @@ def _probe(args: argparse.Namespace, loaded: Loaded, place: Path, run: Path | No
 def _selftest(args: argparse.Namespace, loaded: Loaded, place: Path, run: Path | None, step: int) -> int:
     from dataclasses import asdict
 
-    from gspo.doctor.selftest import selftest
+    from gspo.doctor.checks import selftest
     from gspo.system.text import inert
 
     lines = []
@@ -161,3 +163,50 @@ def _selftest(args: argparse.Namespace, loaded: Loaded, place: Path, run: Path |
     if args.json:
         print(json.dumps([{**asdict(line), "ok": line.ok} for line in lines], ensure_ascii=False))
     return 0 if all(line.ok for line in lines) else 1
+
+
+def audit_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="output folders or files of one run; of verl also the Hydra folder and the file logger's jsonl",
+    )
+    parser.add_argument("--out", metavar="DIR", help="run directory to write (default: runs/audit/NAME of the path)")
+    parser.add_argument("--open", action="store_true", help="open the page in the browser")
+
+
+def audit(args: argparse.Namespace) -> int:
+    from gspo.audit.disk import audit_files as read_and_write
+    from gspo.system.text import inert
+
+    paths = [Path(path) for path in args.paths]
+    run = Path(args.out) if args.out else Path("runs/audit") / paths[0].absolute().name
+    found = read_and_write(paths, run)
+    print("\n".join(inert(line) for line in _lines(found)))
+    page = write_report_of(run)
+    print(inert(f"\n{page}"))
+    if args.open:
+        open_page(page.absolute().as_uri())
+    return 0
+
+
+def _lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """The audit as text: the objective, findings, and what cannot be known."""
+    doctor = found["doctor"]
+    yield f"{found['system']} {found['version']}".rstrip()
+    if "objective" in doctor:
+        objective, batch = doctor["objective"], doctor["batch"]
+        yield f"  {objective['formula']}"
+        yield from (f"  {line}" for line in objective["words"])
+        yield (
+            f"  batch: {batch['prompts']} prompts × {batch['group_size']} samples = {batch['sequences']} sequences, "
+            f"{batch['minibatches'] * batch['epochs']} updates"
+        )
+    else:
+        yield f"  {doctor['unreadable']}"
+    for finding in (*doctor.get("errors", ()), *doctor.get("warnings", ())):
+        yield f"{finding['severity']}: {finding['key']} ({finding['where']}): {finding['message']}."
+        yield f"  Remedy: {finding['remedy']}."
+    yield from (f"note: {line}" for line in found["notes"])
+    yield from (f"not known: {line}" for line in found["unknown"])

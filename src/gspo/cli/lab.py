@@ -88,8 +88,8 @@ def plan(args: argparse.Namespace) -> int:
     from rich.table import Table
 
     from gspo.planner.command import job_of, lengths_of_run, row_of
-    from gspo.planner.hardware import parse_gpus
     from gspo.planner.search import plans
+    from gspo.planner.simulation import parse_gpus
 
     gpu, num_gpus = parse_gpus(args.gpus)
     if args.length is not None and args.run is not None:

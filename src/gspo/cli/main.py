@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from gspo import __version__
-from gspo.cli import audit, chat, choices, common, doctor, lab, project, reports, runs, train
+from gspo.cli import chat, common, doctor, lab, project, reports, runs, train
 from gspo.errors import ConfigError, GspoError
 from gspo.system import program
 from gspo.system.imports import laboratory
@@ -199,8 +199,8 @@ VERBS: dict[str, Verb] = {
     "models": Verb(
         "models [list | check TYPE|PATH … | check --all]",
         "list the models of this machine, or check which layout and sampler a model gets",
-        choices.models_arguments,
-        choices.models,
+        common.models_arguments,
+        common.models,
     ),
     "plan": Verb(
         "plan CONFIG --gpus NAME:N [--model 7B|30B-A3B|PATH] [--length N | --run RUN] [key=value …]",
@@ -242,26 +242,26 @@ VERBS: dict[str, Verb] = {
     "examples": Verb(
         "examples [copy NAME [DIR]]",
         "list the example configs, or copy one, with the files it uses",
-        choices.examples_arguments,
-        choices.examples,
+        common.examples_arguments,
+        common.examples,
     ),
     "audit": Verb(
         "audit PATH… [--out DIR] [--open]",
         "explain a run of TRL, verl or ms-swift from its files: objective, clipping, samples",
-        audit.audit_arguments,
-        audit.audit,
+        doctor.audit_arguments,
+        doctor.audit,
     ),
     "objectives": Verb(
         "objectives [NAME]",
         "list the objectives, or show the formula, paper and defaults of one",
-        choices.objectives_arguments,
-        choices.objectives,
+        common.objectives_arguments,
+        common.objectives,
     ),
     "config": Verb(
         "config CONFIG [key=value …] | KEY | --schema",
         "print a config with all keys; explain a key or a section; print the JSON schema",
-        choices.config_verb_arguments,
-        choices.config,
+        common.config_verb_arguments,
+        common.config,
     ),
     "completion": Verb(
         "completion bash|zsh|fish",

@@ -91,7 +91,7 @@ def project_name(folder: Path) -> str:
 def _data(task: str, split: Split) -> Iterator[tuple[str, bytes]]:
     """The files of a split below data/: rows of additions in the form that the task needs, and images."""
     from gspo.data import arithmetic
-    from gspo.data.digits import task as digits
+    from gspo.data import digits as digits
 
     count = _ROWS.get(task, _USUAL)[split]
     rows: Sequence[Mapping[str, Any]]

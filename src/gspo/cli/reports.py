@@ -23,9 +23,9 @@ def words_of(run: Path) -> dict[str, Any]:
     import json
     from dataclasses import replace
 
-    from gspo.config.load import load
-    from gspo.config.loaded import read_origins
-    from gspo.doctor.explain import explain
+    from gspo.config.loading import load
+    from gspo.config.resolve import read_origins
+    from gspo.doctor.explanation import explain
 
     with contextlib.suppress(OSError, ValueError, RecursionError):
         audit = json.loads((run / "audit.json").read_text(encoding="utf-8"))
@@ -116,7 +116,7 @@ def _write_rows(args: argparse.Namespace, run: Path) -> int:
     """`gspo report RUN --samples --filter … > rows.jsonl`."""
     import json
 
-    from gspo.report.rows import parse_filter, training_rows
+    from gspo.report.samples import parse_filter, training_rows
 
     if args.held_out or args.step is not None:
         raise ConfigError("--best and --filter read all training samples: leave out --held-out and --step")
@@ -175,14 +175,14 @@ def compare_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def compare(args: argparse.Namespace) -> int:
-    from gspo.report.compare.compare import compare
-    from gspo.report.compare.terminal import compare_view
+    from gspo.report.comparison import compare
+    from gspo.report.comparison_page import compare_view
     from gspo.system.text import inert
 
     found = compare(args.runs, args.metric)
     console().print(compare_view(found, display()["width"], inert))
     if args.out:
-        from gspo.report.compare.page import write_page
+        from gspo.report.comparison_page import write_page
 
         print(inert(f"\nwritten to {write_page(found, Path(args.out))}"))
     return 0

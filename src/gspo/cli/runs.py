@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from gspo.cli.common import console
 from gspo.errors import ConfigError
-from gspo.system.progress import progress
+from gspo.system.text import progress
 
 if TYPE_CHECKING:
-    from gspo.config.load import Loaded
+    from gspo.config.loading import Loaded
 
 
 def eval_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +55,7 @@ def evaluate(args: argparse.Namespace) -> int:
 
         step = choose_step(run, args.step)
     from gspo.system.files import to_json, write_run_file
-    from gspo.train.evaluate_run import evaluate_run
+    from gspo.train.commands import evaluate_run
 
     with progress("evaluating") as tell:
         result = evaluate_run(loaded.config, run, step, tell)
@@ -88,7 +88,7 @@ def _result_file(args: argparse.Namespace, run: Path | None, step: int, num_samp
 
 def _examined(args: argparse.Namespace) -> tuple[str, Loaded, Path | None]:
     """What is evaluated, its config and its run: options become overrides of the run's config or of the defaults."""
-    from gspo.config.load import load
+    from gspo.config.loading import load
 
     words = list(args.words)
     if not words or "=" in words[0]:
@@ -139,7 +139,7 @@ def _require_model(target: str) -> None:
     """ConfigError if a name is neither a run nor a model."""
     from gspo.errors import DataError
     from gspo.models.embedded import RECIPES
-    from gspo.models.locate import FETCHED, find_here, nearest_model
+    from gspo.models.find import FETCHED, find_here, nearest_model
     from gspo.report.read import runs_below
 
     try:
@@ -176,7 +176,7 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def export(args: argparse.Namespace) -> int:
-    from gspo.config.load import load
+    from gspo.config.loading import load
     from gspo.report.read import choose_step, open_run
 
     run = open_run(args.run)
@@ -193,10 +193,10 @@ def export(args: argparse.Namespace) -> int:
     if args.public and not args.push:
         raise ConfigError("--public needs --push OWNER/NAME")
     if args.push:
-        from gspo.runs.hub import open_repository
+        from gspo.runs.export import open_repository
 
         open_repository(args.push, public=args.public)
-    from gspo.train.export import export
+    from gspo.train.commands import export
 
     texts = _card_files(loaded, run, step, args.push or to.absolute().name, is_adapter)
     export(config, run, step, to, merge=args.merge, texts=texts)
@@ -215,7 +215,7 @@ def export(args: argparse.Namespace) -> int:
         else:
             print("  --merge writes a plain model instead.")
     if args.push:
-        from gspo.runs.hub import push
+        from gspo.runs.export import push
 
         print(f"pushed: {push(to, args.push, f'step {step} of {run.name}, trained with gspo')}")
     return 0
@@ -225,7 +225,7 @@ def _card_files(loaded: Loaded, run: Path, step: int, name: str, is_adapter: boo
     """The model card, and the run's config, with which it can be trained again."""
     from gspo import __version__
     from gspo.config import algorithm_in
-    from gspo.models.locate import is_hub_name, snapshot
+    from gspo.models.find import is_hub_name, snapshot
     from gspo.report.card import CONFIG, Exported, model_card
     from gspo.runs.export import base_name
 

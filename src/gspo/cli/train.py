@@ -18,7 +18,7 @@ from gspo.system.heartbeat import beat, limited
 from gspo.system.imports import install_command
 
 if TYPE_CHECKING:
-    from gspo.config.load import Loaded
+    from gspo.config.loading import Loaded
     from gspo.config.schema import Config
 
 MIN_TIMEOUT_S = 600.0  # the least stall timeout outside of training
@@ -71,8 +71,8 @@ def model_of_run(path: str, key: str) -> Path | None:
     step = choose_step(run, "best") or choose_step(run, "last")
     to = run / f"model_step_{step:06d}"
     if not to.is_dir():
-        from gspo.config.load import load
-        from gspo.train.export import export
+        from gspo.config.loading import load
+        from gspo.train.commands import export
 
         config = load(run / "config.yaml").config
         export(config, run, step, to, merge=config.actor.use_lora)
@@ -83,7 +83,7 @@ def model_of_run(path: str, key: str) -> Path | None:
 def _train(args: argparse.Namespace, loaded: Loaded) -> int:
     from gspo.launcher.start import launch
     from gspo.lint import check
-    from gspo.train.relaunch import is_launched
+    from gspo.train.trainer import is_launched
 
     given = [*(["--config", args.config] if args.config else []), *args.words, *(["--on", args.on] if args.on else [])]
     if args.dry_run or not is_launched():
@@ -139,7 +139,7 @@ def preview(args: argparse.Namespace) -> int:
     loaded = load_config(args)
     check(loaded)
     _announce_build(loaded.config.actor.path)
-    from gspo.train.preview import preview
+    from gspo.train.commands import preview
 
     shown = preview(loaded.config, args.prompts, args.samples)
     for number, item in enumerate(shown, 1):

@@ -1,8 +1,8 @@
 """Configuration: one schema, YAML with places, AReaL's spellings, algorithm-aware defaults. Torch-free."""
 
-from gspo.config.load import load
-from gspo.config.loaded import Loaded, Origin, config_fingerprint, dump, write_origins
-from gspo.config.objective import (
+from gspo.config.loading import load
+from gspo.config.resolve import Loaded, Origin, config_fingerprint, dump, write_origins
+from gspo.config.resolve import (
     ObjectiveSettings,
     algorithm_in,
     default_algorithm_note,

@@ -11,8 +11,7 @@ from itertools import product
 from typing import Any
 
 from gspo.algorithms import ALGORITHMS
-from gspo.config.loaded import written
-from gspo.config.objective import proximal_policy
+from gspo.config.resolve import proximal_policy, written
 from gspo.config.schema import Config, Key, Section, keys_of, known_keys
 from gspo.migrate import areal, other_systems
 from gspo.migrate.rule import Rule

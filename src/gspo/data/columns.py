@@ -1,14 +1,30 @@
-"""Which columns of a row hold the prompt, the answer and the completion, and whether they can be used."""
+"""The rows of a data set: their columns, their reference answers, and their order."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from gspo import rng
 from gspo.data.chat import COMPLETION_COLUMNS, is_conversation
 from gspo.data.sources import Row
 from gspo.errors import DataError
+
+
+def final_answer(answer: str) -> str:
+    """The final answer of a reference in GSM8K's form, without commas; other texts as they are.
+
+    >>> final_answer("600 x 2 = 1200.\\n#### 1,200"), final_answer("1,200")
+    ('1200', '1,200')
+    """
+    _, mark, tail = answer.rpartition("####")
+    return tail.strip().replace(",", "") if mark else answer
+
 
 _PROMPT_COLUMNS = ("prompt", "question", "problem", "messages", "instruction", "input", "query")
 _ANSWER_COLUMNS = ("answer", "final_answer", "ground_truth", "target", "solution", "label", "output", "response")
@@ -102,3 +118,56 @@ def column(row: Mapping[str, Any], name: str) -> Any:
     for step in name.split("."):
         value = value.get(step) if isinstance(value, Mapping) else None
     return value
+
+
+def order(seed: int, num_rows: int, submission_index: int, *, shuffle: bool = True) -> int:
+    """The row of submission `submission_index`; every epoch visits each row once, in a new order.
+
+    >>> sorted(order(1, 4, i) for i in range(4)), [order(1, 4, i, shuffle=False) for i in (3, 4, 5)]
+    ([0, 1, 2, 3], [3, 0, 1])
+    """
+    if num_rows < 1:
+        raise DataError("train_dataset has no rows")
+    epoch, position = divmod(submission_index, num_rows)
+    return int(_epoch(seed, num_rows, epoch)[position]) if shuffle else position
+
+
+def draw_source(seed: int, weights: tuple[float, ...], submission_index: int) -> tuple[int, int]:
+    """For a mixture: the source of a submission, drawn by weight, and the number of its earlier submissions.
+
+    >>> [draw_source(1, (1.0, 3.0), i) for i in range(4)]
+    [(0, 0), (0, 1), (1, 0), (1, 1)]
+    """
+    # Draws are made in chunks, so that the source of any submission can be found without drawing all earlier ones one
+    # by one; a resumed run needs no stored state.
+    chunk, offset = divmod(submission_index, _CHUNK)
+    sources = _drawn(seed, weights, chunk * _CHUNK, _CHUNK)
+    source = int(sources[offset])
+    return source, _before(seed, weights, chunk)[source] + int((sources[:offset] == source).sum())
+
+
+_CHUNK = 4096
+
+
+@lru_cache(maxsize=8)
+def _drawn(seed: int, weights: tuple[float, ...], start: int, count: int) -> NDArray[np.int64]:
+    # bounds: [sources], upper ends of the intervals in [0, 1]; u: [count].
+    bounds = np.cumsum(weights) / np.sum(weights)
+    u = rng.uniform(seed, "mixture", start + np.arange(count))
+    # The last bound may round to less than 1, so the index is limited.
+    return np.minimum(np.searchsorted(bounds, u, side="right"), len(weights) - 1)
+
+
+@lru_cache(maxsize=8)
+def _before(seed: int, weights: tuple[float, ...], chunk: int) -> tuple[int, ...]:
+    """Number of submissions of each source before a chunk; counting takes 20 ms for the first million."""
+    counts = np.zeros(len(weights), dtype=np.int64)
+    for earlier in range(chunk):
+        # __wrapped__ skips the cache, whose few entries hold the current chunks.
+        counts += np.bincount(_drawn.__wrapped__(seed, weights, earlier * _CHUNK, _CHUNK), minlength=len(weights))
+    return tuple(counts.tolist())
+
+
+@lru_cache(maxsize=64)  # the sources of a mixture are in different epochs
+def _epoch(seed: int, num_rows: int, epoch: int) -> NDArray[np.int64]:
+    return rng.permutation(seed, "prompt-order", num_rows, epoch)

@@ -16,16 +16,16 @@ from gspo.data.chat import chat_target, chosen_template, plain_target, prompt_me
 from gspo.data.columns import (
     check_completion,
     column,
+    final_answer,
     find_answer_column,
     find_completion_column,
     find_prompt_column,
+    order,
     owner_of,
     require,
     with_answer,
 )
 from gspo.data.images import given_images, image_digest, image_files, with_image_parts, without_pixels
-from gspo.data.order import order
-from gspo.data.reference import final_answer
 from gspo.data.sources import Row, rows_of
 from gspo.errors import DataError
 from gspo.system.heartbeat import beat

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from gspo.data.columns import draw_source, order
 from gspo.data.dataset import Dataset
-from gspo.data.order import draw_source, order
 from gspo.errors import DataError
 from gspo.types import Prompt
 

@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from gspo.data.split import HELD_OUT, in_held_out
+from gspo.data.sources import HELD_OUT, in_held_out
 from gspo.errors import DataError
 from gspo.system.imports import install_command
 from gspo.system.process import dying_with_parent

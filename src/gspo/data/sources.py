@@ -1,4 +1,4 @@
-"""Load rows from files, folders, hub data sets and procedural tasks, as lists of dictionaries.
+"""Rows of files, folders, hub data sets and procedural tasks, and their held-out part.
 
 `rows_of(path, split)` is the entry point. If a source has no held-out part, a hash of each problem's text divides it,
 so that equal problems are always in the same part.
@@ -7,18 +7,73 @@ so that equal problems are always in the same part.
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gspo.data import arithmetic
-from gspo.data.split import HELD_OUT, divide
 from gspo.errors import DataError
 from gspo.system.imports import by_name, install_command
 from gspo.system.text import human
+
+HELD_OUT = ("test", "valid", "validation", "val", "dev", "eval", "heldout")
+ONE_IN = 20  # a row in so many is held out
+FEW = ONE_IN  # with fewer rows nothing need be held out
+MOST = 0.25  # largest share that may be held out
+
+
+def in_held_out(text: str, share: float) -> bool:
+    """Whether a problem belongs to the held-out part.
+
+    >>> in_held_out("2+2=", 0.0), in_held_out("2+2=", 1.0)
+    (False, True)
+    """
+    return _hash(text) < share * 2**64
+
+
+class Division(NamedTuple):
+    """Which rows are held out, and what a user should know about it (empty: nothing)."""
+
+    held_out: list[bool] | None  # None: the rows are too few, so training and evaluation use all of them
+    note: str = ""
+
+
+def divide(texts: Sequence[str]) -> Division:
+    """Hold out about 5 % of the rows, by their prompts.
+
+    Equal prompts are on the same side. The exception are rows with so few different prompts that a side would be empty,
+    or more than a quarter held out (an environment may have one prompt for all rows): these are divided row by row.
+
+    >>> divide(["guess"] * 60).held_out.count(True), divide(["a", "b"]).held_out
+    (3, None)
+    """
+    total = len(texts)
+    held = [in_held_out(text, 1 / ONE_IN) for text in texts]
+    if any(held) and not all(held) and (total < FEW or sum(held) <= MOST * total):
+        return Division(held)
+    if total < FEW:
+        return Division(None, f"{total} rows are too few to hold some out, so evaluation uses the training rows")
+    # Equal prompts are told apart by their position among each other.
+    seen, keys = Counter[str](), list[int]()
+    for text in texts:
+        keys.append(_hash(f"{text} {seen[text]}"))
+        seen[text] += 1
+    chosen = set(sorted(range(total), key=keys.__getitem__)[: total // ONE_IN])
+    prompts = "one prompt" if len(seen) == 1 else f"{len(seen):,} different prompts"
+    note = f"{total:,} rows have {prompts}: {len(chosen):,} rows are held out by position, not by prompt"
+    return Division([row in chosen for row in range(total)], note)
+
+
+def _hash(text: str) -> int:
+    """64 bits of a text; white space does not matter."""
+    digest = hashlib.blake2b(" ".join(text.split()).encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
 
 Row = dict[str, Any]
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -319,7 +374,7 @@ def _embedded(path: str, split: str | None, *, size: int | None, seed: int, key:
     # The same held-out problems for every seed, so that runs can be compared.
     seed = 0 if part == "test" else seed
     if path == "embedded:digits":
-        return by_name("gspo.data.digits.task:digit_rows")(part, count, seed=seed)
+        return by_name("gspo.data.digits:digit_rows")(part, count, seed=seed)
     found = re.fullmatch(r"embedded:arithmetic(?::([1-6])(?:-([1-6]))?(?:x(\d+))?)?", path)
     if not found:
         known = "embedded:arithmetic, embedded:arithmetic:2-3, embedded:arithmetic:3x5 or embedded:digits"

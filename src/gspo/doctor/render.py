@@ -15,8 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gspo.algorithms import ALGORITHMS, GATES, Algorithm
-from gspo.doctor.explain import Report
-from gspo.doctor.explain.objective import ADVANTAGE_WORDS, AGGREGATION_WORDS, RATIO_WORDS
+from gspo.doctor.explanation import ADVANTAGE_WORDS, AGGREGATION_WORDS, RATIO_WORDS, Report
 from gspo.system.text import TextRows, count, human, inert, number
 
 NARROWEST = 40

@@ -17,10 +17,9 @@ from gspo.errors import ConfigError
 from gspo.rewards.check import REFERENCE, AnswerScores, RewardProblem, check_reward, diagnose
 from gspo.rewards.route import Rewards
 from gspo.rollout.groups import sample_groups
-from gspo.train.build.data import make_data
-from gspo.train.build.policy import load_policy, make_reader, make_tokenizer
-from gspo.train.build.rewards import answer_markers, default_rewards, make_rewards, reward_specs
-from gspo.train.build.sampler import decoder, make_sampler, sampling_params
+from gspo.train.build.data import answer_markers, default_rewards, make_data, make_rewards, reward_specs
+from gspo.train.build.learner import load_policy, make_reader, make_tokenizer
+from gspo.train.build.rollout import decoder, make_sampler, sampling_params
 from gspo.train.evaluate import FIRST
 from gspo.types import Failure, Score
 

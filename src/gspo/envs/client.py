@@ -1,6 +1,6 @@
-"""The environment's access to the model: one `Client` per episode.
+"""What an environment calls; the outcome of an episode, and a played one for people.
 
-    async def env(client, data):
+async def env(client, data):
         answer = await client.chat(client.messages)
         return float(data["answer"] in answer["content"])
 
@@ -11,12 +11,13 @@ requests. It may be used from any thread and any event loop: the driver (`driver
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import itertools
 import json
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -26,7 +27,8 @@ import numpy as np
 from gspo.envs.chat import Chat, Message, TemplateError, continues, same_message
 from gspo.envs.episode import Exchange
 from gspo.errors import DataError
-from gspo.types import Prompt, Request, Sample, SampleId, SamplingParams
+from gspo.system.imports import described, user_lines
+from gspo.types import Failure, Outcome, Prompt, Request, Sample, SampleId, SamplingParams, Score
 
 # No tokenizer has more characters per token on average: longer texts cannot fit and are refused before tokenising.
 _CHARACTERS_PER_TOKEN = 64
@@ -295,3 +297,70 @@ class Client:
 
 def _tools_key(tools: Sequence[Any] | None) -> str:
     return json.dumps(list(tools), sort_keys=True, default=str) if tools else ""
+
+
+def outcome_of(returned: Any, turn_rewards: Mapping[int, float]) -> Outcome | None:
+    """The outcome for an environment's return value: a number, {"reward": number, part: number, …}, or None.
+
+    Evaluations decide by the first part, `reward`, whether the episode was correct.
+
+    >>> outcome_of({"reward": 1.0, "format": 0.5}, {0: 0.25})
+    Score(value=1.25, parts={'reward': 1.0, 'format': 0.5})
+    >>> outcome_of(0.5, {})
+    Score(value=0.5, parts={})
+    >>> outcome_of({"reward": None, "steps": 2}, {0: 1.0, 1: 2.0})  # the rewards of turns are all there is
+    Score(value=3.0, parts={'reward': 3.0, 'steps': 2.0})
+    """
+    if returned is None:
+        # Only turn rewards: their sum is the reward. None at all: the configured reward scores the episode.
+        if not turn_rewards:
+            return None
+        returned, turn_rewards = sum(turn_rewards.values()), {}
+    if not isinstance(returned, Mapping):
+        returned = {"reward": returned}
+    if turn_rewards and returned.get("reward", 0) is None:
+        returned, turn_rewards = {**returned, "reward": sum(turn_rewards.values())}, {}
+    parts = {str(name): _number(value, str(name)) for name, value in returned.items()}
+    if "reward" not in parts:
+        raise EpisodeError("an environment's dict needs a 'reward'; got " + (", ".join(parts) or "an empty one"))
+    # `reward` becomes the first part, in whatever order the environment listed the parts.
+    parts = {"reward": parts["reward"], **parts}
+    value = parts["reward"] + sum(turn_rewards.values())
+    if not math.isfinite(value):
+        raise EpisodeError(f"the sum of the rewards is {value}; it must be a finite number")
+    shown = {} if len(parts) == 1 and not turn_rewards else parts
+    return Score(value, shown, {name: 0.0 for name in shown if name != "reward"})
+
+
+def _number(value: Any, name: str) -> float:
+    if not hasattr(value, "__float__") or isinstance(value, str | bytes):
+        raise EpisodeError(f"{name} must be a number, got {type(value).__name__}: an environment returns a number, a "
+                           "dict of numbers, or None")  # fmt: skip
+    number = float(value)
+    if not math.isfinite(number):
+        raise EpisodeError(f"{name} is {number}; it must be a finite number")
+    return number
+
+
+# async (client, data) → a reward, {"reward": …, parts…}, or None: the configured reward scores the last completion.
+Environment = Callable[[Client, Mapping[str, Any]], Awaitable[Any]]
+
+CANCELLED = Failure("crash", "environment: its task was cancelled")
+_LONGEST = 2000  # most characters kept of an environment's error message
+
+
+async def play(environment: Environment, client: Client) -> Outcome | None:
+    """The outcome of one episode; nothing is raised."""
+    try:
+        # A copy of the row: an environment may change it, also inside its lists.
+        row = copy.deepcopy({"reference": client.prompt.reference, **client.prompt.data})
+        return outcome_of(await environment(client, row), client.turn_rewards)
+    except EpisodeError as error:
+        # Limits are reached in every run; an error has a line that must be mended.
+        lines = user_lines(error) if error.kind == "crash" else ""
+        return Failure(error.kind, f"environment: {error}"[:_LONGEST] + lines)
+    except asyncio.CancelledError:
+        # By the driver, which has recorded the end and ignores this message, or by the environment itself.
+        return CANCELLED
+    except BaseException as error:  # a SystemExit in the user's code must not end this thread
+        return Failure("crash", f"environment: {described(error)}")

@@ -35,7 +35,7 @@ def launch(loaded: Loaded, command: Sequence[str], *, dry_run: bool = False) -> 
     # Imports inside functions keep the start of the command fast.
     from gspo.launcher.plan import make_launch_plan, plan_text
     from gspo.lint import check
-    from gspo.system.gpus import visible_gpus
+    from gspo.system.process import visible_gpus
 
     # A dry run prints the plan without checking the config.
     if not dry_run:
@@ -98,7 +98,7 @@ def _write_launch_files(loaded: Loaded, plan: LaunchPlan) -> contextlib.ExitStac
     """
     from gspo.config import dump
     from gspo.errors import ConfigError
-    from gspo.runs.lock import RunLock
+    from gspo.runs.directory import RunLock
 
     try:
         # Only tested here: the trainer takes this lock when it starts.
@@ -158,7 +158,7 @@ def run_here(code: int | None, command: Sequence[str]) -> int:
     if code is None:
         from gspo.launcher.local import exec_process
         from gspo.launcher.plan import Process
-        from gspo.system.launched import Launched
+        from gspo.system.process import Launched
 
         exec_process(Process("trainer", 0, tuple(command), Launched(is_launched=True).write()))
     return code or 0

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from gspo.launcher.plan import LaunchPlan, Process
-from gspo.sampling.remote.discovery import forget, give_up
+from gspo.sampling.remote.protocol import forget, give_up
 from gspo.system import program
 from gspo.system.heartbeat import END_SIGNAL, beat
 from gspo.system.process import describe_exit, last_lines

@@ -8,7 +8,7 @@ own detached forward pass. For mini-batches 2…K there are four sources (`Proxi
     rollout     log μ for every mini-batch, the first one included (AReaL's `prox_logp_method: rollout`)
     loglinear   interpolated between log μ and log π_θ, by the weight version of each token (async rollout)
 
-The source is decided at the start of a run, from the config (`first_proximal_source` in `train/build/objective.py`).
+The source is decided at the start of a run, from the config (`first_proximal_source` in `train/build/learner.py`).
 With `actor.prox_logp_method: auto`, `choose_proximal_source` decides again between the first two after every step
 (called in `train/update.py`). docs/mismatch.md has measurements.
 """

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gspo.learner.batch import Batch
+from gspo.learner.credit import Batch
 from gspo.learner.policy.module import PolicyModule, packed_parts
 from gspo.learner.policy.packing import by_sequence
-from gspo.learner.ranks.world import World
+from gspo.learner.world import World
 from gspo.system.imports import by_name
 
 

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from gspo.errors import RolloutError
-from gspo.learner.batch import Batch
+from gspo.learner.credit import Batch
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.packing import Packed
 from gspo.models.moe import UNKNOWN, RouteRecorder, route_shape, routed, routers, routes_mismatch

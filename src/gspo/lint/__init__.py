@@ -2,31 +2,27 @@
 
 A rule is a function with the decorator `@rule`: it looks at the whole config and yields findings. A finding names a
 key, the place where it was set, what is wrong, and a remedy. Contradictions are errors, suspicious settings are
-warnings. There is one file per subject. `gspo doctor` prints all findings of `lint`; a run calls `check` before it
+warnings. `gspo doctor` prints all findings of `lint`; a run calls `check` before it
 starts.
 """
 
 from __future__ import annotations
 
-from gspo.lint import (
-    advantages,
-    batches,
-    clipping,
-    data_rewards,
-    episodes,
-    machine,
-    optimizer,
-    policies,
-    references,
-    sampling,
-)
+from gspo.lint import machine
+from gspo.lint import machine
+from gspo.lint import data
+from gspo.lint import data
+from gspo.lint import data
+from gspo.lint import objective
+from gspo.lint import objective
+from gspo.lint import objective
+from gspo.lint import objective
+from gspo.lint import objective
 from gspo.lint.facts import RULES, Finding, facts_of
-from gspo.config.loaded import Loaded
+from gspo.config.resolve import Loaded
 from gspo.errors import ConfigError
 
-_SUBJECTS = (
-    references, batches, advantages, clipping, policies, sampling, data_rewards, episodes, optimizer, machine,
-)  # fmt: skip
+_SUBJECTS = (objective, data, machine)
 
 
 def lint(loaded: Loaded, num_gpus: int | None = None, context: int | None = None) -> list[Finding]:

@@ -10,10 +10,9 @@ from typing import Any, Literal
 from gspo.algorithms import GATES
 from gspo.config.backends import Engine
 from gspo.config.layout import engine_of, layout_of
-from gspo.config.loaded import Loaded
-from gspo.config.objective import ObjectiveSettings, effective_objective
+from gspo.config.resolve import Loaded, ObjectiveSettings, effective_objective
 from gspo.config.schema import Actor, Config, Generation
-from gspo.system.gpus import visible_gpus
+from gspo.system.process import visible_gpus
 
 
 @dataclass(frozen=True)

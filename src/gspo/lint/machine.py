@@ -1,4 +1,4 @@
-"""Lint rules for GPUs, sampler servers and their engines, and packages that must be installed."""
+"""Lint rules for weights and machines: learning rate, number types, GPUs, servers, packages."""
 
 from __future__ import annotations
 
@@ -11,6 +11,164 @@ from gspo.config.layout import flags_of, layout_of
 from gspo.errors import ConfigError
 from gspo.lint.facts import Facts, Finding, rule
 from gspo.system.imports import install_command
+from gspo.system.text import number
+
+# By what is trained: the learning rate above which a run is warned, the usual ones, and one to start with.
+HIGH_LR = {
+    "all weights": (1e-4, "about 1e-6", "1e-6"),
+    "an adapter": (1e-3, "about 1e-5", "1e-5"),
+    "a small new model": (1e-2, "1e-5 to 1e-3", "1e-4"),
+    "a model with SGD": (1.0, "1e-3 to 1", "0.1"),
+    "a critic": (1e-3, "about 1e-5", "1e-5"),
+}
+
+
+@rule
+def entropy_target_without_coefficient(f: Facts) -> Iterator[Finding]:
+    if f.actor.entropy_target is not None and not f.actor.entropy_coef:
+        yield f.error(
+            "actor.entropy_target",
+            "the coefficient that follows the target starts at actor.entropy_coef, which is 0",
+            "set actor.entropy_coef, for example 0.001, or actor.entropy_target: null",
+        )
+
+
+@rule
+def zero_learning_rate(f: Facts) -> Iterator[Finding]:
+    if not f.actor.optimizer.lr:
+        yield f.warn(
+            "actor.optimizer.lr",
+            "a learning rate of 0 changes no weight",
+            "set actor.optimizer.lr: 1e-6, or 1e-5 with LoRA",
+        )
+
+
+@rule
+def high_learning_rate(f: Facts) -> Iterator[Finding]:
+    critic = f.config.critic
+    models = [("actor", f.actor.optimizer.lr, "an adapter" if f.actor.use_lora else "all weights")]
+    models += [("critic", critic.optimizer.lr, "a critic")] if critic is not None else []
+    is_new = f.actor.init_from_scratch or f.actor.path.startswith("embedded:")
+    for section, lr, trained in models:
+        what = "a model with SGD" if f.actor.optimizer.type == "sgd" else "a small new model" if is_new else trained
+        limit, usual, start = HIGH_LR[what]
+        if lr is not None and lr > limit:
+            yield f.warn(
+                f"{section}.optimizer.lr",
+                f"{number(lr)} is far above the usual learning rate for {what} ({usual}) and may "
+                "destroy the model within a few steps",
+                f"set {section}.optimizer.lr: {start}, and increase it from there",
+            )
+
+
+@rule
+def adapter_on_no_module(f: Facts) -> Iterator[Finding]:
+    if f.actor.use_lora and not f.actor.target_modules:
+        yield f.error(
+            "actor.target_modules",
+            "the adapter has no target modules, so nothing is trained",
+            "set actor.target_modules: [all-linear]",
+        )
+
+
+@rule
+def adapter_on_random_weights(f: Facts) -> Iterator[Finding]:
+    if f.actor.use_lora and f.actor.init_from_scratch:
+        yield f.warn(
+            "actor.init_from_scratch",
+            "an adapter on random, frozen weights cannot learn much",
+            "set actor.use_lora: false, or actor.init_from_scratch: false",
+        )
+
+
+@rule
+def eight_bit_moments_on_ranks(f: Facts) -> Iterator[Finding]:
+    if f.actor.optimizer.type == "adamw8bit" and layout_of(f.config, f.num_gpus).ranks > 1:
+        yield f.error(
+            "actor.optimizer.type",
+            "adamw8bit packs the moments of whole tensors, and several ranks have shards of them",
+            "set actor.backend: fsdp:d1, or actor.optimizer.type: adamw, whose moments are sharded over the ranks",
+        )
+
+
+@rule
+def offloaded_state(f: Facts) -> Iterator[Finding]:
+    optimizer = f.actor.optimizer
+    if not optimizer.offload:
+        return
+    if layout_of(f.config, f.num_gpus).ranks > 1:
+        yield f.error(
+            "actor.optimizer.offload",
+            "it moves whole tensors, and several ranks have shards of them",
+            "set actor.optimizer.offload: false; the ranks share the optimizer's state",
+        )
+    if optimizer.type == "adamw8bit":
+        yield f.error(
+            "actor.optimizer.offload",
+            "the moments of adamw8bit stay on the GPU, which packs them",
+            "set actor.optimizer.type: adamw, or actor.optimizer.offload: false",
+        )
+
+
+@rule
+def quantised_weights_without_an_adapter(f: Facts) -> Iterator[Finding]:
+    bits = f.actor.lora_base_bits
+    if bits is not None and not f.actor.use_lora:
+        yield f.error(
+            "actor.lora_base_bits",
+            f"all weights are trained, and a weight of {bits} bits cannot hold an update of a small learning rate",
+            "set actor.use_lora: true, or remove actor.lora_base_bits",
+        )
+
+
+@rule
+def quantised_base_elsewhere(f: Facts) -> Iterator[Finding]:
+    """Where the sampler and the trainer could not use the same quantised weights."""
+    if f.actor.lora_base_bits is None:
+        return
+    rounded = f.config.rollout.sampler_precision
+    for is_so, key, what, remedy in (
+        (
+            layout_of(f.config, f.num_gpus).ranks > 1,
+            "actor.backend",
+            "several ranks shard the weights, and quantised ones are not sharded",
+            "set actor.backend: fsdp:d1",
+        ),
+        (
+            f.external_sampler is not None,
+            "rollout.backend",
+            f"{f.external_sampler} would add the adapter to weights that are not quantised, which is another policy",
+            "set rollout.backend: local or local:dN",
+        ),
+        (
+            rounded != "none",
+            "rollout.sampler_precision",
+            f"{rounded} would round quantised weights a second time",
+            "set rollout.sampler_precision: none",
+        ),
+    ):
+        if is_so:
+            yield f.error(key, f"with actor.lora_base_bits, {what}", f"{remedy}, or remove actor.lora_base_bits")
+
+
+@rule
+def half_precision_on_cpu(f: Facts) -> Iterator[Finding]:
+    if f.actor.dtype in ("bfloat16", "float16") and f.on_cpu:
+        yield f.warn(
+            "actor.dtype",
+            f"{f.actor.dtype} on a CPU is slow, and updates with a small learning rate are rounded to 0",
+            "set actor.dtype: auto, which is float32 on a CPU",
+        )
+
+
+@rule
+def half_precision_head(f: Facts) -> Iterator[Finding]:
+    if f.sequence_level and f.actor.fp32_lm_head is False and f.dtype in ("bfloat16", "float16"):
+        yield f.warn(
+            "actor.fp32_lm_head",
+            f"rounding of {f.dtype} logits alone can move a sequence ratio out of its clip range",
+            "set actor.fp32_lm_head: true",
+        )
 
 
 @rule

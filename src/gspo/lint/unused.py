@@ -7,9 +7,7 @@ from collections.abc import Iterator
 
 from gspo.algorithms import GATES
 from gspo.config.backends import EXTERNAL, TRAINERS, parse_backend
-from gspo.config.loaded import Loaded
-from gspo.config.objective import is_supervised
-from gspo.config.resolve import value_of
+from gspo.config.resolve import Loaded, is_supervised, value_of
 from gspo.config.schema import known_keys
 from gspo.lint.facts import Facts, facts_of
 

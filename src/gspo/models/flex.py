@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 from transformers import AttentionInterface
 
-from gspo.models.tree_attention import tree_call, with_sinks
-from gspo.models.tree_layout import EVERYTHING, Reach, TreeLayout
+from gspo.models.tree import EVERYTHING, Reach, TreeLayout, tree_call, with_sinks
 
 FLEX = "gspo_tree_flex"
 

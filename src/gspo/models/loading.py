@@ -31,6 +31,7 @@ from transformers.models.auto.modeling_auto import (
 
 from gspo.errors import DataError
 from gspo.models import cache
+from gspo.models.find import EMBEDDED, locate
 from gspo.models.folder import (
     CONFIG,
     Weights,
@@ -43,7 +44,6 @@ from gspo.models.folder import (
     read_json,
     refuse_other_vocabulary,
 )
-from gspo.models.locate import EMBEDDED, locate
 from gspo.system.imports import by_name
 
 # Tensors that older transformers versions stored and newer ones compute; ignoring them loses no weight.

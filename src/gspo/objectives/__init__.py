@@ -5,11 +5,11 @@
 """
 
 from gspo.objectives.aggregate import denominator
-from gspo.objectives.gate import cispo, clip, clip_bounds, sapo
-from gspo.objectives.kl import kl
-from gspo.objectives.layout import TokenLayout, at_tokens, keep_trained, mean_tokens, sum_tokens, token_layout
+from gspo.objectives.surrogate import cispo, clip, clip_bounds, sapo
+from gspo.objectives.surrogate import kl
+from gspo.objectives.aggregate import TokenLayout, at_tokens, keep_trained, mean_tokens, sum_tokens, token_layout
 from gspo.objectives.loss import Objective, loss
-from gspo.objectives.ratio import bounded, sequence_log_ratio, sequence_token_log_ratio, token_log_ratio
+from gspo.objectives.surrogate import bounded, sequence_log_ratio, sequence_token_log_ratio, token_log_ratio
 
 __all__ = [
     "Objective", "TokenLayout", "at_tokens", "bounded", "cispo", "clip", "clip_bounds", "denominator", "keep_trained",

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gspo.objectives.layout import TokenLayout, compute_dtype, keep_trained
+from gspo.objectives.aggregate import TokenLayout, compute_dtype, keep_trained
 
 SetOf = Literal["batch", "group"] | None
 

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from gspo.algorithms import CORRECTIONS
-from gspo.objectives.kl import kl
-from gspo.objectives.layout import TokenLayout, at_tokens, keep_trained, mean_tokens, sum_tokens
-from gspo.objectives.ratio import bounded
+from gspo.objectives.aggregate import TokenLayout, at_tokens, keep_trained, mean_tokens, sum_tokens
+from gspo.objectives.surrogate import bounded, kl
 
 DEFAULTS: Mapping[str, Any] = {
     "level": "token",

@@ -24,9 +24,7 @@ from torch import Tensor
 
 from gspo.algorithms import AGGREGATIONS, ALGORITHMS, COMMON_SETTINGS, GATES, LEVELS, Algorithm
 from gspo.objectives import aggregate, correction
-from gspo.objectives.gate import Ratio
-from gspo.objectives.kl import ESTIMATORS, kl
-from gspo.objectives.layout import (
+from gspo.objectives.aggregate import (
     TokenLayout,
     Values,
     at_tokens,
@@ -35,7 +33,14 @@ from gspo.objectives.layout import (
     mean_tokens,
     token_layout,
 )
-from gspo.objectives.ratio import sequence_log_ratio, sequence_token_log_ratio, token_log_ratio
+from gspo.objectives.surrogate import (
+    ESTIMATORS,
+    Ratio,
+    kl,
+    sequence_log_ratio,
+    sequence_token_log_ratio,
+    token_log_ratio,
+)
 from gspo.system.imports import by_name
 
 

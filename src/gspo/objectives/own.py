@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from gspo.algorithms import COMMON_SETTINGS, clip_range_of
-from gspo.objectives.layout import TokenLayout, Values, token_layout
+from gspo.objectives.aggregate import TokenLayout, Values, token_layout
 from gspo.objectives.loss import with_defaults
 from gspo.system.imports import described
 

@@ -7,12 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from gspo.config.schema import Config
-from gspo.doctor.shapes import ModelFields, Unknown, find_source, shape_of
+from gspo.doctor.memory import ModelFields, Unknown, find_source, shape_of
 from gspo.errors import ConfigError
-from gspo.planner.costs import MODELS, WEIGHT, ModelSize
-from gspo.planner.hardware import Gpu
 from gspo.planner.search import ClusterPlan, PlannedJob
-from gspo.planner.simulate import SerialCost, Work, lognormal_lengths, recorded_lengths
+from gspo.planner.simulation import (
+    MODELS,
+    WEIGHT,
+    Gpu,
+    ModelSize,
+    SerialCost,
+    Work,
+    lognormal_lengths,
+    recorded_lengths,
+)
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 

@@ -6,10 +6,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gspo.errors import ConfigError
-from gspo.planner import costs
-from gspo.planner.costs import ModelSize, TrainerParts
-from gspo.planner.hardware import MEMORY_SHARE, Gpu
-from gspo.planner.simulate import Result, SamplerCost, SerialCost, Work, simulate
+from gspo.planner import simulation
+from gspo.planner.simulation import (
+    MEMORY_SHARE,
+    Gpu,
+    ModelSize,
+    Result,
+    SamplerCost,
+    SerialCost,
+    TrainerParts,
+    Work,
+    simulate,
+)
 
 
 @dataclass(frozen=True)
@@ -24,8 +32,8 @@ class PlannedJob:
     longest: int  # prompt and completion
     num_updates: int = 4
     mb_tokens: int = 16384
-    rewards: SerialCost = costs.NO_REWARD
-    leader: SerialCost = costs.LEADER
+    rewards: SerialCost = simulation.NO_REWARD
+    leader: SerialCost = simulation.LEADER
     pipelined: bool = False  # weights by a pipelined broadcast, which is planned and not built
 
     @property
@@ -71,14 +79,14 @@ def plans(job: PlannedJob, stalenesses: Sequence[int] = (0, 1, 2, 4, 8)) -> list
     if not found:
         raise ConfigError(
             f"{job.model.name} does not fit: training needs {_fewest_trainers(job)} {job.gpu.name} and sampling "
-            f"{costs.smallest_engine(job.model, job.gpu, job.longest)}; there are {job.num_gpus}"
+            f"{simulation.smallest_engine(job.model, job.gpu, job.longest)}; there are {job.num_gpus}"
         )
     return sorted(found, key=lambda plan: (round(plan.result.step_s, 2), plan.staleness))
 
 
 def _fewest_trainers(job: PlannedJob) -> int:
     num, most = 1, 65536
-    while costs.trainer_bytes(job.model, num, job.mb_tokens) > job.gpu.memory * MEMORY_SHARE:
+    while simulation.trainer_bytes(job.model, num, job.mb_tokens) > job.gpu.memory * MEMORY_SHARE:
         num *= 2
         if num > most:
             raise ConfigError(
@@ -90,7 +98,7 @@ def _fewest_trainers(job: PlannedJob) -> int:
 
 def _splits(job: PlannedJob) -> Iterator[Split]:
     """Eighths of all GPUs, where both sides fit."""
-    engine = costs.smallest_engine(job.model, job.gpu, job.longest)
+    engine = simulation.smallest_engine(job.model, job.gpu, job.longest)
     fewest = _fewest_trainers(job)
     seen = set()
     for eighths in range(1, 8):
@@ -103,7 +111,7 @@ def _splits(job: PlannedJob) -> Iterator[Split]:
 
 def _in_turns(job: PlannedJob) -> ClusterPlan | None:
     """Without staleness all GPUs sample, then all train: neither side waits for the other's GPUs."""
-    engine = costs.smallest_engine(job.model, job.gpu, job.longest)
+    engine = simulation.smallest_engine(job.model, job.gpu, job.longest)
     if job.num_gpus < max(engine, _fewest_trainers(job)):
         return None
     return _plan(job, job.num_gpus, job.num_gpus // engine, engine, 0)
@@ -141,14 +149,14 @@ def best_plan(job: PlannedJob, eta: int, num_simulated: int = 3) -> ClusterPlan 
 
 
 def _parts(job: PlannedJob, trainers: int, servers: int) -> TrainerParts:
-    return costs.trainer_parts(
+    return simulation.trainer_parts(
         job.model, job.gpu, trainers, context=job.context, batch_tokens=job.batch_tokens, num_updates=job.num_updates,
-        mb_tokens=job.mb_tokens, weights=costs.publish_s(job.model, job.gpu, servers, pipelined=job.pipelined),
+        mb_tokens=job.mb_tokens, weights=simulation.publish_s(job.model, job.gpu, servers, pipelined=job.pipelined),
     )  # fmt: skip
 
 
 def _sampler(job: PlannedJob, engine: int) -> SamplerCost:
-    return costs.sampler_cost(job.model, job.gpu, engine, context=job.context, longest=job.longest)
+    return simulation.sampler_cost(job.model, job.gpu, engine, context=job.context, longest=job.longest)
 
 
 def _plan(job: PlannedJob, trainers: int, servers: int, engine: int, eta: int) -> ClusterPlan:
@@ -163,5 +171,5 @@ def _plan(job: PlannedJob, trainers: int, servers: int, engine: int, eta: int) -
         rewards=job.rewards,
         in_process=eta == 0,
     )
-    memory = costs.trainer_bytes(job.model, trainers, job.mb_tokens)
+    memory = simulation.trainer_bytes(job.model, trainers, job.mb_tokens)
     return ClusterPlan(trainers, servers, engine, eta, result, memory, parts)

@@ -1,4 +1,7 @@
-"""The samples and held-out answers of a run, one block of columns per step, for the sample browser.
+"""The samples and held-out answers of a run: for the browser, as rows for fine-tuning, with their pictures.
+
+Both may be edited or damaged. A picture is sent as WebP only, whatever its content; a browser decodes it or shows
+nothing.
 
 Files may be incomplete (the run is writing), deleted meanwhile, or malicious. A line that is not a sample is skipped; a
 value of another type than documented becomes null.
@@ -6,17 +9,161 @@ value of another type than documented becomes null.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
+import operator
+import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo.report.images import shown_images
+from gspo.errors import ConfigError
+from gspo.system.files import read_regular
+
+MAX_BYTES = 128_000  # of one picture; ours have a few kB
+BUDGET = 16_000_000  # bytes of pictures in one page
+_NAME_LENGTH = 120
+
+
+def shown_images(value: Any) -> tuple[str, str] | None:
+    """The field `images` of a sample as sha256 and words; None if there is none or it is not as documented.
+
+    >>> shown_images({"sha256": "ab" * 32, "from": [{"name": "cat.png", "size": [448, 336]}]})[1]
+    'cat.png, 448 × 336'
+    """
+    if not isinstance(value, dict) or not is_digest(value.get("sha256")):
+        return None
+    given = value.get("from")
+    words = [_words(one) for one in given if isinstance(one, dict)] if isinstance(given, list) else []
+    return value["sha256"], "; ".join(words)
+
+
+def _words(one: dict[str, Any]) -> str:
+    name, size = one.get("name"), one.get("size")
+    parts = [name[-_NAME_LENGTH:]] if isinstance(name, str) else []
+    if isinstance(size, list) and len(size) == 2 and all(type(number) is int for number in size):
+        parts.append(f"{size[0]} × {size[1]}")
+    return ", ".join(parts)
+
+
+def is_digest(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+
+
+def sample_picture(run: Path, digest: str) -> bytes | None:
+    """The small picture of a prompt's images; None: the run has none, or the file is no WebP file of this size."""
+    if not is_digest(digest):
+        return None
+    try:
+        file = run / "images" / f"{digest}.webp"
+        content = read_regular(file) if file.stat().st_size <= MAX_BYTES else b""
+    except OSError:
+        return None
+    return content if content[:4] == b"RIFF" and content[8:12] == b"WEBP" else None
+
+
+def pictures(run: Path, digests: Iterable[str], budget: int = BUDGET) -> dict[str, str]:
+    """Pictures as data: addresses, by sha256, in the order given, until `budget` bytes are used."""
+    found: dict[str, str] = {}
+    for digest in dict.fromkeys(digests):
+        if (content := sample_picture(run, digest)) is not None:
+            address = f"data:image/webp;base64,{base64.b64encode(content).decode()}"
+            budget -= len(address)
+            if budget < 0:
+                break
+            found[digest] = address
+    return found
+
+
+Row = dict[str, Any]
+Test = Callable[[Mapping[str, Any]], bool]
+
+FIELDS = ("reward", "length", "advantage", "step", "version", "finish", "completion", "prompt")
+_SIGNS = {
+    ">=": operator.ge, "<=": operator.le, "!=": operator.ne, "==": operator.eq, "=": operator.eq,
+    ">": operator.gt, "<": operator.lt,
+}  # fmt: skip
+
+
+def parse_filter(text: str) -> Test:
+    """A condition on a sample: `reward>=1`, `length<200`, `finish=stop`, `reward_parts.format=1`.
+
+    >>> parse_filter("reward >= 1")({"reward": 1.0}), parse_filter("finish=stop")({"finish": "length"})
+    (True, False)
+    """
+    found = re.fullmatch(r"\s*(\w+(?:\.[\w@:.-]+)?)\s*(>=|<=|!=|==|=|>|<)\s*(.+?)\s*", text)
+    name = "" if found is None else found[1]
+    if found is None or not (name in FIELDS or name.startswith("reward_parts.")):
+        raise ConfigError(
+            f"--filter {text!r} is not a condition: write field, sign and value, for example reward>=1 or finish=stop; "
+            f"the fields are {', '.join(FIELDS)} and reward_parts.NAME"
+        )
+    compare, wanted = _SIGNS[found[2]], _value(found[3])
+
+    def test(row: Mapping[str, Any]) -> bool:
+        head, _, part = name.partition(".")
+        value = row.get(head)
+        value = value.get(part) if part and isinstance(value, Mapping) else value
+        # A value that is missing, or of another type than the wanted one, fulfils no condition.
+        if isinstance(wanted, float):
+            value = finite_number(value)
+        return value is not None and type(value) is type(wanted) and bool(compare(value, wanted))
+
+    return test
+
+
+def _value(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text.strip("'\"")
+
+
+def training_rows(run: Path, tests: Sequence[Test], *, best: bool) -> Iterator[Row]:
+    """Rows {prompt, completion, answer, origin} of all kept steps; equal completions of a prompt once.
+
+    best: of every prompt only the sample with the highest reward, if that is above 0; of equal ones the first.
+    """
+    found: dict[tuple[str, str], Row] = {}
+    for row in (row for step in sample_steps(run) for row in read_samples(run, step)):
+        if all(test(row) for test in tests) and (made := _row(row, run)) is not None:
+            found.setdefault((json.dumps(made["prompt"]), made["completion"]), made)
+    yield from _best(found) if best else found.values()
+
+
+def _best(found: Mapping[tuple[str, str], Row]) -> Iterable[Row]:
+    chosen: dict[str, Row] = {}
+    for (prompt, _), row in found.items():
+        reward = row["origin"]["reward"]
+        if reward is not None and reward > 0 and (prompt not in chosen or reward > chosen[prompt]["origin"]["reward"]):
+            chosen[prompt] = row
+    return chosen.values()
+
+
+def _row(sample: Row, run: Path) -> Row | None:
+    """None for an episode, whose turns are not one completion, and for a sample whose end was cut off."""
+    # `messages` is there if the prompt is more than one question; a prompt without a chat template has neither.
+    completion, messages = sample.get("completion"), sample.get("messages")
+    prompt = messages if isinstance(messages, list) else sample.get("question") or sample.get("prompt")
+    if sample.get("turns") is not None or sample.get("finish") == "length" or not isinstance(completion, str):
+        return None
+    if not completion.strip() or not prompt:
+        return None
+    origin = {
+        "run": str(run),
+        "step": sample.get("step"),
+        "submission": sample.get("submission"),
+        "sample": sample.get("sample"),
+        "version": sample.get("version"),
+        "reward": finite_number(sample.get("reward")),
+    }
+    return {"prompt": prompt, "completion": completion, "answer": sample.get("answer"), "origin": origin}
+
 
 Block = dict[str, Any]
 Signature = tuple[int, ...]  # changes when a step's files do

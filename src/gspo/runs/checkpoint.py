@@ -263,7 +263,7 @@ _bases: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()  # fr
 
 def base(model: nn.Module) -> dict[str, str] | None:
     """Digest and dtype of the frozen weights; None if all weights are trained."""
-    # The digest needs whole tensors: `train/build/policy.py` calls this before the model is sharded.
+    # The digest needs whole tensors: `train/build/learner.py` calls this before the model is sharded.
     # Codes of quantised weights are integers; the dtype is that of the computation.
     frozen = next((p for p in model.parameters() if not p.requires_grad and p.is_floating_point()), None)
     if frozen is None:

@@ -72,7 +72,7 @@ def _computed(study: Study, job: Job, folder: Path) -> dict[str, dict[str, Any]]
 
 def _trained(study: Study, job: Job, folder: Path) -> dict[str, dict[str, Any]] | None:
     from gspo.train import Trainer
-    from gspo.train.export import export
+    from gspo.train.commands import export
 
     place = {"cluster.fileroot": str(folder.parent), "experiment_name": folder.name, "trial_name": f"seed{job.seed}"}
     run, failed = folder / f"seed{job.seed}", None

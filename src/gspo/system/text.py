@@ -1,10 +1,13 @@
-"""Text for terminals and pages: escape control characters, format numbers. Torch-free."""
+"""Text for terminals and pages, numbers in words, and progress bars. Torch-free."""
 
 from __future__ import annotations
 
+import sys
 import textwrap
+import time
 import unicodedata
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -12,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.text import Text
+
 
 # Unicode categories of characters that can move the cursor, change colours or reorder text.
 DANGEROUS = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
@@ -138,3 +142,40 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         inner = isinstance(value, Mapping) and value
         out |= flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
     return out
+
+
+LINE_EVERY_S = 10.0
+
+
+@contextmanager
+def progress(what: str, *, lines: bool = False, note: str = "") -> Iterator[Callable[[int, int], None]]:
+    """A function (done, total) that shows progress with the time left, on stderr.
+
+    `lines`: where stderr is no terminal, print a line at the start and then every LINE_EVERY_S; else print nothing.
+    `note`: shown once, behind `what`; on a terminal as long as the bar.
+    """
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(what + note, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+        return
+    start = last = time.monotonic()
+
+    def line(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if done and now - last >= LINE_EVERY_S:
+            last = now
+            left = (now - start) * (total - done) / done
+            print(
+                f"gspo: {what}: {100 * done // total} %, about {duration(round(left))} left",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    if lines:
+        print(f"gspo: {what}{note}", file=sys.stderr, flush=True)
+    yield line if lines else lambda done, total: None

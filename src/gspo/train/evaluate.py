@@ -12,12 +12,11 @@ import numpy as np
 from gspo.data.mixture import Data
 from gspo.faults import reached
 from gspo.learner.credit import batch_with_advantages
-from gspo.learner.learner import Learner
 from gspo.learner.reference import Reference, reference_logp
+from gspo.learner.step import Learner
 from gspo.monitor.samples import images_of, question_of, turns_of
 from gspo.rewards.route import Rewards
-from gspo.rollout.groups import refuse_failures, sample_groups
-from gspo.rollout.workflow import Workflow, single_turn
+from gspo.rollout.groups import Workflow, refuse_failures, sample_groups, single_turn
 from gspo.sampling.api import Sampler
 from gspo.stats import mean_interval, share_interval
 from gspo.system.clock import Every

@@ -12,19 +12,18 @@ from dataclasses import asdict, replace
 
 from gspo.errors import GspoError, TrainingError
 from gspo.faults import reached
-from gspo.learner.batch import Batch
-from gspo.learner.credit import batch_with_advantages, with_teacher_advantages, with_token_advantages
+from gspo.learner.credit import Batch, batch_with_advantages, with_teacher_advantages, with_token_advantages
 from gspo.learner.reference import reference_logp
-from gspo.learner.step_report import StepReport
+from gspo.learner.step import StepReport
 from gspo.rollout.storage import pack_batch, unpack_batch
 from gspo.runs import checkpoint
-from gspo.runs.state import State
+from gspo.runs.directory import State
 from gspo.system.clock import Clock, timeline
 from gspo.system.heartbeat import beat
 from gspo.system.imports import by_name
 from gspo.train.evaluate import Evaluator, held_out_loss
-from gspo.train.parts import LeaderParts, Parts
-from gspo.train.summary import Summary
+from gspo.train.opening import LeaderParts, Parts
+from gspo.train.trainer import Summary
 from gspo.types import Group
 
 

@@ -6,12 +6,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gspo.learner.batch import Batch
-from gspo.learner.step_report import StepReport
-from gspo.monitor.alarms import REPLACED_SETTINGS, alarms, first_step_message
+from gspo.learner.credit import Batch
+from gspo.learner.step import StepReport
 from gspo.monitor.display import Display
 from gspo.monitor.loggers import Loggers
-from gspo.monitor.metrics import step_metrics, supervised_metrics, time_metrics
+from gspo.monitor.metrics import (
+    REPLACED_SETTINGS,
+    alarms,
+    first_step_message,
+    step_metrics,
+    supervised_metrics,
+    time_metrics,
+)
 from gspo.monitor.samples import question_of, sample_rows, shown_text, token_tensors
 from gspo.rollout.producer import RolloutProducer
 from gspo.runs.directory import RunDir

@@ -12,9 +12,7 @@ from numpy.typing import NDArray
 
 from gspo.algorithms import CLIP_RANGE, clip_range_of
 from gspo.errors import TrainingError
-from gspo.learner.batch import Batch
-from gspo.learner.entropy import next_coefficient
-from gspo.learner.learner import Learner
+from gspo.learner.credit import Batch
 from gspo.learner.proximal import (
     AutoClip,
     choose_proximal_source,
@@ -23,10 +21,9 @@ from gspo.learner.proximal import (
     next_eps,
     noise_message,
 )
-from gspo.learner.step import Plan, train_step
-from gspo.learner.step_report import StepReport
+from gspo.learner.step import Learner, Plan, StepReport, next_coefficient, train_step
 from gspo.monitor.metrics import measured_noise, token_mean
-from gspo.runs.state import State
+from gspo.runs.directory import State
 from gspo.system.clock import Clock
 from gspo.system.files import step_name
 from gspo.system.process import return_freed_memory

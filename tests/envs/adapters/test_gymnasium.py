@@ -11,11 +11,9 @@ from gymnasium import spaces
 from processes import until
 from scripted_client import last_prompt, play, scripted
 
-from gspo.envs.adapters.codecs import ActionCodec, InvalidActionError, ObservationCodec
-from gspo.envs.adapters.threads import CallTimeoutError
-from gspo.envs.client import EpisodeError, OutOfRoomError
+from gspo.envs.adapters.common import ActionCodec, CallTimeoutError, InvalidActionError, ObservationCodec
+from gspo.envs.client import EpisodeError, OutOfRoomError, outcome_of
 from gspo.envs.find import find_environment
-from gspo.envs.outcome import outcome_of
 from gspo.errors import ConfigError
 from gspo.train.evaluate import first_reward
 

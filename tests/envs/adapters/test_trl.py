@@ -7,10 +7,9 @@ import pytest
 import talkers
 from scripted_client import call, last_prompt, play, scripted
 
-from gspo.envs.adapters.threads import CallTimeoutError
-from gspo.envs.client import EpisodeError, TooManyTurnsError
+from gspo.envs.adapters.common import CallTimeoutError
+from gspo.envs.client import EpisodeError, TooManyTurnsError, outcome_of
 from gspo.envs.find import find_environment
-from gspo.envs.outcome import outcome_of
 from gspo.errors import ConfigError
 
 

@@ -14,9 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gspo.envs.adapters.codecs import ActionCodec, InvalidActionError, ObservationCodec
-from gspo.envs.adapters.seeds import HELD_OUT, seed_rows
-from gspo.envs.adapters.threads import Threads
+from gspo.envs.adapters.common import HELD_OUT, ActionCodec, InvalidActionError, ObservationCodec, Threads, seed_rows
 from gspo.envs.client import Client, EpisodeError, OutOfRoomError, TooManyTurnsError
 from gspo.errors import ConfigError
 from gspo.system.imports import find_function, install_command

@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from gspo.envs.adapters.seeds import seed_rows
+from gspo.envs.adapters.common import seed_rows
 from gspo.envs.client import Client, EpisodeError, OutOfRoomError, TooManyTurnsError
 from gspo.errors import ConfigError
 from gspo.system.imports import install_command

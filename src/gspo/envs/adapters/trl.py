@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gspo.envs.adapters.threads import CallTimeoutError, Threads
+from gspo.envs.adapters.common import CallTimeoutError, Threads
 from gspo.envs.client import Client, EpisodeError, OutOfRoomError, TooManyTurnsError
 from gspo.errors import ConfigError
 from gspo.system.imports import find_function

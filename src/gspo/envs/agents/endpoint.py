@@ -25,7 +25,7 @@ from starlette.responses import Response, StreamingResponse
 
 from gspo.envs.agents import messages_api, responses_api
 from gspo.envs.agents import openai_api as api
-from gspo.envs.agents import openai_replies as replies
+from gspo.envs.agents import openai_api as replies
 from gspo.envs.agents.openai_api import Answer, ApiError, ApiRequest
 from gspo.system.http import HttpServer, Json, RefusedCallError, bearer_key, finished, route
 

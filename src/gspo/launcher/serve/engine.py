@@ -28,10 +28,9 @@ from gspo.faults import reached
 from gspo.launcher.serve.own import register_and_serve
 from gspo.sampling.engines.base import EngineAddress, EngineSampler
 from gspo.sampling.remote.engine import SamplerEngine
-from gspo.system.launched import TOKEN, Launched
-from gspo.system.process import describe_exit, dying_with_parent, stop
-from gspo.train.build.policy import make_tokenizer
-from gspo.train.build.sampler import decoder
+from gspo.system.process import TOKEN, Launched, describe_exit, dying_with_parent, stop
+from gspo.train.build.learner import make_tokenizer
+from gspo.train.build.rollout import decoder
 
 CHECK_S = 1.0  # between two checks of the child process
 MEASURE_S = 5.0  # between two checks of the engine's progress

@@ -11,12 +11,11 @@ from transformers import GenerationConfig
 
 from gspo.config.schema import Config
 from gspo.models import cache
+from gspo.models.find import EMBEDDED, locate
 from gspo.models.folder import check_settings, check_weights
 from gspo.models.loading import load_model, open_folder
-from gspo.models.locate import EMBEDDED, locate
-from gspo.sampling.remote.identity import context_limit, end_tokens, sampler_identity
-from gspo.train.build.compute import device_and_dtype, published_dtype
-from gspo.train.build.policy import make_tokenizer
+from gspo.sampling.remote.protocol import context_limit, end_tokens, sampler_identity
+from gspo.train.build.learner import device_and_dtype, make_tokenizer, published_dtype
 
 
 def model_folder(config: Config, tmp: Path, *, weights: bool = True) -> str:

@@ -21,16 +21,13 @@ from gspo.config import load
 from gspo.config.layout import layout_of
 from gspo.errors import ConfigError, GspoError
 from gspo.faults import reached
-from gspo.sampling.remote.discovery import register, unregister
 from gspo.sampling.remote.engine import SamplerEngine
-from gspo.sampling.remote.identity import context_limit, end_tokens, sampler_identity
+from gspo.sampling.remote.protocol import context_limit, end_tokens, register, sampler_identity, unregister
 from gspo.sampling.remote.server import SamplerServer
-from gspo.sampling.weights.probe import sequence_logp
-from gspo.system.launched import Launched
-from gspo.system.process import die_with_parent
-from gspo.train.build.compute import published_dtype, set_threads
-from gspo.train.build.policy import make_tokenizer, whole_model
-from gspo.train.build.sampler import local_sampler, sends_adapter
+from gspo.sampling.weights.load import sequence_logp
+from gspo.system.process import Launched, die_with_parent
+from gspo.train.build.learner import make_tokenizer, published_dtype, set_threads, whole_model
+from gspo.train.build.rollout import local_sampler, sends_adapter
 
 
 def serve(

@@ -24,17 +24,16 @@ from gspo.errors import ConfigError, WeightSyncError
 from gspo.launcher.serve import engine
 from gspo.launcher.serve.model import as_folder, identity_for, model_folder, without_weights
 from gspo.launcher.serve.own import make_parser, run_server
-from gspo.models.locate import EMBEDDED, locate
+from gspo.models.find import EMBEDDED, locate
 from gspo.models.lora import write_adapter
+from gspo.sampling.api import Experts
 from gspo.sampling.engines.base import EngineAddress
 from gspo.sampling.engines.vllm import EXTENSION, LORA_RANKS, MAX_LOGPROBS, NAME, WORKER_FOLDER, VllmSampler
-from gspo.sampling.remote.identity import experts_of
-from gspo.sampling.verify import Experts
+from gspo.sampling.remote.protocol import experts_of
 from gspo.sampling.weights.load import check_finite, fetch_weights
-from gspo.system.launched import Launched
-from gspo.train.build.compute import device_and_dtype
-from gspo.train.build.policy import set_trained_part
-from gspo.train.build.sampler import sampling_params, sends_adapter
+from gspo.system.process import Launched
+from gspo.train.build.learner import device_and_dtype, set_trained_part
+from gspo.train.build.rollout import sampling_params, sends_adapter
 
 
 def serve(

@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gspo.learner.policy.packing import Packed, PackItem
-from gspo.learner.policy.splitting import single_sequences
+from gspo.learner.policy.packing import Packed, PackItem, single_sequences
 
 _CACHES = ("past_key_values", "cache_params")  # the names of a cache in transformers' outputs and arguments
 

@@ -31,8 +31,8 @@ from gspo.errors import DataError
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.packing import Completion, Layout, Packed, PackItem
 from gspo.models.moe import routers
-from gspo.models.tree_attention import TREE
-from gspo.sampling.local.cache_rows import leaves_of
+from gspo.models.tree import TREE
+from gspo.sampling.local.by_length import leaves_of
 from gspo.types import ImageFile, Prompt
 
 if TYPE_CHECKING:

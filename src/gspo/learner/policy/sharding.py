@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from gspo.learner.ranks.world import World
+from gspo.learner.world import World
 
 if TYPE_CHECKING:
     from gspo.learner.policy.module import PolicyModule

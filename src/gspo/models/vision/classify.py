@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gspo import rng
-from gspo.data.digits import task
+from gspo.data import digits
 
 _DECAY = 40  # last steps, in which the learning rate falls
 
@@ -29,14 +29,14 @@ def train_tower(model: Any, processor: Any, warm: Mapping[str, Any], tell: Calla
         head = torch.nn.Linear(model.config.text_config.hidden_size, 10)
     parameters = [*model.model.visual.parameters(), *head.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=warm["lr"], weight_decay=0.0, fused=True)
-    stream = task.problem_stream("warm", seed=warm["seed"])
+    stream = digits.problem_stream("warm", seed=warm["seed"])
     for step in range(num_steps):
         tell(step)
         drawn = list(islice(stream, num))
         glyphs = [glyph for shown in drawn for glyph in shown.glyphs]  # [4 · num], in the order of the features
         u = rng.uniform(warm["seed"], "tower", step, range(len(glyphs)))
-        labels = task.misread("".join(task.digit_of(glyph) for glyph in glyphs), u, warm["misreads"])
-        made = processor.pixels([task.picture(shown.glyphs) for shown in drawn])
+        labels = digits.misread("".join(digits.digit_of(glyph) for glyph in glyphs), u, warm["misreads"])
+        made = processor.pixels([digits.picture(shown.glyphs) for shown in drawn])
         inputs = {name: torch.from_numpy(made[name]) for name in ("pixel_values", "image_grid_thw")}
         features = torch.cat(list(model.model.get_image_features(**inputs, return_dict=True).pooler_output))
         for group in optimizer.param_groups:

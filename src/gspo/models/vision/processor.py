@@ -1,4 +1,4 @@
-"""Text and images → tokens and `Images`, by the processor in the model's own folder. It needs Pillow, not torchvision.
+"""The processor of a vision-language model on Pillow, and small pictures for people.
 
 transformers' processor classes want a video processor, and that wants torchvision, which must not be a dependency: the
 package index has it for CUDA only, and beside a CPU build of torch it breaks the import of every model. So a processor
@@ -14,6 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,8 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from gspo.errors import DataError
 from gspo.models import cache
+from gspo.models.find import EMBEDDED, locate
 from gspo.models.folder import check_settings
-from gspo.models.locate import EMBEDDED, locate
-from gspo.models.vision.thumbnail import thumbnail
 from gspo.system.imports import install_command
 from gspo.types import ImageFile, Images
 
@@ -221,3 +221,28 @@ def _names(images: Sequence[ImageFile]) -> str:
 
 def _num_bytes(inputs: Inputs) -> int:
     return sum(array.nbytes for array in inputs.values())
+
+
+SIDE = 160  # pixels of the longer side of an image
+MAX_IMAGES = 4  # of a prompt, side by side
+_TINY = 64  # images up to this side are stored without loss: their pixels can be seen
+
+
+def thumbnail(images: Sequence[Any]) -> bytes:
+    """The first images of a prompt side by side, each at most SIDE pixels wide and high, as a WebP file."""
+    from PIL import Image
+
+    small = []
+    for image in images[:MAX_IMAGES]:
+        one = image.convert("RGB")
+        one.thumbnail((SIDE, SIDE))
+        small.append(one)
+    gap = 4
+    sheet = Image.new("RGB", (sum(i.width + gap for i in small) - gap, max(i.height for i in small)), "white")
+    left = 0
+    for one in small:
+        sheet.paste(one, (left, 0))
+        left += one.width + gap
+    content = BytesIO()
+    sheet.save(content, "webp", lossless=max(sheet.size) <= _TINY, quality=80)
+    return content.getvalue()

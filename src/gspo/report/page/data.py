@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.errors import ConfigError
-from gspo.report.answers import answers, clipped_share, last, shown, time_parts
-from gspo.report.clip import HIGH_OVER_LOW, suggest_eps
+from gspo.report.cards import HIGH_OVER_LOW, answers, clipped_share, last, shown, suggest_eps, time_parts
 from gspo.report.read import Row, is_by_sequence, read_config
 from gspo.report.samples import finite_number
 from gspo.report.summary import RunSummary, change_text, ends_text, ends_words, score_name, summary_of

@@ -16,11 +16,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from gspo.report.clip import clip_story
-from gspo.report.images import pictures
+from gspo.report.cards import clip_story
 from gspo.report.page.data import config_of, high_over_low, metric_table, overview
 from gspo.report.read import read_metrics
-from gspo.report.samples import choose_files, read_block, sample_steps
+from gspo.report.samples import choose_files, pictures, read_block, sample_steps
 
 STYLES = ("uPlot.min.css", "page.css")
 SCRIPTS = ("uPlot.iife.min.js", "text.js", "charts.js", "samples.js", "page.js")

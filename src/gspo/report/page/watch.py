@@ -23,12 +23,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gspo.errors import ConfigError
-from gspo.report.clip import clip_story
-from gspo.report.images import pictures
+from gspo.report.cards import clip_story
 from gspo.report.page.data import config_of, high_over_low, metric_table, overview
 from gspo.report.page.page import BUDGET, html_page, inert_json
 from gspo.report.read import Row, is_by_sequence, is_run, score_text, status_of
-from gspo.report.samples import Kind, Signature, choose_files, read_block, sample_steps, size_of
+from gspo.report.samples import Kind, Signature, choose_files, pictures, read_block, sample_steps, size_of
 from gspo.report.summary import change_text, summary_of
 from gspo.system.http import HttpServer, route
 

@@ -193,8 +193,8 @@ def check_classifier(path: str, dtype: Any, key: str) -> Any:
     """The folder of a classifier with one label (a ModelFolder); DataError if it is not one. No weights are read."""
     from transformers import AutoModelForSequenceClassification
 
+    from gspo.models.find import locate
     from gspo.models.loading import open_folder
-    from gspo.models.locate import locate
 
     place, own = Path(path).expanduser(), f"{key}: reward_model.path"
     try:

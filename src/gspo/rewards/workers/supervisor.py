@@ -12,6 +12,7 @@ Worker → supervisor → trainer: JSON lines only, so data from a process that 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import math
@@ -23,16 +24,142 @@ import sys
 import time
 import traceback
 from collections import deque
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
 from mmap import mmap
 from typing import Any
 
 from gspo.rewards.call import GRACE_S, HEARTBEAT_S, LENGTH
 from gspo.rewards.functions.builtin import PRELOAD
-from gspo.rewards.workers.jobs import ScoringJob, WorkerProcess
-from gspo.rewards.workers.processes import collect, describe_status, kill_orphans, kill_worker, next_dead, shorten_log
 from gspo.rewards.workers.worker import CLOCK, run_worker, set_clock
 from gspo.system.imports import install_command
-from gspo.system.process import adopt_orphans
+from gspo.system.process import adopt_orphans, all_processes, descendants, describe_exit, kill, kill_group
+
+
+@dataclass
+class ScoringJob:
+    """A group to score."""
+
+    id: int
+    num: int
+    payload: bytes
+    start: int = 0  # first call without a result
+    retries: int = 0  # workers that died between calls or by an external signal
+    unread: int = 0  # workers that did not read it in time
+    values: list[tuple[int, int, float]] = field(default_factory=list)  # (part, sample, value)
+    failures: dict[int, tuple[str, str]] = field(default_factory=dict)  # sample -> (kind, message)
+
+    def record(self, message: dict[str, Any], num_parts: int) -> None:
+        """Store the result of one call; ValueError, KeyError or TypeError if it is not a result of worker.py."""
+        part = _index(message["part"], num_parts)
+        values = [(part, _index(sample, self.num), _finite(value)) for sample, value in message["values"]]
+        failures = [(_index(sample, self.num), str(kind), str(text)) for sample, kind, text in message["failures"]]
+        # A replacement worker would continue with the next call.
+        self.start = _index(message["call"], num_parts * (self.num + 1)) + 1
+        self.values += values
+        for sample, kind, text in failures:
+            self.failures.setdefault(sample, (kind, text))
+
+
+@dataclass
+class WorkerProcess:
+    """A forked worker as the supervisor sees it."""
+
+    pid: int
+    channel: socket.socket
+    page: mmap
+    deadline: float  # on the supervisor's clock; inf while it is idle
+    job: ScoringJob | None = None
+    ready: bool = False
+    has_read: bool = False  # whether it has read its job
+    killed: bool = False  # by the supervisor, because a call exceeded its deadline
+    corrupt: bool = False  # its channel delivered something other than the messages of worker.py
+    incoming: bytes = b""
+    outgoing: memoryview = memoryview(b"")  # noqa: RUF009 - immutable; the part of a job that its socket has not taken yet
+
+
+def _index(value: Any, size: int) -> int:
+    """A number in 0…size−1; ValueError for anything else that reward code wrote into the channel."""
+    if type(value) is not int or not 0 <= value < size:
+        raise ValueError(f"{value!r} is not a number below {size}")
+    return value
+
+
+def _finite(value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is not a reward")
+    return value
+
+
+_KILL_S = 0.4  # for the end of everything that a worker has started
+_MAX_LOG, _KEPT_LOG = 64 << 20, 1 << 20  # bytes of rewards.log, and how many of the last ones stay when it is longer
+
+
+def next_dead() -> int | None:
+    try:
+        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    return found.si_pid if found else None
+
+
+def collect(pid: int, timeout_s: float = 1.0) -> None:
+    """Wait for a killed child; give up if the kernel cannot end it yet (blocked in a device)."""
+    deadline = time.monotonic() + timeout_s
+    try:
+        while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
+            time.sleep(0.001)  # wait: a second or less, the supervisor
+    except ChildProcessError:
+        pass
+
+
+def kill_orphans(spare: Container[int]) -> None:
+    """Kill orphans of dead workers; they have become children of this process, which is their subreaper."""
+    deadline = time.monotonic() + _KILL_S
+    while time.monotonic() < deadline:  # the children of a killed orphan become orphans in turn
+        # One look at the process table for all orphans: there may be hundreds.
+        orphans = [pid for pid, parent in all_processes() if parent == os.getpid() and pid not in spare]
+        if not orphans:
+            return
+        kill_all([*descendants(*orphans), *orphans])
+        for orphan in orphans:
+            collect(orphan, deadline - time.monotonic())
+
+
+def kill_worker(pid: int) -> None:
+    """Kill a worker, its process group, and descendants that have left the group."""
+    # Descendants first: they can be found by their parent's pid only while the parent exists.
+    kill_all(descendants(pid))
+    kill_group(pid)
+    kill(pid)  # it may not have called setsid yet
+
+
+def kill_all(pids: Sequence[int]) -> None:
+    """Stop all of them before the first is killed, so that none can fork in between; then kill them."""
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
+
+
+def shorten_log(fd: int) -> None:
+    """Keep only the end of a log that has become too long; reward code may print without end.
+
+    The file is open for appending in every worker, so they continue at its new end.
+    """
+    size = os.fstat(fd).st_size
+    if size > _MAX_LOG:
+        with open(f"/proc/self/fd/{fd}", "rb") as file:
+            file.seek(size - _KEPT_LOG)
+            kept = file.read(_KEPT_LOG)
+        os.ftruncate(fd, 0)
+        os.write(fd, f"[{size - len(kept)} bytes of output were removed: the log was too long]\n".encode() + kept)
+
+
+def describe_status(status: int) -> str:
+    """How a worker ended, in words."""
+    return describe_exit(status) + (" (out of memory?)" if status == -signal.SIGKILL else "")
+
 
 POLL_S = 0.05
 MARGIN_S = 0.1  # what the supervisor's own deadline adds to the one that a worker reports

@@ -17,8 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gspo.errors import ConfigError, RolloutError, WeightSyncError
-from gspo.sampling.engines.base import CALL_S, EngineAddress, EngineSampler
-from gspo.sampling.engines.replies import (
+from gspo.sampling.engines.base import (
+    CALL_S,
+    EngineAddress,
+    EngineSampler,
     InvalidReplyError,
     NewTokens,
     parse_completion,

@@ -1,5 +1,8 @@
 """Which engine samples a model in process: the first whose log-probs equal those of a plain forward.
 
+Rows of two lengths, two rows of one prompt, a continued row, rows that end before others, and second turns of two
+episodes; for a vision-language model also prompts with images.
+
 1. Continuous batching (`packed.py`), if all layers are attention through transformers' interface.
 2. Transformers' cache (`by_length.py`) with PyTorch's attention or the model's own: all rows in one batch, or only
    rows of equal length.
@@ -8,21 +11,161 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from gspo.errors import RolloutError
+from gspo.models.vision.parts import text_modules
 from gspo.sampling.local.attention import ATTENTION
-from gspo.sampling.local.cache_rows import CacheLayout
-from gspo.sampling.local.packed import PackedStepper
-from gspo.sampling.local.stepper import Engine
+from gspo.sampling.local.by_length import CacheLayout
+from gspo.sampling.local.packed import Engine, PackedStepper
+from gspo.sampling.native import few_rows
+from gspo.types import Prompt, Request, Sample, SampleId, SamplingParams
 
 if TYPE_CHECKING:
     from gspo.models.vision.tower import Vision
+
+
+class Borrowed:
+    """A model whose settings are changed for a block and restored after it. The weights are never copied."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        # A part of the model may have its own config object: the attention implementation is set on each of them.
+        self._configs = list({id(m.config): m.config for m in text_modules(model) if hasattr(m, "config")}.values())
+        # The layers of the trainer's model are in training mode while the model itself is not.
+        self._modules = list(model.modules())
+        self.native = few_rows.native_for(model)
+        self._linears: list[nn.Linear] = []
+        self._layers: dict[nn.Module, Any] = {}
+        if self.native is not None and self.native.product is not None:
+            from gspo.sampling.native.decode import CompiledLayers
+
+            with self.engaged(ATTENTION):
+                self._layers = CompiledLayers(model).forwards
+        self._linears = few_rows.large_linears(model)
+
+    @property
+    def num_compiled(self) -> int:
+        """Layers whose decode step is a compiled call."""
+        return len(self._layers)
+
+    @contextmanager
+    def engaged(self, attention: str) -> Iterator[None]:
+        """The model in eval mode with this attention and without gradients; everything is restored afterwards."""
+        training = [m for m in self._modules if m.training]
+        before = [config._attn_implementation for config in self._configs]
+        try:
+            for module in training:
+                vars(module)["training"] = False  # .eval() uses Module.__setattr__, which is 30 times slower
+            for config in self._configs:
+                config._attn_implementation = attention
+            product = self.native.product if self.native is not None else None
+            for module in self._linears:
+                vars(module)["forward"] = partial(_linear, module, product)
+            for layer, forward in self._layers.items():
+                vars(layer)["forward"] = forward
+            with torch.no_grad():
+                yield
+        finally:
+            for module in (*self._linears, *self._layers):
+                vars(module).pop("forward", None)
+            for config, implementation in zip(self._configs, before, strict=True):
+                config._attn_implementation = implementation
+            for module in training:  # not .train(): some modules may have been in eval mode
+                vars(module)["training"] = True
+
+
+def _linear(module: nn.Linear, product: few_rows.Product | None, x: Tensor) -> Tensor:
+    """x·Wᵀ + b for few rows, x [1, N, in] → [1, N, out]: by the compiled product, or as (W·xᵀ)ᵀ.
+
+    A GEMM repacks its right operand, which is the weights in F.linear. For 32 rows on a CPU the repacking costs a
+    quarter of the time (80 → 100 GFLOP/s without it; for a head of 49k words 57 → 79).
+    """
+    if x.dim() != 3 or x.shape[0] != 1 or x.shape[1] > few_rows.MAX_ROWS:  # a packed forward is one batch row
+        return F.linear(x, module.weight, module.bias)
+    if product is not None and x.shape[1] >= few_rows.MIN_ROWS and x.dtype == module.weight.dtype == torch.float32:
+        out = product(x[0], module.weight)
+        return (out if module.bias is None else out + module.bias).unsqueeze(0)
+    columns = x[0].t()  # [in, N]
+    if module.bias is None:
+        return torch.mm(module.weight, columns).t().unsqueeze(0)
+    return torch.addmm(module.bias[:, None], module.weight, columns).t().unsqueeze(0)
+
+
+# A high temperature: a difference hardly shows in the log-prob of a token that is nearly certain.
+_PARAMS = SamplingParams(3, temperature=2.0, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class ForwardComparison:
+    """`context`: the model's context length, at least 10; `image_prompts`: prompts with images, if it takes them."""
+
+    num_vocab: int
+    context: int
+    vision: Vision | None
+    image_prompts: Sequence[Prompt]
+
+    def requests(self, version: int, *, is_packed: bool) -> list[Request]:
+        tokens = self._tokens()
+        # More tokens for a cache: an error of a recurrent state grows with every token.
+        longer = replace(_PARAMS, max_new_tokens=6 if is_packed else min(12, self.context - 4))
+        # A continued row. Its given log-probs are not compared.
+        prefix = Sample.of(SampleId(0, 2), tokens[:2], [0.0, 0.0], version, "abort")
+        requests = [
+            Request(SampleId(0, 0), tuple(tokens[:4]), _PARAMS, keep_cache=True),
+            Request(SampleId(0, 1), tuple(tokens[5:]), _PARAMS, keep_cache=True),
+            Request(SampleId(0, 2), tuple(tokens[:4]), longer, prefix),
+            Request(SampleId(0, 3), tuple(tokens[:4]), longer),
+        ]
+        if self.vision is not None and self.vision.sees_prompts_both_ways:
+            requests = []  # on text alone, the plain forward of such a model is not causal
+        return requests + [
+            Request(SampleId(1 + number, i), shown.tokens, _PARAMS, given, origin=shown)
+            for number, shown in enumerate(self.image_prompts)
+            for i, given in enumerate((None, replace(prefix, id=SampleId(1 + number, 1))))
+        ]
+
+    def second_turns(self, requests: Sequence[Request], samples: Sequence[Sample]) -> list[Request]:
+        """The next turns of the first two requests, whose keys and values the sampler has kept."""
+        answer = {s.id: tuple(s.tokens.tolist()) for s in samples}
+        params, last = replace(_PARAMS, max_new_tokens=2), tuple(self._tokens()[-1:])
+        return [Request(r.id._replace(turn=1), r.prompt + answer[r.id] + last, params) for r in requests[:2]]
+
+    def largest_difference(self, model: Any, requests: Sequence[Request], samples: Sequence[Sample]) -> float:
+        """Sampled log-probs against those of `model`; NaN if one is not a number, or if nothing can be compared."""
+        request_of, gaps = {r.id: r for r in requests}, []
+        for sample in samples:
+            request, new = request_of[sample.id], sample.tokens.tolist()
+            prompt, more = request.prompt, {}
+            if request.shown is not None:
+                # A placeholder among the sampled tokens would ask the plain forward for another feature.
+                if self.vision is None or self.vision.token in new:
+                    continue
+                more = self.vision.plain_inputs(request.shown, len(prompt) + len(new))
+            ids = torch.tensor([[*prompt, *new]], device=model.device)
+            logits = model(input_ids=ids, use_cache=False, **more).logits[0, len(prompt) - 1 : -1]  # [new, V]
+            expected = torch.log_softmax(logits.double() / _PARAMS.temperature, -1).cpu().numpy()[range(len(new)), new]
+            first = 2 if request.prefix is not None else 0
+            gaps.append(np.abs(expected - sample.behavior_logp)[first:].max())
+        return float(np.max(gaps)) if gaps else float("nan")  # np.max is NaN if any gap is; Python's max is not
+
+    def _tokens(self) -> list[int]:
+        # Any fixed tokens will do; the factor spreads them over the vocabulary.
+        tokens = [int(i) for i in np.arange(1, 9) * 7919 % self.num_vocab]
+        if self.vision is None:
+            return tokens
+        # But the placeholder of images has no embedding of its own in a plain forward.
+        return [t if t != self.vision.token else (t + 1) % self.num_vocab for t in tokens]
+
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _MIXABLE = _LAYER_TYPES | {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mlp", "moe"}

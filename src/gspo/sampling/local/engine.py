@@ -27,13 +27,11 @@ from gspo.errors import DataError, GspoError, RolloutError
 from gspo.faults import reached
 from gspo.models.moe import route_shape, routers
 from gspo.models.vision.parts import vision_of
-from gspo.sampling.local.borrow import Borrowed
-from gspo.sampling.local.choose import choose, engines, refuse_encoder_decoder
-from gspo.sampling.local.comparison import ForwardComparison
+from gspo.sampling.api import completed_by_prefix, interrupted, validate_request
+from gspo.sampling.local.choose import Borrowed, ForwardComparison, choose, engines, refuse_encoder_decoder
 from gspo.sampling.local.draw import SamplingRule, draw, kept_sets, rule_of
+from gspo.sampling.local.packed import Engine, Finished
 from gspo.sampling.local.rows import Rows
-from gspo.sampling.local.stepper import Engine, Finished
-from gspo.sampling.requests import completed_by_prefix, interrupted, validate_request
 from gspo.types import FinishReason, Prompt, PromptKey, Request, Sample, SamplingParams
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gspo.sampling.local.attention import active, active_plan
-from gspo.sampling.local.cache import DecodePlan, KVStore, make_grid
+from gspo.sampling.local.attention import DecodePlan, KVStore, active, active_plan, make_grid
 from gspo.sampling.native.few_rows import MAX_ROWS
 from gspo.sampling.native.library import load_library, named_in_timeline
 

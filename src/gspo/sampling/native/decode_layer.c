@@ -3,7 +3,7 @@
        x += W_o attention(rope(norm(x)))        x += W_down (silu(W_gate n) · W_up n),  n = norm(x)
 
    The keys and values of a prompt are stored once for its group, those of the sampled tokens per row
-   (`sampling/local/cache.py`). Every sum over a row is computed in the same order, whatever the other rows are.
+   (`sampling/local/attention.py`). Every sum over a row is computed in the same order, whatever the other rows are.
 
    Shapes: K key/value heads, E query heads per key/value head, D head dimension. */
 

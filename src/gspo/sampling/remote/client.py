@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo.errors import RolloutError, WeightSyncError
-from gspo.sampling.remote.discovery import given_up, registered
+from gspo.sampling.api import Experts, invalid_reason, validate_request
+from gspo.sampling.remote.engine import Session
 from gspo.sampling.remote.link import POLL_S, LinkState, PendingRequest, Server
 from gspo.sampling.remote.pool import ServerPool
-from gspo.sampling.remote.session import Session
-from gspo.sampling.requests import validate_request
-from gspo.sampling.verify import Experts, invalid_reason
-from gspo.sampling.weights.probe import ProbeCheck, ScoreSequences
-from gspo.sampling.weights.store import ChooseStore, publish_to
+from gspo.sampling.remote.protocol import given_up, registered
+from gspo.sampling.weights.load import ProbeCheck, ScoreSequences
+from gspo.sampling.weights.publish import ChooseStore, publish_to
 from gspo.system.heartbeat import beat
 from gspo.system.http_client import HttpClient
 from gspo.types import Request, Sample

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from gspo.sampling.remote import protocol
-from gspo.sampling.remote.discovery import Address, registered
-from gspo.sampling.remote.session import Session
-from gspo.sampling.weights.store import Published
+from gspo.sampling.remote.engine import Session
+from gspo.sampling.remote.protocol import Address, registered
+from gspo.sampling.weights.publish import Published
 from gspo.system.http_client import HttpClient, Reply, ReplyTooLargeError
 from gspo.types import Request, Sample
 

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from gspo.errors import RolloutError
+from gspo.sampling.api import interrupted
 from gspo.sampling.remote.link import (
     DisconnectedError,
     InvalidResponseError,
@@ -24,9 +25,8 @@ from gspo.sampling.remote.link import (
     RefusedError,
     Server,
 )
-from gspo.sampling.requests import interrupted
-from gspo.sampling.weights.probe import ProbeCheck
-from gspo.sampling.weights.store import Published
+from gspo.sampling.weights.load import ProbeCheck
+from gspo.sampling.weights.publish import Published
 from gspo.types import PromptKey, Sample
 
 CHECK_S = 2.0  # between two health checks of a server without work

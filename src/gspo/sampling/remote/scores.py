@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from gspo.errors import ConfigError, DataError, RolloutError
 from gspo.models.folder import refuse_other_vocabulary
-from gspo.sampling.engines.base import EngineAddress
-from gspo.sampling.engines.replies import InvalidReplyError, prompt_logp, reply_object
+from gspo.sampling.engines.base import EngineAddress, InvalidReplyError, prompt_logp, reply_object
 from gspo.sampling.remote import protocol as wire
 from gspo.system.heartbeat import beat
 from gspo.system.http_client import ReplyTooLargeError

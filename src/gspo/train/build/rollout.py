@@ -1,28 +1,196 @@
-"""The rollout producer and the filter of groups."""
+"""The rollout: the sampler, its parameters and weights, the producer and the filter of groups."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
-from gspo.config.objective import is_supervised
+import torch
+
+from gspo.config.backends import OWN
+from gspo.config.layout import engine_of, flags_of
+from gspo.config.resolve import is_supervised
 from gspo.config.schema import Config
 from gspo.learner.credit import Shaping, is_flat
+from gspo.learner.policy.module import PolicyModule
+from gspo.learner.policy.probe import image_prompts
+from gspo.learner.policy.sharding import full_parameters
 from gspo.rewards.route import Rewards
 from gspo.rollout.buffer import Buffer, Snapshot
-from gspo.rollout.groups import GroupAssembler
-from gspo.rollout.producer import RolloutProducer
+from gspo.rollout.groups import Filter, GroupAssembler, RejectReason, Workflow, from_data, reject_by_filter, single_turn
+from gspo.rollout.producer import NullProducer, RolloutProducer
 from gspo.rollout.storage import unpack_groups
-from gspo.rollout.workflow import Filter, RejectReason, Workflow, from_data, reject_by_filter, single_turn
 from gspo.runs import checkpoint
-from gspo.runs.directory import RunDir
-from gspo.runs.state import State
-from gspo.sampling.api import Sampler
+from gspo.runs.directory import RunDir, State
+from gspo.sampling.api import Sampler, rows_at_once
 from gspo.sampling.local.engine import LocalSampler
+from gspo.sampling.remote.protocol import end_tokens
 from gspo.system.files import step_name
-from gspo.train.build.objective import make_shaping
-from gspo.train.build.sampler import sampling_params
-from gspo.types import Group, Prompt
+from gspo.system.imports import by_name
+from gspo.system.process import Launched
+from gspo.train.build.learner import has_ranks, make_shaping, whole_model
+from gspo.types import Group, Prompt, SamplingParams
+
+ENGINE_START_S = 900.0  # an engine loads, compiles and captures for minutes before it serves
+
+
+def make_sampler(
+    config: Config,
+    policy: PolicyModule,
+    tokenizer: Any,
+    version: int,
+    run: Path | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Sampler:
+    """The sampler servers that the launcher started for this run, else the in-process one on the policy's weights."""
+    # Sampling in this process. One rank samples from the policy's own tensors; with several ranks the policy is
+    # sharded, so the sampler needs a whole copy of the model.
+    if run is None or not Launched.read().num_samplers:
+        if policy.world.size == 1:
+            return local_sampler(config, policy.model, tokenizer, version, say, policy)
+        model = whole_model(config, tokenizer, policy.compute_dtype, with_adapter=True)
+        local = local_sampler(config, model, tokenizer, version, say)
+        local.load_weights(version, weights_for(config, local, policy))
+        return local
+    connect = by_name("gspo.train.build.sampler_client:connect")
+    # Sampler servers load the weights of `version` before the first request.
+    sampler = connect(
+        policy,
+        tokenizer,
+        run,
+        seed=config.seed,
+        max_tokens=config.gconfig.max_tokens,
+        mode=config.actor.weight_update_mode,
+        timeout_s=config.rollout.request_timeout,
+        needs_routes=config.actor.routing_replay == "rollout",
+        join_s=ENGINE_START_S if engine_of(config).is_external else None,
+        sampler_dtype=sampler_dtype(config),
+        say=say,
+    )
+    try:
+        sampler.load_weights(version, weights_for(config, sampler, policy))
+    except BaseException:
+        sampler.close()
+        raise
+    return sampler
+
+
+def samples_in_process() -> bool:
+    """Whether the launcher started no sampler servers for this run."""
+    return not Launched.read().num_samplers
+
+
+def sampler_dtype(config: Config) -> torch.dtype | None:
+    """The dtype of sampler servers if an engine flag sets one; None: the trainer's dtype.
+
+    A quantised engine gets the tolerance of the coarsest dtype.
+    """
+    options = flags_of(config)
+    if options.get("quantization") is not None:
+        return torch.bfloat16
+    dtype = getattr(torch, str(options.get("dtype")), None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def local_sampler(
+    config: Config,
+    model: Any,
+    tokenizer: Any,
+    version: int,
+    say: Callable[[str], None] = lambda _: None,
+    policy: PolicyModule | None = None,
+) -> LocalSampler:
+    """The in-process sampler on this model; `say` gets one line about the engine that was chosen for it.
+
+    `policy` is given if it has the same model.
+    """
+    precision = config.rollout.sampler_precision
+    images: dict[str, Any] = {}
+    if policy is not None and policy.vision is not None and policy.processor is not None:
+        images["image_prompts"] = image_prompts(policy.processor)
+        if precision == "none":
+            images["vision"] = policy.vision
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    engine = engine_of(config)
+    make: type[LocalSampler] = by_name((engine if engine.in_process else OWN).sampler)
+    if precision != "none":
+        make = partial(by_name("gspo.sampling.rounded:RoundedSampler"), precision=precision)  # pyright: ignore[reportAssignmentType]
+    return make(
+        model,
+        seed=config.seed,
+        eos_token_ids=end_tokens(model, tokenizer),
+        decode=decoder(tokenizer),
+        max_rows=config.rollout.max_concurrent_rollouts
+        or rows_at_once(num_weights, config.gconfig.max_new_tokens, config.rollout.max_head_offpolicyness),
+        max_context=config.gconfig.max_tokens,
+        version=version,
+        say=say,
+        **images,
+    )
+
+
+def weights_for(
+    config: Config, sampler: Sampler | NullProducer, policy: PolicyModule
+) -> Iterable[tuple[str, torch.Tensor]] | None:
+    """The tensors for `load_weights`; None if the sampler reads the policy's own tensors.
+
+    A sampler with the same layers gets the trained tensors by their parameter names. Other samplers get all weights by
+    their names on disk, with an adapter merged into them.
+    """
+    in_process = getattr(sampler, "in_process", False)  # a client of servers has no such attribute
+    # See make_sampler: an in-process sampler of several ranks has a copy of the model.
+    if in_process and policy.world.size == 1:
+        return None
+    if in_process or sends_adapter(config):
+        return full_parameters(policy.model, policy.compute_dtype)
+    return policy.full_weights()
+
+
+def sends_adapter(config: Config) -> bool:
+    """Whether sampler servers get only the adapter; they have loaded the base model themselves.
+
+    Not with several ranks: servers are then compared with each other, not with the trainer; a wrong base would pass.
+    """
+    takes_adapter, actor = engine_of(config).takes_adapter, config.actor
+    if not actor.use_lora or has_ranks(config):
+        return False
+    on_experts = "experts" in actor.target_modules
+    return not takes_adapter or by_name(takes_adapter)(flags_of(config), actor.lora_rank, on_experts)
+
+
+def sampling_params(config: Config) -> SamplingParams:
+    """How training samples are drawn, and whether the sampler records what truncation keeps."""
+    g = config.gconfig
+    params = SamplingParams(
+        max_new_tokens=g.max_new_tokens,
+        min_new_tokens=g.min_new_tokens,
+        temperature=g.temperature,
+        top_p=g.top_p,
+        top_k=g.top_k,
+        min_p=g.min_p,
+        stop_token_ids=tuple(stop for stop in g.stop if isinstance(stop, int)),
+        stop=tuple(stop for stop in g.stop if isinstance(stop, str)),
+        ignore_eos=g.ignore_eos,
+    )
+    return replace(params, record_kept=params.is_truncated and config.actor.sampling_mask_replay)
+
+
+def evaluation_params(config: Config) -> tuple[SamplingParams, int]:
+    """The sampling parameters of an evaluation, and the samples per problem. Stop rules are those of training."""
+    how = config.eval_gconfig
+    assert how is not None, "config.resolve fills it in"
+    own = {name: getattr(how, name) for name in ("max_new_tokens", "top_p", "top_k", "min_p")}
+    # Log-probs of greedy samples are of the distribution that training samples from.
+    own |= {"temperature": how.temperature} if how.temperature else {"greedy": True}
+    # Nothing is trained on these samples, so no kept sets are needed.
+    return replace(sampling_params(config), **own, record_kept=False), how.n_samples
+
+
+def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 def make_producer(

@@ -18,21 +18,16 @@ from gspo.config import (
     objective_words,
     write_origins,
 )
-from gspo.config.schema import Config
-from gspo.config.schema.saver import EvaluatorSection, SaverSection, num_epochs
+from gspo.config.schema import Config, EvaluatorSection, SaverSection, num_epochs
 from gspo.data.mixture import Data
-from gspo.learner.learner import Learner
+from gspo.learner.step import Learner
 from gspo.monitor.display import Display
 from gspo.monitor.loggers import Loggers
 from gspo.runs import checkpoint
-from gspo.runs.directory import RunDir, versions_and_hardware
-from gspo.runs.resume import resume
-from gspo.runs.saver import Saver
-from gspo.runs.state import State
+from gspo.runs.directory import RunDir, Saver, State, resume, versions_and_hardware
 from gspo.system.clock import Every
 from gspo.system.files import step_name, to_json, write_run_file
-from gspo.train.build.compute import device_and_dtype
-from gspo.train.build.objective import first_proximal_source
+from gspo.train.build.learner import device_and_dtype, first_proximal_source
 from gspo.train.record import Recorder
 
 # Keys that may change between a run and its resumption: they decide when to evaluate, what to show, where to run and

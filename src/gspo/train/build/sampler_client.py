@@ -11,11 +11,17 @@ import torch
 
 from gspo.learner.policy.module import PolicyModule
 from gspo.sampling.remote.client import JOIN_S, HttpSampler
-from gspo.sampling.remote.discovery import forget, weight_folders
-from gspo.sampling.remote.identity import context_limit, end_tokens, experts_of, sampler_identity
-from gspo.sampling.weights.probe import sequence_logp
-from gspo.sampling.weights.store import weight_store
-from gspo.system.launched import Launched
+from gspo.sampling.remote.protocol import (
+    context_limit,
+    end_tokens,
+    experts_of,
+    forget,
+    sampler_identity,
+    weight_folders,
+)
+from gspo.sampling.weights.load import sequence_logp
+from gspo.sampling.weights.publish import weight_store
+from gspo.system.process import Launched
 
 
 def connect(

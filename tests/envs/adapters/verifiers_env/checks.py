@@ -11,8 +11,8 @@ sys.path[:0] = [str(HERE), str(HERE.parents[2] / "helpers")]
 import talkers  # noqa: E402
 from scripted_client import call, scripted  # noqa: E402
 
+from gspo.envs.client import outcome_of  # noqa: E402
 from gspo.envs.find import find_environment  # noqa: E402
-from gspo.envs.outcome import outcome_of  # noqa: E402
 
 
 def episode(env, said, row, **options):

@@ -1,1 +1,0 @@
-"""`embedded:digits`: images of handwritten numbers, and their sums as answers."""

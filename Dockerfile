@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# CPU:  docker build --target cpu -t gspo:cpu .     docker run --rm -it -v "$PWD:/work" gspo:cpu quickstart
+# CPU:  docker build --target cpu -t gspo:cpu .     docker run --rm -it -v "$PWD:/work" gspo:cpu train quickstart
 # CUDA: docker build --target cuda -t gspo:cuda .   docker run --rm -it --gpus all -v "$PWD:/work" gspo:cuda train run.yaml
 # The user of both images has the uid 1000. If a mounted folder belongs to another uid, make it writable for 1000.
 # No Docker daemon runs where this project is developed: hadolint and tests/cli/test_release.py check the file, not the build.

@@ -45,8 +45,8 @@ accept-gpu: setup-train
 
 # Pages that are written by the code they describe; a test says when they are stale.
 docs: setup
-	$(PY) -m gspo.config > docs/config.md
-	$(PY) -m gspo.config migrating > docs/migrating.md
+	$(PY) -m gspo.cli config > docs/config.md
+	$(PY) -m gspo.cli migrating > docs/migrating.md
 	$(PY) -m gspo.cli > docs/cli.md
 
 # The quick-start's pictures, and its figures in README.md, index, quickstart and gallery, from one run of the committed

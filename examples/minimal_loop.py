@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from gspo import objectives
-from gspo.data.dataset import load_dataset
-from gspo.models.loading import load_model, load_tokenizer
+from gspo.data import load_dataset
+from gspo.models import load_model, load_tokenizer
 from gspo.objectives import advantage
-from gspo.sampling.local.engine import LocalSampler
+from gspo.sampling import LocalSampler
 from gspo.types import Prompt, Request, Sample, SampleId, SamplingParams
 
 SEED = 1

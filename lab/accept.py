@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gspo.system.process import describe_exit
+from gspo.system import describe_exit
 
 _LIMIT_S = 1800.0  # for one check
 _FEW = ("total_train_steps=5", "evaluator.size=64", "train_dataset.batch_size=16")
@@ -83,7 +83,7 @@ def checks(num_gpus: int) -> list[Trial]:
 
 def _without_vllm() -> str:
     """Why no server of vLLM can start; empty if one can. vLLM may have an environment of its own."""
-    from gspo.config.engine_flags import python_of
+    from gspo.config import python_of
     from gspo.errors import ConfigError
 
     try:

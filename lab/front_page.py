@@ -227,7 +227,7 @@ def timed(command: list[str], cwd: Path, env: Mapping[str, str]) -> tuple[float,
 def train(scratch: Path, threads: int | None) -> tuple[Path, dict[str, Any]]:
     """Build the model, train the quick-start; the run directory and what is quoted of it."""
     from gspo import Run
-    from gspo.report.summary import summary_rows
+    from gspo.report import summary_rows
 
     env = environment(scratch, threads)
     _, built = timed([sys.executable, "-c", BUILD], scratch, env)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.config import load
-from gspo.doctor.explanation import explain
+from gspo.doctor import explain
 from lab.bench.compare import Say, run_side
 from lab.bench.ours import run_settings
 from lab.bench.workloads import SMALL, Workload, write_workload_model

@@ -13,9 +13,9 @@ from scripted_client import last_prompt, play, scripted
 from tiers import brief
 
 from gspo.cli import main as cli
-from gspo.report.read import read_metrics
-from gspo.rewards.sandbox.box import unavailable
-from gspo.system.imports import find_function
+from gspo.report import read_metrics
+from gspo.rewards import unavailable
+from gspo.system import find_function
 from registries.restaurants import FOOD, restaurant_rows
 
 ROOT = Path(__file__).parents[1]
@@ -163,8 +163,7 @@ SNIPPETS = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", (ROOT / "docs" /
 
 @pytest.mark.run
 def test_the_documented_reward_signatures_score_alike(tmp_path):
-    from gspo.rewards.pool import RewardItem, RewardPool
-    from gspo.rewards.spec import reward_spec
+    from gspo.rewards import RewardItem, RewardPool, reward_spec
     from gspo.types import Score
 
     file = tmp_path / "rewards.py"

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from fetch import main
-from gspo.data.dataset import load_dataset
+from gspo.data import load_dataset
 from gspo.errors import ConfigError, DataError
 from registries import datasets, debian, download, restaurants
 

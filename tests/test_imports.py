@@ -28,7 +28,7 @@ FLOORS = {
             ("rollout", "learner"),
             ("runs", "monitor"),
             ("train",),
-            ("launcher",),
+            ("launcher", "lint", "migrate"),
             ("doctor", "report", "studies", "audit", "planner"),
             ("cli",),
             ("__main__",),

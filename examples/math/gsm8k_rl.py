@@ -14,9 +14,8 @@ import argparse
 import sys
 
 from gspo.config import load
-from gspo.data.dataset import load_dataset
-from gspo.data.sources import default_reward
-from gspo.models.loading import load_tokenizer
+from gspo.data import default_reward, load_dataset
+from gspo.models import load_tokenizer
 from gspo.train import Trainer
 
 

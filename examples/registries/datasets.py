@@ -20,7 +20,7 @@ import yaml
 
 from gspo import __version__
 from gspo.errors import ConfigError, DataError
-from gspo.system.files import sha256
+from gspo.system import sha256
 from registries import debian, restaurants
 
 PROVENANCE = "provenance.yaml"

@@ -13,8 +13,7 @@ from pathlib import Path
 import httpx
 
 from gspo.errors import DataError
-from gspo.system.files import sha256
-from gspo.system.text import progress
+from gspo.system import progress, sha256
 
 _READ_S = 30.0  # limit for a connection, and for each part of a reply
 _TOTAL_S = 3600.0  # limit for one download

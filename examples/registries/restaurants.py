@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.errors import ConfigError, DataError
-from gspo.system.files import sha256
+from gspo.system import sha256
 from registries.download import wheel
 
 PACKAGE, VERSION = "convlab", "3.0.0.dev20221130"

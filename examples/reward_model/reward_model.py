@@ -25,11 +25,9 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from gspo.errors import DataError
-from gspo.models import embedded
-from gspo.models.find import EMBEDDED, locate
-from gspo.models.loading import load_tokenizer
-from gspo.report.samples import training_rows
-from gspo.system.files import read_jsonl
+from gspo.models import EMBEDDED, embedded, load_tokenizer, locate
+from gspo.report import training_rows
+from gspo.system import read_jsonl
 
 PER_PROMPT = 8  # pairs of one prompt, at most
 

@@ -22,7 +22,7 @@ import gymnasium_robotics  # noqa: E402
 import numpy as np  # noqa: E402
 
 from gspo.config import load  # noqa: E402
-from gspo.envs.adapters.common import ActionCodec, ObservationCodec, to_goal  # noqa: E402
+from gspo.envs import ActionCodec, ObservationCodec, to_goal  # noqa: E402
 from gspo.stats import mean_interval  # noqa: E402
 
 CONFIG = Path(__file__).with_name("reach.yaml")

@@ -13,12 +13,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from gspo.config.loading import load
-from gspo.rewards.call import RewardItem
-from gspo.rewards.pool import RewardPool
-from gspo.rewards.spec import reward_spec
+from gspo.config import load
+from gspo.rewards import RewardItem, RewardPool, reward_spec
 from gspo.stats import mean_interval
-from gspo.system.files import read_jsonl
+from gspo.system import read_jsonl
 from gspo.types import Score
 
 

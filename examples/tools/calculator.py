@@ -11,9 +11,8 @@ The same training without a script is `gspo train examples/tools/calculator.yaml
 import sys
 
 from gspo.config import load
-from gspo.report.read import read_metrics
-from gspo.train import Trainer
-from gspo.train.commands import evaluate_run
+from gspo.report import read_metrics
+from gspo.train import Trainer, evaluate_run
 
 CONFIG = "examples/tools/calculator.yaml"
 

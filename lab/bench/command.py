@@ -11,7 +11,7 @@ from typing import Any
 
 from gspo.cli.common import console
 from gspo.errors import ConfigError
-from gspo.system.imports import install_command
+from gspo.system import install_command
 from lab.bench.workloads import WORKLOADS
 
 

@@ -110,7 +110,7 @@ def machine() -> dict[str, Any]:
     """The machine of the measurement, and its date."""
     from datetime import UTC, datetime
 
-    from gspo.runs.directory import versions_and_hardware
+    from gspo.runs import versions_and_hardware
 
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     known = versions_and_hardware("cpu", threads)

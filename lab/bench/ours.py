@@ -40,8 +40,7 @@ def run_settings(w: Workload, folder: str, root: str) -> list[str]:
 def measure_ours(w: Workload, folder: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Train through the public interface, then read the metrics from the run directory."""
     from gspo.config import load
-    from gspo.train import Trainer
-    from gspo.train.loop import Leader
+    from gspo.train import Leader, Trainer
 
     with tempfile.TemporaryDirectory() as root:
         settings = [*run_settings(w, folder, root), "evaluator.freq_steps=0", *overrides]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gspo.studies.page import markdown_table
+from gspo.studies import markdown_table
 from lab.bench.sampler import sampler_table
 from lab.memory import memory_lines
 

@@ -18,7 +18,7 @@ import time
 from itertools import pairwise
 from typing import Any
 
-from gspo.models.vision.parts import freeze_vision
+from gspo.models import freeze_vision
 from lab.bench.episode import play_turns
 from lab.bench.vision import count_tower_images
 from lab.bench.workloads import Workload, gemm_rate, model_class, reward, workload_rows
@@ -132,7 +132,7 @@ def _arguments(w: Workload, root: str, device_batch: int) -> Any:
 
 def _processor(folder: str, tokenizer: Any) -> Any:
     """transformers' processor of the model, as ours loads it: without torchvision."""
-    from gspo.models.vision.processor import load_processor
+    from gspo.models import load_processor
 
     found = load_processor(folder, tokenizer)
     assert found is not None

@@ -84,7 +84,7 @@ def sampler_table(found: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 def _python(side: str) -> str | None:
     """The interpreter of a side; None if vLLM is not installed."""
-    from gspo.config.engine_flags import python_of
+    from gspo.config import python_of
     from gspo.errors import ConfigError
 
     try:
@@ -118,7 +118,7 @@ Generate = Callable[[Prompts], int]  # returns the number of sampled tokens
 def _ours(w: Workload, folder: str) -> Generate:
     from transformers import AutoModelForCausalLM
 
-    from gspo.sampling.local.engine import LocalSampler
+    from gspo.sampling import LocalSampler
     from gspo.types import Request, SampleId, SamplingParams
 
     model = AutoModelForCausalLM.from_pretrained(folder)

@@ -108,8 +108,7 @@ class IdleSampler:
 def _serve(kind: str) -> None:
     """Print the (URL, key) pairs as one line of JSON, and serve until stdin ends."""
     if kind == "agent":
-        from gspo.envs.agents.endpoint import Endpoint, OpenEpisode
-        from gspo.envs.agents.openai_api import Answer
+        from gspo.envs import Answer, Endpoint, OpenEpisode
 
         loop = asyncio.new_event_loop()
         threading.Thread(target=loop.run_forever, daemon=True).start()
@@ -120,8 +119,7 @@ def _serve(kind: str) -> None:
         server = Endpoint()
         targets = [server.open(OpenEpisode(f"{i}-0", answer, loop)) for i in range(64)]
     else:
-        from gspo.sampling.remote.engine import SamplerEngine
-        from gspo.sampling.remote.server import SamplerServer
+        from gspo.sampling import SamplerEngine, SamplerServer
 
         server = SamplerServer(SamplerEngine(IdleSampler(), identity={}), "a token of the benchmark")  # pyright: ignore[reportArgumentType]
         targets = [(server.url, "a token of the benchmark")]

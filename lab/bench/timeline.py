@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gspo.sampling.native import decode, few_rows
+from gspo.sampling import decode, few_rows
 
 PHASES = ("rollout", "train")
 # The kind of work by the operator's name; the first match counts. Time outside operators is Python and the allocator.

@@ -16,11 +16,9 @@ from typing import Any
 
 import torch
 
-from gspo.envs.adapters.gymnasium import Gymnasium
-from gspo.envs.chat import Chat
-from gspo.envs.driver import Episodes
+from gspo.envs import Chat, Episodes, Gymnasium
 from gspo.models import embedded
-from gspo.sampling.local.engine import LocalSampler
+from gspo.sampling import LocalSampler
 from gspo.types import Prompt, Request, SampleId, SamplingParams
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo.planner.simulation import LEADER, Result, SamplerCost, SharedCores, TrainerCost, Work, simulate
+from gspo.planner import LEADER, Result, SamplerCost, SharedCores, TrainerCost, Work, simulate
 
 ROWS = (8, 32, 96, 256)
 _PROMPT, _GROUP, _SHORT, _LONG = 16, 8, 8, 24  # tokens, samples per prompt, new tokens of the two measurements
@@ -28,9 +28,7 @@ def measure_sampler(folder: str) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from gspo.sampling.local.engine import LocalSampler
-    from gspo.sampling.weights.load import read_published
-    from gspo.sampling.weights.publish import publish
+    from gspo.sampling import LocalSampler, publish, read_published
 
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from gspo.studies import page, plan, results
-from gspo.studies.plan import Study
-from gspo.studies.results import Record
+from gspo.studies import Record, Study, page, plan, results
 from lab.studies.when import when_page
 
 _INTRODUCTION = """\

@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from gspo.studies import page, plan
-from gspo.studies.contrasts import Verdict
-from gspo.studies.plan import Study
-from gspo.studies.results import Record
+from gspo.studies import Record, Study, Verdict, page, plan
 
 
 class Question(NamedTuple):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gspo.studies.contrasts import Interval, contrast, interval, verdict
+from gspo.studies import Interval, contrast, interval, verdict
 
 
 def test_the_interval_of_four_seeds_by_hand():

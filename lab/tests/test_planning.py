@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from gspo.errors import GspoError
-from gspo.planner.simulation import Work, recorded_lengths
+from gspo.planner import Work, recorded_lengths
 from lab.planning import scaling, validate
 from lab.planning.calibrate import costs_of, predict, slowdown_of
 from lab.planning.trial import MODELS

@@ -3,8 +3,7 @@
 import pytest
 
 from gspo.stats import has_collapsed
-from gspo.studies.control import coin
-from gspo.studies.measure import crossing, curves, evaluation_points, measures
+from gspo.studies import coin, crossing, curves, evaluation_points, measures
 
 SHAPE = {"samples_per_group": 8, "groups_per_step": 2}
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from gspo.envs.find import find_environment
+from gspo.envs import find_environment
 from gspo.errors import ConfigError
 from gspo.lint import check
 from gspo.studies import plan, results
@@ -36,7 +36,7 @@ def test_checks_speak_of_arms_and_measures_that_exist(name):
     study = STUDIES[name]
     if study.compute:
         return  # its arms are named where they are measured; test_study_page looks at those
-    from gspo.studies.measure import MEANING
+    from gspo.studies import MEANING
 
     for decision in study.checks:
         assert decision.measure in MEANING

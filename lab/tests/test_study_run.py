@@ -10,7 +10,7 @@ import time
 import pytest
 
 from gspo.studies import results
-from gspo.system.process import all_processes, descendants
+from gspo.system import all_processes, descendants
 
 pytestmark = pytest.mark.run
 

@@ -8,7 +8,7 @@ import torch
 import transformers as tf
 
 from gspo.cli.main import main
-from gspo.doctor.models import check_model, is_exact
+from gspo.doctor import check_model, is_exact
 from lab.zoo import families
 
 PAGE = Path(__file__).parents[2] / "docs" / "model_families.md"

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 import transformers as tf
 
-from gspo.doctor import models
-from gspo.doctor.models import COLUMNS, Checked
+from gspo.doctor import COLUMNS, Checked, models
 from gspo.errors import GspoError
-from gspo.learner.policy.probe import WORDS
+from gspo.learner import WORDS
 from lab.zoo import text, vision
 
 # Bounds of tiny models: of the gradient in float64, and of log-probs, which samples carry in float32.

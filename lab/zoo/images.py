@@ -12,7 +12,7 @@ import torch
 import transformers
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from gspo.models.vision.processor import Processor, load_processor
+from gspo.models import Processor, load_processor
 from gspo.types import ImageFile
 
 tf: Any = transformers

@@ -13,8 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from gspo.errors import DataError
-from gspo.models import cache
-from gspo.models.loading import find_padding_by_place
+from gspo.models import cache, find_padding_by_place
 
 VOCAB = 61
 CAUSAL_TYPES: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

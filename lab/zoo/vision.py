@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from gspo import rng
-from gspo.doctor.checks import sample_all, trainer_logp
-from gspo.learner.policy.module import PolicyModule
-from gspo.learner.policy.packing import Completion, PackItem
-from gspo.learner.policy.probe import image_prompts, probe
+from gspo.doctor import sample_all, trainer_logp
+from gspo.learner import Completion, PackItem, PolicyModule, image_prompts, probe
 from gspo.models import cache
-from gspo.sampling.local.engine import LocalSampler
+from gspo.sampling import LocalSampler
 from gspo.types import Prompt, Request, SampleId, SamplingParams
 from lab.zoo import images
 

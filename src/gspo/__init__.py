@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gspo.report.run import Run
-    from gspo.train.trainer import Trainer
+    from gspo.report import Run
+    from gspo.train import Trainer
 
 __version__ = "0.2.0"
 __all__ = ["Run", "Trainer"]
@@ -13,11 +13,11 @@ __all__ = ["Run", "Trainer"]
 def __getattr__(name: str) -> Any:
     # `import gspo` stays light: torch is imported only when Trainer is used.
     if name == "Run":
-        from gspo.report.run import Run
+        from gspo.report import Run
 
         return Run
     if name == "Trainer":
-        from gspo.train.trainer import Trainer
+        from gspo.train import Trainer
 
         return Trainer
     raise AttributeError(f"module 'gspo' has no attribute {name!r}")

@@ -18,8 +18,7 @@ from trl_runs import GROUP, make_trainer, text_reward  # noqa: E402
 from gspo.audit import TRLCallback  # noqa: E402
 from gspo.cli.reports import words_of, write_report_of  # noqa: E402
 from gspo.errors import ConfigError  # noqa: E402
-from gspo.report.read import open_run, read_metrics, status_of  # noqa: E402
-from gspo.report.samples import read_block, sample_steps  # noqa: E402
+from gspo.report import open_run, read_block, read_metrics, sample_steps, status_of  # noqa: E402  # noqa: E402
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")]
 

@@ -17,9 +17,7 @@ from gspo.audit.trl import from_swift, from_trl
 from gspo.audit.verl import CORRECTION, A, from_verl
 from gspo.cli import main as cli
 from gspo.errors import ConfigError
-from gspo.report.page.page import write_report
-from gspo.report.read import read_metrics
-from gspo.report.samples import read_block, sample_steps
+from gspo.report import read_block, read_metrics, sample_steps, write_report
 
 FILES = Path(__file__).parent / "files"
 

@@ -7,9 +7,9 @@ import torch
 
 from gspo.cli import main as cli
 from gspo.cli.chat import ChatSession
-from gspo.envs.chat import Chat
-from gspo.models.loading import load_model, load_tokenizer
-from gspo.sampling.local.engine import LocalSampler
+from gspo.envs import Chat
+from gspo.models import load_model, load_tokenizer
+from gspo.sampling import LocalSampler
 from gspo.types import SamplingParams
 
 TEMPLATE = (

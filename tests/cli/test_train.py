@@ -16,10 +16,9 @@ from rich.console import Console
 
 from gspo.cli import main as cli
 from gspo.cli.train import show_run
-from gspo.report.read import best_step, read_metrics
-from gspo.report.terminal import evaluation_view
+from gspo.report import best_step, evaluation_view, read_metrics
 from gspo.stats import pass_at_k
-from gspo.train.commands import score_figures
+from gspo.train import score_figures
 from gspo.types import Failure, Group, Prompt, Sample, SampleId, Score
 
 pytestmark = pytest.mark.run

@@ -129,9 +129,7 @@ def test_every_key_has_a_sentence_and_bounds_that_its_default_meets():
 
 @pytest.mark.run
 def test_configuration_needs_no_torch():
-    code = (
-        "import gspo.config, sys; gspo.config.loading(None); print({'torch', 'transformers', 'ray'} & set(sys.modules))"
-    )
+    code = "import gspo.config, sys; gspo.config.load(None); print({'torch', 'transformers', 'ray'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"
 

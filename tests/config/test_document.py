@@ -11,11 +11,11 @@ import yaml
 from areal_files import NEW, OLD
 
 from gspo.algorithms import ALGORITHMS
+from gspo.cli.document import document
 from gspo.config import config_fingerprint, dump, effective_objective, load, write_origins
-from gspo.config.document import document
 from gspo.config.resolve import read_origins
 from gspo.config.schema import known_keys
-from gspo.migrate.table import rules
+from gspo.migrate import rules
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
@@ -138,7 +138,7 @@ def test_the_committed_documentation_is_the_generated_one():
 
 @pytest.mark.run
 def test_the_module_prints_the_documentation():
-    result = subprocess.run([sys.executable, "-m", "gspo.config"], capture_output=True, check=True)
+    result = subprocess.run([sys.executable, "-m", "gspo.cli", "config"], capture_output=True, check=True)
     assert result.stdout.decode() == document()
 
 

@@ -11,10 +11,10 @@ from gspo.config import load
 from gspo.config.backends import ENGINES, EXTERNAL
 from gspo.config.schema import known_keys
 from gspo.errors import ConfigError
-from gspo.launcher.plan import make_launch_plan
+from gspo.launcher import make_launch_plan
 from gspo.lint import lint
-from gspo.sampling.api import Sampler
-from gspo.system.imports import by_name
+from gspo.sampling import Sampler
+from gspo.system import by_name
 
 SOURCE = Path(gspo.__file__).parent
 # The table, and each engine's own files.

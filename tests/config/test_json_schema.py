@@ -9,9 +9,9 @@ import jsonschema
 import pytest
 import yaml
 
+from gspo.cli.document import json_schema
 from gspo.cli.main import main
 from gspo.config import load
-from gspo.config.document import json_schema
 from gspo.config.schema import known_keys
 from gspo.config.yaml_tree import read
 from gspo.errors import ConfigError

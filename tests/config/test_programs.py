@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from gspo.config import load
-from gspo.lint import lint
-from gspo.lint.unused import ineffective
+from gspo.lint import ineffective, lint
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "code" / "code_gspo.yaml"
 

@@ -5,7 +5,7 @@ from itertools import islice
 import pytest
 
 from gspo.data.arithmetic import ALPHABET, MARKER, chains, distinct_problems, problem, problems, split_of, worked
-from gspo.rewards.functions.builtin import final
+from gspo.rewards import final
 
 
 def operands_of(question):
@@ -60,7 +60,7 @@ def test_there_are_500_different_held_out_problems_and_few_of_one_digit():
 
 
 def test_a_chain_is_consecutive_problems_of_its_split_and_its_reference_earns_the_full_reward():
-    from gspo.rewards.functions.builtin import finals
+    from gspo.rewards import finals
 
     sums = list(islice(problems("test", digits=(3, 3)), 10))
     for number, linked in enumerate(islice(chains("test", 5, digits=(3, 3)), 2)):

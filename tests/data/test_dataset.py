@@ -17,10 +17,8 @@ from gspo.data.dataset import load_dataset, make_dataset
 from gspo.data.mixture import make_mixture
 from gspo.data.sources import default_reward, in_held_out
 from gspo.errors import DataError
-from gspo.rewards.call import RewardItem
-from gspo.rewards.pool import RewardPool
-from gspo.rewards.spec import reward_spec
-from gspo.train.build.data import refuse_long_prompts
+from gspo.rewards import RewardItem, RewardPool, reward_spec
+from gspo.train import refuse_long_prompts
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 needs_gsm8k = pytest.mark.skipif(not GSM8K.is_dir(), reason="skipped: no GSM8K in ../shared/data/gsm8k")

@@ -7,9 +7,7 @@ import pytest
 
 from gspo.data import reasoning_gym as gym
 from gspo.errors import DataError
-from gspo.rewards.call import RewardItem
-from gspo.rewards.pool import RewardPool
-from gspo.rewards.spec import reward_spec
+from gspo.rewards import RewardItem, RewardPool, reward_spec
 
 pytest.importorskip("reasoning_gym", reason="needs gspo[tasks]")
 

@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerFast
 from gspo.data.dataset import make_dataset
 from gspo.errors import DataError
 from gspo.models import embedded
-from gspo.rollout.groups import from_data
-from gspo.train.build.data import refuse_long_prompts
+from gspo.rollout import from_data
+from gspo.train import refuse_long_prompts
 from gspo.types import Request, SampleId, SamplingParams
 
 # Every turn ends with ~, the end-of-turn token, and a line end, as in ChatML.

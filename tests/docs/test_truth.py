@@ -14,9 +14,8 @@ import pytest
 import yaml
 
 from gspo.algorithms import ALGORITHMS
-from gspo.config.schema import known_keys
-from gspo.envs.builtin.self_correct import SelfCorrect
-from gspo.envs.builtin.tools import Tools
+from gspo.config import known_keys
+from gspo.envs import SelfCorrect, Tools
 from gspo.stats import t_half, t_quantile
 from gspo.studies import page, plan, results
 from lab.studies import when

@@ -3,8 +3,7 @@
 from gspo.config import load
 from gspo.doctor.explanation import explain
 from gspo.doctor.render import to_text
-from gspo.lint import lint
-from gspo.lint.unused import ineffective
+from gspo.lint import ineffective, lint
 
 MIXED = "train_dataset.mixture=[{path: 'embedded:arithmetic', weight: 3, name: sums}, {path: a.jsonl, reward: [math]}]"
 

@@ -11,7 +11,7 @@ from gspo.config import effective_objective, load
 from gspo.doctor.explanation import explain, formula, report_json
 from gspo.doctor.memory import LIBRARIES
 from gspo.doctor.render import algorithm_card, algorithm_table, to_text
-from gspo.system.text import inert
+from gspo.system import inert
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "math"
 

@@ -189,7 +189,7 @@ def test_a_folder_that_asks_for_a_kernel_is_not_built(tmp_path):
 )
 def test_an_adapter_is_counted_as_it_is_built(family, extra, targets):
     from gspo.errors import ConfigError
-    from gspo.models.lora import add_adapter
+    from gspo.models import add_adapter
 
     model, source = made(family, **extra)
     found = adapter_parameters(count_weights(source), 4, targets)
@@ -202,8 +202,7 @@ def test_an_adapter_is_counted_as_it_is_built(family, extra, targets):
 
 
 def test_a_critic_is_counted_as_it_is_built():
-    from gspo.learner.critic import ValueModule
-    from gspo.learner.policy.module import PolicyModule
+    from gspo.learner import PolicyModule, ValueModule
 
     for tied in (True, False):
         model, source = made("llama", tie_word_embeddings=tied)
@@ -245,7 +244,7 @@ def test_training_memory_by_hand():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_the_optimizer_state_is_that_of_the_optimizer(dtype, kind):
-    from gspo.learner.optim import make_optimizer
+    from gspo.learner import make_optimizer
 
     weight = torch.nn.Parameter(torch.ones(100, dtype=dtype))
     optimizer = make_optimizer([weight], kind=kind, lr=0.1, weight_decay=0.0, betas=(0.9, 0.99), eps=1e-8)

@@ -17,9 +17,8 @@ from gspo.config import load
 from gspo.doctor import checks
 from gspo.doctor import checks as probe_module
 from gspo.doctor.checks import one_of_each
-from gspo.learner.policy.module import PolicyModule
-from gspo.learner.proximal import judge_noise
-from gspo.sampling.local.engine import LocalSampler
+from gspo.learner import PolicyModule, judge_noise
+from gspo.sampling import LocalSampler
 from gspo.types import SamplingParams
 
 pytestmark = pytest.mark.run

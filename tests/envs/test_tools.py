@@ -13,7 +13,7 @@ from gspo.envs.builtin.tools import Tools
 from gspo.envs.client import OutOfRoomError
 from gspo.envs.find import find_environment
 from gspo.errors import ConfigError
-from gspo.rewards.sandbox import box as sandbox
+from gspo.rewards import box as sandbox
 
 needs_sandbox = pytest.mark.skipif(bool(sandbox.unavailable()), reason=sandbox.unavailable() or "it works")
 

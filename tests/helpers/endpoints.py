@@ -6,8 +6,7 @@ from contextlib import contextmanager
 
 import raw_http
 
-from gspo.envs.agents.endpoint import Endpoint, OpenEpisode
-from gspo.envs.agents.openai_api import Answer
+from gspo.envs import Answer, Endpoint, OpenEpisode
 
 
 def said(text="7", tool_calls=(), finish="stop", num_prompt=5):

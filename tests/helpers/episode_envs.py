@@ -2,7 +2,7 @@
 
 import asyncio
 
-from gspo.envs.client import OutOfRoomError
+from gspo.envs import OutOfRoomError
 
 
 async def ask_again(client, data):

@@ -98,7 +98,7 @@ def serve() -> None:
 def _train(root: Path, asked: dict) -> int:
     import training_runs
 
-    from gspo.train import opening as opening
+    from gspo.train import opening
 
     if asked["forget"]:
         opening.make_sampler = _forgetful(opening.make_sampler)

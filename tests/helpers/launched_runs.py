@@ -11,7 +11,7 @@ from pathlib import Path
 
 import processes
 
-from gspo.report.read import read_metrics
+from gspo.report import read_metrics
 
 ROOT = Path(__file__).parents[2]
 SCRIPT, CONFIG = "examples/math/gsm8k_rl.py", "examples/math/gsm8k_gspo.yaml"

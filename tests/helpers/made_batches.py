@@ -4,7 +4,7 @@ import model_zoo
 import numpy as np
 import torch
 
-from gspo.learner.credit import Shaping, batch_with_advantages
+from gspo.learner import Shaping, batch_with_advantages
 from gspo.types import Failure, Group, Prompt, Sample, SampleId, Score
 
 FAILED = Failure("crash", "made to fail")

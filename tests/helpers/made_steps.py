@@ -9,9 +9,7 @@ from made_batches import plain_logp
 
 from gspo import objectives
 from gspo.algorithms import ALGORITHMS
-from gspo.learner.optim import make_optimizer
-from gspo.learner.policy.module import PolicyModule
-from gspo.learner.step import Plan, train_step
+from gspo.learner import Plan, PolicyModule, make_optimizer, train_step
 
 # Wide enough that some sequences are clipped and some are not after updates of this size.
 CLIP = {"clip_low": 0.02, "clip_high": 0.03}

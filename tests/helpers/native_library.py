@@ -1,6 +1,6 @@
 """Forget the compiled library of this process, so that its next use is a first use."""
 
-from gspo.sampling.native import few_rows, library
+from gspo.sampling import few_rows, library
 
 
 def forget_native():

@@ -4,7 +4,7 @@ import model_zoo
 import numpy as np
 import torch
 
-from gspo.learner.policy.packing import Completion, PackItem
+from gspo.learner import Completion, PackItem
 
 
 def make_items(groups, seed=0, holes=()):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from training_runs import SMALL, metrics, path_of
 
-from gspo.sampling.remote.scores import KEY
+from gspo.sampling import KEY
 
 GSPO = ("-m", "gspo", "train")
 

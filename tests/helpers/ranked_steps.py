@@ -16,17 +16,26 @@ from made_steps import make_plan, sgd
 from safetensors.torch import save_file
 
 from gspo.errors import DataError
-from gspo.learner.credit import Credit, with_token_advantages
-from gspo.learner.critic import Critic, ValueModule, token_values, train_critic
-from gspo.learner.optim import make_optimizer
-from gspo.learner.policy.module import PolicyModule
-from gspo.learner.policy.sharding import full, shard
-from gspo.learner.reference import Reference, reference_logp
-from gspo.learner.step import train_step
-from gspo.learner.world import ALONE, joined
-from gspo.models.lora import adapter_off, add_adapter
+from gspo.learner import (
+    ALONE,
+    Credit,
+    Critic,
+    PolicyModule,
+    Reference,
+    ValueModule,
+    full,
+    joined,
+    make_optimizer,
+    reference_logp,
+    shard,
+    token_values,
+    train_critic,
+    train_step,
+    with_token_advantages,
+)
+from gspo.models import adapter_off, add_adapter
 from gspo.objectives import clip, clip_bounds, sequence_log_ratio, token_log_ratio
-from gspo.system.program import StopRequest
+from gspo.system import StopRequest
 from lab.zoo.text import tiny_model
 
 # model, mini-batches, tokens per micro-batch, and what is special

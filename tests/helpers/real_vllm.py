@@ -7,18 +7,14 @@ import numpy as np
 import torch
 
 from gspo.config import engine_flags as engines
-from gspo.config import load
-from gspo.config.layout import layout_of
+from gspo.config import layout_of, load
 from gspo.errors import ConfigError
-from gspo.launcher.serve import engine
-from gspo.launcher.serve import model as serve_model
-from gspo.launcher.serve import vllm as serve_vllm
-from gspo.learner.policy.module import weight_names
-from gspo.sampling.engines.base import EngineAddress
-from gspo.sampling.engines.vllm import VllmSampler, is_cpu_build
-from gspo.sampling.weights.load import probe_sequences, sequence_logp
-from gspo.sampling.weights.publish import publish
-from gspo.system.process import stop
+from gspo.launcher import engine
+from gspo.launcher import model as serve_model
+from gspo.launcher import vllm as serve_vllm
+from gspo.learner import weight_names
+from gspo.sampling import EngineAddress, VllmSampler, is_cpu_build, probe_sequences, publish, sequence_logp
+from gspo.system import stop
 
 try:
     PYTHON = engines.python_of("vllm", {})

@@ -18,7 +18,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from gspo.rewards.workers import worker
+from gspo.rewards import worker
 
 
 def attack(text, **columns):

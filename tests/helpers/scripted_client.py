@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import talkers
 
-from gspo.envs.client import Client
+from gspo.envs import Client
 from gspo.types import Prompt, Request, Sample, SampleId, SamplingParams
 
 

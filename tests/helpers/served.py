@@ -12,12 +12,7 @@ import torch
 from http_judge import reply
 from tiny_models import OTHERS, VOCAB, build
 
-from gspo.sampling.local.engine import LocalSampler
-from gspo.sampling.remote.client import HttpSampler
-from gspo.sampling.remote.engine import SamplerEngine
-from gspo.sampling.remote.protocol import register
-from gspo.sampling.remote.server import SamplerServer
-from gspo.sampling.weights.load import sequence_logp
+from gspo.sampling import HttpSampler, LocalSampler, SamplerEngine, SamplerServer, register, sequence_logp
 
 TOKEN = "a secret of the tests"
 IDENTITY = {"num_vocab": VOCAB, "seed": 5}

@@ -94,8 +94,8 @@ class Servers:
 
 
 def fork_servers() -> None:
-    from gspo.launcher.serve import own as serve
-    from gspo.system.process import die_with_parent
+    from gspo.launcher import own as serve
+    from gspo.system import die_with_parent
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them: they leave no trace
     parent = os.getpid()

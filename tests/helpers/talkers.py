@@ -4,8 +4,8 @@ import torch
 import transformers as tf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from gspo.envs.chat import Chat
-from gspo.sampling.local.engine import LocalSampler
+from gspo.envs import Chat
+from gspo.sampling import LocalSampler
 from gspo.types import Prompt, Request, SampleId, SamplingParams
 
 START, END = "<|im_start|>", "<|im_end|>"

@@ -11,11 +11,9 @@ import torch
 
 from gspo.config import load
 from gspo.models import embedded
-from gspo.rollout.groups import single_turn
-from gspo.system.files import read_jsonl
-from gspo.train import Trainer
-from gspo.train.evaluate import FIRST
-from gspo.train.loop import Leader
+from gspo.rollout import single_turn
+from gspo.system import read_jsonl
+from gspo.train import FIRST, Leader, Trainer
 
 SMALL = (
     "algorithm=gspo", "actor.path=embedded:tiny", "train_dataset.path=embedded:arithmetic:2-3",

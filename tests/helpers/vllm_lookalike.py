@@ -15,11 +15,8 @@ import numpy as np
 import torch
 from http_judge import reply
 
-from gspo.models.moe import routed, routers
-from gspo.sampling.engines.base import EngineAddress
-from gspo.sampling.engines.vllm import NAME
-from gspo.sampling.local.draw import warp
-from gspo.sampling.weights.load import copy_weights, read_published, sequence_logp
+from gspo.models import routed, routers
+from gspo.sampling import NAME, EngineAddress, copy_weights, read_published, sequence_logp, warp
 
 
 class Lookalike(ThreadingHTTPServer):

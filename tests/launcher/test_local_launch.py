@@ -7,7 +7,7 @@ import signal
 import pytest
 from launched_runs import NUM_STEPS, Run, by_command, by_script, metrics_of, until
 
-from gspo.sampling.remote.protocol import weight_folders
+from gspo.sampling import weight_folders
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 BOTH = ("rollout.backend=local:d2", "actor.backend=fsdp:d2")

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from gspo.cli import main as cli
-from gspo.config import load
-from gspo.config.layout import layout_of
+from gspo.config import layout_of, load
 from gspo.errors import ConfigError
 from gspo.launcher import slurm
 from gspo.launcher import start as launcher

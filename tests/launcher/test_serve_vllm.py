@@ -6,17 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from gspo.config import load
-from gspo.config.layout import layout_of
+from gspo.config import layout_of, load
 from gspo.errors import ConfigError, RolloutError
 from gspo.launcher.serve import engine
 from gspo.launcher.serve import model as serve_model
 from gspo.launcher.serve import vllm as serve_vllm
-from gspo.models.loading import load_model, load_tokenizer
-from gspo.sampling.engines.base import EngineAddress
-from gspo.sampling.engines.vllm import WORKER_FOLDER
-from gspo.sampling.remote.protocol import context_limit, end_tokens, sampler_identity
-from gspo.train.build.learner import device_and_dtype
+from gspo.models import end_tokens, load_model, load_tokenizer
+from gspo.sampling import WORKER_FOLDER, EngineAddress, context_limit, sampler_identity
+from gspo.train import device_and_dtype
 
 SOCKET = EngineAddress(socket="/private/http")
 

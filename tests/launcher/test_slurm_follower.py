@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from gspo.config.layout import Layout
-from gspo.config.schema import Slurm
+from gspo.config import Layout, Slurm
 from gspo.errors import ConfigError, GspoError
 from gspo.launcher import slurm
 from gspo.launcher.plan import LaunchPlan, Process

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from processes import until
 
-from gspo.config import load
-from gspo.config.schema import Slurm
+from gspo.config import Slurm, load
 from gspo.errors import ConfigError
 from gspo.launcher import slurm
 from gspo.launcher.plan import make_launch_plan

@@ -13,12 +13,12 @@ import processes
 import pytest
 from processes import is_alive, until
 
-from gspo.config.layout import Layout
+from gspo.config import Layout
 from gspo.launcher import local
 from gspo.launcher.plan import LaunchPlan, Process
 from gspo.launcher.start import main
 from gspo.launcher.supervise import supervise
-from gspo.sampling.remote.protocol import weight_folders
+from gspo.sampling import weight_folders
 
 pytestmark = pytest.mark.run
 

@@ -10,8 +10,8 @@ from launched_runs import NUM_STEPS, Run, by_command, until
 from gspo.cli import main as cli
 from gspo.config import engine_flags as engines
 from gspo.errors import ConfigError
-from gspo.report.read import read_metrics
-from gspo.sampling.engines.vllm import is_cpu_build
+from gspo.report import read_metrics
+from gspo.sampling import is_cpu_build
 
 BACKEND = "rollout.backend=vllm:d1"
 PATIENT = (BACKEND, "rollout.request_timeout=1500", "train_dataset.batch_size=8")

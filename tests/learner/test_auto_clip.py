@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from gspo.learner.proximal import NOISE_MARGIN, AutoClip, choose_proximal_source, clip_range, next_eps
-from gspo.runs.directory import State
+from gspo.runs import State
 
 
 def stream(steps, seed=0, n=400, scale=0.01):

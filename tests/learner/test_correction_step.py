@@ -11,7 +11,7 @@ from made_batches import make_batch, plain_logp, uneven_groups, with_behavior
 from made_steps import make_plan, plain_step, run, weights
 
 from gspo.learner.proximal import loglinear_weight
-from gspo.monitor.metrics import measured_noise, step_metrics
+from gspo.monitor import measured_noise, step_metrics
 
 NOW = 5
 K = 3

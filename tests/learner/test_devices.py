@@ -15,7 +15,7 @@ from gspo.algorithms import ALGORITHMS
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.packing import Completion, PackItem
 from gspo.learner.step import train_step
-from gspo.sampling.local.engine import LocalSampler
+from gspo.sampling import LocalSampler
 from gspo.types import Kept, Request, SampleId, SamplingParams
 
 LAYOUTS = ("shared", "packed", "padded")

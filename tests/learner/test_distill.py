@@ -18,7 +18,7 @@ from gspo.learner.policy.module import PolicyModule
 from gspo.learner.reference import Reference, Teacher, reference_logp, served_logp
 from gspo.learner.step import train_step
 from gspo.learner.world import ALONE
-from gspo.sampling.weights.load import sequence_logp
+from gspo.sampling import sequence_logp
 
 FORM = HeadForm(chunk_size=3, fp32=True, with_entropy=True, entropy_grad=False)
 TEMPERATURE = 0.8

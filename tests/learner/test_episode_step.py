@@ -10,14 +10,12 @@ from made_batches import make_batch, padded
 from made_steps import descend, make_plan, run, weights
 
 from gspo import objectives
-from gspo.envs.episode import Exchange, episode_sample
+from gspo.envs import Exchange, episode_sample
 from gspo.learner.credit import Shaping, is_flat
 from gspo.learner.policy.module import PolicyModule, packed_parts
 from gspo.learner.policy.packing import Completion, PackItem, families, micro_batches, pack, split_over_ranks
-from gspo.monitor.metrics import step_metrics
-from gspo.monitor.samples import sample_rows
-from gspo.rollout.storage import pack_groups as pack_groups
-from gspo.rollout.storage import unpack_groups
+from gspo.monitor import sample_rows, step_metrics
+from gspo.rollout import pack_groups, unpack_groups
 from gspo.types import Failure, Group, Prompt, Sample, SampleId, Score
 
 PROMPT = (5, 6, 7)

@@ -13,7 +13,7 @@ from padded_rows import UNEVEN, assert_same_gradients, policy_gradients, referen
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.packing import micro_batches
 from gspo.learner.policy.probe import probe
-from gspo.models.lora import add_adapter
+from gspo.models import add_adapter
 
 
 @dataclass

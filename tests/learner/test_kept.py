@@ -10,11 +10,11 @@ from made_batches import make_batch, make_group, with_behavior
 from made_steps import make_plan, run
 from padded_rows import UNEVEN, assert_same_gradients, by_index, gradients
 
-from gspo.doctor.checks import trainer_logp
+from gspo.doctor import trainer_logp
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.packing import PackItem, pack
 from gspo.learner.reference import Reference, reference_logp
-from gspo.sampling.local.engine import LocalSampler
+from gspo.sampling import LocalSampler
 from gspo.types import Extras, Kept, Request, SampleId, SamplingParams
 
 

@@ -16,8 +16,7 @@ from gspo.learner.policy.forking import fork_batches, pays
 from gspo.learner.policy.module import PolicyModule, weight_names
 from gspo.learner.policy.packing import Completion, PackItem, micro_batches, pack
 from gspo.learner.policy.probe import probe
-from gspo.models.lora import add_adapter
-from gspo.models.moe import routed, routers
+from gspo.models import add_adapter, routed, routers
 from lab.zoo.text import CAUSAL_TYPES, tiny_config, tiny_model
 
 # One or two of each form of attention, state and head.

@@ -23,7 +23,7 @@ from gspo.learner.policy.module import PolicyModule, weight_names
 from gspo.learner.policy.packing import Completion, PackItem, forest, pack
 from gspo.learner.policy.probe import probe
 from gspo.learner.world import World
-from gspo.models.tree import current_layout
+from gspo.models import current_layout
 
 
 @pytest.mark.parametrize("name", model_zoo.WINDOWED)

@@ -15,8 +15,8 @@ from gspo.config import load
 from gspo.errors import TrainingError
 from gspo.learner.proximal import FINE, Noise, judge_noise, noise_message, noise_of
 from gspo.learner.step import train_step
-from gspo.train.build.learner import make_plan as make_plan_of
-from gspo.train.build.learner import narrowest_clip
+from gspo.train import make_plan as make_plan_of
+from gspo.train import narrowest_clip
 from lab.studies.direct.gradients import opened, sampled
 
 pytestmark = pytest.mark.run

@@ -13,7 +13,7 @@ from gspo.learner.credit import Credit, with_token_advantages
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.reference import Reference, reference_logp
 from gspo.learner.step import Plan, train_step
-from gspo.objectives.surrogate import kl
+from gspo.objectives import kl
 
 TEMPERATURE = 0.8
 

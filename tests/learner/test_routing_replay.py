@@ -17,8 +17,8 @@ from gspo.learner.policy.packing import Completion, PackItem, forest, pack
 from gspo.learner.routing import routes_in_row
 from gspo.learner.step import Plan, train_step
 from gspo.models import moe
-from gspo.monitor.metrics import step_metrics
-from gspo.sampling.local.engine import LocalSampler
+from gspo.monitor import step_metrics
+from gspo.sampling import LocalSampler
 from gspo.types import Extras, Group, Prompt, Request, Routes, SampleId, SamplingParams, Score
 
 pytestmark = pytest.mark.run

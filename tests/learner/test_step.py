@@ -13,7 +13,7 @@ from gspo.algorithms import ALGORITHMS
 from gspo.learner import step as step_module
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.step import train_step
-from gspo.monitor.metrics import PATIENCE, alarms, step_metrics
+from gspo.monitor import PATIENCE, alarms, step_metrics
 
 
 def assert_same_updates(groups, plan, *, proximal="recompute", lr=1.0, tolerance=1e-10, **assembly):

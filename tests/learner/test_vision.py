@@ -15,10 +15,8 @@ from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.packing import Completion, PackItem, by_sequence, micro_batches
 from gspo.learner.policy.probe import image_prompts, probe
 from gspo.learner.step import train_step
-from gspo.models.lora import add_adapter
-from gspo.models.vision.parts import freeze_vision, vision_parameters
-from gspo.models.vision.tower import Vision, _Place
-from gspo.sampling.local.engine import LocalSampler
+from gspo.models import Place, Vision, add_adapter, freeze_vision, vision_parameters
+from gspo.sampling import LocalSampler
 from gspo.types import Group, Prompt, Request, SampleId, SamplingParams, Score, ShownPrompt
 
 OTHERS = tuple(family for family in vision_zoo.FAMILIES if family != "qwen3_vl")
@@ -188,7 +186,7 @@ def test_the_probe_admits_shared_prefixes_with_images(family, tmp_path, exact):
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
 def test_a_model_with_wrong_positions_or_masks_of_images_trains_on_text_only(family, tmp_path, monkeypatch, exact):
-    monkeypatch.setattr("gspo.models.vision.tower.Vision._find_place", lambda self, prompt: _Place(None, 0, None, None))
+    monkeypatch.setattr("gspo.models.vision.tower.Vision._find_place", lambda self, prompt: Place(None, 0, None, None))
     policy = policy_of(family)
     found = probe(policy, processor=vision_zoo.processor(family, tmp_path))
     assert found.layout == "shared"

@@ -6,8 +6,7 @@ import pytest
 import yaml
 from areal_files import NEW, OLD
 
-from gspo.config import effective_objective, load, value_of
-from gspo.config.schema import known_keys
+from gspo.config import effective_objective, known_keys, load, value_of
 from gspo.errors import ConfigError
 from gspo.migrate.table import rules
 

@@ -9,9 +9,8 @@ import pytest
 import yaml
 
 from gspo import migrate
-from gspo.config import load
-from gspo.config.document import migrating
-from gspo.config.schema import known_keys
+from gspo.cli.document import migrating
+from gspo.config import known_keys, load
 from gspo.errors import ConfigError
 from gspo.migrate.other_systems import find, foreign_keys
 
@@ -23,11 +22,11 @@ def test_every_field_of_trls_grpo_config_is_mapped_explained_or_listed_as_missin
     trl = pytest.importorskip("trl", reason="needs gspo[test]")
     fields = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
     known = {key for system, key in foreign_keys() if system == "TRL"}
-    assert not fields - known, "fields of GRPOConfig without a row in config/migrate/trl.yaml"
+    assert not fields - known, "fields of GRPOConfig without a row in migrate/trl.yaml"
     if trl.__version__.startswith("1.16"):  # another version may have dropped some
         others = yaml.safe_load((TABLES / "trl.yaml").read_text(encoding="utf-8"))["others"]
         known -= {key for rows in others.values() for row in rows for key in row[0].split()}
-        assert not known - fields, "rows of config/migrate/trl.yaml that are no field of GRPOConfig"
+        assert not known - fields, "rows of migrate/trl.yaml that are no field of GRPOConfig"
 
 
 def test_every_key_that_is_named_as_ours_exists():
@@ -150,7 +149,7 @@ def test_the_committed_page_is_the_generated_one_and_has_every_key():
 
 @pytest.mark.run
 def test_the_module_prints_the_page():
-    result = subprocess.run([sys.executable, "-m", "gspo.config", "migrating"], capture_output=True, check=True)
+    result = subprocess.run([sys.executable, "-m", "gspo.cli", "migrating"], capture_output=True, check=True)
     assert result.stdout.decode() == migrating()
 
 

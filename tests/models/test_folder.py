@@ -15,9 +15,9 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 
 from gspo.errors import DataError
-from gspo.launcher.serve.model import as_folder, without_weights
+from gspo.launcher import as_folder, without_weights
 from gspo.models.loading import load_model, load_tokenizer
-from gspo.rewards.functions.reward_model import RewardModel
+from gspo.rewards import RewardModel
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SHARD = "model-00001-of-00001.safetensors"

@@ -17,7 +17,7 @@ from gspo.doctor import memory
 from gspo.errors import ConfigError, DataError
 from gspo.models import find, gguf
 from gspo.models.loading import load_model, load_tokenizer
-from gspo.system.files import sha256
+from gspo.system import sha256
 from registries import models as registry
 
 WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *"0123456789+= ".replace(" ", "Ġ"), "Ġ0", "12"]

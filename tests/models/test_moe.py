@@ -9,9 +9,9 @@ import torch
 import transformers as tf
 
 from gspo.errors import DataError
-from gspo.learner.policy.module import PolicyModule
+from gspo.learner import PolicyModule
 from gspo.models import moe
-from gspo.sampling.local.engine import LocalSampler
+from gspo.sampling import LocalSampler
 from gspo.types import Request, SampleId, SamplingParams
 
 _SIZE = {**model_zoo._BASE, "num_experts_per_tok": 2}

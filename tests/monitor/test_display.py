@@ -9,9 +9,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from gspo.monitor.display import Lines, LivePanel, make_display
-from gspo.runs.directory import RunDir
-from gspo.system.files import read_jsonl
-from gspo.system.text import duration
+from gspo.runs import RunDir
+from gspo.system import duration, read_jsonl
 
 # Window title, colour, 8-bit CSI, right-to-left override, markup, an emoji code, a line separator, a lone surrogate.
 HOSTILE = "\x1b]0;owned\x07\x1b[31mred\x9b31m\u202egnp.exe[/bold][red]:bomb:\u2028x\ud800\r\n\x00end"

@@ -12,12 +12,12 @@ import time
 import pytest
 from training_runs import metrics, train
 
-from gspo.config.loading import load
+from gspo.config import load
 from gspo.errors import ConfigError
 from gspo.lint import check
 from gspo.monitor import loggers
 from gspo.monitor.loggers import Loggers, _redirect_trackio
-from gspo.runs.directory import RunDir
+from gspo.runs import RunDir
 
 pytestmark = pytest.mark.run
 

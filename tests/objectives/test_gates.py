@@ -8,8 +8,8 @@ import pytest
 
 import gspo
 from gspo.algorithms import GATES
-from gspo.config.schema import known_keys
-from gspo.system.imports import by_name
+from gspo.config import known_keys
+from gspo.system import by_name
 
 SOURCE = Path(gspo.__file__).parent
 # The table itself; and the losses of other trainers, of which some have the same names.

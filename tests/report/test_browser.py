@@ -24,7 +24,7 @@ from made_runs import (
 )
 from PIL import Image
 
-from gspo.models.vision.processor import thumbnail
+from gspo.models import thumbnail
 from gspo.report.page.page import write_report
 from gspo.report.page.watch import Watch
 

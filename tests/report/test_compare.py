@@ -14,7 +14,7 @@ from gspo.cli.main import main
 from gspo.errors import ConfigError
 from gspo.report.comparison import MISSING, compare, find_runs, started
 from gspo.report.comparison_page import compare_view, show_value, write_page
-from gspo.system.text import inert
+from gspo.system import inert
 
 EVIL = "\x1b]0;owned\x07</script><img src=x onerror=alert(1)>[red]\u202e"
 

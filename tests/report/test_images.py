@@ -11,13 +11,12 @@ from PIL import Image
 
 from gspo.cli.main import main
 from gspo.errors import DataError
-from gspo.models.vision.processor import thumbnail
+from gspo.models import thumbnail
 from gspo.report import samples
 from gspo.report.page.page import write_report
 from gspo.report.page.watch import Watch
 from gspo.report.samples import read_block
-from gspo.runs import directory
-from gspo.runs.directory import RunDir
+from gspo.runs import RunDir, directory
 from gspo.types import Images
 
 ONE, OTHER = "ab" * 32, "cd" * 32

@@ -25,14 +25,14 @@ from made_runs import (
     write_samples,
 )
 
-from gspo.config.resolve import Origin, read_origins
+from gspo.config import Origin, read_origins
 from gspo.report.cards import ACCEPTED, ENOUGH, TARGET, clip_story, suggest_eps, time_parts
 from gspo.report.page.data import config_lines, metric_table
 from gspo.report.page.page import SCRIPTS, STYLES, asset, inert_json, write_report
 from gspo.report.read import read_metrics, status_of
 from gspo.report.samples import choose_files, choose_steps, read_block, sample_steps
 from gspo.report.summary import summarise, summary_of, summary_rows
-from gspo.runs.directory import RunLock
+from gspo.runs import RunLock
 
 
 @pytest.fixture

@@ -13,8 +13,7 @@ from made_runs import HOSTILE, answer_row, make_run, sample_row, step_row, write
 from rich.console import Console
 
 from gspo.cli import main as cli
-from gspo.config import dump
-from gspo.config.loading import load
+from gspo.config import dump, load
 from gspo.report.terminal import samples_view
 
 

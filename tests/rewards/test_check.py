@@ -7,12 +7,12 @@ from contextlib import closing
 import pytest
 
 from gspo.cli import main as cli
-from gspo.data.dataset import load_dataset, make_dataset
+from gspo.data import load_dataset, make_dataset
 from gspo.models import embedded
 from gspo.rewards.check import ANSWERS, check_reward, diagnose
 from gspo.rewards.pool import RewardPool
 from gspo.rewards.spec import reward_spec
-from gspo.train.build.data import answer_markers
+from gspo.train import answer_markers
 from gspo.types import Failure, Prompt, Score
 
 ROWS = [

@@ -4,15 +4,15 @@ import sys
 
 import pytest
 
-from gspo.config.loading import load
-from gspo.doctor.explanation import reward_words
+from gspo.config import load
+from gspo.doctor import reward_words
 from gspo.errors import ConfigError
 from gspo.rewards.call import RewardItem, bind, call_sample
 from gspo.rewards.functions.builtin import builtin
 from gspo.rewards.functions.text import LANGUAGES
 from gspo.rewards.pool import RewardPool
 from gspo.rewards.spec import combine, reward_spec
-from gspo.train.build.data import reward_specs
+from gspo.train import reward_specs
 from gspo.types import Failure, Score
 
 FRENCH = "Ce paquet contient les fichiers de configuration du serveur."

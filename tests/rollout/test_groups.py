@@ -6,11 +6,10 @@ import torch
 from made_batches import FAILED, make_group
 
 from gspo.errors import DataError, RewardError, RolloutError
-from gspo.rewards.pool import RewardPool
-from gspo.rewards.spec import reward_spec
+from gspo.rewards import RewardPool, reward_spec
 from gspo.rollout.groups import refuse_failures, sample_groups, single_turn
-from gspo.sampling.local.engine import LocalSampler
-from gspo.system.clock import Clock
+from gspo.sampling import LocalSampler
+from gspo.system import Clock
 from gspo.types import Prompt, SampleId, SamplingParams, Score
 
 pytestmark = pytest.mark.run

@@ -19,20 +19,16 @@ from killed_runs import Runs, fired
 from training_runs import RANKED, SMALL, digests, metrics, path_of, samples, stopping, train
 
 from gspo.config import load
-from gspo.envs.driver import Episodes
+from gspo.envs import Episodes
 from gspo.errors import RolloutError, TrainingError
-from gspo.rewards.pool import RewardPool
-from gspo.rewards.route import GivenRewards
-from gspo.rewards.spec import reward_spec
+from gspo.rewards import GivenRewards, RewardPool, reward_spec
 from gspo.rollout.buffer import Buffer
 from gspo.rollout.groups import GroupAssembler, refuse_failures, sample_groups, single_turn
 from gspo.rollout.producer import RolloutProducer
 from gspo.runs import checkpoint
-from gspo.sampling.local.engine import LocalSampler
-from gspo.system.clock import Clock
-from gspo.train import opening as opening
-from gspo.train.build.rollout import local_sampler, sampling_params
-from gspo.train.loop import Leader
+from gspo.sampling import LocalSampler
+from gspo.system import Clock
+from gspo.train import Leader, local_sampler, opening, sampling_params
 from gspo.types import Prompt, SampleId, SamplingParams
 
 pytestmark = pytest.mark.run
@@ -154,7 +150,7 @@ def test_other_sources_of_the_proximal_policy_take_stale_samples_too(tmp_path, t
 
 
 def test_a_run_that_is_stale_and_mostly_clipped_is_told_to_decouple():
-    from gspo.monitor.metrics import PATIENCE, alarms
+    from gspo.monitor import PATIENCE, alarms
 
     row = {"clip/sequences_low": 0.4, "clip/sequences_high": 0.3, "staleness/max": 4, "policy/proximal": "rollout"}
     counts = {"most clipped": PATIENCE - 1}

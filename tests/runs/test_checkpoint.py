@@ -9,8 +9,7 @@ import torch
 from processes import files_up_to
 
 from gspo.errors import CheckpointError
-from gspo.learner.optim import make_optimizer
-from gspo.learner.policy.module import PolicyModule
+from gspo.learner import PolicyModule, make_optimizer
 from gspo.runs import checkpoint
 
 STATE = {"step": 3, "noise": 5.5e-8, "auto_eps": None, "alarm_counts": {"entropy collapsed": 2}, "identity": {"a": 1}}

@@ -10,9 +10,9 @@ from processes import files_up_to
 from safetensors.numpy import load_file
 
 from gspo.errors import CheckpointError, ConfigError
-from gspo.report.read import read_metrics
+from gspo.report import read_metrics
 from gspo.runs.directory import RunDir, versions_and_hardware
-from gspo.system.files import read_jsonl, to_json, write_run_file
+from gspo.system import read_jsonl, to_json, write_run_file
 
 
 @pytest.fixture

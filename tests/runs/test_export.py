@@ -11,12 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gspo.config import load
 from gspo.errors import CheckpointError, ConfigError
-from gspo.learner.policy.module import PolicyModule
-from gspo.models import embedded
-from gspo.models.loading import load_model
+from gspo.learner import PolicyModule
+from gspo.models import embedded, load_model
 from gspo.runs.export import write_model
-from gspo.train.build.learner import load_policy
-from gspo.train.commands import export
+from gspo.train import export, load_policy
 
 pytestmark = pytest.mark.run
 

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from made_runs import eval_row, make_run, step_row
 
 from gspo.config import load
-from gspo.report.card import Exported, model_card
+from gspo.report import Exported, model_card
 from gspo.runs.export import open_repository
 
 CONFIG = """algorithm: grpo

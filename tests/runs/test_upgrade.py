@@ -13,9 +13,9 @@ import training_runs
 from gspo.cli import main as cli
 from gspo.config import load
 from gspo.errors import CheckpointError, ConfigError
-from gspo.report.read import read_metrics
+from gspo.report import read_metrics
 from gspo.runs.checkpoint import _own_sha256, verify
-from gspo.system.files import sha256
+from gspo.system import sha256
 
 OLD = Path(__file__).parent / "of_0_1"
 

@@ -9,7 +9,7 @@ from tiny_models import OTHERS, VOCAB, build
 from transformers import T5Config, T5ForConditionalGeneration
 
 from gspo.errors import RolloutError
-from gspo.learner.policy.module import PolicyModule
+from gspo.learner import PolicyModule
 from gspo.models import moe
 from gspo.sampling.local.choose import ForwardComparison, choose, engines
 from gspo.sampling.local.engine import LocalSampler

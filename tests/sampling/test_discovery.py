@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from gspo.sampling.remote.protocol import given_up, register, registered, sampler_file
+from gspo.sampling.remote.discovery import given_up, register, registered, sampler_file
 
 
 def test_a_server_that_registers_is_found(tmp_path):

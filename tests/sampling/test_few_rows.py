@@ -8,7 +8,7 @@ from native_library import forget_native
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gspo.runs.directory import _other_identity
+from gspo.runs import _other_identity
 from gspo.sampling.local.choose import Borrowed
 from gspo.sampling.native import few_rows, library
 

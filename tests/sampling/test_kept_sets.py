@@ -8,9 +8,9 @@ import pytest
 import torch
 from tiny_models import build
 
-from gspo.envs.episode import Exchange, assemble
-from gspo.learner.world import Command
-from gspo.rollout.storage import pack_batch, pack_groups, unpack_batch, unpack_groups
+from gspo.envs import Exchange, assemble
+from gspo.learner import Command
+from gspo.rollout import pack_batch, pack_groups, unpack_batch, unpack_groups
 from gspo.sampling.api import invalid_reason
 from gspo.sampling.local import draw
 from gspo.sampling.local.draw import kept_sets, warp

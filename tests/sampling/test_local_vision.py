@@ -9,8 +9,8 @@ import torch
 import vision_zoo
 
 from gspo.errors import DataError
-from gspo.learner.policy.probe import image_prompts
-from gspo.models.vision.tower import Vision
+from gspo.learner import image_prompts
+from gspo.models import Vision
 from gspo.sampling.local.engine import LocalSampler
 from gspo.types import Prompt, Request, Sample, SampleId, SamplingParams
 

@@ -18,20 +18,12 @@ from tiers import brief
 from tiny_models import build
 
 from gspo.errors import DataError, RolloutError, WeightSyncError
-from gspo.learner.policy.sharding import full_parameters
-from gspo.models.lora import add_adapter
-from gspo.models.moe import num_experts, route_shape, routers
+from gspo.learner import full_parameters
+from gspo.models import add_adapter, num_experts, route_shape, routers
 from gspo.sampling.api import Experts
+from gspo.sampling.remote.discovery import give_up, register
 from gspo.sampling.remote.engine import FILE, Session, session_order
-from gspo.sampling.remote.protocol import (
-    WireError,
-    give_up,
-    pack_request,
-    pack_sample,
-    register,
-    unpack_request,
-    unpack_sample,
-)
+from gspo.sampling.remote.protocol import WireError, pack_request, pack_sample, unpack_request, unpack_sample
 from gspo.sampling.weights.load import fetch_weights
 from gspo.sampling.weights.publish import Broadcaster
 from gspo.types import TOKEN_ARRAYS, Extras, Request, Routes, Sample, SampleId, SamplingParams

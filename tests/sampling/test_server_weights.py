@@ -13,7 +13,7 @@ from test_local import assert_same, group_requests, run
 from tiny_models import build
 
 from gspo.errors import WeightSyncError
-from gspo.learner.policy.module import PolicyModule, weight_names
+from gspo.learner import PolicyModule, weight_names
 from gspo.sampling.remote.server import RefusedCallError
 from gspo.sampling.weights import load
 from gspo.sampling.weights.publish import publish

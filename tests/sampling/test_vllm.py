@@ -19,13 +19,13 @@ from tiny_models import VOCAB, build
 from vllm_lookalike import Lookalike
 
 from gspo.errors import ConfigError, DataError, RolloutError, WeightSyncError
-from gspo.launcher.serve import engine as serve_engine
+from gspo.launcher import engine as serve_engine
 from gspo.sampling.engines import base, vllm
 from gspo.sampling.engines.base import EngineAddress
 from gspo.sampling.engines.vllm import VllmSampler
 from gspo.sampling.local.draw import kept_sets, warp
+from gspo.sampling.remote.discovery import register
 from gspo.sampling.remote.engine import SamplerEngine
-from gspo.sampling.remote.protocol import register
 from gspo.sampling.remote.server import SamplerServer
 from gspo.sampling.weights.load import sequence_logp
 from gspo.sampling.weights.publish import publish

@@ -17,17 +17,16 @@ from tiny_models import build
 
 from gspo.config import load
 from gspo.errors import ConfigError
-from gspo.learner.policy.module import PolicyModule
+from gspo.learner import PolicyModule
 from gspo.lint import lint
-from gspo.models import embedded
-from gspo.models.moe import routed, routers, routes_mismatch
+from gspo.models import embedded, routed, routers, routes_mismatch
 from gspo.sampling.api import Experts
 from gspo.sampling.engines.vllm import WORKER_FOLDER
 from gspo.sampling.local.draw import kept_sets, warp
 from gspo.sampling.remote.protocol import experts_of
 from gspo.sampling.weights.load import sequence_logp
 from gspo.sampling.weights.publish import publish
-from gspo.train.build.learner import make_policy
+from gspo.train import make_policy
 from gspo.types import Extras, Request, SampleId, SamplingParams
 
 MOE = "embedded:tiny-moe"

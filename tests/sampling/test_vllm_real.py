@@ -18,13 +18,12 @@ from served import House
 from test_vllm import run, served
 
 from gspo.errors import WeightSyncError
-from gspo.learner.policy.module import PolicyModule, weight_names
-from gspo.learner.policy.sharding import full_parameters
+from gspo.learner import PolicyModule, full_parameters, weight_names
 from gspo.models import embedded
 from gspo.sampling.local.draw import warp
 from gspo.sampling.weights.load import sequence_logp
 from gspo.sampling.weights.publish import Broadcaster, publish
-from gspo.train.build.learner import make_policy
+from gspo.train import make_policy
 from gspo.types import Request, SampleId, SamplingParams
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]

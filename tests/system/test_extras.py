@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import gspo
-from gspo.rewards.functions.builtin import PRELOAD
+from gspo.rewards import PRELOAD
 
 SOURCE = Path(gspo.__file__).parent
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"

@@ -22,8 +22,8 @@ from processes import until
 from raw_http import WRONG_HEADS, begin_and_stall, receive, until_hung_up
 from served import TOKEN, House
 
-from gspo.envs.agents.endpoint import PER_EPISODE, OpenEpisode
-from gspo.report.page.watch import Watch
+from gspo.envs import PER_EPISODE, OpenEpisode
+from gspo.report import Watch
 from gspo.system import http
 
 pytestmark = pytest.mark.run

@@ -8,7 +8,7 @@ import pytest
 from training_runs import SMALL, assert_resumes, digests, metrics, path_of, samples, train
 
 from gspo.config import load
-from gspo.envs.agents.agent import Agents, find_agent
+from gspo.envs import Agents, find_agent
 from gspo.errors import ConfigError
 from gspo.lint import lint
 from gspo.train import Trainer

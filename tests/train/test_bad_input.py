@@ -8,7 +8,7 @@ import pytest
 from processes import files_up_to
 from training_runs import digests, metrics, path_of, train
 
-from gspo.data.dataset import Dataset, make_dataset
+from gspo.data import Dataset, make_dataset
 from gspo.errors import CheckpointError, ConfigError, DataError, RewardError
 from gspo.models import embedded
 from gspo.runs import checkpoint

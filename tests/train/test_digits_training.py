@@ -7,8 +7,7 @@ import pytest
 from training_runs import build_fast, metrics, train
 
 from gspo.data import digits
-from gspo.models import embedded, lessons
-from gspo.models.vision.processor import load_processor
+from gspo.models import embedded, lessons, load_processor
 
 NAME = "embedded:tiny-vision"
 

@@ -9,13 +9,8 @@ from training_runs import metrics, train
 
 from gspo.cli.train import model_of_run
 from gspo.errors import ConfigError, DataError
-from gspo.models.loading import load_model, load_tokenizer
-from gspo.models.lora import add_adapter, save_adapter
-from gspo.sampling.local.engine import LocalSampler
-from gspo.sampling.remote.engine import SamplerEngine
-from gspo.sampling.remote.scores import KEY
-from gspo.sampling.remote.server import SamplerServer
-from gspo.sampling.weights.load import sequence_logp
+from gspo.models import add_adapter, load_model, load_tokenizer, save_adapter
+from gspo.sampling import KEY, LocalSampler, SamplerEngine, SamplerServer, sequence_logp
 
 TEACHER = (
     "algorithm=sft", "~gconfig.n_samples", "~actor.ppo_n_minibatches", "~actor.eps_clip", "actor.optimizer.lr=1e-3",

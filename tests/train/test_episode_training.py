@@ -10,7 +10,7 @@ from training_runs import assert_resumes, make_trainer, metrics, samples, train
 
 from gspo.config import load
 from gspo.errors import ConfigError, RewardError
-from gspo.runs.checkpoint import load_pending_groups
+from gspo.runs import load_pending_groups
 from gspo.train import Trainer
 from gspo.train.commands import evaluate_run
 

@@ -5,8 +5,7 @@ import pytest
 from made_batches import FAILED, make_group
 
 from gspo.config import load
-from gspo.data.dataset import make_dataset
-from gspo.data.mixture import make_mixture
+from gspo.data import make_dataset, make_mixture
 from gspo.errors import ConfigError
 from gspo.train.build.data import _best_metric, _evaluation_steps, make_data
 from gspo.train.evaluate import answer_rows, is_correct, problem_of, summarise_groups

@@ -336,7 +336,7 @@ def test_a_renamed_run_directory_goes_on_under_its_new_name(runs, straight, tmp_
 @pytest.mark.full
 def test_a_second_trainer_is_refused_although_the_lock_file_was_deleted(runs, straight, tmp_path):
     """A trainer that is busy, its `.lock` deleted as people do with stale locks, and another trainer."""
-    from gspo.runs.directory import RunDir
+    from gspo.runs import RunDir
 
     first = RunDir(path_of(tmp_path))
     (path_of(tmp_path) / ".lock").unlink()

@@ -27,13 +27,12 @@ from training_runs import (
 
 from gspo.algorithms import ALGORITHMS
 from gspo.config import load
-from gspo.data.dataset import make_dataset
+from gspo.data import make_dataset
 from gspo.errors import CheckpointError, ConfigError, TrainingError
-from gspo.monitor.display import Lines, LivePanel
-from gspo.monitor.metrics import PATIENCE
-from gspo.rollout.groups import single_turn
+from gspo.monitor import PATIENCE, Lines, LivePanel
+from gspo.rollout import single_turn
 from gspo.runs import checkpoint
-from gspo.system.files import read_jsonl
+from gspo.system import read_jsonl
 from gspo.train import Trainer
 from gspo.train.loop import Leader
 

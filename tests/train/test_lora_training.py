@@ -12,10 +12,8 @@ from transformers import AutoModelForCausalLM
 from gspo.cli.main import main
 from gspo.config import load
 from gspo.errors import CheckpointError, ConfigError
-from gspo.learner.policy.module import PolicyModule, weight_names
-from gspo.models import embedded
-from gspo.models.loading import load_model
-from gspo.models.lora import adapter_off
+from gspo.learner import PolicyModule, weight_names
+from gspo.models import adapter_off, embedded, load_model
 from gspo.train.build.learner import load_policy
 from gspo.train.commands import export
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from training_runs import metrics, train
 
-from gspo.models.loading import load_model
+from gspo.models import load_model
 
 pytestmark = pytest.mark.run
 

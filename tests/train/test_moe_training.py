@@ -7,8 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from gspo.config import load
 from gspo.errors import ConfigError, DataError
-from gspo.models import embedded
-from gspo.models.loading import load_model
+from gspo.models import embedded, load_model
 from gspo.train.commands import export
 
 pytestmark = pytest.mark.run

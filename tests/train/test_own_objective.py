@@ -14,9 +14,7 @@ from gspo.cli import main as cli
 from gspo.config import load
 from gspo.errors import ConfigError
 from gspo.objectives import mean_tokens, sum_tokens
-from gspo.report.cards import answers
-from gspo.report.read import read_metrics
-from gspo.report.summary import summary_of
+from gspo.report import answers, read_metrics, summary_of
 
 pytestmark = [pytest.mark.usefixtures("tiny"), pytest.mark.run]
 

@@ -11,7 +11,7 @@ from training_runs import make_trainer
 from gspo.config import load
 from gspo.errors import ConfigError, DataError
 from gspo.models import embedded
-from gspo.monitor.display import in_notebook, make_display
+from gspo.monitor import in_notebook, make_display
 from gspo.train import Trainer
 from gspo.train.build.data import make_data
 from gspo.train.build.learner import alphabet_warning

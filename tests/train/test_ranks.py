@@ -18,10 +18,9 @@ from training_runs import metrics
 from training_runs import train as train_alone
 
 from gspo.errors import ConfigError, TrainingError
-from gspo.learner.policy.packing import Completion, PackItem, filler, split_over_ranks
-from gspo.learner.world import joined
+from gspo.learner import Completion, PackItem, filler, joined, split_over_ranks
 from gspo.runs import checkpoint
-from gspo.system.program import StopRequest
+from gspo.system import StopRequest
 
 pytestmark = pytest.mark.run
 

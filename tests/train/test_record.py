@@ -17,12 +17,11 @@ def test_the_example_of_the_display_is_the_question_not_the_end_of_a_chat_templa
 
 
 @pytest.mark.run
-def test_a_reward_that_parses_nothing_stops_the_run_before_its_first_step(tmp_path):
-    broken = "reward.functions=[{name: final, marker: '@'}]"
-    with pytest.raises(
-        TrainingError, match=r"stopped by reward.check: stop: no reference answer earns .* is not parsed"
-    ):
-        train(tmp_path, broken, "reward.check=stop")
+def test_a_constant_reward_stops_the_run_before_its_first_step(tmp_path):
+    (tmp_path / "reward.py").write_text("def always(text):\n    return 1.0\n")
+    constant = f"reward.functions=[{tmp_path / 'reward.py'}:always]"
+    with pytest.raises(TrainingError, match=r"stopped by reward.check: stop: every answer earns 1"):
+        train(tmp_path, constant, "reward.check=stop")
     assert not (path_of(tmp_path) / "metrics.jsonl").exists()
 
 

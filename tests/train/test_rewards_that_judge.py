@@ -22,8 +22,7 @@ from transformers import (
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from gspo.errors import ConfigError, DataError, RewardError
-from gspo.models import embedded
-from gspo.models.loading import load_tokenizer
+from gspo.models import embedded, load_tokenizer
 
 pytestmark = pytest.mark.run
 

@@ -14,8 +14,8 @@ from training_runs import build_fast, make_trainer, metrics, path_of, samples, t
 from gspo.config import dump, load
 from gspo.errors import RolloutError
 from gspo.models import embedded
-from gspo.sampling.remote.protocol import registered, weight_folders
-from gspo.system.process import Launched
+from gspo.sampling import registered, weight_folders
+from gspo.system import Launched
 
 pytestmark = pytest.mark.run
 

@@ -9,7 +9,7 @@ from gspo.config import load
 from gspo.errors import ConfigError
 from gspo.lint import check
 from gspo.objectives import loss
-from gspo.runs.directory import State
+from gspo.runs import State
 
 
 def test_the_objective_is_the_mean_cross_entropy_and_its_gradient_bit_for_bit():

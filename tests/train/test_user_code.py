@@ -6,7 +6,7 @@ import pytest
 from training_runs import path_of, train
 
 from gspo.errors import ConfigError, GspoError
-from gspo.system.imports import described, source_file, user_lines
+from gspo.system import described, source_file, user_lines
 
 pytestmark = [pytest.mark.usefixtures("tiny"), pytest.mark.run]
 

@@ -10,9 +10,9 @@ from tiers import brief
 from training_runs import digests, make_trainer, metrics, path_of, samples, train
 
 from gspo.config import load
-from gspo.doctor.explanation import explain
+from gspo.doctor import explain
 from gspo.errors import CheckpointError, ConfigError, DataError, TrainingError
-from gspo.models.loading import load_model
+from gspo.models import load_model
 from gspo.runs import checkpoint
 from gspo.train.build.learner import load_policy
 

@@ -11,11 +11,10 @@ from training_runs import RANKED, metrics, train, without_clocks
 from transformers import MllamaConfig, MllamaForConditionalGeneration
 
 from gspo.config import load
-from gspo.data.dataset import make_dataset
+from gspo.data import make_dataset
 from gspo.errors import ConfigError, DataError
-from gspo.learner.policy.module import PolicyModule
-from gspo.models.loading import load_model
-from gspo.models.vision.processor import load_processor
+from gspo.learner import PolicyModule
+from gspo.models import load_model, load_processor
 from gspo.train.build.data import refuse_images
 from gspo.train.build.learner import processor_of, set_trained_part, with_tower
 from gspo.train.commands import export

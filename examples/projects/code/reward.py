@@ -1,7 +1,7 @@
 """The reward: 1 if the program of a completion passes every hidden test, else 0. A change makes another run."""
 
-from gspo.rewards.functions.code import code
-from gspo.rewards.sandbox.box import unavailable
+from gspo.rewards import code
+from gspo.rewards import unavailable
 
 if problem := unavailable():  # said by `gspo doctor`, before any program runs
     raise RuntimeError(f"the sandbox does not work here: {problem}")

@@ -25,7 +25,7 @@ import numpy as np
 
 import gspo
 from gspo.errors import ConfigError, GspoError
-from gspo.system.process import last_lines, stop_group
+from gspo.system import last_lines, stop_group
 from lab.bench.commits import side
 from lab.bench.ours import run_settings
 from lab.bench.workloads import Workload, workload_rows, write_workload_model

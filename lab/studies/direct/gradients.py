@@ -17,12 +17,9 @@ from torch import Tensor
 
 from gspo import objectives
 from gspo.config import Loaded
-from gspo.learner.credit import Batch
-from gspo.learner.policy.module import PolicyModule, packed_parts
-from gspo.learner.policy.packing import by_sequence, gather
-from gspo.system.clock import Clock
-from gspo.train import Trainer
-from gspo.train.loop import Leader
+from gspo.learner import Batch, PolicyModule, by_sequence, gather, packed_parts
+from gspo.system import Clock
+from gspo.train import Leader, Trainer
 
 LogProbs = Mapping[int, NDArray[Any]]  # by sequence number
 

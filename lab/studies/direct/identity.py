@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gspo.config import Loaded
-from gspo.system.clock import Clock
+from gspo.system import Clock
 from lab.studies.direct.gradients import gradient, opened, relative_difference, sampled
 
 

@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 
 from gspo import rng
 from gspo.config import Loaded
-from gspo.learner.credit import Batch
-from gspo.learner.proximal import AutoClip, clip_range, next_eps
-from gspo.system.clock import Clock
-from gspo.train.loop import Leader
+from gspo.learner import AutoClip, Batch, clip_range, next_eps
+from gspo.system import Clock
+from gspo.train import Leader
 from lab.studies.direct.gradients import LogProbs, cosine, gradient, log_probs, opened, sampled
 
 FIXED = (2e-3, 2.5e-3)  # ε of the quick-start

@@ -22,13 +22,10 @@ import numpy as np
 import torch
 
 from gspo.config import Loaded
-from gspo.learner.credit import Batch, batch_with_advantages
-from gspo.learner.step import Learner
-from gspo.rollout.groups import sample_groups
-from gspo.system.clock import Clock
-from gspo.train.build.learner import assembly
-from gspo.train.build.rollout import sampling_params
-from gspo.train.loop import Leader
+from gspo.learner import Batch, Learner, batch_with_advantages
+from gspo.rollout import sample_groups
+from gspo.system import Clock
+from gspo.train import Leader, assembly, sampling_params
 from gspo.types import Group
 from lab.studies.direct.gradients import LogProbs, cosine, gradient, log_probs, opened
 

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from gspo.config import Loaded
-from gspo.learner.credit import batch_with_advantages
-from gspo.rollout.groups import sample_groups
-from gspo.system.clock import Clock
-from gspo.train.build.learner import assembly
-from gspo.train.build.rollout import sampling_params
+from gspo.learner import batch_with_advantages
+from gspo.rollout import sample_groups
+from gspo.system import Clock
+from gspo.train import assembly, sampling_params
 from lab.studies.direct.gradients import log_probs, opened, sampled
 
 

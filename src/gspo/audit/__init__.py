@@ -1,21 +1,13 @@
-"""`gspo audit` and `TRLCallback`: what runs of TRL, verl and ms-swift do, in a run directory that `gspo report` opens.
+"""`gspo audit` and `TRLCallback`: runs of TRL, verl and ms-swift, explained and shown by our report."""
 
-`gspo.audit.TRLCallback` is imported on first use: it needs transformers.
-"""
+from typing import TYPE_CHECKING
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from gspo.system import face
 
 if TYPE_CHECKING:
-    from gspo.audit.callback import TRLCallback as TRLCallback
-
-__all__ = ["TRLCallback"]
-
-
-def __getattr__(name: str) -> Any:
-    if name != "TRLCallback":
-        raise AttributeError(f"module 'gspo.audit' has no attribute {name!r}")
+    # fmt: off
     from gspo.audit.callback import TRLCallback
+    from gspo.audit.disk import audit_files
+    # fmt: on
 
-    return TRLCallback
+__getattr__ = face(__name__)

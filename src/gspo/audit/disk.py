@@ -30,9 +30,8 @@ from gspo.audit.foreign import Draft
 from gspo.audit.trl import from_swift, from_trl
 from gspo.audit.verl import from_verl
 from gspo.errors import ConfigError
-from gspo.runs.directory import RunDir
-from gspo.system.files import parse_yaml, read_jsonl, read_regular
-from gspo.system.text import flat
+from gspo.runs import RunDir
+from gspo.system import flat, parse_yaml, read_jsonl, read_regular
 
 MAX_BYTES = 4_000_000  # a real file has about 10 kB
 _MARK = object()

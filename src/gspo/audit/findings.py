@@ -10,13 +10,11 @@ from typing import Any
 import yaml
 
 from gspo.audit.foreign import Draft
-from gspo.config.loading import load
-from gspo.config.resolve import Loaded, Origin, write_origins
-from gspo.doctor.explanation import batch_section, objective_section, policy_section
+from gspo.config import Loaded, Origin, load, write_origins
+from gspo.doctor import batch_section, objective_section, policy_section
 from gspo.errors import ConfigError
-from gspo.lint import data, objective
-from gspo.lint.facts import Facts, Finding, facts_of
-from gspo.system.files import to_json, write_run_file
+from gspo.lint import Facts, Finding, data, facts_of, objective
+from gspo.system import to_json, write_run_file
 
 
 def write_audit(run: Path, draft: Draft, *, version: str, source: str, unknown: Sequence[str]) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gspo.lint.facts import Finding
-from gspo.migrate.other_systems import foreign_keys
+from gspo.lint import Finding
+from gspo.migrate import foreign_keys
 
 System = Literal["TRL", "verl", "ms-swift"]
 

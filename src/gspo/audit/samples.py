@@ -12,8 +12,7 @@ import numpy as np
 
 from gspo.audit.callback import equal_groups, text_of
 from gspo.audit.foreign import Draft
-from gspo.system.files import read_jsonl
-from gspo.system.imports import install_command
+from gspo.system import install_command, read_jsonl
 
 Row = dict[str, Any]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gspo.audit.foreign import Draft
-from gspo.system.text import number
+from gspo.system import number
 
 AGGREGATIONS = {
     "grpo": "sequence_mean",

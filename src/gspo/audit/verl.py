@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gspo.audit.foreign import Draft
-from gspo.system.text import number
+from gspo.system import number
 
 A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 CORRECTION = "algorithm.rollout_correction."

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from gspo.errors import ConfigError, DataError, GspoError
 
 if TYPE_CHECKING:
-    from gspo.envs.chat import Chat
-    from gspo.sampling.api import Sampler
+    from gspo.envs import Chat
+    from gspo.sampling import Sampler
     from gspo.types import SamplingParams
 
 COMMANDS = "/reset starts a new conversation, /quit ends; Ctrl-C stops an answer"
@@ -36,8 +36,8 @@ def chat_arguments(parser: argparse.ArgumentParser) -> None:
 
 def chat(args: argparse.Namespace) -> int:
     from gspo.cli.runs import find_model
-    from gspo.config.loading import load
-    from gspo.report.read import choose_step
+    from gspo.config import load
+    from gspo.report import choose_step
 
     words = list(args.words)
     if not words or "=" in words[0]:
@@ -120,9 +120,8 @@ class ChatSession:
 
 
 def _open(config: Any, run: Path | None, step: int, stack: contextlib.ExitStack) -> ChatSession:
-    from gspo.envs.chat import Chat
-    from gspo.train.build.learner import context_length, load_policy, set_threads
-    from gspo.train.build.rollout import evaluation_params, make_sampler
+    from gspo.envs import Chat
+    from gspo.train import context_length, evaluation_params, load_policy, make_sampler, set_threads
 
     set_threads(config)
     policy, tokenizer = load_policy(config, run, step)
@@ -139,8 +138,8 @@ def _open(config: Any, run: Path | None, step: int, stack: contextlib.ExitStack)
 
 def _talk(session: ChatSession, *, is_terminal: bool) -> int:
     """Read lines and print answers until /quit or the end of the input. A pipe gets the answers alone."""
-    from gspo.envs.chat import TemplateError
-    from gspo.system.text import inert
+    from gspo.envs import TemplateError
+    from gspo.system import inert
 
     if is_terminal:
         with contextlib.suppress(ImportError):

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo.errors import ConfigError, GspoError
-from gspo.system.imports import NO_LAB, in_lab, laboratory
+from gspo.system import NO_LAB, in_lab, laboratory
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from gspo.config.loading import Loaded
+    from gspo.config import Loaded
 
 
 OVERRIDES = "key=value (also +key=value, ++key=value), or ~key to reset it to its default"
@@ -37,7 +37,7 @@ def override_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load_config(args: argparse.Namespace) -> Loaded:
-    from gspo.config.loading import load
+    from gspo.config import load
 
     words = list(args.words)
     path = args.config
@@ -93,7 +93,7 @@ def models(args: argparse.Namespace) -> int:
         return _check_models(args)
     if args.names:
         raise ConfigError("gspo models list takes no further arguments")
-    from gspo.report.terminal import models_view
+    from gspo.report import models_view
 
     console().print(models_view(_known_models()), crop=False)
     return 0
@@ -101,8 +101,7 @@ def models(args: argparse.Namespace) -> int:
 
 def _known_models() -> list[dict[str, Any]]:
     """All known models, in the cache or not: name, description, whether it is there, bytes on disk, folder."""
-    from gspo.models import cache, embedded
-    from gspo.models.find import FETCHED, fetched_folder
+    from gspo.models import FETCHED, cache, embedded, fetched_folder
 
     found: list[dict[str, Any]] = []
     for name in embedded.RECIPES:
@@ -117,7 +116,7 @@ def _known_models() -> list[dict[str, Any]]:
 
 
 def _model_row(name: str, what: str, place: Path, absent: str) -> dict[str, Any]:
-    from gspo.models.cache import SUMS
+    from gspo.models import SUMS
 
     is_here = (place / SUMS).is_file()
     size = sum(file.stat().st_size for file in place.iterdir()) if is_here else 0
@@ -126,7 +125,7 @@ def _model_row(name: str, what: str, place: Path, absent: str) -> dict[str, Any]
 
 def _check_models(args: argparse.Namespace) -> int:
     """`gspo models check`: exit code 1 if a model is refused or not exact."""
-    from gspo.doctor.models import COLUMNS, check_model, is_exact
+    from gspo.doctor import COLUMNS, check_model, is_exact
 
     if bool(args.names) == args.all:
         raise ConfigError("give folders or model types to check, or --all; for example: gspo models check qwen3_next")
@@ -158,7 +157,7 @@ def _check_models(args: argparse.Namespace) -> int:
 
 def _require_model(name: str, types: Sequence[str]) -> None:
     """An error before any check if a name is neither a model type nor a model that `actor.path` could name."""
-    from gspo.models.find import find_here, is_hub_name
+    from gspo.models import find_here, is_hub_name
 
     try:
         find_here(name, "model")
@@ -179,7 +178,7 @@ def objectives_arguments(parser: argparse.ArgumentParser) -> None:
 
 def objectives(args: argparse.Namespace) -> int:
     from gspo.algorithms import ALGORITHMS
-    from gspo.doctor.render import algorithm_card, algorithm_table
+    from gspo.doctor import algorithm_card, algorithm_table
 
     if args.name is None:
         print(algorithm_table(**display()))
@@ -198,8 +197,8 @@ def config_verb_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def config(args: argparse.Namespace) -> int:
+    from gspo.cli.document import json_schema
     from gspo.config import dump
-    from gspo.config.document import json_schema
 
     if args.schema:
         print(json.dumps(json_schema(), indent=1, ensure_ascii=False))
@@ -220,10 +219,9 @@ def _is_config(word: str) -> bool:
 
 def _explain_key(name: str) -> int:
     """Print the description, type, bounds and default of a key, or of each key of a section."""
-    from gspo.config.loading import unknown_key
-    from gspo.config.schema import known_keys
+    from gspo.config import known_keys, unknown_key
     from gspo.shipped import with_pages
-    from gspo.system.text import TextRows
+    from gspo.system import TextRows
 
     keys = known_keys()
     if name not in keys:
@@ -254,7 +252,7 @@ def examples_arguments(parser: argparse.ArgumentParser) -> None:
 
 def examples(args: argparse.Namespace) -> int:
     from gspo.shipped import copy_example, example_files
-    from gspo.system.text import TextRows
+    from gspo.system import TextRows
 
     known = example_files()
     if args.what == "list":

@@ -14,7 +14,7 @@ from gspo.cli.reports import open_page, write_report_of
 from gspo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gspo.config.loading import Loaded
+    from gspo.config import Loaded
 
 
 def doctor_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,8 +47,7 @@ def doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def doctor(args: argparse.Namespace) -> int:
-    from gspo.doctor.explanation import explain, report_json
-    from gspo.doctor.render import machine_text, to_text
+    from gspo.doctor import explain, machine_text, report_json, to_text
     from gspo.shipped import with_pages
 
     if args.reward:
@@ -70,7 +69,7 @@ def doctor(args: argparse.Namespace) -> int:
         print(with_pages(to_text(report, **display())), flush=True)
     # A config with errors is not examined further: the checks below rely on a consistent one.
     if not args.quick and report.exit_code == 0:
-        from gspo.doctor.ready import examine
+        from gspo.doctor import examine
 
         report = report.with_machine(examine(loaded, report.sections["memory"]))
     print(
@@ -83,8 +82,8 @@ def doctor(args: argparse.Namespace) -> int:
 
 def _reward(args: argparse.Namespace) -> int:
     """`--reward`: exit code 1 if training by this reward makes no sense."""
-    from gspo.doctor.reward import examine_reward, reward_view
-    from gspo.system.text import inert
+    from gspo.doctor import examine_reward, reward_view
+    from gspo.system import inert
 
     lines, found = examine_reward(load_config(args).config, with_model=args.model)
     if args.json:
@@ -97,8 +96,8 @@ def _reward(args: argparse.Namespace) -> int:
 
 def _measure(args: argparse.Namespace) -> int:
     """`--probe` and `--selftest`: in this process, or in the processes that a run would have (trainer and sampler)."""
-    from gspo.doctor.checks import run_beside_sampler
-    from gspo.train.trainer import is_launched
+    from gspo.doctor import run_beside_sampler
+    from gspo.train import is_launched
 
     if args.probe and args.selftest:
         raise ConfigError("--probe and --selftest cannot be combined: run one at a time")
@@ -120,8 +119,8 @@ def _measure(args: argparse.Namespace) -> int:
 
 def _measured(args: argparse.Namespace) -> tuple[Loaded, Path | None, int]:
     """The config, and the run and step whose weights are used; no run: the weights that training starts from."""
-    from gspo.config.loading import load
-    from gspo.report.read import choose_step, is_run
+    from gspo.config import load
+    from gspo.report import choose_step, is_run
 
     if args.weights:
         return load_config(args), Path(args.weights), int(args.step)
@@ -136,9 +135,9 @@ def _measured(args: argparse.Namespace) -> tuple[Loaded, Path | None, int]:
 
 
 def _probe(args: argparse.Namespace, loaded: Loaded, place: Path, run: Path | None, step: int) -> int:
-    from gspo.doctor.checks import measure_noise
-    from gspo.report.terminal import probe_view
-    from gspo.system.text import inert
+    from gspo.doctor import measure_noise
+    from gspo.report import probe_view
+    from gspo.system import inert
 
     result = measure_noise(loaded, run, step, place, lambda message: print(f"gspo: {inert(message)}", file=sys.stderr))
     if args.json:
@@ -152,8 +151,8 @@ def _probe(args: argparse.Namespace, loaded: Loaded, place: Path, run: Path | No
 def _selftest(args: argparse.Namespace, loaded: Loaded, place: Path, run: Path | None, step: int) -> int:
     from dataclasses import asdict
 
-    from gspo.doctor.checks import selftest
-    from gspo.system.text import inert
+    from gspo.doctor import selftest
+    from gspo.system import inert
 
     lines = []
     for line in selftest(loaded, place, lambda message: print(inert(message), file=sys.stderr)):
@@ -177,8 +176,8 @@ def audit_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def audit(args: argparse.Namespace) -> int:
-    from gspo.audit.disk import audit_files as read_and_write
-    from gspo.system.text import inert
+    from gspo.audit import audit_files as read_and_write
+    from gspo.system import inert
 
     paths = [Path(path) for path in args.paths]
     run = Path(args.out) if args.out else Path("runs/audit") / paths[0].absolute().name

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gspo.cli.common import config_arguments, console, load_config
 from gspo.errors import ConfigError
-from gspo.system.imports import in_lab
+from gspo.system import in_lab
 
 
 def bench_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,9 +87,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
 def plan(args: argparse.Namespace) -> int:
     from rich.table import Table
 
-    from gspo.planner.command import job_of, lengths_of_run, row_of
-    from gspo.planner.search import plans
-    from gspo.planner.simulation import parse_gpus
+    from gspo.planner import job_of, lengths_of_run, parse_gpus, plans, row_of
 
     gpu, num_gpus = parse_gpus(args.gpus)
     if args.length is not None and args.run is not None:

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from gspo import __version__
 from gspo.cli import chat, common, doctor, lab, project, reports, runs, train
 from gspo.errors import ConfigError, GspoError
-from gspo.system import program
-from gspo.system.imports import laboratory
+from gspo.system import laboratory, program
 
 
 class Verb(NamedTuple):
@@ -38,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except GspoError as error:
         from gspo.shipped import with_pages
-        from gspo.system.text import inert
+        from gspo.system import inert
 
         print(f"gspo: {inert(with_pages(str(error)))}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1

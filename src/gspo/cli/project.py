@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gspo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gspo.data.arithmetic import Split
+    from gspo.data import Split
 
 TASKS = ("math", "code", "chat", "tools", "vision", "sft")
 SCHEMA = "gspo.schema.json"
@@ -33,7 +33,7 @@ def init_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def init(args: argparse.Namespace) -> int:
-    from gspo.system.text import inert
+    from gspo.system import inert
 
     folder = Path(args.folder)
     trial = write_project(folder, args.task)
@@ -49,7 +49,7 @@ def write_project(folder: Path, task: str) -> str:
 
     ConfigError if the folder is not empty; then nothing is written.
     """
-    from gspo.config.document import json_schema
+    from gspo.cli.document import json_schema
     from gspo.shipped import shipped
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -90,8 +90,7 @@ def project_name(folder: Path) -> str:
 
 def _data(task: str, split: Split) -> Iterator[tuple[str, bytes]]:
     """The files of a split below data/: rows of additions in the form that the task needs, and images."""
-    from gspo.data import arithmetic
-    from gspo.data import digits as digits
+    from gspo.data import arithmetic, digits
 
     count = _ROWS.get(task, _USUAL)[split]
     rows: Sequence[Mapping[str, Any]]
@@ -146,7 +145,7 @@ class _Words(NamedTuple):
 def completion_script(shell: str) -> str:
     """The completion of verbs, options, their choices, example names and config keys, made from the table of verbs."""
     from gspo.cli.main import available_verbs, parser_of
-    from gspo.config.schema import known_keys
+    from gspo.config import known_keys
     from gspo.shipped import example_files
 
     examples = tuple(name for name, file in example_files().items() if file.suffix == ".yaml")

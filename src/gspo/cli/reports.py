@@ -13,7 +13,7 @@ from gspo.errors import ConfigError, GspoError
 
 
 def write_report_of(run: Path, to: Path | None = None, megabytes: float | None = None) -> Path:
-    from gspo.report.page.page import BUDGET, write_report
+    from gspo.report import BUDGET, write_report
 
     return write_report(run, to, doctor=words_of(run), budget=int(1e6 * megabytes) if megabytes else BUDGET)
 
@@ -23,9 +23,8 @@ def words_of(run: Path) -> dict[str, Any]:
     import json
     from dataclasses import replace
 
-    from gspo.config.loading import load
-    from gspo.config.resolve import read_origins
-    from gspo.doctor.explanation import explain
+    from gspo.config import load, read_origins
+    from gspo.doctor import explain
 
     with contextlib.suppress(OSError, ValueError, RecursionError):
         audit = json.loads((run / "audit.json").read_text(encoding="utf-8"))
@@ -66,8 +65,8 @@ def report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def report(args: argparse.Namespace) -> int:
-    from gspo.report.read import open_run
-    from gspo.system.text import inert
+    from gspo.report import open_run
+    from gspo.system import inert
 
     if args.samples:
         return _samples(args)
@@ -88,10 +87,8 @@ def report(args: argparse.Namespace) -> int:
 
 
 def _samples(args: argparse.Namespace) -> int:
-    from gspo.report.read import open_run
-    from gspo.report.samples import read_block, sample_steps
-    from gspo.report.terminal import samples_view
-    from gspo.system.text import inert
+    from gspo.report import open_run, read_block, sample_steps, samples_view
+    from gspo.system import inert
 
     if args.out or args.open or args.max_mb is not None:
         raise ConfigError("--samples prints and writes no page: leave out --out, --open and --max-mb")
@@ -116,7 +113,7 @@ def _write_rows(args: argparse.Namespace, run: Path) -> int:
     """`gspo report RUN --samples --filter … > rows.jsonl`."""
     import json
 
-    from gspo.report.samples import parse_filter, training_rows
+    from gspo.report import parse_filter, training_rows
 
     if args.held_out or args.step is not None:
         raise ConfigError("--best and --filter read all training samples: leave out --held-out and --step")
@@ -137,7 +134,7 @@ def watch_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def watch(args: argparse.Namespace) -> int:
-    from gspo.report.page.watch import Watch
+    from gspo.report import Watch
 
     path = Path(args.path)
     if not path.is_dir():
@@ -175,14 +172,13 @@ def compare_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def compare(args: argparse.Namespace) -> int:
-    from gspo.report.comparison import compare
-    from gspo.report.comparison_page import compare_view
-    from gspo.system.text import inert
+    from gspo.report import compare, compare_view
+    from gspo.system import inert
 
     found = compare(args.runs, args.metric)
     console().print(compare_view(found, display()["width"], inert))
     if args.out:
-        from gspo.report.comparison_page import write_page
+        from gspo.report import write_page
 
         print(inert(f"\nwritten to {write_page(found, Path(args.out))}"))
     return 0

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from gspo.cli.common import console
 from gspo.errors import ConfigError
-from gspo.system.text import progress
+from gspo.system import progress
 
 if TYPE_CHECKING:
-    from gspo.config.loading import Loaded
+    from gspo.config import Loaded
 
 
 def eval_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,11 +51,11 @@ def evaluate(args: argparse.Namespace) -> int:
     target, loaded, run = _examined(args)
     step = 0
     if run is not None:
-        from gspo.report.read import choose_step
+        from gspo.report import choose_step
 
         step = choose_step(run, args.step)
-    from gspo.system.files import to_json, write_run_file
-    from gspo.train.commands import evaluate_run
+    from gspo.system import to_json, write_run_file
+    from gspo.train import evaluate_run
 
     with progress("evaluating") as tell:
         result = evaluate_run(loaded.config, run, step, tell)
@@ -68,8 +68,8 @@ def evaluate(args: argparse.Namespace) -> int:
     if args.json:
         print(to_json({"target": target, **result}))
     else:
-        from gspo.report.terminal import evaluation_view
-        from gspo.system.text import inert
+        from gspo.report import evaluation_view
+        from gspo.system import inert
 
         console().print(evaluation_view(inert(_heading(target, result)), result))
         if file is not None:
@@ -88,7 +88,7 @@ def _result_file(args: argparse.Namespace, run: Path | None, step: int, num_samp
 
 def _examined(args: argparse.Namespace) -> tuple[str, Loaded, Path | None]:
     """What is evaluated, its config and its run: options become overrides of the run's config or of the defaults."""
-    from gspo.config.loading import load
+    from gspo.config import load
 
     words = list(args.words)
     if not words or "=" in words[0]:
@@ -121,7 +121,7 @@ def _examined(args: argparse.Namespace) -> tuple[str, Loaded, Path | None]:
 
 def find_model(target: str) -> Path | None:
     """The run directory that `target` names; None: it names a model. ConfigError if it is neither."""
-    from gspo.report.read import is_run, open_run
+    from gspo.report import is_run, open_run
 
     folder = Path(target)
     if is_run(folder):
@@ -138,9 +138,8 @@ def find_model(target: str) -> Path | None:
 def _require_model(target: str) -> None:
     """ConfigError if a name is neither a run nor a model."""
     from gspo.errors import DataError
-    from gspo.models.embedded import RECIPES
-    from gspo.models.find import FETCHED, find_here, nearest_model
-    from gspo.report.read import runs_below
+    from gspo.models import FETCHED, RECIPES, find_here, nearest_model
+    from gspo.report import runs_below
 
     try:
         find_here(target, target)
@@ -176,8 +175,8 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def export(args: argparse.Namespace) -> int:
-    from gspo.config.loading import load
-    from gspo.report.read import choose_step, open_run
+    from gspo.config import load
+    from gspo.report import choose_step, open_run
 
     run = open_run(args.run)
     step = choose_step(run, args.step)
@@ -193,16 +192,16 @@ def export(args: argparse.Namespace) -> int:
     if args.public and not args.push:
         raise ConfigError("--public needs --push OWNER/NAME")
     if args.push:
-        from gspo.runs.export import open_repository
+        from gspo.runs import open_repository
 
         open_repository(args.push, public=args.public)
-    from gspo.train.commands import export
+    from gspo.train import export
 
     texts = _card_files(loaded, run, step, args.push or to.absolute().name, is_adapter)
     export(config, run, step, to, merge=args.merge, texts=texts)
     print(f"step {step} of {run} → {to}\n  AutoModelForCausalLM.from_pretrained({str(to)!r})")
     if is_adapter:
-        from gspo.runs.export import base_name
+        from gspo.runs import base_name
 
         base = base_name(config.actor.path)
         print(f"  The folder has the adapter only: loading it needs peft and the base model, {base}")
@@ -215,7 +214,7 @@ def export(args: argparse.Namespace) -> int:
         else:
             print("  --merge writes a plain model instead.")
     if args.push:
-        from gspo.runs.export import push
+        from gspo.runs import push
 
         print(f"pushed: {push(to, args.push, f'step {step} of {run.name}, trained with gspo')}")
     return 0
@@ -225,9 +224,9 @@ def _card_files(loaded: Loaded, run: Path, step: int, name: str, is_adapter: boo
     """The model card, and the run's config, with which it can be trained again."""
     from gspo import __version__
     from gspo.config import algorithm_in
-    from gspo.models.find import is_hub_name, snapshot
-    from gspo.report.card import CONFIG, Exported, model_card
-    from gspo.runs.export import base_name
+    from gspo.models import is_hub_name, snapshot
+    from gspo.report import CONFIG, Exported, model_card
+    from gspo.runs import base_name
 
     actor, algorithm = loaded.config.actor, algorithm_in(loaded.config)
     objective = algorithm.title + (f" ({algorithm.paper})" if algorithm.paper else f" ({algorithm.name})")
@@ -246,8 +245,7 @@ def checkpoints_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def checkpoints(args: argparse.Namespace) -> int:
-    from gspo.report.read import open_run, read_checkpoints
-    from gspo.report.terminal import checkpoints_view
+    from gspo.report import checkpoints_view, open_run, read_checkpoints
 
     run = open_run(args.run)
     found = read_checkpoints(run)
@@ -259,8 +257,8 @@ def checkpoints(args: argparse.Namespace) -> int:
 def _damage(checkpoint: Path) -> str | None:
     """Why a checkpoint is damaged, by its manifest; None if it is not."""
     from gspo.errors import CheckpointError
-    from gspo.runs.checkpoint import verify
-    from gspo.system.text import inert
+    from gspo.runs import verify
+    from gspo.system import inert
 
     try:
         verify(checkpoint)

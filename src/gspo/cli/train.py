@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING
 from gspo.cli.common import config_arguments, console, load_config
 from gspo.cli.reports import write_report_of
 from gspo.faults import reached
-from gspo.system.heartbeat import beat, limited
-from gspo.system.imports import install_command
+from gspo.system import beat, install_command, limited
 
 if TYPE_CHECKING:
-    from gspo.config.loading import Loaded
-    from gspo.config.schema import Config
+    from gspo.config import Config, Loaded
 
 MIN_TIMEOUT_S = 600.0  # the least stall timeout outside of training
 
@@ -30,7 +28,7 @@ def train_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def launch_arguments(parser: argparse.ArgumentParser) -> None:
-    from gspo.launcher.start import LAUNCHERS
+    from gspo.launcher import LAUNCHERS
 
     parser.add_argument("--on", choices=LAUNCHERS, help="how processes are launched (scheduler.type)")
     parser.add_argument(
@@ -40,7 +38,7 @@ def launch_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def train(args: argparse.Namespace) -> int:
-    from gspo.launcher.start import with_scheduler
+    from gspo.launcher import with_scheduler
 
     loaded = with_scheduler(load_config(args), args.on)
     if args.new:
@@ -63,7 +61,7 @@ def model_of_run(path: str, key: str) -> Path | None:
 
     So that a run can start where another one ended: `actor.path: runs/sft_then_gspo/sft`.
     """
-    from gspo.report.read import choose_step, is_run
+    from gspo.report import choose_step, is_run
 
     run = Path(path)
     if not is_run(run):
@@ -71,8 +69,8 @@ def model_of_run(path: str, key: str) -> Path | None:
     step = choose_step(run, "best") or choose_step(run, "last")
     to = run / f"model_step_{step:06d}"
     if not to.is_dir():
-        from gspo.config.loading import load
-        from gspo.train.commands import export
+        from gspo.config import load
+        from gspo.train import export
 
         config = load(run / "config.yaml").config
         export(config, run, step, to, merge=config.actor.use_lora)
@@ -81,9 +79,9 @@ def model_of_run(path: str, key: str) -> Path | None:
 
 
 def _train(args: argparse.Namespace, loaded: Loaded) -> int:
-    from gspo.launcher.start import launch
+    from gspo.launcher import launch
     from gspo.lint import check
-    from gspo.train.trainer import is_launched
+    from gspo.train import is_launched
 
     given = [*(["--config", args.config] if args.config else []), *args.words, *(["--on", args.on] if args.on else [])]
     if args.dry_run or not is_launched():
@@ -97,8 +95,7 @@ def _train(args: argparse.Namespace, loaded: Loaded) -> int:
     again = shlex.join(["gspo", "train", *given])
     beat("importing torch")
     reached("start.import")
-    from gspo.report.read import best_step, read_metrics
-    from gspo.report.summary import summarise
+    from gspo.report import best_step, read_metrics, summarise
     from gspo.train import run
 
     before = max((row["step"] for row in read_metrics(path)), default=0)
@@ -132,14 +129,14 @@ def preview_arguments(parser: argparse.ArgumentParser) -> None:
 def preview(args: argparse.Namespace) -> int:
     from gspo.errors import ConfigError
     from gspo.lint import check
-    from gspo.system.text import inert
+    from gspo.system import inert
 
     if args.prompts < 1 or args.samples < 1:
         raise ConfigError("--prompts and --samples must be at least 1")
     loaded = load_config(args)
     check(loaded)
     _announce_build(loaded.config.actor.path)
-    from gspo.train.commands import preview
+    from gspo.train import preview
 
     shown = preview(loaded.config, args.prompts, args.samples)
     for number, item in enumerate(shown, 1):
@@ -171,10 +168,8 @@ def _announce_build(model: str) -> None:
 
 def show_run(path: Path, said: str, commands: Mapping[str, str]) -> None:
     """Print the results of a run, write its plot and page, and suggest the next commands."""
-    from gspo.report.plot import plot_run
-    from gspo.report.summary import summarise
-    from gspo.report.terminal import run_view
-    from gspo.system.text import inert
+    from gspo.report import plot_run, run_view, summarise
+    from gspo.system import inert
 
     beat("writing the plot and the report")
     reached("end.report")

@@ -18,7 +18,7 @@ from typing import Any
 
 from gspo.config.backends import ENGINES
 from gspo.errors import ConfigError
-from gspo.system.imports import by_name, clone
+from gspo.system import by_name, clone
 
 _OWN = ("python", "url", "env")
 _FOLDER = ".venv-{}"  # made by `make setup-vllm`

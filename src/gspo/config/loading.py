@@ -35,7 +35,7 @@ from gspo.config.yaml_tree import (
 )
 from gspo.errors import ConfigError
 from gspo.shipped import find_config, installed_path
-from gspo.system.imports import by_name
+from gspo.system import by_name
 
 # Keys of TRL and verl.
 FOREIGN_KEY, FOREIGN_SECTION = (f"gspo.migrate.other_systems:{name}" for name in ("find", "is_section"))

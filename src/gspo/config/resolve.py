@@ -21,8 +21,7 @@ from gspo.config.backends import SAMPLERS, TRAINERS, parse_backend
 from gspo.config.layout import layout_of
 from gspo.config.schema import ENVIRONMENT_ROWS, Config, Correction, EvalGeneration, RewardNorm, Section
 from gspo.config.yaml_tree import COMMAND_LINE, escape
-from gspo.system.process import visible_gpus
-from gspo.system.text import number
+from gspo.system import number, visible_gpus
 
 
 @dataclass(frozen=True)

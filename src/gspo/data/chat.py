@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from gspo.errors import DataError
-from gspo.system.files import read_regular
+from gspo.system import read_regular
 from gspo.types import Sample, SampleId, Score
 
 Message = Mapping[str, Any]

@@ -15,17 +15,6 @@ from gspo.data.chat import COMPLETION_COLUMNS, is_conversation
 from gspo.data.sources import Row
 from gspo.errors import DataError
 
-
-def final_answer(answer: str) -> str:
-    """The final answer of a reference in GSM8K's form, without commas; other texts as they are.
-
-    >>> final_answer("600 x 2 = 1200.\\n#### 1,200"), final_answer("1,200")
-    ('1200', '1,200')
-    """
-    _, mark, tail = answer.rpartition("####")
-    return tail.strip().replace(",", "") if mark else answer
-
-
 _PROMPT_COLUMNS = ("prompt", "question", "problem", "messages", "instruction", "input", "query")
 _ANSWER_COLUMNS = ("answer", "final_answer", "ground_truth", "target", "solution", "label", "output", "response")
 

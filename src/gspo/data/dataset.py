@@ -16,7 +16,6 @@ from gspo.data.chat import chat_target, chosen_template, plain_target, prompt_me
 from gspo.data.columns import (
     check_completion,
     column,
-    final_answer,
     find_answer_column,
     find_completion_column,
     find_prompt_column,
@@ -26,9 +25,10 @@ from gspo.data.columns import (
     with_answer,
 )
 from gspo.data.images import given_images, image_digest, image_files, with_image_parts, without_pixels
+from gspo.data.reference import final_answer
 from gspo.data.sources import Row, rows_of
 from gspo.errors import DataError
-from gspo.system.heartbeat import beat
+from gspo.system import beat
 from gspo.types import Prompt, Sample
 
 # Bounds on the number of tokens of a text. The longest tokens of common vocabularies have 128 to 512 characters.

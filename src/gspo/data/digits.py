@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from gspo import rng
 from gspo.data import arithmetic
 from gspo.errors import DataError
-from gspo.system.imports import install_command
+from gspo.system import install_command
 
 PATH = "embedded:digits"
 QUESTION = "="
@@ -140,5 +140,5 @@ def _numbers(split: str, digit: int) -> NDArray[np.int64]:
 @cache
 def _data() -> NDArray[np.int64]:
     """The file, [1797, 65]: 64 pixels and the digit of each image."""
-    packed = (resources.files("gspo.data.digits") / "digits.csv.gz").read_bytes()
+    packed = (resources.files("gspo.data") / "digits.csv.gz").read_bytes()
     return np.loadtxt(BytesIO(gzip.decompress(packed)), delimiter=",", dtype=np.float64).astype(np.int64)

@@ -12,8 +12,7 @@ from typing import Any
 
 from gspo.data.sources import Row
 from gspo.errors import DataError
-from gspo.system.files import read_regular
-from gspo.system.imports import install_command
+from gspo.system import install_command, read_regular
 from gspo.types import ImageFile
 
 # Pillow would run a program (Ghostscript) for others, for example EPS.

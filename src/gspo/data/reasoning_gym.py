@@ -24,8 +24,7 @@ from typing import Any
 
 from gspo.data.sources import HELD_OUT, in_held_out
 from gspo.errors import DataError
-from gspo.system.imports import install_command
-from gspo.system.process import dying_with_parent
+from gspo.system import dying_with_parent, install_command
 
 _SHARE = 0.2  # held-out part of a task
 _ROUNDS = 4

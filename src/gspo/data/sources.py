@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 from gspo.data import arithmetic
 from gspo.errors import DataError
-from gspo.system.imports import by_name, install_command
-from gspo.system.text import human
+from gspo.system import by_name, human, install_command
 
 HELD_OUT = ("test", "valid", "validation", "val", "dev", "eval", "heldout")
 ONE_IN = 20  # a row in so many is held out

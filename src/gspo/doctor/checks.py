@@ -29,27 +29,40 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gspo import objectives, rng
-from gspo.config import Loaded
-from gspo.config.layout import engine_of, flags_of, layout_of
-from gspo.config.schema import Config
+from gspo.config import Config, Loaded, engine_of, flags_of, layout_of
 from gspo.errors import GspoError, RolloutError
-from gspo.launcher.plan import config_file
-from gspo.launcher.start import launch
-from gspo.learner.policy.module import PolicyModule, packed_parts
-from gspo.learner.policy.packing import Completion, PackItem, by_sequence, micro_batches
-from gspo.learner.policy.probe import WORDS
-from gspo.learner.proximal import judge_noise, noise_message, noise_of
-from gspo.models.loading import load_model
-from gspo.rollout.groups import single_turn
+from gspo.launcher import config_file, launch
+from gspo.learner import (
+    WORDS,
+    Completion,
+    PackItem,
+    PolicyModule,
+    by_sequence,
+    judge_noise,
+    micro_batches,
+    noise_message,
+    noise_of,
+    packed_parts,
+)
+from gspo.models import load_model
+from gspo.rollout import single_turn
 from gspo.runs import checkpoint
-from gspo.sampling.api import Sampler
-from gspo.sampling.weights import load
-from gspo.sampling.weights.publish import publish
-from gspo.system.process import Launched, visible_gpus
-from gspo.train.build.data import make_data
-from gspo.train.build.given import find_environment
-from gspo.train.build.learner import make_plan, make_policy, narrowest_clip, set_threads, set_trained_part, with_tower
-from gspo.train.build.rollout import make_sampler, sampler_dtype, sampling_params, weights_for
+from gspo.sampling import Sampler, load, publish
+from gspo.system import Launched, visible_gpus
+from gspo.train import (
+    find_environment,
+    make_data,
+    make_plan,
+    make_policy,
+    make_sampler,
+    narrowest_clip,
+    sampler_dtype,
+    sampling_params,
+    set_threads,
+    set_trained_part,
+    weights_for,
+    with_tower,
+)
 from gspo.types import PromptKey, Request, Sample, SampleId, SamplingParams
 
 

@@ -18,11 +18,24 @@ from typing import Any, Literal
 
 from gspo import lint
 from gspo.algorithms import CLIP_RANGE, GATES
-from gspo.config.backends import SAMPLERS, parse_backend
-from gspo.config.layout import layout_of
-from gspo.config.resolve import Loaded, ObjectiveSettings, algorithm_in, default_algorithm_note, is_supervised, same_as
-from gspo.config.schema import ENVIRONMENT_ROWS, CriticSection, DatasetSpec, Norm, RewardNorm, held_out
-from gspo.data.sources import default_reward
+from gspo.config import (
+    ENVIRONMENT_ROWS,
+    SAMPLERS,
+    CriticSection,
+    DatasetSpec,
+    Loaded,
+    Norm,
+    ObjectiveSettings,
+    RewardNorm,
+    algorithm_in,
+    default_algorithm_note,
+    held_out,
+    is_supervised,
+    layout_of,
+    parse_backend,
+    same_as,
+)
+from gspo.data import default_reward
 from gspo.doctor import memory
 from gspo.doctor.memory import (
     Item,
@@ -34,13 +47,11 @@ from gspo.doctor.memory import (
     find_source,
     shape_of,
 )
-from gspo.learner.policy import HEAD_CHUNK
-from gspo.lint.facts import Facts, Finding, facts_of
-from gspo.lint.unused import ineffective
-from gspo.rewards.functions.builtin import TEXT
-from gspo.sampling.api import rows_at_once
-from gspo.system.imports import source_file
-from gspo.system.text import count, number
+from gspo.learner import HEAD_CHUNK
+from gspo.lint import Facts, Finding, facts_of, ineffective
+from gspo.rewards import TEXT
+from gspo.sampling import rows_at_once
+from gspo.system import count, number, source_file
 
 
 def batch_section(f: Facts) -> dict[str, Any]:

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gspo.errors import GspoError
-from gspo.models.find import hub_cache, snapshot
-from gspo.models.folder import absurd, check_values, read_json
-from gspo.system.text import count, human
+from gspo.models import absurd, check_values, hub_cache, read_json, snapshot
+from gspo.system import count, human
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -136,9 +135,7 @@ def count_weights(source: ModelFields) -> Shape | Unknown:
     import torch
     from transformers import AutoConfig
 
-    from gspo.models.cache import quiet
-    from gspo.models.loading import policy_class
-    from gspo.models.lora import adaptable_layers, expert_tensors
+    from gspo.models import adaptable_layers, expert_tensors, policy_class, quiet
 
     fields = dict(source.fields)
     try:
@@ -182,7 +179,7 @@ def _activations(model: Any) -> int:
     """
     import torch
 
-    from gspo.learner.policy.module import recompute_gated_products
+    from gspo.learner import recompute_gated_products
 
     recompute_gated_products(model)
     own = {p.untyped_storage()._cdata for p in model.parameters()}

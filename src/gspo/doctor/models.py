@@ -14,10 +14,9 @@ from transformers import PreTrainedModel
 
 from gspo.doctor.checks import gradients, parity
 from gspo.errors import GspoError
-from gspo.learner.policy.module import PolicyModule
-from gspo.learner.policy.probe import WORDS, probe
-from gspo.models.loading import load_model
-from gspo.sampling.local.engine import LocalSampler
+from gspo.learner import WORDS, PolicyModule, probe
+from gspo.models import load_model
+from gspo.sampling import LocalSampler
 
 COLUMNS = ("model", "training layout", "sampler", "gradients", "log-probs", "seconds")
 

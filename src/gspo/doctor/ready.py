@@ -13,25 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from gspo.config import Loaded, algorithm_in
-from gspo.config.layout import layout_of
-from gspo.config.schema import ENVIRONMENT_ROWS, Config, held_out
-from gspo.data.sources import is_on_hub
+from gspo.config import ENVIRONMENT_ROWS, Config, Loaded, algorithm_in, held_out, layout_of
+from gspo.data import is_on_hub
 from gspo.doctor.memory import ModelFields, find_source
 from gspo.errors import ConfigError, GspoError
-from gspo.launcher.plan import make_launch_plan
-from gspo.launcher.start import require_machine
-from gspo.lint.facts import facts_of
-from gspo.models import cache, embedded, gguf
-from gspo.models.find import find_here, hub_problem
-from gspo.models.folder import check_settings, check_weights, read_adapter
-from gspo.rewards.functions.builtin import BUILTIN, PRELOAD, SCORERS
-from gspo.rewards.functions.judge import Judge
-from gspo.rewards.functions.reward_model import check_classifier
-from gspo.rewards.pool import RewardPool
-from gspo.system.imports import by_name, install_command
-from gspo.system.process import visible_gpus
-from gspo.system.text import human
+from gspo.launcher import make_launch_plan, require_machine
+from gspo.lint import facts_of
+from gspo.models import cache, check_settings, check_weights, embedded, find_here, gguf, hub_problem, read_adapter
+from gspo.rewards import BUILTIN, PRELOAD, SCORERS, Judge, RewardPool, check_classifier
+from gspo.system import by_name, human, install_command, visible_gpus
 
 
 @dataclass(frozen=True)
@@ -64,7 +54,7 @@ def look_at_objective(loaded: Loaded) -> str:
 
 def look_at_rewards(config: Config) -> str:
     """Libraries, keys of judges, reward models, and the user's functions, which a worker imports."""
-    from gspo.train.build.data import reward_specs
+    from gspo.train import reward_specs
 
     parts = [part for spec in reward_specs(config).values() for part in spec]
     for part in parts:
@@ -93,7 +83,7 @@ def _look_at_classifier(path: str) -> None:
 
 def look_at_environment(config: Config) -> str:
     """The environment or agent; its code is imported."""
-    from gspo.train.build.given import find_environment
+    from gspo.train import find_environment
 
     env = config.env
     return "" if find_environment(config, None) is None else str(env.path or env.agent)
@@ -101,10 +91,18 @@ def look_at_environment(config: Config) -> str:
 
 def check_data(config: Config, tokenizer: Any) -> Iterator[ReadyCheck]:
     """Rows, columns, the held-out part, and the longest prompt if the tokenizer is here."""
-    from gspo.train.build.data import default_rewards, make_data, refuse_images, refuse_long_prompts, scores_answers
-    from gspo.train.build.given import find_environment
-    from gspo.train.build.learner import alphabet_warning, limit_context, make_reader
-    from gspo.train.build.rollout import evaluation_params
+    from gspo.train import (
+        alphabet_warning,
+        default_rewards,
+        evaluation_params,
+        find_environment,
+        limit_context,
+        make_data,
+        make_reader,
+        refuse_images,
+        refuse_long_prompts,
+        scores_answers,
+    )
 
     elsewhere = list(_hub_data(config))
     yield from elsewhere
@@ -316,7 +314,7 @@ def _model(path: str, key: str, *, weights: bool) -> ReadyCheck:
 
 def find_tokenizer(config: Config, checks: list[ReadyCheck]) -> Any:
     """The tokenizer of the run; None, with a failed check, if it cannot be loaded."""
-    from gspo.train.build.learner import make_tokenizer
+    from gspo.train import make_tokenizer
 
     if any(path.endswith(".gguf") for path in (config.actor.path, config.tokenizer_path or "")):
         return None
@@ -329,7 +327,7 @@ def find_tokenizer(config: Config, checks: list[ReadyCheck]) -> Any:
 
 def check_vocabularies(config: Config, tokenizer: Any, present: set[str]) -> Iterator[ReadyCheck]:
     """A failed check for each present model whose token ids mean other tokens."""
-    from gspo.models.loading import refuse_foreign_vocabulary
+    from gspo.models import refuse_foreign_vocabulary
 
     others = {"actor.path": config.actor.path}
     others |= {f"{name}.path": part.path for name in ("ref", "teacher", "critic") if (part := getattr(config, name))}
@@ -344,7 +342,7 @@ def check_vocabularies(config: Config, tokenizer: Any, present: set[str]) -> Ite
 
 
 def _ask_teacher(url: str, tokenizer: Any) -> str:
-    from gspo.sampling.remote.scores import START_S, open_scores
+    from gspo.sampling import START_S, open_scores
 
     server = open_scores(url, timeout_s=START_S)
     try:

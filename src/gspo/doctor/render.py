@@ -16,7 +16,7 @@ from rich.text import Text
 
 from gspo.algorithms import ALGORITHMS, GATES, Algorithm
 from gspo.doctor.explanation import ADVANTAGE_WORDS, AGGREGATION_WORDS, RATIO_WORDS, Report
-from gspo.system.text import TextRows, count, human, inert, number
+from gspo.system import TextRows, count, human, inert, number
 
 NARROWEST = 40
 

@@ -11,16 +11,25 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gspo.config.schema import Config
-from gspo.data.mixture import Data
+from gspo.config import Config
+from gspo.data import Data
 from gspo.errors import ConfigError
-from gspo.rewards.check import REFERENCE, AnswerScores, RewardProblem, check_reward, diagnose
-from gspo.rewards.route import Rewards
-from gspo.rollout.groups import sample_groups
-from gspo.train.build.data import answer_markers, default_rewards, make_data, make_rewards, reward_specs
-from gspo.train.build.learner import load_policy, make_reader, make_tokenizer
-from gspo.train.build.rollout import decoder, make_sampler, sampling_params
-from gspo.train.evaluate import FIRST
+from gspo.rewards import REFERENCE, AnswerScores, RewardProblem, Rewards, check_reward, diagnose
+from gspo.rollout import sample_groups
+from gspo.train import (
+    FIRST,
+    answer_markers,
+    decoder,
+    default_rewards,
+    load_policy,
+    make_data,
+    make_reader,
+    make_rewards,
+    make_sampler,
+    make_tokenizer,
+    reward_specs,
+    sampling_params,
+)
 from gspo.types import Failure, Score
 
 ROWS = 64

@@ -27,7 +27,7 @@ import numpy as np
 from gspo.envs.chat import Chat, Message, TemplateError, continues, same_message
 from gspo.envs.episode import Exchange
 from gspo.errors import DataError
-from gspo.system.imports import described, user_lines
+from gspo.system import described, user_lines
 from gspo.types import Failure, Outcome, Prompt, Request, Sample, SampleId, SamplingParams, Score
 
 # No tokenizer has more characters per token on average: longer texts cannot fit and are refused before tokenising.

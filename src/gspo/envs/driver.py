@@ -30,7 +30,7 @@ from gspo.envs.chat import Chat
 from gspo.envs.client import CANCELLED, Client, Environment, EpisodeError, play
 from gspo.envs.episode import episode_sample
 from gspo.errors import DataError, RolloutError
-from gspo.sampling.api import KeepsCache, Sampler
+from gspo.sampling import KeepsCache, Sampler
 from gspo.types import Failure, Outcome, Request, Sample, SampleId
 
 # Seconds in which an event loop that is not blocked runs a callback.

@@ -11,7 +11,7 @@ from gspo.envs.adapters.trl import is_trl_class
 from gspo.envs.builtin.self_correct import SelfCorrect
 from gspo.envs.builtin.tools import Tools
 from gspo.errors import ConfigError
-from gspo.system.imports import find_function
+from gspo.system import find_function
 
 ENVIRONMENTS: Mapping[str, Callable[..., Any]] = {"tools": Tools, "self_correct": SelfCorrect}
 # `env.path: kind:what` is ADAPTERS[kind](what, **options). Imported when it is used: each needs other packages.

@@ -12,9 +12,7 @@ from typing import IO
 from gspo.launcher.plan import LaunchPlan, Process
 from gspo.launcher.start import main
 from gspo.launcher.supervise import Say, Start, environment, supervise
-from gspo.system import program
-from gspo.system.heartbeat import AwakeClock
-from gspo.system.process import Launched, dying_with_parent, is_stopped, shell_code, stop_group
+from gspo.system import AwakeClock, Launched, dying_with_parent, is_stopped, program, shell_code, stop_group
 
 
 def run(plan: LaunchPlan, *, restarts: int, say: Say) -> int:

@@ -9,12 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from gspo.config.backends import ENGINES
-from gspo.config.layout import Layout, layout_of
-from gspo.config.schema import Config
+from gspo.config import ENGINES, Config, Layout, layout_of
 from gspo.errors import ConfigError
-from gspo.sampling.remote.protocol import weight_folders
-from gspo.system.process import Launched
+from gspo.sampling import weight_folders
+from gspo.system import Launched
 
 # Words of a command line that the launcher replaces when it starts the process: the address of its machine, and the
 # host:port of the store where the ranks of several machines meet.

@@ -13,8 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-from gspo.system import program
-from gspo.system.process import describe_exit, dying_with_parent, last_lines, own_children, shell_code
+from gspo.system import describe_exit, dying_with_parent, last_lines, own_children, program, shell_code
 
 
 def main() -> int:

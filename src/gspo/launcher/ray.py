@@ -33,16 +33,17 @@ from gspo.launcher.supervise import (
     supervise,
     write_output,
 )
-from gspo.system import program
-from gspo.system.heartbeat import AwakeClock, beat
-from gspo.system.imports import install_command
-from gspo.system.process import (
+from gspo.system import (
     KILLED_S,
+    AwakeClock,
     Launched,
+    beat,
     dying_with_parent,
+    install_command,
     is_stopped,
     kill,
     own_children,
+    program,
     shell_code,
     stop_group,
     wait_and_kill_group,

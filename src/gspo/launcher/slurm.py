@@ -17,14 +17,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from gspo.config.schema import Slurm
+from gspo.config import Slurm
 from gspo.errors import ConfigError, GspoError
 from gspo.launcher.plan import LaunchPlan
 from gspo.launcher.ray import STORE_BYTES
 from gspo.launcher.start import main
 from gspo.launcher.supervise import Say, received_signals, write_output
-from gspo.system import program
-from gspo.system.heartbeat import beat
+from gspo.system import beat, program
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
 ENDED += ("REVOKED", "PREEMPTED")

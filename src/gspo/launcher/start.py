@@ -19,9 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gspo.config import Loaded
-    from gspo.config.layout import Layout
-    from gspo.config.schema import Config
+    from gspo.config import Config, Layout, Loaded
     from gspo.launcher.plan import LaunchPlan
 
 LAUNCHERS = ("local", "ray", "slurm")
@@ -35,7 +33,7 @@ def launch(loaded: Loaded, command: Sequence[str], *, dry_run: bool = False) -> 
     # Imports inside functions keep the start of the command fast.
     from gspo.launcher.plan import make_launch_plan, plan_text
     from gspo.lint import check
-    from gspo.system.process import visible_gpus
+    from gspo.system import visible_gpus
 
     # A dry run prints the plan without checking the config.
     if not dry_run:
@@ -73,9 +71,7 @@ def launch(loaded: Loaded, command: Sequence[str], *, dry_run: bool = False) -> 
 
 def require_machine(config: Config, layout: Layout, num_gpus: int) -> None:
     """ConfigError if this machine lacks GPUs or the inference engine, before any process is started."""
-    from gspo.config.backends import ENGINES
-    from gspo.config.engine_flags import check_engine
-    from gspo.config.layout import flags_of
+    from gspo.config import ENGINES, check_engine, flags_of
     from gspo.errors import ConfigError
 
     stated, sampler = config.cluster.n_gpus_per_node, layout.sampler
@@ -98,7 +94,7 @@ def _write_launch_files(loaded: Loaded, plan: LaunchPlan) -> contextlib.ExitStac
     """
     from gspo.config import dump
     from gspo.errors import ConfigError
-    from gspo.runs.directory import RunLock
+    from gspo.runs import RunLock
 
     try:
         # Only tested here: the trainer takes this lock when it starts.
@@ -158,7 +154,7 @@ def run_here(code: int | None, command: Sequence[str]) -> int:
     if code is None:
         from gspo.launcher.local import exec_process
         from gspo.launcher.plan import Process
-        from gspo.system.process import Launched
+        from gspo.system import Launched
 
         exec_process(Process("trainer", 0, tuple(command), Launched(is_launched=True).write()))
     return code or 0

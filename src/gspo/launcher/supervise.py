@@ -17,10 +17,8 @@ from pathlib import Path
 from typing import Protocol
 
 from gspo.launcher.plan import LaunchPlan, Process
-from gspo.sampling.remote.protocol import forget, give_up
-from gspo.system import program
-from gspo.system.heartbeat import END_SIGNAL, beat
-from gspo.system.process import describe_exit, last_lines
+from gspo.sampling import forget, give_up
+from gspo.system import END_SIGNAL, beat, describe_exit, last_lines, program
 
 # Exit codes of our commands: finished, failed, wrong usage, interrupted and saved. The process is not restarted.
 # The last one is a stall of which only the supervising process of `system/heartbeat.py` noticed.

@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 
 from gspo.errors import TrainingError
 from gspo.learner.policy.packing import Completion, PackItem
-from gspo.objectives import advantage, token_layout
-from gspo.objectives.surrogate import kl
-from gspo.rewards.functions.builtin import overlong
+from gspo.objectives import advantage, kl, token_layout
+from gspo.rewards import overlong
 from gspo.types import Group, Outcome, Sample, Score
 
 Floats = NDArray[np.float64]

@@ -21,7 +21,7 @@ from gspo.learner.credit import Batch, minibatches
 from gspo.learner.optim import apply_update
 from gspo.learner.policy.module import PolicyModule, packed_parts
 from gspo.learner.policy.packing import Packed, by_sequence, gather
-from gspo.objectives.surrogate import value_loss
+from gspo.objectives import value_loss
 
 
 class ValueModule(nn.Module):

@@ -16,9 +16,8 @@ import time
 from typing import Any
 
 from gspo.errors import GspoError, TrainingError
+from gspo.system import StopRequest, program
 from gspo.system import heartbeat as watchdog
-from gspo.system import program
-from gspo.system.program import StopRequest
 
 PERIOD = 1.0  # seconds between two heartbeats
 # Seconds that a rank has to end by itself after another one failed. Also the time that a silent rank 0 gets once the

@@ -21,7 +21,7 @@ from gspo.learner.credit import Batch
 from gspo.learner.policy.module import PolicyModule, packed_parts
 from gspo.learner.policy.packing import by_sequence
 from gspo.learner.world import World
-from gspo.system.imports import by_name
+from gspo.system import by_name
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from gspo.errors import RolloutError
 from gspo.learner.credit import Batch
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.packing import Packed
-from gspo.models.moe import UNKNOWN, RouteRecorder, route_shape, routed, routers, routes_mismatch
+from gspo.models import UNKNOWN, RouteRecorder, route_shape, routed, routers, routes_mismatch
 
 Replay = Literal["none", "proximal", "rollout"]
 Floats = NDArray[np.float64]

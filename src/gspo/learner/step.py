@@ -26,10 +26,8 @@ from gspo.learner.proximal import LogProbs, ProximalSource, loglinear_weight, re
 from gspo.learner.reference import Reference, Teacher
 from gspo.learner.routing import Replay, Routing
 from gspo.learner.world import World
-from gspo.objectives import aggregate
-from gspo.objectives.aggregate import fold, turn_cuts
-from gspo.objectives.surrogate import kl
-from gspo.system.clock import phase
+from gspo.objectives import aggregate, fold, kl, turn_cuts
+from gspo.system import phase
 
 if TYPE_CHECKING:
     from gspo.learner.critic import Critic

@@ -25,8 +25,8 @@ from safetensors.numpy import save as _save
 
 from gspo.errors import ConfigError, TrainingError
 from gspo.learner.liveness import GRACE, Liveness
+from gspo.system import StopRequest
 from gspo.system import heartbeat as watchdog
-from gspo.system.program import StopRequest
 
 Arrays = Mapping[str, NDArray[Any]]
 

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from gspo.config.resolve import is_supervised
+from gspo.config import is_supervised
 from gspo.lint.facts import Facts, Finding, rule
 
 

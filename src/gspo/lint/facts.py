@@ -8,11 +8,18 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gspo.algorithms import GATES
-from gspo.config.backends import Engine
-from gspo.config.layout import engine_of, layout_of
-from gspo.config.resolve import Loaded, ObjectiveSettings, effective_objective
-from gspo.config.schema import Actor, Config, Generation
-from gspo.system.process import visible_gpus
+from gspo.config import (
+    Actor,
+    Config,
+    Engine,
+    Generation,
+    Loaded,
+    ObjectiveSettings,
+    effective_objective,
+    engine_of,
+    layout_of,
+)
+from gspo.system import visible_gpus
 
 
 @dataclass(frozen=True)

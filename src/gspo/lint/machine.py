@@ -5,13 +5,10 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
-from gspo.config import engine_flags
-from gspo.config.backends import TRAINERS, parse_backend
-from gspo.config.layout import flags_of, layout_of
+from gspo.config import TRAINERS, engine_flags, flags_of, layout_of, parse_backend
 from gspo.errors import ConfigError
 from gspo.lint.facts import Facts, Finding, rule
-from gspo.system.imports import install_command
-from gspo.system.text import number
+from gspo.system import install_command, number
 
 # By what is trained: the learning rate above which a run is warned, the usual ones, and one to start with.
 HIGH_LR = {

@@ -6,12 +6,9 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from gspo.config.layout import flags_of, layout_of
-from gspo.config.resolve import algorithm_in
-from gspo.config.schema import Norm, RewardNorm
+from gspo.config import Norm, RewardNorm, algorithm_in, flags_of, layout_of
 from gspo.lint.facts import Facts, Finding, rule
-from gspo.system.imports import by_name
-from gspo.system.text import number
+from gspo.system import by_name, number
 
 
 @rule

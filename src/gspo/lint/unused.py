@@ -6,9 +6,7 @@ import os
 from collections.abc import Iterator
 
 from gspo.algorithms import GATES
-from gspo.config.backends import EXTERNAL, TRAINERS, parse_backend
-from gspo.config.resolve import Loaded, is_supervised, value_of
-from gspo.config.schema import known_keys
+from gspo.config import EXTERNAL, TRAINERS, Loaded, is_supervised, known_keys, parse_backend, value_of
 from gspo.lint.facts import Facts, facts_of
 
 # (key or section, why it has no effect)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from gspo.config import Node, known_keys
 from gspo.config import yaml_tree as tree
-from gspo.config.schema import known_keys
-from gspo.config.yaml_tree import Node
 from gspo.migrate import translate
 from gspo.migrate.rule import Move, Rule, drops, only, renames, repeats, translates
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from gspo.system.files import parse_yaml
+from gspo.system import parse_yaml
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from gspo.config import Node, describe, known_keys
 from gspo.config import yaml_tree as tree
-from gspo.config.schema import known_keys
-from gspo.config.yaml_tree import Node, describe
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import functools
 import types
 from collections.abc import Iterable, Mapping
 
+from gspo.config import Node, is_failed
 from gspo.config import yaml_tree as tree
-from gspo.config.yaml_tree import Node, is_failed
 from gspo.migrate import areal
 from gspo.migrate.rule import Move, Rule, apply
 

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gspo.algorithms import ALGORITHMS
+from gspo.config import SAMPLERS, TRAINERS, Backend, Node, describe, parse_backend
 from gspo.config import yaml_tree as tree
-from gspo.config.backends import SAMPLERS, TRAINERS, Backend, parse_backend
-from gspo.config.yaml_tree import Node, describe
 from gspo.migrate.rule import Move, repeat, written
 
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gspo.errors import DataError
-from gspo.system.files import sha256
+from gspo.system import sha256
 
 SUMS = "SHA256.json"
 _WAIT_S = 300.0  # for another process that builds the same model; it may be stopped, so after that we build it, too

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 from gspo.data import arithmetic
 from gspo.errors import DataError
 from gspo.models import cache
-from gspo.system.text import progress
+from gspo.system import progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

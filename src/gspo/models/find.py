@@ -14,7 +14,7 @@ from pathlib import Path
 
 from gspo.errors import DataError
 from gspo.models import cache, embedded
-from gspo.system.imports import by_name
+from gspo.system import by_name
 
 EMBEDDED = "embedded:"
 GGUF = ".gguf"

@@ -20,8 +20,7 @@ from typing import Any
 from gspo.errors import DataError
 from gspo.models import cache
 from gspo.models.folder import Stored, Weights, absurd, check_size
-from gspo.system.files import sha256
-from gspo.system.imports import install_command
+from gspo.system import install_command, sha256
 
 SUFFIX = ".gguf"
 VERSION = 1  # of the conversion; part of the cache folder's name

@@ -44,7 +44,7 @@ from gspo.models.folder import (
     read_json,
     refuse_other_vocabulary,
 )
-from gspo.system.imports import by_name
+from gspo.system import by_name
 
 # Tensors that older transformers versions stored and newer ones compute; ignoring them loses no weight.
 _COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
@@ -321,3 +321,11 @@ def _first_line(cause: Exception) -> str:
     """The error in one line; transformers' validation errors have the reason in the second."""
     lines = [line.strip() for line in str(cause).strip().splitlines()[:2] if line.strip()]
     return f"{type(cause).__name__}: {' '.join(lines):.300}" if lines else type(cause).__name__
+
+
+def end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """Tokens that end a completion: the tokenizer's, and those of the model's generation config."""
+    # eos_token_id is a number, a list, or None.
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ends = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])}
+    return sorted(e for e in ends if e is not None)

@@ -26,8 +26,7 @@ from transformers import PreTrainedModel
 from gspo.errors import ConfigError, DataError
 from gspo.models.folder import ADAPTER_WEIGHTS, Adapter, listed
 from gspo.models.vision.parts import vision_parameters
-from gspo.system.imports import install_command
-from gspo.system.process import return_freed_memory
+from gspo.system import install_command, return_freed_memory
 
 ALL_LINEAR, VISION, EXPERTS = "all-linear", "vision", "experts"
 _NAME = "default"  # peft's name of the only adapter

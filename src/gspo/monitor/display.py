@@ -18,8 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from gspo.system.program import print_line
-from gspo.system.text import duration, inert
+from gspo.system import duration, inert, print_line
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 RECENT = 20  # number of steps from which the time left is estimated

@@ -26,8 +26,7 @@ from typing import Any, Protocol
 
 import yaml
 
-from gspo.system.files import parse_yaml, read_jsonl, to_json
-from gspo.system.imports import by_name
+from gspo.system import by_name, parse_yaml, read_jsonl, to_json
 
 Row = dict[str, Any]
 

@@ -12,12 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gspo.learner.credit import Batch
-from gspo.learner.proximal import Noise, noise_of
-from gspo.learner.step import StepReport
-from gspo.objectives.surrogate import clip_fractions, effective_sample_size, log_s_summary
+from gspo.learner import Batch, Noise, StepReport, noise_of
+from gspo.objectives import clip_fractions, effective_sample_size, log_s_summary
 from gspo.stats import COLLAPSE
-from gspo.system.clock import Clock
+from gspo.system import Clock
 from gspo.types import Failure, Score
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo.learner.credit import Batch
-from gspo.learner.step import StepReport
+from gspo.learner import Batch, StepReport
 from gspo.types import Images, Prompt, Sample, Score
 
 

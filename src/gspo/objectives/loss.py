@@ -41,7 +41,7 @@ from gspo.objectives.surrogate import (
     sequence_token_log_ratio,
     token_log_ratio,
 )
-from gspo.system.imports import by_name
+from gspo.system import by_name
 
 
 @dataclass(frozen=True)

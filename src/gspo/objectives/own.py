@@ -24,7 +24,7 @@ from torch import Tensor
 from gspo.algorithms import COMMON_SETTINGS, clip_range_of
 from gspo.objectives.aggregate import TokenLayout, Values, token_layout
 from gspo.objectives.loss import with_defaults
-from gspo.system.imports import described
+from gspo.system import described
 
 INPUTS: Mapping[str, str] = {
     "logp": "log π_θ of each token, differentiated",

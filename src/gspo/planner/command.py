@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gspo.config.schema import Config
-from gspo.doctor.memory import ModelFields, Unknown, find_source, shape_of
+from gspo.config import Config
+from gspo.doctor import ModelFields, Unknown, find_source, shape_of
 from gspo.errors import ConfigError
 from gspo.planner.search import ClusterPlan, PlannedJob
 from gspo.planner.simulation import (

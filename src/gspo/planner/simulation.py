@@ -30,7 +30,7 @@ import numpy as np
 
 from gspo import rng
 from gspo.errors import ConfigError
-from gspo.rollout.buffer import Buffer
+from gspo.rollout import Buffer
 
 
 @dataclass(frozen=True)

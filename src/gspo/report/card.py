@@ -14,7 +14,7 @@ import yaml
 from gspo.report.page.data import config_lines
 from gspo.report.read import Row, evaluations, is_graded, read_config, read_metrics, score_interval, sources_of
 from gspo.report.summary import interval_text, summary_of, summary_rows
-from gspo.system.text import inert
+from gspo.system import inert
 
 CONFIG = "gspo_config.yaml"  # the run's config in the exported folder
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")

@@ -13,7 +13,7 @@ import numpy as np
 from gspo.report.read import Row
 from gspo.report.samples import Block, finite_number
 from gspo.report.summary import RunSummary, clipped_count, ends_text, score_name
-from gspo.system.text import duration
+from gspo.system import duration
 
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 TARGET = 0.05  # share of clipped sequences that `eps_clip: auto` and a suggested ε aim at

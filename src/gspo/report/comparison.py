@@ -19,8 +19,7 @@ from gspo.errors import ConfigError
 from gspo.report.read import Row, evaluations, is_graded, is_run, open_run, read_config, read_metrics, score_interval
 from gspo.report.summary import ENDS
 from gspo.stats import Floats, t_half, welch_half
-from gspo.system.files import read_regular
-from gspo.system.text import flat
+from gspo.system import flat, read_regular
 
 GOAL = 0.8  # held-out accuracy; the table says how many samples a run needed to reach it
 

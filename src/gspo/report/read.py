@@ -14,7 +14,7 @@ import yaml
 
 from gspo.errors import ConfigError
 from gspo.stats import wilson
-from gspo.system.files import parse_yaml, read_regular
+from gspo.system import parse_yaml, read_regular
 
 Row = dict[str, Any]
 

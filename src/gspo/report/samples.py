@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gspo.errors import ConfigError
-from gspo.system.files import read_regular
+from gspo.system import read_regular
 
 MAX_BYTES = 128_000  # of one picture; ours have a few kB
 BUDGET = 16_000_000  # bytes of pictures in one page

@@ -19,7 +19,7 @@ from gspo.report.read import (
     sources_of,
 )
 from gspo.stats import COLLAPSE, has_collapsed
-from gspo.system.text import duration
+from gspo.system import duration
 
 FEW = 8  # rewards of fewer steps are too noisy to tell a collapse
 ENDS = 5  # steps averaged at both ends of a curve, because one batch is noisy; fewer for runs under 10 steps

@@ -16,7 +16,7 @@ from rich.text import Text
 from gspo.report.read import Checkpoint, score_text
 from gspo.report.samples import Block
 from gspo.report.summary import RunSummary, summary_rows
-from gspo.system.text import TextRows, duration, turns_text
+from gspo.system import TextRows, duration, turns_text
 
 
 def run_view(said: str, summary: RunSummary, places: Mapping[str, str]) -> RenderableType:

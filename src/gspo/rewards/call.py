@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from gspo.errors import SandboxError
 from gspo.rewards.functions.builtin import BUILTIN, COMPARING, FROM_ROW, TEXT, builtin
-from gspo.system.imports import by_name, described, find_function
+from gspo.system import by_name, described, find_function
 
 if TYPE_CHECKING:
     from gspo.types import Outcome  # imports numpy

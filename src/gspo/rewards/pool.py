@@ -25,8 +25,7 @@ from gspo.errors import ConfigError, DataError, RewardError
 from gspo.rewards.call import HEARTBEAT_S, LENGTH, Pending, RewardItem, Scorer, bind, call_sample
 from gspo.rewards.functions.builtin import BUILTIN, SCORERS
 from gspo.rewards.spec import RewardSpec, combine
-from gspo.system.imports import by_name
-from gspo.system.process import await_killed
+from gspo.system import await_killed, by_name
 from gspo.types import Failure, Outcome
 
 # Results of one part by sample, or a Pending to get them from when the group is taken.

@@ -20,7 +20,7 @@ from typing import Any
 
 from gspo.errors import ConfigError
 from gspo.rewards.functions.builtin import BUILTIN, FROM_ROW, INLINE, SCORERS, TEXT, builtin
-from gspo.system.imports import by_name
+from gspo.system import by_name
 from gspo.types import Failure, Outcome, Score
 
 

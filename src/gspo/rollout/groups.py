@@ -12,12 +12,9 @@ import numpy as np
 
 from gspo.errors import RewardError, RolloutError, TrainingError
 from gspo.faults import reached
-from gspo.rewards.call import RewardItem
-from gspo.rewards.route import Rewards
-from gspo.sampling.api import Sampler
-from gspo.system.clock import Clock
-from gspo.system.heartbeat import beat
-from gspo.system.imports import described
+from gspo.rewards import RewardItem, Rewards
+from gspo.sampling import Sampler
+from gspo.system import Clock, beat, described
 from gspo.types import Failure, Group, Outcome, Prompt, Request, Sample, SampleId, SamplingParams, Score
 
 # A workflow turns requests into finished samples by means of a sampler, in any order; every request gets one sample

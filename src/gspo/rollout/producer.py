@@ -27,12 +27,11 @@ import torch
 
 from gspo.errors import GspoError, RewardError, RolloutError, TrainingError
 from gspo.faults import reached
-from gspo.rewards.call import RewardItem
-from gspo.rewards.route import Rewards
+from gspo.rewards import RewardItem, Rewards
 from gspo.rollout.buffer import Buffer, Snapshot
 from gspo.rollout.groups import GroupAssembler, RejectReason, Workflow, is_single_turn, refuse_failures, submit_rewards
-from gspo.sampling.api import Sampler
-from gspo.system.clock import Clock
+from gspo.sampling import Sampler
+from gspo.system import Clock
 from gspo.types import Group, Outcome, Prompt, Request, Sample, SampleId
 
 Scored = tuple[Hashable, tuple[Outcome, ...]]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gspo.learner.world import Command
+from gspo.learner import Command
 from gspo.types import TOKEN_ARRAYS, Extras, Failure, Group, Outcome, Prompt, Sample, SampleId, Score, cut
 
 

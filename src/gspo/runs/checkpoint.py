@@ -28,9 +28,8 @@ from torch import nn
 
 from gspo.errors import CheckpointError
 from gspo.faults import reached
-from gspo.learner.policy.sharding import copy_into, like, whole
-from gspo.system.files import fsync, read_regular, sha256, step_name, step_of, write_errors
-from gspo.system.imports import by_name
+from gspo.learner import copy_into, like, whole
+from gspo.system import by_name, fsync, read_regular, sha256, step_name, step_of, write_errors
 
 FORMAT = 1
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")

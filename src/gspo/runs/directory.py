@@ -30,13 +30,10 @@ from torch import nn
 
 from gspo.errors import CheckpointError, ConfigError, DataError, GspoError
 from gspo.faults import reached
-from gspo.learner.proximal import ProximalSource
-from gspo.rollout.buffer import Snapshot
-from gspo.rollout.storage import pack_groups
+from gspo.learner import ProximalSource
+from gspo.rollout import Snapshot, pack_groups
 from gspo.runs import checkpoint
-from gspo.system.clock import Every
-from gspo.system.files import read_jsonl, step_name, step_of, to_json, write_errors, write_run_file
-from gspo.system.text import inert
+from gspo.system import Every, inert, read_jsonl, step_name, step_of, to_json, write_errors, write_run_file
 from gspo.types import Images
 
 MAX_PICTURES = 4096  # files in images/; each has a few kB

@@ -19,10 +19,8 @@ from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 from safetensors.torch import save_file
 
 from gspo.errors import CheckpointError, ConfigError
-from gspo.learner.policy.module import PolicyModule, weight_names
-from gspo.models import embedded
-from gspo.models.find import EMBEDDED, is_hub_name, locate
-from gspo.models.lora import save_adapter
+from gspo.learner import PolicyModule, weight_names
+from gspo.models import EMBEDDED, embedded, is_hub_name, locate, save_adapter
 
 
 def open_repository(name: str, *, public: bool) -> None:

@@ -1,6 +1,18 @@
-"""The experiments of docs/baselines.md: declarative studies, runs by arm and seed, paired intervals, one page.
+"""A study: arms × seeds from one file, run, recorded and compared."""
 
-A study is a file of `catalog/`: a claim, arms (name → overrides of a base config), seeds, measures, and the checks that
-would show the claim. All of these are fixed before the first run. `gspo study run` makes the runs; `gspo study show`
-and docs/baselines.md show the results. Importing this package does not import torch.
-"""
+from typing import TYPE_CHECKING
+
+from gspo.system import face
+
+if TYPE_CHECKING:
+    # fmt: off
+    from gspo.studies import command, page, plan, results
+    from gspo.studies.contrasts import Interval, Verdict, contrast, interval, verdict
+    from gspo.studies.control import coin
+    from gspo.studies.measure import MEANING, crossing, curves, evaluation_points, measures
+    from gspo.studies.page import markdown_table
+    from gspo.studies.plan import Study
+    from gspo.studies.results import Record
+    # fmt: on
+
+__getattr__ = face(__name__)

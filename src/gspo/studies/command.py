@@ -13,7 +13,7 @@ from rich.table import Table
 from gspo.errors import ConfigError
 from gspo.studies import page, plan, results, runner
 from gspo.studies.plan import Study
-from gspo.system.imports import NO_LAB, in_lab
+from gspo.system import NO_LAB, in_lab
 
 
 def listing(docs: Path, console: Console) -> None:

@@ -29,11 +29,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from gspo.config import Loaded, load, value_of
-from gspo.config.schema import Section, known_keys
+from gspo.config import Loaded, Section, known_keys, load, value_of
 from gspo.errors import ConfigError
-from gspo.system.files import parse_yaml
-from gspo.system.imports import NO_LAB, laboratory
+from gspo.system import NO_LAB, laboratory, parse_yaml
 
 Overrides = Mapping[str, Any]
 

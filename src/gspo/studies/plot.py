@@ -12,7 +12,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from gspo.report.plot import STYLE
+from gspo.report import STYLE
 from gspo.stats import mean_interval, t_half
 from gspo.studies import contrasts, results
 from gspo.studies.plan import Study

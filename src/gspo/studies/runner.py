@@ -23,7 +23,7 @@ from pathlib import Path
 from gspo.errors import ConfigError
 from gspo.studies import plan, results
 from gspo.studies.plan import Job, Study
-from gspo.system.process import await_killed
+from gspo.system import await_killed
 
 Progress = Callable[[int, int, str], None]  # (finished jobs, all jobs, name of the job that has just ended)
 

@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from gspo.errors import TrainingError
-from gspo.report.read import read_metrics
-from gspo.runs.directory import versions_and_hardware
+from gspo.report import read_metrics
+from gspo.runs import versions_and_hardware
 from gspo.studies import measure, plan
 from gspo.studies.plan import Job, Study
-from gspo.system.files import to_json, write_run_file
-from gspo.system.imports import in_lab
+from gspo.system import in_lab, to_json, write_run_file
 
 STOPPED = 3
 GRACE_S = 60.0  # from SIGTERM to SIGKILL, as in the runner
@@ -71,8 +70,7 @@ def _computed(study: Study, job: Job, folder: Path) -> dict[str, dict[str, Any]]
 
 
 def _trained(study: Study, job: Job, folder: Path) -> dict[str, dict[str, Any]] | None:
-    from gspo.train import Trainer
-    from gspo.train.commands import export
+    from gspo.train import Trainer, export
 
     place = {"cluster.fileroot": str(folder.parent), "experiment_name": folder.name, "trial_name": f"seed{job.seed}"}
     run, failed = folder / f"seed{job.seed}", None

@@ -1,0 +1,31 @@
+"""What every program needs of the machine. Torch-free."""
+
+from typing import TYPE_CHECKING
+
+from gspo.system.imports import face
+
+if TYPE_CHECKING:
+    # fmt: off
+    from gspo.system import files, heartbeat, program
+    from gspo.system.clock import Clock, Every, PROFILED_STEPS, phase, timeline
+    from gspo.system.files import (
+        atomic_write, fsync, parse_yaml, read_jsonl, read_regular, sha256, step_name, step_of, to_json, write_errors,
+        write_run_file,
+    )
+    from gspo.system.heartbeat import AwakeClock, END_SIGNAL, beat, limited, stalls_logged
+    from gspo.system.http import HttpServer, Json, RefusedCallError, bearer_key, finished, route
+    from gspo.system.http_client import HttpClient, Reply, ReplyTooLargeError
+    from gspo.system.imports import (
+        NO_LAB, by_name, clone, described, face, find_function, in_lab, install_command, laboratory, source_file,
+        user_lines,
+    )
+    from gspo.system.process import (
+        KILLED_S, Launched, MIN_TOKEN_CHARS, TOKEN, adopt_orphans, all_processes, await_killed, descendants,
+        describe_exit, die_with_parent, dying_with_parent, is_stopped, kill, kill_group, last_lines, own_children,
+        return_freed_memory, shell_code, stop, stop_group, visible_gpus, wait_and_kill_group,
+    )
+    from gspo.system.program import StopRequest, print_line, wait_without_spinning
+    from gspo.system.text import TextRows, count, duration, flat, human, inert, number, progress, turns_text
+    # fmt: on
+
+__getattr__ = face(__name__)

@@ -5,6 +5,7 @@ Also: the commands that install optional packages.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import importlib
@@ -21,6 +22,32 @@ from pathlib import Path
 from typing import Any
 
 from gspo.errors import ConfigError
+
+
+def face(package: str) -> Callable[[str], Any]:
+    """`__getattr__` of a room: it imports a name from its module in the room whenever the name is asked for.
+
+    The names are those that the room's `__init__` imports below `if TYPE_CHECKING:`, so type checkers and this function
+    read one list. It becomes `__all__`.
+    """
+    module: Any = sys.modules[package]
+    body = ast.parse(Path(module.__file__).read_text(encoding="utf-8")).body
+    imports = [node for block in body if isinstance(block, ast.If) for node in block.body]
+    imports = [node for node in imports if isinstance(node, ast.ImportFrom)]
+    homes = {alias.asname or alias.name: (node.module or "", alias.name) for node in imports for alias in node.names}
+    module.__all__ = sorted(homes)
+
+    def of_this_room(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        home, attribute = homes[name]
+        if home != package:
+            found = importlib.import_module(home)
+            if hasattr(found, attribute):
+                return getattr(found, attribute)
+        return importlib.import_module(f"{home}.{attribute}")  # a module of the room, as a namespace
+
+    return of_this_room
 
 
 def by_name(name: str) -> Any:

@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from gspo.config.schema import Config
-from gspo.data.sources import default_reward
+from gspo.config import Config
+from gspo.data import default_reward
 from gspo.errors import ConfigError
-from gspo.rewards.route import GivenRewards
-from gspo.rollout.groups import Workflow, refuse_failures, sample_groups, single_turn
-from gspo.runs.export import SHARD, base_name, refuse_used, write_model
-from gspo.sampling.api import Sampler
+from gspo.rewards import GivenRewards
+from gspo.rollout import Workflow, refuse_failures, sample_groups, single_turn
+from gspo.runs import SHARD, base_name, refuse_used, write_model
+from gspo.sampling import Sampler
 from gspo.stats import mean_interval, pass_at_k, share_interval
-from gspo.system.text import turns_text
+from gspo.system import turns_text
 from gspo.train.build.data import (
     default_rewards,
     held_out,

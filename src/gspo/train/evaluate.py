@@ -9,17 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from gspo.data.mixture import Data
+from gspo.data import Data
 from gspo.faults import reached
-from gspo.learner.credit import batch_with_advantages
-from gspo.learner.reference import Reference, reference_logp
-from gspo.learner.step import Learner
-from gspo.monitor.samples import images_of, question_of, turns_of
-from gspo.rewards.route import Rewards
-from gspo.rollout.groups import Workflow, refuse_failures, sample_groups, single_turn
-from gspo.sampling.api import Sampler
+from gspo.learner import Learner, Reference, batch_with_advantages, reference_logp
+from gspo.monitor import images_of, question_of, turns_of
+from gspo.rewards import Rewards
+from gspo.rollout import Workflow, refuse_failures, sample_groups, single_turn
+from gspo.sampling import Sampler
 from gspo.stats import mean_interval, share_interval
-from gspo.system.clock import Every
+from gspo.system import Every
 from gspo.types import Group, Outcome, SamplingParams, Score
 
 # The first submission index of evaluations: no training prompt gets there, so no draw is shared with training.

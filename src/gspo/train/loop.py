@@ -12,15 +12,17 @@ from dataclasses import asdict, replace
 
 from gspo.errors import GspoError, TrainingError
 from gspo.faults import reached
-from gspo.learner.credit import Batch, batch_with_advantages, with_teacher_advantages, with_token_advantages
-from gspo.learner.reference import reference_logp
-from gspo.learner.step import StepReport
-from gspo.rollout.storage import pack_batch, unpack_batch
-from gspo.runs import checkpoint
-from gspo.runs.directory import State
-from gspo.system.clock import Clock, timeline
-from gspo.system.heartbeat import beat
-from gspo.system.imports import by_name
+from gspo.learner import (
+    Batch,
+    StepReport,
+    batch_with_advantages,
+    reference_logp,
+    with_teacher_advantages,
+    with_token_advantages,
+)
+from gspo.rollout import pack_batch, unpack_batch
+from gspo.runs import State, checkpoint
+from gspo.system import Clock, beat, by_name, timeline
 from gspo.train.evaluate import Evaluator, held_out_loss
 from gspo.train.opening import LeaderParts, Parts
 from gspo.train.trainer import Summary

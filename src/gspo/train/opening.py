@@ -7,19 +7,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from gspo.data.curriculum import Curriculum
-from gspo.data.mixture import Data
+from gspo.data import Curriculum, Data
 from gspo.faults import reached
-from gspo.learner.step import Learner
-from gspo.learner.world import World
-from gspo.monitor.display import Display, Silent, make_display
-from gspo.rewards.route import Rewards
-from gspo.rollout.groups import Workflow
-from gspo.rollout.producer import NullProducer, RolloutProducer
-from gspo.runs.directory import RunDir, Saver, State, changed_code
-from gspo.sampling.api import Sampler
-from gspo.system.heartbeat import beat, stalls_logged
-from gspo.system.program import StopRequest
+from gspo.learner import Learner, World
+from gspo.monitor import Display, Silent, make_display
+from gspo.rewards import Rewards
+from gspo.rollout import NullProducer, RolloutProducer, Workflow
+from gspo.runs import RunDir, Saver, State, changed_code
+from gspo.sampling import Sampler
+from gspo.system import StopRequest, beat, stalls_logged
 from gspo.train.build.data import (
     Answering,
     make_answering,

@@ -6,23 +6,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gspo.learner.credit import Batch
-from gspo.learner.step import StepReport
-from gspo.monitor.display import Display
-from gspo.monitor.loggers import Loggers
-from gspo.monitor.metrics import (
+from gspo.learner import Batch, StepReport
+from gspo.monitor import (
     REPLACED_SETTINGS,
+    Display,
+    Loggers,
     alarms,
     first_step_message,
+    question_of,
+    sample_rows,
+    shown_text,
     step_metrics,
     supervised_metrics,
     time_metrics,
+    token_tensors,
 )
-from gspo.monitor.samples import question_of, sample_rows, shown_text, token_tensors
-from gspo.rollout.producer import RolloutProducer
-from gspo.runs.directory import RunDir
-from gspo.system.clock import PROFILED_STEPS, Clock
-from gspo.system.files import read_jsonl, step_name
+from gspo.rollout import RolloutProducer
+from gspo.runs import RunDir
+from gspo.system import PROFILED_STEPS, Clock, read_jsonl, step_name
 from gspo.train.evaluate import answer_rows, problem_of
 from gspo.types import Failure, Group
 

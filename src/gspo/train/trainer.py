@@ -17,19 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gspo.config import Loaded, algorithm_in, dump, is_supervised, load
-from gspo.config.layout import layout_of
+from gspo.config import Loaded, algorithm_in, dump, is_supervised, layout_of, load
 from gspo.errors import ConfigError, GspoError
-from gspo.monitor.display import curve_svgs, in_notebook
-from gspo.system.files import read_jsonl
-from gspo.system.imports import by_name
-from gspo.system.process import Launched, visible_gpus
-from gspo.system.program import StopRequest, wait_without_spinning
+from gspo.monitor import curve_svgs, in_notebook
+from gspo.system import Launched, StopRequest, by_name, read_jsonl, visible_gpus, wait_without_spinning
 from gspo.train.build.given import Given, code_files, find_environment, find_filter
 
 if TYPE_CHECKING:
-    from gspo.learner.world import World
-    from gspo.rollout.groups import Filter, Workflow
+    from gspo.learner import World
+    from gspo.rollout import Filter, Workflow
     from gspo.train.loop import Follower, Leader
 
 
@@ -239,7 +235,7 @@ class Trainer:
     @contextmanager
     def open(self, world: World | None = None) -> Iterator[Leader | Follower]:
         """The loop of this rank with all its parts open, before its first step."""
-        from gspo.learner.world import ALONE
+        from gspo.learner import ALONE
         from gspo.train.loop import Follower, Leader
         from gspo.train.opening import LeaderParts, open_parts
 

@@ -12,24 +12,26 @@ from numpy.typing import NDArray
 
 from gspo.algorithms import CLIP_RANGE, clip_range_of
 from gspo.errors import TrainingError
-from gspo.learner.credit import Batch
-from gspo.learner.proximal import (
+from gspo.learner import (
     AutoClip,
+    Batch,
+    Learner,
+    Plan,
+    StepReport,
     choose_proximal_source,
     clip_range,
     judge_noise,
+    next_coefficient,
     next_eps,
     noise_message,
+    train_step,
 )
-from gspo.learner.step import Learner, Plan, StepReport, next_coefficient, train_step
-from gspo.monitor.metrics import measured_noise, token_mean
-from gspo.runs.directory import State
-from gspo.system.clock import Clock
-from gspo.system.files import step_name
-from gspo.system.process import return_freed_memory
+from gspo.monitor import measured_noise, token_mean
+from gspo.runs import State
+from gspo.system import Clock, return_freed_memory, step_name
 
 if TYPE_CHECKING:
-    from gspo.learner.critic import Critic
+    from gspo.learner import Critic
 
 MAX_NONFINITE = 3  # the run ends after this many skipped updates of a model in a row
 TOKEN_SAMPLES = 16  # sequences per step whose values per token are recorded
@@ -129,7 +131,7 @@ class Updater:
 
     def _update_critic(self, critic: Critic, batch: Batch, policy: StepReport, state: State) -> dict[str, Any]:
         """Train the value model on the returns that the advantages were computed from."""
-        from gspo.learner.critic import critic_metrics, train_critic
+        from gspo.learner import critic_metrics, train_critic
 
         # The critic may have another number of mini-batches, so state.update does not count its updates.
         rates = self._critic_rates(state.step * critic.num_minibatches)

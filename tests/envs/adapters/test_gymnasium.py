@@ -15,7 +15,7 @@ from gspo.envs.adapters.common import ActionCodec, CallTimeoutError, InvalidActi
 from gspo.envs.client import EpisodeError, OutOfRoomError, outcome_of
 from gspo.envs.find import find_environment
 from gspo.errors import ConfigError
-from gspo.train.evaluate import first_reward
+from gspo.train import first_reward
 
 closed = []
 

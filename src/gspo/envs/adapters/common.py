@@ -20,7 +20,7 @@ import numpy as np
 
 from gspo.envs.client import EpisodeError
 from gspo.errors import ConfigError
-from gspo.system.imports import find_function
+from gspo.system import find_function
 
 # Held-out seeds begin here, so that no training seed is among them.
 HELD_OUT = 1_000_000

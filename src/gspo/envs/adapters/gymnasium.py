@@ -17,7 +17,7 @@ from typing import Any
 from gspo.envs.adapters.common import HELD_OUT, ActionCodec, InvalidActionError, ObservationCodec, Threads, seed_rows
 from gspo.envs.client import Client, EpisodeError, OutOfRoomError, TooManyTurnsError
 from gspo.errors import ConfigError
-from gspo.system.imports import find_function, install_command
+from gspo.system import find_function, install_command
 
 
 class Gymnasium:

@@ -27,7 +27,7 @@ from typing import Any
 
 from gspo.envs.client import EpisodeError
 from gspo.errors import ConfigError
-from gspo.system.process import describe_exit, dying_with_parent, stop_group
+from gspo.system import describe_exit, dying_with_parent, stop_group
 
 _PROTOCOL = "2025-06-18"  # servers of 2025 and 2026 accept this version
 _LONGEST_LINE = 16 * 2**20  # bytes; a longer message ends the server

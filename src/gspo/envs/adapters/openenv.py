@@ -27,8 +27,7 @@ import httpx
 from gspo.envs.adapters.common import seed_rows
 from gspo.envs.client import Client, EpisodeError, OutOfRoomError, TooManyTurnsError
 from gspo.errors import ConfigError
-from gspo.system.imports import install_command
-from gspo.system.process import describe_exit, dying_with_parent, stop_group
+from gspo.system import describe_exit, dying_with_parent, install_command, stop_group
 
 _LONGEST = 2**20  # characters of one message of the server
 _TOOL_ACTIONS = {"Action", "CallToolAction", "ListToolsAction"}  # titles of the action schemas of tool environments

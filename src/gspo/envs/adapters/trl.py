@@ -17,7 +17,7 @@ from typing import Any
 from gspo.envs.adapters.common import CallTimeoutError, Threads
 from gspo.envs.client import Client, EpisodeError, OutOfRoomError, TooManyTurnsError
 from gspo.errors import ConfigError
-from gspo.system.imports import find_function
+from gspo.system import find_function
 
 _NO_TOOL = ("reset", "get_reward")
 _THREADS = 32  # tools mostly wait: for a network, a process

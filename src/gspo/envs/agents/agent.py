@@ -27,7 +27,7 @@ from gspo.envs.agents.openai_api import Answer, ApiError, ApiRequest, only_finit
 from gspo.envs.client import Client, EpisodeError, EpisodeOverError, OutOfRoomError, TooManyTurnsError
 from gspo.envs.episode import Exchange
 from gspo.errors import ConfigError
-from gspo.system.imports import find_function, user_lines
+from gspo.system import find_function, user_lines
 
 Agent = Callable[..., Any]  # (base_url, api_key, data) → reward, {"reward": …, parts…} or None; sync or async
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.envs.client import EpisodeError
-from gspo.system.process import describe_exit
+from gspo.system import describe_exit
 
 _REAPER = Path(__file__).with_name("reaper.py")
 _KEPT_OUT, _KEPT_ERR = 64 * 2**10, 4 * 2**10  # bytes kept from the end of a command's output

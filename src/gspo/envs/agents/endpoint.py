@@ -27,7 +27,7 @@ from gspo.envs.agents import messages_api, responses_api
 from gspo.envs.agents import openai_api as api
 from gspo.envs.agents import openai_api as replies
 from gspo.envs.agents.openai_api import Answer, ApiError, ApiRequest
-from gspo.system.http import HttpServer, Json, RefusedCallError, bearer_key, finished, route
+from gspo.system import HttpServer, Json, RefusedCallError, bearer_key, finished, route
 
 MAX_BODY = 2 * 2**20  # half a million tokens of English text; no chat is longer
 MAX_PARALLEL = 8  # calls of one episode at a time; further ones get 429, and clients retry

@@ -14,8 +14,8 @@ from typing import Any
 
 from gspo.envs.client import Client, OutOfRoomError
 from gspo.errors import ConfigError
-from gspo.rewards.functions.builtin import BUILTIN, builtin
-from gspo.system.imports import find_function
+from gspo.rewards import BUILTIN, builtin
+from gspo.system import find_function
 
 
 class SelfCorrect:

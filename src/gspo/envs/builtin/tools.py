@@ -21,7 +21,7 @@ from gspo.envs.adapters.mcp import Arguments, McpTools, Tool
 from gspo.envs.builtin.calculator import CalculatorError, calculate
 from gspo.envs.client import Client, EpisodeError, OutOfRoomError
 from gspo.errors import ConfigError, SandboxError
-from gspo.rewards.sandbox import box as sandbox
+from gspo.rewards import box as sandbox
 
 OPEN, CLOSE = "[", "]"
 _ARGUMENT = {"calculator": "expression", "python": "code"}

@@ -20,17 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gspo.config import load
-from gspo.config.layout import Layout, layout_of
-from gspo.config.schema import Config
+from gspo.config import Config, Layout, layout_of, load
 from gspo.errors import ConfigError, GspoError, RolloutError
 from gspo.faults import reached
 from gspo.launcher.serve.own import register_and_serve
-from gspo.sampling.engines.base import EngineAddress, EngineSampler
-from gspo.sampling.remote.engine import SamplerEngine
-from gspo.system.process import TOKEN, Launched, describe_exit, dying_with_parent, stop
-from gspo.train.build.learner import make_tokenizer
-from gspo.train.build.rollout import decoder
+from gspo.sampling import EngineAddress, EngineSampler, SamplerEngine
+from gspo.system import TOKEN, Launched, describe_exit, dying_with_parent, stop
+from gspo.train import decoder, make_tokenizer
 
 CHECK_S = 1.0  # between two checks of the child process
 MEASURE_S = 5.0  # between two checks of the engine's progress

@@ -9,13 +9,10 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from gspo.config.schema import Config
-from gspo.models import cache
-from gspo.models.find import EMBEDDED, locate
-from gspo.models.folder import check_settings, check_weights
-from gspo.models.loading import load_model, open_folder
-from gspo.sampling.remote.protocol import context_limit, end_tokens, sampler_identity
-from gspo.train.build.learner import device_and_dtype, make_tokenizer, published_dtype
+from gspo.config import Config
+from gspo.models import EMBEDDED, cache, check_settings, check_weights, end_tokens, load_model, locate, open_folder
+from gspo.sampling import context_limit, sampler_identity
+from gspo.train import device_and_dtype, make_tokenizer, published_dtype
 
 
 def model_folder(config: Config, tmp: Path, *, weights: bool = True) -> str:

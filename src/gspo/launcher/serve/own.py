@@ -17,17 +17,21 @@ from pathlib import Path
 
 import torch
 
-from gspo.config import load
-from gspo.config.layout import layout_of
+from gspo.config import layout_of, load
 from gspo.errors import ConfigError, GspoError
 from gspo.faults import reached
-from gspo.sampling.remote.engine import SamplerEngine
-from gspo.sampling.remote.protocol import context_limit, end_tokens, register, sampler_identity, unregister
-from gspo.sampling.remote.server import SamplerServer
-from gspo.sampling.weights.load import sequence_logp
-from gspo.system.process import Launched, die_with_parent
-from gspo.train.build.learner import make_tokenizer, published_dtype, set_threads, whole_model
-from gspo.train.build.rollout import local_sampler, sends_adapter
+from gspo.models import end_tokens
+from gspo.sampling import (
+    SamplerEngine,
+    SamplerServer,
+    context_limit,
+    register,
+    sampler_identity,
+    sequence_logp,
+    unregister,
+)
+from gspo.system import Launched, die_with_parent
+from gspo.train import local_sampler, make_tokenizer, published_dtype, sends_adapter, set_threads, whole_model
 
 
 def serve(

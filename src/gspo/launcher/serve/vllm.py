@@ -17,23 +17,28 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from gspo.config import Config, Layout, flags_of
 from gspo.config import engine_flags as engines
-from gspo.config.layout import Layout, flags_of
-from gspo.config.schema import Config
 from gspo.errors import ConfigError, WeightSyncError
 from gspo.launcher.serve import engine
 from gspo.launcher.serve.model import as_folder, identity_for, model_folder, without_weights
 from gspo.launcher.serve.own import make_parser, run_server
-from gspo.models.find import EMBEDDED, locate
-from gspo.models.lora import write_adapter
-from gspo.sampling.api import Experts
-from gspo.sampling.engines.base import EngineAddress
-from gspo.sampling.engines.vllm import EXTENSION, LORA_RANKS, MAX_LOGPROBS, NAME, WORKER_FOLDER, VllmSampler
-from gspo.sampling.remote.protocol import experts_of
-from gspo.sampling.weights.load import check_finite, fetch_weights
-from gspo.system.process import Launched
-from gspo.train.build.learner import device_and_dtype, set_trained_part
-from gspo.train.build.rollout import sampling_params, sends_adapter
+from gspo.models import EMBEDDED, locate, write_adapter
+from gspo.sampling import (
+    EXTENSION,
+    LORA_RANKS,
+    MAX_LOGPROBS,
+    NAME,
+    WORKER_FOLDER,
+    EngineAddress,
+    Experts,
+    VllmSampler,
+    check_finite,
+    experts_of,
+    fetch_weights,
+)
+from gspo.system import Launched
+from gspo.train import device_and_dtype, sampling_params, sends_adapter, set_trained_part
 
 
 def serve(

@@ -37,15 +37,12 @@ from gspo.learner.policy.head import ChunkedHead, HeadForm, Targets, logit_trans
 from gspo.learner.policy.packing import Layout, Packed, PackItem, filler, micro_batches, pack, split_over_ranks
 from gspo.learner.policy.sharding import full
 from gspo.learner.world import ALONE, World
-from gspo.models.moe import padded_routes, recomputing
-from gspo.models.tree import TREE, TreeLayout, current_layout, use_attention
-from gspo.models.vision.parts import vision_of
-from gspo.system.process import return_freed_memory
+from gspo.models import TREE, TreeLayout, current_layout, padded_routes, recomputing, use_attention, vision_of
+from gspo.system import return_freed_memory
 
 if TYPE_CHECKING:
     from gspo.learner.policy.divergence import Head
-    from gspo.models.vision.processor import Processor
-    from gspo.models.vision.tower import Placement
+    from gspo.models import Placement, Processor
 
 
 # For a smaller model the memory of Python and its libraries matters more.
@@ -439,7 +436,7 @@ def weight_names(policy: PolicyModule) -> Iterator[tuple[str, Tensor]]:
     transformers holds all experts of a layer in one tensor; names and shapes here are those of the files. A LoRA
     adapter is merged into copies of the weights that it changes, so the receiver needs no adapter.
     """
-    from gspo.models.lora import merged_state
+    from gspo.models import merged_state
 
     model = policy.model
     # A tied weight has two names and one tensor; it is sent and stored once.

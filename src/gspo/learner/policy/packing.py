@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gspo.errors import DataError
-from gspo.models.tree import TreeLayout
+from gspo.models import TreeLayout
 from gspo.types import Kept, Shown, ShownPrompt
 
 Layout = Literal["shared", "packed", "padded"]

@@ -30,13 +30,12 @@ from gspo import rng
 from gspo.errors import DataError
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.packing import Completion, Layout, Packed, PackItem
-from gspo.models.moe import routers
-from gspo.models.tree import TREE
-from gspo.sampling.local.by_length import leaves_of
+from gspo.models import TREE, routers
+from gspo.sampling import leaves_of
 from gspo.types import ImageFile, Prompt
 
 if TYPE_CHECKING:
-    from gspo.models.vision.processor import Processor
+    from gspo.models import Processor
 
 # Largest |log-prob difference| between two correct computations; attention across sequences gives far more.
 LOGP_TOLERANCE = {torch.float64: 1e-8, torch.float32: 5e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
@@ -109,7 +108,7 @@ def _ways(policy: PolicyModule, share_prefix: bool) -> list[tuple[str, Layout]]:
         if share_prefix:
             ways.insert(0, (TREE, "shared"))
             if on_cuda:
-                from gspo.models.flex import FLEX
+                from gspo.models import FLEX
 
                 ways.insert(0, (FLEX, "shared"))
     return ways

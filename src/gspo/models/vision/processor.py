@@ -28,7 +28,7 @@ from gspo.errors import DataError
 from gspo.models import cache
 from gspo.models.find import EMBEDDED, locate
 from gspo.models.folder import check_settings
-from gspo.system.imports import install_command
+from gspo.system import install_command
 from gspo.types import ImageFile, Images
 
 FILES = ("preprocessor_config.json", "processor_config.json")  # one of them is in the folder of every such model

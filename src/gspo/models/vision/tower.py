@@ -45,7 +45,7 @@ class Features(NamedTuple):
     deep: tuple[Tensor, ...]  # [F, d] for each of the first text layers, which adds them (deepstack)
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """What a prompt needs besides its features."""
 
     positions: _Ints | None  # [D, P] rotary positions; None: 0…P−1
@@ -80,7 +80,7 @@ class Vision:
         self._output: Any = None  # class of the encoder's output, and whether it holds one tensor
         self._is_tensor = False
         self._kept: OrderedDict[PromptKey, Features] = OrderedDict()  # of a frozen tower, oldest first
-        self._places: OrderedDict[PromptKey, _Place] = OrderedDict()
+        self._places: OrderedDict[PromptKey, Place] = OrderedDict()
 
     @staticmethod
     def of(model: Any) -> Vision | None:
@@ -212,14 +212,14 @@ class Vision:
         """Rotary position of the first token after the prompt, minus the prompt's length."""
         return self._place(prompt).delta
 
-    def _place(self, prompt: ShownPrompt) -> _Place:
+    def _place(self, prompt: ShownPrompt) -> Place:
         if prompt.key not in self._places:
             self._places[prompt.key] = self._find_place(prompt)
             if len(self._places) > _KEPT_PLACES:
                 self._places.popitem(last=False)
         return self._places[prompt.key]
 
-    def _find_place(self, prompt: ShownPrompt) -> _Place:
+    def _find_place(self, prompt: ShownPrompt) -> Place:
         inputs, num = prompt.images.prepare(), len(prompt.tokens)
         types = None
         if self._type in _BOTH_WAYS:
@@ -239,7 +239,7 @@ class Vision:
             inside = types == _BOTH_WAYS[self._type]
             begins = inside & ~np.concatenate([[False], inside[:-1]])
             blocks = np.where(inside, np.cumsum(begins) - 1, -1)  # a number for each run
-        return _Place(positions, delta, blocks, types)
+        return Place(positions, delta, blocks, types)
 
     def plain_inputs(self, prompt: ShownPrompt, num_tokens: int) -> dict[str, Tensor]:
         """The arguments of the model's own forward pass on `num_tokens` tokens that begin with the prompt."""

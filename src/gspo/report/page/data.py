@@ -14,7 +14,7 @@ from gspo.report.cards import HIGH_OVER_LOW, answers, clipped_share, last, shown
 from gspo.report.read import Row, is_by_sequence, read_config
 from gspo.report.samples import finite_number
 from gspo.report.summary import RunSummary, change_text, ends_text, ends_words, score_name, summary_of
-from gspo.system.text import duration
+from gspo.system import duration
 
 LOG_LINES = 200  # the last lines of log.txt that the page carries
 

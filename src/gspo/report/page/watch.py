@@ -29,7 +29,7 @@ from gspo.report.page.page import BUDGET, html_page, inert_json
 from gspo.report.read import Row, is_by_sequence, is_run, score_text, status_of
 from gspo.report.samples import Kind, Signature, choose_files, pictures, read_block, sample_steps, size_of
 from gspo.report.summary import change_text, summary_of
-from gspo.system.http import HttpServer, route
+from gspo.system import HttpServer, route
 
 Doctor = Callable[[Path], Any]  # what `gspo doctor` prints about a run's config; report/ cannot import it
 ANSWER = 4_000_000  # bytes of sample files in one reply: the page shows something soon and asks again

@@ -14,8 +14,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from gspo.data.columns import final_answer
-from gspo.system.imports import by_name
+from gspo.data import final_answer
+from gspo.system import by_name
 
 # A sign belongs to the number only if no operand comes before it: "5-3" ends in 3, "= -3" in -3.
 _NUMBER = re.compile(

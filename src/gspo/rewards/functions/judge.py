@@ -23,7 +23,7 @@ from typing import Any
 from gspo import rng
 from gspo.errors import ConfigError, RewardError
 from gspo.rewards.call import Pending, Result
-from gspo.system.http_client import HttpClient, ReplyTooLargeError
+from gspo.system import HttpClient, ReplyTooLargeError
 
 PROMPT = """Grade an answer to a question.
 

@@ -165,7 +165,7 @@ def _plain(item: Any) -> str:
 
 def _load(path: str, dtype: Any, device: Any, key: str) -> tuple[Any, Any]:
     """The classifier and its tokenizer; DataError if the folder holds something else."""
-    from gspo.models.loading import load_tokenizer, read_weights
+    from gspo.models import load_tokenizer, read_weights
 
     # Before the weights are read, which can take minutes.
     folder = check_classifier(path, dtype, key)
@@ -193,8 +193,7 @@ def check_classifier(path: str, dtype: Any, key: str) -> Any:
     """The folder of a classifier with one label (a ModelFolder); DataError if it is not one. No weights are read."""
     from transformers import AutoModelForSequenceClassification
 
-    from gspo.models.find import locate
-    from gspo.models.loading import open_folder
+    from gspo.models import locate, open_folder
 
     place, own = Path(path).expanduser(), f"{key}: reward_model.path"
     try:

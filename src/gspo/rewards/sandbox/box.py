@@ -25,7 +25,7 @@ from typing import Any
 from gspo.errors import SandboxError
 from gspo.rewards.sandbox.command import DEFAULT_LIMITS, Limits, boxed_command, unboxed_command
 from gspo.rewards.sandbox.seccomp import filter_program
-from gspo.system.process import await_killed, describe_exit, kill_group
+from gspo.system import await_killed, describe_exit, kill_group
 
 START_S = 10.0  # limit for the start of the sandbox
 END_S = 1.0  # limit for the end of all processes after the kill

@@ -32,8 +32,7 @@ from typing import Any
 from gspo.rewards.call import GRACE_S, HEARTBEAT_S, LENGTH
 from gspo.rewards.functions.builtin import PRELOAD
 from gspo.rewards.workers.worker import CLOCK, run_worker, set_clock
-from gspo.system.imports import install_command
-from gspo.system.process import adopt_orphans, all_processes, descendants, describe_exit, kill, kill_group
+from gspo.system import adopt_orphans, all_processes, descendants, describe_exit, install_command, kill, kill_group
 
 
 @dataclass

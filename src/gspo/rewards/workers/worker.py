@@ -20,7 +20,7 @@ from time import monotonic  # by name: reward code may replace time.monotonic
 from typing import Any
 
 from gspo.rewards.call import GRACE_S, LENGTH, Call, RewardItem, bind, call_group, call_sample
-from gspo.system.process import die_with_parent
+from gspo.system import die_with_parent
 
 # deadline (CLOCK_MONOTONIC seconds, 0: no call is running), job, number of the call in its job, sample (−1: the whole
 # group), part (−1: before the first call)

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from gspo import rng
 from gspo.errors import RolloutError, WeightSyncError
 from gspo.sampling.api import Experts, completed_by_prefix, interrupted, invalid_reason, validate_request
-from gspo.system.http_client import HttpClient, Reply, ReplyTooLargeError
+from gspo.system import HttpClient, Reply, ReplyTooLargeError
 from gspo.types import Extras, FinishReason, Kept, Request, Routes, Sample, SampleId
 
 if TYPE_CHECKING:

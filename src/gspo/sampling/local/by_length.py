@@ -32,11 +32,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gspo.errors import RolloutError
-from gspo.models.moe import routed
-from gspo.models.vision.tower import Shown, Vision
+from gspo.models import Vision, routed
 from gspo.sampling.local.packed import Finished, KeptRow, Step, StoredPrompt, first_of_each
 from gspo.sampling.local.rows import Rows
-from gspo.types import PromptKey, Request
+from gspo.types import PromptKey, Request, Shown
 
 Path = tuple[Any, ...]
 Part = tuple[Any, Tensor]  # a cache, and which of its rows [n]

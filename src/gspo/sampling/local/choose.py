@@ -23,15 +23,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gspo.errors import RolloutError
-from gspo.models.vision.parts import text_modules
+from gspo.models import text_modules
 from gspo.sampling.local.attention import ATTENTION
-from gspo.sampling.local.by_length import CacheLayout
 from gspo.sampling.local.packed import Engine, PackedStepper
 from gspo.sampling.native import few_rows
 from gspo.types import Prompt, Request, Sample, SampleId, SamplingParams
 
 if TYPE_CHECKING:
-    from gspo.models.vision.tower import Vision
+    from gspo.models import Vision
 
 
 class Borrowed:
@@ -180,7 +179,7 @@ def engines(model: Any, routers: Sequence[nn.Module], prefill_tokens: int, visio
     return [
         Engine("continuous batching", ATTENTION, partial(PackedStepper, model, routers, prefill_tokens, vision), True),
         *(
-            Engine(name, attention, partial(by_length, CacheLayout(mixes_lengths=mixes)))
+            Engine(name, attention, partial(by_length, mixes))
             for name, mixes in (("transformers' cache", True), ("transformers' cache by length", False))
             for attention in attentions
             if can_mix or not mixes
@@ -189,10 +188,14 @@ def engines(model: Any, routers: Sequence[nn.Module], prefill_tokens: int, visio
     ]
 
 
-def _by_length(*how: Any) -> Any:
-    from gspo.sampling.local.by_length import LengthStepper
+def _by_length(
+    model: Any, routers: Sequence[nn.Module], prefill_tokens: int, vision: Vision | None, mixes: bool | None, *rest: Any
+) -> Any:
+    """`mixes`: whether a cache holds rows of different lengths; None: without a cache."""
+    from gspo.sampling.local.by_length import CacheLayout, LengthStepper
 
-    return LengthStepper(*how)
+    layout = None if mixes is None else CacheLayout(mixes_lengths=mixes)
+    return LengthStepper(model, routers, prefill_tokens, vision, layout, *rest)
 
 
 def refuse_encoder_decoder(model: Any) -> None:

@@ -25,8 +25,7 @@ from torch import Tensor
 from gspo import rng
 from gspo.errors import DataError, GspoError, RolloutError
 from gspo.faults import reached
-from gspo.models.moe import route_shape, routers
-from gspo.models.vision.parts import vision_of
+from gspo.models import route_shape, routers, vision_of
 from gspo.sampling.api import completed_by_prefix, interrupted, validate_request
 from gspo.sampling.local.choose import Borrowed, ForwardComparison, choose, engines, refuse_encoder_decoder
 from gspo.sampling.local.draw import SamplingRule, draw, kept_sets, rule_of
@@ -35,7 +34,7 @@ from gspo.sampling.local.rows import Rows
 from gspo.types import FinishReason, Prompt, PromptKey, Request, Sample, SamplingParams
 
 if TYPE_CHECKING:
-    from gspo.models.vision.tower import Vision
+    from gspo.models import Vision
 
 
 class LocalSampler:

@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gspo.errors import RolloutError
-from gspo.models.moe import routed
+from gspo.models import routed
 from gspo.sampling.local.attention import DecodePlan, ExtendPlan, Grid, KVStore, Plan, PrefillPlan, active, make_grid
 from gspo.sampling.local.rows import Rows
 from gspo.types import PromptKey, Request, Sample, Shown
 
 if TYPE_CHECKING:
-    from gspo.models.vision.tower import Placement, Vision
+    from gspo.models import Placement, Vision
 
 
 @dataclass(slots=True)

@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from gspo.errors import RolloutError, WeightSyncError
 from gspo.sampling.api import Experts, invalid_reason, validate_request
+from gspo.sampling.remote.discovery import given_up, registered
 from gspo.sampling.remote.engine import Session
 from gspo.sampling.remote.link import POLL_S, LinkState, PendingRequest, Server
 from gspo.sampling.remote.pool import ServerPool
-from gspo.sampling.remote.protocol import given_up, registered
 from gspo.sampling.weights.load import ProbeCheck, ScoreSequences
 from gspo.sampling.weights.publish import ChooseStore, publish_to
-from gspo.system.heartbeat import beat
-from gspo.system.http_client import HttpClient
+from gspo.system import HttpClient, beat
 from gspo.types import Request, Sample
 
 if TYPE_CHECKING:

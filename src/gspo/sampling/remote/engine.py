@@ -29,8 +29,7 @@ from gspo.sampling.api import Sampler
 from gspo.sampling.engines.inside_vllm import gspo_collective as collective
 from gspo.sampling.remote import protocol as wire
 from gspo.sampling.weights.load import ScoreSequences, fetch_weights
-from gspo.system.files import atomic_write
-from gspo.system.http import RefusedCallError, finished
+from gspo.system import RefusedCallError, atomic_write, finished
 from gspo.types import Sample, SampleId
 
 FILE = "session"  # in the folder of the registrations

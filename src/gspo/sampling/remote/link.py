@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from gspo.sampling.remote import protocol
+from gspo.sampling.remote.discovery import Address, registered
 from gspo.sampling.remote.engine import Session
-from gspo.sampling.remote.protocol import Address, registered
 from gspo.sampling.weights.publish import Published
-from gspo.system.http_client import HttpClient, Reply, ReplyTooLargeError
+from gspo.system import HttpClient, Reply, ReplyTooLargeError
 from gspo.types import Request, Sample
 
 POLL_S = 0.2  # /collect waits this long for a sample; a new request or a new version may have to wait as long

@@ -1,125 +1,26 @@
-"""Between a trainer and a sampler server: how it is found, what both must share, and the format.
+"""The format between a trainer and a sampler server, and the values that both must share.
 
-On a cluster the folder is on the shared file system; no other service is needed. A server that restarts rewrites its
-file. Torch-free.
-
-float32 log-probs arrive bit for bit. Parsing is strict: a field that is missing, or has another type or length, is a
-WireError. Torch-free.
+JSON, with arrays as base64 of their little-endian bytes, so float32 log-probs arrive bit for bit. Parsing is strict: a
+field that is missing, or has another type or length, is a WireError.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-import contextlib
-import hashlib
 import json
 import math
-import os
-import socket
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gspo.models.moe import num_experts, route_shape, routers
+from gspo.models import num_experts, route_shape, routers
 from gspo.sampling.api import Experts
-from gspo.system.files import read_regular
 from gspo.types import Extras, Kept, Request, Routes, Sample, SampleId, SamplingParams
-
-SHM = Path("/dev/shm")
-
-
-class Address(NamedTuple):
-    url: str
-    pid: int
-    host: str  # the machine's name; weights go through /dev/shm if trainer and server are on the same machine
-    started: float
-
-
-def sampler_file(folder: Path, index: int) -> Path:
-    return folder / f"sampler_{index}.json"
-
-
-def register(folder: Path, index: int, url: str) -> None:
-    """Write where this process serves, atomically, to a file that only its owner can read."""
-    folder.mkdir(parents=True, exist_ok=True)
-    # Written to a temporary file and renamed: a reader never sees a part of it.
-    tmp = folder / f".sampler_{index}.json.{os.getpid()}"
-    address = Address(url, os.getpid(), socket.gethostname(), time.time())
-    # The mode is given at creation, so the file is never readable by others.
-    with os.fdopen(os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        json.dump(address._asdict(), file)
-    tmp.replace(sampler_file(folder, index))
-
-
-def registered(folder: Path, index: int) -> Address | None:
-    """The address of server `index`; None if it has not registered, or if another user wrote the file."""
-    path = sampler_file(folder, index)
-    try:
-        # The token is sent to this address, so the file must be our own.
-        if os.stat(path).st_uid != os.getuid():
-            return None
-        body: Any = json.loads(read_regular(path))
-        address = Address(str(body["url"]), int(body["pid"]), str(body["host"]), float(body["started"]))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return address if address.url.startswith("http://") else None
-
-
-def unregister(folder: Path, index: int) -> None:
-    """Remove the file if this process wrote it."""
-    address = registered(folder, index)
-    # A successor may have registered already: its file must stay.
-    if address is not None and (address.pid, address.host) == (os.getpid(), socket.gethostname()):
-        sampler_file(folder, index).unlink(missing_ok=True)
-
-
-def give_up(folder: Path, index: int, why: str) -> None:
-    """Record that server `index` will not be restarted, so that the trainer does not wait for it."""
-    with contextlib.suppress(OSError):  # then the trainer waits until its timeout
-        folder.mkdir(parents=True, exist_ok=True)
-        sampler_file(folder, index).with_suffix(".gone").write_text(why, encoding="utf-8")
-
-
-def given_up(folder: Path, index: int) -> str | None:
-    try:
-        return read_regular(sampler_file(folder, index).with_suffix(".gone")).decode("utf-8", "replace")
-    except OSError:
-        return None
-
-
-def weight_folders(run: Path) -> tuple[Path, Path]:
-    """Where a run publishes weights: in /dev/shm, or in its run directory."""
-    # The digest of the run's path: one folder per run, and the same one after a restart.
-    digest = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12]
-    return SHM / f"gspo-{os.getuid()}-{digest}", run / "weights"
-
-
-def forget(folder: Path, keep: Path | None = None) -> None:
-    """Remove published files except `keep`, and files of a killed writer. Without `keep`, remove the folder, too."""
-    if not folder.is_dir():
-        return
-    # The pattern also matches the temporary names of `publish`.
-    for file in folder.glob("*weights_*.safetensors*"):
-        if file != keep:
-            file.unlink(missing_ok=True)
-    if keep is None:
-        with contextlib.suppress(OSError):  # not empty: other files are not ours
-            folder.rmdir()
-
-
-def end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Tokens that end a completion: the tokenizer's, and those of the model's generation config."""
-    # eos_token_id is a number, a list, or None.
-    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ends = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])}
-    return sorted(e for e in ends if e is not None)
 
 
 def context_limit(model: Any, max_tokens: int | None) -> int:

@@ -21,11 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gspo.errors import ConfigError, DataError, RolloutError
-from gspo.models.folder import refuse_other_vocabulary
+from gspo.models import refuse_other_vocabulary
 from gspo.sampling.engines.base import EngineAddress, InvalidReplyError, prompt_logp, reply_object
 from gspo.sampling.remote import protocol as wire
-from gspo.system.heartbeat import beat
-from gspo.system.http_client import ReplyTooLargeError
+from gspo.system import ReplyTooLargeError, beat
 
 KEY = "GSPO_TEACHER_KEY"
 START_S = 60.0  # deadline of the calls before the first step

@@ -17,8 +17,7 @@ from starlette.responses import Response
 from gspo.errors import ConfigError, DataError, WeightSyncError
 from gspo.sampling.remote import protocol as wire
 from gspo.sampling.remote.engine import SamplerEngine
-from gspo.system.http import HttpServer, Json, RefusedCallError, bearer_key, route
-from gspo.system.process import MIN_TOKEN_CHARS, TOKEN
+from gspo.system import MIN_TOKEN_CHARS, TOKEN, HttpServer, Json, RefusedCallError, bearer_key, route
 
 MAX_BODY = 256 * 2**20  # a batch of 10⁴ requests with prompts of 10³ tokens takes 50 MB
 CONNECTIONS = 128

@@ -19,7 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from gspo import rng
 from gspo.errors import WeightSyncError
 from gspo.faults import reached
-from gspo.models.cache import quiet
+from gspo.models import quiet
 from gspo.sampling.engines.inside_vllm import gspo_collective as collective
 from gspo.system import files
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from gspo.errors import ConfigError, WeightSyncError
 from gspo.faults import reached
 from gspo.sampling.engines.inside_vllm import gspo_collective as collective
-from gspo.sampling.remote.protocol import SHM, Address, forget, weight_folders
-from gspo.system.files import sha256
+from gspo.sampling.remote.discovery import SHM, Address, forget, weight_folders
+from gspo.system import sha256
 
 MESSAGE_S = 60.0  # timeout of one message of a broadcast, and of the wait for a process to join it
 

@@ -7,27 +7,45 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from gspo.config import algorithm_in
-from gspo.config.layout import layout_of
-from gspo.config.resolve import algorithm_in, is_supervised
-from gspo.config.schema import ENVIRONMENT_ROWS, Config, DatasetSpec, MixtureSource, held_out
-from gspo.data.columns import owner_of
-from gspo.data.curriculum import Curriculum
-from gspo.data.dataset import Dataset, DataSettings, load_dataset, make_dataset
-from gspo.data.mixture import DATA_TYPES, Data, Mixture, distinct_names, make_mixture
-from gspo.data.sources import default_reward, divide
+from gspo.config import (
+    ENVIRONMENT_ROWS,
+    Config,
+    DatasetSpec,
+    MixtureSource,
+    algorithm_in,
+    held_out,
+    is_supervised,
+    layout_of,
+)
+from gspo.data import (
+    DATA_TYPES,
+    Curriculum,
+    Data,
+    Dataset,
+    DataSettings,
+    Mixture,
+    default_reward,
+    distinct_names,
+    divide,
+    load_dataset,
+    make_dataset,
+    make_mixture,
+    owner_of,
+)
 from gspo.errors import ConfigError, DataError, TrainingError
-from gspo.learner.policy.module import PolicyModule
-from gspo.learner.step import Learner
-from gspo.rewards.functions.builtin import NEEDS_ANSWER
-from gspo.rewards.pool import RewardPool
-from gspo.rewards.route import GivenRewards, NoRewards, RewardRouter, Rewards
-from gspo.rewards.spec import RewardSpec, reward_spec
-from gspo.rollout.groups import RejectReason, Workflow
-from gspo.rollout.producer import RolloutProducer
-from gspo.system.clock import Every
-from gspo.system.imports import by_name
-from gspo.system.process import Launched, visible_gpus
+from gspo.learner import Learner, PolicyModule
+from gspo.rewards import (
+    NEEDS_ANSWER,
+    GivenRewards,
+    NoRewards,
+    RewardPool,
+    RewardRouter,
+    Rewards,
+    RewardSpec,
+    reward_spec,
+)
+from gspo.rollout import RejectReason, RolloutProducer, Workflow
+from gspo.system import Every, Launched, by_name, visible_gpus
 from gspo.train.build.given import Given
 from gspo.train.build.rollout import evaluation_params, make_single_turn, make_workflow
 from gspo.train.build.run import make_every
@@ -386,7 +404,7 @@ def reward_problems(config: Config, given: Any, rewards: Rewards, data: Data, to
         return []
     prompts = [data.prompt(row) for row in range(min(CHECKED_ROWS, len(data)))]
     encode = partial(tokenizer.encode, add_special_tokens=False)
-    from gspo.rewards.check import check_reward, diagnose
+    from gspo.rewards import check_reward, diagnose
 
     lines = check_reward(prompts, rewards, markers=answer_markers(specs), encode=encode, until_failure=True)
     found = diagnose(lines, config.reward.timeout)

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import gspo
-from gspo.config import Loaded, algorithm_in
-from gspo.config.schema import Config
+from gspo.config import Config, Loaded, algorithm_in
 from gspo.errors import ConfigError
-from gspo.system.imports import by_name, find_function, source_file
+from gspo.system import by_name, find_function, source_file
 
 
 @dataclass(frozen=True)

@@ -12,36 +12,52 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gspo.algorithms import clip_range_of
-from gspo.config import Loaded, algorithm_in, effective_objective, is_supervised
-from gspo.config.backends import TRAINERS, parse_backend
-from gspo.config.schema import ENVIRONMENT_ROWS, Config, Norm, Optimizer, RewardNorm
-from gspo.data.mixture import Data
+from gspo.config import (
+    ENVIRONMENT_ROWS,
+    TRAINERS,
+    Config,
+    Loaded,
+    Norm,
+    Optimizer,
+    RewardNorm,
+    algorithm_in,
+    effective_objective,
+    is_supervised,
+    parse_backend,
+)
+from gspo.data import Data
 from gspo.errors import ConfigError, DataError
-from gspo.learner.credit import Batch, Credit, Shaping
-from gspo.learner.optim import learning_rate, make_optimizer
-from gspo.learner.policy.module import PolicyModule
-from gspo.learner.policy.probe import probe
-from gspo.learner.policy.sharding import shard
-from gspo.learner.proximal import AutoClip, ProximalSource
-from gspo.learner.reference import Reference, Teacher, reference_logp, served_teacher
-from gspo.learner.step import Learner, Plan, StepReport
-from gspo.learner.world import ALONE, World, joined
-from gspo.models import embedded
-from gspo.models.loading import load_model, load_tokenizer
-from gspo.models.moe import check_replay
-from gspo.models.vision.parts import freeze_vision, vision_parameters
-from gspo.runs import checkpoint
-from gspo.runs.directory import code_digest
-from gspo.sampling.native.few_rows import product_name
-from gspo.system.files import step_name
-from gspo.system.imports import by_name, source_file
-from gspo.system.process import Launched
-from gspo.system.program import StopRequest
+from gspo.learner import (
+    ALONE,
+    AutoClip,
+    Batch,
+    Credit,
+    Learner,
+    Plan,
+    PolicyModule,
+    ProximalSource,
+    Reference,
+    Shaping,
+    StepReport,
+    Teacher,
+    World,
+    joined,
+    learning_rate,
+    make_optimizer,
+    probe,
+    reference_logp,
+    served_teacher,
+    shard,
+)
+from gspo.models import check_replay, embedded, freeze_vision, load_model, load_tokenizer, vision_parameters
+from gspo.runs import checkpoint, code_digest
+from gspo.sampling import product_name
+from gspo.system import Launched, StopRequest, by_name, source_file, step_name
 from gspo.train.update import Rates, Updater, UpdateSettings
 
 if TYPE_CHECKING:
-    from gspo.learner.critic import Critic
-    from gspo.models.vision.processor import Processor
+    from gspo.learner import Critic
+    from gspo.models import Processor
 
 
 def device_and_dtype(config: Config) -> tuple[torch.device, torch.dtype]:
@@ -504,7 +520,7 @@ def make_critic(config: Config, tokenizer: Any, world: World = ALONE) -> Critic 
     how, actor = config.critic, config.actor
     if how is None or algorithm_in(config).advantage != "gae":
         return None
-    from gspo.learner.critic import Critic, ValueModule
+    from gspo.learner import Critic, ValueModule
 
     # A second model from critic.path; ValueModule replaces its language-model head by a scalar one.
     trunk = _other_model(config, how.path, tokenizer, "critic.path")

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from gspo.algorithms import CLIP_RANGE, EPS_KEYS, GATES
-from gspo.config import Loaded, effective_objective, load
-from gspo.config.schema import Section
+from gspo.config import Loaded, Section, effective_objective, load
 from gspo.errors import ConfigError
 from gspo.objectives import own
-from gspo.rewards.spec import import_name
-from gspo.system.imports import find_function
+from gspo.rewards import import_name
+from gspo.system import find_function
 
 
 @dataclass(frozen=True)

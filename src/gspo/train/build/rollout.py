@@ -10,27 +10,27 @@ from typing import Any
 
 import torch
 
-from gspo.config.backends import OWN
-from gspo.config.layout import engine_of, flags_of
-from gspo.config.resolve import is_supervised
-from gspo.config.schema import Config
-from gspo.learner.credit import Shaping, is_flat
-from gspo.learner.policy.module import PolicyModule
-from gspo.learner.policy.probe import image_prompts
-from gspo.learner.policy.sharding import full_parameters
-from gspo.rewards.route import Rewards
-from gspo.rollout.buffer import Buffer, Snapshot
-from gspo.rollout.groups import Filter, GroupAssembler, RejectReason, Workflow, from_data, reject_by_filter, single_turn
-from gspo.rollout.producer import NullProducer, RolloutProducer
-from gspo.rollout.storage import unpack_groups
-from gspo.runs import checkpoint
-from gspo.runs.directory import RunDir, State
-from gspo.sampling.api import Sampler, rows_at_once
-from gspo.sampling.local.engine import LocalSampler
-from gspo.sampling.remote.protocol import end_tokens
-from gspo.system.files import step_name
-from gspo.system.imports import by_name
-from gspo.system.process import Launched
+from gspo.config import OWN, Config, engine_of, flags_of, is_supervised
+from gspo.learner import PolicyModule, Shaping, full_parameters, image_prompts, is_flat
+from gspo.models import end_tokens
+from gspo.rewards import Rewards
+from gspo.rollout import (
+    Buffer,
+    Filter,
+    GroupAssembler,
+    NullProducer,
+    RejectReason,
+    RolloutProducer,
+    Snapshot,
+    Workflow,
+    from_data,
+    reject_by_filter,
+    single_turn,
+    unpack_groups,
+)
+from gspo.runs import RunDir, State, checkpoint
+from gspo.sampling import LocalSampler, Sampler, rows_at_once
+from gspo.system import Launched, by_name, step_name
 from gspo.train.build.learner import has_ranks, make_shaping, whole_model
 from gspo.types import Group, Prompt, SamplingParams
 

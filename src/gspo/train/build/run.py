@@ -8,25 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from gspo.config import (
+    Config,
+    EvaluatorSection,
     Loaded,
+    SaverSection,
     config_fingerprint,
     default_algorithm_note,
     dump,
     effective_objective,
     is_supervised,
     load,
+    num_epochs,
     objective_words,
     write_origins,
 )
-from gspo.config.schema import Config, EvaluatorSection, SaverSection, num_epochs
-from gspo.data.mixture import Data
-from gspo.learner.step import Learner
-from gspo.monitor.display import Display
-from gspo.monitor.loggers import Loggers
-from gspo.runs import checkpoint
-from gspo.runs.directory import RunDir, Saver, State, resume, versions_and_hardware
-from gspo.system.clock import Every
-from gspo.system.files import step_name, to_json, write_run_file
+from gspo.data import Data
+from gspo.learner import Learner
+from gspo.monitor import Display, Loggers
+from gspo.runs import RunDir, Saver, State, checkpoint, resume, versions_and_hardware
+from gspo.system import Every, step_name, to_json, write_run_file
 from gspo.train.build.learner import device_and_dtype, first_proximal_source
 from gspo.train.record import Recorder
 

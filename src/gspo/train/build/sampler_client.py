@@ -9,19 +9,20 @@ from typing import Any
 
 import torch
 
-from gspo.learner.policy.module import PolicyModule
-from gspo.sampling.remote.client import JOIN_S, HttpSampler
-from gspo.sampling.remote.protocol import (
+from gspo.learner import PolicyModule
+from gspo.models import end_tokens
+from gspo.sampling import (
+    JOIN_S,
+    HttpSampler,
     context_limit,
-    end_tokens,
     experts_of,
     forget,
     sampler_identity,
+    sequence_logp,
     weight_folders,
+    weight_store,
 )
-from gspo.sampling.weights.load import sequence_logp
-from gspo.sampling.weights.publish import weight_store
-from gspo.system.process import Launched
+from gspo.system import Launched
 
 
 def connect(

@@ -11,10 +11,8 @@ from itertools import product
 from typing import Any
 
 from gspo.algorithms import ALGORITHMS
-from gspo.config.resolve import proximal_policy, written
-from gspo.config.schema import Config, Key, Section, keys_of, known_keys
-from gspo.migrate import areal, other_systems
-from gspo.migrate.rule import Rule
+from gspo.config import Config, Key, Section, keys_of, known_keys, proximal_policy, written
+from gspo.migrate import Rule, areal, other_systems
 
 # -- The JSON schema ------------------------------------------------------------------------------------------
 
@@ -69,7 +67,7 @@ def document() -> str:
 
 _INTRODUCTION = """# Configuration
 
-This file is generated from the schema: `python -m gspo.config > docs/config.md`.
+This file is generated from the schema: `python -m gspo.cli config > docs/config.md`.
 
 A config is a YAML file and overrides on the command line: `key=value`, `+key=value` and `++key=value` set a key,
 `~key` resets it to its default. Values are YAML; `1e-6` is a number. `${section.key}` takes another key's value and
@@ -217,7 +215,7 @@ def migrating() -> str:
 
 _MIGRATING_INTRODUCTION = """# Coming from TRL, verl or AReaL
 
-This file is generated from `src/gspo/config/migrate/`: `make docs`.
+This file is generated from `src/gspo/migrate/`: `make docs`.
 
 A config of AReaL loads as it is. A key of TRL's or verl's is an error that says what it is called here, in
 `gspo doctor` and at the start of `gspo train`: those systems count batches and steps differently, so nothing is

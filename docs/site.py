@@ -27,7 +27,7 @@ def on_files(files: Files, config: Any) -> Files:
     # examples/projects are templates of `gspo init`, not pages.
     left_out = {"__pycache__", "projects"}
     inside = [file for file in (ROOT / "examples").rglob("*") if file.is_file() and not left_out & {*file.parts}]
-    for file in [*inside, ROOT / "LOG.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]:
+    for file in [*inside, ROOT / "LOG.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", ROOT / "ARCHITECTURE.md"]:
         files.append(File.generated(config, str(file.relative_to(ROOT)), abs_src_path=str(file)))
     return files
 

@@ -61,7 +61,12 @@ def test_every_page_is_in_the_sites_contents():
     nav = nav_pages(yaml.load((ROOT / "mkdocs.yml").read_text(), _Loader)["nav"])
     assert len(nav) == len(set(nav))
     listed = {page for page in nav if not page.startswith(("examples/", "notebooks/"))}
-    assert listed == {page.name for page in DOCS.glob("*.md")} | {"LOG.md", "CHANGELOG.md", "CONTRIBUTING.md", "ARCHITECTURE.md"}
+    assert listed == {page.name for page in DOCS.glob("*.md")} | {
+        "LOG.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "ARCHITECTURE.md",
+    }
     assert {page for page in nav if page.startswith("examples/")} == {
         f"examples/{it.name}/README.md" for it in EXAMPLES
     }

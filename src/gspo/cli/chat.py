@@ -21,19 +21,6 @@ if TYPE_CHECKING:
 COMMANDS = "/reset starts a new conversation, /quit ends; Ctrl-C stops an answer"
 
 
-def chat_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="RUN|MODEL [key=value …]",
-        help="a run directory, or a model: folder, hub name, .gguf file, smollm2-135m, embedded:tiny",
-    )
-    parser.add_argument("--step", default="best", metavar="best|last|N", help="checkpoint of a run (default: best)")
-    parser.add_argument("--system", metavar="TEXT", help="the system message (train_dataset.system_prompt)")
-    parser.add_argument("--temperature", metavar="T", help="0: the most likely token (eval_gconfig.temperature)")
-    parser.add_argument("--max-new-tokens", metavar="N", help="length of an answer (eval_gconfig.max_new_tokens)")
-
-
 def chat(args: argparse.Namespace) -> int:
     from gspo.cli.runs import find_model
     from gspo.config import load

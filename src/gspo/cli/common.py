@@ -20,22 +20,6 @@ if TYPE_CHECKING:
     from gspo.config import Loaded
 
 
-OVERRIDES = "key=value (also +key=value, ++key=value), or ~key to reset it to its default"
-
-
-def config_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "words", nargs="*", metavar="CONFIG [key=value …]", help=f"a YAML file, then overrides: {OVERRIDES}"
-    )
-    parser.add_argument("--config", metavar="FILE", help="the YAML file; the form that AReaL's commands use")
-
-
-def override_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of a command that has a config of its own."""
-    parser.add_argument("words", nargs="*", metavar="key=value …", help=f"overrides: {OVERRIDES}")
-    parser.add_argument("--config", help=argparse.SUPPRESS)  # an error that names `gspo train`
-
-
 def load_config(args: argparse.Namespace) -> Loaded:
     from gspo.config import load
 
@@ -77,15 +61,6 @@ def console() -> Console:
 def did_you_mean(word: str, known: Any) -> str:
     close = difflib.get_close_matches(word.lower().replace("-", "_"), list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else "."
-
-
-def models_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", nargs="?", default="list", choices=("list", "check"), help="default: list")
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="check: folders, or model types of transformers (qwen3_next)"
-    )
-    parser.add_argument("--all", action="store_true", help="check: every causal model type of transformers")
-    parser.add_argument("--write", metavar="FILE", help="check: also write the result as a Markdown page")
 
 
 def models(args: argparse.Namespace) -> int:
@@ -172,10 +147,6 @@ def _require_model(name: str, types: Sequence[str]) -> None:
         ) from error
 
 
-def objectives_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help="for example gspo")
-
-
 def objectives(args: argparse.Namespace) -> int:
     from gspo.algorithms import ALGORITHMS
     from gspo.doctor import algorithm_card, algorithm_table
@@ -191,13 +162,8 @@ def objectives(args: argparse.Namespace) -> int:
     return 0
 
 
-def config_verb_arguments(parser: argparse.ArgumentParser) -> None:
-    config_arguments(parser)
-    parser.add_argument("--schema", action="store_true", help="print the JSON schema of configs instead, for editors")
-
-
 def config(args: argparse.Namespace) -> int:
-    from gspo.cli.document import json_schema
+    from gspo.cli.schema import json_schema
     from gspo.config import dump
 
     if args.schema:
@@ -242,12 +208,6 @@ def _explain_key(name: str) -> int:
                 rows.append(("", f"{key.wanted}{bounds}; default {default}", "dim"))
     console().print(TextRows(rows), crop=False)
     return 0
-
-
-def examples_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", nargs="?", default="list", choices=("list", "copy"), help="default: list")
-    parser.add_argument("name", nargs="?", metavar="NAME", help="copy: the example, for example quickstart")
-    parser.add_argument("to", nargs="?", default=".", metavar="DIR", help="copy: the folder to write to (default: .)")
 
 
 def examples(args: argparse.Namespace) -> int:

@@ -9,41 +9,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gspo.cli.common import config_arguments, console, display, load_config
+from gspo.cli.common import console, display, load_config
 from gspo.cli.reports import open_page, write_report_of
 from gspo.errors import ConfigError
 
 if TYPE_CHECKING:
     from gspo.config import Loaded
-
-
-def doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    config_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.add_argument(
-        "--quick", action="store_true", help="the config only: do not look at data, model, rewards and this machine"
-    )
-    parser.add_argument(
-        "--probe",
-        action="store_true",
-        help="for a config or RUN: measure the error of the sampler's log-probs and compare it with ε; loads the model",
-    )
-    parser.add_argument(
-        "--step", metavar="best|last|N", help="checkpoint for --probe RUN (default: best); 0: before training"
-    )
-    parser.add_argument(
-        "--selftest",
-        action="store_true",
-        help="test gradients, packing, sampler and weight sync on this device; without CONFIG: with embedded:tiny",
-    )
-    parser.add_argument(
-        "--reward",
-        action="store_true",
-        help="score answers whose value is known (reference, empty, another row's, …) and say what is wrong",
-    )
-    parser.add_argument("--model", action="store_true", help="with --reward: also the model's own greedy answers")
-    # Set by --probe for the process that it starts.
-    parser.add_argument("--weights", metavar="RUN", help=argparse.SUPPRESS)
 
 
 def doctor(args: argparse.Namespace) -> int:
@@ -162,17 +133,6 @@ def _selftest(args: argparse.Namespace, loaded: Loaded, place: Path, run: Path |
     if args.json:
         print(json.dumps([{**asdict(line), "ok": line.ok} for line in lines], ensure_ascii=False))
     return 0 if all(line.ok for line in lines) else 1
-
-
-def audit_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "paths",
-        nargs="+",
-        metavar="PATH",
-        help="output folders or files of one run; of verl also the Hydra folder and the file logger's jsonl",
-    )
-    parser.add_argument("--out", metavar="DIR", help="run directory to write (default: runs/audit/NAME of the path)")
-    parser.add_argument("--open", action="store_true", help="open the page in the browser")
 
 
 def audit(args: argparse.Namespace) -> int:

@@ -16,7 +16,6 @@ from gspo.errors import ConfigError
 if TYPE_CHECKING:
     from gspo.data import Split
 
-TASKS = ("math", "code", "chat", "tools", "vision", "sft")
 SCHEMA = "gspo.schema.json"
 # Rows of each split, and the digits of the numbers to add.
 _USUAL: Mapping[Split, int] = {"train": 512, "test": 128}
@@ -25,11 +24,6 @@ _ROWS: Mapping[str, Mapping[Split, int]] = {
     "sft": {"train": 2000, "test": 128},
 }
 _DIGITS = {"tools": (5, 5), "sft": (2, 3)}
-
-
-def init_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", help="a new or empty folder; its name is the name of the project")
-    parser.add_argument("--task", choices=TASKS, default="math", help="what is trained (default: math)")
 
 
 def init(args: argparse.Namespace) -> int:
@@ -49,7 +43,7 @@ def write_project(folder: Path, task: str) -> str:
 
     ConfigError if the folder is not empty; then nothing is written.
     """
-    from gspo.cli.document import json_schema
+    from gspo.cli.schema import json_schema
     from gspo.shipped import shipped
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -120,12 +114,6 @@ def _row(task: str, problem: Any) -> dict[str, Any]:
 
 
 # -- Shell completion -----------------------------------------------------------------------------------------
-
-SHELLS = ("bash", "zsh", "fish")
-
-
-def completion_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=SHELLS, help="bash: add `source <(gspo completion bash)` to ~/.bashrc")
 
 
 def completion(args: argparse.Namespace) -> int:

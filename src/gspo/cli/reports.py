@@ -38,32 +38,6 @@ def words_of(run: Path) -> dict[str, Any]:
         return {"unreadable": str(problem)}
 
 
-def report_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a run directory")
-    parser.add_argument("--out", metavar="FILE", help="default: RUN/report.html")
-    parser.add_argument("--open", action="store_true", help="open it in the browser")
-    parser.add_argument(
-        "--max-mb",
-        type=float,
-        metavar="MB",
-        help="maximum size of the sample files in the page; steps are spread evenly over the run",
-    )
-    parser.add_argument("--samples", action="store_true", help="print completions and rewards of a step; no page")
-    parser.add_argument("--held-out", action="store_true", help="answers of an evaluation instead of training samples")
-    parser.add_argument("--step", type=int, metavar="N", help="default: the last step that has samples")
-    parser.add_argument("--num", type=int, metavar="N", help="number of prompts (default: 3)")
-    parser.add_argument(
-        "--best", action="store_true", help="write JSONL rows for algorithm sft: the best sample of every prompt"
-    )
-    parser.add_argument(
-        "--filter",
-        action="append",
-        default=[],
-        metavar="CONDITION",
-        help="write JSONL rows for algorithm sft: samples with e.g. 'reward>=1' or 'length<200'; may be repeated",
-    )
-
-
 def report(args: argparse.Namespace) -> int:
     from gspo.report import open_run
     from gspo.system import inert
@@ -127,12 +101,6 @@ def _write_rows(args: argparse.Namespace, run: Path) -> int:
     return 0
 
 
-def watch_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="RUN|DIR", help="a run directory, or a folder that contains runs")
-    parser.add_argument("--port", type=int, default=0, metavar="N", help="default: a free port")
-    parser.add_argument("--open", action="store_true", help="open it in the browser")
-
-
 def watch(args: argparse.Namespace) -> int:
     from gspo.report import Watch
 
@@ -159,16 +127,6 @@ def open_page(address: str) -> None:
 
     if not webbrowser.open(address):
         print("gspo: no browser could be started; open the address above", file=sys.stderr)
-
-
-def compare_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="run directories, folders that contain runs, or glob patterns"
-    )
-    parser.add_argument(
-        "--metric", action="append", default=[], metavar="NAME", help="draw the curve of this metric; may be repeated"
-    )
-    parser.add_argument("--out", metavar="FILE", help="also write an HTML page with curves and tables")
 
 
 def compare(args: argparse.Namespace) -> int:

@@ -17,36 +17,6 @@ if TYPE_CHECKING:
     from gspo.config import Loaded
 
 
-def eval_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="RUN|MODEL [key=value …]",
-        help="a run directory, or a model: folder, hub name, .gguf file, smollm2-135m, embedded:tiny",
-    )
-    parser.add_argument(
-        "--step", default="best", metavar="best|last|N", help="checkpoint of a run (default: best); 0: before training"
-    )
-    parser.add_argument(
-        "--data", metavar="PATH", help="problems: a file, folder, hub name or embedded:arithmetic (valid_dataset.path)"
-    )
-    parser.add_argument("--split", metavar="NAME", help="default: test; all: every row (valid_dataset.split)")
-    parser.add_argument("--problems", metavar="N", help="number of problems, or all (evaluator.size)")
-    parser.add_argument(
-        "--samples",
-        metavar="N",
-        help="samples per problem; more than one: sampled, not greedy (eval_gconfig.n_samples)",
-    )
-    parser.add_argument("--greedy", action="store_true", help="take the most likely token (eval_gconfig.temperature 0)")
-    parser.add_argument("--temperature", metavar="T", help="sample at this temperature (eval_gconfig.temperature)")
-    parser.add_argument(
-        "--max-new-tokens", metavar="N", help="maximum length of a completion (eval_gconfig.max_new_tokens)"
-    )
-    parser.add_argument("--name", help="name of the result file of a run: RUN/eval_NAME.json")
-    parser.add_argument("--out", metavar="FILE", help="write the result there (default for a run: RUN/eval_STEP.json)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-
-
 def evaluate(args: argparse.Namespace) -> int:
     target, loaded, run = _examined(args)
     step = 0
@@ -163,17 +133,6 @@ def _heading(target: str, result: Mapping[str, Any]) -> str:
     return f"{target}{at}: {of}, {result['num_samples']} × {how}"
 
 
-def export_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a run directory")
-    parser.add_argument("--step", default="best", metavar="best|last|N", help="checkpoint (default: best)")
-    parser.add_argument("--to", metavar="DIR", help="a new or empty folder (default: RUN/model_step_N)")
-    parser.add_argument(
-        "--merge", action="store_true", help="LoRA runs: merge the adapter into the model and write a plain model"
-    )
-    parser.add_argument("--push", metavar="OWNER/NAME", help="also upload the folder to the Hugging Face hub, private")
-    parser.add_argument("--public", action="store_true", help="with --push: a new repository is public")
-
-
 def export(args: argparse.Namespace) -> int:
     from gspo.config import load
     from gspo.report import choose_step, open_run
@@ -235,13 +194,6 @@ def _card_files(loaded: Loaded, run: Path, step: int, name: str, is_adapter: boo
     is_vision = folder is not None and (folder / "preprocessor_config.json").is_file()
     card = model_card(Exported(run, step, name, __version__, objective, base, is_adapter, is_vision))
     return {"README.md": card, CONFIG: (run / "config.yaml").read_text(encoding="utf-8")}
-
-
-def checkpoints_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a run directory")
-    parser.add_argument(
-        "--verify", action="store_true", help="read every file and compare it with the sha256 in the manifest"
-    )
 
 
 def checkpoints(args: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gspo.cli.common import config_arguments, console, load_config
+from gspo.cli.common import console, load_config
 from gspo.cli.reports import write_report_of
 from gspo.faults import reached
 from gspo.system import beat, install_command, limited
@@ -20,21 +20,6 @@ if TYPE_CHECKING:
     from gspo.config import Config, Loaded
 
 MIN_TIMEOUT_S = 600.0  # the least stall timeout outside of training
-
-
-def train_arguments(parser: argparse.ArgumentParser) -> None:
-    config_arguments(parser)
-    launch_arguments(parser)
-
-
-def launch_arguments(parser: argparse.ArgumentParser) -> None:
-    from gspo.launcher import LAUNCHERS
-
-    parser.add_argument("--on", choices=LAUNCHERS, help="how processes are launched (scheduler.type)")
-    parser.add_argument(
-        "--new", action="store_true", help="a new run if this one exists: trial_name-2, trial_name-3, …"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the plan only: every process, and the job script")
 
 
 def train(args: argparse.Namespace) -> int:
@@ -118,12 +103,6 @@ def _train(args: argparse.Namespace, loaded: Loaded) -> int:
     name, step = shlex.quote(str(path)), "" if best_step(path) else " --step last"  # step 0 cannot be exported
     show_run(path, said, {"next": f"gspo eval {name} --samples 8", "": f"gspo export {name}{step}"})
     return 0
-
-
-def preview_arguments(parser: argparse.ArgumentParser) -> None:
-    config_arguments(parser)
-    parser.add_argument("--prompts", type=int, default=3, metavar="N", help="number of prompts (default: 3)")
-    parser.add_argument("--samples", type=int, default=2, metavar="N", help="completions per prompt (default: 2)")
 
 
 def preview(args: argparse.Namespace) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,7 @@ from gspo.report.read import (
     score_text,
 )
 from gspo.report.summary import change_text
+from gspo.system import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours: distinguishable with any kind of colour vision; every curve has a label too.
 BLUE, ORANGE, GREEN, RED, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9"
+COLORS = (BLUE, RED, GREEN, ORANGE, SKY, "#CC79A7", "#000000")  # of arms
 INK, FAINT, GRID = "#222222", "#6b6b6b", "#e6e6e6"
 STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -67,11 +68,8 @@ def plot_run(run: Path, to: Path | None = None) -> Path | None:
     if figure is None:
         return None
     target = to or run / "training.png"
-    # Written and renamed, so that a viewer never reads half an image.
-    tmp = target.with_name(f".{target.name}.tmp")
-    with _style():
+    with _style(), atomic_write(target) as tmp:
         figure.savefig(tmp, dpi=130, format="png")
-    os.replace(tmp, target)
     return target
 
 

@@ -6,23 +6,22 @@ import argparse
 import difflib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich.console import Console
+
+from gspo.algorithms import ALGORITHMS
+from gspo.config import Loaded, dump, known_keys, load, unknown_key
 from gspo.errors import ConfigError, GspoError
-from gspo.system import NO_LAB, in_lab, laboratory
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from gspo.config import Loaded
+from gspo.shipped import copy_example, example_files, find_config, with_pages
+from gspo.system import NO_LAB, TextRows, in_lab, laboratory
 
 
 def load_config(args: argparse.Namespace) -> Loaded:
-    from gspo.config import load
-
     words = list(args.words)
     path = args.config
     if path is None:
@@ -41,8 +40,6 @@ def load_config(args: argparse.Namespace) -> Loaded:
 
 def display() -> dict[str, Any]:
     """Width and colour of the output: a pipe gets plain text of a fixed width; NO_COLOR and TERM=dumb are respected."""
-    import shutil
-
     if not sys.stdout.isatty():
         columns = os.environ.get("COLUMNS", "")
         return {"width": int(columns) if columns.isdecimal() else 100, "styled": False}
@@ -52,8 +49,6 @@ def display() -> dict[str, Any]:
 
 def console() -> Console:
     """Stdout for tables, with the width and colour of `display`; text is never parsed as markup."""
-    from rich.console import Console
-
     how = display()
     return Console(width=how["width"], no_color=not how["styled"], highlight=False, markup=False, emoji=False)
 
@@ -148,7 +143,6 @@ def _require_model(name: str, types: Sequence[str]) -> None:
 
 
 def objectives(args: argparse.Namespace) -> int:
-    from gspo.algorithms import ALGORITHMS
     from gspo.doctor import algorithm_card, algorithm_table
 
     if args.name is None:
@@ -164,7 +158,6 @@ def objectives(args: argparse.Namespace) -> int:
 
 def config(args: argparse.Namespace) -> int:
     from gspo.cli.schema import json_schema
-    from gspo.config import dump
 
     if args.schema:
         print(json.dumps(json_schema(), indent=1, ensure_ascii=False))
@@ -177,18 +170,12 @@ def config(args: argparse.Namespace) -> int:
 
 def _is_config(word: str) -> bool:
     """True for a file, an example, and what looks like the path of a file; a key has no slash and no such suffix."""
-    from gspo.shipped import find_config
-
     is_path = "/" in word or word.endswith((".yaml", ".yml")) or "=" in word
     return is_path or Path(word).is_file() or find_config(word) is not None
 
 
 def _explain_key(name: str) -> int:
     """Print the description, type, bounds and default of a key, or of each key of a section."""
-    from gspo.config import known_keys, unknown_key
-    from gspo.shipped import with_pages
-    from gspo.system import TextRows
-
     keys = known_keys()
     if name not in keys:
         # The last part alone is enough where no other key has it.
@@ -211,9 +198,6 @@ def _explain_key(name: str) -> int:
 
 
 def examples(args: argparse.Namespace) -> int:
-    from gspo.shipped import copy_example, example_files
-    from gspo.system import TextRows
-
     known = example_files()
     if args.what == "list":
         console().print(TextRows([(name, _first_line(file), "") for name, file in known.items()]), crop=False)

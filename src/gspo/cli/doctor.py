@@ -6,20 +6,21 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gspo.cli.common import console, display, load_config
 from gspo.cli.reports import open_page, write_report_of
+from gspo.config import Loaded, load
 from gspo.errors import ConfigError
-
-if TYPE_CHECKING:
-    from gspo.config import Loaded
+from gspo.report import choose_step, is_run, probe_view
+from gspo.shipped import with_pages
+from gspo.system import inert
 
 
 def doctor(args: argparse.Namespace) -> int:
     from gspo.doctor import explain, machine_text, report_json, to_text
-    from gspo.shipped import with_pages
 
     if args.reward:
         return _reward(args)
@@ -54,7 +55,6 @@ def doctor(args: argparse.Namespace) -> int:
 def _reward(args: argparse.Namespace) -> int:
     """`--reward`: exit code 1 if training by this reward makes no sense."""
     from gspo.doctor import examine_reward, reward_view
-    from gspo.system import inert
 
     lines, found = examine_reward(load_config(args).config, with_model=args.model)
     if args.json:
@@ -90,9 +90,6 @@ def _measure(args: argparse.Namespace) -> int:
 
 def _measured(args: argparse.Namespace) -> tuple[Loaded, Path | None, int]:
     """The config, and the run and step whose weights are used; no run: the weights that training starts from."""
-    from gspo.config import load
-    from gspo.report import choose_step, is_run
-
     if args.weights:
         return load_config(args), Path(args.weights), int(args.step)
     if args.selftest and not args.words and args.config is None:
@@ -107,8 +104,6 @@ def _measured(args: argparse.Namespace) -> tuple[Loaded, Path | None, int]:
 
 def _probe(args: argparse.Namespace, loaded: Loaded, place: Path, run: Path | None, step: int) -> int:
     from gspo.doctor import measure_noise
-    from gspo.report import probe_view
-    from gspo.system import inert
 
     result = measure_noise(loaded, run, step, place, lambda message: print(f"gspo: {inert(message)}", file=sys.stderr))
     if args.json:
@@ -120,10 +115,7 @@ def _probe(args: argparse.Namespace, loaded: Loaded, place: Path, run: Path | No
 
 
 def _selftest(args: argparse.Namespace, loaded: Loaded, place: Path, run: Path | None, step: int) -> int:
-    from dataclasses import asdict
-
     from gspo.doctor import selftest
-    from gspo.system import inert
 
     lines = []
     for line in selftest(loaded, place, lambda message: print(inert(message), file=sys.stderr)):
@@ -137,7 +129,6 @@ def _selftest(args: argparse.Namespace, loaded: Loaded, place: Path, run: Path |
 
 def audit(args: argparse.Namespace) -> int:
     from gspo.audit import audit_files as read_and_write
-    from gspo.system import inert
 
     paths = [Path(path) for path in args.paths]
     run = Path(args.out) if args.out else Path("runs/audit") / paths[0].absolute().name

@@ -6,6 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
+from rich.table import Table
+
 from gspo.cli.common import console, load_config
 from gspo.errors import ConfigError
 
@@ -38,8 +40,6 @@ def study(args: argparse.Namespace) -> int:
 
 
 def plan(args: argparse.Namespace) -> int:
-    from rich.table import Table
-
     from gspo.planner import job_of, lengths_of_run, parse_gpus, plans, row_of
 
     gpu, num_gpus = parse_gpus(args.gpus)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gspo import __version__
-from gspo.cli.common import did_you_mean
 from gspo.errors import ConfigError, GspoError
 from gspo.system import by_name, in_lab, laboratory, parse_yaml, program
 
@@ -69,11 +68,14 @@ def _dispatch(words: list[str]) -> int:
         return 0
     verb = VERBS.get(words[0])
     if verb is None:
+        from gspo.cli.common import did_you_mean  # imports the config
+
         raise ConfigError(
             f"unknown command {words[0]!r}{did_you_mean(words[0], VERBS)} `gspo --help` lists the commands"
         )
     # Intermixed: options may come between overrides.
-    return _function(verb.run)(parser_of(words[0], verb).parse_intermixed_args(words[1:]))
+    args = parser_of(words[0], verb).parse_intermixed_args(words[1:])
+    return _function(verb.run)(args)  # imported after `--help` and wrong options have ended the command
 
 
 def _function(name: str) -> Callable[..., Any]:

@@ -11,7 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gspo.cli.schema import json_schema
+from gspo.config import known_keys
 from gspo.errors import ConfigError
+from gspo.shipped import example_files, shipped
+from gspo.system import inert
 
 if TYPE_CHECKING:
     from gspo.data import Split
@@ -27,8 +31,6 @@ _DIGITS = {"tools": (5, 5), "sft": (2, 3)}
 
 
 def init(args: argparse.Namespace) -> int:
-    from gspo.system import inert
-
     folder = Path(args.folder)
     trial = write_project(folder, args.task)
     run = f"runs/{project_name(folder)}/{trial}"
@@ -43,8 +45,6 @@ def write_project(folder: Path, task: str) -> str:
 
     ConfigError if the folder is not empty; then nothing is written.
     """
-    from gspo.cli.schema import json_schema
-    from gspo.shipped import shipped
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not an empty folder; gspo does not overwrite it: pass another name")
@@ -133,8 +133,6 @@ class _Words(NamedTuple):
 def completion_script(shell: str) -> str:
     """The completion of verbs, options, their choices, example names and config keys, made from the table of verbs."""
     from gspo.cli.main import available_verbs, parser_of
-    from gspo.config import known_keys
-    from gspo.shipped import example_files
 
     examples = tuple(name for name, file in example_files().items() if file.suffix == ".yaml")
     table = {}

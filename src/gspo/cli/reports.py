@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
+import webbrowser
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gspo.cli.common import console, display
+from gspo.config import load, read_origins
 from gspo.errors import ConfigError, GspoError
+from gspo.report import (
+    BUDGET,
+    compare_view,
+    open_run,
+    parse_filter,
+    read_block,
+    sample_steps,
+    samples_view,
+    training_rows,
+    write_page,
+    write_report,
+)
+from gspo.report import compare as compare_runs
+from gspo.system import inert
 
 
 def write_report_of(run: Path, to: Path | None = None, megabytes: float | None = None) -> Path:
-    from gspo.report import BUDGET, write_report
-
     return write_report(run, to, doctor=words_of(run), budget=int(1e6 * megabytes) if megabytes else BUDGET)
 
 
 def words_of(run: Path) -> dict[str, Any]:
     """What `gspo doctor` says about a run's config, with the origins that the run wrote; of an audit, its findings."""
-    import json
-    from dataclasses import replace
-
-    from gspo.config import load, read_origins
     from gspo.doctor import explain
 
     with contextlib.suppress(OSError, ValueError, RecursionError):
@@ -39,9 +51,6 @@ def words_of(run: Path) -> dict[str, Any]:
 
 
 def report(args: argparse.Namespace) -> int:
-    from gspo.report import open_run
-    from gspo.system import inert
-
     if args.samples:
         return _samples(args)
     if args.held_out or args.best or args.filter or (args.step, args.num) != (None, None):
@@ -61,9 +70,6 @@ def report(args: argparse.Namespace) -> int:
 
 
 def _samples(args: argparse.Namespace) -> int:
-    from gspo.report import open_run, read_block, sample_steps, samples_view
-    from gspo.system import inert
-
     if args.out or args.open or args.max_mb is not None:
         raise ConfigError("--samples prints and writes no page: leave out --out, --open and --max-mb")
     num = 3 if args.num is None else args.num
@@ -85,10 +91,6 @@ def _samples(args: argparse.Namespace) -> int:
 
 def _write_rows(args: argparse.Namespace, run: Path) -> int:
     """`gspo report RUN --samples --filter … > rows.jsonl`."""
-    import json
-
-    from gspo.report import parse_filter, training_rows
-
     if args.held_out or args.step is not None:
         raise ConfigError("--best and --filter read all training samples: leave out --held-out and --step")
     num = 0
@@ -102,7 +104,7 @@ def _write_rows(args: argparse.Namespace, run: Path) -> int:
 
 
 def watch(args: argparse.Namespace) -> int:
-    from gspo.report import Watch
+    from gspo.report import Watch  # imports the server
 
     path = Path(args.path)
     if not path.is_dir():
@@ -123,20 +125,13 @@ def watch(args: argparse.Namespace) -> int:
 
 
 def open_page(address: str) -> None:
-    import webbrowser
-
     if not webbrowser.open(address):
         print("gspo: no browser could be started; open the address above", file=sys.stderr)
 
 
 def compare(args: argparse.Namespace) -> int:
-    from gspo.report import compare, compare_view
-    from gspo.system import inert
-
-    found = compare(args.runs, args.metric)
+    found = compare_runs(args.runs, args.metric)
     console().print(compare_view(found, display()["width"], inert))
     if args.out:
-        from gspo.report import write_page
-
         print(inert(f"\nwritten to {write_page(found, Path(args.out))}"))
     return 0

@@ -9,22 +9,19 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gspo.cli.common import console, load_config
-from gspo.cli.reports import write_report_of
+from gspo.config import Config, Loaded, load
+from gspo.errors import ConfigError
 from gspo.faults import reached
-from gspo.system import beat, install_command, limited
-
-if TYPE_CHECKING:
-    from gspo.config import Config, Loaded
+from gspo.launcher import launch, with_scheduler
+from gspo.lint import check
+from gspo.system import beat, inert, install_command, limited
 
 MIN_TIMEOUT_S = 600.0  # the least stall timeout outside of training
 
 
 def train(args: argparse.Namespace) -> int:
-    from gspo.launcher import with_scheduler
-
     loaded = with_scheduler(load_config(args), args.on)
     if args.new:
         # As an override, so that the processes of a launcher and a resume get the same name.
@@ -54,7 +51,6 @@ def model_of_run(path: str, key: str) -> Path | None:
     step = choose_step(run, "best") or choose_step(run, "last")
     to = run / f"model_step_{step:06d}"
     if not to.is_dir():
-        from gspo.config import load
         from gspo.train import export
 
         config = load(run / "config.yaml").config
@@ -64,8 +60,6 @@ def model_of_run(path: str, key: str) -> Path | None:
 
 
 def _train(args: argparse.Namespace, loaded: Loaded) -> int:
-    from gspo.launcher import launch
-    from gspo.lint import check
     from gspo.train import is_launched
 
     given = [*(["--config", args.config] if args.config else []), *args.words, *(["--on", args.on] if args.on else [])]
@@ -106,10 +100,6 @@ def _train(args: argparse.Namespace, loaded: Loaded) -> int:
 
 
 def preview(args: argparse.Namespace) -> int:
-    from gspo.errors import ConfigError
-    from gspo.lint import check
-    from gspo.system import inert
-
     if args.prompts < 1 or args.samples < 1:
         raise ConfigError("--prompts and --samples must be at least 1")
     loaded = load_config(args)
@@ -147,8 +137,8 @@ def _announce_build(model: str) -> None:
 
 def show_run(path: Path, said: str, commands: Mapping[str, str]) -> None:
     """Print the results of a run, write its plot and page, and suggest the next commands."""
+    from gspo.cli.reports import write_report_of
     from gspo.report import plot_run, run_view, summarise
-    from gspo.system import inert
 
     beat("writing the plot and the report")
     reached("end.report")

@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import matplotlib
 import numpy as np
+from matplotlib import style
 from matplotlib.figure import Figure
 
 from gspo.report import COLORS, STYLE
@@ -54,7 +54,7 @@ def _panels(study: Study, records: Sequence[Record]) -> list[Panel]:
 
 
 def _paint(panels: Sequence[Panel], target: Path) -> None:
-    with matplotlib.rc_context(STYLE):
+    with style.context(STYLE):
         columns = min(len(panels), 2)
         lines = -(-len(panels) // columns)
         figure = Figure(figsize=(5.6 * columns, 3.7 * lines), layout="constrained", facecolor="white")

@@ -13,7 +13,7 @@ from gspo.errors import ConfigError
 
 
 def study(args: argparse.Namespace) -> int:
-    from gspo.studies import command
+    from gspo.studies import Choice, command
 
     if args.what not in ("list", "run", "show", "page"):  # gspo study clipping: run it
         args.names, args.what = [args.what, *args.names], "run"
@@ -22,12 +22,10 @@ def study(args: argparse.Namespace) -> int:
             raise ConfigError("--jobs and --seeds must be 1 or more")
         return command.run_studies(
             args.names,
+            Choice(args.full, args.only, args.seeds),
             docs=Path(args.docs),
             runs=Path(args.runs),
             num_parallel=args.jobs,
-            full=args.full,
-            only=args.only,
-            num_seeds=args.seeds,
             console=console(),
         )
     if args.what == "page":

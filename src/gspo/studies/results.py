@@ -96,10 +96,10 @@ def done(records: Sequence[Record], job: Job) -> bool:
 
 def current(study: Study, records: Sequence[Record]) -> list[Record]:
     """The records that belong to today's version of the study."""
-    wanted = {job.key for job in plan.jobs(study, full=True)}
+    wanted = {job.key for job in plan.jobs(study, plan.Choice(full=True))}
     if study.tune is not None:
         tuned = [r for r in records if (r["stage"], r["arm"], r["seed"], r["digest"]) in wanted]
-        wanted |= {job.key for job in plan.tuned_jobs(study, chosen(study, tuned), full=True)}
+        wanted |= {job.key for job in plan.tuned_jobs(study, chosen(study, tuned), plan.Choice(full=True))}
     if study.compute:
         seeds = {(seed, digest) for _, _, seed, digest in wanted}
         return [r for r in records if (r["seed"], r["digest"]) in seeds]

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gspo.cli.main import VERBS, command_page
+from gspo.cli.main import VERBS
+from lab.pages import command_page
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -6,7 +6,7 @@ from gspo.system import face
 
 if TYPE_CHECKING:
     # fmt: off
-    from gspo.monitor.display import Display, Lines, LivePanel, Silent, curve_svgs, in_notebook, make_display
+    from gspo.monitor.display import Display, Lines, LivePanel, curve_svgs, in_notebook, make_display
     from gspo.monitor.loggers import Loggers
     from gspo.monitor.metrics import (
         PATIENCE, REPLACED_SETTINGS, alarms, first_step_message, measured_noise, noise_metrics, ratio_metrics,

@@ -14,10 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gspo.envs.adapters.common import HELD_OUT, ActionCodec, InvalidActionError, ObservationCodec, Threads, seed_rows
+from gspo.envs.adapters.common import (
+    HELD_OUT,
+    ActionCodec,
+    InvalidActionError,
+    ObservationCodec,
+    Threads,
+    function_of,
+    seed_rows,
+)
 from gspo.envs.client import Client, EpisodeError, OutOfRoomError, TooManyTurnsError
 from gspo.errors import ConfigError
-from gspo.system import find_function, install_command
+from gspo.system import install_command
 
 
 class Gymnasium:
@@ -66,7 +74,8 @@ class Gymnasium:
         self._success, self._invalid_reward, self._prompt, self._timeout_s = success, invalid_reward, prompt, timeout
         if reward is not None and potential is not None:
             raise ConfigError("env.options: reward and potential are both set; remove one")
-        self._reward, self._potential = _find(reward, "reward"), _find(potential, "potential")
+        self._reward = function_of(reward, "env.options.reward")
+        self._potential = function_of(potential, "env.options.potential")
         first = self._make()
         self._pool = [first]
         self._observation = ObservationCodec(observation, first.env.observation_space)
@@ -216,10 +225,3 @@ def _number(reward: Any) -> float:
         return float(reward)
     except (TypeError, ValueError) as error:
         raise EpisodeError(f"the reward of a step must be a number, got {type(reward).__name__}") from error
-
-
-def _find(function: str | Callable[..., float] | None, key: str) -> Callable[..., float] | None:
-    try:
-        return find_function(function) if isinstance(function, str) else function
-    except ValueError as error:
-        raise ConfigError(f"env.options.{key}: {error}") from error

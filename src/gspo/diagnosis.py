@@ -34,7 +34,7 @@ class Finding:
     name: str
     step: int
     text: str
-    key: str = ""  # the first key that the text names
+    change: str = ""  # the first change that the text names, such as "actor.optimizer.lr lower"
     stops: bool = True  # whether on_alarm: stop ends the run
 
     def __str__(self) -> str:
@@ -77,8 +77,8 @@ class Diagnosis:
             found += self._lasting(row)
         return found
 
-    def _finding(self, row: Row, name: str, text: str, key: str = "", stops: bool = True) -> Finding:
-        return Finding(name, row["step"], text, key, stops)
+    def _finding(self, row: Row, name: str, text: str, change: str = "", stops: bool = True) -> Finding:
+        return Finding(name, row["step"], text, change, stops)
 
     # Collapse.
 
@@ -96,7 +96,7 @@ class Diagnosis:
                 "update too large",
                 f"the updates of this step moved the sequences by log s = {moved:+.2g} on average{width}: "
                 f"{self._advice(row)}",
-                "actor.optimizer.lr",
+                "actor.optimizer.lr lower",
             )
 
     def _advice(self, row: Row) -> str:
@@ -146,35 +146,35 @@ class Diagnosis:
             yield self._collapse(row, f"the held-out score fell from {best:.3g} (step {step}) to {score:.3g}")
 
     def _evidence(self, row: Row) -> tuple[str, str] | None:
-        """(cause and remedy, key) that the metrics since the best reward support."""
+        """(cause and remedy, change) that the metrics since the best reward support."""
         jump = self._jump
         if jump is not None and abs(jump["ratio/log_s_mean"]) > FAR:
             return (
                 f"the updates of step {jump['step']} moved the sequences by log s = {jump['ratio/log_s_mean']:+.2g} on "
                 f"average: {self._advice(jump)}",
-                "actor.optimizer.lr",
+                "actor.optimizer.lr lower",
             )
         if (row.get("length/truncated") or 0.0) > 0.9:
             return (
                 f"{row['length/truncated']:.0%} of the completions reach gconfig.max_new_tokens: the policy no longer "
                 "ends its answers; set actor.optimizer.lr lower, and start again from step 0",
-                "actor.optimizer.lr",
+                "actor.optimizer.lr lower",
             )
         if (entropy := row.get("policy/entropy")) is not None and entropy < 1e-3:
             return (
                 f"the policy's entropy is {entropy:.1g}: it no longer explores; set gconfig.temperature or "
                 "actor.entropy_coef higher, or actor.optimizer.lr lower, and start again",
-                "actor.optimizer.lr",
+                "actor.optimizer.lr lower",
             )
         return None
 
     def _collapse(self, row: Row, what: str) -> Finding:
-        cause, key = self._evidence(row) or (
+        cause, change = self._evidence(row) or (
             f"the metrics do not show why; read samples of these steps, and compare with a run at a lower "
             f"actor.optimizer.lr (it is {row.get('optimizer/lr') or 0.0:.3g})",
-            "actor.optimizer.lr",
+            "actor.optimizer.lr lower",
         )
-        return self._finding(row, "collapse", f"{what}: {cause}", key)
+        return self._finding(row, "collapse", f"{what}: {cause}", change)
 
     # Conditions of single steps.
 
@@ -183,10 +183,10 @@ class Diagnosis:
         if row["step"] != 1 or row.get("reward/zero_variance_groups") != 1.0:
             return
         mean, is_equal = row.get("reward/mean"), row.get("reward/std") == 0.0
-        key = "gconfig.n_samples"
+        change = ""
         if row.get("length/truncated") == 1.0:
-            key = "gconfig.max_new_tokens"
-            why = f"every completion was truncated; set {key} higher, or train the model to end its answers"
+            change = "gconfig.max_new_tokens higher"
+            why = f"every completion was truncated; set {change}, or train the model to end its answers"
         elif is_equal and mean == 0.0 and row.get("reward/part_format") == 0.0:
             why = "no completion has the wanted format (reward/part_format is 0); show it in the prompt, or train it"
         elif is_equal and mean == 0.0:
@@ -197,11 +197,12 @@ class Diagnosis:
         elif is_equal and mean is not None and mean >= 1.0:
             why = "every completion is correct: the problems are too easy for this model"
         else:
-            why = f"prompts are either too easy or too hard; set {key} or gconfig.temperature higher"
+            change = "gconfig.n_samples or gconfig.temperature higher"
+            why = f"prompts are either too easy or too hard; set {change}"
         nothing = "nothing was learnt from the first batch, because the samples of every prompt earn the same"
         # A model that solves some held-out problems, or was not evaluated, may have had bad luck in one batch.
         is_certain = self._held_out is not None and self._held_out[1] in (0.0, 1.0)
-        yield self._finding(row, "nothing to learn", f"{nothing}: {why}", key, stops=is_certain)
+        yield self._finding(row, "nothing to learn", f"{nothing}: {why}", change, stops=is_certain)
 
     def _at_once(self, row: Row) -> Iterator[Finding]:
         at_clip = row.get("reward/at_clip") or 0.0
@@ -210,7 +211,7 @@ class Diagnosis:
                 f"{at_clip:.0%} of the rewards are at or beyond actor.reward_clip and look equal to the trainer; set "
             )
             text += "actor.reward_clip higher or actor.reward_scaling lower"
-            yield self._finding(row, "rewards clipped", text, "actor.reward_clip")
+            yield self._finding(row, "rewards clipped", text, "actor.reward_clip higher")
         worst = row.get("ratio/first_minibatch_max_abs")
         if row.get("policy/proximal") != "rollout" and worst is not None and worst > 1e-6:
             text = (
@@ -227,12 +228,12 @@ class Diagnosis:
         return count >= patience and count % patience == 0 and (count // patience).bit_count() == 1
 
     def _lasting(self, row: Row) -> Iterator[Finding]:
-        for name, (holds, patience, key, text) in self._conditions(row).items():
+        for name, (holds, patience, change, text) in self._conditions(row).items():
             if self._is_first_of_powers(name, holds, patience) and not (name in AFTER_COLLAPSE and self._has_collapsed):
-                yield self._finding(row, name, text.format(n=self._counts[name]), key)
+                yield self._finding(row, name, text.format(n=self._counts[name]), change)
 
     def _conditions(self, row: Row) -> dict[str, tuple[bool, int, str, str]]:
-        """By finding: whether its condition holds in this step, after how many it is told, its key, its text."""
+        """By finding: whether its condition holds in this step, after how many it is told, the change, the text."""
         clipped = (row.get("clip/sequences_low") or 0.0) + (row.get("clip/sequences_high") or 0.0)
         seen, clips = row.get("ratio/log_s_std") is not None, row.get("clip/eps_low") is not None
         age, uses_sampler = row.get("staleness/max") or 0, row.get("policy/proximal") == "rollout"
@@ -243,26 +244,29 @@ class Diagnosis:
         # Without a clip range ε is infinite, and no noise is above it.
         eps = min(row.get("clip/eps_low") or math.inf, row.get("clip/eps_high") or math.inf)
         equal = row.get("reward/zero_variance_groups") == 1.0
+        cut_off = "; most completions are cut off: set gconfig.max_new_tokens higher" * (
+            (row.get("length/truncated") or 0) > 0.9
+        )
         is_zero, is_solved = equal and mean == 0.0, equal and mean is not None and mean >= 1.0
         return {
             "noise above the clip range": (
                 noise > eps and not self._noise_is_forced,
                 PATIENCE,
-                "actor.prox_logp_method",
+                "actor.prox_logp_method: recompute",
                 "the sampler's log-probs are used as π_old, and their noise was above the clip range for {n} steps "
                 f"(noise/log_s_p95_abs); set actor.prox_logp_method=recompute or actor.eps_clip higher{auto}",
             ),
             "nothing clipped": (
                 clips and self._num_updates > 1 and seen and clipped == 0 and row.get("clip/sequences_low") is not None,
                 PATIENCE,
-                "actor.eps_clip",
+                "actor.eps_clip lower",
                 f"no {whole} was clipped" + " for {n} steps: the clip range is wider than the policy's drift; "
                 f"set actor.eps_clip lower{auto}",
             ),
             "most clipped": (
                 clips and many > 0.5,
                 MOST_CLIPPED,
-                "actor.use_decoupled_loss" if age and uses_sampler else "actor.eps_clip",
+                "actor.use_decoupled_loss: true" if age and uses_sampler else "actor.eps_clip higher",
                 f"more than half of the {whole}s were clipped"
                 + " for {n} steps: "
                 + self._why_most(age, uses_sampler, auto),
@@ -270,34 +274,38 @@ class Diagnosis:
             "ratio stuck at 1": (
                 self._num_updates > 1 and seen and row.get("ratio/log_s_max_abs") == 0.0,
                 PATIENCE,
-                "actor.optimizer.lr",
+                "",
                 "every ratio was exactly 1 for {n} steps: π_old is the policy that is being trained, or no weight "
                 "changes (actor.optimizer.lr 0?)",
             ),
             "every reward is 0": (
                 is_zero,
                 TOTAL,
-                "gconfig.n_samples",
-                "every reward was 0 for {n} steps, so nothing is learnt: the problems are too hard, or the reward does "
-                "not match the completions; look with `gspo preview` and `gspo doctor --reward`",
+                "gconfig.max_new_tokens higher" if cut_off else "",
+                "every reward was 0 for {n} steps, so nothing is learnt"
+                + (
+                    cut_off
+                    or ": the problems are too hard, or the reward does not match the completions; look with `gspo "
+                    "preview` and `gspo doctor --reward`"
+                ),
             ),
             "everything is solved": (
                 is_solved,
                 PATIENCE,
-                "train_dataset.path",
+                "",
                 "every sample earned the full reward for {n} steps, so nothing is learnt: use harder problems, or stop",
             ),
             "nothing to learn": (
                 equal and not is_zero and not is_solved,
                 PATIENCE,
-                "gconfig.n_samples",
+                "gconfig.n_samples or gconfig.temperature higher",
                 "every group had equal rewards for {n} steps: prompts are either too easy or too hard; set "
                 "gconfig.n_samples or gconfig.temperature higher",
             ),
             "entropy collapsed": (
                 entropy is not None and entropy < 1e-3,
                 PATIENCE,
-                "gconfig.temperature",
+                "gconfig.temperature higher",
                 "the policy's entropy has been below 0.001 for {n} steps: it no longer explores; set "
                 "gconfig.temperature higher, or stop earlier",
             ),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import fmean, stdev
 
-from gspo.diagnosis import Finding
+from gspo.diagnosis import Finding, findings
 from gspo.report.cards import Answer, card, clipped_share, percent
-from gspo.report.read import Row
+from gspo.report.read import Row, has_sequence_ratio, read_config, read_metrics, status_of
 from gspo.report.samples import finite_number
-from gspo.report.summary import RunSummary
+from gspo.report.summary import RunSummary, summary_of
 
 WASTED = 0.5  # share of groups with equal rewards above which sampling others pays
 STILL = 1e-5  # median of the mean |log s| below which the updates do not move the policy
@@ -45,13 +46,21 @@ def next_steps(s: RunSummary, steps: Sequence[Row], found: Sequence[Finding], do
     return [one for one in cards if one is not None]
 
 
+def advise(run: Path) -> Answer | None:
+    """ "What next?" of a run directory; None: no step yet."""
+    rows, by_sequence = read_metrics(run), has_sequence_ratio(run)
+    summary, config = summary_of(rows, by_sequence), read_config(run)
+    done = status_of(run, summary.steps, config) == "finished"
+    return _next(summary, [row for row in rows if row["step"] > 0], findings(rows, config, by_sequence), done)
+
+
 def _next(s: RunSummary, steps: Sequence[Row], found: Sequence[Finding], done: bool) -> Answer | None:
     if not steps:
         return None
     severe = [finding for finding in found if finding.name in SEVERE]
     if severe:
         # The first one is the cause; later ones are its consequences.
-        return _card("bad", f"Set {severe[0].key} lower.", f"Step {severe[0].step}: {severe[0].text}.")
+        return _card("bad", f"Set {severe[0].change}.", f"Step {severe[0].step}: {severe[0].text}.")
     if has_learned(s):
         return _after_success(s, steps, done)
     return _after_failure(s, steps, found, done)
@@ -97,7 +106,7 @@ def _after_failure(s: RunSummary, steps: Sequence[Row], found: Sequence[Finding]
     """Why not? The first cause that the metrics show."""
     if found:
         last = found[-1]
-        text = f"Set {last.key}." if last.key else "Look at the samples."
+        text = f"Set {last.change}." if last.change else "Look at the samples."
         return _card("bad", text, f"Step {last.step}: {last.text}.")
     truncated, equal = mean_of(steps[-5:], "length/truncated"), mean_of(steps, "reward/zero_variance_groups")
     if truncated is not None and truncated > 0.5:

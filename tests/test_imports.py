@@ -19,7 +19,7 @@ FLOORS = {
     name: floor
     for floor, names in enumerate(
         (
-            ("types", "errors", "algorithms", "rng", "faults", "stats", "shipped", "system"),
+            ("types", "errors", "algorithms", "rng", "faults", "stats", "diagnosis", "shipped", "system"),
             ("config",),
             ("objectives",),
             ("models", "data", "rewards"),
@@ -36,7 +36,7 @@ FLOORS = {
     )
     for name in names
 }
-REPORT_MAY_IMPORT = {"types", "errors", "stats", "system", "report"}
+REPORT_MAY_IMPORT = {"types", "errors", "stats", "diagnosis", "system", "report"}
 
 
 def room_of(module: str) -> str:

@@ -74,7 +74,7 @@ def _train(args: argparse.Namespace, loaded: Loaded) -> int:
     again = shlex.join(["gspo", "train", *given])
     beat("importing torch")
     reached("start.import")
-    from gspo.report import best_step, read_metrics, summarise
+    from gspo.report import advise, best_step, read_metrics, summarise
     from gspo.train import run
 
     before = max((row["step"] for row in read_metrics(path)), default=0)
@@ -91,6 +91,10 @@ def _train(args: argparse.Namespace, loaded: Loaded) -> int:
     said = "Finished."
     if summary.steps == before:
         said = "This run was already finished; nothing was trained. Raise total_train_steps, or set another trial_name."
+    advice = advise(path)
+    if advice is not None and advice["verdict"] == "bad":
+        show_run(path, said, {"what next": f"{advice['text']} {advice['more']}"})
+        return 0
     if summarise(path).collapsed:
         show_run(path, f"{said} The reward or the held-out score ended below half of its best.", {})
         return 0

@@ -6,10 +6,10 @@ import pytest
 
 from gspo.cli import main as cli
 from gspo.errors import ConfigError
-from gspo.planner import simulation
-from gspo.planner.command import model_size
-from gspo.planner.search import PlannedJob, best_bound, best_plan, bound, plans
-from gspo.planner.simulation import (
+from lab.planning import simulation
+from lab.planning.command import model_size
+from lab.planning.search import PlannedJob, best_bound, best_plan, bound, plans
+from lab.planning.simulation import (
     GPUS,
     MODELS,
     Gpu,

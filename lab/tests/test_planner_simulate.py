@@ -2,7 +2,7 @@
 
 import pytest
 
-from gspo.planner.simulation import (
+from lab.planning.simulation import (
     SamplerCost,
     SerialCost,
     SharedCores,

@@ -147,27 +147,6 @@ def test_eval_takes_a_model_and_other_data(trained, tmp_path, capsys):
     assert [len(problem["samples"]) for problem in json.loads(out.read_text())["problems"]] == [1] * 8
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        ([], "nothing to evaluate"),
-        (["valid_dataset.path=a.jsonl"], "nothing to evaluate"),
-        (["embedded:tiny"], "no problems given"),
-        (["no/such/run"], "is not a run directory"),
-        (["nosuch"], "no model of that name was found. Runs here: "),
-        (["embedded:tiny", "--data", "embedded:arithmetic", "--greedy", "--samples", "2"], "--greedy"),
-        (["embedded:tiny", "--data", "embedded:arithmetic", "--samples", "many"], "eval_gconfig.n_samples"),
-    ],
-)
-def test_eval_says_what_it_misses_before_it_imports_torch(args, said):
-    code = "import sys; from gspo.cli.main import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "eval", *args], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.stdout.split() == ["2", "False"]
-    assert said in done.stderr
-
-
 @pytest.mark.parametrize("verb", ["eval", "export"])
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(verb, trained, capsys):
     assert cli.main([verb, str(trained[0]), "--step", "7"]) == 2

@@ -456,12 +456,6 @@ def test_the_held_out_share_is_what_was_asked_and_spaces_do_not_matter():
     assert all(in_held_out(f"a  b {i}\n", 0.2) == in_held_out(f"a b {i}", 0.2) for i in range(50))
 
 
-@pytest.mark.run
-def test_tasks_load_without_torch():
-    code = "import sys, gspo.data.dataset, gspo.data.columns; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
-
-
 # Column mapping, templates and what the user is told
 
 

@@ -7,23 +7,26 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
+import raw_http
 import torch
 from safetensors.torch import load_file
-from served import EOS, House, local
+from served import EOS, TOKEN, House, local
 from test_local import assert_same, group_requests, prompt_of, run
 from tiers import brief
 from tiny_models import build
 
-from gspo.errors import DataError, RolloutError, WeightSyncError
+from gspo.errors import ConfigError, DataError, RolloutError, WeightSyncError
 from gspo.learner import full_parameters
 from gspo.models import add_adapter, num_experts, route_shape, routers
 from gspo.sampling.api import Experts
 from gspo.sampling.remote.discovery import give_up, register
 from gspo.sampling.remote.engine import FILE, Session, session_order
 from gspo.sampling.remote.protocol import WireError, pack_request, pack_sample, unpack_request, unpack_sample
+from gspo.sampling.remote.server import CONNECTIONS, SamplerServer
 from gspo.sampling.weights.load import fetch_weights
 from gspo.sampling.weights.publish import Broadcaster
 from gspo.types import TOKEN_ARRAYS, Extras, Request, Routes, Sample, SampleId, SamplingParams
@@ -289,6 +292,33 @@ def test_calls_and_replies_are_bounded_in_bytes_and_nothing_is_lost_by_it(house,
     assert max(size for size, count in replies if count > 1) <= 1500
     assert sum(count for _, count in replies) >= len(requests)
     assert server.proxy.paths.count("/generate") >= len(requests) * one / 2000 > 2
+
+
+def test_sampling_is_unaffected_by_abuse(house, trainer):
+    """Strangers hold every free connection and send rubbish while samples are drawn."""
+    server = house.serve(latency_s=0.01)
+    server.head_s = 1.0
+    abuse = partial(raw_http.head, server.port, TOKEN, "POST")
+    client = house.client(reference=trainer)
+    client.load_weights(0, trainer.named_parameters())
+    requests = group_requests(4, 3, SamplingParams(14, min_new_tokens=10))
+    client.submit(requests)
+    idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(CONNECTIONS // 4)]
+    for connection in idle:
+        connection.sendall(b"POST /abort HTTP/1.1\r\nContent-Length: 10\r\n")
+    for _ in range(20):
+        assert raw_http.talk(server.port, abuse("/abort", Authorization="Bearer no"), b"{}")[0] == 401
+        assert raw_http.talk(server.port, abuse("/load_weights"), b"{}")[0] in (400, 409)
+    assert_same({s.id: s for s in client.completed(20)}, run(local(trainer), requests))
+    assert client.health()["disconnects"] == 0
+    assert server.refused >= 20
+    for connection in idle:
+        connection.close()
+
+
+def test_a_server_without_a_real_secret_does_not_start(house):
+    with pytest.raises(ConfigError, match="GSPO_SAMPLER_TOKEN"):
+        SamplerServer(house.serve().engine, "short")
 
 
 # Servers that do not tell the truth

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from tokenizers import processors
+from word_tokenizers import tokenizer_of
 
 from gspo.data.columns import order
 from gspo.data.dataset import load_dataset, make_dataset
@@ -32,12 +32,9 @@ ROWS = [{"question": f"{i}+{i}=", "answer": str(2 * i), "level": i % 3} for i in
 @pytest.fixture(scope="module")
 def tokenizer():
     characters = [chr(c) for c in range(32, 127)] + ["\n", "[bos]"]
-    raw = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="?"))
-    raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    raw.post_processor = processors.TemplateProcessing(
-        single="[bos] $A", special_tokens=[("[bos]", len(characters) - 1)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="[bos]")
+    ids = [("[bos]", len(characters) - 1)]
+    begin = processors.TemplateProcessing(single="[bos] $A", special_tokens=ids)
+    return tokenizer_of(characters, "?", lambda inner: setattr(inner, "post_processor", begin), bos_token="[bos]")
 
 
 @pytest.fixture

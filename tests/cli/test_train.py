@@ -99,7 +99,9 @@ def test_ctrl_c_saves_says_how_to_go_on_and_the_same_command_does(tmp_path):
     said, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     step = read_metrics(run)[-1]["step"]
+    assert "SIGINT: saving after this step" in said
     assert f"Stopped and saved after step {step}." in said
+    assert "Traceback" not in errors
     assert f"resume             gspo train {QUICKSTART}" in said
     assert (run / "checkpoints" / f"step_{step:06d}" / "manifest.json").is_file()
     resumed = gspo(*args, f"total_train_steps={step + 1}")

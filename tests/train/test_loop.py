@@ -9,6 +9,7 @@ import loop_rewards
 import numpy as np
 import pytest
 import torch
+from made_runs import strict
 from safetensors.numpy import load_file
 from tiers import brief
 from training_runs import (
@@ -175,13 +176,6 @@ def test_micro_batches_change_no_result(straight, tmp_path):
 
 
 # The run directory
-
-
-def strict(text):
-    def refuse(word):
-        raise AssertionError(f"{word} is not JSON")
-
-    return json.loads(text, parse_constant=refuse)
 
 
 METRICS = {

@@ -12,7 +12,7 @@ from made_runs import make_run, step_row
 from processes import HEAVY, heavy_modules_after
 
 import gspo
-from gspo.launcher.start import LAUNCHERS
+from gspo.launcher import LAUNCHERS
 
 SOURCE = Path(gspo.__file__).parent
 

@@ -22,8 +22,7 @@ from processes import until
 from raw_http import WRONG_BODIES, WRONG_HEADS, begin_and_stall, receive, until_hung_up
 from served import TOKEN, House
 
-from gspo.envs import PER_EPISODE, OpenEpisode
-from gspo.envs.agents.endpoint import ROUTES
+from gspo.envs import PER_EPISODE, ROUTES, OpenEpisode
 from gspo.report import Watch
 from gspo.system import http
 

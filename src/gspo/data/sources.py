@@ -167,9 +167,6 @@ def read_file(path: Path, key: str = "train_dataset") -> list[Row]:
                 f"({human(memory)}); rows are kept in memory"
             )
     try:
-        # Opening a FIFO would wait for its other end.
-        if path.exists() and not path.is_file():
-            raise DataError(f"{key}.path: {path} is not a regular file; move it away")
         if path.suffix == ".jsonl":
             return list(_read_jsonl(path))
         if path.suffix == ".json":

@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -40,24 +40,10 @@ Scored = tuple[Hashable, tuple[Outcome, ...]]
 POLL_S = 0.005
 
 
-class GroupSource(Protocol):
-    """The part of a `RolloutProducer` that shared samplers and rewards use."""
-
-    background: bool
-    engine: Sampler
-    scorer: Rewards
-    lock: threading.RLock
-    sample_inboxes: dict[SampleId, deque[Sample]]
-    reward_inboxes: dict[Hashable, deque[Scored]]
-
-    def poll_sampler(self) -> None: ...
-    def poll_rewards(self, deadline_s: float | None, done: Callable[[], bool]) -> None: ...
-
-
 class SharedSampler:
     """A sampler for requests other than training's; it returns only the samples that were submitted here."""
 
-    def __init__(self, source: GroupSource) -> None:
+    def __init__(self, source: RolloutProducer) -> None:
         self._source = source
         self._inbox: deque[Sample] = deque()
         self._num_out = 0
@@ -106,7 +92,7 @@ class SharedSampler:
 class SharedRewards:
     """Rewards for groups other than training's; it returns only the outcomes that were submitted here."""
 
-    def __init__(self, source: GroupSource) -> None:
+    def __init__(self, source: RolloutProducer) -> None:
         self._source = source
         self._inbox: deque[Scored] = deque()
         self._num_out = 0

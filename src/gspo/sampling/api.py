@@ -6,7 +6,7 @@ belongs to. The in-process engine decodes inside `completed()`; a client of serv
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -86,6 +86,15 @@ def rows_at_once(num_weights: int, max_new_tokens: int, max_staleness: int = 0) 
     if num_weights >= 2**22 or max_staleness:
         return 256
     return min(max(2**18 // max_new_tokens, 256), 1024)
+
+
+def completes_stop(tokens: Any, stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> bool:
+    """Whether the last of `tokens` completes a stop string. Only the tail that can hold one is decoded."""
+    # A token has at least one byte of the string.
+    tail = [int(token) for token in tokens[-max(len(stop.encode()) for stop in stops) - 8 :]]
+    # A character that is cut in half decodes to U+FFFD: it was not part of the text before.
+    text, before = decode(tail), len(decode(tail[:-1]).rstrip("\ufffd"))
+    return any(text.rfind(stop) + len(stop) > before for stop in stops if stop in text)
 
 
 def completed_by_prefix(request: Request) -> Sample | None:

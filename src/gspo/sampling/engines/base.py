@@ -27,7 +27,14 @@ from numpy.typing import NDArray
 
 from gspo import rng
 from gspo.errors import RolloutError, WeightSyncError
-from gspo.sampling.api import Experts, completed_by_prefix, interrupted, invalid_reason, validate_request
+from gspo.sampling.api import (
+    Experts,
+    completed_by_prefix,
+    completes_stop,
+    interrupted,
+    invalid_reason,
+    validate_request,
+)
 from gspo.system import HttpClient, Reply, ReplyTooLargeError
 from gspo.types import Extras, FinishReason, Kept, Request, Routes, Sample, SampleId
 
@@ -118,13 +125,8 @@ def cut_at_stop(sample: Sample, request: Request, decode: Callable[[Sequence[int
     # Without a prefix, the engine has searched the whole completion itself.
     if not num_prefix:
         return sample
-    tokens, longest = sample.tokens.tolist(), max(len(stop.encode()) for stop in params.stop)
-    # Try every possible end among the new tokens, shortest first.
-    for num in range(max(num_prefix + 1, params.min_new_tokens), len(tokens) + 1):
-        tail = tokens[max(0, num - longest - 8) : num]
-        # A character that is cut in half decodes to U+FFFD: it was not part of the text before.
-        text, before = decode(tail), len(decode(tail[:-1]).rstrip("\ufffd"))
-        if any(text.rfind(stop) + len(stop) > before for stop in params.stop if stop in text):
+    for num in range(max(num_prefix + 1, params.min_new_tokens), len(sample.tokens) + 1):
+        if completes_stop(sample.tokens[:num], params.stop, decode):
             return replace(sample.up_to(num), finish="stop")
     return sample
 

@@ -7,7 +7,7 @@ state here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -159,7 +159,6 @@ class SamplingRule:
     params: SamplingParams
     temperature: float
     ends_v: NDArray[np.bool_]  # [V] tokens that end a sample
-    stop_bytes: int  # bytes of the longest stop string: at most as many tokens can be part of it
 
     def scores(self, logits_n_v: Tensor, count_n: NDArray[np.int64]) -> Tensor:
         """The processed distribution, [N, V], of rows that have `count_n` tokens."""
@@ -178,15 +177,6 @@ class SamplingRule:
             max_kept=MAX_KEPT if self.params.record_kept else None,
         )
 
-    def is_stop_completed(self, tokens_t: NDArray[np.int64], decode: Callable[[Sequence[int]], str]) -> bool:
-        """Whether the last token completes a stop string. Only the tail that can hold one is decoded."""
-        tail = tokens_t[-(self.stop_bytes + 8) :].tolist()
-        text = decode(tail)
-        # A character that is cut in half decodes to U+FFFD: it was not part of the text before.
-        before = len(decode(tail[:-1]).rstrip("\ufffd"))
-        ends = (text.rfind(stop) + len(stop) for stop in self.params.stop if stop in text)
-        return any(end > before for end in ends)
-
 
 def rule_of(params: SamplingParams, num_vocab: int, eos: Collection[int]) -> SamplingRule:
     ends = np.zeros(num_vocab, dtype=np.bool_)
@@ -194,4 +184,4 @@ def rule_of(params: SamplingParams, num_vocab: int, eos: Collection[int]) -> Sam
     ends[[i for i in ids if 0 <= i < num_vocab]] = True
     # Greedy sampling allows temperature 0, but `warp` divides by it. The log-prob is then that of temperature 1.
     temperature = 1.0 if params.greedy and params.temperature <= 0 else params.temperature
-    return SamplingRule(params, temperature, ends, max((len(s.encode()) for s in params.stop), default=0))
+    return SamplingRule(params, temperature, ends)

@@ -26,7 +26,7 @@ from gspo import rng
 from gspo.errors import DataError, GspoError, RolloutError
 from gspo.faults import reached
 from gspo.models import route_shape, routers, vision_of
-from gspo.sampling.api import completed_by_prefix, interrupted, validate_request
+from gspo.sampling.api import completed_by_prefix, completes_stop, interrupted, validate_request
 from gspo.sampling.local.choose import Borrowed, ForwardComparison, choose, engines, refuse_encoder_decoder
 from gspo.sampling.local.draw import SamplingRule, draw, kept_sets, rule_of
 from gspo.sampling.local.packed import Engine, Finished
@@ -336,10 +336,10 @@ class LocalSampler:
 
     def _ends_with_stop(self, slot: int) -> bool:
         rows = self._rows
-        rule, count = self._rule_list[rows.rule[slot]], int(rows.count[slot])
-        if not rule.params.stop or count < rule.params.min_new_tokens or self._decode_text is None:
+        params, count = self._rule_list[rows.rule[slot]].params, int(rows.count[slot])
+        if not params.stop or count < params.min_new_tokens or self._decode_text is None:
             return False
-        return rule.is_stop_completed(rows.tokens[slot, :count], self._decode_text)
+        return completes_stop(rows.tokens[slot, :count], params.stop, self._decode_text)
 
     def _raise_non_finite(self, slot: int) -> None:
         request = self._rows.requests[slot]

@@ -208,7 +208,8 @@ class HttpSampler:
         store = self._weight_store([registered(self._folder, server.index) for server in self._pool.servers])
         published = publish_to(store, version, tensors)
         # Before the lock: the trainer's forward takes time. The weights are still those that were published.
-        expected = self._pool.probe.reference_values()
+        probe = self._pool.probe
+        expected = None if probe.reference is None else probe.reference(probe.sequences)
         with self._pool.state_changed:
             self._pool.probe.expected = expected
             before, self._pool.published, self._pool.version = self._pool.published, published, version

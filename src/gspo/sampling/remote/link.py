@@ -135,9 +135,6 @@ class Server:
                 raise InvalidResponseError(f"its {name} is {theirs.get(name)!r}, the trainer's is {value!r}")
         return is_restarted
 
-    def check_alive(self) -> None:
-        self.call("/health")
-
     def generate(self, requests: Sequence[PendingRequest]) -> None:
         packed = ({"key": pending.key, **protocol.pack_request(pending.request)} for pending in requests)
         # One call has a limited size, so that its body is accepted and its deadline is met.

@@ -183,13 +183,20 @@ class ServerPool:
     def _exchange(self, server: Server) -> None:
         """One round with a server: first a new weight version, then new requests, then finished samples."""
         with self.state_changed:
-            has_work = self.state_changed.wait_for(lambda: self.closed.is_set() or self._has_work(server), CHECK_S)
+            has_work = self.state_changed.wait_for(
+                lambda: (
+                    self.closed.is_set()
+                    or server.has_work
+                    or (self.published is not None and server.version != self.published.version)
+                ),
+                CHECK_S,
+            )
             published = self.published
             if self.closed.is_set():
                 return
         # An idle server is checked as well, so that a lost one is noticed before it gets requests.
         if not has_work:
-            server.check_alive()
+            server.call("/health")
             return
         if published is not None and server.version != published.version:
             self._sync(server, published)
@@ -205,10 +212,6 @@ class ServerPool:
         server.generate(fresh)
         if server.has_work:
             server.collect(partial(self._take, server), lambda: self.paused)
-
-    def _has_work(self, server: Server) -> bool:
-        is_behind = self.published is not None and server.version != self.published.version
-        return is_behind or server.has_work
 
     def _sync(self, server: Server, published: Published) -> None:
         """Have a server load the published version, and compare its probe result with the trainer's."""

@@ -393,20 +393,21 @@ def scores_answers(config: Config, given: Any, data: Sequence[Data]) -> bool:
     return all(name in chosen or source.source.startswith(PROCEDURAL) for one in data for name, source in _sources(one))
 
 
-def reward_problems(config: Config, given: Any, rewards: Rewards, data: Data, tokenizer: Any) -> list[str]:
+def reward_problems(given: Given, answering: Answering, data: Data, tokenizer: Any) -> list[str]:
     """reward.check: what is wrong with the reward, by known answers to a few rows; TrainingError with `stop`.
 
     Judges and reward models are not asked: their calls are expensive, and `gspo doctor --reward` asks them.
     """
-    specs = reward_specs(config, given)
+    config = given.loaded.config
+    specs = reward_specs(config, given.reward)
     names = {part.name for spec in specs.values() for part in spec}
-    if config.reward.check == "off" or names & {"judge", "reward_model", "code"}:
+    if not answering.checks_reward or config.reward.check == "off" or names & {"judge", "reward_model", "code"}:
         return []
     prompts = [data.prompt(row) for row in range(min(CHECKED_ROWS, len(data)))]
     encode = partial(tokenizer.encode, add_special_tokens=False)
     from gspo.rewards import check_reward, diagnose
 
-    lines = check_reward(prompts, rewards, markers=answer_markers(specs), encode=encode, until_failure=True)
+    lines = check_reward(prompts, answering.rewards, markers=answer_markers(specs), encode=encode, until_failure=True)
     found = diagnose(lines, config.reward.timeout)
     fatal = [problem.text for problem in found if problem.is_fatal]
     if fatal and config.reward.check == "stop":

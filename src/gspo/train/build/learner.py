@@ -217,10 +217,6 @@ def make_shaping(config: Config) -> Shaping:
     )
 
 
-def make_trained_optimizer(config: Config, policy: PolicyModule) -> torch.optim.Optimizer:
-    return optimizer_of(config.actor.optimizer, policy)
-
-
 def critic_optimizer(config: Config) -> Optimizer:
     """The actor's optimizer with the critic's learning rate."""
     assert config.critic is not None
@@ -288,20 +284,24 @@ def make_updater(
 PROCESSOR = "gspo.models.vision.processor:load_processor"
 
 
-def _load(config: Config, dtype: torch.dtype, device: torch.device, tokenizer: Any) -> Any:
+def _load(
+    config: Config, dtype: torch.dtype, device: torch.device, tokenizer: Any, *, with_adapter: bool = True
+) -> Any:
     """The model of actor.path; only the part that is trained requires gradients."""
+    quantised = with_adapter and config.actor.lora_base_bits is not None
     model: Any = load_model(
         config.actor.path,
         dtype,
         # What is to be quantised is read into the host's memory.
-        device if config.actor.lora_base_bits is None else "cpu",
+        "cpu" if quantised else device,
         from_scratch=config.actor.init_from_scratch,
         seed=config.seed,
         tokenizer=tokenizer,
         images=with_tower(config),
     )
-    set_trained_part(config, model)
-    return model if config.actor.lora_base_bits is None else model.to(device)
+    if with_adapter:
+        set_trained_part(config, model)
+    return model.to(device) if quantised else model
 
 
 def make_policy(config: Config, sequence_level: bool, world: World = ALONE) -> tuple[PolicyModule, Any]:
@@ -420,18 +420,7 @@ def set_trained_part(config: Config, model: Any) -> None:
 def whole_model(config: Config, tokenizer: Any, compute_dtype: torch.dtype | None, *, with_adapter: bool) -> Any:
     """The policy's model, unsharded, for a sampler in one process; the trained weights are loaded later."""
     device, dtype = device_and_dtype(config)
-    actor = config.actor
-    model: Any = load_model(
-        actor.path,
-        compute_dtype or dtype,
-        device,
-        from_scratch=actor.init_from_scratch,
-        seed=config.seed,
-        tokenizer=tokenizer,
-        images=with_tower(config),
-    )
-    if with_adapter:
-        set_trained_part(config, model)
+    model = _load(config, compute_dtype or dtype, device, tokenizer, with_adapter=with_adapter)
     if compute_dtype is not None:
         # An adapter is float32 on a half-precision model, but computes in what all of the policy does. Buffers stay:
         # the frequencies of rotary positions are float32 in every model.
@@ -463,7 +452,7 @@ def make_learner(loaded: Loaded, world: World, objective: Any = None) -> Learner
     return Learner(
         policy,
         tokenizer,
-        make_trained_optimizer(config, policy),
+        optimizer_of(config.actor.optimizer, policy),
         make_reference(config, policy, tokenizer),
         make_critic(config, tokenizer, world),
         make_teacher(config, policy, tokenizer),

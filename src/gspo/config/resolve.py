@@ -93,9 +93,6 @@ class Loaded:
             return False
 
 
-# -- A config as text ------------------------------------------------------------------------------------------
-
-
 def dump(loaded: Loaded) -> str:
     """The resolved config with every key and the origin of its value; `load` of it gives an equal config."""
     lines = ["# The resolved config: every key, and the origin of its value."]

@@ -57,7 +57,6 @@ def divide(texts: Sequence[str]) -> Division:
         return Division(held)
     if total < FEW:
         return Division(None, f"{total} rows are too few to hold some out, so evaluation uses the training rows")
-    # Equal prompts are told apart by their position among each other.
     seen, keys = Counter[str](), list[int]()
     for text in texts:
         keys.append(_hash(f"{text} {seen[text]}"))

@@ -380,7 +380,6 @@ class RayProcess:
         """Kill the actor, and with it its process, if it is stopped (SIGSTOP): it cannot obey `ray.kill` then."""
         if self._pid is None:
             return
-        # A task on the same machine, for which Ray uses another worker.
         task = self._ray.remote(kill_if_stopped).options(num_cpus=0, max_retries=0, **self._where)
         reply = task.remote(self._pid)
         ready, _ = self._ray.wait([reply], timeout=KILL_S)  # wait: 30 s, the launcher

@@ -102,7 +102,6 @@ def merged(report: StepReport, world: World) -> StepReport:
         if number:
             getattr(report, name)[int(number)] = array
         else:
-            # NaN marks the sequences of other ranks.
             own = getattr(report, name)
             setattr(report, name, np.where(np.isnan(own), array, own))
     return report
@@ -186,7 +185,6 @@ def train_step(
     with phase(report.seconds, "proximal"):
         if proximal == "recompute":
             proximal_logp = step.recompute_proximal()
-    # One optimizer update per mini-batch; gradients add up over its micro-batches.
     for update, k in enumerate(plan.order(version)):
         old = _ProximalOf(
             # The first update is computed with π_old's weights: its own forward pass is π_old.
@@ -395,7 +393,6 @@ class _Step:
             report.kept_mass[index] = mass
             if update == 0:
                 report.kept_mass_at_start[index] = mass
-        # Values per token, for the requested sequences only.
         cuts = packed.cu_seqlens.cpu().numpy()  # [B + 1]
         for b, i in enumerate(index.tolist()):
             if i in self.keep_tokens_of:

@@ -170,12 +170,10 @@ def _batches(rectangles: Sequence[_Rectangle]) -> Iterator[list[_Rectangle]]:
     """Rectangles of similar shape together, within limits of padding and of scores."""
     batch: list[_Rectangle] = []
     rows = cols = area = 0
-    # Sorted by width, then height: neighbours need little padding.
     for rectangle in sorted(rectangles, key=lambda r: (-len(r[1]), -len(r[0]))):
         num_rows, num_cols = len(rectangle[0]), len(rectangle[1])
         tall, wide = max(rows, num_rows), max(cols, num_cols)
         padded, real = (len(batch) + 1) * tall * wide, area + num_rows * num_cols
-        # This rectangle does not fit: close the batch and begin a new one with it.
         if batch and (padded > _CALL_SCORES or padded > _PAD_RATIO * real + _PAD_FREE):
             yield batch
             batch, rows, cols, area = [], 0, 0, 0

@@ -111,7 +111,6 @@ def loss(
         # The mean over the sequence's tokens; a sum would multiply the gradient by |y_i|.
         adv = Values(adv.mean(layout), per_token=False)
 
-    # Ratio and gate.
     d = token_log_ratio(logp, proximal_logp, layout)  # token-shaped
     log_s = sequence_log_ratio(d, layout)  # [B]
     if own is None:
@@ -135,7 +134,6 @@ def loss(
     if chosen["kl_coef"]:
         term, stats["kl"] = _kl_term(name, chosen, logp, reference_logp, layout)  # [B] each
         per_sequence = per_sequence + term
-    # The entropy, too: a clipped token keeps its gradient.
     if chosen["entropy_coef"]:
         per_sequence = per_sequence - _entropy_term(name, chosen, entropy, layout, dtype)
     if weight is not None:
@@ -226,7 +224,6 @@ def _corrected(
     advantage = adv.mean(layout) if form["level"] == "sequence" else adv.at_tokens(layout)
     dtype = compute_dtype(proximal.dtype)
     weights = correction.weights(proximal.to(dtype), behavior.to(dtype), advantage, layout, form)
-    # From here on the weights have the shape of `value`.
     if form["level"] == "sequence" and value.per_token:
         weights = correction.to_tokens(weights, layout)
     elif form["level"] == "token" and not value.per_token:
@@ -324,7 +321,6 @@ def _settings(algorithm: Algorithm, given: Mapping[str, Any]) -> dict[str, Any]:
         "aggregation": algorithm.aggregation,
         "max_new_tokens": None,
     }
-    # Names, then choices, then ranges. None switches a bound off, so it is allowed.
     chosen = with_defaults(algorithm.name, known, given)
     gate = GATES[algorithm.gate]
     if gate.level not in (None, chosen["level"]):

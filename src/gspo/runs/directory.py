@@ -122,7 +122,6 @@ class RunDir:
         """Delete what was written after `step`: a resumed run writes it again."""
         file = self.path / "metrics.jsonl"
         if file.exists():
-            # A row without a step counts as step 0.
             _write_rows(file, [row for row in read_jsonl(file) if row.get("step", 0) <= step])
         for sample in self._step_files():
             written = step_of(sample.name)
@@ -468,7 +467,6 @@ def resume(
         run.cut_back(-1)
         return None
     for folder, manifest in checkpoint.latest(run.checkpoints):
-        # Damaged: report it and try the next older checkpoint.
         if isinstance(manifest, CheckpointError):
             say(f"ignored: {manifest}")
             continue

@@ -195,7 +195,6 @@ def invalid_reason(
         np.array_equal(getattr(sample, name)[:num_prefix], getattr(request.prefix, name)) for name in TOKEN_ARRAYS
     ):
         return "it does not begin with its prefix"
-    # The prefix is unchanged. From here on, only new tokens are checked.
     tokens, logp = sample.tokens[num_prefix:], sample.behavior_logp[num_prefix:]
     if len(tokens) and not (tokens.min() >= 0 and tokens.max() < num_vocab):
         return f"tokens {tokens.min()}…{tokens.max()} are not all inside the vocabulary of {num_vocab}"
@@ -222,7 +221,6 @@ def invalid_reason(
 
 def _invalid_routes(request: Request, sample: Sample, experts: Experts) -> str | None:
     """Routes are [tokens, layers, experts per token], of the sample and of its prompt: both or neither."""
-    # An empty prefix is the same as none.
     prefix = request.prefix if request.prefix is not None and len(request.prefix.tokens) else None
     routes, given = sample.extras.routes, None if prefix is None else prefix.extras.routes
     if routes is None:

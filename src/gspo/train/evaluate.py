@@ -150,7 +150,6 @@ def is_graded_score(outcome: Score) -> bool:
 
 def summarise_groups(groups: Sequence[Group], k: int) -> Evaluation:
     """Scores with 95 % intervals over problems (samples of one problem are not independent)."""
-    # One list per problem with a score; failed rewards are left out.
     scored = [[o for o in group.outcomes if isinstance(o, Score)] for group in groups]
     answered = [scores for scores in scored if scores]
     every = [score for scores in answered for score in scores]

@@ -59,7 +59,6 @@ def return_memory_between_layers(model: nn.Module) -> int:
     """
     if sum(weight.numel() for weight in model.parameters()) < MIN_WEIGHTS:
         return 0
-    # The layers of a transformers model.
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     last_of_parts = layers[:: -max(len(layers) // NUM_RETURNS, 1)]
     for layer in last_of_parts:
@@ -319,7 +318,6 @@ class PolicyModule(nn.Module):
         if vision is None:
             reason = self.images_refused or "it has no vision tower that transformers can run apart from its text part"
             raise DataError(f"{type(self.model).__name__} takes no images: {reason}")
-        # Made once for a row and a model: it does not depend on the weights.
         made = packed.__dict__.get("placement")
         if made is None or made[0] is not vision:
             tree = packed.layout

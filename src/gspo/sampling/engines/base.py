@@ -62,7 +62,6 @@ def reply_object(reply: Reply) -> dict[str, Any]:
     text = reply.content.decode("utf-8", "replace")
     if reply.status != 200:
         raise InvalidReplyError(f"it answered {reply.status}: {text[:300]}")
-    # Some commands answer with status 200 and no body.
     if not text:
         return {}
     try:
@@ -218,12 +217,9 @@ class EngineSampler(ABC):
         self._paused = self._asleep = self._closed = self._interrupting = False
         self._http, self._slots = address.open(concurrent), asyncio.Semaphore(concurrent)
 
-    # The interface
-
     def submit(self, requests: Sequence[Request]) -> None:
         if self._closed:
             raise RolloutError("the sampler is closed: nothing can be submitted")
-        # All are checked before any is queued.
         for request in requests:
             self._validate(request)
         for request in requests:
@@ -278,7 +274,6 @@ class EngineSampler(ABC):
             self._post(*self.release)
 
     def wake(self) -> None:
-        # The engine needs its memory back before it gets requests.
         if self._asleep and self._can_sleep:
             self._post(*self.reclaim)
         self._asleep = False
@@ -304,8 +299,6 @@ class EngineSampler(ABC):
             self._closed = True
             self._http.close()
 
-    # Beside the interface
-
     @abstractmethod
     def load_published(self, version: int, path: str, sha256: str) -> None:
         """Load a published weight version; interrupted samples continue with it."""
@@ -325,8 +318,6 @@ class EngineSampler(ABC):
     def is_busy(self) -> bool:
         return bool(self._in_flight)
 
-    # What differs between engines
-
     @abstractmethod
     def _body(self, request: Request) -> dict[str, Any]:
         """The body of a sampling request."""
@@ -342,8 +333,6 @@ class EngineSampler(ABC):
     def _routes(self, reply: Mapping[str, Any], request: Request, completion: NewTokens) -> Routes | None:
         """Of the new tokens, and of the prompt; None if the engine is not asked for them."""
         return None
-
-    # Requests
 
     def _is_stopped(self) -> bool:
         return self._paused or self._asleep or self._closed
@@ -476,8 +465,6 @@ class EngineSampler(ABC):
     def _mark_broken(self, why: str) -> RolloutError:
         self.broken = self.broken or why
         return RolloutError(why)
-
-    # HTTP
 
     def _get(self, path: str) -> dict[str, Any]:
         return self._parsed(path, self._call("GET", path))

@@ -194,7 +194,6 @@ class KVStore:
         return self.prompt[layer]
 
     def own_of(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        # As in `prompt_of`: the form of a layer is known at its first forward.
         if layer not in self.own:
             self.own[layer] = _allocated(self.num_rows, self.own_len, key, value)
         return self.own[layer]

@@ -209,7 +209,6 @@ class LengthStepper:
 
     def num_bytes(self) -> int:
         caches = [*(batch.cache for batch in self._batches), *(p.cache for p in self.prompts.values())]
-        # Several prompts may share a cache.
         return sum(num_bytes(cache) for cache in {id(c): c for c in caches}.values())
 
     def _forward(
@@ -258,7 +257,6 @@ class LengthStepper:
             return {}
         assert self._vision is not None  # the engine checks every request
         num_rows, length = tokens.shape
-        # The rows end to end.
         placed = self._vision.lay_out(
             tokens.reshape(-1),
             np.tile(np.arange(length), num_rows),
@@ -313,7 +311,6 @@ class LengthStepper:
             return
         self._fresh += [int(s) for s in slots if self._rows.count[s] == 0]
         continued = [int(s) for s in slots if self._rows.count[s] > 0]
-        # The last token of a row is its next input.
         sequences = [self._tokens(slot)[:-1] for slot in continued]
         for part, tokens in self._whole(sequences):
             cache = self._forward(tokens, requests=[self._request(continued[i]) for i in part])[2]

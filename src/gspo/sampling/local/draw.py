@@ -130,7 +130,6 @@ def draw(scores_n_v: Tensor, uniform_n: Tensor | None) -> tuple[Tensor, Tensor]:
     if token_n_1 is None:
         assert uniform_n is not None
         target_n_1 = uniform_n[:, None].to(total_n_1) * total_n_1  # [N, 1] the drawn point on the cumulative mass
-        # First the block that contains the point, then the token inside this block.
         block_n_1 = _first_above(cumulative_n_b, target_n_1)
         index_n_k = block_n_1 * _BLOCK + torch.arange(min(_BLOCK, num_vocab), device=block_n_1.device)  # [N, block]
         inside_n_k = mass_n_v.gather(-1, index_n_k.clamp(max=num_vocab - 1)).double()
@@ -163,7 +162,6 @@ class SamplingRule:
     def scores(self, logits_n_v: Tensor, count_n: NDArray[np.int64]) -> Tensor:
         """The processed distribution, [N, V], of rows that have `count_n` tokens."""
         forbidden = None
-        # A row below min_new_tokens must not draw an end token.
         if (count_n < self.params.min_new_tokens).any():
             forbidden = torch.from_numpy((count_n < self.params.min_new_tokens)[:, None] & self.ends_v)  # [N, V]
             forbidden = forbidden.to(logits_n_v.device)

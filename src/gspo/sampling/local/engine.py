@@ -71,7 +71,6 @@ class LocalSampler:
         self._model, self._seed, self._decode_text, self._say = model, seed, decode, say
         self._eos = frozenset(eos_token_ids)
         self._max_rows, self._pad_rows = max_rows, pad_rows
-        # Of a multimodal model, only the language part matters here.
         config = model.config.get_text_config()
         self._num_vocab = int(config.vocab_size)
         limit = getattr(config, "max_position_embeddings", None)
@@ -274,7 +273,6 @@ class LocalSampler:
             return False
         requests = [self._waiting.popleft() for _ in range(num)]
         try:
-            # The requests of a group share one prefill; a prompt that is stored already needs none.
             self._stepper.prefill(requests)
         except BaseException:
             # A failed prefill must not lose requests: put them back in their order.
@@ -308,7 +306,6 @@ class LocalSampler:
         token, logp = np.zeros(len(slots), dtype=np.int64), np.zeros(len(slots))
         ended, full = np.zeros(len(slots), dtype=np.bool_), np.zeros(len(slots), dtype=np.bool_)
         used_rules = np.unique(rows.rule[slots])
-        # Rows with equal sampling parameters are processed together.
         for index in used_rules:
             rule = self._rule_list[index]
             part = slice(None) if len(used_rules) == 1 else np.flatnonzero(rows.rule[slots] == index)
@@ -362,7 +359,6 @@ class LocalSampler:
             # At most as many rows are kept as may run: this bounds the memory, and does not depend on timing.
             if request.keep_cache and request.shown is None and len(self._stepper.kept) + len(kept) < self._max_rows:
                 kept.append(Finished(int(slots[i]), request, self._done[-1]))
-            # A prompt is dropped with the last request that needs it.
             self._references[request.key] -= 1
             if self._references[request.key] == 0:
                 del self._references[request.key]
@@ -370,7 +366,6 @@ class LocalSampler:
         # Before rows move: a kept row copies its keys and values from its slot.
         self._stepper.keep(kept, dropped)
         self._stepper.leave(slots[finished], rows.compact(), dropped)
-        # Nothing runs and nothing is stored: free all memory.
         if not self._is_used():
             self._clear()
 

@@ -215,7 +215,6 @@ class PackedStepper:
             tokens = np.concatenate([np.array(r.prompt[b:]) for (r, _), b in zip(part, begins, strict=True)])  # [N]
             positions = np.concatenate([b + np.arange(n) for b, n in zip(begins, lengths, strict=True)])  # [N]
             placed, images, deltas = self._images([r for r, _ in part], tokens, positions, lengths)
-            # Logits are computed at the last token of each prompt only.
             logits = self._forward(
                 tokens,
                 positions if placed is None or placed.positions is None else placed.positions,
@@ -308,7 +307,6 @@ class PackedStepper:
         self._counts["decode_forwards"] += 1
         self._counts["decode_rows"] += used
         routes = None if self._routes is None else self._routes[living]
-        # Only running rows draw a token; padding slots do not.
         logits = logits if len(living) == used else logits[torch.from_numpy(living).to(logits.device)]
         return Step(living, logits, routes)
 

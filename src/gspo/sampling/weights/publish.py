@@ -108,7 +108,6 @@ class PublishedFile(NamedTuple):
 def publish(folder: Path, version: int, tensors: Iterable[tuple[str, Tensor]]) -> PublishedFile:
     """Write a version into `folder`. The file is written under a temporary name and renamed, so it is never partial."""
     path = folder / f"weights_{version:08d}.safetensors"
-    # The process id keeps two writers apart.
     tmp = folder / f".{path.name}.{os.getpid()}"
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
     try:
@@ -166,7 +165,6 @@ class _Broadcasters:
         host = "127.0.0.1"
         if remote:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:  # connect() picks our address; no packet
-                # Any port will do, as nothing is sent.
                 route.connect((remote[0], 9))
                 host = route.getsockname()[0]
         if self._current is None or self._current.host != host:

@@ -178,7 +178,6 @@ def _one(
             raise ConfigError(f"algorithm sft needs completions: give {key} rows, or make_dataset(…, supervised=True)")
         return replace(given, key=key)  # messages name the section that it stands for
     if given is not None:
-        # Rows of the caller: mappings, or a table of pandas or polars.
         if hasattr(given, "columns") and hasattr(given, "to_dict"):
             given = given.to_dict("records") if not hasattr(given, "to_dicts") else given.to_dicts()
         how = _settings(config, spec, spec)

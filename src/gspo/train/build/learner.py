@@ -357,7 +357,6 @@ def processor_of(policy: PolicyModule, path: str, tokenizer: Any, key: str = "ac
     except DataError as cause:
         reason = str(cause)
     if found is None:
-        # It can still be trained on text.
         policy.vision, policy.images_refused = None, reason
     return found
 
@@ -473,7 +472,6 @@ def make_reference(config: Config, policy: PolicyModule, tokenizer: Any) -> Refe
         return None
     how = temperature(config), actor.mb_spec.max_tokens_per_mb
     own = ref.path in (None, actor.path)
-    # The frozen weights under the adapter are the reference.
     if actor.use_lora and own:
         return Reference(policy, *how, context=partial(by_name("gspo.models.lora:adapter_off"), policy.model))
     other = _other_model(config, ref.path, tokenizer, "ref.path").requires_grad_(False)

@@ -80,7 +80,6 @@ def make_recorder(
 ) -> Recorder:
     """Also writes config.yaml, origins.json and environment.json; loggers read config.yaml."""
     config = loaded.config
-    # Before make_loggers, which reads config.yaml.
     with write_run_file(run.path / "config.yaml") as tmp:
         tmp.write_text(dump(loaded), encoding="utf-8")
     with write_run_file(run.path / "origins.json") as tmp:

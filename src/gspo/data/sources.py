@@ -170,8 +170,10 @@ def read_file(path: Path, key: str = "train_dataset") -> list[Row]:
             return list(_read_jsonl(path))
         if path.suffix == ".json":
             content = parse_json(path.read_text(encoding="utf-8-sig"))
-            rows = content if isinstance(content, list) else content.get("data") if isinstance(content, dict) else None
-            return [_row(row, f"{path}: entry {i}") for i, row in enumerate(_listed(rows, path))]
+            rows = content.get("data") if isinstance(content, dict) else content
+            if not isinstance(rows, list):
+                raise DataError(f"{path} must contain a list of objects, or an object with a list under 'data'")
+            return [_row(row, f"{path}: entry {i}") for i, row in enumerate(rows)]
         if path.suffix == ".csv":
             # newline="" is required by csv for line breaks inside fields; utf-8-sig removes a byte order mark.
             csv.field_size_limit(2**31 - 1)  # of Python: 131,072 characters in a field
@@ -277,12 +279,6 @@ def _read_parquet(path: Path) -> list[Row]:
         return pyarrow.parquet.read_table(path).to_pylist()
     except pyarrow.ArrowException as error:
         raise DataError(f"{path} cannot be read as Parquet: {error}") from error
-
-
-def _listed(rows: Any, path: Path) -> list[Any]:
-    if not isinstance(rows, list):
-        raise DataError(f"{path} must contain a list of objects, or an object with a list under 'data'")
-    return rows
 
 
 def _row(value: Any, where: str) -> Row:

@@ -1,6 +1,6 @@
 """The in-process sampler: it samples with the model that is trained.
 
-This file schedules requests, draws tokens and applies stop rules. A stepper (`stepper.py`) runs the model; which one is
+This file schedules requests, draws tokens and applies stop rules. A stepper (`packed.py`) runs the model; which one is
 measured at load (`choose.py`). A prompt is computed once for its group. Between two tokens, finished rows leave and
 waiting requests join. The weights are the trainer's own tensors, not a copy; attention implementation and train mode
 are changed for a call and restored after it. Which token is drawn depends on the request's key and the weights, not on

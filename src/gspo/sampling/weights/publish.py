@@ -30,7 +30,7 @@ MESSAGE_S = 60.0  # timeout of one message of a broadcast, and of the wait for a
 
 
 class Broadcast(NamedTuple):
-    """A weight version in memory. It has the methods of `publish.PublishedFile`."""
+    """A weight version in memory. It has the methods of `PublishedFile`."""
 
     version: int
     sha256: str
@@ -85,7 +85,7 @@ class Broadcaster:
 
 
 class PublishedFile(NamedTuple):
-    """A weight version in a file. `broadcast.Broadcast` has the same methods."""
+    """A weight version in a file. `Broadcast` has the same methods."""
 
     version: int
     path: Path

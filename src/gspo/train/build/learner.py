@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,6 @@ from gspo.learner import (
     StepReport,
     Teacher,
     World,
-    joined,
     learning_rate,
     make_optimizer,
     probe,
@@ -52,7 +50,7 @@ from gspo.learner import (
 from gspo.models import check_replay, embedded, freeze_vision, load_model, load_tokenizer, vision_parameters
 from gspo.runs import checkpoint, code_digest
 from gspo.sampling import product_name
-from gspo.system import Launched, StopRequest, by_name, source_file, step_name
+from gspo.system import Launched, by_name, source_file, step_name
 from gspo.train.update import Rates, Updater, UpdateSettings
 
 if TYPE_CHECKING:
@@ -102,11 +100,6 @@ def published_dtype(config: Config) -> torch.dtype | None:
 def has_ranks(config: Config) -> bool:
     """Whether several ranks train. The trainer and its sampler servers get the same answer."""
     return (num_ranks(config) or Launched.read().num_ranks) > 1
-
-
-def join_ranks(config: Config, stop: StopRequest) -> AbstractContextManager[World]:
-    """The ranks that train together; an error on one rank ends all."""
-    return joined(num_ranks(config), config.stall_timeout, stop)
 
 
 def make_plan(loaded: Loaded, own: Any = None) -> Plan:
@@ -474,10 +467,7 @@ def make_reference(config: Config, policy: PolicyModule, tokenizer: Any) -> Refe
     own = ref.path in (None, actor.path)
     if actor.use_lora and own:
         return Reference(policy, *how, context=partial(by_name("gspo.models.lora:adapter_off"), policy.model))
-    other = _other_model(config, ref.path, tokenizer, "ref.path").requires_grad_(False)
-    if policy.world.size > 1:
-        shard(other, other, policy.world, **sharding(config))
-    return Reference(other, *how)
+    return Reference(_frozen_model(config, ref.path, tokenizer, "ref.path", policy.world), *how)
 
 
 def make_teacher(config: Config, policy: PolicyModule, tokenizer: Any) -> Teacher | None:
@@ -488,7 +478,7 @@ def make_teacher(config: Config, policy: PolicyModule, tokenizer: Any) -> Teache
     if how.is_server:
         timeout_s = config.rollout.request_timeout
         return served_teacher(how.path, tokenizer, policy.world, timeout_s=timeout_s, coef=how.coef)
-    other = _other_model(config, how.path, tokenizer, "teacher.path").requires_grad_(False)
+    other = _frozen_model(config, how.path, tokenizer, "teacher.path", policy.world)
     if how.exact_kl is not None and other.layout != policy.layout:
         raise ConfigError(
             f"teacher.exact_kl computes both models on the same micro-batches, but the layout of {actor.path} is "
@@ -496,8 +486,6 @@ def make_teacher(config: Config, policy: PolicyModule, tokenizer: Any) -> Teache
         )
     if how.exact_kl is not None:
         policy.forks = other.forks = policy.forks and other.forks
-    if policy.world.size > 1:
-        shard(other, other, policy.world, **sharding(config))
     reference = Reference(other, temperature(config), actor.mb_spec.max_tokens_per_mb)
     return Teacher(partial(reference_logp, reference), how.coef, how.exact_kl, other)
 
@@ -522,6 +510,13 @@ def make_critic(config: Config, tokenizer: Any, world: World = ALONE) -> Critic 
         max_norm=actor.optimizer.gradient_clipping,
         eps_clip=how.value_eps_clip,
     )
+
+
+def _frozen_model(config: Config, path: str | None, tokenizer: Any, key: str, world: World) -> PolicyModule:
+    other = _other_model(config, path, tokenizer, key).requires_grad_(False)
+    if world.size > 1:
+        shard(other, other, world, **sharding(config))
+    return other
 
 
 def _other_model(config: Config, path: str | None, tokenizer: Any, key: str) -> PolicyModule:

@@ -28,7 +28,7 @@ from gspo.train.build.data import (
     reward_problems,
 )
 from gspo.train.build.given import Given
-from gspo.train.build.learner import alphabet_warning, context_length, make_learner, make_updater, run_identity
+from gspo.train.build.learner import context_length, make_learner, make_updater, run_identity
 from gspo.train.build.rollout import (
     decoder,
     make_filter,
@@ -141,8 +141,9 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
     changed = changed_code(run.path, given.code)  # also of a new run, because it records the files
     display.start_at(state.step)
     # The other ranks wait for this command: only rank 0 knows which checkpoint is valid.
-    where = {"step": state.step, "total_steps": total_steps, "in_process": samples_in_process()}
-    world.broadcast_command("open", where)
+    world.broadcast_command(
+        "open", {"step": state.step, "total_steps": total_steps, "in_process": samples_in_process()}
+    )
     beat("starting the sampler")
     reached("start.sampler")
     sampler = make_sampler(config, policy, learner.tokenizer, state.step, run.path, say)
@@ -192,12 +193,8 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
         ),
         recorder=recorder,
         saver=make_saver(config, run, learner, identity, steps_per_epoch, state.step),
-        opening_messages=[
-            *opening_messages(loaded, given.warnings, data, valid, learner),
-            *alphabet_warning(config, data.prompt(0).text),
-            *answering.messages,
-            *(changed if state.step else reward_problems(given, answering, data, learner.tokenizer)),
-        ],
+        opening_messages=opening_messages(given, data, valid, learner, answering.messages)
+        + (changed if state.step else reward_problems(given, answering, data, learner.tokenizer)),
         count_episodes=answering.count_episodes,
         curriculum=curriculum,
     )  # fmt: skip

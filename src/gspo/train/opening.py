@@ -127,8 +127,11 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
     loaded, config = given.loaded, given.loaded.config
     run, learner, data, valid, answering = _open_inputs(given, world, outer, inner)
     total_steps, steps_per_epoch = length_of(config, len(data))
-    policy, decode = learner.policy, decoder(learner.tokenizer)
-    display = make_display(f"gspo · {run.path}", total_steps)
+    policy, decode, display = (
+        learner.policy,
+        decoder(learner.tokenizer),
+        make_display(f"gspo · {run.path}", total_steps),
+    )
     inner.callback(display.close)
     say = _speaker(run, display)
     outer.enter_context(stalls_logged(run.path / "log.txt", say))

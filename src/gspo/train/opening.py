@@ -144,9 +144,8 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
     changed = changed_code(run.path, given.code)  # also of a new run, because it records the files
     display.start_at(state.step)
     # The other ranks wait for this command: only rank 0 knows which checkpoint is valid.
-    world.broadcast_command(
-        "open", {"step": state.step, "total_steps": total_steps, "in_process": samples_in_process()}
-    )
+    where = {"step": state.step, "total_steps": total_steps, "in_process": samples_in_process()}
+    world.broadcast_command("open", where)
     beat("starting the sampler")
     reached("start.sampler")
     sampler = make_sampler(config, policy, learner.tokenizer, state.step, run.path, say)
@@ -169,8 +168,7 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
     outer.callback(producer.close)
     recorder = make_recorder(loaded, run, learner, display, say, decode)
     inner.callback(recorder.close)
-    # Last: before this point there is nothing to save, and a signal ends the run at once.
-    stop.defer(say)
+    stop.defer(say)  # last: before this point there is nothing to save, and a signal ends the run at once
     return LeaderParts(
         path=run.path,
         world=world,

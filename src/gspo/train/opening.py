@@ -127,14 +127,8 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
     loaded, config = given.loaded, given.loaded.config
     run, learner, data, valid, answering = _open_inputs(given, world, outer, inner)
     total_steps, steps_per_epoch = length_of(config, len(data))
-    policy, decode, display = (
-        learner.policy,
-        decoder(learner.tokenizer),
-        make_display(f"gspo · {run.path}", total_steps),
-    )
-    inner.callback(display.close)
-    say = _speaker(run, display)
-    outer.enter_context(stalls_logged(run.path / "log.txt", say))
+    policy, decode = learner.policy, decoder(learner.tokenizer)
+    display, say = _open_display(run, total_steps, outer, inner)
     for line in headline(loaded):
         say(line)
     # Resume before the sampler is made, because the sampler gets the resumed weights.
@@ -201,14 +195,19 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
     )  # fmt: skip
 
 
-def _speaker(run: RunDir, display: Display) -> Callable[[str], None]:
-    """Messages of the run go to the screen and to log.txt."""
+def _open_display(
+    run: RunDir, total_steps: int, outer: ExitStack, inner: ExitStack
+) -> tuple[Display, Callable[[str], None]]:
+    """The display, and a function for messages of the run: they go to the screen and to log.txt."""
+    display = make_display(f"gspo · {run.path}", total_steps)
+    inner.callback(display.close)
 
     def say(message: str) -> None:
         display.say(message)
         run.log(message)
 
-    return say
+    outer.enter_context(stalls_logged(run.path / "log.txt", say))
+    return display, say
 
 
 def _open_follower(given: Given, world: World, stop: StopRequest, outer: ExitStack) -> Parts:

@@ -148,8 +148,6 @@ def test_other_sources_of_the_proximal_policy_take_stale_samples_too(tmp_path, t
         assert first[-1] > 1e-4
 
 
-
-
 # In the background
 
 

@@ -93,9 +93,6 @@ class Loaded:
             return False
 
 
-# -- A config as text ------------------------------------------------------------------------------------------
-
-
 def dump(loaded: Loaded) -> str:
     """The resolved config with every key and the origin of its value; `load` of it gives an equal config."""
     lines = ["# The resolved config: every key, and the origin of its value."]
@@ -110,11 +107,8 @@ def _dump_section(section: Any, prefix: str, indent: str, loaded: Loaded) -> Ite
             yield f"{indent}{name}:"
             yield from _dump_section(value, key + ".", indent + "  ", loaded)
         else:
-            yield f"{indent}{name}: {written(value)}  # {_comment(str(loaded.origins[key]))}"
-
-
-def _comment(text: str) -> str:
-    return re.sub(r"[^\x20-\x7e\xa1-\ufefe]", "?", text)
+            origin = re.sub(r"[^\x20-\x7e\xa1-\ufefe]", "?", str(loaded.origins[key]))
+            yield f"{indent}{name}: {written(value)}  # {origin}"
 
 
 def written(value: Any) -> str:
@@ -249,21 +243,19 @@ def objective_words(loaded: Loaded) -> str:
     >>> objective_words(load(None, ["algorithm=gspo", "actor.ppo_n_minibatches=2"]))
     'GSPO (one ratio per completion), clip 3e-4/4e-4, 2 updates per batch'
     """
-    objective, updates = (
-        effective_objective(loaded),
-        (loaded.config.actor.ppo_n_minibatches or 1) * loaded.config.actor.ppo_epochs,
-    )
+    objective, actor = effective_objective(loaded), loaded.config.actor
     settings, name = objective["settings"], same_as(objective) or objective["name"]
-    if is_supervised(loaded.config):
-        return f"{name.upper()} (likelihood of the data's completions), {updates} update{'s' * (updates > 1)} per batch"
-    if algorithm_in(loaded.config).of_user:
-        return f"{objective['name']} (an objective of your own), {updates} update{'s' * (updates > 1)} per batch"
     ratio = "one ratio per token" if objective["level"] == "token" else "one ratio per completion"
     parts = [f"{name.upper()} ({ratio})"]
-    if objective["eps_auto"]:
+    if is_supervised(loaded.config):
+        parts = [f"{name.upper()} (likelihood of the data's completions)"]
+    elif objective["of_user"]:
+        parts = [f"{name} (an objective of your own)"]
+    elif objective["eps_auto"]:
         parts.append("automatic clip range")
     elif GATES[objective["gate"]].has_range:
         parts.append(f"clip {number(settings['clip_low'])}/{number(settings['clip_high'])}")
+    updates = (actor.ppo_n_minibatches or 1) * actor.ppo_epochs
     return ", ".join([*parts, f"{updates} update{'s' * (updates > 1)} per batch"])
 
 

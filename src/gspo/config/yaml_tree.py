@@ -95,9 +95,6 @@ def by_line(sentences: Sequence[str]) -> list[str]:
     return sorted(sentences, key=line)
 
 
-# -- YAML ---------------------------------------------------------------------------------------------------
-
-
 def read(path: Path) -> Node:
     """The tree of a YAML file; ConfigError for anything that is not one mapping of safe YAML."""
     try:
@@ -295,9 +292,6 @@ def shorten(text: str, width: int = 80) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-# -- Paths in a tree ----------------------------------------------------------------------------------------
-
-
 def get(root: Node, key: str) -> Node | None:
     """The node at a dotted key, or None."""
     node = root
@@ -353,9 +347,6 @@ def leaves(node: Node) -> Iterator[Node]:
         yield node
 
 
-# -- Values that could not be interpolated -------------------------------------------------------------------
-
-
 class _Failed(str):
     """A value that could not be interpolated. It marks the node, so that the problem is reported once."""
 
@@ -403,7 +394,6 @@ class _Interpolator:
 
     def settle(self, node: Node, trail: tuple[str, ...]) -> bool:
         """Make a node free of references; False where that failed (and was reported)."""
-        # A node can be reached twice: by its place in the tree and through a reference.
         if node.settled:
             return not is_failed(node)
         if isinstance(node.value, (list, dict)):
@@ -415,7 +405,6 @@ class _Interpolator:
             # One reference alone keeps the target's type; a reference inside other text becomes part of a string.
             whole = _REFERENCE.fullmatch(node.value.strip())
             good = self.whole(node, whole[1].strip(), trail) if whole else self.embed(node, trail)
-            # FAILED marks the node, so that later steps do not report it again.
             if not good:
                 node.value = FAILED
         node.settled = True

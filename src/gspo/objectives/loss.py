@@ -2,13 +2,12 @@
 
 loss = −(1/denominator) Σ_i agg_t( A · g(log ratio, sign of A) · w ) + kl_coef · KL(π_θ ‖ π_ref) − entropy_coef · H(π_θ)
 
-A        advantage, per sequence or per token      advantage.py (computed before, by `learner/credit.py`)
-ratio    π_θ/π_old of a token or a sequence        ratio.py
-g        the clip of PPO and GSPO, or another gate gate.py
-w        behavior weight π_old/μ, if corrected     correction.py
-agg      over the tokens of a sequence             aggregate.py (also the denominator)
-own.py   a function of the user in place of −A · g
-KL       to the reference, if kl_coef > 0          kl.py, aggregated in the same way
+A          advantage, per sequence or per token        advantage.py (computed before, by `learner/credit.py`)
+ratio, g   π_θ/π_old of a token or a sequence, its clip or another gate                              surrogate.py
+w          behavior weight π_old/μ, if corrected       correction.py
+agg        over the tokens of a sequence               aggregate.py (also the denominator)
+KL         to the reference, if kl_coef > 0            surrogate.py, aggregated in the same way
+own.py     a function of the user in place of −A · g
 """
 
 from __future__ import annotations
@@ -105,13 +104,14 @@ def loss(
     dtype = compute_dtype(logp.dtype)
     logp = logp.to(dtype)
     others = {"proximal_logp": proximal_logp, "behavior_logp": behavior_logp, "reference_logp": reference_logp}
-    _check_shapes(logp, **others, entropy=entropy)
+    for what, other in {**others, "entropy": entropy}.items():
+        if other is not None and other.shape != logp.shape:
+            raise ValueError(f"{what} has shape {tuple(other.shape)}, logp {tuple(logp.shape)}; they must be equal")
     adv = _advantage(advantage, layout, dtype)
     if own is None and _ratio_per_sequence(algorithm, chosen):
         # The mean over the sequence's tokens; a sum would multiply the gradient by |y_i|.
         adv = Values(adv.mean(layout), per_token=False)
 
-    # Ratio and gate.
     d = token_log_ratio(logp, proximal_logp, layout)  # token-shaped
     log_s = sequence_log_ratio(d, layout)  # [B]
     if own is None:
@@ -135,7 +135,6 @@ def loss(
     if chosen["kl_coef"]:
         term, stats["kl"] = _kl_term(name, chosen, logp, reference_logp, layout)  # [B] each
         per_sequence = per_sequence + term
-    # The entropy, too: a clipped token keeps its gradient.
     if chosen["entropy_coef"]:
         per_sequence = per_sequence - _entropy_term(name, chosen, entropy, layout, dtype)
     if weight is not None:
@@ -153,12 +152,6 @@ def loss(
     }
     mask_of = torch.zeros_like(log_s, dtype=torch.bool) if clipped is None else clipped.x
     return Objective(per_sequence.sum() / denominator, per_sequence, mask_of, stats)
-
-
-def _check_shapes(logp: Tensor, **others: Tensor | None) -> None:
-    for what, other in others.items():
-        if other is not None and other.shape != logp.shape:
-            raise ValueError(f"{what} has shape {tuple(other.shape)}, logp {tuple(logp.shape)}; they must be equal")
 
 
 def _ratio_per_sequence(algorithm: Algorithm, chosen: Mapping[str, Any]) -> bool:
@@ -193,7 +186,7 @@ def _gate(
     adv: Values,
     layout: TokenLayout,
 ) -> tuple[Values, Values]:
-    """(g of `gate.py`: the objective without its factor A, whether it was clipped), each per token or per sequence."""
+    """(g: the objective without its factor A, whether it was clipped), each per token or per sequence."""
     gate, per_token = GATES[algorithm.gate], not _ratio_per_sequence(algorithm, chosen)
     log_ratio = _log_ratio(chosen["level"], per_token, logp, d, log_s, layout)
     ratio = Ratio(log_ratio, per_token, adv, logp, d, layout)
@@ -226,7 +219,6 @@ def _corrected(
     advantage = adv.mean(layout) if form["level"] == "sequence" else adv.at_tokens(layout)
     dtype = compute_dtype(proximal.dtype)
     weights = correction.weights(proximal.to(dtype), behavior.to(dtype), advantage, layout, form)
-    # From here on the weights have the shape of `value`.
     if form["level"] == "sequence" and value.per_token:
         weights = correction.to_tokens(weights, layout)
     elif form["level"] == "token" and not value.per_token:
@@ -324,7 +316,6 @@ def _settings(algorithm: Algorithm, given: Mapping[str, Any]) -> dict[str, Any]:
         "aggregation": algorithm.aggregation,
         "max_new_tokens": None,
     }
-    # Names, then choices, then ranges. None switches a bound off, so it is allowed.
     chosen = with_defaults(algorithm.name, known, given)
     gate = GATES[algorithm.gate]
     if gate.level not in (None, chosen["level"]):

@@ -112,6 +112,9 @@ def _gate(draft: Draft, loss: str) -> None:
             draft.set("actor.eps_clip_higher", draft.keys["actor.eps_clip"], "epsilon, because epsilon_high is unset")
         if isinstance(bound := draft.get("delta"), int | float):
             draft.set("actor.c_clip", bound, "delta")
+            # TRL limits the ratio before it clips it, so delta is also the upper bound for A > 0 where it is the lower.
+            if 1 < bound < 1 + draft.keys.get("actor.eps_clip_higher", 0.2):
+                draft.set("actor.eps_clip_higher", bound - 1, "delta")
         return
     draft.unset("actor.eps_clip", "actor.eps_clip_higher")
     # epsilon_high is the bound of the weight itself here, not a distance from 1.

@@ -241,12 +241,8 @@ def same_as(objective: ObjectiveSettings) -> str | None:
 
 
 def _preset_of(objective: ObjectiveSettings, *parts: str) -> str | None:
-    """The first preset with these parts. DAPO is more than they say: refilled groups and a length penalty."""
-    for algorithm in ALGORITHMS.values():
-        is_more = algorithm.zero_variance_groups != "count" and algorithm.name != objective["name"]
-        if not is_more and all(getattr(algorithm, part) == objective[part] for part in parts):
-            return algorithm.name
-    return None
+    same = (a.name for a in ALGORITHMS.values() if all(getattr(a, part) == objective[part] for part in parts))
+    return next(same, None)
 
 
 def objective_words(loaded: Loaded) -> str:
@@ -261,8 +257,10 @@ def objective_words(loaded: Loaded) -> str:
         (loaded.config.actor.ppo_n_minibatches or 1) * loaded.config.actor.ppo_epochs,
     )
     settings, name = objective["settings"], (same_as(objective) or objective["name"]).upper()
-    if same_as(objective) is None and (near := _preset_of(objective, "level", "gate", "advantage")):
-        name = f"{near.upper()} with {objective['aggregation']}"  # what files of AReaL's have
+    # Files of AReaL's have token_mean. That is DAPO's loss, but DAPO also samples groups again.
+    is_other = same_as(objective) is None or name == "DAPO" != objective["name"].upper()
+    if is_other and (near := _preset_of(objective, "level", "gate", "advantage")):
+        name = f"{near.upper()} with {objective['aggregation']}"
     if is_supervised(loaded.config):
         return f"{name} (likelihood of the data's completions), {updates} update{'s' * (updates > 1)} per batch"
     if algorithm_in(loaded.config).of_user:

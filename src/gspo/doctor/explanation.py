@@ -405,7 +405,9 @@ def objective_section(f: Facts) -> dict[str, Any]:
         "paper": algorithm.paper,
         "as_published": as_published or algorithm.of_user,
         "same_as": None if as_published else same_as(objective),
-        "formula": formula(objective, penalised=actor.kl_ctl > 0 or actor.discount < 1) if own is None else own.formula(f),
+        "formula": formula(objective, penalised=actor.kl_ctl > 0 or actor.discount < 1)
+        if own is None
+        else own.formula(f),
         "words": [*_words(f), *([f"note: {note}"] if (note := default_algorithm_note(f.loaded)) else [])],
         "level": objective["level"],
         "gate": None if algorithm.of_user else objective["gate"],

@@ -14,9 +14,7 @@ _, theirs = imported(
     "areal.utils.functional",
     empty=("areal.utils.logging", "areal.infra", "areal.experimental", "areal.engine"),
 )
-_THEIRS = {
-    name: getattr(theirs, name) for name in ("apply_rejection_sampling", "ppo_actor_loss_fn", "sapo_loss_fn")
-}
+_THEIRS = {name: getattr(theirs, name) for name in ("apply_rejection_sampling", "ppo_actor_loss_fn", "sapo_loss_fn")}
 
 
 def _form(config):
@@ -35,9 +33,7 @@ def apply_rejection_sampling(proximal_logprobs, old_logprobs, loss_mask, cu_seql
     result = _THEIRS["apply_rejection_sampling"](proximal_logprobs, old_logprobs, loss_mask, cu_seqlens, config)
     layout, form = _layout(proximal_logprobs, loss_mask, cu_seqlens), _form(config)
     shape = (layout.num_sequences,) if form["level"] == "sequence" else layout.shape
-    weights = correction.weights(
-        proximal_logprobs.float(), old_logprobs.float(), torch.zeros(shape), layout, form
-    )
+    weights = correction.weights(proximal_logprobs.float(), old_logprobs.float(), torch.zeros(shape), layout, form)
     if not correction.by_token(form):
         weights = correction.to_tokens(weights, layout)
     if config.action == "mask":

@@ -47,6 +47,7 @@ class Drawn:
     current: torch.Tensor
     reference: torch.Tensor
     values: torch.Tensor
+    bootstrap: torch.Tensor  # [n] the value after the last token; AReaL uses that of truncated completions
 
     @classmethod
     def of(cls, group_size, *, equal_group=True):
@@ -65,7 +66,8 @@ class Drawn:
         current = logp(-1.0, 0.3)
         proximal, behavior = ((current + logp(0.0, width)) * mask for width in (0.3, 0.9))
         values = 0.5 * torch.rand(n, LONGEST, generator=draw)
-        return cls(group_size, rewards, lengths, mask, behavior, proximal, current, current + logp(0.0, 0.5), values)
+        reference, bootstrap = current + logp(0.0, 0.5), torch.rand(n, generator=draw)
+        return cls(group_size, rewards, lengths, mask, behavior, proximal, current, reference, values, bootstrap)
 
     @property
     def truncated(self):
@@ -160,6 +162,7 @@ def areals(areal, values, batch: Drawn, has_critic):
     }  # fmt: skip
     if has_critic:
         data["values"] = shifted(batch.values)
+        data["values"][:, -1] = batch.bootstrap
     actor = areal.actor.PPOActor(config, engine=None)
     data = actor._compute_advantages(data)
     common = {"logprobs": shifted(batch.current), "advantages": data["advantages"], "old_logprobs": data["logprobs"]}
@@ -178,6 +181,10 @@ def is_decoupled(actor):
     return bool(actor.get("use_decoupled_loss"))
 
 
+def without_bootstrap(batch):
+    return dataclasses.replace(batch, bootstrap=torch.zeros_like(batch.bootstrap))
+
+
 # name: (what docs/migrating.md says, whether a config has it, how a batch looks without it)
 KNOWN = {
     "no weight": (
@@ -191,9 +198,9 @@ KNOWN = {
         lambda batch: dataclasses.replace(batch, behavior=batch.proximal),
     ),
     "bootstrap": (
-        "bootstraps",
+        "a truncated completion with a critic bootstraps",
         lambda _, has_critic: has_critic,
-        None,  # the value after the last token is 0 in the batch of `areals`
+        without_bootstrap,
     ),
 }
 
@@ -207,7 +214,7 @@ def compare(areal, values, loaded):
     actor, has_critic = values["actor"], isinstance(values.get("critic"), dict)
     size = loaded.config.gconfig.n_samples
     batch = Drawn.of(size, equal_group=loaded.config.actor.zero_variance_groups == "count")
-    found = [fix for _, applies, fix in KNOWN.values() if fix is not None and applies(actor, has_critic)]
+    found = [fix for _, applies, fix in KNOWN.values() if applies(actor, has_critic)]
     # Each known difference is one: with it the two systems disagree.
     if found:
         (_, one), (_, other) = ours(loaded, batch), areals(areal, actor, batch, has_critic)
@@ -375,9 +382,7 @@ def verls(verl, values, batch: Drawn):
         advantages, _ = verl.get_adv_estimator_fn(name)(token_level_rewards=rewards, response_mask=mask, **more)
     mode = values[A + "policy_loss.loss_mode"]
     aggregation = values[A + "loss_agg_mode"]
-    loss, _ = verl.get_policy_loss_fn(mode)(
-        batch.proximal, batch.current, advantages, mask, aggregation, config
-    )
+    loss, _ = verl.get_policy_loss_fn(mode)(batch.proximal, batch.current, advantages, mask, aggregation, config)
     if config.use_kl_loss:
         token_kl = verl.kl_penalty(batch.current, batch.reference, config.kl_loss_type)
         loss = loss + config.kl_loss_coef * verl.agg_loss(token_kl, mask, aggregation)

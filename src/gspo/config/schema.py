@@ -495,7 +495,9 @@ class Correction(Section):
     )
     level: Literal["token", "sequence"] = key("token", "Compare each token, or each sequence, with the bounds.")
     action: Literal["mask", "clamp"] = key(
-        "mask", "Outside the bounds: drop it (mask), or truncate the weight (clamp)."
+        "mask",
+        "Outside the bounds: drop it (mask), or truncate the weight (clamp). A dropped token is not in the ratio of its "
+        "sequence either.",
     )
     metric: Literal["ratio", "kl_k1", "kl_k2", "kl_k3"] = key("ratio", "The quantity that is compared with the bounds.")
     upper: float | None = key(5.0, "Upper bound; null: none.")
@@ -503,7 +505,8 @@ class Correction(Section):
     agg: Literal["mean", "sum", "max", "product"] = key(
         "mean",
         "How tokens are reduced to a sequence. The ratio is reduced in log space. With mean, sum and max the weight of "
-        "a sequence is the geometric mean of its token ratios; with product it is their product.",
+        "a sequence is the geometric mean of its token ratios; with product it is their product. With a kl metric each "
+        "token keeps its own ratio as weight.",
     )
 
 

@@ -111,8 +111,8 @@ def _gate(draft: Draft, loss: str) -> None:
         if draft.get("epsilon_high") is None and "actor.eps_clip" in draft.keys:
             draft.set("actor.eps_clip_higher", draft.keys["actor.eps_clip"], "epsilon, because epsilon_high is unset")
         if isinstance(bound := draft.get("delta"), int | float):
-            # TRL limits the ratio before it clips it: below 1 + ε_high, delta is the upper bound for A > 0, and 1 + ε_high
-            # is that for A < 0.
+            # TRL limits the ratio before it clips it: below 1 + ε_high, delta is the upper bound for A > 0, and
+            # 1 + ε_high is that for A < 0.
             high = draft.keys.get("actor.eps_clip_higher", 0.2)
             draft.set("actor.c_clip", max(bound, 1 + high), "delta")
             if 1 < bound < 1 + high:

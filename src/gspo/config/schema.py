@@ -496,8 +496,8 @@ class Correction(Section):
     level: Literal["token", "sequence"] = key("token", "Compare each token, or each sequence, with the bounds.")
     action: Literal["mask", "clamp"] = key(
         "mask",
-        "Outside the bounds: drop it (mask), or truncate the weight (clamp). A dropped token is not in the ratio of its "
-        "sequence either.",
+        "Outside the bounds: drop it (mask), or truncate the weight (clamp). A dropped token is not in the ratio of "
+        "its sequence either.",
     )
     metric: Literal["ratio", "kl_k1", "kl_k2", "kl_k3"] = key("ratio", "The quantity that is compared with the bounds.")
     upper: float | None = key(5.0, "Upper bound; null: none.")

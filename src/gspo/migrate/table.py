@@ -44,7 +44,7 @@ def rules() -> Mapping[str, Rule]:
 
 
 def migrate(root: Node, problems: list[str], messages: list[str]) -> None:
-    """Replace old keys in a tree by present ones, in place; one message for each old key and each default of AReaL's."""
+    """Replace old keys in a tree by present ones, in place; one message for each old key, and each AReaL default."""
     brought = areal.defaults(root)
     for rule in rules().values():
         # The old key is removed first: a translation may put a value back at the same key.

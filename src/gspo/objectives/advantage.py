@@ -64,7 +64,8 @@ def normalize(
     """(x − mean) / std, [n]; mean and std over the batch, over the element's group, or not used (None).
 
     weight [n], integers: element i stands for w_i equal values; None: 1 each. mean = Σ w x / Σ w and
-    std² = Σ w (x − mean)² / (Σ w − 1) are then those of the Σ w values. If the values of a set are all equal (range ≤ SAME · max(1, |x|)), the centred value and the quotient are exactly 0.
+    std² = Σ w (x − mean)² / (Σ w − 1) are then those of the Σ w values. If the values of a set are all equal
+    (range ≤ SAME · max(1, |x|)), the centred value and the quotient are exactly 0.
     """
     if x.ndim != 1 or groups.shape != x.shape:
         raise ValueError(f"x and groups are [n], got {tuple(x.shape)} and {tuple(groups.shape)}")

@@ -264,7 +264,8 @@ class Diagnosis:
                 clips and many > 0.5,
                 MOST_CLIPPED,
                 "actor.use_decoupled_loss: true" if age and uses_sampler else "actor.eps_clip higher",
-                f"more than half of the {whole}s were clipped for {{n}} steps: {self._why_most(age, uses_sampler, auto)}",
+                f"more than half of the {whole}s were clipped for {{n}} steps: "
+                + self._why_most(age, uses_sampler, auto),
             ),
             "ratio stuck at 1": (
                 self._num_updates > 1 and seen and row.get("ratio/log_s_max_abs") == 0.0,

@@ -174,12 +174,20 @@ def test_every_finding_names_key_place_and_remedy(tmp_path):
     assert all(f.remedy and f.message and not f.message.endswith(".") for f in found.values())
 
 
-def test_a_gspo_config_with_another_algorithm_is_told_to_remove_its_eps():
-    (finding,) = lint(load("examples/quickstart.yaml", ["algorithm=grpo"]), num_gpus=0)
+def test_token_ratios_with_an_eps_of_sequence_ratios_are_warned_about():
+    eps = ["actor.eps_clip=2e-3", "actor.eps_clip_higher=2.5e-3"]
+    (finding,) = lint(load("examples/quickstart.yaml", ["algorithm=grpo", *eps]), num_gpus=0)
     assert "ε = 2e-3 and 2.5e-3 is a clip range for sequence ratios" in finding.message
     assert "'~actor.eps_clip' '~actor.eps_clip_higher'" in finding.remedy
-    unset = ["algorithm=grpo", "~actor.eps_clip", "~actor.eps_clip_higher"]
-    assert lint(load("examples/quickstart.yaml", unset), num_gpus=0) == []
+    assert lint(load("examples/quickstart.yaml", ["algorithm=grpo"]), num_gpus=0) == []
+
+
+def test_ppo_without_a_critic_names_the_keys_to_add():
+    (finding,) = lint(load("examples/quickstart.yaml", ["algorithm=ppo"]), num_gpus=0)
+    assert finding.severity == "error"
+    for words in ("'critic={}'", "critic.path", "critic.optimizer.lr", "critic.value_eps_clip"):
+        assert words in finding.remedy
+    assert lint(load("examples/quickstart.yaml", ["algorithm=ppo", "critic={}"]), num_gpus=0) == []
 
 
 @pytest.mark.parametrize("tokens", [14, 32, 48, 64, 256, 500, 512, 4096])
@@ -237,7 +245,6 @@ actor.sapo_tau_pos: =2 | algorithm=sapo
 actor.c_clip: =3 algorithm=cispo | algorithm=gspo
 actor.eps_clip: =0.1 algorithm=sapo | algorithm=grpo
 actor.gae_lambda: =0.95 | algorithm=ppo critic.path=x
-actor.discount: =0.95 | algorithm=ppo critic.path=x
 critic.value_eps_clip: =0.3 | algorithm=ppo
 actor.lora_rank: =8 | actor.use_lora=true
 actor.target_modules: =[q_proj] | actor.use_lora=true

@@ -24,6 +24,7 @@ from transformers import Qwen3ForCausalLM, TrainerCallback  # noqa: E402
 from trl_runs import PLAIN, VOCAB, tiny_model, tiny_tokenizer  # noqa: E402
 
 from gspo import objectives  # noqa: E402
+from gspo.audit.trl import from_trl  # noqa: E402
 from gspo.objectives import surrogate  # noqa: E402
 
 LENGTHS = (7, 3, 9, 1, 6, 8, 2, 5)
@@ -330,6 +331,22 @@ def test_advantages_per_token_are_used_as_trl_does(checkpoint: str, pair: Pair) 
     generator = torch.Generator().manual_seed(1)
     batch.advantage = torch.randn(batch.mask.shape, generator=generator, dtype=torch.float64)
     compare(trainer, pair, batch, ours)
+
+
+@pytest.mark.parametrize("pair", LEVEL_PAIRS, ids=str)
+def test_trls_delta_below_the_band_is_also_the_upper_bound_of_positive_advantages(checkpoint: str, pair: Pair) -> None:
+    """What docs/migrating says of `delta`, and what `gspo audit` translates: actor.eps_clip_higher is delta − 1."""
+    delta = 1.1
+    theirs, ours = gate_settings(pair, PPO)
+    draft = from_trl({"epsilon": PPO[0], "epsilon_high": PPO[1], "delta": delta, "loss_type": "grpo"}, "args")
+    assert draft.keys["actor.eps_clip_higher"] == pytest.approx(delta - 1)
+    assert draft.keys["actor.c_clip"] == 1 + PPO[1]
+    trainer = make_trainer(checkpoint, pair, delta=delta, **theirs)
+    batch = make_batch(trainer.model, PPO[1])
+    narrowed = {"clip_high": draft.keys["actor.eps_clip_higher"], "dual_clip": draft.keys["actor.c_clip"]}
+    objective = compare(trainer, pair, batch, ours | narrowed)
+    plain = our_loss(pair, float64_logp(trainer.model, batch), batch, ours | {"dual_clip": delta}, 1)
+    assert not torch.allclose(objective.per_sequence, plain.per_sequence)
 
 
 @pytest.mark.parametrize("pair", LEVEL_PAIRS, ids=str)

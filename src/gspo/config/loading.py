@@ -17,8 +17,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from gspo.algorithms import ALGORITHMS, EPS_KEYS, algorithm_of, is_function
 from gspo.config import yaml_tree as tree
-from gspo.config.resolve import Loaded, Origin, origin_of, resolve, value_of
+from gspo.config.resolve import DEFAULT_ALGORITHM, Loaded, Origin, level_of, origin_of, resolve, value_of
 from gspo.config.schema import Config, Key, Section, keys_of, known_keys
 from gspo.config.yaml_tree import Node, Override
 from gspo.errors import ConfigError
@@ -197,6 +198,7 @@ def load(path: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] =
     path, root = _read(path)
     problems: list[str] = []
     messages: list[str] = []
+    in_file = root.copy()
     # Problems are collected up to `build_config`, so that the user sees all of them in one run.
     for text in overrides:
         try:
@@ -207,6 +209,7 @@ def load(path: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] =
     problems += tree.interpolate(root, lambda reference: _elsewhere(root, reference))
     # After interpolation, because a migration rule converts values, not references.
     by_name(MIGRATION).migrate(root, problems, messages)
+    _drop_eps_of_another_level(root, in_file, messages)
     config, places = build_config(root, problems)
     # `resolve` needs a config that passed validation.
     tree.fail(problems)
@@ -250,6 +253,33 @@ def _override(root: Node, override: Override, problems: list[str]) -> None:
     # `~key` resets the key however the file spells it.
     for key in (override.key, *by_name(MIGRATION).spellings(override.key)):
         tree.pop(root, key)
+
+
+def _drop_eps_of_another_level(root: Node, in_file: Node, messages: list[str]) -> None:
+    """Remove ε that a file chose for another ratio level than that of an `algorithm` on the command line.
+
+    Ranges of token ratios and of sequence ratios differ by orders of magnitude. An ε on the command line stays.
+    """
+    chosen = tree.get(root, "algorithm")
+    if chosen is None or not chosen.from_command_line:
+        return
+
+    def level(values: Node) -> str | None:
+        keys = ("algorithm", "actor.importance_sampling_level")
+        name, own = (str(node.data()) if (node := tree.get(values, key)) else None for key in keys)
+        name = name or ("ppo" if tree.get(values, "critic") else DEFAULT_ALGORITHM)
+        known = name in ALGORITHMS or is_function(name)
+        return level_of(algorithm_of(name), own).partition("_")[0] if known else None
+
+    before, now = level(in_file), level(root)
+    for key in EPS_KEYS if None not in (before, now) and before != now else ():
+        eps = tree.get(root, f"actor.{key}")
+        if eps is not None and eps.value is not None and not eps.from_command_line:
+            tree.pop(root, f"actor.{key}")
+            messages.append(
+                f"{eps.place}: actor.{key} {eps.text or eps.value} is dropped: it is a range of {before} ratios, and "
+                f"algorithm={chosen.data()} has {now} ratios; set actor.{key} on the command line to choose it"
+            )
 
 
 def _is_known(key: str) -> bool:

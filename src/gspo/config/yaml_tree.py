@@ -22,6 +22,7 @@ from gspo.shipped import example_files
 
 COMMAND_LINE = "command line"
 DICT = "dict"  # the place of keys of a Python dict
+AREAL = "AReaL's default"  # the place of values that a file of AReaL's leaves to AReaL (migrate/areal.py)
 MAX_FILE_BYTES = 1 << 20
 MAX_NODES = 50_000  # a config has hundreds; only an explosion of aliases has more
 MAX_DEPTH = 50
@@ -82,15 +83,15 @@ def fail(problems: Sequence[str]) -> None:
 
 
 def by_line(sentences: Sequence[str]) -> list[str]:
-    """Sentences that begin with their place, in the order of the file; others, and the command line's, after them.
+    """Sentences that begin with their place, in the order of the file; AReaL's defaults first, all others last.
 
-    >>> by_line(["a.yaml:10: x", "command line: y", "a.yaml:9: z"])
-    ['a.yaml:9: z', 'a.yaml:10: x', 'command line: y']
+    >>> by_line(["a.yaml:10: x", "command line: y", "a.yaml:9: z", "AReaL's default: w"])
+    ["AReaL's default: w", 'a.yaml:9: z', 'a.yaml:10: x', 'command line: y']
     """
 
     def line(sentence: str) -> float:
         match = re.match(r".*?:(\d+): ", sentence)
-        return int(match[1]) if match else math.inf
+        return int(match[1]) if match else -1 if sentence.startswith(AREAL) else math.inf
 
     return sorted(sentences, key=line)
 

@@ -454,7 +454,7 @@ class Learner:
     critic: Critic | None
     teacher: Teacher | None
     plan: Plan
-    credit: Credit | None  # None: one advantage per sequence
+    credit: Credit  # what follows: keywords are settings of `learner.credit.with_token_advantages`
     assembly: Mapping[str, Any]  # how rewards become advantages: keywords of `learner.credit.batch_with_advantages`
     threads: int
 

@@ -108,29 +108,38 @@ def loss(
         if other is not None and other.shape != logp.shape:
             raise ValueError(f"{what} has shape {tuple(other.shape)}, logp {tuple(logp.shape)}; they must be equal")
     adv = _advantage(advantage, layout, dtype)
+    # The behavior weight comes first: a sequence ratio is over the tokens that it keeps.
+    kept, weights, form = layout, None, {}
+    if chosen["correction"] is not None:
+        if behavior_logp is None:
+            raise ValueError(f"{name}: correction needs behavior_logp, the sampler's log-probs")
+        form = correction.canonical(chosen["correction"])
+        weights = _weights(form, proximal_logp, behavior_logp, adv, layout)
+        kept = layout if own is not None else correction.kept(weights, layout, form)
     if own is None and _ratio_per_sequence(algorithm, chosen):
         # The mean over the sequence's tokens; a sum would multiply the gradient by |y_i|.
-        adv = Values(adv.mean(layout), per_token=False)
+        adv = Values(adv.mean(kept), per_token=False)
 
     d = token_log_ratio(logp, proximal_logp, layout)  # token-shaped
-    log_s = sequence_log_ratio(d, layout)  # [B]
+    whole = log_s = sequence_log_ratio(d, layout)  # [B]
+    if kept is not layout:
+        d = keep_trained(d, kept)
+        log_s = sequence_log_ratio(d, kept)
     if own is None:
-        value, clipped = _gate(algorithm, chosen, logp, d, log_s, adv, layout)
+        value, clipped = _gate(algorithm, chosen, logp, d, log_s, adv, kept)
     else:
         value, clipped = own.call(objective, logp, proximal_logp, behavior_logp, adv, layout, chosen)
     stats: dict[str, Tensor] = {}
     # The behavior weight multiplies after the gate, so it does not change which ratios are clipped.
-    if chosen["correction"] is not None:
-        if behavior_logp is None:
-            raise ValueError(f"{name}: correction needs behavior_logp, the sampler's log-probs")
-        value, stats = _corrected(value, chosen["correction"], proximal_logp, behavior_logp, adv, layout)
+    if weights is not None:
+        value, stats = _corrected(value, weights, correction.by_token(form), layout)
     if own is None:
         per_sequence = _policy_loss(value, adv, layout, chosen["aggregation"])  # [B]
     else:
         # One value per sequence is its share of the sum already.
         per_sequence = _summed(value, layout, chosen["aggregation"]) if value.per_token else value.x
     # Adds 0, or NaN where a log-ratio is NaN or infinite: a clamp must not turn infinity into a plausible loss.
-    per_sequence = per_sequence + 0.0 * log_s.detach()
+    per_sequence = per_sequence + 0.0 * whole.detach()
     # The KL is added outside the gate: clipped tokens keep the gradient of their KL.
     if chosen["kl_coef"]:
         term, stats["kl"] = _kl_term(name, chosen, logp, reference_logp, layout)  # [B] each
@@ -147,7 +156,7 @@ def loss(
     stats |= {
         "log_s": log_s.detach(),
         "num_tokens": layout.num_tokens,
-        "nonfinite": ~log_s.detach().isfinite(),
+        "nonfinite": ~whole.detach().isfinite(),
         **({} if clipped is None else _clipped_by_sign(clipped, adv, layout)),
     }
     mask_of = torch.zeros_like(log_s, dtype=torch.bool) if clipped is None else clipped.x
@@ -202,26 +211,23 @@ def _log_ratio(level: str, per_token: bool, logp: Tensor, d: Tensor, log_s: Tens
     return d
 
 
-def _corrected(
-    value: Values,
-    given: str | Mapping[str, Any],
-    proximal: Tensor,
-    behavior: Tensor,
-    adv: Values,
-    layout: TokenLayout,
-) -> tuple[Values, dict[str, Tensor]]:
-    """`value` times the behavior weight π_old/μ, and the weight's statistics, [B].
-
-    The weight is computed at the correction's own level, then brought to the shape of `value`.
-    """
-    form = correction.canonical(given)
+def _weights(
+    form: Mapping[str, Any], proximal: Tensor, behavior: Tensor, adv: Values, layout: TokenLayout
+) -> correction.Weights:
+    """The behavior weights π_old/μ, at the level of the correction."""
     # The advantage matters to `only_negative` alone.
     advantage = adv.mean(layout) if form["level"] == "sequence" else adv.at_tokens(layout)
     dtype = compute_dtype(proximal.dtype)
-    weights = correction.weights(proximal.to(dtype), behavior.to(dtype), advantage, layout, form)
-    if form["level"] == "sequence" and value.per_token:
+    return correction.weights(proximal.to(dtype), behavior.to(dtype), advantage, layout, form)
+
+
+def _corrected(
+    value: Values, weights: correction.Weights, by_token: bool, layout: TokenLayout
+) -> tuple[Values, dict[str, Tensor]]:
+    """`value` times the behavior weight in the shape of `value`, and the weight's statistics, [B]."""
+    if value.per_token and not by_token:
         weights = correction.to_tokens(weights, layout)
-    elif form["level"] == "token" and not value.per_token:
+    elif by_token and not value.per_token:
         weights = correction.to_sequences(weights, layout)
     stats = {
         "correction": Values(weights.weight, value.per_token).mean(layout),

@@ -159,32 +159,28 @@ def assembly(loaded: Loaded) -> dict[str, Any]:
     if effective_objective(loaded)["advantage"] == "teacher":
         # A reward that the user configured is added to the teacher's advantage; the default of a task is only shown.
         norm = "teacher" if not config.reward.functions else norm if actor.reward_norm is not None else "group_std"
-    how = {"norm": norm, "shaping": make_shaping(config), "zero_variance": actor.zero_variance_groups or "count"}
-    how["turn_discount"] = config.env.turn_discount
-    return how if make_credit(loaded) is not None else how | _last(config)
+    return {
+        "norm": norm,
+        "shaping": make_shaping(config),
+        "zero_variance": actor.zero_variance_groups or "count",
+        "turn_discount": config.env.turn_discount,
+        "truncated_is_zero": actor.mask_no_eos_with_zero == "reward",
+    }
 
 
-def make_credit(loaded: Loaded) -> Credit | None:
-    """How advantages differ between tokens of a sequence; None if they do not."""
-    actor, by_critic = loaded.config.actor, effective_objective(loaded)["advantage"] == "gae"
-    if not (actor.kl_ctl or by_critic):
-        return None
+def make_credit(config: Config) -> Credit:
+    """The last steps from advantages per sequence to the final ones."""
+    actor = config.actor
+    if is_supervised(config):
+        return Credit()
     return Credit(
         kl_coef=actor.kl_ctl,
         kl_estimator=actor.kl_estimator or "k1",
         discount=actor.discount,
         gae_lambda=actor.gae_lambda,
-        **_last(loaded.config),
+        adv_norm=None if actor.adv_norm is None else norm_settings(actor.adv_norm),
+        truncated_is_zero=actor.mask_no_eos_with_zero is True,
     )
-
-
-def _last(config: Config) -> dict[str, Any]:
-    """The last transformations of advantages, for sequences and for tokens alike."""
-    norm = config.actor.adv_norm
-    return {
-        "adv_norm": None if norm is None else norm_settings(norm),
-        "truncated_is_zero": config.actor.mask_no_eos_with_zero,
-    }
 
 
 def norm_settings(norm: Norm | RewardNorm) -> dict[str, Any]:
@@ -439,7 +435,7 @@ def make_learner(loaded: Loaded, world: World, objective: Any = None) -> Learner
     config = loaded.config
     # Before a model is loaded, because the probe of the policy computes already.
     threads = set_threads(config, world.local_size)
-    plan, credit = make_plan(loaded, objective), make_credit(loaded)
+    plan, credit = make_plan(loaded, objective), make_credit(config)
     policy, tokenizer = make_policy(config, plan.settings["level"] != "token", world)
     return Learner(
         policy,

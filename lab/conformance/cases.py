@@ -464,7 +464,8 @@ def input_cases() -> list[Case]:
     """Advantages from rewards, log-probs from logits."""
     rewards = [1.0, 0.0, 0.0, 1.0, 0.5, 0.25, 0.25, 1.0, 0.0]
     groups = [7, 7, 7, 7, 2, 2, 2, 9, 9]
-    equal = [0.1 + 0.2, 0.3, 0.3, 1 / 3, 1 - 2 / 3, 1 / 3, 0.0, 0.0]
+    last = 2.0**-25  # the last bit of a float32 number between 1/4 and 1/2
+    equal = [0.3 + last, 0.3, 0.3, 1 / 3, 1 / 3 + last, 1 / 3, 0.0, 0.0]
     logits = [[math.sin(1.7 * t + 0.9 * v * v) * 3 for v in range(11)] for t in range(5)]
     return [
         Case(

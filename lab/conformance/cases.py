@@ -324,7 +324,7 @@ def edge_cases() -> list[Case]:
             "if the loss is computed in the type of the log-probs",
             batch((9, 4, 7, 1, 6, 3), log_s=(0.006, -0.006, 0.003, 0.012, -0.006, 0.012), noise=0.01, seed=22),
             decided=False,
-            first="float32 inside",
+            first="in float32",
             others={"never clips": {"settings": {"clip_low": 1.0, "clip_high": 1e9}}},
             dtype="bfloat16",
         ),
@@ -403,8 +403,8 @@ def batch_cases() -> list[Case]:
                 beside(batch(seed=27), "reference_logp", 0.2),
                 settings={**SMALL, "kl_coef": 0.05, "kl_estimator": estimator},
                 decided=False,
-                first="gradient of the estimate",
-                others={"and of the sampling": {"settings": {"kl_sampled": True}}},
+                first="estimate",
+                others={"estimate and sampling": {"settings": {"kl_sampled": True}}},
             )
         )
     return found

@@ -10,7 +10,6 @@ import torch
 
 from gspo.conformance import VECTORS, load, paper
 from gspo.errors import ConfigError
-from lab.conformance import make
 
 SETTINGS = {
     "clip_low": 0.2, "clip_high": 0.3, "weight_max": 1.2, "tau_pos": 1.0, "tau_neg": 1.05, "log_clip_low": 0.1,
@@ -99,18 +98,6 @@ def test_the_loops_need_neither_torch_nor_our_objectives():
     assert not [line for line in imported if "gspo" in line or "torch" in line]
 
 
-def test_the_files_are_those_that_the_script_writes(tmp_path):
-    make.main(tmp_path)
-    assert (tmp_path / "suite.json").read_text() == (VECTORS / "suite.json").read_text()
-    for made, shipped in zip(load(tmp_path), load(), strict=True):
-        assert made.inputs.keys() == shipped.inputs.keys()
-        for name, x in shipped.inputs.items():
-            assert torch.equal(made.inputs[name].nan_to_num(7), x.nan_to_num(7))
-        for answer, other in zip(made.answers, shipped.answers, strict=True):
-            assert all(torch.equal(x, other.arrays[name]) for name, x in answer.arrays.items())
-    assert sum(file.stat().st_size for file in VECTORS.iterdir()) < 2e6
-
-
 def test_every_case_says_what_it_tests_and_which_paper():
     suite = json.loads((VECTORS / "suite.json").read_text())
     for case in suite["cases"]:
@@ -118,6 +105,7 @@ def test_every_case_says_what_it_tests_and_which_paper():
         assert "arXiv" in case["source"]
     names = [case["name"] for case in suite["cases"]]
     assert len(set(names)) == len(names)
+    assert sum(file.stat().st_size for file in VECTORS.iterdir()) < 2e6
 
 
 def test_inputs_are_exact_in_the_type_of_the_case():

@@ -8,9 +8,9 @@ if TYPE_CHECKING:
     # fmt: off
     from gspo.conformance import explain, paper, show, targets
     from gspo.conformance.adapters import adapted, implementation
-    from gspo.conformance.check import Outcome, check_all, check_case
+    from gspo.conformance.check import check_all, check_case
     from gspo.conformance.loading import Package, Stub
-    from gspo.conformance.suite import Batch, Case, Implementation, NotOfferedError, VECTORS, case_named, load
+    from gspo.conformance.suite import Batch, Implementation, VECTORS, case_named, load
     # fmt: on
 
 __getattr__ = face(__name__)

@@ -97,7 +97,7 @@ def temperatures(b: Batch) -> dict[str, Any]:
     return {"sapo_temperature_pos": b.settings.get("tau_pos"), "sapo_temperature_neg": b.settings.get("tau_neg")}
 
 
-RECIPE = "called with importance_sampling_level=sequence and loss_type=grpo, which its documentation gives for GSPO"
+RECIPE = "called with importance_sampling_level=sequence and loss_type=grpo, TRL's recipe for GSPO"
 SWIFT_LOSSES = {**TRL_LOSSES, "gspo_token": ("sequence_token", "grpo")}
 del SWIFT_LOSSES["luspo"]
 
@@ -287,8 +287,8 @@ def slime(package: Package) -> Implementation:
     return Implementation("slime", loss, objectives, version=package.version, notes=notes)
 
 
-def gspo(package: Package) -> Implementation:
-    """Our own objective, by the same door."""
+def gspo(package: Package, compute: Callable[..., objectives.Objective] = objectives.loss) -> Implementation:
+    """Our own objective, by the same door; `compute` is its compiled form, for example."""
 
     def loss(b: Batch) -> tuple[Tensor, float | None]:
         name, settings, rows = b.objective, dict(b.settings), b
@@ -306,7 +306,7 @@ def gspo(package: Package) -> Implementation:
         totals = {"num_sequences": b.num_sequences or len(b.advantage), "num_tokens": tokens_of(b)}
         settings["denominator"] = count(name, **totals, max_new_tokens=settings.get("max_new_tokens"))
         shape = {"cu_seqlens": rows.cu_seqlens, "weight": weight}
-        out = objectives.loss(name, rows.logp, rows.proximal_logp, rows.advantage, mask, **shape, **others, **settings)
+        out = compute(name, rows.logp, rows.proximal_logp, rows.advantage, mask, **shape, **others, **settings)
         return out.loss, float(objectives.clip_fractions(out.stats)["sequences"])
 
     every = frozenset({*TRL_LOSSES, "gspo_token", "gspo_turns", "ppo", "gmpo", "decoupled_ppo"})

@@ -82,7 +82,8 @@ def _loss(implementation: Implementation, case: Case, leaf: Tensor) -> tuple[Ten
         return _called(implementation, packed(whole)[0])
     if case.kind != "split":
         return _called(implementation, whole)
-    totals = {"num_sequences": whole.mask.shape[0], "num_tokens": int(whole.mask.sum())}
+    totals = {"num_sequences": len(whole.mask), "num_tokens": int(whole.mask.sum())}
+    totals["num_trained"] = int(whole.mask.any(-1).sum())
     parts = [replace(whole, **whole.rows(*rows), **totals, num_parts=len(case.parts)) for rows in case.parts]
     return torch.stack([_called(implementation, part)[0] for part in parts]).sum(), None
 
@@ -115,6 +116,8 @@ def _called(implementation: Implementation, batch: Batch) -> tuple[Tensor, float
 
 def _compared(case: Case, name: str, found: Tensor) -> Outcome:
     """Of a function whose result is one array."""
+    if not isinstance(found, Tensor):
+        raise ValueError(f"it returned {name} as {type(found).__name__}; return a tensor")
     for answer in case.answers:
         expected = answer.arrays[name]
         if found.shape != expected.shape:

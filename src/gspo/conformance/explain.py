@@ -68,8 +68,8 @@ class Explanation:
     def lines(self) -> Iterator[str]:
         yield f"{self.num_records} records, largest |log s| {self.spread:.3g}"
         if not self.is_explained:
-            yield f"No known loss gives the dumped numbers to {ENOUGH} digits. The nearest ones:"
-        for candidate in self.found[:12] or self.candidates[:3]:
+            yield f"No known loss gives the dumped numbers to {ENOUGH} digits. Those that agree to 2 or more:"
+        for candidate in self.found[:12] or [c for c in self.candidates[:3] if c.digits >= 2]:
             yield f"  {min(candidate.digits, 16):4.1f} digits: {candidate.in_words()}"
         if len({c.name for c in self.found}) > 1 and self.spread < 1e-5:
             yield "All ratios are 1, so the objectives cannot be told apart: dump a later mini-batch of an update."

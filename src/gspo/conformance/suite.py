@@ -93,6 +93,7 @@ class Batch:
     num_parts: int = 1
     num_sequences: int | None = None
     num_tokens: int | None = None
+    num_trained: int | None = None  # sequences with trained tokens
 
     @property
     def token_advantage(self) -> Tensor:

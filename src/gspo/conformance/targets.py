@@ -22,16 +22,11 @@ from gspo.conformance.suite import Batch, Implementation, NotOfferedError
 from gspo.errors import ConfigError
 from gspo.learner import ChunkedHead, HeadForm, Targets
 
-
-def masked_metric(clipped: Tensor, mask: Tensor) -> float:
-    return float((clipped & mask).sum() / mask.sum())
-
-
-TRL_LOSSES = {
-    "gspo": ("sequence", "grpo"),
-    "luspo": ("sequence", "luspo"),
-    **{name: ("token", name) for name in ("grpo", "dapo", "dr_grpo", "cispo", "sapo")},
-}
+# objective: importance_sampling_level and loss_type, of TRL and its relatives
+TOKEN_LOSSES = {name: ("token", name) for name in ("grpo", "dapo", "dr_grpo", "cispo", "sapo")}
+TRL_LOSSES = {"gspo": ("sequence", "grpo"), "luspo": ("sequence", "luspo"), **TOKEN_LOSSES}
+SWIFT_LOSSES = {"gspo": ("sequence", "grpo"), "gspo_token": ("sequence_token", "grpo"), **TOKEN_LOSSES}
+RECIPE = "called with importance_sampling_level=sequence and loss_type=grpo, TRL's recipe for GSPO"
 
 
 def trl_settings(batch: Batch, kinds: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
@@ -49,6 +44,10 @@ def trl_settings(batch: Batch, kinds: Mapping[str, tuple[str, str]]) -> dict[str
     }
 
 
+def temperatures(b: Batch) -> dict[str, Any]:
+    return {"sapo_temperature_pos": b.settings.get("tau_pos"), "sapo_temperature_neg": b.settings.get("tau_neg")}
+
+
 def tokens_of(batch: Batch) -> Tensor:
     """Trained tokens of the whole update."""
     return torch.tensor(float(batch.num_tokens or int(batch.mask.sum())))
@@ -62,6 +61,11 @@ def refuse_uneven(batch: Batch) -> None:
 def refuse_packed(batch: Batch) -> None:
     if batch.cu_seqlens is not None:
         raise NotOfferedError("its loss takes padded tensors")
+
+
+def refuse_kl(batch: Batch) -> None:
+    if batch.settings.get("kl_coef"):
+        raise NotOfferedError("its KL is computed outside of this function")
 
 
 def trl(package: Package) -> Implementation:
@@ -91,15 +95,6 @@ def trl(package: Package) -> Implementation:
         return value, next(iter(metrics["train"].get("clip_ratio/region_mean", [])), None)
 
     return Implementation("trl", loss, frozenset(TRL_LOSSES), version=package.version, notes=(RECIPE,))
-
-
-def temperatures(b: Batch) -> dict[str, Any]:
-    return {"sapo_temperature_pos": b.settings.get("tau_pos"), "sapo_temperature_neg": b.settings.get("tau_neg")}
-
-
-RECIPE = "called with importance_sampling_level=sequence and loss_type=grpo, TRL's recipe for GSPO"
-SWIFT_LOSSES = {**TRL_LOSSES, "gspo_token": ("sequence_token", "grpo")}
-del SWIFT_LOSSES["luspo"]
 
 
 def ms_swift(package: Package) -> Implementation:
@@ -194,11 +189,6 @@ def verl(package: Package) -> Implementation:
     return Implementation("verl", loss, frozenset(VERL_LOSSES), version=package.version, notes=notes)
 
 
-def refuse_kl(batch: Batch) -> None:
-    if batch.settings.get("kl_coef"):
-        raise NotOfferedError("its KL is computed outside of this function")
-
-
 def areal(package: Package) -> Implementation:
     names = ("_compute_sequence_level_ratio_and_advantages", "ppo_actor_loss_fn", "sapo_loss_fn")
     functions = package.take("areal/utils/functional/functional.py", *names)
@@ -223,7 +213,7 @@ def areal(package: Package) -> Implementation:
             importance_sampling_level="sequence" if b.objective == "gspo" else "token",
             cu_seqlens=b.cu_seqlens,
         )
-        return share * value, masked_metric(stat["clip_mask"], b.mask)
+        return share * value, float((stat["clip_mask"] & b.mask).sum() / b.mask.sum())
 
     notes = ("called with importance_sampling_level=sequence",)
     objectives = frozenset({"gspo", "ppo", "dapo", "sapo"})
@@ -243,7 +233,8 @@ def openrlhf(package: Package) -> Implementation:
             token_level_loss=b.objective != "grpo",
             policy_loss_type="gspo" if b.objective == "gspo" else "ppo",
         )
-        counts = {"batch_num_tokens": b.num_tokens, "global_batch_size": b.num_sequences}
+        # Its replay buffer counts the sequences with trained tokens.
+        counts = {"batch_num_tokens": b.num_tokens, "global_batch_size": b.num_trained}
         inputs = (b.logp, b.proximal_logp, b.token_advantage, b.mask.to(torch.float32))
         value, clip_ratio, *_ = policy_loss(*inputs, **counts)
         return value, float(clip_ratio)

@@ -33,7 +33,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "num_sequences": ("global_batch_size", "batch_num_sequences"),
     "num_tokens": ("num_items_in_batch", "batch_num_tokens"),
     "num_parts": ("gradient_accumulation_steps", "current_gradient_accumulation_steps"),
-    "objective": ("loss_type",),
+    "objective": (),
     "max_new_tokens": ("max_completion_length",),
     "weight_max": (),
     "tau_pos": ("sapo_temperature_pos",),
@@ -79,7 +79,7 @@ def adapted(
     def call(batch: Batch) -> Any:
         given = values(batch, advantage_per)
         for need in NEEDED:
-            if given[need] is not None and need not in chosen and CONFIG not in chosen:
+            if given[need] is not None and need not in chosen:
                 raise NotOfferedError(f"it has no parameter for {need} ({', '.join((need, *NAMES[need]))})")
         if batch.settings.get("kl_coef") and "kl_coef" not in chosen:
             raise NotOfferedError(f"it has no parameter for kl_coef ({', '.join(NAMES['kl_coef'])})")
@@ -130,10 +130,7 @@ def values(batch: Batch, advantage_per: str) -> dict[str, Any]:
     """What a batch gives for each of our names."""
     given = {**vars(batch), **batch.settings}
     if batch.cu_seqlens is None:
-        if advantage_per == "token":
-            given["advantage"] = batch.token_advantage
-        elif batch.advantage.ndim > 1 and batch.objective in ("gspo", "grpo", "dapo", "dr_grpo", "luspo", "gmpo"):
-            given["advantage"] = batch.advantage[:, 0]
+        given["advantage"] = batch.token_advantage if advantage_per == "token" else batch.advantage
     elif advantage_per == "token" and batch.advantage.shape != batch.logp.shape:
         given["advantage"] = batch.advantage.repeat_interleave(batch.cu_seqlens.diff())
     return given

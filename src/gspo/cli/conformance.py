@@ -4,36 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 from gspo.cli.common import console, did_you_mean
 from gspo.errors import ConfigError
-
-
-def conformance_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("function", nargs="?", metavar="MODULE:FUNCTION", help="a loss; also file.py:function")
-    parser.add_argument(
-        "--target",
-        metavar="NAME",
-        help="instead: trl, verl, areal, openrlhf, liger, ms-swift, slime or gspo",
-    )
-    parser.add_argument("--source", type=Path, metavar="FOLDER", help="the target's files, if it is not installed")
-    parser.add_argument(
-        "--objective", default="gspo", metavar="NAME", help="what the function computes (default: gspo); a case's name"
-    )
-    parser.add_argument(
-        "--advantage-per", choices=("token", "sequence"), help="its shape, [B, T] or [B] (default: by the mask's name)"
-    )
-    parser.add_argument("--advantages", metavar="MODULE:FUNCTION", help="also test a function of (rewards, groups)")
-    parser.add_argument(
-        "--logprobs", metavar="MODULE:FUNCTION", help="also test a function of (logits, tokens, temperature)"
-    )
-    parser.add_argument("--case", action="append", metavar="NAME", help="only this case; can be repeated")
-    parser.add_argument("--all", action="store_true", help="also show the cases that it has no function for")
-    parser.add_argument("--json", action="store_true", help="print the outcomes as JSON")
-    parser.add_argument(
-        "--explain", type=Path, metavar="FILE", help="a dump of log-probs (jsonl): which loss gives the dumped numbers"
-    )
 
 
 def conformance(args: argparse.Namespace) -> int:

@@ -32,7 +32,7 @@ FLOORS = {
             ("runs", "monitor"),
             ("train",),
             ("launcher", "lint", "migrate"),
-            ("doctor", "report", "studies", "audit"),
+            ("doctor", "report", "studies", "audit", "conformance"),
             ("cli",),
             ("__main__",),
         )

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gspo.errors import DataError
-from gspo.system import sha256
+from gspo.system import read_json, sha256
 
 SUMS = "SHA256.json"
 _WAIT_S = 300.0  # for another process that builds the same model; it may be stopped, so after that we build it, too
@@ -30,10 +30,9 @@ def root() -> Path:
 def is_whole(folder: Path) -> bool:
     """Whether every file has the sha256 that was recorded when it was written."""
     try:
-        sums = json.loads((folder / SUMS).read_text())
+        sums = read_json(folder / SUMS, DataError)
         return bool(sums) and all(sha256(folder / name) == value for name, value in sums.items())
-    # Missing, not JSON, or JSON that is not an object.
-    except (OSError, ValueError, AttributeError):
+    except (DataError, OSError, ValueError):
         return False
 
 

@@ -1,7 +1,8 @@
 """Readers of what others wrote: JSON, JSON lines and YAML, as files, answers of servers or texts of models.
 
 A reader checks bytes, values and depth against `Limits`, and its time is linear in the bytes. A parser raises
-ValueError only, `read_regular` OSError only. (Readers of tables: data/files.py, images: data/images.py, pickles: audit/disk.py.)
+ValueError only, `read_regular` OSError only. Other readers: data/files.py (tables), data/images.py, audit/disk.py
+(pickles).
 """
 
 from __future__ import annotations
@@ -50,14 +51,16 @@ def read_regular(file: Path, most: int = LIMITS.bytes) -> bytes:
         handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     except ValueError as cause:  # a name with NUL, or one that the file system cannot encode
         raise OSError(errno.EINVAL, str(cause), repr(str(file))) from None
+    about = os.fstat(handle)
+    if not stat.S_ISREG(about.st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is not a regular file; move it away", str(file))
     with open(handle, "rb") as stream:
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file; move it away", str(file))
-        # The size before the content: a sparse file costs nothing. Then the content: files of /proc have the size 0.
-        if found.st_size > most or len(content := stream.read(most + 1)) > most:
-            raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(file))
-        return content
+        # The size first: a sparse file costs nothing. Then the content: files of /proc have the size 0, and files grow.
+        content = stream.read(most + 1) if about.st_size <= most else b""
+    if (size := max(about.st_size, len(content))) > most:
+        raise OSError(errno.EFBIG, f"it has {size:,} bytes; at most {most:,} are read", str(file))
+    return content
 
 
 def parse_json(content: bytes | str, limits: Limits = LIMITS, *, strict: bool = False) -> Any:
@@ -90,7 +93,7 @@ def parse_json(content: bytes | str, limits: Limits = LIMITS, *, strict: bool = 
 
 
 def read_json(
-    file: Path, error: type[GspoError], kind: type = dict, limits: Limits = LIMITS, *, strict: bool = False
+    file: Path, error: type[GspoError], limits: Limits = LIMITS, *, kind: type = dict, strict: bool = False
 ) -> Any:
     """The object (or list) of a JSON file; an `error` that names the file."""
     with reading(file, error):

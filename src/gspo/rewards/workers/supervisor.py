@@ -32,7 +32,16 @@ from typing import Any
 from gspo.rewards.call import GRACE_S, HEARTBEAT_S, LENGTH
 from gspo.rewards.functions.builtin import PRELOAD
 from gspo.rewards.workers.worker import CLOCK, run_worker, set_clock
-from gspo.system import adopt_orphans, all_processes, descendants, describe_exit, install_command, kill, kill_group
+from gspo.system import (
+    adopt_orphans,
+    all_processes,
+    descendants,
+    describe_exit,
+    install_command,
+    kill,
+    kill_group,
+    parse_json,
+)
 
 
 @dataclass
@@ -289,7 +298,7 @@ class Supervisor:
             if worker.corrupt:
                 return
             try:
-                self.receive(worker, json.loads(line))
+                self.receive(worker, parse_json(line))
             except (ValueError, KeyError, TypeError):  # reward code wrote into the channel: ignore the rest
                 worker.corrupt = True
                 kill_worker(worker.pid)

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from gspo import rng
 from gspo.errors import RolloutError, WeightSyncError
 from gspo.sampling.api import Experts, completed_by_prefix, interrupted, invalid_reason, validate_request
-from gspo.system import HttpClient, Reply, ReplyTooLargeError
+from gspo.system import HttpClient, Reply, ReplyTooLargeError, parse_json
 from gspo.types import Extras, FinishReason, Kept, Request, Routes, Sample, SampleId
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ def reply_object(reply: Reply) -> dict[str, Any]:
     if not text:
         return {}
     try:
-        body = json.loads(text)
-    except (ValueError, RecursionError):
-        raise InvalidReplyError(f"its answer is not JSON: {text[:100]!r}") from None
+        body = parse_json(text)
+    except ValueError as error:
+        raise InvalidReplyError(f"its answer is not JSON: {text[:100]!r} ({error})") from None
     if not isinstance(body, dict):
         raise InvalidReplyError(f"its answer is a JSON {type(body).__name__}, not an object")
     return body

@@ -143,7 +143,7 @@ def _mean(values: Sequence[Any]) -> float | None:
     return sum(numbers) / len(numbers) if numbers else None
 
 
-MAX_ROWS, MAX_BYTES = 1_000_000, 1 << 30  # of a file of samples
+MAX_ROWS, MAX_BYTES = 1_000_000, 1 << 28  # of a file of samples
 MAX_STEPS = 200  # steps whose samples are read: the page shows a part of them anyway
 
 

@@ -70,13 +70,21 @@ def read_parquet(path: Path, most_rows: int = MAX_ROWS, most_bytes: int = _MEMOR
                     f"{path} has {about.num_rows:,} rows; at most {most_rows:,} are read. Use a smaller file"
                 )
             groups = [about.row_group(i) for i in range(about.num_row_groups)]
-            sizes = [group.column(i).total_uncompressed_size for group in groups for i in range(group.num_columns)]
-            # A column stores equal values once, so that a batch may need the size of the column for each of its rows.
-            for batch in file.iter_batches(max(1, min(8192, _BATCH_BYTES // max(1, *sizes, 1)))):
-                left -= batch.nbytes
+            largest = max(
+                (sum(g.column(i).total_uncompressed_size for i in range(g.num_columns)) for g in groups), default=1
+            )
+            # A group stores equal values once, so that a batch may need the size of the group for each of its rows.
+            for batch in file.iter_batches(max(16, min(8192, _BATCH_BYTES // max(largest, 1)))):
+                is_dictionary = [isinstance(column, pyarrow.DictionaryArray) for column in batch.columns]
+                if any(
+                    "dictionary<" in str(c.type) for c, d in zip(batch.columns, is_dictionary, strict=True) if not d
+                ):
+                    raise DataError(f"{path} has a dictionary inside a list or a struct; write it with plain values")
+                columns = [c.dictionary_decode() if d else c for c, d in zip(batch.columns, is_dictionary, strict=True)]
+                left -= sum(column.nbytes for column in columns)
                 if left < 0:
                     raise DataError(f"{path} holds more than {human(most_bytes)}; use a smaller file")
-                rows += batch.to_pylist()
+                rows += pyarrow.record_batch(columns, batch.schema.names).to_pylist() if columns else [{}] * len(batch)
     except DataError:
         raise
     except Exception as error:  # of Arrow, of Python's dates and numbers, or of memory

@@ -43,7 +43,7 @@ def publish_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _one_at_a_time(folder.parent / f".{folder.name}.lock"):
+        with one_at_a_time(folder.parent / f".{folder.name}.lock"):
             if not is_whole(folder):
                 _publish(folder, write)
     except OSError as cause:
@@ -74,7 +74,7 @@ def _publish(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 @contextmanager
-def _one_at_a_time(path: Path) -> Iterator[None]:
+def one_at_a_time(path: Path) -> Iterator[None]:
     """A lock that the kernel releases when its process ends. It saves work and guards nothing."""
     deadline = time.monotonic() + _WAIT_S
     with open(path, "w") as file:

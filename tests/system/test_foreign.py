@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gspo.system.foreign import parse_yaml
+from gspo.system.foreign_yaml import parse_yaml
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.yaml"))
 

@@ -29,7 +29,7 @@ from gspo.audit.trl import from_swift, from_trl
 from gspo.audit.verl import from_verl
 from gspo.errors import ConfigError, GspoError
 from gspo.runs import RunDir
-from gspo.system import flat, read_json, read_jsonl, read_regular, read_yaml, reading
+from gspo.system import flat, read_json, read_regular, read_yaml, reading
 
 MAX_BYTES = 4_000_000  # a real file has about 10 kB
 MAX_OPCODES = 20_000  # a real file has about 1,000
@@ -267,11 +267,6 @@ def _is_verl(file: Path) -> bool:
     return False
 
 
-def _lines(file: Path) -> list[dict[str, Any]]:
-    with reading(file, ConfigError):
-        return read_jsonl(file)
-
-
 # -- TRL
 
 
@@ -321,7 +316,7 @@ def read_verl(paths: Sequence[Path]) -> Found:
     found = Found(draft)
     lines = files(paths, "*.jsonl")
     found.samples = samples.verl_samples([file for file in lines if samples.is_verl_dump(file)])
-    tables = [_lines(file) for file in lines if not samples.is_verl_dump(file)]
+    tables = [samples.lines_of(file) for file in lines if not samples.is_verl_dump(file)]
     found.metrics = samples.verl_rows([row for rows in tables for row in rows], draft)
     if not found.metrics:
         found.unknown.append(
@@ -346,7 +341,7 @@ def read_swift(paths: Sequence[Path]) -> Found:
         raise ConfigError(f"{configs[-1]}: rlhf_type is {kind}; gspo audit reads runs of rlhf_type grpo")
     draft = from_swift(values, configs[-1].name)
     found = Found(draft, str(values.get("swift_version") or ""))
-    history = [row for file in files(paths, "logging.jsonl") for row in _lines(file)]
+    history = [row for file in files(paths, "logging.jsonl") for row in samples.lines_of(file)]
     found.metrics = samples.swift_rows(history, draft, found.unknown)
     found.samples = samples.swift_samples(files(paths, "completions.jsonl"), draft, history)
     if not history:

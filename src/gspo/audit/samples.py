@@ -170,7 +170,7 @@ def trl_samples(tables: Sequence[Path], draft: Draft, history: Any, unknown: lis
 def swift_samples(tables: Sequence[Path], draft: Draft, history: Any) -> dict[int, list[Row]]:
     """completions.jsonl: one object of columns per log."""
     names, found = _reward_names(history), {}
-    for table in (table for file in tables for table in _lines(file)[-MAX_STEPS:]):
+    for table in (table for file in tables for table in lines_of(file)[-MAX_STEPS:]):
         columns = {name: values for name, values in table.items() if isinstance(values, list)}
         size = min((len(values) for values in columns.values()), default=0)
         step = step_in(columns["step"][-1]) if size and "step" in columns else 0
@@ -217,7 +217,7 @@ def _grouped(
     return out
 
 
-def _lines(file: Path) -> list[Row]:
+def lines_of(file: Path) -> list[Row]:
     with reading(file, ConfigError):
         return read_jsonl(file)
 
@@ -238,7 +238,7 @@ def verl_samples(dumps: Sequence[Path]) -> dict[int, list[Row]]:
     for file in dumps[-MAX_STEPS:]:
         prompts: dict[str, int] = {}
         sizes: dict[int, int] = {}
-        for number, row in enumerate(_lines(file)):
+        for number, row in enumerate(lines_of(file)):
             step = step_in(row.get("step"))
             group = prompts.setdefault(text_of(row.get("input")), len(prompts))
             parts = {

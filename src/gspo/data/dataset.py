@@ -28,7 +28,7 @@ from gspo.data.images import given_images, image_digest, image_files, with_image
 from gspo.data.reference import final_answer
 from gspo.data.sources import Row, rows_of
 from gspo.errors import DataError
-from gspo.system import beat
+from gspo.system import beat, naming_panics
 from gspo.types import Prompt, Sample
 
 # Bounds on the number of tokens of a text. The longest tokens of common vocabularies have 128 to 512 characters.
@@ -98,7 +98,8 @@ class Dataset:
     def prompt(self, row: int) -> Prompt:
         # Rendering and tokenizing is done once per row.
         if row not in self._prompts:
-            self._prompts[row] = self._render(row)
+            with naming_panics(f"{self.source}, row {row}: the tokenizer", DataError):
+                self._prompts[row] = self._render(row)
         return self._prompts[row]
 
     def row_of(self, seed: int, submission: int, *, shuffle: bool = True) -> int:

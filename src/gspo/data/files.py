@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +94,8 @@ def read_parquet(path: Path, most_rows: int = MAX_ROWS, most_bytes: int = _MEMOR
 
 
 def _few(rows: Iterable[Row], path: Path) -> list[Row]:
-    found = []
-    for row in rows:
-        found.append(row)
-        if len(found) > MAX_ROWS:
-            raise DataError(f"{path} has more than {MAX_ROWS:,} rows; use a smaller file")
+    if len(found := list(islice(rows, MAX_ROWS + 1))) > MAX_ROWS:
+        raise DataError(f"{path} has more than {MAX_ROWS:,} rows; use a smaller file")
     return found
 
 

@@ -43,6 +43,12 @@ _OWN_SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")  # tra
 _PLAIN = re.compile(r"[A-Za-z0-9_-]+")
 # Names of settings that count parts: transformers makes a Python object for each.
 _REPEATED = re.compile(r"(?!.*(size|dim|length|capacity|window)).*(layer|expert|depth|block)|num_labels")
+# Settings whose other values give NaN, or a model that nobody can use.
+_RANGES = (
+    (re.compile(r"(^|_)eps(ilon)?$"), 0.0, 1.0),
+    (re.compile(r"(^|_)(rope_theta|rotary_emb_base|rope_local_base_freq)$"), 1e-6, 1e15),
+    (re.compile(r"dropout|pdrop$"), 0.0, 1.0),
+)
 # Setting → values that need nothing but torch. Others are fetched from the hub where `kernels` is installed.
 _IMPLEMENTATIONS = {
     "attn_implementation": ("eager", "sdpa"),
@@ -230,6 +236,9 @@ def absurd(fields: Mapping[str, Any]) -> str | None:
     for name, value in _settings(fields):
         if isinstance(value, float) and value != value:
             return f"{name} is NaN"
+        for pattern, low, high in _RANGES if isinstance(value, int | float) else ():
+            if pattern.search(name) and not low <= value <= high:
+                return f"{name} is {value:.6g}; it must be in {low:g}…{high:g}"
         if not isinstance(value, int):
             continue
         if _REPEATED.match(name) and value > MAX_REPEATS:

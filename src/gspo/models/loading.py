@@ -77,6 +77,7 @@ def load_tokenizer(path: str, key: str = "tokenizer_path") -> PreTrainedTokenize
         raise DataError(f"{key}: the tokenizer in {path!r} cannot be loaded: {_first_line(cause)}") from cause
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or not len(tokenizer):
         raise DataError(f"the tokenizer in {path!r} has an empty vocabulary: set {key}")
+    by_name("gspo.models.normalizer:check_growth")(tokenizer, f"{key}: {path}")
     return tokenizer
 
 

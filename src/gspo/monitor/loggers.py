@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gspo.errors import ConfigError
-from gspo.system import by_name, read_jsonl, read_yaml, to_json
+from gspo.system import by_name, read_jsonl, to_json
 
 Row = dict[str, Any]
 
@@ -163,6 +163,8 @@ def _redirect_trackio(run: Path, warned: list[str]) -> None:
 
 
 def _config(run: Path) -> dict[str, Any]:
+    from gspo.system import read_yaml
+
     with contextlib.suppress(ConfigError):
         return read_yaml(run / "config.yaml", ConfigError)
     return {}

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
         atomic_write, fsync, sha256, step_name, step_of, to_json, write_errors, write_run_file,
     )
     from gspo.system.foreign import (
-        Limits, objects_of, parse_json, parse_yaml, read_json, read_jsonl, read_regular, read_yaml, reading,
+        Limits, naming_panics, objects_of, parse_json, read_json, read_jsonl, read_regular, reading,
     )
+    from gspo.system.foreign_yaml import parse_yaml, read_yaml
     from gspo.system.heartbeat import AwakeClock, END_SIGNAL, beat, limited, stalls_logged
     from gspo.system.http import HttpServer, Json, RefusedCallError, bearer_key, finished, route
     from gspo.system.http_client import HttpClient, Reply, ReplyTooLargeError

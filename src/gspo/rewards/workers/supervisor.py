@@ -32,16 +32,7 @@ from typing import Any
 from gspo.rewards.call import GRACE_S, HEARTBEAT_S, LENGTH
 from gspo.rewards.functions.builtin import PRELOAD
 from gspo.rewards.workers.worker import CLOCK, run_worker, set_clock
-from gspo.system import (
-    adopt_orphans,
-    all_processes,
-    descendants,
-    describe_exit,
-    install_command,
-    kill,
-    kill_group,
-    parse_json,
-)
+from gspo.system import adopt_orphans, all_processes, descendants, describe_exit, install_command, kill, kill_group
 
 
 @dataclass
@@ -298,8 +289,13 @@ class Supervisor:
             if worker.corrupt:
                 return
             try:
-                self.receive(worker, parse_json(line))
-            except (ValueError, KeyError, TypeError):  # reward code wrote into the channel: ignore the rest
+                self.receive(worker, json.loads(line))
+            except (
+                ValueError,
+                KeyError,
+                TypeError,
+                RecursionError,
+            ):  # reward code wrote into the channel: ignore the rest
                 worker.corrupt = True
                 kill_worker(worker.pid)
 

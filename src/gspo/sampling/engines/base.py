@@ -101,7 +101,7 @@ def parse_routes(content: Any, num_rows: int) -> NDArray[np.integer[Any]]:
         raise InvalidReplyError("its routed_experts are missing")
     try:
         rows = np.load(io.BytesIO(base64.b64decode(content, validate=True)), allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
+    except (ValueError, EOFError, OSError, MemoryError) as error:
         raise InvalidReplyError(f"its routed_experts are not base64 of a .npy file ({error})") from None
     if not isinstance(rows, np.ndarray) or rows.ndim != 3 or len(rows) != num_rows or rows.dtype.kind not in "iu":
         form = f"{rows.dtype} {rows.shape}" if isinstance(rows, np.ndarray) else type(rows).__name__

@@ -4,6 +4,7 @@ import bz2
 import hashlib
 import json
 import lzma
+import os
 import shutil
 import subprocess
 import threading
@@ -257,3 +258,35 @@ def test_restaurants_have_one_right_answer_that_the_area_decides(tmp_path, monke
         assert [message["role"] for message in row["messages"]] == ["user", "assistant"] * 2
         assert row["messages"][0]["content"] == row["prompt"]
         assert row["answer"] in row["messages"][-1]["content"]
+
+
+@pytest.mark.parametrize("suffix", [".xz", ".bz2"])
+def test_an_index_that_unpacks_to_gigabytes_or_not_at_all_is_named(suffix):
+    pack = {".xz": lzma.compress, ".bz2": bz2.compress}[suffix]
+    good = pack(b"Package: a\n" * 1000)
+    assert debian.unpacked(good, "http://x/a", suffix) == b"Package: a\n" * 1000
+    bomb = pack(bytes(debian.MAX_UNPACKED + 1))
+    assert len(bomb) < 100_000
+    for content in (bomb, b"", b"garbage", good[:-8], good[: len(good) // 2], b"\xff" + good[1:]):
+        with pytest.raises(DataError, match="http://x/a cannot be unpacked"):
+            debian.unpacked(content, "http://x/a", suffix)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "files: {/dev/zero: {sha256: x, rows: 1}}", "files: {../x: {sha256: x}}", "files: {train.jsonl: 5}", "files: 5",
+        "files: " + "[" * 60_000, "files: &a [*a]", "files: {train.jsonl: {sha256: x, rows: 1}}", "\x00", "5", "",
+    ],
+)  # fmt: skip
+def test_a_provenance_of_any_form_means_that_the_set_is_not_there(tmp_path, text):
+    (tmp_path / datasets.PROVENANCE).write_text(text)
+    os.mkfifo(tmp_path / "train.jsonl")
+    assert not datasets.is_fetched(tmp_path)
+
+
+def test_a_huge_file_is_not_hashed(tmp_path):
+    with open(tmp_path / "a.whl", "wb") as file:
+        file.truncate(300 * 2**30)
+    with pytest.raises(DataError, match="322,122,547,200 bytes"):
+        restaurants.make(say=print, source=tmp_path / "a.whl")

@@ -279,3 +279,10 @@ def test_the_fetched_smollm2_adds_small_numbers_through_its_chat_template():
     tokens = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     said = model.generate(**tokens, max_new_tokens=8, do_sample=False)[0, tokens["input_ids"].shape[1] :]
     assert "7" in tokenizer.decode(said)
+
+
+@pytest.mark.parametrize("file", sorted((Path(__file__).parent / "hostile").glob("*.gguf")), ids=lambda file: file.stem)
+def test_what_a_fuzzer_found_is_refused(file):
+    """array_length: an array with more than 2^50 missing values, over which the reader of package gguf loops."""
+    with pytest.raises(ValueError, match="its header leaves the file"):
+        gguf._stored(file)

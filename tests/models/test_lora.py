@@ -1,6 +1,8 @@
 """An adapter changes what it should and nothing else; merged, saved and switched off it is what it says."""
 
 import json
+import os
+import subprocess
 import sys
 
 import model_zoo
@@ -313,3 +315,17 @@ def test_what_cannot_be_quantised_is_refused_by_the_key(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ConfigError, match=r"actor\.lora_base_bits 4 needs bitsandbytes: pip install .*\[quantized\]"):
         lora.quantize_linears(model_zoo.build("llama"), 4)
+
+
+@pytest.mark.run
+def test_bitsandbytes_asks_no_hub_for_a_kernel(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    asked = tmp_path / "asked"
+    (tmp_path / "kernels.py").write_text(f"def get_kernel(*_, **__):\n    open({str(asked)!r}, 'w')\n")
+    code = "from gspo.models import lora; import torch, sys; assert lora._layers(torch.nn.Linear(1, 1)) == {}\n"
+    code += "assert not {'peft', 'bitsandbytes'} & sys.modules.keys()\nlora._bitsandbytes()\nimport kernels, peft\n"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    assert not asked.exists()

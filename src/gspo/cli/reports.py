@@ -27,7 +27,7 @@ from gspo.report import (
     write_report,
 )
 from gspo.report import compare as compare_runs
-from gspo.system import inert
+from gspo.system import inert, read_json
 
 
 def write_report_of(run: Path, to: Path | None = None, megabytes: float | None = None) -> Path:
@@ -38,9 +38,9 @@ def words_of(run: Path) -> dict[str, Any]:
     """What `gspo doctor` says about a run's config, with the origins that the run wrote; of an audit, its findings."""
     from gspo.doctor import explain
 
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        audit = json.loads((run / "audit.json").read_text(encoding="utf-8"))
-        return audit["doctor"] if isinstance(audit, dict) and isinstance(audit.get("doctor"), dict) else {}
+    with contextlib.suppress(GspoError):
+        audit = read_json(run / "audit.json", GspoError)
+        return audit["doctor"] if isinstance(audit.get("doctor"), dict) else {}
     try:
         loaded = load(run / "config.yaml")
         origins = read_origins(run)

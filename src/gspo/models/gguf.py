@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import redirect_stderr
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +129,45 @@ def _stored(file: Path) -> Weights:
     """The shapes of the file's tensors. The reader of package `gguf` checks that each of them lies inside the file."""
     from gguf import GGUFReader
 
+    with open(file, "rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as content:
+        _check_lengths(content)
     reader = GGUFReader(file)
     numbers = {name: field.contents() for name, field in reader.fields.items() if len(field.types) == 1}
     if reason := absurd({name: value for name, value in numbers.items() if isinstance(value, int)}):
         raise ValueError(reason)
     return {tensor.name: Stored(tuple(map(int, tensor.shape))) for tensor in reader.tensors}
+
+
+_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # of GGUF's types of numbers
+_STRING, _ARRAY = 8, 9
+
+
+def _check_lengths(content: mmap) -> None:
+    """ValueError for a length that leaves the file: the reader of package `gguf` would loop over 2⁶⁴ missing values."""
+
+    def number(at: int, size: int) -> int:
+        if at + size > len(content):
+            raise ValueError("its header leaves the file")
+        return int.from_bytes(content[at : at + size], "little")
+
+    def end(at: int, kind: int, depth: int = 0) -> int:
+        """Where a value ends."""
+        if kind == _STRING:
+            return at + 8 + number(at, 8)
+        if kind != _ARRAY or depth > 4:
+            return at + _SIZES[kind]
+        inner, count = number(at, 4), number(at + 4, 8)
+        at += 12
+        if inner in _SIZES:
+            return at + count * _SIZES[inner]
+        for _ in range(count):
+            at = end(at, inner, depth + 1)
+            number(at, 0)
+        return at
+
+    at = 24
+    for _ in range(number(16, 8)):
+        at = end(at, _STRING)  # the key
+        at = end(at + 4, number(at, 4))
+        number(at, 0)
+    number(at + 24 * number(8, 8), 0)  # a tensor's entry has at least 24 bytes

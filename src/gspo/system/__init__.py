@@ -9,8 +9,10 @@ if TYPE_CHECKING:
     from gspo.system import files, heartbeat, program
     from gspo.system.clock import Clock, Every, PROFILED_STEPS, phase, timeline
     from gspo.system.files import (
-        atomic_write, fsync, parse_yaml, read_jsonl, read_regular, sha256, step_name, step_of, to_json, write_errors,
-        write_run_file,
+        atomic_write, fsync, sha256, step_name, step_of, to_json, write_errors, write_run_file,
+    )
+    from gspo.system.foreign import (
+        Limits, objects_of, parse_json, parse_yaml, read_json, read_jsonl, read_regular, read_yaml, reading,
     )
     from gspo.system.heartbeat import AwakeClock, END_SIGNAL, beat, limited, stalls_logged
     from gspo.system.http import HttpServer, Json, RefusedCallError, bearer_key, finished, route

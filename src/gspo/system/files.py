@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import math
 import os
-import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -92,43 +90,6 @@ def to_json(value: Any) -> str:
     '{"loss": null, "steps": [1, 2]}'
     """
     return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
-
-
-def read_regular(file: Path) -> bytes:
-    """The content of a regular file; OSError for anything else, because reading a FIFO may wait forever."""
-    handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(errno.EINVAL, "it is not a regular file; move it away", str(file))
-    with open(handle, "rb") as stream:
-        return stream.read()
-
-
-def read_jsonl(file: Path) -> list[dict[str, Any]]:
-    """The objects of a file, one per line; a last line that a kill cut off is skipped."""
-    rows = []
-    # Split at newlines only: str.splitlines() also splits at characters that JSON strings may contain.
-    for line in read_regular(file).split(b"\n"):
-        with contextlib.suppress(ValueError):
-            row = json.loads(line)
-            if isinstance(row, dict):
-                rows.append(row)
-    return rows
-
-
-def parse_yaml(text: str | bytes) -> Any:
-    """The plain value of a YAML text, by libyaml's parser in C if PyYAML was built with it.
-
-    >>> parse_yaml("actor: {eps_clip: 2.0e-3}")
-    {'actor': {'eps_clip': 0.002}}
-    """
-    import yaml  # here, because most programs that import this module read no YAML
-
-    # The C parser recurses once per level without a limit, and 100,000 levels crash the process; the parser in Python
-    # raises RecursionError. A level needs one of these characters, or an indentation that grows with each level.
-    content = text.encode("utf-8", "replace") if isinstance(text, str) else text
-    is_flat = sum(map(content.count, (b"[", b"{", b"-", b"?"))) <= 1000
-    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader) if is_flat else yaml.SafeLoader)
 
 
 def _plain(value: Any) -> Any:

@@ -31,10 +31,11 @@ from typing import Any
 from gspo.envs.adapters.common import schema_problem
 from gspo.envs.client import EpisodeError
 from gspo.errors import ConfigError
-from gspo.system import describe_exit, described, dying_with_parent, stop_group
+from gspo.system import Limits, describe_exit, described, dying_with_parent, parse_json, stop_group
 
 _PROTOCOL = "2025-06-18"  # servers of 2025 and 2026 accept this version
 _LONGEST_LINE = 16 * 2**20  # bytes; a longer message fails the calls that wait, and its rest is skipped
+_LIMITS = Limits(bytes=_LONGEST_LINE, values=10**6)
 _MOST_IDLE = 256 * 2**20  # bytes without an answer to a call (log lines, pings); more end the server
 _LONGEST_STDERR = 2000  # bytes kept for an error message
 _MOST_TOOLS = 1000
@@ -327,8 +328,8 @@ class McpServer:
     def _handle(self, line: bytes) -> bool:
         """Give a message to the call that waits for it, or answer a ping; whether it was the answer to a call."""
         try:
-            message = json.loads(line)
-        except (ValueError, RecursionError):
+            message = parse_json(line, _LIMITS)
+        except ValueError:
             return False  # some servers print other lines to stdout, also log lines in JSON
         if not isinstance(message, dict):
             return False

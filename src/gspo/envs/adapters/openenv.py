@@ -25,9 +25,10 @@ from typing import Any
 from gspo.envs.adapters.common import schema_problem, seed_rows, to_reward
 from gspo.envs.client import Client, EpisodeError, OutOfRoomError, TooManyTurnsError
 from gspo.errors import ConfigError
-from gspo.system import HttpClient, describe_exit, dying_with_parent, install_command, stop_group
+from gspo.system import HttpClient, Limits, describe_exit, dying_with_parent, install_command, parse_json, stop_group
 
 _LONGEST = 2**20  # bytes of one message of the server
+_LIMITS = Limits(bytes=4 * _LONGEST, values=200_000)
 _TOOL_ACTIONS = {"Action", "CallToolAction", "ListToolsAction"}  # titles of the action schemas of tool environments
 
 
@@ -181,10 +182,10 @@ class OpenEnv:
         try:
             with HttpClient(max_reply=_LONGEST) as http:
                 reply = http.call("GET", f"{self._url}/{route}", timeout_s=self._timeout_s)
-            found = json.loads(reply.content) if reply.status == 200 else f"status {reply.status}"
+            found = parse_json(reply.content, _LIMITS) if reply.status == 200 else f"status {reply.status}"
             if not isinstance(found, dict):
                 raise ValueError(f"expected a JSON object, got {str(found)[:100]!r}")
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             what = str(error) or f"no answer within {self._timeout_s:g} s"
             raise ConfigError(
                 f"env.path: {self._url}/{route} did not answer as an OpenEnv server does: {what}"
@@ -218,8 +219,8 @@ class OpenEnv:
                     return None, f"the answer must be one {kind}"
             return {self._action: value}, ""
         start, end = text.find("{"), text.rfind("}")
-        with contextlib.suppress(ValueError, RecursionError):
-            if isinstance(found := json.loads(text[start : end + 1]), dict):
+        with contextlib.suppress(ValueError):
+            if isinstance(found := parse_json(text[start : end + 1], _LIMITS), dict):
                 return found, ""
         return None, f"the answer must be a JSON object with {', '.join(self._fields)}"
 
@@ -253,14 +254,14 @@ class _Session:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._socket.send(json.dumps({"type": kind, "data": data}))
-                reply = json.loads(await self._socket.recv())  # wait: none, asyncio.timeout around it
+                reply = parse_json(await self._socket.recv(), _LIMITS)  # wait: none, asyncio.timeout around it
                 content = reply["data"]
                 if not isinstance(content, dict):
                     raise TypeError(f"data is {type(content).__name__}, not an object")
                 message = str(content.get("message"))[:300]
         except TimeoutError:
             raise OpenEnvError(f"the server did not answer {kind} within {self._timeout_s:g} s") from None
-        except (WebSocketException, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (WebSocketException, ValueError, KeyError, TypeError) as error:
             raise OpenEnvError(f"{kind}: {type(error).__name__}: {str(error)[:200]}") from error
         if reply.get("type") != "error":
             return content

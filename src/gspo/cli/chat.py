@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo.errors import ConfigError, DataError, GspoError
+from gspo.system import beat, limited
 
 if TYPE_CHECKING:
     from gspo.envs import Chat
@@ -148,7 +150,8 @@ def _talk(session: ChatSession, *, is_terminal: bool) -> int:
         print(f"{COMMANDS}.{plain}")
     while True:
         try:
-            text = input("> " if is_terminal else "").strip()
+            with limited(math.inf):  # the user may take any time
+                text = input("> " if is_terminal else "").strip()
         except (EOFError, KeyboardInterrupt):
             print(end="\n" * is_terminal)
             return 0
@@ -161,6 +164,7 @@ def _talk(session: ChatSession, *, is_terminal: bool) -> int:
         elif text:
             try:
                 for piece in session.ask(text):
+                    beat("a part of an answer")
                     print(inert(piece), end="", flush=True)
             except KeyboardInterrupt:
                 session.sampler.abort()

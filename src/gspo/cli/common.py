@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo.errors import ConfigError, GspoError
-from gspo.system import NO_LAB, in_lab, laboratory
+from gspo.system import NO_LAB, in_lab, laboratory, set_limit
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gspo.config import Loaded
 
 
+MIN_TIMEOUT_S = 600.0  # the least stall timeout outside of training
 OVERRIDES = "key=value (also +key=value, ++key=value), or ~key to reset it to its default"
 
 
@@ -52,7 +53,9 @@ def load_config(args: argparse.Namespace) -> Loaded:
                 f"no config given: {path!r} sets a key; pass a YAML file or the name of an example before it: "
                 f"quickstart {path}"
             )
-    return load(path, words)
+    loaded = load(path, words)
+    set_limit(max(loaded.config.stall_timeout, MIN_TIMEOUT_S))
+    return loaded
 
 
 def display() -> dict[str, Any]:

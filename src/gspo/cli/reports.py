@@ -10,11 +10,13 @@ from typing import Any
 
 from gspo.cli.common import console, display
 from gspo.errors import ConfigError, GspoError
+from gspo.system import beat
 
 
 def write_report_of(run: Path, to: Path | None = None, megabytes: float | None = None) -> Path:
     from gspo.report import BUDGET, write_report
 
+    beat("writing the report")
     return write_report(run, to, doctor=words_of(run), budget=int(1e6 * megabytes) if megabytes else BUDGET)
 
 

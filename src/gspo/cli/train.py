@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING
 from gspo.cli.common import config_arguments, console, load_config
 from gspo.cli.reports import write_report_of
 from gspo.faults import reached
-from gspo.system import beat, install_command, limited
+from gspo.system import beat, install_command
 
 if TYPE_CHECKING:
     from gspo.config import Config, Loaded
-
-MIN_TIMEOUT_S = 600.0  # the least stall timeout outside of training
 
 
 def train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,8 +50,7 @@ def train(args: argparse.Namespace) -> int:
             args.words.append(f"{key}={json.dumps(str(model))}")
             loaded = with_scheduler(load_config(args), args.on)
     # Imports and the report may take long on a slow disk; the trainer sets the exact limit for its own part.
-    with limited(max(loaded.config.stall_timeout, MIN_TIMEOUT_S)):
-        return _train(args, loaded)
+    return _train(args, loaded)
 
 
 def model_of_run(path: str, key: str) -> Path | None:

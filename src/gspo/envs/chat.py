@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gspo.system import described
+from gspo.system import described, is_panic
 
 Message = Mapping[str, Any]
 
@@ -79,8 +79,7 @@ class Chat:
         try:
             return tuple(int(t) for t in self.tokenizer.encode(text, add_special_tokens=begins))
         except BaseException as error:
-            # A panic of the Rust library is no Exception. The text may cause it, and must not end this thread.
-            if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            if not (isinstance(error, Exception) or is_panic(error)):
                 raise
             raise TemplateError(f"the tokenizer cannot encode the text: {described(error)[:200]}") from error
 

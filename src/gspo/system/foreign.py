@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gspo.errors import GspoError
+from gspo.system.heartbeat import beat
 
 
 class Limits(NamedTuple):
@@ -36,6 +37,7 @@ _KINDS = {dict: "an object", list: "a list"}
 @contextlib.contextmanager
 def reading(file: Path, error: type[GspoError]) -> Iterator[None]:
     """Turn what the readers raise into an `error` that names the file."""
+    beat(f"reading {file}")
     try:
         yield
     except OSError as cause:

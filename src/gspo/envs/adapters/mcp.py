@@ -188,7 +188,7 @@ class McpServer:
         self._ids = itertools.count(1)
         self._pending: dict[int, Future[Any]] = {}
         self._lock = threading.Lock()  # wait: none, held for dictionary operations; guards _pending and _over
-        self._writing = threading.Lock()  # wait: the call's timeout, held for one message to stdin
+        self._writing = threading.Lock()  # wait: none, held for one message to stdin, which has the call's timeout
         self._stderr = b""
         self._over: str | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="gspo-mcp-") if spec.per_episode else None

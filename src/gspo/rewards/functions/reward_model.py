@@ -14,6 +14,7 @@ from typing import Any
 
 from gspo.errors import ConfigError, DataError, RewardError
 from gspo.rewards.call import Pending, Result, checked
+from gspo.system import described, is_panic
 
 _CACHED = 65536  # texts whose scores are kept
 
@@ -87,6 +88,15 @@ class RewardModel:
         self._queued.clear()
 
     def _encode(self, item: Any, completion: str) -> tuple[int, ...]:
+        try:
+            return self._tokens(item, completion)
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            self._scores[()] = "crash", f"{self._name}: its tokenizer cannot encode the text: {described(error)[:200]}"
+            return ()
+
+    def _tokens(self, item: Any, completion: str) -> tuple[int, ...]:
         if not self._chat:
             return tuple(self._tokenizer.encode(_plain(item) + completion))
         question = list(item.messages) or [{"role": "user", "content": item.prompt}]

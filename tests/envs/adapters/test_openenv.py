@@ -18,8 +18,8 @@ from scripted_client import call, last_prompt, play, scripted
 
 from gspo.envs.adapters.openenv import OpenEnvError
 from gspo.envs.client import EpisodeError
-from gspo.envs.find import find_environment
 from gspo.envs.client import play as play_episode
+from gspo.envs.find import find_environment
 from gspo.errors import ConfigError
 from gspo.types import Failure
 
@@ -202,9 +202,9 @@ def reply(body):
     ids=lambda schema: str(schema)[:40],
 )  # fmt: skip
 def test_a_schema_of_another_form_is_an_error_that_names_the_address(schema):
-    with answering(lambda connection: connection.sendall(reply(schema))) as url:
-        with pytest.raises(ConfigError, match=f"{url}/schema (did not answer as|is not that of) an OpenEnv server"):
-            find_environment(f"openenv:{url}", {"timeout": 20})
+    why = "/schema (did not answer as|is not that of) an OpenEnv server"
+    with answering(lambda connection: connection.sendall(reply(schema))) as url, pytest.raises(ConfigError, match=why):
+        find_environment(f"openenv:{url}", {"timeout": 20})
 
 
 @pytest.mark.run
@@ -247,8 +247,9 @@ def test_an_answer_that_drips_floods_or_never_comes_ends_at_the_deadline(send, w
     "answer",
     [
         "[]", "3", "null", "{}", '{"data": []}', '{"type": "error", "data": {}}', "[" * 100_000,
-        '{"type": "error", "data": {"message": ' + "[" * 90 + "]" * 90 + "}}", '{"data": {"reward": ' + "9" * 400 + "}}",
-        '{"data": {"reward": "1"}}', '{"data": {"reward": [1]}}', '{"data": {"x": ' + "[" * 101 + "]" * 101 + "}}",
+        '{"type": "error", "data": {"message": ' + "[" * 90 + "]" * 90 + "}}", '{"data": {"reward": "1"}}',
+        '{"data": {"reward": ' + "9" * 400 + "}}", '{"data": {"reward": [1]}}',
+        '{"data": {"x": ' + "[" * 101 + "]" * 101 + "}}",
     ],
     ids=lambda answer: answer[:40],
 )  # fmt: skip

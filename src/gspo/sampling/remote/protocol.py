@@ -78,6 +78,8 @@ def field(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...]) -> 
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         names = kind.__name__ if isinstance(kind, type) else " or ".join(k.__name__ for k in kind)
         raise WireError(f"{name} must be {names}, got {type(value).__name__}")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise WireError(f"{name} must have at most 64 bits")
     return value
 
 

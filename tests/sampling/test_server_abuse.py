@@ -101,8 +101,9 @@ def test_a_server_without_a_real_secret_does_not_start(server):
         SamplerServer(server.engine, "short")
 
 
-VALUES = [None, True, 0, -1, 2**62, 2**64, 10**400, -(10**400), float("nan"), float("inf"), "", "x", "AAAA", "////", "====",
-          [], [[]], [None], [1], [10**400], ["x"], [-1, -1], [2**40, 2**40], {}, {"a": 1}, "<i4", [2**62, 4]]  # fmt: skip
+VALUES = [None, True, 0, -1, 2**62, 2**64, 10**400, -(10**400), float("nan"), float("inf"), "", "x", "AAAA", "////",
+          "====", [], [[]], [None], [1], [10**400], ["x"], [-1, -1], [2**40, 2**40], {}, {"a": 1}, "<i4", [2**62, 4],
+          ]  # fmt: skip
 
 
 def places(value, at=()):

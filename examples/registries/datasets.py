@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from difflib import get_close_matches
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ import yaml
 
 from gspo import __version__
 from gspo.errors import ConfigError, DataError
-from gspo.system import sha256
+from gspo.system import read_regular, read_yaml
 from registries import debian, restaurants
 
-PROVENANCE = "provenance.yaml"
+PROVENANCE, SPLITS = "provenance.yaml", ("train.jsonl", "test.jsonl")
 Row = Mapping[str, Any]
 Say = Callable[[str], None]
 
@@ -79,15 +80,20 @@ def folder_name(name: str) -> str:
 def is_fetched(place: Path) -> bool:
     """Whether the files have the sha256 that the provenance file names."""
     try:
-        files = yaml.safe_load((place / PROVENANCE).read_text(encoding="utf-8"))["files"]
-        return bool(files) and all(sha256(place / name) == facts["sha256"] for name, facts in files.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError):
+        files = read_yaml(place / PROVENANCE, DataError)["files"]
+        # Plain files of the folder: hashing a device would not end.
+        is_whole = bool(files) and all(
+            name in SPLITS and sha256(read_regular(place / name)).hexdigest() == facts["sha256"]
+            for name, facts in files.items()
+        )
+        return is_whole and all(isinstance(count, int) for count in counts(place).values())
+    except (OSError, DataError, KeyError, TypeError, AttributeError):
         return False
 
 
 def counts(place: Path) -> dict[str, int]:
     """Rows by split, of the provenance file."""
-    files = yaml.safe_load((place / PROVENANCE).read_text(encoding="utf-8"))["files"]
+    files = read_yaml(place / PROVENANCE, DataError)["files"]
     return {Path(name).stem: facts["rows"] for name, facts in files.items()}
 
 
@@ -119,7 +125,7 @@ def _write(place: Path, name: str, splits: Mapping[str, Sequence[Row]], facts: M
             for split, rows in splits.items():
                 file = tmp / f"{split}.jsonl"
                 file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-                files[file.name] = {"rows": len(rows), "sha256": sha256(file)}
+                files[file.name] = {"rows": len(rows), "sha256": sha256(file.read_bytes()).hexdigest()}
             made = {"name": name, "made": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", "by": f"gspo {__version__}"}
             text = yaml.safe_dump({**made, "files": files, **facts}, sort_keys=False, allow_unicode=True, width=120)
             (tmp / PROVENANCE).write_text(text, encoding="utf-8")

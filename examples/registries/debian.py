@@ -32,6 +32,7 @@ NAMES = {
 }  # fmt: skip
 DOCUMENT_WORDS, SYNOPSIS_WORDS, SENTENCE_WORDS = (20, 45), (4, 12), (4, 16)
 HELD_OUT = 5  # per cent
+MAX_UNPACKED = 256 * 2**20  # of descriptions; a language has at most 40 MB
 TASK = "Summarize this in one short line, at most ten words:\n\n{}"
 LICENCE = (
     "each description is under the licence of its Debian package (debian/copyright; all of main is DFSG-free); the "
@@ -166,15 +167,28 @@ def verified_text(content: bytes) -> tuple[str, str]:
 
 def _descriptions(release: Release, mirror: str, code: str) -> tuple[list[Description], dict[str, Any]]:
     """The descriptions of a language, and their source for the provenance."""
-    for suffix, unpack in ((".xz", lzma.decompress), (".bz2", bz2.decompress)):
+    for suffix in (".xz", ".bz2"):
         name = f"main/i18n/Translation-{code}{suffix}"
         if name in release.files:
             digest, size = release.files[name]
             # By hash: the mirror may be updated between the index and the file, and a partial file stays valid.
             url = f"{mirror.rstrip('/')}/dists/{SUITE}/main/i18n/by-hash/SHA256/{digest}"
-            text = unpack(verified_file(url, digest, size).read_bytes()).decode("utf-8", "replace")
+            text = unpacked(verified_file(url, digest, size).read_bytes(), url, suffix).decode("utf-8", "replace")
             return list(parse_stanzas(text)), {"file": name, "url": url, "sha256": digest, "bytes": size}
     raise DataError(f"the index of {SUITE} has no descriptions in {NAMES[code]} (main/i18n/Translation-{code})")
+
+
+def unpacked(content: bytes, url: str, suffix: str) -> bytes:
+    """The content of an .xz or .bz2 file, which a few bytes can make as large as they like; DataError names it."""
+    maker = lzma.LZMADecompressor(memlimit=MAX_UNPACKED) if suffix == ".xz" else bz2.BZ2Decompressor()
+    try:
+        found = maker.decompress(content, MAX_UNPACKED)
+    except (lzma.LZMAError, OSError, EOFError, ValueError) as cause:
+        raise DataError(f"{url} cannot be unpacked: {cause}; pass another --mirror") from cause
+    if not maker.eof:
+        why = "it is cut off" if maker.needs_input else f"it has more than {MAX_UNPACKED:,} bytes"
+        raise DataError(f"{url} cannot be unpacked: {why}; pass another --mirror")
+    return found
 
 
 def parse_stanzas(text: str) -> Iterator[Description]:

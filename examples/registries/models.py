@@ -71,6 +71,8 @@ def fetch_model(name: str, say: Callable[[str], None], source: Path | None = Non
 def _unpack(model: Registered, source: Path, to: Path) -> Path:
     if not source.is_file():
         raise ConfigError(f"--from: there is no file {source}")
+    if (size := source.stat().st_size) > 4 * model.download_bytes:
+        raise DataError(f"{source} is not the file of {model.what}: it has {size:,} bytes")
     if source.suffix == gguf.SUFFIX:
         return source
     try:

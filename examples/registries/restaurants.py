@@ -17,6 +17,7 @@ from registries.download import wheel
 
 PACKAGE, VERSION = "convlab", "3.0.0.dev20221130"
 SHA256 = "9321038b7e193660e3c8110eeb940d7fe33bc90eb14abfe7d6afac81be815f7b"
+MAX_BYTES = 100_000_000  # it has 27 MB
 DATABASE = "convlab/e2e/damd/multiwoz/db/restaurant_db_processed.json"
 SENTENCES = "convlab/nlg/template/multiwoz/auto_user_template_nlg.json"
 FOOD = "#RESTAURANT-INFORM-FOOD#"
@@ -39,6 +40,8 @@ def make(*, say: Callable[[str], None], source: Path | None = None) -> tuple[dic
             source = wheel(PACKAGE, VERSION, Path(scratch))
         elif not source.is_file():
             raise ConfigError(f"--from: there is no file {source}")
+        if (size := source.stat().st_size) > MAX_BYTES:
+            raise DataError(f"{source} is not the wheel of {PACKAGE} {VERSION}: it has {size:,} bytes")
         say("checking its sha256")
         if (got := sha256(source)) != SHA256:
             raise DataError(f"{source} is not the wheel of {PACKAGE} {VERSION}: its sha256 is {got}, expected {SHA256}")

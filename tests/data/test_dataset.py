@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from gspo.data.columns import order
@@ -18,6 +18,7 @@ from gspo.data.mixture import make_mixture
 from gspo.data.sources import default_reward, in_held_out
 from gspo.errors import DataError
 from gspo.rewards import RewardItem, RewardPool, reward_spec
+from gspo.system import naming_panics
 from gspo.train import refuse_long_prompts
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
@@ -574,3 +575,20 @@ def test_a_template_that_needs_too_much_memory_is_refused_with_a_reason(tokenize
     data = make_dataset(ROWS[:1], tokenizer=tokenizer, chat_template="{{ 'x' * 10**13 }}")
     with pytest.raises(DataError, match=r"row 0: the chat template cannot render the messages \(MemoryError\)"):
         data.prompt(0)
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(a|aa)+$", "(.*a){20}$"])
+def test_a_panic_of_the_tokenizers_library_names_the_row(tmp_path, pattern, capfd):
+    inner = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="?")
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "a" * 60 + "!", "answer": "1"}]
+    data = make_dataset(rows, tokenizer=tokenizer, source="mine")
+    assert data.prompt(0).text == "a"
+    with pytest.raises(DataError, match="mine, row 1: the tokenizer: a library failed"):
+        data.prompt(1)
+
+
+def test_an_interruption_is_not_taken_for_a_panic():
+    with pytest.raises(KeyboardInterrupt), naming_panics("here", DataError):
+        raise KeyboardInterrupt

@@ -11,6 +11,7 @@ import vision_zoo
 from PIL import Image
 
 from gspo.data.dataset import load_dataset, make_dataset
+from gspo.data.images import image_digest, image_files
 from gspo.errors import DataError
 
 TEMPLATE = (
@@ -138,3 +139,80 @@ def test_an_image_needs_a_model_that_sees_and_too_long_prompts_are_found(process
     assert length > len("what?") + 3
     assert data.excess(0, length - 1) == f"{length} tokens"
     assert data.excess(0, length) == ""
+
+
+def saved(folder, name, **how):
+    Image.new("RGB", (40, 20)).save(folder / name, **how)
+    return folder / name
+
+
+@pytest.mark.parametrize("name", ["../x.png", "/etc/x.png", "a/../../x.png", "link.png", "folder/x.png", "~/x.png"])
+def test_a_row_shows_no_image_outside_of_the_folder_of_its_data(tmp_path, name):
+    inside = tmp_path / "data"
+    inside.mkdir()
+    saved(tmp_path, "x.png")
+    (inside / "link.png").symlink_to(tmp_path / "x.png")
+    (inside / "folder").symlink_to(tmp_path)
+    with pytest.raises(DataError, match=r"mine: the image .*(outside of .*train_dataset\.image_folder|No such file)"):
+        image_digest([name], inside, "mine")
+    if name != "~/x.png":
+        with pytest.raises(DataError, match=r"mine: the image .* is outside of .*; .* train_dataset\.image_folder"):
+            image_files([{"path": name}], inside, "mine")
+    # With a folder that holds all of them, and for a path of the user's own program.
+    saved(inside, "own.png")
+    assert image_files(["data/own.png"], tmp_path, "mine")[0].open().size == (40, 20)
+    assert image_files([tmp_path / "x.png"], inside, "mine")[0].open().size == (40, 20)
+
+
+@pytest.mark.parametrize("name", ["a\0b.png", "\ud800.png", "x" * 5000 + ".png", "loop"])
+def test_an_image_name_that_no_file_can_have_is_named(tmp_path, name):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for read in (image_digest, lambda *given: image_files(*given)[0].open()):
+        with pytest.raises((DataError, OSError), match=r"image|name"):
+            read([name], tmp_path, "rows, row 3")
+
+
+def test_a_huge_image_file_is_not_read_for_the_digest(tmp_path):
+    with open(tmp_path / "big.png", "wb") as file:
+        file.truncate(300 * 2**30)
+    with pytest.raises(DataError, match=r"rows: the image big\.png cannot be read: it has 322,122,547,200 bytes"):
+        image_digest(["big.png"], tmp_path, "rows")
+
+
+@pytest.mark.parametrize(
+    ("orientation", "size"), [(1, (40, 20)), (3, (40, 20)), (6, (20, 40)), (8, (20, 40)), (99, (40, 20))]
+)
+def test_an_image_is_turned_as_the_camera_was_held(tmp_path, orientation, size):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image = Image.new("RGB", (40, 20), "black")
+    image.putpixel((0, 0), (255, 255, 255))
+    image.save(tmp_path / "a.png", exif=exif)
+    opened = image_files(["a.png"], tmp_path, "rows")[0].open()
+    assert opened.size == size
+    corner = {1: (0, 0), 3: (39, 19), 6: (19, 0), 8: (0, 39), 99: (0, 0)}[orientation]
+    assert opened.getpixel(corner) == (255, 255, 255)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"P6\n#" + b"x" * 50_000_000 + b"\n1 1\n255\n123",
+        b"P3\n1 1\n255\n" + b"1 " * 1_000_000,
+        b"P6\n" + b" " * 1_000_000 + b"1 1 255\n123",
+        b"P6\n" + b"#\n" * 1_000_000 + b"1 1 255\n123",
+        b"P5 " + b"1" * 100_000,
+    ],
+)
+def test_a_ppm_file_that_pillow_reads_slowly_is_refused(tmp_path, content):
+    (tmp_path / "a.ppm").write_bytes(content)
+    with pytest.raises(DataError, match="PPM file must be binary"):
+        image_files(["a.ppm"], tmp_path, "rows")[0].open()
+    (tmp_path / "a.ppm").write_bytes(b"P6\n# made by a program\n1 1\n255\nabc")
+    assert image_files(["a.ppm"], tmp_path, "rows")[0].open().getpixel((0, 0)) == (97, 98, 99)
+
+
+def test_the_first_frame_of_an_animation_is_shown(tmp_path):
+    frames = [Image.new("L", (4, 4), 10 * i) for i in range(5)]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
+    assert image_files(["a.gif"], tmp_path, "rows")[0].open().convert("L").getpixel((0, 0)) == 0

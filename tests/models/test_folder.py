@@ -115,7 +115,7 @@ def test_an_index_that_is_inconsistent_is_named(folder):
     (folder / INDEX).write_text(
         f'{{"metadata": {{}}, "weight_map": {{"{first}": "{SHARD}", "{first}": "b.safetensors"}}}}'
     )
-    with pytest.raises(DataError, match=f"index.json is not readable JSON: the key '{first}' occurs twice"):
+    with pytest.raises(DataError, match=f"index.json cannot be read: the key '{first}' appears twice"):
         load_model(str(folder))
 
 
@@ -302,7 +302,7 @@ def test_json_that_is_deep_broken_or_no_object_is_an_error_with_its_file(folder,
 def test_a_settings_file_that_is_too_large_is_not_read(folder):
     with open(folder / "config.json", "ab") as file:
         file.truncate(2**40)  # sparse
-    with pytest.raises(DataError, match=r"config\.json has 1,099,511,627,776 bytes"):
+    with pytest.raises(DataError, match=r"config\.json cannot be read: it has 1,099,511,627,776 bytes"):
         load_model(str(folder))
 
 

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import tokenizers
 import torch
@@ -171,3 +173,60 @@ def test_the_pad_token_in_a_text_is_a_token_like_others_and_positions_count_from
             for given in ({}, {"position_ids": positions}):
                 torch.testing.assert_close(loaded(input_ids=torch.tensor(tokens), **given).logits, want)
         assert (plain(input_ids=torch.tensor([[5, pad, 9, 7]])).logits - want).abs().max() > 1e-3
+
+
+def tokenizer_with(folder, **parts):
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"t0": 0, "a": 1}, unk_token="t0"))
+    for name, part in parts.items():
+        setattr(inner, name, part)
+    tf.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="t0").save_pretrained(folder)
+
+
+N = tokenizers.normalizers
+EXPLOSIONS = {
+    "one replacement": N.Replace("a", "b" * 2000),
+    "many small ones": N.Sequence([N.Replace("a", "aa")] * 30),
+    "an empty pattern": N.Sequence([N.Replace("", "bbbbbb")] * 5),
+    "a regular expression": N.Sequence([N.Replace(tokenizers.Regex("a*"), "b" * 40)] * 3),
+    "a prefix": N.Sequence([N.Prepend("b" * 50), N.Replace("b", "c" * 50)]),
+    "sequences in sequences": N.Sequence([N.Sequence([N.Replace("a", "aaaa")] * 3), N.Replace("a", "a" * 40)]),
+}
+
+
+@pytest.mark.parametrize("name", EXPLOSIONS)
+def test_a_normalizer_that_makes_a_text_1000_times_longer_is_refused(folder, name):
+    tokenizer_with(folder, normalizer=EXPLOSIONS[name])
+    with pytest.raises(
+        DataError, match=r"Normalizer of tokenizer\.json can make a text [\d,]+ times longer|can make a"
+    ):
+        load_tokenizer(str(folder))
+
+
+def test_normalizers_of_real_tokenizers_are_not_refused(folder):
+    sentencepiece = N.Sequence(
+        [N.NFKC(), N.Prepend("▁"), N.Replace(" ", "▁"), N.Replace(tokenizers.Regex(" {2,}"), "▁")]
+    )
+    decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("▁", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer_with(folder, normalizer=sentencepiece, decoder=decoder)
+    assert load_tokenizer(str(folder)).encode("a") is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rope_theta", -1), ("rope_theta", 0.0), ("rope_parameters", {"rope_type": "default", "rope_theta": -5.0}),
+        ("rms_norm_eps", float("inf")), ("rms_norm_eps", -1e-6), ("layer_norm_epsilon", 2.0),
+        ("attention_dropout", 2.0), ("hidden_dropout", -0.1), ("resid_pdrop", 7), ("vision_config", {"norm_eps": -1.0}),
+    ],
+)  # fmt: skip
+def test_a_setting_that_makes_no_model_is_named(folder, name, value):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {name: value}))
+    with pytest.raises(DataError, match=r"config\.json: \w+ is .*; it must be in"):
+        load_model(str(folder))

@@ -87,7 +87,7 @@ def test_a_flipped_bit_anywhere_is_found_and_its_file_named(tmp_path, name):
             broken = bytearray(whole)
             broken[at] ^= 1 << bit
             (folder / name).write_bytes(broken)
-            with pytest.raises(CheckpointError, match=r"damaged|format") as caught:
+            with pytest.raises(CheckpointError, match=r"damaged|format|cannot be read") as caught:
                 checkpoint.verify(folder)
             assert name in str(caught.value) or name == "manifest.json"
     (folder / name).write_bytes(whole)
@@ -102,7 +102,7 @@ def test_truncated_missing_and_swapped_files_are_found(tmp_path, name):
     with pytest.raises(CheckpointError, match=name):
         checkpoint.verify(folder)
     (folder / name).unlink()
-    with pytest.raises(CheckpointError, match=f"{name} is missing"):
+    with pytest.raises(CheckpointError, match=f"{name} (is missing|cannot be read: No such file)"):
         checkpoint.verify(folder)
     if name == "state.json":  # the only one that differs between the two
         shutil.copy(other / name, folder / name)

@@ -13,27 +13,26 @@ as its name, an object as its state, and a call (an enum's value) as its argumen
 from __future__ import annotations
 
 import contextlib
-import json
 import pickletools
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from gspo.audit import samples
 from gspo.audit.findings import write_audit
 from gspo.audit.foreign import Draft
 from gspo.audit.trl import from_swift, from_trl
 from gspo.audit.verl import from_verl
-from gspo.errors import ConfigError
+from gspo.errors import ConfigError, GspoError
 from gspo.runs import RunDir
-from gspo.system import flat, parse_yaml, read_jsonl, read_regular
+from gspo.system import flat, read_json, read_regular, read_yaml, reading
 
 MAX_BYTES = 4_000_000  # a real file has about 10 kB
+MAX_OPCODES = 20_000  # a real file has about 1,000
 _MARK = object()
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _EMPTY: dict[str, Callable[[], Any]] = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_SET": set, "EMPTY_TUPLE": tuple}
@@ -52,21 +51,20 @@ class Inert:
 
 def read_training_args(file: Path) -> dict[str, Any]:
     """The fields of the config in `file`; ConfigError if it is not one."""
+    with reading(file, ConfigError):
+        content = read_regular(file, 2 * MAX_BYTES)
     try:
-        with zipfile.ZipFile(file) as archive:
+        with zipfile.ZipFile(BytesIO(content)) as archive:
             members = [member for member in archive.infolist() if member.filename.endswith("/data.pkl")]
-            if len(members) != 1 or members[0].file_size > MAX_BYTES:
-                raise ConfigError(
-                    f"{file} is not a training_args.bin: it has no data.pkl of at most {MAX_BYTES:,} bytes"
-                )
-            with archive.open(members[0]) as stream:
-                content = stream.read(MAX_BYTES)
-    except (OSError, zipfile.BadZipFile) as cause:
-        raise ConfigError(f"{file} is not a training_args.bin: {cause}") from cause
-    try:
-        found = interpret(content)
-    except (ValueError, IndexError, KeyError, TypeError, AttributeError) as cause:
-        raise ConfigError(f"{file} cannot be read as a training config: {cause}") from cause
+            # torch.save does not compress.
+            if len(members) != 1 or members[0].compress_type != zipfile.ZIP_STORED:
+                raise ConfigError(f"{file} is not a training_args.bin: it has no data.pkl as torch.save writes it")
+            found = interpret(archive.read(members[0]))
+    except ConfigError:
+        raise
+    except Exception as cause:  # zipfile and pickletools raise many types on damaged bytes
+        why = str(cause) or type(cause).__name__
+        raise ConfigError(f"{file} cannot be read as a training_args.bin: {why:.200}") from cause
     if not isinstance(found, Inert) or not found.state:
         raise ConfigError(f"{file} does not hold a training config")
     return {name: plain(value) for name, value in found.state.items()}
@@ -84,8 +82,10 @@ def interpret(content: bytes) -> Any:
     """The value of a pickle of dicts, lists, texts, numbers and inert objects; ValueError for any other opcode."""
     stack: list[Any] = []
     memo: dict[int, Any] = {}
-    for opcode, arg, _ in pickletools.genops(content):
+    for number, (opcode, arg, _) in enumerate(pickletools.genops(content)):
         name = opcode.name
+        if number > MAX_OPCODES:
+            raise ValueError(f"more than {MAX_OPCODES:,} opcodes")
         if name == "STOP":
             return stack[-1]
         if name == "MEMOIZE":
@@ -111,7 +111,7 @@ def _apply(name: str, arg: Any, stack: list[Any]) -> None:
         stack.append(Inert(str(arg).replace(" ", ".")))
     elif name == "STACK_GLOBAL":
         attribute, module = stack.pop(), stack.pop()
-        stack.append(Inert(f"{module}.{attribute}"))
+        stack.append(Inert(f"{_name(module)}.{_name(attribute)}"))
     elif name in ("REDUCE", "NEWOBJ"):
         args, called = stack.pop(), stack.pop()
         stack.append(Inert(called.name, args))
@@ -130,15 +130,22 @@ def _apply(name: str, arg: Any, stack: list[Any]) -> None:
     elif name in ("SETITEMS", "SETITEM"):
         items = [stack.pop(-2), stack.pop()] if name == "SETITEM" else _since_mark(stack)
         target = stack[-1].state if isinstance(stack[-1], Inert) else stack[-1]
-        target.update(zip((str(key) for key in items[::2]), items[1::2], strict=True))
+        target.update(zip(map(_name, items[::2]), items[1::2], strict=True))
     elif arg is not None:
         stack.append(arg)  # a text or a number
     else:
         raise ValueError(f"unexpected opcode {name}")
 
 
+def _name(value: Any) -> str:
+    # Never the text of another value: shared tuples in tuples have an exponential one.
+    if not isinstance(value, str | int | float):
+        raise ValueError(f"a name is a {type(value).__name__}")
+    return str(value)
+
+
 def _since_mark(stack: list[Any]) -> list[Any]:
-    at = max(at for at, item in enumerate(stack) if item is _MARK)
+    at = next(at for at in reversed(range(len(stack))) if stack[at] is _MARK)
     items = stack[at + 1 :]
     del stack[at:]
     return items
@@ -175,8 +182,19 @@ def audit_files(paths: Sequence[Path], run: Path) -> dict[str, Any]:
             raise ConfigError(f"{path} does not exist: pass the output folder of TRL, verl or ms-swift")
     if (run / "config.yaml").is_file() and not (run / "audit.json").is_file():
         raise ConfigError(f"{run} holds a run of gspo; choose another folder with --out")
-    reader = _reader(paths)
-    found = reader(paths)
+    try:
+        return _audit(paths, run)
+    except GspoError:
+        raise
+    except Exception as cause:  # their files may hold any value anywhere
+        place = ", ".join(map(str, paths))
+        raise ConfigError(
+            f"{place}: a file holds a value that is not expected ({type(cause).__name__}: {cause})"
+        ) from cause
+
+
+def _audit(paths: Sequence[Path], run: Path) -> dict[str, Any]:
+    found = _reader(paths)(paths)
     found.unknown += [text.format(system=found.draft.system) for text in (NO_RATIOS, NO_NOISE)]
     if found.draft.system == "TRL":
         found.unknown[-2] += "; gspo.audit.TRLCallback(trainer) records them while TRL trains"
@@ -228,7 +246,7 @@ def files(paths: Iterable[Path], name: str) -> list[Path]:
         else:
             for depth in ("", "*/", ".hydra/", "*/*/"):
                 found.update(dict.fromkeys(file for file in path.glob(depth + name) if file.is_file()))
-    return sorted(found, key=lambda file: [int(part) if part.isdigit() else part for part in _words(str(file))])
+    return sorted(found, key=lambda file: [int(part) if part.isdecimal() else part for part in _words(str(file))])
 
 
 def _words(name: str) -> list[str]:
@@ -236,26 +254,17 @@ def _words(name: str) -> list[str]:
     return re.split(r"(\d+)", name)
 
 
-def _object(file: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(read_regular(file))
-        return found if isinstance(found, dict) else {}
-    return {}
-
-
-def _yaml(file: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
-        found = parse_yaml(read_regular(file))
-        return found if isinstance(found, dict) else {}
-    return {}
-
-
 def _is_swift(file: Path) -> bool:
-    return "swift_version" in (args := _object(file)) or "rlhf_type" in args
+    with contextlib.suppress(ConfigError):
+        return not {"swift_version", "rlhf_type"}.isdisjoint(read_json(file, ConfigError))
+    return False
 
 
 def _is_verl(file: Path) -> bool:
-    return "actor_rollout_ref" in _yaml(file)
+    # A file that names the key and cannot be read is verl's: the error is better than to look for another system.
+    with contextlib.suppress(OSError):
+        return re.search(rb"^actor_rollout_ref\b", read_regular(file), re.MULTILINE) is not None
+    return False
 
 
 # -- TRL
@@ -264,7 +273,8 @@ def _is_verl(file: Path) -> bool:
 def read_trl(paths: Sequence[Path]) -> Found:
     configs, states = files(paths, "training_args.bin"), files(paths, "trainer_state.json")
     # The newest checkpoint has the whole history.
-    state = max((_object(file) for file in states), key=lambda one: one.get("global_step") or 0, default={})
+    read = [read_json(file, ConfigError) for file in states]
+    state = max(read, key=lambda one: samples.finite(one.get("global_step")) or 0, default={})
     values = read_training_args(configs[-1]) if configs else {}
     draft = from_trl(values, configs[-1].name) if configs else Draft("TRL", "training_args.bin", {})
     found = Found(draft, _trl_version(paths))
@@ -295,7 +305,9 @@ def _trl_version(paths: Sequence[Path]) -> str:
 def read_verl(paths: Sequence[Path]) -> Found:
     configs = [file for file in files(paths, "config.yaml") if _is_verl(file)]
     draft = (
-        from_verl(flat(_yaml(configs[-1])), configs[-1].name) if configs else Draft("verl", ".hydra/config.yaml", {})
+        from_verl(flat(read_yaml(configs[-1], ConfigError)), configs[-1].name)
+        if configs
+        else Draft("verl", ".hydra/config.yaml", {})
     )
     if not configs:
         draft.unexplained = (
@@ -304,7 +316,7 @@ def read_verl(paths: Sequence[Path]) -> Found:
     found = Found(draft)
     lines = files(paths, "*.jsonl")
     found.samples = samples.verl_samples([file for file in lines if samples.is_verl_dump(file)])
-    tables = [read_jsonl(file) for file in lines if not samples.is_verl_dump(file)]
+    tables = [samples.lines_of(file) for file in lines if not samples.is_verl_dump(file)]
     found.metrics = samples.verl_rows([row for rows in tables for row in rows], draft)
     if not found.metrics:
         found.unknown.append(
@@ -323,13 +335,13 @@ def read_verl(paths: Sequence[Path]) -> Found:
 
 def read_swift(paths: Sequence[Path]) -> Found:
     configs = [file for file in files(paths, "args.json") if _is_swift(file)]
-    values = _object(configs[-1])
+    values = read_json(configs[-1], ConfigError)
     kind = values.get("rlhf_type")
     if kind != "grpo":
         raise ConfigError(f"{configs[-1]}: rlhf_type is {kind}; gspo audit reads runs of rlhf_type grpo")
     draft = from_swift(values, configs[-1].name)
     found = Found(draft, str(values.get("swift_version") or ""))
-    history = [row for file in files(paths, "logging.jsonl") for row in read_jsonl(file)]
+    history = [row for file in files(paths, "logging.jsonl") for row in samples.lines_of(file)]
     found.metrics = samples.swift_rows(history, draft, found.unknown)
     found.samples = samples.swift_samples(files(paths, "completions.jsonl"), draft, history)
     if not history:

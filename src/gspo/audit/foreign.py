@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from gspo.errors import ConfigError
 from gspo.lint import Finding
 from gspo.migrate import foreign_keys
 
@@ -20,6 +21,20 @@ COPIED = frozenset(
         "actor.optimizer.gradient_clipping",
     }
 )
+
+
+MAX = 2.0**53
+
+
+def _short(value: Any) -> Any:
+    """What a note may show of a value: a number, a string, a short list of them, or the name of its type."""
+    if isinstance(value, list):
+        return ["list" if isinstance(item, list) else _short(item) for item in value[:20]]
+    if isinstance(value, int) and abs(value) >= 10**30:  # Python refuses to print one of 4,300 digits
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, str):
+        return value[:1000]
+    return value if value is None or isinstance(value, int | float) else type(value).__name__
 
 
 @dataclass
@@ -45,22 +60,26 @@ class Draft:
 
     def get(self, name: str, default: Any = None) -> Any:
         """A value; numbers that YAML reads as text (1e-6) are numbers, and references (`${…}`) are not resolved."""
-        value = self.values.get(name, default)
-        if not isinstance(value, str):
-            return default if value is None else value
-        if "${" in value:
+        value = _short(self.values.get(name))
+        if value is None or (isinstance(value, str) and "${" in value):
             return default
-        try:
-            return float(value)
-        except ValueError:
-            return value
+        if isinstance(value, str):
+            try:
+                value = float(value)
+            except ValueError:
+                return value
+        if isinstance(value, int | float) and not -MAX < value < MAX:
+            raise ConfigError(f"{self.file}: {name} is {_short(value)}, which is no value of a setting")
+        return value
 
     def number(self, name: str, default: float) -> float:
         value = self.get(name, default)
         return default if isinstance(value, bool) or not isinstance(value, int | float) else value
 
-    def count(self, name: str, default: int) -> int:
-        return int(self.number(name, default))
+    def count(self, name: str, default: int, least: int = 1) -> int:
+        if (value := self.number(name, default)) < least:
+            raise ConfigError(f"{self.file}: {name} is {value}; it must be at least {least}")
+        return int(value)
 
     def copy(self, names_of: System | None = None) -> None:
         """Take over every value whose key means the same here. `names_of`: the system whose names are used."""
@@ -83,7 +102,7 @@ class Draft:
 
     def note(self, name: str, harmless: tuple[Any, ...]) -> None:
         """Record a setting that is part of their training and not of the explanation."""
-        value = self.values.get(name)
+        value = _short(self.values.get(name))
         if value is not None and value not in harmless:
             self.notes.append(f"{name}={value} is part of {self.system}'s training and not of this explanation")
 
@@ -101,7 +120,11 @@ class Draft:
 
     def truncate(self) -> None:
         """These systems differentiate the full distribution, whatever part of it they sample from."""
-        if self.keys.get("gconfig.top_p", 1.0) < 1 or self.keys.get("gconfig.top_k") or self.keys.get("gconfig.min_p"):
+        if (
+            self.keys.get("gconfig.top_p", 1.0) != 1.0
+            or self.keys.get("gconfig.top_k")
+            or self.keys.get("gconfig.min_p")
+        ):
             self.set("actor.sampling_mask_replay", False, f"{self.system} has no such replay")
 
     def batches(self, num_prompts: int, num_minibatches: int, num_epochs: int, theirs: tuple[str, str, str]) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from math import ceil, isfinite
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,9 @@ import numpy as np
 
 from gspo.audit.callback import equal_groups, text_of
 from gspo.audit.foreign import Draft
-from gspo.system import install_command, read_jsonl
+from gspo.data import read_parquet
+from gspo.errors import ConfigError, DataError
+from gspo.system import parse_json, read_jsonl, reading
 
 Row = dict[str, Any]
 
@@ -54,7 +55,7 @@ MIXED = (
 
 def trl_rows(history: Sequence[Any], draft: Draft, unknown: list[str]) -> list[Row]:
     """Rows of trainer_state.json's log_history."""
-    entries = [(log["step"], log) for log in history if isinstance(log, dict) and isinstance(log.get("step"), int)]
+    entries = [(step_in(log["step"]), log) for log in history if isinstance(log, dict) and "step" in log]
     return _update_rows(entries, draft, unknown)
 
 
@@ -62,9 +63,7 @@ def swift_rows(history: Sequence[Mapping[str, Any]], draft: Draft, unknown: list
     """Rows of logging.jsonl, whose step is written as `global_step/max_steps: 10/100`, by Megatron as `iteration`."""
     entries = []
     for log in history:
-        step = str(log.get("global_step/max_steps") or log.get("iteration")).partition("/")[0]
-        if step.isdecimal():
-            entries.append((int(step), log))
+        entries.append((step_in(log.get("global_step/max_steps") or log.get("iteration")), log))
     return _update_rows(entries, draft, unknown)
 
 
@@ -72,9 +71,9 @@ def verl_rows(lines: Sequence[Mapping[str, Any]], draft: Draft) -> list[Row]:
     """Rows of verl's file logger: {"step": 1, "data": {…}}; a step of verl is a rollout batch, as here."""
     rows = []
     for line in lines:
-        step, data = line.get("step"), line.get("data")
-        if isinstance(step, int) and step > 0 and isinstance(data, dict):
-            row = {ours: _number(data[name]) for name, ours in VERL.items() if name in data}
+        step, data = step_in(line.get("step")), line.get("data")
+        if step > 0 and isinstance(data, dict):
+            row = {ours: finite(data[name]) for name, ours in VERL.items() if name in data}
             rows.append({"step": step, **row, **_eps(draft)})
     return rows
 
@@ -121,16 +120,30 @@ def _eps(draft: Draft) -> Row:
     return {"clip/eps_low": draft.keys.get("actor.eps_clip"), "clip/eps_high": draft.keys.get("actor.eps_clip_higher")}
 
 
-def _number(value: Any) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+def finite(value: Any) -> float | None:
+    """The value as a float; None if it is no number, or one that no float can hold."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
     return float(value) if is_number else None
 
 
+def step_in(value: Any) -> int:
+    """The step in a number or in a text such as 10/100; 0: there is none."""
+    if isinstance(value, str):
+        head = value.partition("/")[0]
+        return int(head) if head.isdecimal() and len(head) < 10 else 0
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31 else 0
+
+
+def _group_size(draft: Draft) -> int:
+    return max(1, int(finite(draft.keys.get("gconfig.n_samples")) or 1))
+
+
 def _mean(values: Sequence[Any]) -> float | None:
-    numbers = [number for value in values if (number := _number(value)) is not None]
+    numbers = [number for value in values if (number := finite(value)) is not None]
     return sum(numbers) / len(numbers) if numbers else None
 
 
+MAX_ROWS, MAX_BYTES = 1_000_000, 1 << 28  # of a file of samples
 MAX_STEPS = 200  # steps whose samples are read: the page shows a part of them anyway
 
 
@@ -139,19 +152,14 @@ def trl_samples(tables: Sequence[Path], draft: Draft, history: Any, unknown: lis
     if not tables:
         unknown.append("samples: there is no completions_*.parquet (log_completions=True writes it)")
         return {}
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError:
-        unknown.append(f"samples: reading completions_*.parquet needs pyarrow: {install_command('tasks')}")
-        return {}
     names, found = _reward_names(history), {}
     for file in tables[-MAX_STEPS:]:
         try:
-            rows = parquet.read_table(file).to_pylist()
-        except (OSError, ValueError) as problem:
-            unknown.append(f"samples of {file.name}: {problem}")
+            rows = read_parquet(file, MAX_ROWS, MAX_BYTES)
+        except DataError as problem:
+            unknown.append(f"samples: {problem}")
             continue
-        step = max((row["step"] for row in rows if isinstance(row.get("step"), int)), default=0)
+        step = max((step_in(row.get("step")) for row in rows), default=0)
         if step > 0:
             # Updates of one rollout batch log the same samples.
             found[ceil(step / draft.num_updates)] = [(row, row.get("advantage")) for row in rows]
@@ -162,13 +170,13 @@ def trl_samples(tables: Sequence[Path], draft: Draft, history: Any, unknown: lis
 def swift_samples(tables: Sequence[Path], draft: Draft, history: Any) -> dict[int, list[Row]]:
     """completions.jsonl: one object of columns per log."""
     names, found = _reward_names(history), {}
-    for table in (table for file in tables for table in read_jsonl(file)[-MAX_STEPS:]):
+    for table in (table for file in tables for table in lines_of(file)[-MAX_STEPS:]):
         columns = {name: values for name, values in table.items() if isinstance(values, list)}
         size = min((len(values) for values in columns.values()), default=0)
-        steps = [str(step) for step in columns.get("step", ())]
-        if size and steps and steps[-1].isdecimal():
+        step = step_in(columns["step"][-1]) if size and "step" in columns else 0
+        if step > 0:
             rows = [{name: values[at] for name, values in columns.items()} for at in range(size)]
-            found[ceil(int(steps[-1]) / draft.num_updates)] = [(row, row.get("advantages")) for row in rows]
+            found[ceil(step / draft.num_updates)] = [(row, row.get("advantages")) for row in rows]
     weights = draft.values.get("reward_weights")
     return {step: _grouped(step, rows, draft, names, weights) for step, rows in found.items() if step > 0}
 
@@ -188,30 +196,38 @@ def _reward_names(history: Any) -> list[str]:
 def _grouped(
     step: int, rows: Iterable[tuple[Mapping[str, Any], Any]], draft: Draft, names: Sequence[str], weights: Any
 ) -> list[Row]:
-    size = int(draft.keys.get("gconfig.n_samples", 1))
+    size = _group_size(draft)
+    known = [finite(weight) for weight in weights] if isinstance(weights, list) else []
     out = []
     for number, (row, advantage) in enumerate(rows):
         parts = {name: row[name] for name in names if name in row}
-        known = weights if isinstance(weights, list) and len(weights) == len(parts) else [1.0] * len(parts)
-        scored = [w * v for w, v in zip(known, parts.values(), strict=True) if isinstance(v, int | float) and v == v]
+        each = known if len(known) == len(parts) and None not in known else [1.0] * len(parts)
+        scored = [
+            w * v for w, v in zip(each, map(finite, parts.values()), strict=True) if w is not None and v is not None
+        ]
         out.append(
             _row(step, number, number // size, row.get("prompt"), row.get("completion"))
             | {
                 "sample": number % size,
                 "reward": sum(scored) if scored else None,
                 "reward_parts": parts,
-                "advantage": advantage if isinstance(advantage, int | float) else None,
+                "advantage": finite(advantage),
             }
         )
     return out
+
+
+def lines_of(file: Path) -> list[Row]:
+    with reading(file, ConfigError):
+        return read_jsonl(file)
 
 
 def is_verl_dump(file: Path) -> bool:
     """Whether a jsonl file is a rollout dump: its first line has input, output and score."""
     try:
         with open(file, "rb") as stream:
-            first = json.loads(stream.readline(10_000_000))
-    except (OSError, ValueError, RecursionError):
+            first = parse_json(stream.readline(10_000_000))
+    except (OSError, ValueError):
         return False
     return isinstance(first, dict) and {"input", "output", "score"} <= first.keys()
 
@@ -222,21 +238,20 @@ def verl_samples(dumps: Sequence[Path]) -> dict[int, list[Row]]:
     for file in dumps[-MAX_STEPS:]:
         prompts: dict[str, int] = {}
         sizes: dict[int, int] = {}
-        for number, row in enumerate(read_jsonl(file)):
-            step = row.get("step") if isinstance(row.get("step"), int) else 0
+        for number, row in enumerate(lines_of(file)):
+            step = step_in(row.get("step"))
             group = prompts.setdefault(text_of(row.get("input")), len(prompts))
-            score = row.get("score")
             parts = {
-                name: value
+                name: known
                 for name, value in row.items()
-                if name not in ("score", "step") and isinstance(value, int | float) and not isinstance(value, bool)
+                if name not in ("score", "step") and (known := finite(value)) is not None
             }
-            found.setdefault(int(step or 0), []).append(
-                _row(int(step or 0), number, group, row.get("input"), row.get("output"))
+            found.setdefault(step, []).append(
+                _row(step, number, group, row.get("input"), row.get("output"))
                 | {
                     "sample": sizes.get(group, 0),
                     "answer": None if row.get("gts") is None else text_of(row["gts"]),
-                    "reward": score if isinstance(score, int | float) else None,
+                    "reward": finite(row.get("score")),
                     "reward_parts": parts,
                 }
             )
@@ -250,7 +265,7 @@ def reward_rows(samples: Mapping[int, Sequence[Row]], draft: Draft) -> list[Row]
     for step, batch in samples.items():
         ordered = sorted(batch, key=lambda row: row["submission"])
         rewards = np.array([np.nan if row["reward"] is None else row["reward"] for row in ordered], dtype=float)
-        size = int(draft.keys.get("gconfig.n_samples", 1))
+        size = _group_size(draft)
         equal = equal_groups(rewards, size) if size > 1 and len(rewards) % size == 0 else np.array([])
         scored = rewards[np.isfinite(rewards)]
         rows.append(

@@ -69,11 +69,11 @@ def from_swift(values: Mapping[str, Any], file: str) -> Draft:
     return draft
 
 
-def num_updates(values: Mapping[str, Any]) -> tuple[int, int]:
+def num_updates(draft: Draft) -> tuple[int, int]:
     """(mini-batches per pass, passes) of a rollout batch: both systems count micro-batches, not updates."""
-    accumulated = int(values.get("gradient_accumulation_steps") or 1)
-    micro = int(values.get("steps_per_generation") or accumulated)
-    return max(1, round(micro / accumulated)), int(values.get("num_iterations") or 1)
+    accumulated = draft.count("gradient_accumulation_steps", 1)
+    micro = draft.count("steps_per_generation", accumulated)
+    return max(1, round(micro / accumulated)), draft.count("num_iterations", 1)
 
 
 def _translate(draft: Draft) -> None:
@@ -89,7 +89,8 @@ def _translate(draft: Draft) -> None:
     draft.set("actor.importance_sampling_level", level.partition("_")[0], "importance_sampling_level")
     draft.set("actor.loss_aggregation", AGGREGATIONS[loss], f"loss_type={loss}")
     _gate(draft, loss)
-    scale = {True: "group", False: "none"}.get(draft.get("scale_rewards"), draft.get("scale_rewards", "group"))
+    scale = str(draft.get("scale_rewards", "group"))
+    scale = {"True": "group", "False": "none"}.get(scale, scale)
     if scale in ("batch", "none"):
         draft.normalise("group", "batch" if scale == "batch" else None, f"scale_rewards={scale}")
     if (beta := draft.number("beta", 0.0)) > 0:
@@ -135,11 +136,9 @@ def _batch(draft: Draft) -> None:
     device = draft.count("per_device_train_batch_size", 8)
     ranks = draft.count("world_size", draft.count("global_world_size", 1))
     completions = draft.count("generation_batch_size", device * ranks * micro)
-    minibatches, epochs = num_updates(
-        {**draft.values, "steps_per_generation": micro, "gradient_accumulation_steps": accumulated}
-    )
+    minibatches, epochs = num_updates(draft)
     draft.batches(
-        max(1, completions // max(group, 1)),
+        max(1, completions // group),
         minibatches,
         epochs,
         (
@@ -153,7 +152,7 @@ def _batch(draft: Draft) -> None:
             f"steps_per_generation={micro} is not a multiple of gradient_accumulation_steps={accumulated}: an update "
             "mixes two rollout batches"
         )
-    if (steps := draft.count("max_steps", -1)) > 0:
+    if (steps := draft.count("max_steps", -1, least=-1)) > 0:
         draft.set("total_train_steps", max(1, steps // draft.num_updates), "max_steps / updates per rollout batch")
     draft.set("actor.prox_logp_method", "recompute", "π_old is the trainer's")
     draft.pi_old = PI_OLD if draft.num_updates > 1 else ""

@@ -43,7 +43,7 @@ def from_verl(values: Mapping[str, Any], file: str) -> Draft:
     algorithm = "ppo" if gae and mode == "vanilla" else LOSSES[mode]
     draft.set("algorithm", algorithm, "policy_loss.loss_mode")
     draft.set("actor.importance_sampling_level", "sequence" if mode == "gspo" else "token", "policy_loss.loss_mode")
-    if draft.count(f"{R}top_k", -1) < 0:  # all tokens: here 0
+    if draft.count(f"{R}top_k", -1, least=-1) < 0:  # all tokens: here 0
         draft.unset("gconfig.top_k")
     draft.truncate()
     _clip(draft, mode)
@@ -146,10 +146,10 @@ def _batch(draft: Draft) -> None:
     prompts = draft.count("data.train_batch_size", 1024)
     part = min(draft.count(f"{A}ppo_mini_batch_size", 256), prompts)
     names = ("data.train_batch_size", "data.train_batch_size / ppo_mini_batch_size", "ppo_epochs")
-    draft.batches(prompts, max(1, prompts // max(part, 1)), draft.count(f"{A}ppo_epochs", 1), names)
+    draft.batches(prompts, max(1, prompts // part), draft.count(f"{A}ppo_epochs", 1), names)
     if prompts % part:
         draft.notes.append(f"train_batch_size={prompts} is not a multiple of ppo_mini_batch_size={part}")
-    if (steps := draft.count("trainer.total_training_steps", 0)) > 0:
+    if (steps := draft.count("trainer.total_training_steps", 0, least=-1)) > 0:
         draft.set("total_train_steps", steps, "trainer.total_training_steps")
 
 

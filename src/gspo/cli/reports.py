@@ -10,7 +10,7 @@ from typing import Any
 
 from gspo.cli.common import console, display
 from gspo.errors import ConfigError, GspoError
-from gspo.system import beat
+from gspo.system import beat, read_json
 
 
 def write_report_of(run: Path, to: Path | None = None, megabytes: float | None = None) -> Path:
@@ -22,15 +22,14 @@ def write_report_of(run: Path, to: Path | None = None, megabytes: float | None =
 
 def words_of(run: Path) -> dict[str, Any]:
     """What `gspo doctor` says about a run's config, with the origins that the run wrote; of an audit, its findings."""
-    import json
     from dataclasses import replace
 
     from gspo.config import load, read_origins
     from gspo.doctor import explain
 
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        audit = json.loads((run / "audit.json").read_text(encoding="utf-8"))
-        return audit["doctor"] if isinstance(audit, dict) and isinstance(audit.get("doctor"), dict) else {}
+    with contextlib.suppress(GspoError):
+        audit = read_json(run / "audit.json", GspoError)
+        return audit["doctor"] if isinstance(audit.get("doctor"), dict) else {}
     try:
         loaded = load(run / "config.yaml")
         origins = read_origins(run)

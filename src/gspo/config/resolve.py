@@ -21,7 +21,8 @@ from gspo.config.backends import SAMPLERS, TRAINERS, parse_backend
 from gspo.config.layout import layout_of
 from gspo.config.schema import ENVIRONMENT_ROWS, Config, Correction, EvalGeneration, RewardNorm, Section
 from gspo.config.yaml_tree import COMMAND_LINE, escape
-from gspo.system import number, visible_gpus
+from gspo.errors import ConfigError
+from gspo.system import number, read_json, visible_gpus
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ def write_origins(origins: Mapping[str, Origin]) -> str:
 
 def read_origins(run: Path) -> dict[str, Origin]:
     """The origins that a run wrote; empty where it wrote none."""
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-        written = json.loads((run / "origins.json").read_text(encoding="utf-8"))
+    with contextlib.suppress(ConfigError, TypeError):
+        written = read_json(run / "origins.json", ConfigError)
         return {key: Origin(**origin) for key, origin in written.items()}
     return {}
 

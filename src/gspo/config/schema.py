@@ -300,6 +300,11 @@ class SourceSection(Section):
         "are found by common names (completion: only with algorithm sft). Others are further columns for rewards, by "
         "a new name: {level: extra_info.level}.",
     )
+    image_folder: str | None = key(
+        None,
+        "Folder of the image files that rows name: a name is relative to it, and a file outside of it is an error.",
+        unset="the folder of the data set",
+    )
     system_prompt: str | None = key(
         None,
         "System message. Without a chat template it is put before the prompt. In a mixture, null means the data set's.",

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from gspo.data.columns import owner_of
     from gspo.data.reference import final_answer
     from gspo.data.curriculum import Curriculum
+    from gspo.data.files import read_parquet
     from gspo.data.dataset import DataSettings, Dataset, load_dataset, make_dataset
     from gspo.data.mixture import DATA_TYPES, Data, Mixture, distinct_names, make_mixture
     from gspo.data.sources import default_reward, divide, is_on_hub

@@ -28,7 +28,7 @@ from gspo.data.images import given_images, image_digest, image_files, with_image
 from gspo.data.reference import final_answer
 from gspo.data.sources import Row, rows_of
 from gspo.errors import DataError
-from gspo.system import beat
+from gspo.system import beat, naming_panics
 from gspo.types import Prompt, Sample
 
 # Bounds on the number of tokens of a text. The longest tokens of common vocabularies have 128 to 512 characters.
@@ -52,6 +52,7 @@ class DataSettings:
     template_kwargs  passed to the template with the messages
     options          settings of a reasoning_gym task
     supervised       rows have completions to be trained on; max_length then limits prompt and completion together
+    image_folder     of image files; None: the folder of the data set
     """
 
     max_length: int | None = None
@@ -63,6 +64,7 @@ class DataSettings:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     supervised: bool = False
+    image_folder: str | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class Dataset:
     supervised: bool = False  # prompts have a target
     completion_column: str | None = None  # of a supervised data set; None: the prompt column holds conversations
     processor: Any = None  # of a vision-language model; None: the model takes text alone
-    folder: Path = Path()  # of image files whose names are relative
+    folder: Path = Path()  # of image files
     _prompts: dict[int, Prompt] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
@@ -96,7 +98,8 @@ class Dataset:
     def prompt(self, row: int) -> Prompt:
         # Rendering and tokenizing is done once per row.
         if row not in self._prompts:
-            self._prompts[row] = self._render(row)
+            with naming_panics(f"{self.source}, row {row}: the tokenizer", DataError):
+                self._prompts[row] = self._render(row)
         return self._prompts[row]
 
     def row_of(self, seed: int, submission: int, *, shuffle: bool = True) -> int:
@@ -326,7 +329,7 @@ def make_dataset(
     """A data set of rows that the caller has loaded; `settings` and `changes` as in `load_dataset`.
 
     tokenizer  or the processor of a vision-language model, which has a tokenizer
-    folder     of image files whose names are relative
+    folder     of image files, unless `image_folder` is set
     """
     settings = replace(settings or DataSettings(), **changes)
     processor = tokenizer if hasattr(tokenizer, "tokenizer") else None
@@ -368,7 +371,7 @@ def make_dataset(
         supervised=settings.supervised,
         completion_column=completion_name,
         processor=processor,
-        folder=folder,
+        folder=Path(settings.image_folder).expanduser() if settings.image_folder else folder,
     )
     return whole if settings.max_length is None else _without_long_prompts(whole, settings.max_length)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -18,6 +19,7 @@ from gspo.types import ImageFile
 # Pillow would run a program (Ghostscript) for others, for example EPS.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 MAX_PIXELS, MAX_BYTES = 64_000_000, 256_000_000  # of one image
+_PPM = re.compile(rb"P[456](?:(?:\s|#[^\n]*\n)+\d+){2,3}\s")
 COLUMNS = ("images", "image")  # one of them, a single image or a list
 _PART_KEYS = ("image", "path", "url")  # of a part {"type": "image", …} of a message
 
@@ -33,10 +35,10 @@ def given_images(row: Row, messages: Sequence[Mapping[str, Any]] = ()) -> list[A
 
 
 def image_files(images: Sequence[Any], folder: Path, where: str) -> list[ImageFile]:
-    """Images that can be opened again and again. `folder`: of file names that are relative; `where`: for messages."""
+    """Images that can be opened again and again. `folder`: of their files; `where`: for messages."""
     files = []
     for number, image in enumerate(images):
-        name, content = _content(image, folder)
+        name, content = _content(image, folder, where)
         if content is None:
             raise DataError(
                 f"{where}: image {number} must be a file name, bytes, {{'bytes': …}} or an image of Pillow, got "
@@ -50,9 +52,9 @@ def image_digest(images: Sequence[Any], folder: Path, where: str) -> str:
     """A hash of the images' files; of an image of Pillow, of its pixels."""
     total = hashlib.sha256()
     for image in images:
-        name, content = _content(image, folder)
+        name, content = _content(image, folder, where)
         try:
-            raw = read_regular(content) if isinstance(content, Path) else content
+            raw = read_regular(content, MAX_BYTES) if isinstance(content, Path) else content
         except OSError as error:
             raise DataError(f"{where}: the image {name} cannot be read: {error.strerror or error}") from None
         total.update(raw if isinstance(raw, bytes) else repr(raw).encode() if raw is None else raw.tobytes())
@@ -93,30 +95,48 @@ def _parts(content: Any) -> list[dict[str, Any]]:
     return [dict(part) for part in content or () if isinstance(part, Mapping)]
 
 
-def _content(image: Any, folder: Path) -> tuple[str, Any]:
+def _content(image: Any, folder: Path, where: str) -> tuple[str, Any]:
     """A name and where the pixels are: a file, bytes, or an image of Pillow; None: it is none of these."""
     if isinstance(image, Mapping):  # as parquet files of the hub have it
         name = str(image.get("path") or "")
-        return (name, image["bytes"]) if isinstance(image.get("bytes"), bytes) else _content(name or None, folder)
-    if isinstance(image, (str, Path)):
-        return str(image), folder / Path(image).expanduser()
+        return (
+            (name, image["bytes"]) if isinstance(image.get("bytes"), bytes) else _content(name or None, folder, where)
+        )
+    if isinstance(image, str):  # of a row that a stranger may have written; a Path is of the user's own program
+        return image, _inside(image, folder, where)
+    if isinstance(image, Path):
+        return str(image), folder / image
     if isinstance(image, (bytes, bytearray)):
         return "", bytes(image)
     return "", image if hasattr(image, "convert") and hasattr(image, "tobytes") else None
 
 
+def _inside(name: str, folder: Path, where: str) -> Path:
+    try:
+        file, root = (folder / name).resolve(), folder.resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL, or links in a circle
+        raise DataError(f"{where}: the image {name[:200]!r} cannot be read: {error}") from None
+    if not file.is_relative_to(root):
+        raise DataError(
+            f"{where}: the image {name[:200]} is outside of {root}, the folder of the data set; move it there, or set "
+            "train_dataset.image_folder to a folder that holds all images"
+        )
+    return file
+
+
 def _open(content: Any) -> Any:
     try:
-        from PIL import Image
+        from PIL import Image, ImageOps
     except ImportError:
         raise DataError(f"images need Pillow: {install_command('vision')}") from None
 
     if isinstance(content, Path):
-        if (size := content.stat().st_size) > MAX_BYTES:
-            raise DataError(f"the file has {size:,} bytes; at most {MAX_BYTES:,} are read")
-        content = read_regular(content)
+        content = read_regular(content, MAX_BYTES)
     if not isinstance(content, bytes):
         return content
+    # Pillow reads comments byte by byte in Python, and so it does the numbers of a PPM file that is text.
+    if content[:1] == b"P" and not _PPM.match(content[:4096]):
+        raise DataError("a PPM file must be binary (P4, P5 or P6), with short comments")
     with warnings.catch_warnings():  # Pillow's own limit warns or raises; ours is lower
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         image = Image.open(BytesIO(content), formats=FORMATS)
@@ -124,4 +144,5 @@ def _open(content: Any) -> Any:
     width, height = image.size
     if width * height > MAX_PIXELS:
         raise DataError(f"the image has {width} × {height} pixels; at most {MAX_PIXELS:,} are read: make it smaller")
+    ImageOps.exif_transpose(image, in_place=True)  # as a camera was held
     return image

@@ -6,19 +6,17 @@ so that equal problems are always in the same part.
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gspo.data import arithmetic
 from gspo.errors import DataError
-from gspo.system import by_name, human, install_command
+from gspo.system import by_name, install_command
 
 HELD_OUT = ("test", "valid", "validation", "val", "dev", "eval", "heldout")
 ONE_IN = 20  # a row in so many is held out
@@ -75,13 +73,10 @@ def _hash(text: str) -> int:
 
 
 Row = dict[str, Any]
-_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")  # that data/files.py reads
 _SPLIT_NAME = re.compile(r"(train|" + "|".join(HELD_OUT) + r")(?:[-_.].*)?", re.IGNORECASE)
 _PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 _FETCHED = re.compile(r"debian-summaries|debian-translations-\w+-\w+|restaurants")  # folders of examples/fetch.py
-_MAX_ROWS = 50_000_000  # rows are Python objects; more would not fit into memory
-_MAX_DEPTH = 100
-_TOO_DEEP = f"lists and objects are nested deeper than {_MAX_DEPTH}"
 _HUB_CONFIG = {"openai/gsm8k": "main", "gsm8k": "main"}  # data sets that need a config name
 
 
@@ -155,146 +150,6 @@ def is_on_hub(path: str, key: str = "train_dataset") -> bool:
     return not path.startswith(("embedded:", "reasoning_gym:")) and _local(path, key) is None
 
 
-def read_file(path: Path, key: str = "train_dataset") -> list[Row]:
-    """All rows of one JSONL, JSON, CSV or Parquet file."""
-    if path.exists():
-        # Reading a pipe or a device may never end.
-        if not path.is_file():
-            raise DataError(f"{key}.path: {path} is not a regular file")
-        if path.stat().st_size > (memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
-            raise DataError(
-                f"{key}.path: {path} has {human(path.stat().st_size)}, more than the memory of this machine "
-                f"({human(memory)}); rows are kept in memory"
-            )
-    try:
-        # Opening a FIFO would wait for its other end.
-        if path.exists() and not path.is_file():
-            raise DataError(f"{key}.path: {path} is not a regular file; move it away")
-        if path.suffix == ".jsonl":
-            return list(_read_jsonl(path))
-        if path.suffix == ".json":
-            content = parse_json(path.read_text(encoding="utf-8-sig"))
-            rows = content if isinstance(content, list) else content.get("data") if isinstance(content, dict) else None
-            return [_row(row, f"{path}: entry {i}") for i, row in enumerate(_listed(rows, path))]
-        if path.suffix == ".csv":
-            # newline="" is required by csv for line breaks inside fields; utf-8-sig removes a byte order mark.
-            csv.field_size_limit(2**31 - 1)  # of Python: 131,072 characters in a field
-            with path.open(newline="", encoding="utf-8-sig") as file:
-                return list(_read_csv(csv.DictReader(file, strict=True), path))
-        if path.suffix == ".parquet":
-            return _read_parquet(path)
-    except DataError:
-        raise
-    except FileNotFoundError:
-        raise DataError(f"{key}.path: there is no file {path}") from None
-    except UnicodeDecodeError as error:
-        if path.suffix == ".parquet":
-            raise DataError(f"{path} cannot be read: a string is not UTF-8: {error}") from None
-        raise DataError(f"{path}:{_first_bad_line(path)} is not UTF-8; convert the file") from None
-    except (OSError, ValueError, csv.Error) as error:
-        raise DataError(f"{key}.path: {path} cannot be read: {error}") from error
-    raise DataError(f"{key}.path: {path} is not a {', '.join(_SUFFIXES)} file")
-
-
-def parse_json(text: str) -> Any:
-    """The value of a JSON text; ValueError for duplicate keys, lone surrogates, and values nested too deep.
-
-    >>> parse_json('{"a": [1]}')
-    {'a': [1]}
-    """
-    try:
-        value = json.loads(text, object_pairs_hook=_object)
-    except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
-    # Both checks walk the whole value, so they are made only where a cheap look at the text does not exclude it.
-    if text.count("[") + text.count("{") > _MAX_DEPTH and _depth(value) > _MAX_DEPTH:
-        raise ValueError(_TOO_DEEP)
-    if "\\ud" in text or "\\uD" in text:
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            found = ord(error.object[error.start])
-            raise ValueError(f"a string has a lone surrogate (\\u{found:04x}), which is not a character") from None
-    return value
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} appears twice in one object")
-    return made
-
-
-def _depth(value: Any) -> int:
-    depth, level = 0, [value]
-    while level:
-        depth += 1
-        inner = [v for v in level if isinstance(v, list | dict)]
-        level = [item for v in inner for item in (v.values() if isinstance(v, dict) else v)]
-    return depth - 1
-
-
-def _read_jsonl(path: Path) -> Iterable[Row]:
-    with path.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    yield _row(parse_json(line), f"{path}:{number}")
-                except UnicodeDecodeError:
-                    raise
-                except ValueError as error:
-                    raise DataError(f"{path}:{number} is not valid JSON: {error}") from None
-
-
-def _read_csv(reader: csv.DictReader[str], path: Path) -> Iterable[Row]:
-    names = list(reader.fieldnames or ())
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise DataError(f"{path}:1 has two columns named {twice[0]!r}; rename one of them")
-    for row in reader:
-        # DictReader stores surplus fields under None, and fills missing fields with None.
-        if None in row or None in row.values():
-            raise DataError(f"{path}:{reader.line_num}: the line has more or fewer fields than the header {names}")
-        yield dict(row)
-
-
-def _first_bad_line(path: Path) -> int:
-    content = path.read_bytes()
-    try:
-        content.decode()
-    except UnicodeDecodeError as error:
-        return content.count(b"\n", 0, error.start) + 1
-    return 1
-
-
-def _read_parquet(path: Path) -> list[Row]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise DataError(f"{path}: reading Parquet needs pyarrow: {install_command('tasks')}") from None
-    try:
-        # A few bytes can describe billions of equal rows: look before they are made.
-        num_rows = pyarrow.parquet.read_metadata(path).num_rows
-        if num_rows > _MAX_ROWS:
-            raise DataError(f"{path} has {num_rows:,} rows; at most {_MAX_ROWS:,} are read. Use a smaller file")
-        return pyarrow.parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{path} cannot be read as Parquet: {error}") from error
-
-
-def _listed(rows: Any, path: Path) -> list[Any]:
-    if not isinstance(rows, list):
-        raise DataError(f"{path} must contain a list of objects, or an object with a list under 'data'")
-    return rows
-
-
-def _row(value: Any, where: str) -> Row:
-    if not isinstance(value, Mapping):
-        raise DataError(f"{where} must be a JSON object, got {type(value).__name__}")
-    return dict(value)
-
-
 Parts = dict[str, Callable[[], list[Row]]]
 
 
@@ -336,7 +191,7 @@ def _parts(files: list[Path], key: str) -> Parts:
         grouped.setdefault(found[1].lower() if found else "train", []).append(file)
 
     def loader(shards: list[Path]) -> Callable[[], list[Row]]:
-        return lambda: [row for shard in shards for row in read_file(shard, key)]
+        return lambda: [row for shard in shards for row in by_name("gspo.data.files:read_file")(shard, key)]
 
     return {split: loader(shards) for split, shards in grouped.items()}
 

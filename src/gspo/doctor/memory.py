@@ -10,7 +10,6 @@ real runs on a CPU (docs/memory.md). Allocators and kernels of GPUs need memory 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import Counter
@@ -21,8 +20,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gspo.errors import GspoError
-from gspo.models import absurd, check_values, hub_cache, read_json, snapshot
-from gspo.system import count, human
+from gspo.models import absurd, check_values, hub_cache, read_settings, snapshot
+from gspo.system import count, human, parse_json
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -106,7 +105,7 @@ def find_source(path: str) -> ModelFields | Unknown:
         file = _config_file(path)
         if file is None:
             return Unknown(f"{path}: there is no folder with a config.json, and no snapshot in {hub_cache()}")
-        fields = read_json(file)
+        fields = read_settings(file)
         # `count_weights` builds the model, so the settings must not be able to fetch code.
         check_values(fields, file)
         return ModelFields(str(file), fields)
@@ -121,7 +120,7 @@ def _config_file(path: str) -> Path | None:
 
 def shape_of(source: ModelFields) -> Shape | Unknown:
     """The shape of a model: from shapes.json where its name is known, else counted (imports torch)."""
-    known = json.loads((files("gspo.doctor") / "shapes.json").read_text(encoding="utf-8")).get(source.name)
+    known = parse_json((files("gspo.doctor") / "shapes.json").read_bytes()).get(source.name)
     if known is not None:
         return Shape(**{**known, "linears": tuple(map(tuple, known["linears"]))})
     return count_weights(source)

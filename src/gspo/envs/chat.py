@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gspo.system import described, is_panic
+from gspo.system import naming_panics
 
 Message = Mapping[str, Any]
 
@@ -77,11 +77,10 @@ class Chat:
     def encode(self, text: str, *, begins: bool = False) -> tuple[int, ...]:
         """Tokens of a text; `begins`: it is the start of a sequence and gets special tokens. Raises TemplateError."""
         try:
-            return tuple(int(t) for t in self.tokenizer.encode(text, add_special_tokens=begins))
-        except BaseException as error:
-            if not (isinstance(error, Exception) or is_panic(error)):
-                raise
-            raise TemplateError(f"the tokenizer cannot encode the text: {described(error)[:200]}") from error
+            with naming_panics("the tokenizer", TemplateError):
+                return tuple(int(t) for t in self.tokenizer.encode(text, add_special_tokens=begins))
+        except Exception as error:
+            raise TemplateError(f"the tokenizer cannot encode the text: {str(error)[:200]}") from error
 
     def parse(self, tokens: Sequence[int]) -> dict[str, Any]:
         """An answer as an assistant message: `content`, and `tool_calls` if it has any.

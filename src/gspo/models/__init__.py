@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     )
     from gspo.models.flex import FLEX
     from gspo.models.folder import (
-        absurd, check_settings, check_values, check_weights, read_adapter, read_json, refuse_other_vocabulary,
+        absurd, check_settings, check_values, check_weights, read_adapter, read_settings, refuse_other_vocabulary,
     )
     from gspo.models.loading import (
         end_tokens, find_padding_by_place, load_model, load_tokenizer, open_folder, policy_class, read_weights,

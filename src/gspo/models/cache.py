@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gspo.errors import ConfigError, DataError
-from gspo.system import sha256
+from gspo.system import read_json, sha256
 
 SUMS = "SHA256.json"
 _WAIT_S = 300.0  # for another process that builds the same model; it may be stopped, so after that we build it, too
@@ -33,10 +33,9 @@ def root() -> Path:
 def is_whole(folder: Path) -> bool:
     """Whether every file has the sha256 that was recorded when it was written."""
     try:
-        sums = json.loads((folder / SUMS).read_text())
+        sums = read_json(folder / SUMS, DataError)
         return bool(sums) and all(sha256(folder / name) == value for name, value in sums.items())
-    # Missing, not JSON, or JSON that is not an object.
-    except (OSError, ValueError, AttributeError):
+    except (DataError, OSError, ValueError):
         return False
 
 
@@ -47,7 +46,7 @@ def publish_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _one_at_a_time(folder.parent / f".{folder.name}.lock"):
+        with one_at_a_time(folder.parent / f".{folder.name}.lock"):
             if not is_whole(folder):
                 _publish(folder, write)
     except OSError as cause:
@@ -78,7 +77,7 @@ def _publish(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 @contextmanager
-def _one_at_a_time(path: Path) -> Iterator[None]:
+def one_at_a_time(path: Path) -> Iterator[None]:
     """A lock that the kernel releases when its process ends. It saves work and guards nothing."""
     deadline = time.monotonic() + _WAIT_S
     with open(path, "w") as file:

@@ -6,7 +6,6 @@ is an error. Torch-free: shapes come from the headers of the safetensors files.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from gspo.errors import DataError
+from gspo.system import Limits, read_json
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -43,6 +43,12 @@ _OWN_SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")  # tra
 _PLAIN = re.compile(r"[A-Za-z0-9_-]+")
 # Names of settings that count parts: transformers makes a Python object for each.
 _REPEATED = re.compile(r"(?!.*(size|dim|length|capacity|window)).*(layer|expert|depth|block)|num_labels")
+# Settings whose other values give NaN, or a model that nobody can use.
+_RANGES = (
+    (re.compile(r"(^|_)eps(ilon)?$"), 0.0, 1.0),
+    (re.compile(r"(^|_)(rope_theta|rotary_emb_base|rope_local_base_freq)$"), 1e-6, 1e15),
+    (re.compile(r"dropout|pdrop$"), 0.0, 1.0),
+)
 # Setting → values that need nothing but torch. Others are fetched from the hub where `kernels` is installed.
 _IMPLEMENTATIONS = {
     "attn_implementation": ("eager", "sdpa"),
@@ -87,7 +93,7 @@ def check_settings(folder: Path) -> dict[str, Any]:
     # Files that transformers may open without being named: tokenizer files and chat templates.
     for entry in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
         _check_place(folder, entry)
-    read = {name: read_json(folder / name) for name in SETTINGS if (folder / name).exists()}
+    read = {name: read_settings(folder / name) for name in SETTINGS if (folder / name).exists()}
     for name, content in read.items():
         if name not in ("added_tokens.json", "special_tokens_map.json"):
             check_values(content, folder / name)
@@ -142,7 +148,7 @@ def read_adapter(folder: Path, key: str) -> Adapter | None:
         return None
     for entry in folder.iterdir():
         _check_place(folder, entry)
-    settings = read_json(file)
+    settings = read_settings(file)
     base, alpha, start = (settings.get(name) for name in ("base_model_name_or_path", "lora_alpha", "init_lora_weights"))
     if settings.get("peft_type") != "LORA":
         raise DataError(f"{file}: peft_type is {settings.get('peft_type')!r}; {key} may be a LoRA adapter only")
@@ -220,29 +226,9 @@ def refuse_other_vocabulary(own: Mapping[str, Any], used: Mapping[str, int], pat
         )
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_settings(file: Path) -> dict[str, Any]:
     """A JSON object of bounded size, without duplicate keys; DataError names the file."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            seen = [name for name, _ in pairs]
-            twice = next(name for name in seen if seen.count(name) > 1)
-            raise ValueError(f"the key {twice!r} occurs twice")
-        return found
-
-    try:
-        size, most = file.stat().st_size, MAX_BYTES.get(file.name, MAX_SETTINGS_BYTES)
-        if size > most:
-            raise DataError(f"{file} has {size:,} bytes; such a file has at most {most:,}")
-        content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=unique)
-    except RecursionError:
-        raise DataError(f"{file} is nested too deeply to be a model's file") from None
-    except (ValueError, OSError) as cause:
-        raise DataError(f"{file} is not readable JSON: {cause}") from cause
-    if not isinstance(content, dict):
-        raise DataError(f"{file} must be a JSON object, got {type(content).__name__}")
-    return content
+    return read_json(file, DataError, Limits(MAX_BYTES.get(file.name, MAX_SETTINGS_BYTES)), strict=True)
 
 
 def absurd(fields: Mapping[str, Any]) -> str | None:
@@ -250,6 +236,9 @@ def absurd(fields: Mapping[str, Any]) -> str | None:
     for name, value in _settings(fields):
         if isinstance(value, float) and value != value:
             return f"{name} is NaN"
+        for pattern, low, high in _RANGES if isinstance(value, int | float) else ():
+            if pattern.search(name) and not low <= value <= high:
+                return f"{name} is {value:.6g}; it must be in {low:g}…{high:g}"
         if not isinstance(value, int):
             continue
         if _REPEATED.match(name) and value > MAX_REPEATS:
@@ -271,7 +260,7 @@ def _shards(folder: Path, key: str) -> tuple[list[str], dict[str, str]]:
         if single:
             return [WEIGHTS], {}
         raise _no_weights(folder, key)
-    content = read_json(index)
+    content = read_settings(index)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise DataError(f"{index}: weight_map must be an object from tensor names to file names")

@@ -28,6 +28,7 @@ from gspo.models.embedded import (
     recipe_of,
     vocabulary,
 )
+from gspo.system import beat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -130,6 +131,7 @@ def warm_start(name: str, tell: Callable[[int, int], None] = lambda done, total:
     optimizer = torch.optim.AdamW(model.parameters(), lr=warm["lr"], weight_decay=0.0, fused=True)
     model.train()
     for step in range(warm["steps"]):
+        beat(f"building {name}")
         tell(first + step, first + warm["steps"])
         # Data: question + solution + EOS, padded on the right.
         drawn = [next(stream) for _ in range(warm["batch"])]

@@ -41,7 +41,7 @@ from gspo.models.folder import (
     check_weights,
     listed,
     read_adapter,
-    read_json,
+    read_settings,
     refuse_other_vocabulary,
 )
 from gspo.system import by_name
@@ -73,10 +73,11 @@ def load_tokenizer(path: str, key: str = "tokenizer_path") -> PreTrainedTokenize
     except Exception as cause:  # the tokenizers library raises plain Exceptions
         # This names the file if it is not JSON, or nested too deeply.
         if (file := Path(path) / "tokenizer.json").exists():
-            read_json(file)
+            read_settings(file)
         raise DataError(f"{key}: the tokenizer in {path!r} cannot be loaded: {_first_line(cause)}") from cause
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or not len(tokenizer):
         raise DataError(f"the tokenizer in {path!r} has an empty vocabulary: set {key}")
+    by_name("gspo.models.normalizer:check_growth")(tokenizer, f"{key}: {path}")
     return tokenizer
 
 

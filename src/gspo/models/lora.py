@@ -13,6 +13,8 @@ import copy
 import hashlib
 import importlib
 import json
+import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,7 +43,8 @@ def add_adapter(model: PreTrainedModel, *, rank: int, alpha: int, target_modules
     The adapter of a half-precision model is float32: bfloat16 would round away updates of 1e-5.
     """
     try:
-        from peft import LoraConfig, inject_adapter_in_model
+        with _no_hub_kernels():  # peft imports bitsandbytes
+            from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
         raise ConfigError(f"actor.use_lora needs peft: {install_command('lora')}") from None
     layers = [name for name in target_modules if name != EXPERTS]
@@ -150,10 +153,24 @@ class _QuantizedProduct(torch.autograd.Function):
         return grad @ ctx.layer.weight, None
 
 
+@contextmanager
+def _no_hub_kernels() -> Iterator[None]:
+    """bitsandbytes asks the hub for a kernel when it is imported, and would run it where `kernels` is installed."""
+    before = {name: sys.modules[name] for name in ("kernels",) if name in sys.modules}
+    sys.modules["kernels"] = None  # pyright: ignore[reportArgumentType]  (an import of it fails)
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        del sys.modules["kernels"]
+        sys.modules.update(before)
+
+
 def _bitsandbytes() -> Any:
     """bitsandbytes' functions that pack numbers into 4 bits; ConfigError if it is not installed."""
     try:
-        return importlib.import_module("bitsandbytes.functional")
+        with _no_hub_kernels():
+            return importlib.import_module("bitsandbytes.functional")
     except ImportError:
         raise ConfigError(f"actor.lora_base_bits 4 needs bitsandbytes: {install_command('quantized')}") from None
 
@@ -349,9 +366,6 @@ def merge_stored(model: PreTrainedModel, folder: Path, adapter: Adapter) -> None
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:
-    """The adapted layers by name; empty if peft is not installed."""
-    try:
-        from peft.tuners.tuners_utils import BaseTunerLayer
-    except ImportError:
-        return {}
-    return {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+    """The adapted layers by name."""
+    tuners: Any = sys.modules.get("peft.tuners.tuners_utils")  # not imported: nothing was adapted
+    return {n: module for n, module in model.named_modules() if tuners and isinstance(module, tuners.BaseTunerLayer)}

@@ -24,9 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import yaml
-
-from gspo.system import by_name, parse_yaml, read_jsonl, to_json
+from gspo.errors import ConfigError
+from gspo.system import by_name, read_jsonl, to_json
 
 Row = dict[str, Any]
 
@@ -164,9 +163,10 @@ def _redirect_trackio(run: Path, warned: list[str]) -> None:
 
 
 def _config(run: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, yaml.YAMLError):
-        found = parse_yaml((run / "config.yaml").read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
+    from gspo.system import read_yaml
+
+    with contextlib.suppress(ConfigError):
+        return read_yaml(run / "config.yaml", ConfigError)
     return {}
 
 

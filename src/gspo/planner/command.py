@@ -79,14 +79,12 @@ def model_size(name: str) -> ModelSize:
 
 def lengths_of_run(run: Path) -> list[int]:
     """The lengths of all completions in a run's sample files."""
-    import json
+    from gspo.system import read_jsonl, reading
 
     found = []
     for file in sorted((run / "samples").glob("step_*.jsonl")):
-        for line in file.read_text(encoding="utf-8").splitlines():
-            length = json.loads(line).get("length")
-            if isinstance(length, int) and length > 0:
-                found.append(length)
+        with reading(file, ConfigError):
+            found += [n for row in read_jsonl(file) if isinstance(n := row.get("length"), int) and 0 < n < 2**31]
     if not found:
         raise ConfigError(f"{run} has no sample files with lengths; give --length instead of --run")
     return found

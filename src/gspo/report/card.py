@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +10,11 @@ from typing import Any
 
 import yaml
 
+from gspo.errors import ConfigError
 from gspo.report.page.data import config_lines
 from gspo.report.read import Row, evaluations, is_graded, read_config, read_metrics, score_interval, sources_of
 from gspo.report.summary import interval_text, summary_of, summary_rows
-from gspo.system import inert
+from gspo.system import inert, read_json
 
 CONFIG = "gspo_config.yaml"  # the run's config in the exported folder
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -121,13 +121,13 @@ def _use(made: Exported) -> Iterator[str]:
 def _evaluation(file: Path, step: int) -> Iterator[str]:
     """The figures of a `gspo eval` of this step."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = read_json(file, ConfigError)
         if found["step"] != step:
             return
         figures = {f"avg@{found['num_samples']}": found["avg"], **{f"pass@{k}": v for k, v in found["pass"].items()}}
         cells = [f"{name} {interval_text((x['value'], x['low'], x['high']), False)}" for name, x in figures.items()]
         yield f"`gspo eval` on {found['num_problems']} problems of `{found['data']}`: {', '.join(cells)}.\n"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ConfigError, ValueError, KeyError, TypeError, AttributeError):
         return
 
 

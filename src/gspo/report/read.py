@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from gspo.errors import ConfigError
 from gspo.stats import wilson
-from gspo.system import parse_yaml, read_regular
+from gspo.system import objects_of, read_regular, read_yaml
 
 Row = dict[str, Any]
 
@@ -59,7 +56,6 @@ def runs_below(folder: Path) -> list[str]:
 
 def read_metrics(run: Path) -> list[Row]:
     """The rows of metrics.jsonl by step, without a last line that is still being written."""
-    rows: list[Row] = []
     file = run / "metrics.jsonl"
     try:
         # Bytes, because the last line may end inside a UTF-8 character.
@@ -68,21 +64,12 @@ def read_metrics(run: Path) -> list[Row]:
         return []
     except OSError as cause:
         raise ConfigError(f"{file} cannot be read: {cause.strerror}") from cause
-    for line in content.split(b"\n"):
-        with contextlib.suppress(ValueError):
-            row = json.loads(line)
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
-                rows.append(row)
-    return rows
+    return [row for row in objects_of(content) if isinstance(row.get("step"), int)]
 
 
 def read_config(run: Path) -> Row:
     """config.yaml as plain values."""
-    try:
-        config = parse_yaml((run / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as cause:
-        raise ConfigError(f"{run / 'config.yaml'} cannot be read: {cause}") from cause
-    return config if isinstance(config, dict) else {}
+    return read_yaml(run / "config.yaml", ConfigError)
 
 
 def is_graded(rows: Iterable[Row]) -> bool:

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gspo.errors import ConfigError
-from gspo.system import read_regular
+from gspo.system import read_jsonl, read_regular
 
 MAX_BYTES = 128_000  # of one picture; ours have a few kB
 BUDGET = 16_000_000  # bytes of pictures in one page
@@ -228,14 +228,9 @@ def size_of(signature: Signature) -> int:
 
 def read_samples(run: Path, step: int, kind: Kind = "samples") -> list[dict[str, Any]]:
     """The lines of a step's file as they are; an incomplete or damaged line is left out."""
-    rows: list[dict[str, Any]] = []
     with contextlib.suppress(OSError):
-        for line in (run / kind / f"step_{step:06d}.jsonl").read_bytes().split(b"\n"):
-            with contextlib.suppress(ValueError, RecursionError):
-                row = json.loads(line)
-                if isinstance(row, dict):
-                    rows.append(row)
-    return rows
+        return read_jsonl(run / kind / f"step_{step:06d}.jsonl")
+    return []
 
 
 def read_block(run: Path, step: int, kind: Kind = "samples") -> Block:

@@ -29,7 +29,7 @@ from torch import nn
 from gspo.errors import CheckpointError
 from gspo.faults import reached
 from gspo.learner import copy_into, like, whole
-from gspo.system import by_name, fsync, read_regular, sha256, step_name, step_of, write_errors
+from gspo.system import by_name, fsync, read_json, sha256, step_name, step_of, write_errors
 
 FORMAT = 1
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
@@ -125,7 +125,7 @@ def verify(folder: Path) -> dict[str, Any]:
     """The manifest, if every file has the recorded size and sha256; else a CheckpointError that names the file."""
     file = folder / "manifest.json"
     try:
-        manifest = json.loads(read_regular(file))
+        manifest = read_json(file, CheckpointError)
         if manifest["format"] != FORMAT:
             raise CheckpointError(f"{folder}: format {manifest['format']}, this version reads {FORMAT}")
         # The manifest's own sha256 covers all of it except this entry.
@@ -174,7 +174,7 @@ def load_checkpoint(
             raise CheckpointError(f"{folder} has no critic: its run had none; set trial_name to start another run")
         _load_weights(folder, CRITIC_FILES[0], critic[0])
         _load_moments(*critic, _read(folder / CRITIC_FILES[1]))
-    return json.loads((folder / FILES[2]).read_text())
+    return read_json(folder / FILES[2], CheckpointError)
 
 
 def stored_dtype(folder: Path, default: torch.dtype) -> torch.dtype:
@@ -197,7 +197,7 @@ def load_pending_groups(folder: Path) -> PendingGroups | None:
     # A checkpoint without pending groups has neither of the two files.
     if not (folder / PENDING_FILES[1]).is_file():
         return None
-    return _read(folder / PENDING_FILES[0]), json.loads((folder / PENDING_FILES[1]).read_text())
+    return _read(folder / PENDING_FILES[0]), read_json(folder / PENDING_FILES[1], CheckpointError, kind=list)
 
 
 def _load_weights(folder: Path, file: str, model: nn.Module) -> None:
@@ -219,7 +219,7 @@ def _load_weights(folder: Path, file: str, model: nn.Module) -> None:
 
 def _refuse_other_base(folder: Path, model: nn.Module) -> None:
     """An adapter works only on the frozen weights that it was trained on."""
-    theirs, own = json.loads((folder / "manifest.json").read_bytes()).get("base"), base(model)
+    theirs, own = read_json(folder / "manifest.json", CheckpointError).get("base"), base(model)
     if theirs != own:
         was = (
             "no adapter"

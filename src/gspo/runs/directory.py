@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import json
 import math
 import os
 import platform
@@ -33,7 +32,7 @@ from gspo.faults import reached
 from gspo.learner import ProximalSource
 from gspo.rollout import Snapshot, pack_groups
 from gspo.runs import checkpoint
-from gspo.system import Every, inert, read_jsonl, step_name, step_of, to_json, write_errors, write_run_file
+from gspo.system import Every, inert, read_json, read_jsonl, step_name, step_of, to_json, write_errors, write_run_file
 from gspo.types import Images
 
 MAX_PICTURES = 4096  # files in images/; each has a few kB
@@ -302,8 +301,8 @@ def changed_code(run: Path, files: Mapping[str, Path]) -> list[str]:
     """
     record = run / "code.json"
     try:
-        known = json.loads(record.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        known = read_json(record, CheckpointError)
+    except CheckpointError:
         known = {}
     now = {name: {"file": str(file), "sha256": code_digest(file)} for name, file in files.items()}
     if now != known:
@@ -313,7 +312,7 @@ def changed_code(run: Path, files: Mapping[str, Path]) -> list[str]:
         f"warning: {name} has changed since this run was last started ({now[name]['file']}); it continues with the "
         "new code. Set trial_name to start another run"
         for name in now
-        if name in known and known[name].get("sha256") != now[name]["sha256"]
+        if isinstance(before := known.get(name), dict) and before.get("sha256") != now[name]["sha256"]
     ]
 
 

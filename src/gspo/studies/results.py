@@ -16,8 +16,10 @@ from math import log2
 from pathlib import Path
 from typing import Any
 
+from gspo.errors import ConfigError
 from gspo.studies import plan
 from gspo.studies.plan import Job, Study
+from gspo.system import read_json
 
 Record = dict[str, Any]
 
@@ -36,7 +38,7 @@ def read_records(docs: Path, study: str) -> list[Record]:
     path = results_file(docs, study)
     if not path.exists():
         return []
-    held = json.loads(path.read_text(encoding="utf-8"))
+    held = read_json(path, ConfigError)
     today = {digest: plan.digest_today(study, config, digest) for digest, config in held["configs"].items()}
     return [
         {

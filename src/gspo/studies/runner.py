@@ -23,7 +23,7 @@ from pathlib import Path
 from gspo.errors import ConfigError
 from gspo.studies import plan, results
 from gspo.studies.plan import Job, Study
-from gspo.system import await_killed
+from gspo.system import await_killed, read_json
 
 Progress = Callable[[int, int, str], None]  # (finished jobs, all jobs, name of the job that has just ended)
 
@@ -134,7 +134,7 @@ def _collect(study: Study, one: _Running, docs: Path) -> str | None:
     if one.process.returncode != 0 or not result.exists():
         tail = "\n".join(one.log.read_text(errors="replace").strip().splitlines()[-6:])
         return f"{study.name} {one.job.arm} seed {one.job.seed}: exit code {one.process.returncode}, {one.log}:\n{tail}"
-    fresh = json.loads(result.read_text(encoding="utf-8"))
+    fresh = read_json(result, ConfigError, kind=list)
     results.write_records(docs, study, results.replaced(results.read_records(docs, study.name), fresh))
     one.file.unlink(missing_ok=True)
     result.unlink(missing_ok=True)

@@ -12,14 +12,15 @@ if TYPE_CHECKING:
         atomic_write, fsync, sha256, step_name, step_of, to_json, write_errors, write_run_file,
     )
     from gspo.system.foreign import (
-        Limits, objects_of, parse_json, parse_yaml, read_json, read_jsonl, read_regular, read_yaml, reading,
+        Limits, naming_panics, objects_of, parse_json, read_json, read_jsonl, read_regular, reading,
     )
+    from gspo.system.foreign_yaml import parse_yaml, read_yaml
     from gspo.system.heartbeat import AwakeClock, END_SIGNAL, beat, limited, set_limit, stalls_logged
     from gspo.system.http import HttpServer, Json, RefusedCallError, bearer_key, finished, route
     from gspo.system.http_client import HttpClient, Reply, ReplyTooLargeError
     from gspo.system.imports import (
-        NO_LAB, by_name, clone, described, face, find_function, in_lab, install_command, is_panic, laboratory,
-        source_file, user_lines,
+        NO_LAB, by_name, clone, described, face, find_function, in_lab, install_command, laboratory, source_file,
+        user_lines,
     )
     from gspo.system.process import (
         KILLED_S, Launched, MIN_TOKEN_CHARS, TOKEN, adopt_orphans, all_processes, await_killed, descendants,

@@ -165,11 +165,6 @@ def source_file(given: Any) -> Path | None:
     return Path(spec.origin) if spec is not None and spec.origin and spec.has_location else None
 
 
-def is_panic(error: BaseException) -> bool:
-    """Whether a Rust library panicked, such as tokenizers: that is no Exception, although its input caused it."""
-    return type(error).__module__ == "pyo3_runtime"
-
-
 def described(error: BaseException) -> str:
     """An error of user code: its type, its message, and the lines of the user's code that it came from."""
     try:

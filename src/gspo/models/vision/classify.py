@@ -14,6 +14,7 @@ import torch
 
 from gspo import rng
 from gspo.data import digits
+from gspo.system import beat
 
 _DECAY = 40  # last steps, in which the learning rate falls
 
@@ -31,6 +32,7 @@ def train_tower(model: Any, processor: Any, warm: Mapping[str, Any], tell: Calla
     optimizer = torch.optim.AdamW(parameters, lr=warm["lr"], weight_decay=0.0, fused=True)
     stream = digits.problem_stream("warm", seed=warm["seed"])
     for step in range(num_steps):
+        beat("building a model: its vision tower")
         tell(step)
         drawn = list(islice(stream, num))
         glyphs = [glyph for shown in drawn for glyph in shown.glyphs]  # [4 · num], in the order of the features

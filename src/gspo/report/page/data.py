@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from gspo.report.cards import HIGH_OVER_LOW, answers, clipped_share, last, shown
 from gspo.report.read import Row, is_by_sequence, read_config
 from gspo.report.samples import finite_number
 from gspo.report.summary import RunSummary, change_text, ends_text, ends_words, score_name, summary_of
-from gspo.system import duration
+from gspo.system import duration, read_json
 
 LOG_LINES = 200  # the last lines of log.txt that the page carries
 
@@ -172,9 +171,8 @@ def _audit(run: Path) -> dict[str, Any] | None:
 
 def _object(file: Path) -> dict[str, Any]:
     """A JSON object; empty where it cannot be read."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(file.read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
+    with contextlib.suppress(ConfigError):
+        return read_json(file, ConfigError)
     return {}
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import json
 import os
 import secrets
 import threading
@@ -29,7 +28,7 @@ from gspo.report.page.page import BUDGET, html_page, inert_json
 from gspo.report.read import Row, is_by_sequence, is_run, score_text, status_of
 from gspo.report.samples import Kind, Signature, choose_files, pictures, read_block, sample_steps, size_of
 from gspo.report.summary import change_text, summary_of
-from gspo.system import HttpServer, route
+from gspo.system import HttpServer, parse_json, route
 
 Doctor = Callable[[Path], Any]  # what `gspo doctor` prints about a run's config; report/ cannot import it
 ANSWER = 4_000_000  # bytes of sample files in one reply: the page shows something soon and asks again
@@ -125,8 +124,8 @@ class LiveRun:
         whole = text[: text.rfind(b"\n") + 1]
         for line in whole.splitlines(keepends=True):
             self._read, self._tail = self._read + len(line), line
-            with contextlib.suppress(ValueError, RecursionError):
-                row = json.loads(line)
+            with contextlib.suppress(ValueError):
+                row = parse_json(line)
                 if isinstance(row, dict) and isinstance(row.get("step"), int):
                     self._rows.append(row)
 

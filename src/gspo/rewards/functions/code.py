@@ -7,7 +7,6 @@ write anything into the pipe, but it can only send values; the grader decides wh
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import secrets
@@ -18,6 +17,7 @@ from typing import Any
 
 from gspo.errors import ConfigError
 from gspo.rewards.sandbox.box import DEFAULT_LIMITS, Box, Limits, unavailable
+from gspo.system import parse_json
 
 _FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n]*\n", re.MULTILINE)
 _PYTHON = {"", "python", "python3", "py"}
@@ -155,7 +155,7 @@ def parse_tests(tests: Any) -> list[dict[str, Any]]:
     """
     if isinstance(tests, str):
         try:
-            tests = json.loads(tests)
+            tests = parse_json(tests)
         except ValueError as error:
             raise ValueError(f"the row's tests are not valid JSON: {error}") from None
     if not isinstance(tests, Sequence) or isinstance(tests, str) or not tests:
@@ -200,8 +200,8 @@ def _ask(box: Box, question: dict[str, Any]) -> dict[str, Any]:
     if line is None:
         return {"over": True, "failed": box.state() or "ended before it answered"}
     try:
-        reply = json.loads(line)
-    except (ValueError, RecursionError):
+        reply = parse_json(line)
+    except ValueError:
         return {"over": True, "failed": "wrote something other than a reply"}
     if not isinstance(reply, dict) or reply.get("id") != question["id"]:
         return {"over": True, "failed": "wrote a reply without a question"}

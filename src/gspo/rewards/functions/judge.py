@@ -23,7 +23,7 @@ from typing import Any
 from gspo import rng
 from gspo.errors import ConfigError, RewardError
 from gspo.rewards.call import Pending, Result
-from gspo.system import HttpClient, ReplyTooLargeError
+from gspo.system import HttpClient, ReplyTooLargeError, parse_json
 
 PROMPT = """Grade an answer to a question.
 
@@ -319,7 +319,7 @@ def _read_cache(file: Path | None, key: str) -> dict[str, Result]:
         file.parent.mkdir(parents=True, exist_ok=True)
         for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
             try:
-                row = json.loads(line)
+                row = parse_json(line)
                 known[str(row["question"])] = float(row["score"])
             except (ValueError, LookupError, TypeError):
                 continue  # an incomplete line of a killed run; the question is sent again

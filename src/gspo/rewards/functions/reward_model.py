@@ -14,7 +14,7 @@ from typing import Any
 
 from gspo.errors import ConfigError, DataError, RewardError
 from gspo.rewards.call import Pending, Result, checked
-from gspo.system import described, is_panic
+from gspo.system import naming_panics
 
 _CACHED = 65536  # texts whose scores are kept
 
@@ -89,11 +89,10 @@ class RewardModel:
 
     def _encode(self, item: Any, completion: str) -> tuple[int, ...]:
         try:
-            return self._tokens(item, completion)
-        except BaseException as error:
-            if not is_panic(error):
-                raise
-            self._scores[()] = "crash", f"{self._name}: its tokenizer cannot encode the text: {described(error)[:200]}"
+            with naming_panics(f"{self._name}: its tokenizer", RewardError):
+                return self._tokens(item, completion)
+        except RewardError as error:  # only this completion has no score
+            self._scores[()] = "crash", str(error)
             return ()
 
     def _tokens(self, item: Any, completion: str) -> tuple[int, ...]:

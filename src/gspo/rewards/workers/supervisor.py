@@ -290,7 +290,12 @@ class Supervisor:
                 return
             try:
                 self.receive(worker, json.loads(line))
-            except (ValueError, KeyError, TypeError):  # reward code wrote into the channel: ignore the rest
+            except (
+                ValueError,
+                KeyError,
+                TypeError,
+                RecursionError,
+            ):  # reward code wrote into the channel: ignore the rest
                 worker.corrupt = True
                 kill_worker(worker.pid)
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from gspo import rng
 from gspo.errors import RolloutError, WeightSyncError
 from gspo.sampling.api import Experts, completed_by_prefix, interrupted, invalid_reason, validate_request
-from gspo.system import HttpClient, Reply, ReplyTooLargeError
+from gspo.system import HttpClient, Reply, ReplyTooLargeError, parse_json
 from gspo.types import Extras, FinishReason, Kept, Request, Routes, Sample, SampleId
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ def reply_object(reply: Reply) -> dict[str, Any]:
     if not text:
         return {}
     try:
-        body = json.loads(text)
-    except (ValueError, RecursionError):
-        raise InvalidReplyError(f"its answer is not JSON: {text[:100]!r}") from None
+        body = parse_json(text)
+    except ValueError as error:
+        raise InvalidReplyError(f"its answer is not JSON: {text[:100]!r} ({error})") from None
     if not isinstance(body, dict):
         raise InvalidReplyError(f"its answer is a JSON {type(body).__name__}, not an object")
     return body
@@ -101,7 +101,7 @@ def parse_routes(content: Any, num_rows: int) -> NDArray[np.integer[Any]]:
         raise InvalidReplyError("its routed_experts are missing")
     try:
         rows = np.load(io.BytesIO(base64.b64decode(content, validate=True)), allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
+    except (ValueError, EOFError, OSError, MemoryError) as error:
         raise InvalidReplyError(f"its routed_experts are not base64 of a .npy file ({error})") from None
     if not isinstance(rows, np.ndarray) or rows.ndim != 3 or len(rows) != num_rows or rows.dtype.kind not in "iu":
         form = f"{rows.dtype} {rows.shape}" if isinstance(rows, np.ndarray) else type(rows).__name__

@@ -12,6 +12,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +24,7 @@ import torch
 from torch.profiler import record_function
 
 from gspo.models import cache as model_cache
+from gspo.system import fsync, kill_group, sha256
 
 _FOLDER = Path(__file__).parent
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
@@ -44,7 +46,7 @@ def load_library() -> Library:
     try:
         path = _compiled(compiler)
         return Library(ctypes.CDLL(str(path)), str(path))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return Library(None, f"{compiler}: {_first_line(error)}")
 
 
@@ -68,17 +70,37 @@ def _compiled(compiler: str) -> Path:
     version = _run([compiler, "--version"])
     key = "\0".join([*_texts(), version, " ".join(_FLAGS), _processor(), torch.__version__])
     folder = model_cache.root() / "native"
-    library = folder / f"gspo-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-    if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # A user who can write to this folder can run code in this process.
+    if not _is_private(folder, stat.S_IFDIR):
+        raise OSError(f"{folder} can be written by other users; remove it")
+    name = f"gspo-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    if found := _found(folder, name):
+        return found
+    with model_cache.one_at_a_time(folder / f".{name}.lock"):
+        if found := _found(folder, name):  # another process has compiled it meanwhile
+            return found
         with tempfile.TemporaryDirectory(dir=folder) as tmp:
-            _build(compiler, Path(tmp) / "gspo.so").replace(library)
-    # A user who can write these files can run code in this process.
-    for place in (folder, library):
-        found = place.stat()
-        if found.st_uid != os.getuid() or found.st_mode & 0o022:
-            raise OSError(f"{place} can be written by other users; remove it")
-    return library
+            built = _build(compiler, Path(tmp) / "gspo.so")
+            built.chmod(0o700)  # whatever the umask is
+            fsync(built)
+            library = built.replace(folder / f"{name}-{sha256(built)}.so")
+            fsync(folder)
+            return library
+
+
+def _found(folder: Path, name: str) -> Path | None:
+    """The library whose content has the digest of its name: loading a truncated one would end the process."""
+    for library in sorted(folder.glob(f"{name}-*.so")):
+        if _is_private(library, stat.S_IFREG) and library.stem.rpartition("-")[2] == sha256(library):
+            return library
+        library.unlink()
+    return None
+
+
+def _is_private(place: Path, kind: int) -> bool:
+    found = place.lstat()
+    return stat.S_IFMT(found.st_mode) == kind and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def _build(compiler: str, out: Path) -> Path:
@@ -97,11 +119,17 @@ def _build(compiler: str, out: Path) -> Path:
 
 
 def _run(command: list[str]) -> str:
-    # wait: 60 s, the sampler, once per machine
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_S, check=False)
-    if done.returncode:
-        raise OSError(f"exit code {done.returncode}: {done.stderr.strip()[:200]}")
-    return done.stdout
+    pipe: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
+    # A session of its own, so that the compiler's children end with it.
+    with subprocess.Popen(command, start_new_session=True, **pipe) as process:
+        try:
+            out, problem = process.communicate(timeout=_COMPILE_S)  # wait: 60 s, the sampler, once per machine
+        except BaseException:
+            kill_group(process.pid)
+            raise
+    if process.returncode:
+        raise OSError(f"exit code {process.returncode}: {problem.strip()[:200]}")
+    return out
 
 
 def _processor() -> str:

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gspo.system import read_regular
+from gspo.system import parse_json, read_regular
 
 SHM = Path("/dev/shm")
 
@@ -50,9 +50,9 @@ def registered(folder: Path, index: int) -> Address | None:
         # The token is sent to this address, so the file must be our own.
         if os.stat(path).st_uid != os.getuid():
             return None
-        body: Any = json.loads(read_regular(path))
+        body: Any = parse_json(read_regular(path, 10_000))
         address = Address(str(body["url"]), int(body["pid"]), str(body["host"]), float(body["started"]))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
     return address if address.url.startswith("http://") else None
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 from gspo.models import num_experts, route_shape, routers
 from gspo.sampling.api import Experts
+from gspo.system import parse_json
 from gspo.types import Extras, Kept, Request, Routes, Sample, SampleId, SamplingParams
 
 
@@ -63,9 +63,9 @@ class WireError(ValueError):
 def loads(body: bytes) -> dict[str, Any]:
     """A JSON object, or WireError."""
     try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as cause:
-        raise WireError(f"the body is not JSON: {type(cause).__name__}") from None
+        value = parse_json(body)
+    except ValueError as cause:
+        raise WireError(f"the body is not JSON: {cause}") from None
     if not isinstance(value, dict):
         raise WireError(f"the body is a JSON {type(value).__name__}; it must be an object")
     return value

@@ -312,6 +312,7 @@ def _settings(config: Config, source: DatasetSpec | MixtureSource, shared: Datas
         template_kwargs=source.chat_template_kwargs or shared.chat_template_kwargs,
         options=source.options,
         supervised=is_supervised(config),
+        image_folder=source.image_folder or shared.image_folder,
     )
 
 
